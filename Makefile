@@ -1,0 +1,57 @@
+# Everything runs in .venv, which is made on first use and again when pyproject.toml changes.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+OUT    ?= runs/first
+
+BIN   := .venv/bin
+STAMP := .venv/.ready
+
+.PHONY: help setup train test test-gpu check format bench clean
+
+help:
+	@echo "make train     train a small language model on two ranks of this machine, into $(OUT)"
+	@echo "make test      run the tests"
+	@echo "make test-gpu  run the tests that need a CUDA device"
+	@echo "make check     ruff and mypy"
+	@echo "make format    let ruff repair what it can"
+	@echo "make bench     run the benchmarks"
+	@echo "make clean     remove .venv, caches and $(OUT)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "thinwire needs Python 3.11 or newer: apt-get install python3, or make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+		|| { echo "python3 cannot make a virtual environment: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TORCH)"
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/thinwire train --out $(OUT)
+
+test: export OMP_NUM_THREADS ?= 1
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: export OMP_NUM_THREADS ?= 1
+bench: $(STAMP)
+	@set -e; for file in benchmarks/*.py; do echo "$$file"; $(BIN)/python "$$file"; done
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info $(OUT)
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

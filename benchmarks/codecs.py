@@ -1,0 +1,104 @@
+"""Time of every codec on this machine, as a ratio to ``Tensor.copy_`` of the same float32 tensor.
+
+    python benchmarks/codecs.py [--sizes 1 8] [--rounds 21] [--threads 1] [--device cpu]
+
+Each round times the copy and the three operations of a codec one after another, so that a busy machine slows all alike;
+printed are medians. An operation whose result is wrong is not timed: the program stops with exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from thinwire.codecs import Bf16, Codec, Fp8, Fp32, Int8
+
+PEERS = 4
+# Largest error over the largest value of a group: half a step of each format, with room for float32 rounding.
+BOUNDS: dict[str, float] = {"Fp32": 0.0, "Bf16": 2.0**-8, "Fp8": 1.0001 / 28, "Int8": 0.5001 / 127}
+
+
+def timed(function: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of one call."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def self_check(codec: Codec, device: torch.device) -> None:
+    """Raise where a result is outside the error bound of the format, or decode_sum is not the sum of the decodes."""
+    n = 8 * 4096
+    rows = torch.randn(PEERS, n, generator=torch.Generator().manual_seed(1)).to(device)
+    wire = codec.encode(rows, torch.empty(PEERS, codec.wire_numel(n), dtype=codec.wire_dtype, device=device))
+    values = codec.decode(wire, torch.full_like(rows, torch.nan))
+    groups = rows.view(PEERS, -1, 128)
+    bound = groups.abs().amax(2, keepdim=True) * BOUNDS[type(codec).__name__]
+    if not bool(((values.view_as(groups) - groups).abs() <= bound).all()):
+        raise AssertionError(f"{codec}: decode(encode(x)) is outside the error bound")
+    total = codec.decode_sum(wire, torch.full((n,), torch.nan, device=device), 1 / PEERS)
+    expected = values[0].clone()
+    for row in values[1:]:
+        expected += row
+    if not torch.equal(total, expected * (1 / PEERS)):
+        raise AssertionError(f"{codec}: decode_sum is not the sum of the decodes in rank order")
+
+
+def measure(codec: Codec, n: int, rounds: int, device: torch.device) -> tuple[float, list[float]]:
+    """Median milliseconds of the copy, and the median ratios of encode, decode and decode_sum to it."""
+    row = torch.randn(1, n, device=device)
+    target = torch.zeros_like(row)
+    wire = torch.zeros(PEERS, codec.wire_numel(n), dtype=codec.wire_dtype, device=device)
+    codec.encode(row.expand(PEERS, n), wire)
+    operations: list[Callable[[], object]] = [
+        lambda: codec.encode(row, wire[:1]),
+        lambda: codec.decode(wire[:1], target),
+        lambda: codec.decode_sum(wire, target[0], 1 / PEERS),
+    ]
+    for operation in operations:
+        operation()
+    copies: list[float] = []
+    ratios: list[list[float]] = [[] for _ in operations]
+    for _ in range(rounds):
+        copy = timed(lambda: target.copy_(row), device)
+        copies.append(copy)
+        for operation, samples in zip(operations, ratios, strict=True):
+            samples.append(timed(operation, device) / copy)
+    return statistics.median(copies), [statistics.median(samples) for samples in ratios]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Ratios of codec times to Tensor.copy_ of the float32 tensor.")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8], help="Mi elements of the tensor")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (the copy's, too)")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+
+    print(f"torch {torch.__version__}, {arguments.device}, {arguments.threads} thread(s), {arguments.rounds} rounds")
+    print(f"{'codec':<18}{'elements':>10}{'bytes/value':>13}{'copy_ ms':>10}{'encode':>9}{'decode':>9}{'sum(4)':>9}")
+    for codec in (Fp32(), Bf16(), Fp8(), Int8()):
+        try:
+            self_check(codec, arguments.device)
+        except AssertionError as error:
+            print(f"not timed: {error}", file=sys.stderr)
+            return 1
+        for size in arguments.sizes:
+            n = size << 20
+            copy, ratios = measure(codec, n, arguments.rounds, arguments.device)
+            columns = "".join(f"{ratio:>8.2f}x" for ratio in ratios)
+            print(f"{codec!r:<18}{f'{size} Mi':>10}{codec.wire_bytes(n) / n:>13.3f}{copy:>10.3f}{columns}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""DDP with an 8-bit wire.  OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/ddp.py [METHOD]"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+
+VOCABULARY, WIDTH, STEPS, MICRO_BATCHES = 256, 512, 20, 2
+
+
+def main(method: str = "int8") -> None:
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, VOCABULARY))
+    model = DDP(layers.to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wire = thinwire.compress(model, optimizer, method)
+    rank = dist.get_rank()
+    if rank == 0:
+        print(wire.plan)
+
+    data = torch.Generator().manual_seed(rank)
+    for step in range(1, STEPS + 1):
+        for micro_batch in range(MICRO_BATCHES):
+            tokens = torch.randint(0, VOCABULARY, (16, 64), generator=data).to(device)
+            target = (3 * tokens + 1) % VOCABULARY
+            with wire.accumulate(last=micro_batch == MICRO_BATCHES - 1):  # one exchange per optimizer step
+                loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), target.flatten())
+                (loss / MICRO_BATCHES).backward()
+        wire.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0 and step % 5 == 0:
+            print(f"step {step}: loss {loss.item():.3f}")
+    if rank == 0:
+        print(wire.report())
+    wire.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

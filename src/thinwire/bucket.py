@@ -1,0 +1,181 @@
+"""The engine's flat buffer seen as padded rows, one row per owner, with the parameters' segments in it.
+
+All padding happens here. A *segment* is one parameter's columns in every row; its width is padded to the codec's group,
+so that one kernel launch serves a whole bucket while no group ever straddles two parameters.
+
+    engine buffer (flat)                         bucket.rows (R, n)
+    | w1 ............... | w2 ........ |   ->    row 0 | w1[0:a]   0 | w2[0:b]   0 |
+                                                 row 1 | w1[a:2a]  0 | w2[b:2b]  0 |   ...
+
+R is 1 where the result belongs to everybody and the network may sum (an all-reduce of a linear codec), the number of
+owners otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ThinwireError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where one parameter lies in the engine's flat buffer.
+
+    ``stride == 0``: ``numel`` consecutive elements from ``offset`` (DDP). Otherwise ``rows`` runs of ``numel // rows``
+    elements, run r at ``offset + r * stride`` (FSDP2: run r is rank r's shard).
+    """
+
+    name: str
+    offset: int
+    numel: int
+    rows: int = 1
+    stride: int = 0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's columns ``[start, start + width)`` in every row; the first ``span`` of them hold values."""
+
+    name: str
+    start: int
+    width: int
+    span: int
+    piece: Piece
+
+
+def padded(span: int, group: int) -> int:
+    """``span`` rounded up to a multiple of ``group``."""
+    return -(-span // group) * group
+
+
+class Bucket:
+    """Some parameters of one engine buffer, as rows.
+
+    Attributes:
+        rows: (R, n) the gradients to be averaged, float32 (or the engine's dtype, where nothing is encoded).
+        mean: where the exchange writes the result: ``rows`` itself if every rank needs all of it, (1, n) if this rank
+            owns one row.
+        segments: the parameters, in the engine's order.
+        step: number of the optimizer step, for random streams.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        rows: int,
+        owner: bool,
+        group: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """``rows`` owners; ``owner``: this rank keeps one row only; ``group``: elements that a codec takes together."""
+        self.group, self.owner = group, owner
+        self.segments = self._place(pieces, rows, group)
+        self.key = (tuple(segment.name for segment in self.segments), rows, group)
+        self.shape = (rows, sum(segment.width for segment in self.segments))
+        self.dtype, self.device = dtype, device
+        self.step = 0
+        self.rows: Tensor = torch.empty(0)
+        self.mean: Tensor = torch.empty(0)
+        self._buffers: dict[object, Tensor] = {}
+
+    @staticmethod
+    def _place(pieces: Sequence[Piece], rows: int, group: int) -> tuple[Segment, ...]:
+        segments, start = [], 0
+        for piece in pieces:
+            if piece.stride and piece.rows != rows:
+                raise ThinwireError(f"{piece.name}: the engine has {piece.rows} shards, the bucket {rows} rows")
+            span = piece.numel // rows if piece.stride else -(-piece.numel // rows)
+            segments.append(Segment(piece.name, start, padded(span, group), span, piece))
+            start += segments[-1].width
+        return tuple(segments)
+
+    def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A workspace that lives as long as the bucket: the same tensor for the same ``key`` and shape."""
+        full = (key, tuple(shape), dtype)
+        if full not in self._buffers:
+            self._buffers[full] = torch.zeros(*shape, dtype=dtype, device=self.device)
+        return self._buffers[full]
+
+    def columns(self, values: Tensor, segment: Segment) -> Tensor:
+        """``segment``'s columns of ``values`` (R, n): a view (R, width)."""
+        return values[:, segment.start : segment.start + segment.width]
+
+    def load(self, flat: Tensor, out: Tensor) -> None:
+        """Take the gradients from the engine's buffer ``flat`` (1-D); without a copy where it already has our form.
+
+        ``out``: where ``store`` will be asked to put the mean; this rank's row (1-D) if ``owner``, else ``flat``.
+        """
+        if self._same_form(flat):
+            self.rows = flat.view(self.shape)
+        else:
+            self.rows = self.buffer("rows", self.shape, self.dtype)
+            self.pack(flat, self.rows)
+        if not self.owner:
+            self.mean = self.rows
+        elif out.numel() == self.shape[1] and out.dtype == self.dtype and self._contiguous:
+            self.mean = out.view(1, -1)
+        else:
+            self.mean = self.buffer("mean", (1, self.shape[1]), self.dtype)
+
+    def store(self, out: Tensor) -> None:
+        """Give the mean back: to the engine's buffer (as in ``load``), or to this rank's own row (1-D) if ``owner``."""
+        if self.owner:
+            if self.mean.data_ptr() == out.data_ptr():
+                return
+            for segment in self.segments:
+                column = segment.piece.offset
+                out[column : column + segment.span].copy_(self.mean[0, segment.start : segment.start + segment.span])
+        elif self.rows.data_ptr() != out.data_ptr():
+            self.unpack(self.rows, out)
+
+    def pack(self, flat: Tensor, rows: Tensor) -> None:
+        """Engine buffer -> rows (R, n), zeros in the padding."""
+        for segment in self.segments:
+            whole, body, tail = self._parts(flat, segment)
+            target = self.columns(rows, segment)
+            if body is not None:
+                target[:whole, : segment.span].copy_(body)
+            if whole < len(rows):
+                target[whole:].zero_()
+                if tail is not None:
+                    target[whole, : len(tail)].copy_(tail)
+            if segment.width > segment.span:
+                target[:whole, segment.span :].zero_()
+
+    def unpack(self, rows: Tensor, flat: Tensor) -> None:
+        """Rows (R, n) -> engine buffer; the padding is left out."""
+        for segment in self.segments:
+            whole, body, tail = self._parts(flat, segment)
+            source = self.columns(rows, segment)
+            if body is not None:
+                body.copy_(source[:whole, : segment.span])
+            if tail is not None:
+                tail.copy_(source[whole, : len(tail)])
+
+    def _parts(self, flat: Tensor, segment: Segment) -> tuple[int, Tensor | None, Tensor | None]:
+        """How many rows are whole, a view (whole, span) of them in ``flat``, and the rest (the last, shorter row)."""
+        piece, span = segment.piece, segment.span
+        if piece.stride:
+            view = flat.as_strided((piece.rows, span), (piece.stride, 1), flat.storage_offset() + piece.offset)
+            return piece.rows, view, None
+        whole = piece.numel // span if span else 0
+        values = flat[piece.offset : piece.offset + piece.numel]
+        body = values[: whole * span].view(whole, span) if whole else None
+        return whole, body, values[whole * span :] if piece.numel > whole * span else None
+
+    def _same_form(self, flat: Tensor) -> bool:
+        if flat.dtype != self.dtype or flat.numel() != self.shape[0] * self.shape[1] or not flat.is_contiguous():
+            return False
+        return self._contiguous and (self.shape[0] == 1 or all(s.piece.stride == self.shape[1] for s in self.segments))
+
+    @property
+    def _contiguous(self) -> bool:
+        """Do the segments lie in a row just as they lie in the engine's buffer or shard?"""
+        return all(s.width == s.span and s.piece.offset == s.start for s in self.segments)

@@ -1,0 +1,49 @@
+"""The ``thinwire`` program: the first word chooses a command, the rest is that command's own.
+
+Commands are imported when called, so that ``thinwire lab`` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from thinwire.errors import ThinwireError
+
+COMMANDS = {
+    "train": ("thinwire.train.cli:main", "pre-train a language model, on this machine's ranks or under torchrun"),
+    "compare": ("thinwire.lab.cli:compare_main", "train with several methods on one emulated network: table and pictures"),
+    "lab": ("thinwire.lab.cli:lab_main", "run any torchrun-style command on an emulated cluster"),
+    "methods": ("thinwire.methods:main", "list the methods and their knobs"),
+}
+
+
+def usage() -> str:
+    lines = ["usage: thinwire COMMAND [options]     (thinwire COMMAND --help for its options)", ""]
+    lines += [f"  {word:<9}{text}" for word, (_, text) in COMMANDS.items()]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0, or 2 for input that cannot be used."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from importlib.metadata import version
+
+        print(version("thinwire"))
+        return 0
+    word, rest = argv[0], argv[1:]
+    try:
+        if word not in COMMANDS:
+            raise ThinwireError(f"unknown command '{word}'; there are: {', '.join(COMMANDS)}")
+        module, function = COMMANDS[word][0].split(":")
+        return getattr(importlib.import_module(module), function)(rest)
+    except ThinwireError as error:
+        print(f"thinwire: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("thinwire: interrupted", file=sys.stderr)
+        return 130

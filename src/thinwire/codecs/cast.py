@@ -1,0 +1,83 @@
+"""Codecs that change the number format and nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire import ops
+from thinwire.codecs.base import Codec
+from thinwire.codecs.grouped import GroupedBytes
+from thinwire.errors import ThinwireError
+
+
+class _Cast(Codec):
+    """The wire is the values in ``wire_dtype``."""
+
+    linear = True
+
+    def wire_numel(self, n: int) -> int:
+        return n
+
+    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
+        self._check_encode(rows, out)
+        return out.copy_(rows)
+
+    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
+        self._check_decode(wire, out)
+        return out.copy_(wire)
+
+    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
+        self._check_sum(wire, out)
+        return ops.sum_rows(wire, out, scale)
+
+
+class Fp32(_Cast):
+    """4 bytes per value, exact."""
+
+    wire_dtype = torch.float32
+
+
+class Bf16(_Cast):
+    """2 bytes per value, rounded to nearest even: relative error up to 2^-8, the range of float32."""
+
+    wire_dtype = torch.bfloat16
+
+
+def _has_fp8_cast() -> bool:
+    if not hasattr(torch, "float8_e4m3fn"):
+        return False
+    try:
+        return torch.tensor([1.0]).to(torch.float8_e4m3fn).float().item() == 1.0
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+class Fp8(GroupedBytes):
+    """E4M3 with one float32 scale per group: 1 + 4 / group bytes per value.
+
+    The largest magnitude of a group maps to 448, the largest E4M3 number, so nothing overflows. Relative error up to
+    2^-4 for values above 2^-6 / 448 of the group's largest; below that the absolute error is up to scale * 2^-10.
+    A group with a NaN or an infinity decodes to NaN throughout.
+    """
+
+    def __init__(self, group: int = 128) -> None:
+        super().__init__(group)
+        if not _has_fp8_cast():
+            raise ThinwireError(f"fp8 needs torch.float8_e4m3fn, which torch {torch.__version__} lacks; use int8")
+
+    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
+        self._check_encode(rows, out)
+        codes, scales = self._split(out, rows.shape[1])
+        ops.quantize_fp8(rows, self.group, codes, scales)
+        return out
+
+    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
+        self._check_decode(wire, out)
+        codes, scales = self._split(wire, out.shape[1])
+        return ops.dequantize_fp8(codes, scales, self.group, out)
+
+    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
+        self._check_sum(wire, out)
+        codes, scales = self._split(wire, out.shape[0])
+        return ops.dequantize_sum_fp8(codes, scales, self.group, out, scale)

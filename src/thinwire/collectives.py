@@ -1,0 +1,288 @@
+"""Codec x topology: the only place that knows how a codec's wire travels.
+
+* ``mean_all_reduce``: every rank gets every row of the mean (DDP; HSDP across nodes).
+* ``mean_reduce_scatter``: rank r gets row r of the mean (FSDP2).
+* ``TwoLevel``: one codec inside the node, another across nodes.
+
+A *linear* codec rides the network's own sum. The others, and the linear ones if the sum is wanted in fp32, go
+all-to-all, are decoded and summed in fp32 in rank order, and, for an all-reduce, are encoded again and all-gathered:
+all ranks decode the same bytes and so hold the same bits. No codec at all means the engine's own dtype and the
+network's own sum: the dense baseline, bit for bit what the stock engine does.
+
+Nothing is lost: with ``residual``, what a rank's encoding left out (input minus what its peers can decode) is written
+there; with ``server_residual``, what the second encoding left out of this rank's row of the mean.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.bucket import Bucket
+from thinwire.codecs.base import Codec
+from thinwire.comm import Comm
+from thinwire.errors import ThinwireError
+
+
+def _encode(comm: Comm, bucket: Bucket, values: Tensor, codec: Codec, key: str) -> Tensor:
+    """The wire (R, m) of ``values`` (R, n), in a buffer that the bucket keeps."""
+    wire = bucket.buffer((key, codec), (len(values), codec.wire_numel(values.shape[1])), codec.wire_dtype)
+    with comm.ledger.span("encode", values):
+        codec.encode(values, wire)
+    return wire
+
+
+def _decode(comm: Comm, wire: Tensor, codec: Codec, out: Tensor, scale: float = 1.0) -> None:
+    with comm.ledger.span("decode", out):
+        codec.decode(wire, out)
+        if scale != 1.0:
+            out.mul_(scale)
+
+
+def _keep_rest(comm: Comm, bucket: Bucket, values: Tensor, wire: Tensor, codec: Codec, residual: Tensor | None) -> None:
+    """residual = values - decode(wire)."""
+    if residual is not None:
+        with comm.ledger.span("encode", values):
+            codec.decode(wire, residual)
+            torch.sub(values, residual, out=residual)
+
+
+def _sum_of_peers(comm: Comm, bucket: Bucket, wire: Tensor, codec: Codec, out: Tensor, scale: float, key: str) -> None:
+    """All-to-all of ``wire`` (N, m), then ``out`` (n,) = scale * the sum of what the peers sent, in fp32, rank order."""
+    received = bucket.buffer((key, codec), wire.shape, wire.dtype)
+    comm.all_to_all(received, wire)
+    with comm.ledger.span("decode", out):
+        codec.decode_sum(received, out, scale)
+
+
+def mean_all_reduce(
+    comm: Comm,
+    bucket: Bucket,
+    codec: Codec | None,
+    *,
+    on_wire: bool = True,
+    divide: str = "before",
+    residual: Tensor | None = None,
+    server_residual: Tensor | None = None,
+) -> None:
+    """``bucket.mean`` = the mean over all ranks of ``bucket.rows`` (R, n), all rows on every rank.
+
+    Args:
+        codec: None for the engine's own dtype, summed by the network.
+        on_wire: let the network sum a linear codec's wire; False: sum in fp32 (needs R == N).
+        divide: without a codec, where the 1/N goes: "before" the sum, as stock DDP does, or "after", as FSDP2 does.
+        residual: (R, n) float32, receives what this rank's encoding left out.
+        server_residual: (n,) float32, receives what the second encoding left out of this rank's row.
+    """
+    if codec is None:
+        _native_all_reduce(comm, bucket, divide)
+        return
+    rows, scale = bucket.rows, 1 / comm.size
+    wire = _encode(comm, bucket, rows, codec, "wire")
+    _keep_rest(comm, bucket, rows, wire, codec, residual)
+    if codec.linear and on_wire:
+        comm.all_reduce(wire)
+        _decode(comm, wire, codec, bucket.mean, scale)
+        return
+    if len(rows) != comm.size:
+        raise ThinwireError(f"a sum in fp32 over {comm.size} ranks needs {comm.size} rows, the bucket has {len(rows)}")
+    mine = bucket.buffer("mine", (1, rows.shape[1]), torch.float32)
+    _sum_of_peers(comm, bucket, wire, codec, mine[0], scale, "received")
+    again = _encode(comm, bucket, mine, codec, "again")
+    _keep_rest(comm, bucket, mine, again, codec, None if server_residual is None else server_residual.view(1, -1))
+    comm.all_gather(wire, again[0])
+    _decode(comm, wire, codec, bucket.mean)
+
+
+def _native_all_reduce(comm: Comm, bucket: Bucket, divide: str) -> None:
+    if divide == "before":
+        bucket.rows.mul_(1 / comm.size)
+        comm.all_reduce(bucket.rows)
+    else:
+        comm.all_reduce(bucket.rows, "mean")
+
+
+def mean_reduce_scatter(
+    comm: Comm,
+    bucket: Bucket,
+    codec: Codec | None,
+    *,
+    on_wire: bool = True,
+    residual: Tensor | None = None,
+) -> None:
+    """``bucket.mean`` (1, n) = this rank's row of the mean over all ranks of ``bucket.rows`` (N, n).
+
+    Arguments as for :func:`mean_all_reduce`. Rank r sends row j of its rows to rank j, nothing else.
+    """
+    rows, mean = bucket.rows, bucket.mean
+    if codec is None:
+        comm.reduce_scatter(mean[0], rows, "mean")
+        return
+    wire = _encode(comm, bucket, rows, codec, "wire")
+    _keep_rest(comm, bucket, rows, wire, codec, residual)
+    if codec.linear and on_wire:
+        row = bucket.buffer(("row", codec), (1, wire.shape[1]), wire.dtype)
+        comm.reduce_scatter(row[0], wire)
+        _decode(comm, row, codec, mean, 1 / comm.size)
+    else:
+        _sum_of_peers(comm, bucket, wire, codec, mean[0], 1 / comm.size, "received")
+
+
+def _all_reduce_bytes(comm: Comm, row_bytes: float, rows: int, on_wire: bool) -> float:
+    peers = comm.size - 1
+    return 2 * peers / comm.size * rows * row_bytes if on_wire else 2 * peers * row_bytes
+
+
+def _reduce_scatter_bytes(comm: Comm, row_bytes: float, on_wire: bool) -> float:
+    twice = 2 if on_wire and comm.reduce_scatter_is_all_reduce else 1
+    return twice * (comm.size - 1) * row_bytes
+
+
+class Exchange(ABC):
+    """A topology, handed to the method by the engine: a method is written once and does not ask which it is.
+
+    Attributes:
+        rows: the number of owners, which is the number of ranks.
+        owner: this rank keeps one row of the result only.
+    """
+
+    rows: int
+    owner: bool = False
+
+    def bucket_rows(self, on_wire: bool) -> int:
+        """How many rows a bucket needs here, if the network sums (``on_wire``) or the ranks do."""
+        return self.rows
+
+    @abstractmethod
+    def mean(
+        self,
+        bucket: Bucket,
+        codec: Codec | None = None,
+        *,
+        on_wire: bool = True,
+        residual: Tensor | None = None,
+    ) -> None:
+        """``bucket.mean`` = the mean over ranks of ``bucket.rows``; ``residual`` (R, n) = what the codec left out."""
+
+    @abstractmethod
+    def sent_bytes(self, row_bytes: float, dense_row_bytes: float, rows: int, *, on_wire: bool) -> float:
+        """Bytes that one rank sends for ``rows`` rows of ``row_bytes`` encoded, ``dense_row_bytes`` as they are.
+
+        ``on_wire``: the network sums (a linear codec, or none).
+        """
+
+
+class AllReduce(Exchange):
+    """Every rank gets the whole mean. ``divide``: see :func:`mean_all_reduce`."""
+
+    def __init__(self, comm: Comm, divide: str = "before") -> None:
+        self.comm, self.divide, self.rows = comm, divide, comm.size
+
+    def bucket_rows(self, on_wire):
+        return 1 if on_wire else self.rows
+
+    def mean(self, bucket, codec=None, *, on_wire=True, residual=None):
+        mean_all_reduce(self.comm, bucket, codec, on_wire=on_wire, divide=self.divide, residual=residual)
+
+    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire):
+        return _all_reduce_bytes(self.comm, row_bytes, rows, on_wire)
+
+
+class ReduceScatter(Exchange):
+    """Rank r gets row r of the mean."""
+
+    owner = True
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm, self.rows = comm, comm.size
+
+    def mean(self, bucket, codec=None, *, on_wire=True, residual=None):
+        mean_reduce_scatter(self.comm, bucket, codec, on_wire=on_wire, residual=residual)
+
+    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire):
+        return _reduce_scatter_bytes(self.comm, row_bytes, on_wire)
+
+
+@dataclass
+class TwoLevel(Exchange):
+    """Reduce inside the node first, so that each value crosses the slow link once per node, not once per rank.
+
+    With L ranks per node and M nodes, rank (node a, local l): the rows that local rank l of any node owns are summed at
+    local rank l (reduce-scatter inside), then averaged between the M ranks of equal l (across, with the method's
+    codec); for an all-reduce the node's ranks then share their rows (all-gather inside).
+
+    Attributes:
+        inside: the L ranks of this node. across: the M ranks with this local rank, in node order.
+        owner: rank r keeps row r (FSDP2) instead of everything (DDP).
+        inside_codec: codec for the first hop; None: fp32, in the engine's dtype.
+    """
+
+    inside: Comm
+    across: Comm
+    owner: bool = False
+    inside_codec: Codec | None = None
+
+    def __post_init__(self) -> None:
+        self.rows = self.inside.size * self.across.size
+
+    def mean(self, bucket, codec=None, *, on_wire=True, residual=None):
+        local, nodes, n = self.inside.size, self.across.size, bucket.shape[1]
+        if bucket.shape[0] != self.rows:
+            raise ThinwireError(f"a two-level exchange over {self.rows} ranks needs as many rows, got {bucket.shape[0]}")
+        if residual is not None:
+            raise ThinwireError(
+                "a two-level exchange encodes sums of several ranks, whose residual belongs to no one rank: "
+                "use error_feedback=False here, or a one-level exchange"
+            )
+        # Row node * L + l belongs to local rank l: put the rows of one local rank side by side.
+        sorted_rows = bucket.buffer("by local rank", (local, nodes * n), bucket.dtype)
+        sorted_rows.view(local, nodes, n).copy_(bucket.rows.view(nodes, local, n).transpose(0, 1))
+        first = self._stage(bucket, "inside", sorted_rows, owner=True)
+        mean_reduce_scatter(self.inside, first, self.inside_codec)
+        second = self._stage(bucket, "across", first.mean.view(nodes, n), owner=self.owner)
+        if self.owner:
+            mean_reduce_scatter(self.across, second, codec, on_wire=on_wire)
+            bucket.mean.copy_(second.mean)
+            return
+        mean_all_reduce(self.across, second, codec, on_wire=on_wire, divide="after")
+        self.inside.all_gather(sorted_rows, second.mean.reshape(-1))
+        bucket.mean.view(nodes, local, n).copy_(sorted_rows.view(local, nodes, n).transpose(0, 1))
+
+    @staticmethod
+    def _stage(bucket: Bucket, name: str, rows: Tensor, *, owner: bool) -> _Stage:
+        mean = bucket.buffer((name, "mean"), (1, rows.shape[1]), bucket.dtype) if owner else rows
+        return _Stage(bucket, name, rows, mean)
+
+    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire):
+        local, nodes = self.inside.size, self.across.size
+        inside = dense_row_bytes
+        if self.inside_codec is not None:
+            inside = self.inside_codec.wire_bytes(int(dense_row_bytes) // 4)
+        scatter = _reduce_scatter_bytes(self.inside, nodes * inside, self.inside_codec is None)
+        if self.owner:
+            return scatter + _reduce_scatter_bytes(self.across, row_bytes, on_wire)
+        return (
+            scatter
+            + _all_reduce_bytes(self.across, row_bytes, nodes, on_wire)
+            + (local - 1) * nodes * dense_row_bytes
+        )
+
+
+@dataclass
+class _Stage:
+    """One level's view of a bucket: other rows, the same workspace under other keys."""
+
+    bucket: Bucket
+    name: str
+    rows: Tensor
+    mean: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.rows.shape
+
+    def buffer(self, key: object, shape, dtype: torch.dtype) -> Tensor:
+        return self.bucket.buffer((self.name, key), shape, dtype)

@@ -1,0 +1,151 @@
+"""The one door to the network: nothing else in Thinwire names a ``torch.distributed`` collective.
+
+A :class:`Comm` is a group of ranks with a handful of verbs. Each verb counts the bytes that this rank hands to the
+network, by link, where they leave. Doubles with the same verbs stand in for the network elsewhere: ranks as threads in
+:mod:`thinwire.testing`, a counter without data for predictions.
+
+Legend for the whole library: N ranks, L ranks per node, n elements per row, m elements of a row's wire.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.errors import ThinwireError
+from thinwire.ledger import Ledger
+
+# torch 2.13 renamed the two and warns at the old names; 2.11 and 2.12 know only those.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "or": dist.ReduceOp.BOR}
+
+
+class Comm(ABC):
+    """A group of ranks: ``rank`` of ``size``, ``nodes[r]`` the node that rank r lives on.
+
+    All ranks call the same verbs in the same order; the order never depends on data or on the rank.
+    """
+
+    def __init__(self, rank: int, size: int, nodes: Sequence[int], ledger: Ledger) -> None:
+        if len(nodes) != size:
+            raise ThinwireError(f"a group of {size} ranks needs {size} node numbers, got {len(nodes)}")
+        self.rank, self.size, self.nodes, self.ledger = rank, size, tuple(nodes), ledger
+
+    reduce_scatter_is_all_reduce = False
+    """True where the backend's reduce-scatter moves as many bytes as an all-reduce (gloo's does)."""
+
+    def link(self, peer: int) -> str:
+        """The link from this rank to ``peer``."""
+        return "inside" if self.nodes[peer] == self.nodes[self.rank] else "across"
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce ``tensor`` over all ranks, in place; ``op`` is "sum", "mean", "max" or "or" (integers)."""
+        if self.size > 1:
+            self._count_ring(2 * (self.size - 1) / self.size * tensor.nbytes)
+            with self.ledger.span("wire", tensor):
+                self._all_reduce(tensor, op)
+        return tensor
+
+    def reduce_scatter(self, out: Tensor, rows: Tensor, op: str = "sum") -> Tensor:
+        """``out`` (n,) = row ``rank`` of the reduction of everybody's ``rows`` (N, n)."""
+        if self.size == 1:
+            return out.copy_(rows.view_as(out))
+        share = 2 if self.reduce_scatter_is_all_reduce else 1
+        self._count_ring(share * (self.size - 1) / self.size * rows.nbytes)
+        with self.ledger.span("wire", rows):
+            self._reduce_scatter(out, rows, op)
+        return out
+
+    def all_gather(self, out: Tensor, row: Tensor, *, async_op: bool = False) -> dist.Work | None:
+        """``out`` (N, m) = everybody's ``row`` (m,), in rank order. Returns the work to wait for when ``async_op``."""
+        if self.size == 1:
+            if out.data_ptr() != row.data_ptr():
+                out.copy_(row.view_as(out))
+            return None
+        self._count_ring((self.size - 1) * row.nbytes)
+        if async_op:
+            return self._all_gather(out, row, async_op=True)
+        with self.ledger.span("wire", row):
+            return self._all_gather(out, row, async_op=False)
+
+    def all_to_all(self, out: Tensor, rows: Tensor) -> Tensor:
+        """``out`` (N, m): row r is what rank r had in row ``rank`` of its ``rows`` (N, m)."""
+        if self.size == 1:
+            return out.copy_(rows)
+        for peer in range(self.size):
+            if peer != self.rank:
+                self.ledger.count(self.link(peer), rows.nbytes / self.size)
+        with self.ledger.span("wire", rows):
+            self._all_to_all(out, rows)
+        return out
+
+    def _count_ring(self, nbytes: float) -> None:
+        """A ring hands everything to one neighbour."""
+        self.ledger.count(self.link((self.rank - 1) % self.size), nbytes)
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: str) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> dist.Work | None: ...
+
+    @abstractmethod
+    def _all_to_all(self, out: Tensor, rows: Tensor) -> None: ...
+
+
+class GroupComm(Comm):
+    """The verbs on a ``torch.distributed`` process group (gloo on CPU, NCCL on CUDA)."""
+
+    def __init__(self, group: dist.ProcessGroup, ledger: Ledger, nodes: Sequence[int] | None = None) -> None:
+        if nodes is None:
+            nodes = node_numbers(group)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), nodes, ledger)
+        self.group = group
+        self.reduce_scatter_is_all_reduce = "gloo" in str(dist.get_backend(group))
+
+    def twin(self) -> GroupComm:
+        """The same ranks with a process group of their own, so that another thread may use it beside this one."""
+        return self.subset(range(self.size))
+
+    def subset(self, chosen: Sequence[int]) -> GroupComm:
+        """A process group of some of our ranks (this one among them), each with a group of its own in the same call.
+
+        Collective over the chosen ranks only: other ranks of the job need not take part. The group lives until the job's
+        ``destroy_process_group()``: torch names it by its ranks and the number of groups alive, and would meet the keys
+        of a destroyed one in the store, and wait for ever.
+        """
+        ranks = dist.get_process_group_ranks(self.group)
+        backend = dist.get_backend(self.group)
+        group = dist.new_group([ranks[rank] for rank in chosen], backend=backend, use_local_synchronization=True)
+        return GroupComm(group, self.ledger, [self.nodes[rank] for rank in chosen])
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> None:
+        dist.all_reduce(tensor, _OPS[op], group=self.group)
+
+    def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None:
+        _reduce_scatter_single(out, rows.view(-1), _OPS[op], group=self.group)
+
+    def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> dist.Work | None:
+        return _all_gather_single(out.view(-1), row, group=self.group, async_op=async_op)
+
+    def _all_to_all(self, out: Tensor, rows: Tensor) -> None:
+        dist.all_to_all_single(out, rows, group=self.group)
+
+
+def node_numbers(group: dist.ProcessGroup) -> list[int]:
+    """The node of each rank of ``group``, from torchrun's environment (LOCAL_WORLD_SIZE ranks per node, in order).
+
+    Without that variable every rank counts as a node of its own: all links are ``across``.
+    """
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return [rank // per_node for rank in dist.get_process_group_ranks(group)]

@@ -1,0 +1,223 @@
+"""``compress()``, the one call that turns compression on, and what it returns."""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.errors import ThinwireError
+from thinwire.guard import Guard
+from thinwire.integrations.ddp import DDP
+from thinwire.integrations.fsdp2 import FSDP2
+from thinwire.ledger import KINDS, LINKS, Ledger
+from thinwire.methods import Method, resolve
+from thinwire.plan import Plan, human
+from thinwire.road import Road
+from thinwire.state import State
+
+
+def compress(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    method: Method | str = "dense",
+    *,
+    guard: bool = True,
+    two_level: bool = False,
+) -> Wire:
+    """Exchange ``model``'s gradients with ``method`` from now on.
+
+    Collective: all ranks call it, with the same arguments, before the first step.
+
+    Args:
+        model: a ``DistributedDataParallel``; or a model after ``fully_shard`` on a 1-D mesh (FSDP2) or on a 2-D mesh,
+            replicated across dim 0 and sharded along dim 1 (HSDP); compiled or not.
+        optimizer: any ``torch.optim.Optimizer`` over the model's parameters.
+        method: a method, or its name: ``"bf16"``, ``"int8(group=64)"``; see ``thinwire.methods.names()``.
+        guard: skip a step on all ranks when any gradient on any rank is not finite (one flag of 4 bytes and one host
+            sync per step). False: such a gradient goes to the optimizer as it is.
+        two_level: reduce inside each node first, so that values cross the slow links once per node (several ranks per
+            node; needs torchrun's LOCAL_WORLD_SIZE).
+
+    Raises:
+        ThinwireError: for everything that cannot be carried, by name, with the alternative.
+    """
+    method = resolve(method)
+    if method.state is not None:
+        raise ThinwireError(f"this {method.name} object already serves another model: make one per compress()")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ThinwireError(f"the optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    ledger = Ledger()
+    engine = _engine(model, method, ledger, two_level)
+    return Wire(engine, optimizer, method, ledger, guard)
+
+
+def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool) -> DDP | FSDP2:
+    if not isinstance(model, nn.Module):
+        raise ThinwireError(f"the model must be a torch module, got {type(model).__name__}")
+    if not torch.distributed.is_initialized():
+        raise ThinwireError("torch.distributed is not initialized: start under torchrun and call init_process_group()")
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, DistributedDataParallel):
+        kind: type[DDP] | type[FSDP2] = DDP
+    elif any(isinstance(module, FSDPModule) for module in model.modules()):
+        kind = FSDP2
+    elif any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ThinwireError("FSDP1 (FullyShardedDataParallel) is not carried: use fully_shard (FSDP2)")
+    else:
+        raise ThinwireError(
+            f"{type(model).__name__} is not wrapped for data parallelism: pass DistributedDataParallel(model), "
+            "or call fully_shard(model) first"
+        )
+    names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
+    if not names:
+        raise ThinwireError("no parameter of the model requires a gradient")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not method.native and parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise ThinwireError(
+                f"{name} is {parameter.dtype}: {method.name} carries float32 and bfloat16 gradients; "
+                "convert the model, or use method 'dense'"
+            )
+    engine = kind(model, method, ledger, two_level=two_level)
+    if engine.kind not in method.engines:
+        engine.close()
+        raise ThinwireError(f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}")
+    if two_level and method.keeps_state:
+        engine.close()
+        raise ThinwireError(
+            f"{method}: error feedback needs a one-level exchange (sums of several ranks have no residual of one rank): "
+            "drop two_level=True or error_feedback"
+        )
+    return engine
+
+
+class Wire:
+    """A model's exchange: its plan, its bytes and times, its state.
+
+    Attributes:
+        plan: what is sent how; ``print(wire.plan)`` shows it.
+        skipped: optimizer steps that were skipped on all ranks because a gradient was not finite.
+    """
+
+    def __init__(
+        self, engine: DDP | FSDP2, optimizer: torch.optim.Optimizer, method: Method, ledger: Ledger, guard: bool
+    ) -> None:
+        self.engine, self.method, self.ledger = engine, method, ledger
+        self.plan = Plan(method, engine.parameters.values(), engine.exchange, engine.kind, engine.wire_dtype)
+        self.skipped = 0
+        self._guard = Guard(engine.comms, guard)
+        self._state = method.state = State()
+        self._road = Road(method, self.plan, engine.exchange, self._guard, ledger)
+        self._device = next(iter(engine.model.parameters())).device
+        self._warned = False
+        self._check_optimizer(optimizer)
+        self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+        engine.attach(self._road)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        missing = [parameter.name for key, parameter in self.engine.parameters.items() if key not in held]
+        if len(missing) == len(self.engine.parameters):
+            raise ThinwireError(
+                "the optimizer holds none of the model's parameters: build it after wrapping the model, from its parameters"
+            )
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken or skipped so far."""
+        return self._road.step
+
+    def accumulate(self, *, last: bool = True) -> AbstractContextManager[None]:
+        """Wrap forward and backward of a micro-batch: gradients are exchanged only in the ``last`` of a step."""
+        return self.engine.accumulate(last)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the averaged gradients down to ``max_norm``, on any engine. Returns the norm before, 0-dim.
+
+        With a gradient that is not finite the norm is not either; the step is then skipped by the guard.
+        """
+        parameters = [parameter for parameter in self.engine.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *unused: object) -> None:
+        """All ranks agree whether the step counts, before the optimizer or any state changes."""
+        self._guard.observe_missing(self.engine.gradients())
+        finite = self._guard.agree(self._device)
+        if finite:
+            self._state.commit()
+            self.method.before_step(optimizer)
+        else:
+            self._state.rollback()
+            self.skipped += 1
+            # An optimizer leaves a parameter without gradient, and its moments and step count, as they are.
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        self.ledger.close_step(skipped=not finite)
+        self._road.step += 1
+
+    def report(self) -> Report:
+        """Bytes by link and time by stage, mean per step since the last ``reset_stats``; ``print`` it."""
+        return Report(self)
+
+    def stats(self) -> dict:
+        """The same as a dict: steps, skipped, wire_bytes_per_step {link: B}, dense_bytes_per_step, encode_ms, ..."""
+        return self.ledger.stats()
+
+    def last_step(self) -> dict:
+        """As ``stats``, of the last optimizer step alone."""
+        return self.ledger.stats([self.ledger.last])
+
+    def reset_stats(self) -> None:
+        """Start ``stats`` anew."""
+        self.ledger.reset()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What this rank has to keep for the method: ``kind/parameter`` -> tensor, and the step. Differs by rank."""
+        return {"step": torch.tensor(self.step), **self._state.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from ``state_dict()`` of the same rank, with the same method and world size."""
+        rest = dict(state)
+        self._road.step = int(rest.pop("step"))
+        self._state.load_state_dict({name: values.to(self._device) for name, values in rest.items()})
+
+    def close(self) -> None:
+        """End the worker thread. The model must not train afterwards."""
+        self._step_hook.remove()
+        self.engine.close()
+
+
+class Report:
+    """A table of what was sent and where the time went."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.stats, self.plan = wire.stats(), wire.plan
+        self.memory = wire._state.nbytes()
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        stats = self.stats
+        table = Table(title=f"{self.plan.method} on {self.plan.engine}: mean of {stats['steps']} steps, this rank")
+        table.add_column("")
+        table.add_column("per step", justify="right")
+        sent = sum(stats["wire_bytes_per_step"].values())
+        for link in LINKS:
+            table.add_row(f"sent {link} nodes" if link == "across" else "sent inside the node", human(stats["wire_bytes_per_step"][link]))
+        table.add_row("dense would send", human(stats["dense_bytes_per_step"]))
+        table.add_row("share of dense", f"{sent / stats['dense_bytes_per_step']:.1%}" if stats["dense_bytes_per_step"] else "-")
+        for kind in KINDS:
+            table.add_row(kind, f"{stats[f'{kind}_ms']:.2f} ms")
+        table.add_row("skipped steps (not finite)", str(stats["skipped"]))
+        table.add_row("state held", human(self.memory))
+        out = io.StringIO()
+        Console(file=out, width=100, color_system=None).print(table)
+        return out.getvalue().rstrip()

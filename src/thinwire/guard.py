@@ -1,0 +1,59 @@
+"""Non-finite values: one flag that all ranks agree on before any state changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Comm
+
+
+class Guard:
+    """Collects, over one step, whether any gradient on any rank was not finite.
+
+    ``observe`` reads each buffer once (a sum: no allocation of its size, no host sync) *before* a method sees it, since a mask or
+    a quantizer can hide a NaN. ``agree`` makes one flag of all ranks' flags; it is the step's only host sync of ours.
+    """
+
+    def __init__(self, comms: Sequence[Comm], enabled: bool = True) -> None:
+        self.comms, self.enabled = comms, enabled
+        self._total: Tensor | None = None
+
+    def observe(self, values: Tensor) -> None:
+        """Note whether ``values`` (any shape) are finite.
+
+        A sum of finite values that overflows float32 counts as not finite: no optimizer survives such a gradient.
+        """
+        if not self.enabled:
+            return
+        if values.is_sparse or values.numel() == 0:
+            return
+        total = values.sum(dtype=torch.float32)
+        # inf - inf is NaN and NaN stays NaN: a running sum of (x - x) is 0 while everything is finite, NaN after.
+        residue = total - total
+        self._total = residue if self._total is None else self._total + residue
+
+    @property
+    def observed(self) -> bool:
+        """Has anything been observed since the last :meth:`agree`?"""
+        return self._total is not None
+
+    def observe_missing(self, gradients: Iterable[Tensor | None]) -> None:
+        """Where the engine never called us (one rank, shard size 1): look at the gradients themselves."""
+        if not self.observed:
+            for gradient in gradients:
+                if gradient is not None:
+                    self.observe(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
+
+    def agree(self, device: torch.device) -> bool:
+        """True if every value observed on every rank was finite. Collective; forgets what was observed."""
+        if not self.enabled:
+            return True
+        total = torch.zeros((), device=device) if self._total is None else self._total
+        self._total = None
+        flag = total.isnan().to(torch.float32).reshape(1)
+        for comm in self.comms:
+            comm.all_reduce(flag, "max")
+        return not bool(flag.item())

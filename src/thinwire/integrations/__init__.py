@@ -1,0 +1,1 @@
+"""One file per engine: translation only, no mathematics."""

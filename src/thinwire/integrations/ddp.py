@@ -1,0 +1,115 @@
+"""DistributedDataParallel, by its communication hook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.bucket import Piece
+from thinwire.collectives import AllReduce, Exchange, TwoLevel
+from thinwire.comm import Comm, GroupComm
+from thinwire.errors import ThinwireError
+from thinwire.ledger import Ledger
+from thinwire.methods.base import Method, Parameter
+from thinwire.plan import describe
+from thinwire.road import Road, Worker
+
+
+class DDP:
+    """Every bucket that the reducer hands out takes the road on a worker, in bucket order, beside the backward pass.
+
+    The reducer does not divide when a hook is set; the exchange returns the mean.
+    """
+
+    kind = "ddp"
+
+    def __init__(self, model: DistributedDataParallel, method: Method, ledger: Ledger, *, two_level: bool) -> None:
+        self.model = model
+        self._check(model, method)
+        self.parameters: dict[int, Parameter] = describe(model.module)
+        self.wire_dtype = None
+        # A group of our own: the worker's collectives must not meet DDP's own (buffer broadcasts) on one group.
+        comm = GroupComm(model.process_group, ledger).twin()
+        self.comms: list[Comm] = [comm]
+        self.exchange: Exchange = AllReduce(comm)
+        if two_level:
+            inside, across = split_by_node(comm)
+            self.exchange = TwoLevel(inside, across)
+        self.worker = Worker(ledger)
+        self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
+
+    @staticmethod
+    def _check(model: DistributedDataParallel, method: Method) -> None:
+        if getattr(model, "_comm_hooks", None):
+            raise ThinwireError("this DDP model already has a communication hook: compress() must be the only one")
+        if getattr(model, "mixed_precision", None) is not None:
+            raise ThinwireError(
+                "DDP(mixed_precision=...) occupies the communication hook: use torch.autocast, or a bf16 model, instead"
+            )
+        if method.keeps_state and model.find_unused_parameters:
+            raise ThinwireError(
+                f"{method}: a residual sent for a parameter that no rank used would be lost with "
+                "find_unused_parameters=True: turn that off, or error_feedback off"
+            )
+        for name, module in model.module.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise ThinwireError(f"{name}: sparse gradients cannot be compressed: use sparse=False")
+        dynamo = torch._dynamo.config if hasattr(torch, "_dynamo") else None
+        if getattr(dynamo, "optimize_ddp", None) == "python_reducer":
+            raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
+
+    def attach(self, road: Road) -> None:
+        """Register the hook."""
+
+        def hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
+            flat, pieces = bucket.buffer(), self._map(bucket)
+            return self.worker.submit(lambda: road.reduce(flat, pieces), flat.device, last=bucket.is_last())
+
+        self.model.register_comm_hook(None, hook)
+
+    def _map(self, bucket: dist.GradBucket) -> tuple[Piece, ...]:
+        """Where each parameter lies in the bucket's buffer; checked against the buffer's own views when first seen."""
+        key = tuple(id(parameter) for parameter in bucket.parameters())
+        if key not in self._pieces:
+            flat, pieces, offset = bucket.buffer(), [], 0
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                known = self.parameters.get(id(parameter))
+                if known is None or gradient.data_ptr() != flat.data_ptr() + offset * flat.element_size():
+                    raise ThinwireError("DDP's bucket does not have the layout that torch 2.11 to 2.15 give it")
+                pieces.append(Piece(known.name, offset, parameter.numel()))
+                offset += parameter.numel()
+            if offset != flat.numel():
+                raise ThinwireError(f"DDP's bucket has {flat.numel()} values, its parameters {offset}")
+            self._pieces[key] = tuple(pieces)
+        return self._pieces[key]
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        """No exchange in this backward pass unless it is the ``last`` of the optimizer step."""
+        with nullcontext() if last else self.model.no_sync():
+            yield
+
+    def gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self.model.module.parameters() if parameter.requires_grad]
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def split_by_node(comm: GroupComm) -> tuple[GroupComm, GroupComm]:
+    """The ranks of this node, and the ranks with this local rank on every node. Collective over ``comm``."""
+    nodes = sorted(set(comm.nodes))
+    members = {node: [rank for rank in range(comm.size) if comm.nodes[rank] == node] for node in nodes}
+    sizes = {len(ranks) for ranks in members.values()}
+    if len(sizes) != 1:
+        raise ThinwireError(f"two_level=True needs as many ranks on every node, got {[len(members[n]) for n in nodes]}")
+    flat = [rank for node in nodes for rank in members[node]]
+    if flat != list(range(comm.size)):
+        raise ThinwireError("two_level=True needs the ranks of a node to be consecutive")
+    mine = members[comm.nodes[comm.rank]]
+    local = mine.index(comm.rank)
+    return comm.subset(mine), comm.subset([members[node][local] for node in nodes])

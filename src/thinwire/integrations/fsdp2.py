@@ -1,0 +1,319 @@
+"""FSDP2 (``fully_shard``) and HSDP, by custom reduce-scatter, custom all-gather and the all-reduce hook.
+
+FSDP2: rank r owns row r of every buffer, so the method's exchange is a reduce-scatter. HSDP: the reduce-scatter inside
+the node stays dense, and the method's exchange is an all-reduce of the shards across nodes.
+
+All private names of torch's FSDP2 that Thinwire needs are used in this file and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from thinwire.bucket import Piece
+from thinwire.collectives import AllReduce, Exchange, ReduceScatter, TwoLevel
+from thinwire.comm import Comm, GroupComm
+from thinwire.errors import ThinwireError
+from thinwire.integrations.ddp import split_by_node
+from thinwire.ledger import Ledger
+from thinwire.methods.base import Method, Parameter
+from thinwire.plan import Plan, clean_name, describe
+from thinwire.road import Road
+
+
+def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
+    """Every FSDP module of ``model`` with its parameter group; modules without parameters of their own are left out."""
+    found, seen = [], set()
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        if id(state) in seen:  # fully_shard([a, b]) gives two modules one state
+            continue
+        seen.add(id(state))
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and newer
+        if groups is None:
+            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        if len(groups) > 1:
+            raise ThinwireError(
+                f"{type(module).__name__} has several FSDP parameter groups (from shard_placement_fn with several "
+                "meshes): torch cannot replace their communication; shard each mesh's parameters as a module of its own"
+            )
+        found += [(module, group) for group in groups]
+    return found
+
+
+class FSDP2:
+    """One communication object per FSDP module; torch calls it with the module's flat gradient and takes our row."""
+
+    kind = "fsdp2"
+
+    def __init__(self, model: nn.Module, method: Method, ledger: Ledger, *, two_level: bool) -> None:
+        self.model, self.method, self.ledger = model, method, ledger
+        self.groups = param_groups(model)
+        if not self.groups:
+            raise ThinwireError("the model has FSDP modules but no sharded parameters: call fully_shard() on its parts")
+        if not isinstance(model, FSDPModule):
+            raise ThinwireError("the root module is not sharded: call fully_shard(model) after its parts")
+        self._check()
+        self.parameters: dict[int, Parameter] = describe(model)
+        self._comms: dict[int, GroupComm] = {}
+        info = self.groups[0][1].mesh_info
+        self.wire_dtype = self._reduce_dtype(self.groups[0][1])
+        shard = self.comm(info.shard_process_group)
+        self.inside: Exchange = ReduceScatter(shard)
+        self.comms: list[Comm] = [shard]
+        self.exchange: Exchange = self.inside
+        if hasattr(info, "replicate_process_group"):
+            self.kind = "hsdp"
+            across = self.comm(info.replicate_process_group)
+            self.exchange = AllReduce(across, divide="after")
+            self.comms.append(across)
+            if two_level:
+                raise ThinwireError("two_level=True is what HSDP does anyway: leave it out")
+        elif two_level:
+            inside, across = split_by_node(shard)
+            self.exchange = TwoLevel(inside, across, owner=True)
+
+    @staticmethod
+    def _reduce_dtype(group: Any) -> torch.dtype | None:
+        policy = group.mp_policy
+        return policy.reduce_dtype or policy.param_dtype
+
+    def _check(self) -> None:
+        meshes = set()
+        for module, group in self.groups:
+            info = group.mesh_info
+            if not hasattr(info, "shard_process_group"):
+                raise ThinwireError(
+                    "composable replicate() cannot be compressed (torch calls its all-reduce directly): use "
+                    "DistributedDataParallel, or fully_shard on a ('replicate', 'shard') mesh"
+                )
+            meshes.add((id(info.shard_process_group), id(getattr(info, "replicate_process_group", None))))
+            if getattr(group, "gradient_divide_factor", None) is not None:
+                raise ThinwireError("set_gradient_divide_factor(): Thinwire returns the mean; scale the loss instead")
+            if getattr(group, "force_sum_reduction_for_comms", False):
+                raise ThinwireError("set_force_sum_reduction_for_comms(): Thinwire returns the mean; turn it off")
+            dtypes = {fsdp_param.sharded_param.dtype for fsdp_param in group.fsdp_params} | {self._reduce_dtype(group)}
+            if torch.float16 in dtypes:
+                raise ThinwireError(
+                    f"{type(module).__name__}: float16 gradients are not carried: use MixedPrecisionPolicy("
+                    "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+                )
+            custom = (getattr(group, "_reduce_scatter_comm", None), getattr(group, "_all_gather_comm", None))
+            if any(comm is not None and not type(comm).__name__.startswith("Default") for comm in custom):
+                raise ThinwireError(
+                    f"{type(module).__name__} already has custom or symmetric-memory communication: compress() must be the only one"
+                )
+            if getattr(group, "_all_reduce_hook", None) is not None:
+                raise ThinwireError(f"{type(module).__name__} already has an all-reduce hook: compress() must be the only one")
+        if len(meshes) > 1:
+            raise ThinwireError("the FSDP modules are sharded on different meshes: compress() needs one mesh for all")
+
+    def comm(self, group: dist.ProcessGroup) -> GroupComm:
+        """The verbs on one of the engine's own groups."""
+        if id(group) not in self._comms:
+            self._comms[id(group)] = GroupComm(group, self.ledger)
+        return self._comms[id(group)]
+
+    def attach(self, road: Road) -> None:
+        """Give every FSDP module its communication objects."""
+        hsdp = self.kind == "hsdp"
+        for module, group in self.groups:
+            inner = road
+            if hsdp:
+                dense = Method()
+                plan = Plan(dense, self.parameters.values(), self.inside, "fsdp2", self.wire_dtype)
+                inner = Road(dense, plan, self.inside, road.guard, road.ledger)
+            link = _GroupLink(self, group, inner)
+            module.set_custom_reduce_scatter(link.reduce_scatter)
+            module.set_custom_all_gather(_AllGather(self))
+            if hsdp:
+                # FSDP's own all-reduce cannot be replaced, only left out: it believes that it is 1-D, and our hook
+                # averages across nodes. Parameters keep their (Replicate, Shard) placements.
+                one_dimensional = _shard_only(group.mesh_info)
+                group.mesh_info = one_dimensional
+                if group.post_forward_mesh_info is not None:
+                    group.post_forward_mesh_info = one_dimensional
+                module.set_all_reduce_hook(link.all_reduce_hook(road))
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        """No exchange in this backward pass unless it is the ``last`` of the optimizer step."""
+        self.model.set_requires_gradient_sync(last)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def close(self) -> None:
+        """Nothing to end: the communication objects live as long as the model."""
+
+
+def _shard_only(info: Any) -> Any:
+    """The same mesh, seen as sharded only."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    return FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+
+
+class _GroupLink:
+    """What stands between one FSDP parameter group and the road."""
+
+    def __init__(self, engine: FSDP2, group: Any, road: Road) -> None:
+        self.engine, self.group, self.road = engine, group, road
+        self.reduce_scatter = _ReduceScatter(self)
+        self._active: list[Any] = []
+        self._expected: list[Tensor] | None = None
+        self._seen: set[tuple[Piece, ...]] = set()
+        self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
+        self._watch()
+
+    def _watch(self) -> None:
+        """Know which parameters are in the next reduction: torch leaves out those without a gradient, and says nothing.
+
+        The numel can be the same for other parameters, so the set has to be read where torch decides it.
+        """
+        original = self.group.post_backward
+
+        def post_backward(*unused: Any) -> Any:
+            zeros = getattr(self.group, "reduce_scatter_unused_params", False)
+            self._active, gradients = [], []
+            for fsdp_param in self.group.fsdp_params:
+                if not hasattr(fsdp_param, "_unsharded_param"):
+                    continue
+                if fsdp_param.unsharded_accumulated_grad is not None:
+                    gradients.append(fsdp_param.unsharded_accumulated_grad_data)
+                elif fsdp_param._unsharded_param.grad is not None:
+                    gradients.append(fsdp_param.unsharded_grad_data)
+                elif not (zeros and fsdp_param._unsharded_param.requires_grad):
+                    continue
+                else:
+                    gradients.append(torch.zeros(()))
+                self._active.append(fsdp_param)
+            known = self._key() in self._pieces
+            self._expected = None if known else gradients
+            return original(*unused)
+
+        self.group.post_backward = post_backward
+
+    def _key(self) -> tuple[int, ...]:
+        return tuple(id(fsdp_param) for fsdp_param in self._active)
+
+    def pieces(self, ranks: int) -> tuple[Piece, ...]:
+        """Where each parameter lies in the flat input: columns of (ranks, n), in the group's order."""
+        key = self._key()
+        if key not in self._pieces:
+            widths = [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in self._active]
+            total, pieces, column = sum(widths), [], 0
+            for fsdp_param, width in zip(self._active, widths, strict=True):
+                pieces.append(Piece(self._name(fsdp_param), column, width * ranks, ranks, total))
+                column += width
+            self._pieces[key] = tuple(pieces)
+        return self._pieces[key]
+
+    def _name(self, fsdp_param: Any) -> str:
+        known = self.engine.parameters.get(id(fsdp_param.sharded_param))
+        return known.name if known is not None else clean_name(fsdp_param._param_fqn)
+
+    def verify(self, flat: Tensor, ranks: int) -> tuple[Piece, ...]:
+        """The pieces; the first time a composition is seen, the values must lie where they should."""
+        expected, self._expected = self._expected, None
+        pieces = self.pieces(ranks)
+        if sum(piece.numel for piece in pieces) != flat.numel():
+            raise ThinwireError(f"FSDP2's buffer has {flat.numel()} values, its parameters {[p.name for p in pieces]} do not")
+        if expected is None:
+            return pieces
+        rows = flat.view(ranks, -1)
+        for piece, fsdp_param, gradient in zip(pieces, self._active, expected, strict=True):
+            if gradient.dim() == 0 or fsdp_param.fsdp_placement.dim != 0:
+                continue
+            block = rows[:, piece.offset : piece.offset + piece.numel // ranks].reshape(-1)[: gradient.numel()]
+            if not torch.equal(block.nan_to_num(), gradient.reshape(-1).to(flat.dtype).nan_to_num()):
+                raise ThinwireError(f"FSDP2 laid {piece.name} out in a way that Thinwire does not know")
+        return pieces
+
+    def all_reduce_hook(self, road: Road):
+        """The hook that averages this rank's shard across nodes, after the reduce-scatter inside the node."""
+
+        def hook(shard: Tensor) -> None:
+            began = time.perf_counter()
+            if shard.is_cuda:
+                # torch 2.11 to 2.13 let go of the buffer while this stream still reads it.
+                shard.record_stream(torch.cuda.current_stream(shard.device))
+            ranks = self.engine.inside.rows
+            if self._expected is not None and ranks == 1:
+                self.verify(shard, 1)
+            across = tuple(Piece(piece.name, piece.offset, piece.numel // ranks) for piece in self.pieces(ranks))
+            road.reduce(shard, across)
+            if not shard.is_cuda:
+                self.engine.ledger.add("exposed", time.perf_counter() - began)
+
+        return hook
+
+
+class _ReduceScatter:
+    """What torch calls instead of its own reduce-scatter. The output becomes ``.grad``, so it is fresh every time."""
+
+    def __init__(self, link: _GroupLink) -> None:
+        self.link = link
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
+        if op != dist.ReduceOp.AVG:
+            raise ThinwireError(f"FSDP2 asks for {op}: Thinwire returns the mean; see set_gradient_divide_factor and reduce_dtype")
+        began = time.perf_counter()
+        pieces = self.link.verify(input_tensor, group.size())
+        self.link.road.reduce(input_tensor, pieces, output_tensor)
+        if not input_tensor.is_cuda:
+            self.link.engine.ledger.add("exposed", time.perf_counter() - began)
+
+
+class _AllGather:
+    """What torch calls instead of its own all-gather of the weights."""
+
+    def __init__(self, engine: FSDP2) -> None:
+        self.engine = engine
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> dist.Work | None:
+        comm, ledger = self.engine.comm(group), self.engine.ledger
+        ledger.count_dense((comm.size - 1) * input_tensor.nbytes)
+        if input_tensor.is_cuda:
+            return self.engine.method.gather(output_tensor, input_tensor, comm, async_op=async_op)
+        began = time.perf_counter()
+        work = self.engine.method.gather(output_tensor, input_tensor, comm, async_op=async_op)
+        ledger.add("exposed", time.perf_counter() - began)
+        return None if work is None else _TimedWork(work, ledger)
+
+
+class _TimedWork(dist.Work):
+    """A work whose wait is written down as exposed time. (FSDP2 waits only for what is a ``dist.Work``.)"""
+
+    def __init__(self, work: dist.Work, ledger: Ledger) -> None:
+        super().__init__()
+        self._work, self._ledger = work, ledger
+
+    def wait(self, *timeout: Any) -> bool:
+        began = time.perf_counter()
+        done = self._work.wait(*timeout)
+        waited = time.perf_counter() - began
+        self._ledger.add("exposed", waited)
+        self._ledger.add("wire", waited)
+        return done

@@ -1,0 +1,98 @@
+"""What was sent and how long it took: bytes by link, and encode / wire / decode / exposed time, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+LINKS = ("across", "inside")
+KINDS = ("encode", "wire", "decode", "exposed")
+
+
+@dataclass
+class Step:
+    """One optimizer step of this rank."""
+
+    bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    dense_bytes: float = 0.0
+    skipped: bool = False
+
+    def settle(self) -> None:
+        """Turn device events into seconds (waits for the device, so: at the end of a step's life, not inside it)."""
+        for kind, start, end in self.events:
+            end.synchronize()
+            self.seconds[kind] += start.elapsed_time(end) / 1e3
+        self.events.clear()
+
+
+class Ledger:
+    """Bytes sent by this rank and time spent, per step.
+
+    ``across`` are links between nodes, ``inside`` links within one. Bytes are payload: what the collective's algorithm
+    hands to the network for this rank, without TCP/IP framing (``thinwire.lab.framing`` has that arithmetic).
+    Times: *encode*, *wire*, *decode* are spent in those stages (on another thread or stream than the backward pass
+    where the engine allows it); *exposed* is what of them the training loop had to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.now = Step()
+        self.last = Step()
+        self.steps: list[Step] = []
+
+    def count(self, link: str, nbytes: float) -> None:
+        """Add ``nbytes`` sent by this rank on ``link``."""
+        self.now.bytes[link] += nbytes
+
+    def count_dense(self, nbytes: float) -> None:
+        """Add what dense training of the engine's own would have sent instead."""
+        self.now.dense_bytes += nbytes
+
+    def add(self, kind: str, seconds: float) -> None:
+        self.now.seconds[kind] += seconds
+
+    @contextmanager
+    def span(self, kind: str, tensor: torch.Tensor | None = None) -> Iterator[None]:
+        """Time a stage: by events on the current stream for a CUDA tensor (no host sync), by the clock otherwise."""
+        step = self.now
+        if tensor is not None and tensor.is_cuda:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            step.events.append((kind, start, end))
+        else:
+            began = time.perf_counter()
+            yield
+            step.seconds[kind] += time.perf_counter() - began
+
+    def close_step(self, *, skipped: bool = False) -> None:
+        """End the current step: what follows belongs to the next."""
+        self.last.settle()
+        self.now.skipped = skipped
+        self.last, self.now = self.now, Step()
+        self.steps.append(self.last)
+
+    def reset(self) -> None:
+        """Forget the closed steps (not the one under way)."""
+        self.steps.clear()
+
+    def stats(self, steps: list[Step] | None = None) -> dict:
+        """Means per step over ``steps`` (default: all since the last :meth:`reset`)."""
+        steps = self.steps if steps is None else steps
+        for step in steps:
+            step.settle()
+        count = max(len(steps), 1)
+        return {
+            "steps": len(steps),
+            "skipped": sum(step.skipped for step in steps),
+            "wire_bytes_per_step": {link: sum(step.bytes[link] for step in steps) / count for link in LINKS},
+            "dense_bytes_per_step": sum(step.dense_bytes for step in steps) / count,
+            **{f"{kind}_ms": 1e3 * sum(step.seconds[kind] for step in steps) / count for kind in KINDS},
+        }

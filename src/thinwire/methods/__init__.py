@@ -1,0 +1,64 @@
+"""The methods by name. Adding one is a new file and a line in ``TABLE``."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+from inspect import getdoc
+
+from thinwire.errors import ThinwireError
+from thinwire.methods.base import Lossy, Method, Parameter
+from thinwire.methods.baselines import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, NoExchange
+
+TABLE: tuple[type[Method], ...] = (Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, NoExchange)
+
+__all__ = [
+    "TABLE", "Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Lossy", "Method", "NoExchange", "Parameter",
+    "names", "resolve",
+]  # fmt: skip
+
+
+def names() -> list[str]:
+    """The names that the command line knows."""
+    return [method.name for method in TABLE]
+
+
+def resolve(method: Method | str) -> Method:
+    """A method from its name, with or without knobs: ``"int8"``, ``"int8(group=64, error_feedback=True)"``.
+
+    Raises:
+        ThinwireError: the name or a knob is unknown, or a knob's value is not one.
+    """
+    if isinstance(method, Method):
+        return method
+    if not isinstance(method, str):
+        raise ThinwireError(f"a method is a thinwire method or its name, got {type(method).__name__}")
+    name, _, knobs = method.strip().partition("(")
+    table = {cls.name: cls for cls in TABLE}
+    cls = table.get(name.strip().lower().replace("_", "-"))
+    if cls is None:
+        raise ThinwireError(f"unknown method '{name.strip()}'; there are: {', '.join(table)}")
+    try:
+        call = ast.parse(f"f({knobs.removesuffix(')')})", mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args
+        values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, AssertionError):
+        raise ThinwireError(f"cannot read '{method}'; write {cls.name}(knob=value, ...)") from None
+    known = [field.name for field in fields(cls)]
+    for knob in values:
+        if knob not in known:
+            raise ThinwireError(f"{cls.name} has no knob '{knob}'; it has: {', '.join(known)}")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ThinwireError(f"{cls.name}: {error}") from None
+
+
+def main(argv: list[str]) -> int:
+    """``thinwire methods``: each method, what it does, its knobs and their defaults."""
+    if argv and argv[0] not in ("-h", "--help"):
+        raise ThinwireError(f"'thinwire methods' takes no arguments, got '{argv[0]}'")
+    for cls in TABLE:
+        knobs = ", ".join(f"{field.name}={field.default!r}" for field in fields(cls))
+        print(f"{cls.name:<12}{(getdoc(cls) or '').splitlines()[0]}\n{'':<12}knobs: {knobs}")
+    return 0

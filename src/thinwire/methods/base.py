@@ -1,0 +1,167 @@
+"""The interface of a method, and its base class: the dense baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.bucket import Bucket
+from thinwire.codecs.base import Codec
+from thinwire.collectives import Exchange
+from thinwire.comm import Comm
+from thinwire.errors import ThinwireError
+
+if TYPE_CHECKING:
+    from thinwire.state import State
+
+SMALL = 64 * 1024
+"""Below this many elements a tensor is not worth compressing: 0.3% of a model's values, most of an 8-bit wire's error."""
+
+ROLES = ("matrix", "embedding", "head", "router", "norm", "bias")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What is known of a parameter when it is decided how it travels.
+
+    ``local`` is the number of elements of its shard with the engine's padding (``numel`` where nothing is sharded).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    role: str
+    dtype: torch.dtype
+    local: int
+
+
+@dataclass
+class Method:
+    """One way to exchange gradients (and weights). This base class is the dense baseline.
+
+    A method is one paper in one file. It sees the network only through the exchange that the engine hands in, so it is
+    written once for DDP, FSDP2 and HSDP. Three touch points:
+
+    * ``reduce(bucket, exchange)``: gradients. Compensate, choose a codec, exchange.
+    * ``before_step(optimizer)``: once per optimizer step, after all gradients are in and found finite.
+    * ``gather(out, shard, comm)``: weights, where the engine shards them.
+
+    What it remembers between steps goes to ``self.state``, which forgets a step that turned out not to be finite.
+
+    Args:
+        dense: patterns (``fnmatch``) of parameter names that stay dense whatever the policy says.
+        send: patterns of parameter names that are compressed whatever the policy says; ``dense`` wins over ``send``.
+    """
+
+    name: ClassVar[str] = "dense"
+    """As written on the command line."""
+    on_wire: ClassVar[bool] = True
+    """The network sums what is sent (linear codec or none). False: all-to-all and a sum in fp32."""
+    engines: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2", "hsdp")
+    rank_equal: ClassVar[bool] = True
+    """All ranks hold the same weights afterwards. Only a run that does not communicate says no."""
+
+    dense: tuple[str, ...] = ()
+    send: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for knob in ("dense", "send"):
+            if isinstance(getattr(self, knob), str):
+                setattr(self, knob, (getattr(self, knob),))
+        self.state: State | None = None
+        self.codec: Codec | None = self.make_codec()
+
+    def make_codec(self) -> Codec | None:
+        """The codec of the compressed parameters; None: nothing is encoded."""
+        return None
+
+    @property
+    def granule(self) -> int:
+        """Elements that the codec takes together: a parameter's columns are padded to a multiple."""
+        return 1 if self.codec is None else self.codec.group
+
+    @property
+    def native(self) -> bool:
+        """The engine's own buffer goes out as it is, in its own dtype: nothing to split, nothing to encode."""
+        return self.codec is None
+
+    @property
+    def keeps_state(self) -> bool:
+        """Does something have to survive from step to step?"""
+        return False
+
+    def keep_dense(self, parameter: Parameter) -> str | None:
+        """Why ``parameter`` is not compressed, or None if it is. Patterns first, then the method's own policy."""
+        if any(fnmatchcase(parameter.name, pattern) for pattern in self.dense):
+            return "named in dense="
+        if any(fnmatchcase(parameter.name, pattern) for pattern in self.send):
+            return None
+        return self.policy(parameter)
+
+    def policy(self, parameter: Parameter) -> str | None:
+        """The method's rule for parameters that no pattern names. The base class encodes nothing and exempts nothing."""
+        return None
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        """Write the mean over ranks of ``bucket.rows`` to ``bucket.mean``."""
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called once per optimizer step, when its gradients are known to be finite, before the step is taken."""
+
+    def gather(self, out: Tensor, shard: Tensor, comm: Comm, *, async_op: bool = False) -> dist.Work | None:
+        """``out`` (N * n,) = everybody's ``shard`` (n,) of the weights: the base class sends them as they are."""
+        return comm.all_gather(out, shard, async_op=async_op)
+
+    def __str__(self) -> str:
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+def exempt_small(parameter: Parameter, smallest: int) -> str | None:
+    """The common policy of lossy methods: norms, biases, other 1-D tensors, routers and small tensors stay dense."""
+    if parameter.role in ("norm", "bias", "router"):
+        return parameter.role
+    if len(parameter.shape) < 2:
+        return "1-D"
+    if parameter.numel < smallest:
+        return f"small (< {smallest})"
+    return None
+
+
+@dataclass
+class Lossy(Method):
+    """What the lossy baselines share: the common policy, and error feedback.
+
+    Args:
+        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
+        error_feedback: add what the encoding left out to the next step's gradient (4 + 4 bytes per element and rank).
+    """
+
+    smallest: int = SMALL
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.smallest < 0:
+            raise ThinwireError(f"{self.name}: smallest must be 0 or more elements, got {self.smallest}")
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.error_feedback
+
+    def policy(self, parameter: Parameter) -> str | None:
+        return exempt_small(parameter, self.smallest)
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        residual = None
+        if self.error_feedback:
+            assert self.state is not None
+            bucket.rows.add_(self.state.read("residual", bucket))
+            residual = self.state.write("residual", bucket)
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual)

@@ -1,0 +1,103 @@
+"""The plain baselines: what every fancier method has to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from thinwire.bucket import Bucket
+from thinwire.codecs.base import Codec
+from thinwire.codecs.cast import Bf16 as Bf16Codec
+from thinwire.codecs.cast import Fp8 as Fp8Codec
+from thinwire.codecs.cast import Fp32 as Fp32Codec
+from thinwire.codecs.intquant import Int8 as Int8Codec
+from thinwire.collectives import Exchange
+from thinwire.methods.base import Lossy, Method, Parameter
+
+
+@dataclass
+class Dense(Method):
+    """Everything in the engine's own dtype, summed by the network: bit for bit what the stock engine does."""
+
+
+@dataclass
+class Fp32(Method):
+    """Everything in fp32, all-to-all, summed in rank order: the same bits whatever the engine's buckets are.
+
+    Where dense depends on a ring's order of summation, this does not. On gloo, whose reduce-scatter moves as many bytes
+    as an all-reduce, it is also the fair dense baseline for FSDP2: half of what ``dense`` sends.
+    """
+
+    name: ClassVar[str] = "fp32"
+    on_wire: ClassVar[bool] = False
+
+    def make_codec(self) -> Codec:
+        return Fp32Codec()
+
+
+@dataclass
+class Bf16(Lossy):
+    """Everything in bfloat16, summed by the network in bfloat16: half the bytes (torch's ``bf16_compress_hook``).
+
+    The rounding error of the sum grows with the number of ranks: see :class:`Bf16Acc32`.
+    """
+
+    name: ClassVar[str] = "bf16"
+
+    def make_codec(self) -> Codec:
+        return Bf16Codec()
+
+    def policy(self, parameter: Parameter) -> str | None:
+        return None
+
+
+@dataclass
+class Bf16Acc32(Bf16):
+    """Everything in bfloat16 on the wire, summed in fp32 in rank order: the bytes of ``bf16``, two roundings in all."""
+
+    name: ClassVar[str] = "bf16-acc32"
+    on_wire: ClassVar[bool] = False
+
+
+@dataclass
+class Int8(Lossy):
+    """8-bit integers in groups that share an fp32 scale, summed in fp32: 8 + 32 / group bits per value.
+
+    Args:
+        group: values that share a scale (larger => fewer bytes, more error).
+    """
+
+    name: ClassVar[str] = "int8"
+    on_wire: ClassVar[bool] = False
+    group: int = 128
+
+    def make_codec(self) -> Codec:
+        return Int8Codec(self.group)
+
+
+@dataclass
+class Fp8(Lossy):
+    """8-bit floats (E4M3) in groups that share an fp32 scale, summed in fp32: 8 + 32 / group bits per value.
+
+    Args:
+        group: values that share a scale (larger => fewer bytes, more error).
+    """
+
+    name: ClassVar[str] = "fp8"
+    on_wire: ClassVar[bool] = False
+    group: int = 128
+
+    def make_codec(self) -> Codec:
+        return Fp8Codec(self.group)
+
+
+@dataclass
+class NoExchange(Method):
+    """Nothing is sent: every rank trains alone. For measuring what the network costs, not for training."""
+
+    name: ClassVar[str] = "none"
+    engines: ClassVar[tuple[str, ...]] = ("ddp",)
+    rank_equal: ClassVar[bool] = False
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        """Leave each rank its own gradient."""

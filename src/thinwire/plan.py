@@ -1,0 +1,148 @@
+"""What is sent how: per parameter, decided once, shown to the user, and compared with what really happened."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from thinwire.bucket import padded
+from thinwire.collectives import Exchange
+from thinwire.methods.base import Method, Parameter
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def clean_name(name: str) -> str:
+    """The parameter's name in the user's own model: without what compile and checkpoint wrappers put before it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def role_of(name: str, module: nn.Module | None, shape: Sequence[int]) -> str:
+    """matrix, embedding, head, router, norm or bias: from the module that holds the parameter, then from its name."""
+    last = name.rsplit(".", 1)[-1]
+    owner = name.rsplit(".", 2)[-2] if name.count(".") else ""
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if last == "bias":
+        return "bias"
+    if module is not None and "norm" in type(module).__name__.lower():
+        return "norm"
+    if owner in ("lm_head", "head", "unembed"):
+        return "head"
+    if "router" in name or owner == "gate":
+        return "router"
+    return "matrix"
+
+
+def describe(model: nn.Module) -> dict[int, Parameter]:
+    """id(parameter) -> what is known of it, for every trainable parameter; tied ones once, under their first name."""
+    modules = dict(model.named_modules())
+    found: dict[int, Parameter] = {}
+    for full, tensor in model.named_parameters():
+        if not tensor.requires_grad:
+            continue
+        name = clean_name(full)
+        role = role_of(name, modules.get(full.rpartition(".")[0]), tensor.shape)
+        found[id(tensor)] = Parameter(
+            name, tuple(tensor.shape), tensor.numel(), role, tensor.dtype, _padded_shard_numel(tensor)
+        )
+    return found
+
+
+def _padded_shard_numel(tensor: torch.Tensor) -> int:
+    """Elements of one rank's shard, the sharded dimensions padded to a multiple of the ranks (as FSDP2 pads them)."""
+    shape = list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+            if isinstance(placement, Shard):
+                shape[placement.dim] = -(-shape[placement.dim] // size)
+    return math.prod(shape)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter's line in the plan. Bytes are sent per step and rank."""
+
+    parameter: Parameter
+    why_dense: str | None
+    wire_bytes: float
+    dense_bytes: float
+
+
+class Plan:
+    """Every parameter: what is sent, how many bytes, what stays dense and why. ``str(plan)`` is a table.
+
+    Attributes:
+        rows: one :class:`Row` per trainable parameter.
+        wire_bytes: sent per step and rank for gradients. dense_bytes: the same for the engine's own dense exchange.
+    """
+
+    def __init__(
+        self, method: Method, parameters: Iterable[Parameter], exchange: Exchange, engine: str, wire_dtype: torch.dtype | None
+    ) -> None:
+        self.method, self.engine, self.exchange = str(method), engine, exchange
+        self.rows = [self._row(method, parameter, exchange, wire_dtype) for parameter in parameters]
+        self.wire_bytes = sum(row.wire_bytes for row in self.rows)
+        self.dense_bytes = sum(row.dense_bytes for row in self.rows)
+        self._why = {row.parameter.name: row.why_dense for row in self.rows}
+
+    def why_dense(self, name: str) -> str | None:
+        """Why the parameter stays dense, or None if it is compressed."""
+        return self._why[name]
+
+    @staticmethod
+    def _row(method: Method, parameter: Parameter, exchange: Exchange, wire_dtype: torch.dtype | None) -> Row:
+        itemsize = (wire_dtype or parameter.dtype).itemsize
+
+        def sent(on_wire: bool, encoded: bool) -> float:
+            rows = exchange.bucket_rows(on_wire)
+            span = parameter.local if exchange.owner else -(-parameter.local // rows)
+            if encoded:
+                assert method.codec is not None
+                span = padded(span, method.codec.group)
+                return exchange.sent_bytes(method.codec.wire_bytes(span), 4 * span, rows, on_wire=on_wire)
+            return exchange.sent_bytes(span * itemsize, span * itemsize, rows, on_wire=on_wire)
+
+        dense = sent(True, False)
+        why = method.keep_dense(parameter)
+        if not method.rank_equal:
+            return Row(parameter, why, 0.0, dense)
+        if why or method.native:
+            return Row(parameter, why, dense, dense)
+        return Row(parameter, None, sent(method.on_wire, True), dense)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=f"{self.method} on {self.engine}, {self.exchange.rows} ranks: sent per step and rank")
+        for column in ("parameter", "shape", "role", "sent as"):
+            table.add_column(column, overflow="fold")
+        for column in ("wire", "dense"):
+            table.add_column(column, justify="right")
+        for row in self.rows:
+            how = self.method.split("(")[0] if row.why_dense is None else f"dense: {row.why_dense}"
+            shape = "x".join(map(str, row.parameter.shape))
+            table.add_row(row.parameter.name, shape, row.parameter.role, how, human(row.wire_bytes), human(row.dense_bytes))
+        share = self.wire_bytes / self.dense_bytes if self.dense_bytes else 1.0
+        table.caption = f"{human(self.wire_bytes)} of {human(self.dense_bytes)} ({share:.1%}) for gradients"
+        out = io.StringIO()
+        Console(file=out, width=120, color_system=None).print(table)
+        return out.getvalue().rstrip()
+
+
+def human(nbytes: float) -> str:
+    """12345678 -> '12.3 MB' (decimal units, as link rates are)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000 or unit == "GB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    raise AssertionError

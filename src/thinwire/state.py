@@ -1,0 +1,100 @@
+"""What a method remembers between steps: per parameter and per rank, committed only when the step counts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.bucket import Bucket, Segment
+from thinwire.errors import ThinwireError
+
+
+class State:
+    """Named tensors that live in the form of a bucket's rows and are keyed by parameter name.
+
+    A method reads the committed values and writes the next ones beside them; ``commit`` makes those current once all
+    ranks agree that the step was finite, ``rollback`` forgets them. When the engine rebuilds its buckets (DDP does,
+    after the first step), or after a checkpoint was loaded, values follow their parameters.
+
+    One residual of W values costs 2 * 4 * W bytes: the price of skipping a step without a trace.
+    """
+
+    def __init__(self) -> None:
+        self._home: dict[tuple[str, str], tuple[Bucket, Segment]] = {}  # (kind, parameter) -> where its values are
+        self._loose: dict[tuple[str, str], Tensor] = {}  # loaded, not yet placed in a bucket: (R, span)
+        self._current: dict[tuple[str, object], Tensor] = {}
+        self._staged: dict[tuple[str, object], Tensor] = {}
+        self._spare: dict[tuple[str, object], Tensor] = {}
+
+    def read(self, kind: str, bucket: Bucket) -> Tensor:
+        """The committed values of ``kind`` for ``bucket``: (R, n) float32, zeros at first. Not to be written to."""
+        key = (kind, bucket.key)
+        if key not in self._current:
+            self._current[key] = torch.zeros(bucket.shape, dtype=torch.float32, device=bucket.device)
+            for segment in bucket.segments:
+                self._adopt(kind, bucket, segment)
+            self._drop_homeless(kind)
+        return self._current[key]
+
+    def write(self, kind: str, bucket: Bucket) -> Tensor:
+        """Where the next values go: (R, n) float32, to be filled whole. Nothing changes until ``commit``."""
+        self.read(kind, bucket)
+        key = (kind, bucket.key)
+        spare = self._spare.pop(key, None)
+        self._staged[key] = torch.empty_like(self._current[key]) if spare is None else spare
+        return self._staged[key]
+
+    def commit(self) -> None:
+        """What was written since the last commit becomes current."""
+        for key, staged in self._staged.items():
+            self._spare[key], self._current[key] = self._current[key], staged
+        self._staged.clear()
+
+    def rollback(self) -> None:
+        """What was written since the last commit is forgotten."""
+        self._spare.update(self._staged)
+        self._staged.clear()
+
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        tensors = [*self._current.values(), *self._staged.values(), *self._spare.values(), *self._loose.values()]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """``"kind/parameter"`` -> (R, span) this rank's committed values, without padding."""
+        result = {f"{kind}/{name}": values.clone() for (kind, name), values in self._loose.items()}
+        for (kind, name), (bucket, segment) in self._home.items():
+            values = bucket.columns(self._current[kind, bucket.key], segment)
+            result[f"{kind}/{name}"] = values[:, : segment.span].clone()
+        return result
+
+    def load_state_dict(self, values: dict[str, Tensor]) -> None:
+        """Take what ``state_dict`` gave; it moves into buckets as those are next seen."""
+        self._home.clear()
+        self._current.clear()
+        self._staged.clear()
+        self._spare.clear()
+        self._loose = {tuple(key.split("/", 1)): tensor.clone() for key, tensor in values.items()}  # type: ignore[misc]
+
+    def _adopt(self, kind: str, bucket: Bucket, segment: Segment) -> None:
+        """Move the parameter's values into ``bucket`` from wherever they were."""
+        target = bucket.columns(self._current[kind, bucket.key], segment)[:, : segment.span]
+        values = self._loose.pop((kind, segment.name), None)
+        if values is None and (kind, segment.name) in self._home:
+            old, where = self._home[kind, segment.name]
+            values = old.columns(self._current[kind, old.key], where)[:, : where.span]
+        if values is not None:
+            if values.shape != target.shape:
+                raise ThinwireError(
+                    f"state '{kind}' of {segment.name} has shape {tuple(values.shape)}, this run needs "
+                    f"{tuple(target.shape)}: it was saved with another world size or engine"
+                )
+            target.copy_(values)
+        self._home[kind, segment.name] = (bucket, segment)
+
+    def _drop_homeless(self, kind: str) -> None:
+        """Free buffers in which no parameter lives any more."""
+        living = {bucket.key for (of, _), (bucket, _) in self._home.items() if of == kind}
+        for store in (self._current, self._staged, self._spare):
+            for key in [key for key in store if key[0] == kind and key[1] not in living]:
+                del store[key]

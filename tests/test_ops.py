@@ -1,0 +1,256 @@
+"""The fast operations against the plain-torch reference: the same bits, on odd sizes and into poisoned results."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire import ops
+from thinwire.ops import cpu, reference
+
+GROUPS = (8, 64, 128, 1024)
+
+
+def hard_rows(count: int, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows with a zero stretch, denormals, huge values, ties, NaN and infinities among Gaussian ones."""
+    rows = torch.randn(count, n, generator=torch.Generator().manual_seed(n))
+    special = [
+        lambda x: x.zero_(),
+        lambda x: x.mul_(1e-41),
+        lambda x: x.mul_(1e-37),
+        lambda x: x.fill_(torch.finfo(torch.float32).max),
+        lambda x: x.mul_(-1e37),
+        lambda x: x.copy_(torch.arange(x.numel()) * 0.5 - 3),
+        lambda x: x[-1:].fill_(torch.nan),
+        lambda x: x[:1].fill_(-torch.inf),
+        lambda x: x.fill_(-0.0),
+        lambda x: x.copy_(torch.arange(x.numel()) * 2.0**-11),
+    ]
+    flat = rows.view(-1)
+    for i in range(flat.numel() // 128):
+        if i % 2:
+            special[i // 2 % len(special)](flat[i * 128 : i * 128 + 128])
+    return rows.to(dtype)
+
+
+def apart(rows: Tensor, extra: int = 128) -> Tensor:
+    """The same rows with ``extra`` elements between them."""
+    wide = torch.empty(rows.shape[0], rows.shape[1] + extra, dtype=rows.dtype)
+    return wide[:, : rows.shape[1]].copy_(rows)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Equal bit for bit, except that every NaN is the same."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    if actual.dtype == torch.float32:
+        assert torch.equal(actual.isnan(), expected.isnan())
+        actual, expected = (x.contiguous().nan_to_num(0.0).view(torch.int32) for x in (actual, expected))
+    assert torch.equal(actual, expected)
+
+
+def poisoned(count: int, n: int, dtype: torch.dtype, extra: int = 128) -> Tensor:
+    """Rows apart from each other, filled with 0xFF (NaN as float32) between the rows, too."""
+    return torch.full((count, (n + extra) * dtype.itemsize), 255, dtype=torch.uint8).view(dtype)[:, :n]
+
+
+def margin(rows: Tensor) -> Tensor:
+    """The bytes between the rows of ``poisoned``."""
+    count, n = rows.shape
+    whole = rows.as_strided((count, rows.stride(0) - n), rows.stride(), rows.storage_offset() + n)
+    return whole.contiguous().view(torch.uint8)
+
+
+def check_all(fast: ModuleType, count: int, n: int, group: int, dtype: torch.dtype, fp8: bool = True) -> None:
+    """Every operation of ``fast`` against the reference."""
+    rows = apart(hard_rows(count, n, dtype))
+    for kind, code_dtype in (("int8", torch.int8), *((("fp8", torch.uint8),) if fp8 else ())):
+        results = []
+        for module in (reference, fast):
+            codes = poisoned(count, n, code_dtype)
+            scales = poisoned(count, n // group, torch.float32)
+            out = poisoned(count, n, torch.float32)
+            total = torch.full((n,), torch.nan)
+            getattr(module, f"quantize_{kind}")(rows, group, codes, scales)
+            getattr(module, f"dequantize_{kind}")(codes, scales, group, out)
+            getattr(module, f"dequantize_sum_{kind}")(codes, scales, group, total, 1 / 3)
+            for x in (codes, scales, out):
+                assert bool((margin(x) == 255).all()), f"{kind}: wrote between the rows"
+            results.append((codes, scales, out, total))
+        for actual, expected in zip(results[1], results[0], strict=True):
+            assert_same_bits(actual, expected)
+    for scale in (1.0, 1 / 3):
+        totals = [torch.full((n,), torch.nan) for _ in range(2)]
+        reference.sum_rows(rows, totals[0], scale)
+        fast.sum_rows(rows, totals[1], scale)
+        assert_same_bits(totals[1], totals[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_cpu_equals_reference(count: int, group: int, dtype: torch.dtype) -> None:
+    for groups in (1, 3, 37):
+        check_all(cpu, count, groups * group, group, dtype)
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(1, 5000), count=st.integers(1, 5), bf16=st.booleans())
+def test_sum_rows_of_any_length(n: int, count: int, bf16: bool) -> None:
+    rows = apart(hard_rows(count, n, torch.bfloat16 if bf16 else torch.float32), extra=3)
+    totals = [torch.full((n,), torch.nan) for _ in range(2)]
+    reference.sum_rows(rows, totals[0], 0.25)
+    cpu.sum_rows(rows, totals[1], 0.25)
+    assert_same_bits(totals[1], totals[0])
+
+
+def test_fp8_encodes_every_e4m3_number_and_every_tie() -> None:
+    """Exact values come back as their code; the midpoint of two neighbours goes to the even code."""
+    codes = torch.arange(127, dtype=torch.uint8)  # 0 .. 448
+    values = codes.view(torch.float8_e4m3fn).float()
+    middles = (values[1:] + values[:-1]) / 2
+    even = torch.where(codes[:-1] % 2 == 0, codes[:-1], codes[1:])
+    row = torch.cat([values, torch.tensor([448.0]), -middles, torch.tensor([0.0, 448.0])]).unsqueeze(0)
+    out = torch.full((1, 256), 255, dtype=torch.uint8)
+    scales = torch.empty(1, 2)
+    cpu.quantize_fp8(row, 128, out, scales)
+    assert scales.tolist() == [[1.0, 1.0]]
+    assert torch.equal(out[0, :127], codes)
+    assert torch.equal(out[0, 128:254], even | 0x80)
+
+
+def test_scales_of_special_groups() -> None:
+    rows = torch.zeros(1, 8 * 5)
+    rows[0, 8] = 127.0
+    rows[0, 16] = torch.nan
+    rows[0, 24] = torch.inf
+    rows[0, 32] = 1e-45
+    codes, scales = torch.full((1, 40), 99, dtype=torch.int8), torch.empty(1, 5)
+    ops.quantize_int8(rows, 8, codes, scales)
+    assert scales[0, 0] == 1.0 and scales[0, 1] == pytest.approx(1.0)
+    assert bool(scales[0, 2:4].isnan().all())
+    assert scales[0, 4] == 2.0**-126
+    assert codes[0].nonzero().tolist() == [[8]] and codes[0, 8] == 127
+
+
+def test_empty_rows_are_left_alone() -> None:
+    empty = torch.empty(2, 0)
+    ops.quantize_int8(empty, 128, torch.empty(2, 0, dtype=torch.int8), torch.empty(2, 0))
+    assert ops.sum_rows(empty, torch.empty(0)).numel() == 0
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    here = os.path.dirname(__file__)
+    source = os.path.dirname(os.path.dirname(os.path.dirname(ops.__file__)))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([source, here]), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_numba_is_imported_at_first_use_only() -> None:
+    code = """
+import sys, torch, thinwire.codecs as c
+assert "numba" not in sys.modules and "triton" not in sys.modules
+c.Fp32().encode(torch.ones(1, 8), torch.empty(1, 8))
+assert "numba" not in sys.modules
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_numba_the_reference_runs_and_says_so_once() -> None:
+    code = """
+import sys, warnings
+sys.modules["numba"] = None
+import torch
+from thinwire.codecs import Int8
+warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as caught:
+    for _ in range(2):
+        wire = Int8().encode(torch.ones(1, 128), torch.empty(1, 132, dtype=torch.uint8))
+        assert Int8().decode(wire, torch.empty(1, 128))[0, 0].sub(1).abs() < 1e-6
+assert [str(w.message) for w in caught if "numba" in str(w.message)] == [
+    "numba is not installed: thinwire's kernels run as plain torch, slower"
+]
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
+def test_triton_interpreted_equals_reference() -> None:
+    code = """
+import torch
+import test_ops
+from thinwire.ops import triton_int8
+cases = (3, 37, 128, torch.float32), (2, 64, 8, torch.bfloat16), (1, 2, 4096, torch.float32)
+for count, groups, group, dtype in cases:
+    n = groups * group
+    test_ops.check_all(triton_int8, count, n, group, dtype, fp8=False)
+print("checked")
+"""
+    done = run_python(code, TRITON_INTERPRET="1")
+    assert done.stdout.strip().endswith("checked"), done.stderr
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90])
+def test_triton_compiles_without_a_gpu(capability: int, tmp_path: object) -> None:
+    """Types and layouts, which the interpreter does not check."""
+    code = f"""
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from thinwire.ops import triton_int8 as t
+
+def build(kernel, **types):
+    constants = {{(i,): types[name] for i, name in enumerate(kernel.arg_names) if isinstance(types[name], int)}}
+    signature = {{name: "constexpr" if isinstance(kind, int) else kind for name, kind in types.items()}}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    target = GPUTarget("cuda", {capability}, 32)
+    compiled = triton.compile(source, target=target, options={{"enable_fp_fusion": False}})
+    assert compiled.asm["cubin"]
+    return compiled.asm["ptx"]
+
+grouped = dict(codes="*i8", codes_stride="i64", scales="*fp32", scales_stride="i64")
+for kind in ("*fp32", "*i16"):
+    ptx = build(t._quantize, rows=kind, rows_stride="i64", **grouped, groups="i32", GROUP=128, BLOCK=32)
+    assert "fma" not in ptx and "div.rn.f32" in ptx
+    build(t._sum_rows, rows=kind, rows_stride="i64", out="*fp32", factor="fp32", count="i32", n="i32", BLOCK=4096)
+build(t._dequantize, **grouped, out="*fp32", out_stride="i64", groups="i32", GROUP=128, BLOCK=32)
+ptx = build(t._dequantize_sum, **grouped, out="*fp32", factor="fp32", peers="i32", groups="i32", GROUP=128, BLOCK=32)
+assert "fma" not in ptx
+print("compiled")
+"""
+    done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.stdout.strip().endswith("compiled"), done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_equals_reference() -> None:
+    for count, group, dtype in ((1, 128, torch.float32), (3, 8, torch.bfloat16), (2, 1024, torch.float32)):
+        rows = hard_rows(count, 37 * group, dtype)
+        results = []
+        for device in ("cpu", "cuda"):
+            codes = torch.full(rows.shape, 99, dtype=torch.int8, device=device)
+            scales = torch.full((count, 37), torch.nan, device=device)
+            out = torch.full(rows.shape, torch.nan, device=device)
+            total = torch.full((rows.shape[1],), torch.nan, device=device)
+            ops.quantize_int8(rows.to(device), group, codes, scales)
+            ops.dequantize_int8(codes, scales, group, out)
+            ops.dequantize_sum_int8(codes, scales, group, total, 1 / 3)
+            results.append([x.cpu() for x in (codes, scales, out, total)])
+        for actual, expected in zip(results[1], results[0], strict=True):
+            assert_same_bits(actual, expected)
