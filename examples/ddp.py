@@ -18,8 +18,8 @@ def main(method: str = "int8") -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, VOCABULARY))
-    model = DDP(layers.to(device))
+    layers = [nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, VOCABULARY)]
+    model = DDP(nn.Sequential(*layers).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wire = thinwire.compress(model, optimizer, method)
     rank = dist.get_rank()
@@ -29,10 +29,10 @@ def main(method: str = "int8") -> None:
     data = torch.Generator().manual_seed(rank)
     for step in range(1, STEPS + 1):
         for micro_batch in range(MICRO_BATCHES):
-            tokens = torch.randint(0, VOCABULARY, (16, 64), generator=data).to(device)
+            tokens = torch.randint(0, VOCABULARY, (1024,), generator=data).to(device)
             target = (3 * tokens + 1) % VOCABULARY
             with wire.accumulate(last=micro_batch == MICRO_BATCHES - 1):  # one exchange per optimizer step
-                loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), target.flatten())
+                loss = nn.functional.cross_entropy(model(tokens), target)
                 (loss / MICRO_BATCHES).backward()
         wire.clip_grad_norm_(1.0)
         optimizer.step()

@@ -35,9 +35,9 @@ def main(method: str = "int8") -> None:
 
     data = torch.Generator().manual_seed(rank)
     for step in range(1, STEPS + 1):
-        tokens = torch.randint(0, VOCABULARY, (16, 64), generator=data).to(device)
+        tokens = torch.randint(0, VOCABULARY, (1024,), generator=data).to(device)
         with wire.accumulate(last=True):
-            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), (3 * tokens + 1).flatten() % VOCABULARY)
+            loss = nn.functional.cross_entropy(model(tokens), (3 * tokens + 1) % VOCABULARY)
             loss.backward()
         wire.clip_grad_norm_(1.0)
         optimizer.step()

@@ -1,0 +1,280 @@
+"""An emulated cluster: every node a network namespace, all joined by a bridge, each node's link limited both ways.
+
+              switch namespace
+        .--------- bridge ---------.
+      port0                      port1        tbf on the port: what the node receives
+        |                          |
+      eth0 (10.0.0.1)            eth0 (10.0.0.2)   tbf on eth0: what the node sends
+      node 0                     node 1
+
+Nothing has a name on the host and nothing can be left behind. The namespaces live in a process-id namespace of their
+own, whose first process reads a pipe that only we hold: when we end, however we end (also by SIGKILL), the pipe closes,
+that process ends, and the kernel kills every process of the lab and drops its interfaces. The host's network is never
+touched. Works as root, and as an ordinary user where user namespaces are allowed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from thinwire.errors import ThinwireError
+from thinwire.lab.counters import Bytes, interface_bytes
+from thinwire.lab.link import Link
+
+TOOLS = ("unshare", "nsenter", "ip", "tc")
+LIMIT_S = 20.0  # for any one step of the set-up
+INTERFACE = "eth0"
+PR_SET_PDEATHSIG = 1
+
+
+class NoNamespaces(ThinwireError):
+    """This machine, or this user, cannot make network namespaces."""
+
+
+class Cluster:
+    """``nodes`` emulated machines; ``with Cluster(2, 1, "200mbit") as cluster: cluster.popen(0, ["hostname"])``.
+
+    Args:
+        nodes: number of nodes, at least 1.
+        ranks_per_node: ranks that ``environment`` places on each node.
+        link: rate of each node's link, in each direction: "200mbit", "1gbit", "unlimited"; or "loopback" for no network
+            at all (all nodes on 127.0.0.1, no limit, no counters).
+
+    Raises:
+        NoNamespaces: namespaces cannot be made; on entry.
+    """
+
+    def __init__(self, nodes: int = 2, ranks_per_node: int = 1, link: str | Link = "unlimited") -> None:
+        if not 1 <= nodes <= 250:
+            raise ThinwireError(f"{nodes} nodes cannot be emulated: choose 1 to 250")
+        if ranks_per_node < 1:
+            raise ThinwireError(f"{ranks_per_node} ranks per node make no run: choose 1 or more")
+        self.nodes, self.ranks_per_node = nodes, ranks_per_node
+        self.link = Link.parse(link) if isinstance(link, str) else link
+        self._pipe: IO[bytes] | None = None
+        self._enter: list[list[str]] = []
+        self._holders: list[int] = []
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._runs = 0
+
+    @property
+    def emulated(self) -> bool:
+        """Whether there is a network of our own, as opposed to plain loopback."""
+        return not self.link.loopback
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def address(self, node: int) -> str:
+        return f"10.0.0.{node + 1}" if self.emulated else "127.0.0.1"
+
+    def __enter__(self) -> Cluster:
+        if self.emulated:
+            try:
+                self._build()
+            except BaseException:
+                self.close()
+                raise
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process of the lab; its namespaces and interfaces go with them."""
+        if self._pipe is not None:
+            self._pipe.close()
+        for process in self._processes:
+            if not self.emulated:
+                kill_group(process, signal.SIGKILL)
+            try:
+                process.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                kill_group(process, signal.SIGKILL)
+                process.wait()
+        self._processes.clear()
+        self._holders.clear()
+        self._enter.clear()
+        self._pipe = None
+
+    def popen(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a command on a node, in a session of its own; ``options`` are those of ``subprocess.Popen``.
+
+        Signal it by ``kill_group``: the process here only waits for the one inside.
+        """
+        options = {"stdin": subprocess.DEVNULL, "start_new_session": True} | options
+        if self.emulated:
+            # Joining a mount namespace moves to its root; env goes back to where we are.
+            here = str(options.pop("cwd", None) or os.getcwd())
+            command = [*self._enter[node], "env", f"--chdir={here}", *command]
+        else:
+            options["preexec_fn"] = die_with_parent
+        process = subprocess.Popen(command, **options)
+        self._processes.append(process)
+        return process
+
+    def environment(self, rank: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What torchrun would set for ``rank``, gloo bound to the node's interface, one thread per rank."""
+        local = self.ranks_per_node
+        return dict(os.environ if base is None else base) | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % local),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(local),
+            "GROUP_RANK": str(rank // local),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(self._port),
+            "GLOO_SOCKET_IFNAME": INTERFACE if self.emulated else "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def new_port(self) -> None:
+        """Choose the next run's rendezvous port: any in a namespace, a free one on the host's loopback."""
+        self._runs += 1
+        if not self.emulated:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self._free_port = probe.getsockname()[1]
+
+    @property
+    def _port(self) -> int:
+        if self._runs == 0:
+            self.new_port()
+        return 29500 + self._runs if self.emulated else self._free_port
+
+    def counters(self) -> list[Bytes] | None:
+        """Bytes that each node's interface has sent and received since it was made; None on loopback."""
+        if not self.emulated:
+            return None
+        counts = [interface_bytes(INTERFACE, holder) for holder in self._holders]
+        return [count for count in counts if count is not None]
+
+    def _build(self) -> None:
+        for tool in TOOLS:
+            if shutil.which(tool) is None:
+                raise NoNamespaces(f"'{tool}' is not installed: install iproute2 and util-linux, or use --link loopback")
+        switch_pid, user = self._keeper()
+        join = ["nsenter", f"--target={switch_pid}", "--mount", "--pid", "--net"]
+        if user:
+            join += ["--user", "--preserve-credentials"]
+        self._holders = [self._hold(join) for _ in range(self.nodes)]
+        self._enter = [[w if not w.startswith("--target") else f"--target={pid}" for w in join] for pid in self._holders]
+        self._ip(join, ["link add switch type bridge", "link set switch up"])
+        for node, pid in enumerate(self._holders):
+            inside = self._inner_pid(pid)
+            self._ip(join, [
+                f"link add port{node} type veth peer name {INTERFACE} netns {inside}",
+                f"link set port{node} master switch",
+                f"link set port{node} up",
+            ])  # fmt: skip
+            enter = self._enter[node]
+            # Router solicitations and the like would be counted; a host's choice of congestion control would be felt.
+            self._call(enter, ["sh", "-c", "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6 || true"])
+            self._call(enter, ["sh", "-c", "for c in reno cubic; do "
+                               "echo $c > /proc/sys/net/ipv4/tcp_congestion_control || true; done"])  # fmt: skip
+            self._ip(enter, [
+                "link set lo up",
+                f"addr add {self.address(node)}/24 dev {INTERFACE}",
+                f"link set {INTERFACE} up",
+            ])  # fmt: skip
+            script = Path(__file__).with_name("_no_offload.py")
+            self._call(enter, [sys.executable, "-I", "-S", str(script), INTERFACE])
+            if self.link.rate is not None:
+                self._call(enter, ["tc", "qdisc", "add", "dev", INTERFACE, "root", *self.link.tbf().split()])
+                self._call(join, ["tc", "qdisc", "add", "dev", f"port{node}", "root", *self.link.tbf().split()])
+
+    def _keeper(self) -> tuple[int, bool]:
+        """Start the first process of the lab, which also holds the switch. Returns its pid, and whether user namespaced."""
+        alone = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        as_user = [*alone, "--user", "--map-root-user"]
+        why = ""
+        for command in ([alone] if os.geteuid() == 0 else []) + [as_user]:
+            process = subprocess.Popen(
+                [*command, "sh", "-c", "echo up; exec cat > /dev/null"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+            assert process.stdin and process.stdout and process.stderr
+            up = process.stdout.readline() == b"up\n"
+            process.stdout.close()
+            if up:
+                process.stderr.close()
+                self._pipe = process.stdin
+                self._processes.append(process)
+                return only_child(process), command is as_user
+            process.stdin.close()
+            why = process.stderr.read().decode(errors="replace").strip().splitlines()[-1]
+            process.stderr.close()
+            process.wait()
+        raise NoNamespaces(f"this machine allows no network namespaces here ({why}): run as root, or use --link loopback")
+
+    def _hold(self, join: list[str]) -> int:
+        process = subprocess.Popen(
+            [*join, "unshare", "--net", "sh", "-c", "echo up; exec sleep infinity"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        self._processes.append(process)
+        assert process.stdout
+        up = process.stdout.readline()
+        process.stdout.close()
+        if up != b"up\n":
+            raise NoNamespaces("a node's network namespace could not be made: run as root, or use --link loopback")
+        return only_child(process)
+
+    @staticmethod
+    def _inner_pid(pid: int) -> int:
+        """The process id as the lab's own processes see it."""
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+        raise NoNamespaces("this kernel does not show process-id namespaces (NSpid): use --link loopback")
+
+    def _ip(self, enter: list[str], lines: list[str]) -> None:
+        self._call(enter, ["ip", "-batch", "-"], "\n".join(lines))
+
+    @staticmethod
+    def _call(enter: list[str], command: list[str], text: str = "") -> None:
+        done = subprocess.run([*enter, *command], input=text, capture_output=True, text=True, timeout=LIMIT_S)
+        if done.returncode:
+            why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
+            raise NoNamespaces(f"the emulated network could not be made ('{command[0]}': {why}): use --link loopback")
+
+
+def only_child(process: subprocess.Popen[Any]) -> int:
+    """The one child of ``process``, by the process ids seen from here."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                except (OSError, IndexError):
+                    continue
+                if parent == process.pid:
+                    return int(entry.name)
+        time.sleep(0.01)
+    raise NoNamespaces("the lab's first process ended before it could be used: use --link loopback")
+
+
+def kill_group(process: subprocess.Popen[Any], number: int) -> None:
+    """Send a signal to everything that ``process`` started and that stayed in its session."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends (loopback only: a real lab has its pipe)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

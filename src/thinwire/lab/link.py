@@ -1,0 +1,53 @@
+"""A link's rate: ``200mbit``, ``1.5gbit``, ``unlimited``; and the queue that makes a veth behave like it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from thinwire.errors import ThinwireError
+
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+SLOWEST, FASTEST = 64e3, 40e9  # bit/s
+
+
+@dataclass(frozen=True)
+class Link:
+    """What each node's network interface carries, in each direction.
+
+    Attributes:
+        text: as the user wrote it.
+        rate: bits per second, counted as the kernel counts them: with the 14-byte Ethernet header, without preamble
+            and checksum. None: no limit.
+        loopback: do not make a network at all; all nodes share 127.0.0.1.
+    """
+
+    text: str
+    rate: float | None
+    loopback: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        """``"200mbit"`` (also kbit, gbit, and decimals), ``"unlimited"`` or ``"loopback"``."""
+        word = text.strip().lower()
+        if word in ("unlimited", "loopback"):
+            return cls(word, None, word == "loopback")
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)(?:/s|ps)?", word)
+        if match is None:
+            raise ThinwireError(f"cannot read the link rate '{text}': write 200mbit, 1gbit, 'unlimited' or 'loopback'")
+        rate = float(match[1]) * UNITS[match[2]]
+        if not SLOWEST <= rate <= FASTEST:
+            raise ThinwireError(f"a link of {text} cannot be emulated: choose 64kbit to 40gbit, or 'unlimited'")
+        return cls(match[1] + match[2], rate)
+
+    def tbf(self) -> str:
+        """The ``tc`` arguments of a token bucket with this rate.
+
+        burst: at least one 64 KiB super-packet, so that none is cut up in the queue, and 1 ms of the rate, so that a
+        late timer loses nothing. limit: 25 ms of queue, deep enough for TCP to keep the link busy after a drop, short
+        enough that small messages are not held up behind large ones for longer than on a real switch.
+        """
+        assert self.rate is not None
+        burst = max(66_000, int(self.rate / 8 * 0.001))
+        limit = max(4 * burst, int(self.rate / 8 * 0.025))
+        return f"tbf rate {int(self.rate)}bit burst {burst} limit {limit}"

@@ -1,0 +1,73 @@
+"""The engines under test, built alike, and one training loop for all of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from models import Net, flat, loss_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+warnings.simplefilter("ignore")
+
+
+def build(
+    kind: str,
+    world: int,
+    *,
+    net: Callable[[], nn.Module] = Net,
+    policy: MixedPrecisionPolicy | None = None,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
+    **options,
+) -> nn.Module:
+    """The same initial weights on every rank, wrapped for ``kind``: ddp, fsdp2, fsdp2-keep (no resharding), hsdp."""
+    torch.manual_seed(0)
+    model = net()
+    prepare(model)
+    if kind == "ddp":
+        return DistributedDataParallel(model, **{"bucket_cap_mb": 0.005, **options})
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    elif kind == "hsdp-1":
+        mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+    options.setdefault("reshard_after_forward", kind != "fsdp2-keep")
+    if policy is not None:
+        options["mp_policy"] = policy
+    for block in getattr(model, "blocks", ()):
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+
+
+def train(model, optimizer, rank: int, steps, wire=None, *, poison: tuple[int, int] | None = None, loss=loss_of):
+    """One step per number in ``steps``. ``poison=(step, rank)``: that rank's loss is not finite at that step."""
+    losses = []
+    for step in steps:
+        value = loss(model, step, rank)
+        scale = float("nan") if poison == (step, rank) else 1.0
+        (value * scale).backward()
+        if wire is None:
+            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
+        else:
+            wire.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
+def same_on_all_ranks(model: nn.Module) -> bool:
+    low = flat(model)
+    high = low.clone()
+    torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN)
+    torch.distributed.all_reduce(high, torch.distributed.ReduceOp.MAX)
+    return torch.equal(low, high)

@@ -1,0 +1,424 @@
+"""compress() on DDP, FSDP2 and HSDP, on real gloo processes."""
+
+from __future__ import annotations
+
+import engines
+import pytest
+import ranks
+import torch
+from engines import adamw, build, same_on_all_ranks, train
+from models import Net, batch, flat, loss_of
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+
+import thinwire
+
+METHODS = [
+    "dense", "fp32", "bf16", "bf16-acc32", "int8(smallest=100)", "fp8(smallest=100)",
+    "int8(smallest=100, error_feedback=True)", "bf16(error_feedback=True)",
+]  # fmt: skip
+FLAG_BYTES = 8
+"""The guard's flag: 4 bytes, all-reduced once per mesh dimension."""
+
+
+def _dense(rank, world, kind):
+    stock = build(kind, world)
+    train(stock, adamw(stock), rank, range(20))
+    ours = build(kind, world)
+    optimizer = adamw(ours)
+    wire = thinwire.compress(ours, optimizer, "dense")
+    train(ours, optimizer, rank, range(20), wire)
+    wire.close()
+    return torch.equal(flat(stock), flat(ours))
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("fsdp2-keep", 3), ("hsdp", 2),
+     ("hsdp", 4), ("hsdp-1", 3)],
+)  # fmt: skip
+def test_dense_is_the_stock_engine_bit_for_bit(kind, world):
+    assert all(ranks.run(_dense, world, kind))
+
+
+def _methods(rank, world, kind):
+    stock = build(kind, world)
+    reference = train(stock, adamw(stock), rank, range(8))
+    found = {}
+    for method in METHODS:
+        model = build(kind, world)
+        optimizer = adamw(model)
+        wire = thinwire.compress(model, optimizer, method)
+        losses = train(model, optimizer, rank, range(8), wire)
+        stats = wire.stats()
+        gathers = stats["dense_bytes_per_step"] - wire.plan.dense_bytes
+        found[method] = {
+            "apart": max(abs(a - b) for a, b in zip(losses, reference, strict=True)),
+            "equal": same_on_all_ranks(model),
+            "surprise": sum(stats["wire_bytes_per_step"].values()) - gathers - wire.plan.wire_bytes,
+            "share": wire.plan.wire_bytes / wire.plan.dense_bytes,
+            "exposed": stats["exposed_ms"],
+        }
+        assert str(wire.plan) and str(wire.report())
+        wire.close()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("fsdp2", 3), ("hsdp", 4)])
+def test_methods_train_alike_and_send_what_the_plan_says(kind, world):
+    for found in ranks.run(_methods, world, kind):
+        for method, what in found.items():
+            # Logits of a small net after 8 steps of lr 3e-3: an 8-bit wire moves the loss in the fourth digit.
+            assert what["apart"] < (5e-3 if "8" in method else 1e-3), method
+            assert what["equal"], method
+            assert 0 <= what["surprise"] <= FLAG_BYTES, method
+            assert what["exposed"] > 0
+        assert found["bf16"]["share"] == pytest.approx(0.5)
+        assert found["int8(smallest=100)"]["share"] < 0.4
+
+
+def _nan(rank, world, kind, method):
+    poisoned = build(kind, world)
+    optimizer = adamw(poisoned)
+    wire = thinwire.compress(poisoned, optimizer, method)
+    train(poisoned, optimizer, rank, range(10), wire, poison=(5, 1))
+    skipped = wire.skipped, wire.stats()["skipped"], wire.step
+    state = wire.state_dict()
+    wire.close()
+    without = build(kind, world)
+    optimizer = adamw(without)
+    wire = thinwire.compress(without, optimizer, method)
+    train(without, optimizer, rank, [0, 1, 2, 3, 4, 6, 7, 8, 9], wire)
+    other = wire.state_dict()
+    wire.close()
+    state.pop("step"), other.pop("step")
+    same_state = state.keys() == other.keys() and all(torch.equal(state[k], other[k]) for k in state)
+    return skipped, torch.equal(flat(poisoned), flat(without)), bool(flat(poisoned).isfinite().all()), same_state, len(state)
+
+
+@pytest.mark.parametrize("method", ["dense", "int8(smallest=100, error_feedback=True)"])
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_one_nan_on_one_rank_skips_the_step_everywhere_and_leaves_no_trace(kind, world, method):
+    for skipped, same, finite, same_state, states in ranks.run(_nan, world, kind, method):
+        assert skipped == (1, 1, 10)
+        assert finite
+        assert same
+        assert same_state
+        assert states == 0 if method == "dense" else states > 5
+
+
+class Odd(nn.Module):
+    """A frozen part, a part used by turns, a tied head, a first dimension below the number of ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(51, 18)
+        self.left, self.right = nn.Linear(18, 18), nn.Linear(18, 18)
+        self.frozen = nn.Linear(18, 18)
+        self.frozen.requires_grad_(False)
+        self.narrow = nn.Linear(18, 2)
+        self.wide = nn.Linear(2, 18)
+        self.head = nn.Linear(18, 51, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens, turn=0):
+        x = self.embedding(tokens)
+        x = x + (self.left(x) if turn % 2 == 0 else self.right(x)) + self.frozen(x)
+        return self.head(x + self.wide(torch.tanh(self.narrow(x))))
+
+
+def odd_loss(model, step, rank):
+    tokens, targets = batch(step, rank)
+    return F.cross_entropy(model(tokens, step).flatten(0, 1).float(), targets.flatten())
+
+
+def _odd(rank, world, kind):
+    options = {"find_unused_parameters": True} if kind == "ddp" else {}
+    stock = build(kind, world, net=Odd, **options)
+    train(stock, adamw(stock), rank, range(6), loss=odd_loss)
+    found = {}
+    for method in ("dense", "int8(smallest=30)"):
+        model = build(kind, world, net=Odd, **options)
+        optimizer = adamw(model)
+        wire = thinwire.compress(model, optimizer, method)
+        train(model, optimizer, rank, range(6), wire, loss=odd_loss)
+        found[method] = float((flat(stock) - flat(model)).abs().max()), same_on_all_ranks(model)
+        names = [row.parameter.name for row in wire.plan.rows]
+        assert "frozen.weight" not in names and "head.weight" not in names and "embedding.weight" in names
+        wire.close()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("fsdp2", 3), ("hsdp", 4)])
+def test_unused_frozen_tied_and_narrow_parameters(kind, world):
+    for found in ranks.run(_odd, world, kind):
+        assert found["dense"][0] == 0
+        assert found["int8(smallest=30)"][0] < 0.02
+        assert all(equal for _, equal in found.values())
+
+
+def _bf16(rank, world, kind):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def to_bf16(model):
+        model.to(torch.bfloat16)
+
+    found = []
+    for options in ({"prepare": to_bf16}, {"policy": policy}) if kind != "ddp" else ({"prepare": to_bf16},):
+        for method in ("dense", "int8(smallest=100)", "fp32"):
+            stock = build(kind, world, **options)
+            reference = train(stock, adamw(stock), rank, range(5))
+            model = build(kind, world, **options)
+            optimizer = adamw(model)
+            wire = thinwire.compress(model, optimizer, method)
+            losses = train(model, optimizer, rank, range(5), wire)
+            apart = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
+            found.append((method, torch.equal(flat(stock), flat(model)), apart, same_on_all_ranks(model)))
+            wire.close()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2)])
+def test_bf16_models_and_mixed_precision(kind, world):
+    for found in ranks.run(_bf16, world, kind):
+        for method, identical, apart, equal in found:
+            assert equal
+            assert apart < 0.03, method  # one bf16 rounding of the logits
+            if method == "dense":
+                assert identical
+
+
+def _accumulate(rank, world, kind, method):
+    stock = build(kind, world)
+    optimizer = adamw(stock)
+    for step in range(5):
+        for micro in range(3):
+            last = micro == 2
+            if kind == "ddp" and not last:
+                with stock.no_sync():
+                    (loss_of(stock, 3 * step + micro, rank) / 3).backward()
+                continue
+            if kind != "ddp":
+                stock.set_requires_gradient_sync(last)
+            (loss_of(stock, 3 * step + micro, rank) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = build(kind, world)
+    optimizer = adamw(model)
+    wire = thinwire.compress(model, optimizer, method)
+    for step in range(5):
+        for micro in range(3):
+            with wire.accumulate(last=micro == 2):
+                (loss_of(model, 3 * step + micro, rank) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gathers = wire.stats()["dense_bytes_per_step"] - wire.plan.dense_bytes
+    surprise = sum(wire.stats()["wire_bytes_per_step"].values()) - gathers - wire.plan.wire_bytes
+    result = torch.equal(flat(stock), flat(model)), float((flat(stock) - flat(model)).abs().max()), surprise
+    wire.close()
+    return result
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_accumulation_exchanges_once_per_step(kind, world):
+    for identical, _, surprise in ranks.run(_accumulate, world, kind, "dense"):
+        assert identical
+        assert 0 <= surprise <= FLAG_BYTES
+    for _, apart, surprise in ranks.run(_accumulate, world, kind, "int8(smallest=100)"):
+        assert apart < 0.02
+        assert 0 <= surprise <= FLAG_BYTES
+
+
+def _sizes(rank, world, kind):
+    model = build(kind, world)
+    optimizer = adamw(model)
+    wire = thinwire.compress(model, optimizer, "int8(smallest=100, error_feedback=True)")
+    losses = train(model, optimizer, rank, range(4), wire)
+    result = same_on_all_ranks(model), losses[-1] < losses[0], sum(wire.stats()["wire_bytes_per_step"].values())
+    wire.close()
+    return result
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 1), ("fsdp2", 1), ("ddp", 5), ("fsdp2", 7), ("hsdp", 8), ("ddp", 8)])
+def test_any_number_of_ranks(kind, world):
+    for equal, falls, sent in ranks.run(_sizes, world, kind):
+        assert equal and falls
+        assert (sent == 0) == (world == 1)
+
+
+def _one_rank_nan(rank, world, kind):
+    model = build(kind, world)
+    optimizer = adamw(model)
+    wire = thinwire.compress(model, optimizer, "dense")
+    before = flat(model)
+    train(model, optimizer, rank, [0], wire, poison=(0, 0))
+    result = wire.skipped, torch.equal(before, flat(model))
+    wire.close()
+    return result
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_the_guard_works_on_one_rank_too(kind):
+    assert ranks.run(_one_rank_nan, 1, kind) == [(1, True)]
+
+
+def _resume(rank, world, kind):
+    method = "int8(smallest=100, error_feedback=True)"
+    whole = build(kind, world)
+    optimizer = adamw(whole)
+    wire = thinwire.compress(whole, optimizer, method)
+    train(whole, optimizer, rank, range(4), wire)
+    weights = {n: p.detach().clone() for n, p in whole.state_dict().items()}
+    moments = {k: v for k, v in optimizer.state_dict().items()}
+    import copy
+
+    moments, state = copy.deepcopy(moments), wire.state_dict()
+    train(whole, optimizer, rank, range(4, 8), wire)
+    wire.close()
+    again = build(kind, world)
+    optimizer = adamw(again)
+    again.load_state_dict(weights)
+    optimizer.load_state_dict(moments)
+    wire = thinwire.compress(again, optimizer, method)
+    wire.load_state_dict(state)
+    train(again, optimizer, rank, range(4, 8), wire)
+    result = torch.equal(flat(whole), flat(again)), wire.step
+    wire.close()
+    return result
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("fsdp2", 3)])
+def test_state_resumes_bit_for_bit(kind, world):
+    # The sum is taken in rank order, so not even DDP's rebuilt buckets change a bit... as long as groups stay the same.
+    for identical, step in ranks.run(_resume, world, kind):
+        assert identical
+        assert step == 8
+
+
+def _two_level(rank, world, kind, method):
+    stock = build(kind, world)
+    reference = train(stock, adamw(stock), rank, range(6))
+    sent = []
+    for two_level in (False, True):
+        model = build(kind, world)
+        optimizer = adamw(model)
+        wire = thinwire.compress(model, optimizer, method, two_level=two_level)
+        losses = train(model, optimizer, rank, range(6), wire)
+        sent.append(wire.stats()["wire_bytes_per_step"]["across"])
+        apart = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
+        equal = same_on_all_ranks(model)
+        wire.close()
+    return apart, equal, sent
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_level_sends_less_across_nodes(kind):
+    results = ranks.run(_two_level, 4, kind, "int8(smallest=100)", LOCAL_WORLD_SIZE="2")
+    assert all(apart < 5e-3 and equal for apart, equal, _ in results)
+    one_level, two_level = (sum(sent[i] for *_, sent in results) for i in (0, 1))
+    assert two_level < one_level
+
+
+def _compiled(rank, world, kind):
+    stock = build(kind, world)
+    reference = train(stock, adamw(stock), rank, range(4))
+    model = build(kind, world, bucket_cap_mb=1) if kind == "ddp" else build(kind, world)
+    found = []
+    for method in ("dense", "int8(smallest=100)"):
+        model = build(kind, world, **({"bucket_cap_mb": 1} if kind == "ddp" else {}))
+        compiled = torch.compile(model, backend="aot_eager")
+        optimizer = adamw(model)
+        wire = thinwire.compress(compiled, optimizer, method)
+        losses = train(compiled, optimizer, rank, range(4), wire)
+        found.append(max(abs(a - b) for a, b in zip(losses, reference, strict=True)))
+        wire.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_compiled_models(kind):
+    for dense, int8 in ranks.run(_compiled, 2, kind):
+        assert dense < 1e-5
+        assert int8 < 5e-3
+
+
+def _refusals(rank, world):
+    from torch.distributed._composable.replicate import replicate
+
+    def refusal(make):
+        try:
+            model, optimizer, arguments = make()
+            thinwire.compress(model, optimizer, *arguments[0:1], **(arguments[1] if len(arguments) > 1 else {}))
+        except thinwire.ThinwireError as error:
+            return str(error)
+        return None
+
+    def hooked():
+        model = build("ddp", world)
+        model.register_comm_hook(None, lambda state, bucket: None)
+        return model, adamw(model), ("int8",)
+
+    def divided():
+        model = build("fsdp2", world)
+        model.set_gradient_divide_factor(2.0)
+        return model, adamw(model), ("int8",)
+
+    def half():
+        model = build("ddp", world, prepare=lambda m: m.half())
+        return model, adamw(model), ("int8",)
+
+    def unused():
+        model = build("ddp", world, find_unused_parameters=True)
+        return model, adamw(model), ("int8(error_feedback=True)",)
+
+    def sparse():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+        model = nn.parallel.DistributedDataParallel(net)
+        return model, adamw(model), ("int8",)
+
+    def replicated():
+        model = replicate(Net())
+        return model, adamw(model), ("int8",)
+
+    def bare():
+        model = Net()
+        return model, adamw(model), ("int8",)
+
+    def stranger():
+        model = build("ddp", world)
+        return model, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), ("int8",)
+
+    def silent():
+        model = build("fsdp2", world)
+        return model, adamw(model), ("none",)
+
+    def unknown():
+        model = build("ddp", world)
+        return model, adamw(model), ("int9",)
+
+    def knob():
+        model = build("ddp", world)
+        return model, adamw(model), ("int8(grup=3)",)
+
+    cases = (hooked, divided, half, unused, sparse, replicated, bare, stranger, silent, unknown, knob)
+    return {make.__name__: refusal(make) for make in cases}
+
+
+def test_what_cannot_be_carried_is_refused_by_name_with_the_alternative():
+    found = ranks.run(_refusals, 2)[0]
+    expected = {
+        "hooked": "already has a communication hook", "divided": "set_gradient_divide_factor", "half": "float16",
+        "unused": "find_unused_parameters", "sparse": "sparse=False", "replicated": "DistributedDataParallel",
+        "bare": "fully_shard", "stranger": "none of the model's parameters", "silent": "ddp only",
+        "unknown": "there are: dense", "knob": "it has: dense, send",
+    }  # fmt: skip
+    for case, words in expected.items():
+        assert found[case] is not None, f"{case} was not refused"
+        assert words in found[case], f"{case}: {found[case]}"
+        assert "\n" not in found[case]
+
+
+def test_engines_module_is_importable_by_ranks():
+    assert engines.build is build
