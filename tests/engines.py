@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from models import Net, flat, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from models import Net, flat, loss_of
 
 warnings.simplefilter("ignore")
 

@@ -51,7 +51,8 @@ def run(function: Callable, world: int, *args: Any, seconds: float = 90, **envir
             found: dict[int, Any] = {}
             while len(found) < world:
                 if not results._reader.poll(seconds):
-                    raise TimeoutError(f"{function.__name__}: ranks {sorted(set(range(world)) - set(found))} did not finish")
+                    missing = sorted(set(range(world)) - set(found))
+                    raise TimeoutError(f"{function.__name__}: ranks {missing} did not finish")
                 rank, value, error = results.get()
                 if error:
                     raise AssertionError(f"rank {rank}:\n{error}")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import engines
 import pytest
-import ranks
 import torch
-from engines import adamw, build, same_on_all_ranks, train
-from models import Net, batch, flat, loss_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
+import engines
+import ranks
 import thinwire
+from engines import adamw, build, same_on_all_ranks, train
+from models import Net, batch, flat, loss_of
 
 METHODS = [
     "dense", "fp32", "bf16", "bf16-acc32", "int8(smallest=100)", "fp8(smallest=100)",
@@ -94,7 +94,8 @@ def _nan(rank, world, kind, method):
     wire.close()
     state.pop("step"), other.pop("step")
     same_state = state.keys() == other.keys() and all(torch.equal(state[k], other[k]) for k in state)
-    return skipped, torch.equal(flat(poisoned), flat(without)), bool(flat(poisoned).isfinite().all()), same_state, len(state)
+    finite = bool(flat(poisoned).isfinite().all())
+    return skipped, torch.equal(flat(poisoned), flat(without)), finite, same_state, len(state)
 
 
 @pytest.mark.parametrize("method", ["dense", "int8(smallest=100, error_feedback=True)"])
@@ -240,7 +241,9 @@ def _sizes(rank, world, kind):
     return result
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 1), ("fsdp2", 1), ("ddp", 5), ("fsdp2", 7), ("hsdp", 8), ("ddp", 8)])
+@pytest.mark.parametrize(
+    ("kind", "world"), [("ddp", 1), ("fsdp2", 1), ("ddp", 5), ("fsdp2", 7), ("hsdp", 8), ("ddp", 8)]
+)
 def test_any_number_of_ranks(kind, world):
     for equal, falls, sent in ranks.run(_sizes, world, kind):
         assert equal and falls

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +54,18 @@ def padded(span: int, group: int) -> int:
     return -(-span // group) * group
 
 
+class Rows(Protocol):
+    """What an exchange needs to know of a bucket."""
+
+    rows: Tensor
+    mean: Tensor
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+
+
 class Bucket:
     """Some parameters of one engine buffer, as rows.
 
@@ -78,7 +91,7 @@ class Bucket:
         self.group, self.owner = group, owner
         self.segments = self._place(pieces, rows, group)
         self.key = (tuple(segment.name for segment in self.segments), rows, group)
-        self.shape = (rows, sum(segment.width for segment in self.segments))
+        self.shape: Sequence[int] = (rows, sum(segment.width for segment in self.segments))
         self.dtype, self.device = dtype, device
         self.step = 0
         self.rows: Tensor = torch.empty(0)

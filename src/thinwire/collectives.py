@@ -10,24 +10,26 @@ all ranks decode the same bytes and so hold the same bits. No codec at all means
 network's own sum: the dense baseline, bit for bit what the stock engine does.
 
 Nothing is lost: with ``residual``, what a rank's encoding left out (input minus what its peers can decode) is written
-there; with ``server_residual``, what the second encoding left out of this rank's row of the mean.
+there, and what the second encoding left out of this rank's row of the mean is added, N times (the next mean divides it
+by N again). So the sum over ranks of input + last residual - residual is N times the mean that everybody got.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket
+from thinwire.bucket import Bucket, Rows
 from thinwire.codecs.base import Codec
 from thinwire.comm import Comm
 from thinwire.errors import ThinwireError
 
 
-def _encode(comm: Comm, bucket: Bucket, values: Tensor, codec: Codec, key: str) -> Tensor:
+def _encode(comm: Comm, bucket: Rows, values: Tensor, codec: Codec, key: str) -> Tensor:
     """The wire (R, m) of ``values`` (R, n), in a buffer that the bucket keeps."""
     wire = bucket.buffer((key, codec), (len(values), codec.wire_numel(values.shape[1])), codec.wire_dtype)
     with comm.ledger.span("encode", values):
@@ -42,16 +44,15 @@ def _decode(comm: Comm, wire: Tensor, codec: Codec, out: Tensor, scale: float = 
             out.mul_(scale)
 
 
-def _keep_rest(comm: Comm, bucket: Bucket, values: Tensor, wire: Tensor, codec: Codec, residual: Tensor | None) -> None:
+def _keep_rest(comm: Comm, values: Tensor, wire: Tensor, codec: Codec, residual: Tensor) -> None:
     """residual = values - decode(wire)."""
-    if residual is not None:
-        with comm.ledger.span("encode", values):
-            codec.decode(wire, residual)
-            torch.sub(values, residual, out=residual)
+    with comm.ledger.span("encode", values):
+        codec.decode(wire, residual)
+        torch.sub(values, residual, out=residual)
 
 
-def _sum_of_peers(comm: Comm, bucket: Bucket, wire: Tensor, codec: Codec, out: Tensor, scale: float, key: str) -> None:
-    """All-to-all of ``wire`` (N, m), then ``out`` (n,) = scale * the sum of what the peers sent, in fp32, rank order."""
+def _sum_of_peers(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tensor, scale: float, key: str) -> None:
+    """All-to-all of ``wire`` (N, m), then ``out`` (n,) = scale * the sum of what the peers sent: fp32, rank order."""
     received = bucket.buffer((key, codec), wire.shape, wire.dtype)
     comm.all_to_all(received, wire)
     with comm.ledger.span("decode", out):
@@ -60,13 +61,12 @@ def _sum_of_peers(comm: Comm, bucket: Bucket, wire: Tensor, codec: Codec, out: T
 
 def mean_all_reduce(
     comm: Comm,
-    bucket: Bucket,
+    bucket: Rows,
     codec: Codec | None,
     *,
     on_wire: bool = True,
     divide: str = "before",
     residual: Tensor | None = None,
-    server_residual: Tensor | None = None,
 ) -> None:
     """``bucket.mean`` = the mean over all ranks of ``bucket.rows`` (R, n), all rows on every rank.
 
@@ -74,15 +74,15 @@ def mean_all_reduce(
         codec: None for the engine's own dtype, summed by the network.
         on_wire: let the network sum a linear codec's wire; False: sum in fp32 (needs R == N).
         divide: without a codec, where the 1/N goes: "before" the sum, as stock DDP does, or "after", as FSDP2 does.
-        residual: (R, n) float32, receives what this rank's encoding left out.
-        server_residual: (n,) float32, receives what the second encoding left out of this rank's row.
+        residual: (R, n) float32, receives what the encodings left out.
     """
     if codec is None:
         _native_all_reduce(comm, bucket, divide)
         return
     rows, scale = bucket.rows, 1 / comm.size
     wire = _encode(comm, bucket, rows, codec, "wire")
-    _keep_rest(comm, bucket, rows, wire, codec, residual)
+    if residual is not None:
+        _keep_rest(comm, rows, wire, codec, residual)
     if codec.linear and on_wire:
         comm.all_reduce(wire)
         _decode(comm, wire, codec, bucket.mean, scale)
@@ -92,12 +92,15 @@ def mean_all_reduce(
     mine = bucket.buffer("mine", (1, rows.shape[1]), torch.float32)
     _sum_of_peers(comm, bucket, wire, codec, mine[0], scale, "received")
     again = _encode(comm, bucket, mine, codec, "again")
-    _keep_rest(comm, bucket, mine, again, codec, None if server_residual is None else server_residual.view(1, -1))
+    if residual is not None:
+        rest = bucket.buffer("rest", mine.shape, torch.float32)
+        _keep_rest(comm, mine, again, codec, rest)
+        residual[comm.rank].add_(rest[0], alpha=comm.size)
     comm.all_gather(wire, again[0])
     _decode(comm, wire, codec, bucket.mean)
 
 
-def _native_all_reduce(comm: Comm, bucket: Bucket, divide: str) -> None:
+def _native_all_reduce(comm: Comm, bucket: Rows, divide: str) -> None:
     if divide == "before":
         bucket.rows.mul_(1 / comm.size)
         comm.all_reduce(bucket.rows)
@@ -107,7 +110,7 @@ def _native_all_reduce(comm: Comm, bucket: Bucket, divide: str) -> None:
 
 def mean_reduce_scatter(
     comm: Comm,
-    bucket: Bucket,
+    bucket: Rows,
     codec: Codec | None,
     *,
     on_wire: bool = True,
@@ -122,7 +125,8 @@ def mean_reduce_scatter(
         comm.reduce_scatter(mean[0], rows, "mean")
         return
     wire = _encode(comm, bucket, rows, codec, "wire")
-    _keep_rest(comm, bucket, rows, wire, codec, residual)
+    if residual is not None:
+        _keep_rest(comm, rows, wire, codec, residual)
     if codec.linear and on_wire:
         row = bucket.buffer(("row", codec), (1, wire.shape[1]), wire.dtype)
         comm.reduce_scatter(row[0], wire)
@@ -231,7 +235,7 @@ class TwoLevel(Exchange):
     def mean(self, bucket, codec=None, *, on_wire=True, residual=None):
         local, nodes, n = self.inside.size, self.across.size, bucket.shape[1]
         if bucket.shape[0] != self.rows:
-            raise ThinwireError(f"a two-level exchange over {self.rows} ranks needs as many rows, got {bucket.shape[0]}")
+            raise ThinwireError(f"a two-level exchange of {self.rows} ranks needs as many rows, got {bucket.shape[0]}")
         if residual is not None:
             raise ThinwireError(
                 "a two-level exchange encodes sums of several ranks, whose residual belongs to no one rank: "
@@ -281,8 +285,8 @@ class _Stage:
     mean: Tensor
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> Sequence[int]:
         return self.rows.shape
 
-    def buffer(self, key: object, shape, dtype: torch.dtype) -> Tensor:
+    def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.bucket.buffer((self.name, key), shape, dtype)

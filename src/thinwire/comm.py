@@ -13,7 +13,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -120,9 +119,9 @@ class GroupComm(Comm):
     def subset(self, chosen: Sequence[int]) -> GroupComm:
         """A process group of some of our ranks (this one among them), each with a group of its own in the same call.
 
-        Collective over the chosen ranks only: other ranks of the job need not take part. The group lives until the job's
-        ``destroy_process_group()``: torch names it by its ranks and the number of groups alive, and would meet the keys
-        of a destroyed one in the store, and wait for ever.
+        Collective over the chosen ranks only: other ranks of the job need not take part. The group lives until the
+        job's ``destroy_process_group()``: torch names it by its ranks and the number of groups alive, and would meet
+        the keys of a destroyed one in the store, and wait for ever.
         """
         ranks = dist.get_process_group_ranks(self.group)
         backend = dist.get_backend(self.group)

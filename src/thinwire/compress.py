@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import sys
 from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +74,7 @@ def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool) -
             f"{type(model).__name__} is not wrapped for data parallelism: pass DistributedDataParallel(model), "
             "or call fully_shard(model) first"
         )
-    names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
-    if not names:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ThinwireError("no parameter of the model requires a gradient")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not method.native and parameter.dtype not in (torch.float32, torch.bfloat16):
@@ -83,15 +82,15 @@ def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool) -
                 f"{name} is {parameter.dtype}: {method.name} carries float32 and bfloat16 gradients; "
                 "convert the model, or use method 'dense'"
             )
-    engine = kind(model, method, ledger, two_level=two_level)
+    engine = kind(cast(Any, model), method, ledger, two_level=two_level)
     if engine.kind not in method.engines:
         engine.close()
         raise ThinwireError(f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}")
     if two_level and method.keeps_state:
         engine.close()
         raise ThinwireError(
-            f"{method}: error feedback needs a one-level exchange (sums of several ranks have no residual of one rank): "
-            "drop two_level=True or error_feedback"
+            f"{method}: error feedback needs a one-level exchange (a sum of ranks has no residual of one rank): drop "
+            " two_level=True or error_feedback"
         )
     return engine
 
@@ -124,7 +123,7 @@ class Wire:
         missing = [parameter.name for key, parameter in self.engine.parameters.items() if key not in held]
         if len(missing) == len(self.engine.parameters):
             raise ThinwireError(
-                "the optimizer holds none of the model's parameters: build it after wrapping the model, from its parameters"
+                "the optimizer holds none of the model's parameters: build it after wrapping, from model.parameters()"
             )
 
     @property
@@ -211,9 +210,11 @@ class Report:
         table.add_column("per step", justify="right")
         sent = sum(stats["wire_bytes_per_step"].values())
         for link in LINKS:
-            table.add_row(f"sent {link} nodes" if link == "across" else "sent inside the node", human(stats["wire_bytes_per_step"][link]))
-        table.add_row("dense would send", human(stats["dense_bytes_per_step"]))
-        table.add_row("share of dense", f"{sent / stats['dense_bytes_per_step']:.1%}" if stats["dense_bytes_per_step"] else "-")
+            where = "across nodes" if link == "across" else "inside the node"
+            table.add_row(f"sent {where}", human(stats["wire_bytes_per_step"][link]))
+        dense = stats["dense_bytes_per_step"]
+        table.add_row("dense would send", human(dense))
+        table.add_row("share of dense", f"{sent / dense:.1%}" if dense else "-")
         for kind in KINDS:
             table.add_row(kind, f"{stats[f'{kind}_ms']:.2f} ms")
         table.add_row("skipped steps (not finite)", str(stats["skipped"]))

@@ -13,8 +13,9 @@ from thinwire.comm import Comm
 class Guard:
     """Collects, over one step, whether any gradient on any rank was not finite.
 
-    ``observe`` reads each buffer once (a sum: no allocation of its size, no host sync) *before* a method sees it, since a mask or
-    a quantizer can hide a NaN. ``agree`` makes one flag of all ranks' flags; it is the step's only host sync of ours.
+    ``observe`` reads each buffer once (a sum: no allocation of its size, no host sync) *before* a method sees it, since
+    a mask or a quantizer can hide a NaN. ``agree`` makes one flag of all ranks' flags; it is the step's only host sync
+    of ours.
     """
 
     def __init__(self, comms: Sequence[Comm], enabled: bool = True) -> None:
@@ -26,9 +27,7 @@ class Guard:
 
         A sum of finite values that overflows float32 counts as not finite: no optimizer survives such a gradient.
         """
-        if not self.enabled:
-            return
-        if values.is_sparse or values.numel() == 0:
+        if not self.enabled or values.numel() == 0:
             return
         total = values.sum(dtype=torch.float32)
         # inf - inf is NaN and NaN stays NaN: a running sum of (x - x) is 0 while everything is finite, NaN after.

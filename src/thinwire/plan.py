@@ -86,7 +86,12 @@ class Plan:
     """
 
     def __init__(
-        self, method: Method, parameters: Iterable[Parameter], exchange: Exchange, engine: str, wire_dtype: torch.dtype | None
+        self,
+        method: Method,
+        parameters: Iterable[Parameter],
+        exchange: Exchange,
+        engine: str,
+        wire_dtype: torch.dtype | None,
     ) -> None:
         self.method, self.engine, self.exchange = str(method), engine, exchange
         self.rows = [self._row(method, parameter, exchange, wire_dtype) for parameter in parameters]
@@ -131,7 +136,8 @@ class Plan:
         for row in self.rows:
             how = self.method.split("(")[0] if row.why_dense is None else f"dense: {row.why_dense}"
             shape = "x".join(map(str, row.parameter.shape))
-            table.add_row(row.parameter.name, shape, row.parameter.role, how, human(row.wire_bytes), human(row.dense_bytes))
+            sent, dense = human(row.wire_bytes), human(row.dense_bytes)
+            table.add_row(row.parameter.name, shape, row.parameter.role, how, sent, dense)
         share = self.wire_bytes / self.dense_bytes if self.dense_bytes else 1.0
         table.caption = f"{human(self.wire_bytes)} of {human(self.dense_bytes)} ({share:.1%}) for gradients"
         out = io.StringIO()

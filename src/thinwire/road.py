@@ -131,7 +131,7 @@ class Worker:
         start = torch.cuda.Event(enable_timing=True)
         start.record()
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        future = torch.futures.Future(devices=[device])
+        future: torch.futures.Future = torch.futures.Future(devices=[device])
         with torch.cuda.stream(self._stream):
             result = job()
             if last:

@@ -1,7 +1,6 @@
 """Ranks as threads, and the laws that every codec and every method obeys: for our tests and for anybody's own methods.
 
-    def test_mine():
-        thinwire.testing.check_method(lambda: MyMethod(), sizes=(1, 2, 3), rows=...)
+    results = reduce_on_threads(MyMethod, my_gradients, topology="all_reduce", size=4, shapes={"w": 1000}, steps=100)
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def _reduced(values: Sequence[Tensor], op: str) -> Tensor:
 
 
 def exchange_on(topology: str, world: Threads, rank: int, ledger: Ledger, per_node: int = 1) -> Exchange:
-    """``"all_reduce"``, ``"reduce_scatter"``, ``"two_level"`` or ``"two_level_owner"`` between the threads of ``world``."""
+    """``all_reduce``, ``reduce_scatter``, ``two_level`` or ``two_level_owner``, between the threads of ``world``."""
     if topology == "all_reduce":
         return AllReduce(ThreadComm(world, rank, ledger, per_node=per_node))
     if topology == "reduce_scatter":
@@ -122,7 +121,7 @@ def exchange_on(topology: str, world: Threads, rank: int, ledger: Ledger, per_no
 
 
 def bucket_for(method: Method, exchange: Exchange, shapes: dict[str, int]) -> tuple[Bucket, int]:
-    """A bucket of parameters ``name -> numel`` as the engine of ``exchange`` would hand it out, and the flat's numel."""
+    """A bucket of parameters ``name -> numel`` as the engine of ``exchange`` would make it, and the flat's numel."""
     rows = exchange.bucket_rows(method.on_wire)
     pieces, offset = [], 0
     if exchange.owner:
@@ -162,8 +161,8 @@ def reduce_on_threads(
         shapes: parameter name -> number of elements.
 
     Returns:
-        per rank, per step: ``input`` (flat), ``mean`` (flat, or this rank's row of it), ``residual`` (in the form of ``rows``, if
-        the method keeps one), ``bytes`` (sent by this rank).
+        per rank, per step: ``input`` (flat), ``mean`` (flat, or this rank's row of it), ``bytes`` (sent by this rank),
+        and the method's state as ``kind/parameter`` (R, span).
     """
     world = Threads(size)
 

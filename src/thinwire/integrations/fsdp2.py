@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,8 @@ from thinwire.road import Road
 
 def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
     """Every FSDP module of ``model`` with its parameter group; modules without parameters of their own are left out."""
-    found, seen = [], set()
+    found: list[tuple[FSDPModule, Any]] = []
+    seen: set[int] = set()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -57,7 +58,7 @@ class FSDP2:
 
     kind = "fsdp2"
 
-    def __init__(self, model: nn.Module, method: Method, ledger: Ledger, *, two_level: bool) -> None:
+    def __init__(self, model: Any, method: Method, ledger: Ledger, *, two_level: bool) -> None:
         self.model, self.method, self.ledger = model, method, ledger
         self.groups = param_groups(model)
         if not self.groups:
@@ -65,7 +66,7 @@ class FSDP2:
         if not isinstance(model, FSDPModule):
             raise ThinwireError("the root module is not sharded: call fully_shard(model) after its parts")
         self._check()
-        self.parameters: dict[int, Parameter] = describe(model)
+        self.parameters: dict[int, Parameter] = describe(cast(nn.Module, model))
         self._comms: dict[int, GroupComm] = {}
         info = self.groups[0][1].mesh_info
         self.wire_dtype = self._reduce_dtype(self.groups[0][1])
@@ -112,10 +113,13 @@ class FSDP2:
             custom = (getattr(group, "_reduce_scatter_comm", None), getattr(group, "_all_gather_comm", None))
             if any(comm is not None and not type(comm).__name__.startswith("Default") for comm in custom):
                 raise ThinwireError(
-                    f"{type(module).__name__} already has custom or symmetric-memory communication: compress() must be the only one"
+                    f"{type(module).__name__} already has custom or symmetric-memory communication: "
+                    "compress() must be the only one"
                 )
             if getattr(group, "_all_reduce_hook", None) is not None:
-                raise ThinwireError(f"{type(module).__name__} already has an all-reduce hook: compress() must be the only one")
+                raise ThinwireError(
+                    f"{type(module).__name__} already has an all-reduce hook: compress() must be the only one"
+                )
         if len(meshes) > 1:
             raise ThinwireError("the FSDP modules are sharded on different meshes: compress() needs one mesh for all")
 
@@ -135,8 +139,9 @@ class FSDP2:
                 plan = Plan(dense, self.parameters.values(), self.inside, "fsdp2", self.wire_dtype)
                 inner = Road(dense, plan, self.inside, road.guard, road.ledger)
             link = _GroupLink(self, group, inner)
-            module.set_custom_reduce_scatter(link.reduce_scatter)
-            module.set_custom_all_gather(_AllGather(self))
+            # Duck-typed: torch does not look at the type, and the base classes are private names.
+            module.set_custom_reduce_scatter(cast(Any, link.reduce_scatter))
+            module.set_custom_all_gather(cast(Any, _AllGather(self)))
             if hsdp:
                 # FSDP's own all-reduce cannot be replaced, only left out: it believes that it is 1-D, and our hook
                 # averages across nodes. Parameters keep their (Replicate, Shard) placements.
@@ -233,7 +238,8 @@ class _GroupLink:
         expected, self._expected = self._expected, None
         pieces = self.pieces(ranks)
         if sum(piece.numel for piece in pieces) != flat.numel():
-            raise ThinwireError(f"FSDP2's buffer has {flat.numel()} values, its parameters {[p.name for p in pieces]} do not")
+            names = ", ".join(piece.name for piece in pieces)
+            raise ThinwireError(f"FSDP2's buffer has {flat.numel()} values, but not those of {names}")
         if expected is None:
             return pieces
         rows = flat.view(ranks, -1)
@@ -275,7 +281,9 @@ class _ReduceScatter:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
         if op != dist.ReduceOp.AVG:
-            raise ThinwireError(f"FSDP2 asks for {op}: Thinwire returns the mean; see set_gradient_divide_factor and reduce_dtype")
+            raise ThinwireError(
+                f"FSDP2 asks for {op}: Thinwire returns the mean; see set_gradient_divide_factor and reduce_dtype"
+            )
         began = time.perf_counter()
         pieces = self.link.verify(input_tensor, group.size())
         self.link.road.reduce(input_tensor, pieces, output_tensor)

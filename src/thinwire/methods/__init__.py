@@ -39,10 +39,11 @@ def resolve(method: Method | str) -> Method:
     if cls is None:
         raise ThinwireError(f"unknown method '{name.strip()}'; there are: {', '.join(table)}")
     try:
-        call = ast.parse(f"f({knobs.removesuffix(')')})", mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
-        values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError, AssertionError):
+        call = ast.parse(f"f({knobs}" if knobs or "(" in method else "f()", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
+            raise ValueError
+        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError):
         raise ThinwireError(f"cannot read '{method}'; write {cls.name}(knob=value, ...)") from None
     known = [field.name for field in fields(cls)]
     for knob in values:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from thinwire.state import State
 
 SMALL = 64 * 1024
-"""Below this many elements a tensor is not worth compressing: 0.3% of a model's values, most of an 8-bit wire's error."""
+"""Elements below which a tensor is not worth compressing: 0.3% of a model's values, most of an 8-bit wire's error."""
 
 ROLES = ("matrix", "embedding", "head", "router", "norm", "bias")
 
@@ -104,7 +104,7 @@ class Method:
         return self.policy(parameter)
 
     def policy(self, parameter: Parameter) -> str | None:
-        """The method's rule for parameters that no pattern names. The base class encodes nothing and exempts nothing."""
+        """The method's rule for parameters that no pattern names. The base class encodes nothing, exempts nothing."""
         return None
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
