@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -164,13 +165,17 @@ class Cluster:
     def _build(self) -> None:
         for tool in TOOLS:
             if shutil.which(tool) is None:
-                raise NoNamespaces(f"'{tool}' is not installed: install iproute2 and util-linux, or use --link loopback")
+                raise NoNamespaces(f"'{tool}' is missing: install iproute2 and util-linux, or use --link loopback")
         switch_pid, user = self._keeper()
         join = ["nsenter", f"--target={switch_pid}", "--mount", "--pid", "--net"]
         if user:
             join += ["--user", "--preserve-credentials"]
         self._holders = [self._hold(join) for _ in range(self.nodes)]
-        self._enter = [[w if not w.startswith("--target") else f"--target={pid}" for w in join] for pid in self._holders]
+        self._enter = [[join[0], f"--target={pid}", *join[2:]] for pid in self._holders]
+        for enter in [join, *self._enter]:
+            # Neighbour discovery and router solicitations would be counted as traffic.
+            quiet = "for f in /proc/sys/net/ipv6/conf/*/disable_ipv6; do echo 1 > $f || true; done"
+            self._call(enter, ["sh", "-c", quiet])
         self._ip(join, ["link add switch type bridge", "link set switch up"])
         for node, pid in enumerate(self._holders):
             inside = self._inner_pid(pid)
@@ -180,10 +185,9 @@ class Cluster:
                 f"link set port{node} up",
             ])  # fmt: skip
             enter = self._enter[node]
-            # Router solicitations and the like would be counted; a host's choice of congestion control would be felt.
-            self._call(enter, ["sh", "-c", "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6 || true"])
-            self._call(enter, ["sh", "-c", "for c in reno cubic; do "
-                               "echo $c > /proc/sys/net/ipv4/tcp_congestion_control || true; done"])  # fmt: skip
+            # The host's choice would be felt (BBR paces itself): cubic where there is one, as most clusters have.
+            choose = "for c in reno cubic; do echo $c > /proc/sys/net/ipv4/tcp_congestion_control || true; done"
+            self._call(enter, ["sh", "-c", choose])
             self._ip(enter, [
                 "link set lo up",
                 f"addr add {self.address(node)}/24 dev {INTERFACE}",
@@ -196,7 +200,7 @@ class Cluster:
                 self._call(join, ["tc", "qdisc", "add", "dev", f"port{node}", "root", *self.link.tbf().split()])
 
     def _keeper(self) -> tuple[int, bool]:
-        """Start the first process of the lab, which also holds the switch. Returns its pid, and whether user namespaced."""
+        """Start the lab's first process, which holds the switch. Returns its pid, and whether in a user namespace."""
         alone = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         as_user = [*alone, "--user", "--map-root-user"]
         why = ""
@@ -217,7 +221,7 @@ class Cluster:
             why = process.stderr.read().decode(errors="replace").strip().splitlines()[-1]
             process.stderr.close()
             process.wait()
-        raise NoNamespaces(f"this machine allows no network namespaces here ({why}): run as root, or use --link loopback")
+        raise NoNamespaces(f"no network namespaces may be made here ({why}): run as root, or use --link loopback")
 
     def _hold(self, join: list[str]) -> int:
         process = subprocess.Popen(
@@ -269,10 +273,8 @@ def only_child(process: subprocess.Popen[Any]) -> int:
 
 def kill_group(process: subprocess.Popen[Any], number: int) -> None:
     """Send a signal to everything that ``process`` started and that stayed in its session."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def die_with_parent() -> None:

@@ -1,0 +1,132 @@
+"""``thinwire lab`` and ``thinwire compare``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import tyro
+
+from thinwire.errors import ThinwireError
+from thinwire.lab.run import launch, open_cluster
+
+Settings = TypeVar("Settings")
+
+LAB_HELP = """usage: thinwire lab run [--nodes N] [--ranks-per-node L] [--link RATE] -- COMMAND ...
+
+Run any torchrun-style command on an emulated cluster: every node a network namespace, its link limited both ways.
+    thinwire lab run --nodes 2 --link 200mbit -- python train.py
+    thinwire lab run --nodes 2 --link 200mbit -- thinwire train --preset tiny --method bf16 --steps 20 --out runs/a
+
+thinwire lab run --help shows the options. Nothing needs cleaning up: the kernel ends a lab with its launcher."""
+
+
+@dataclass
+class LabRun:
+    """Run COMMAND once per rank on an emulated cluster, with torchrun's environment, gloo bound to the slow link.
+
+    Write the command after ``--``. Output of ranks other than 0 begins with ``[rank k]``; when a rank fails, all are
+    ended and its exit status is ours. Afterwards: seconds, and the kernel's count of bytes by node.
+    """
+
+    nodes: int = 2
+    """Emulated nodes, each with a link of its own."""
+    ranks_per_node: int = 1
+    """Ranks on each node; they share its link, and reach each other without it."""
+    link: str = "200mbit"
+    """Rate of each node's link in each direction: 200mbit, 1gbit, unlimited; or loopback: no network at all."""
+
+
+@dataclass
+class Compare:
+    """Train the same model on the same data with each method, on one emulated network, and show what each gains.
+
+    A run that communicates nothing at all (method "none") always comes first: no method can be faster than it. Flags
+    for ``thinwire train`` follow after ``--``. Writes a table, report.json, report.md and pictures.
+    """
+
+    methods: str = "dense,bf16,int8"
+    """Comma-separated names, with or without knobs: 'dense,bf16,int8(group=64)'. 'thinwire methods' lists them."""
+    nodes: int = 2
+    """Emulated nodes, each with a link of its own."""
+    ranks_per_node: int = 1
+    """Ranks on each node; they share its link, and reach each other without it."""
+    link: str = "200mbit"
+    """Rate of each node's link in each direction: 200mbit, 1gbit, unlimited; or loopback: no network at all."""
+    preset: str = "tiny"
+    """The model and its settings; see thinwire train --help."""
+    steps: int = 12
+    """Optimizer steps of every run. Times need at least 5; the first two are left out of the median."""
+    out: Path = Path("runs/compare")
+    """A new directory for the report; each method's run lies in a directory of its own beneath."""
+    limit_minutes: float = 60.0
+    """End everything when one method's run takes longer than this."""
+
+
+def lab_main(argv: list[str]) -> int:
+    """``thinwire lab run ... -- COMMAND``. Returns the exit status."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(LAB_HELP)
+        return 0 if argv else 2
+    if argv[0] != "run":
+        raise ThinwireError(f"unknown word '{argv[0]}' after 'thinwire lab'; there is: run")
+    own, command = split(argv[1:])
+    settings = parse(LabRun, own, "thinwire lab run")
+    if not command:
+        raise ThinwireError("no command to run: write it after --, for example  thinwire lab run -- python train.py")
+    with open_cluster(settings.nodes, settings.ranks_per_node, settings.link) as cluster:
+        outcome = launch(cluster, command)
+        if outcome.failed_rank is not None:
+            status = f"exit status {outcome.returncode}"
+            say(f"thinwire: rank {outcome.failed_rank} failed with {status}; all ranks were ended")
+        where = f"{cluster.nodes} nodes x {cluster.ranks_per_node}, link {cluster.link.text}"
+        say(f"lab: {outcome.seconds:.1f} s on {where}")
+        for node, traffic in enumerate(outcome.traffic or []):
+            say(f"lab: node {node} sent {traffic.tx:,} B, received {traffic.rx:,} B")
+    return outcome.returncode
+
+
+def compare_main(argv: list[str]) -> int:
+    """``thinwire compare ... [-- flags of thinwire train]``. Returns the exit status."""
+    own, extra = split(argv)
+    settings = parse(Compare, own, "thinwire compare")
+    from thinwire.lab.compare import compare
+
+    return compare(
+        method_names(settings.methods), settings.preset, settings.steps, settings.out,
+        nodes=settings.nodes, ranks_per_node=settings.ranks_per_node, link=settings.link,
+        limit_s=60 * settings.limit_minutes, extra=extra,
+    )  # fmt: skip
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before the first ``--``, and what after."""
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def parse(kind: type[Settings], argv: list[str], program: str) -> Settings:
+    return tyro.cli(kind, args=argv, prog=program, config=(tyro.conf.FlagConversionOff,))
+
+
+def method_names(text: str) -> list[str]:
+    """``"dense,int8(group=64, error_feedback=True)"`` -> its methods: commas within parentheses do not separate."""
+    names, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            names.append("")
+        else:
+            names[-1] += letter
+    stripped = [name.strip() for name in names if name.strip()]
+    if not stripped:
+        raise ThinwireError("no methods to compare: write for example --methods dense,bf16,int8")
+    return stripped

@@ -1,0 +1,30 @@
+"""``thinwire train``."""
+
+from __future__ import annotations
+
+import os
+
+
+def main(argv: list[str]) -> int:
+    """Train: as one rank of a job that somebody started (torchrun's environment), or on ranks started here."""
+    # Without this torch's own sockets print a stack trace beside our one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from thinwire.train.config import from_arguments
+    from thinwire.train.launch import start_ranks, under_torchrun
+
+    config = from_arguments(argv).check()
+    if not under_torchrun():
+        return start_ranks(argv, config.ranks or _default_ranks(config.device))
+    from thinwire.train.loop import train
+
+    train(config)
+    return 0
+
+
+def _default_ranks(device: str) -> int:
+    """One rank per GPU; without one, two if there are two cores."""
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return min(2, os.cpu_count() or 1)

@@ -1,0 +1,237 @@
+"""One configuration: a YAML file, the command line and a Python object are three ways to write the same thing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+import yaml
+
+from thinwire.errors import ThinwireError
+from thinwire.train.models import PRESETS, ModelConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    """Pre-train a language model. What is left out comes from the preset, or is as shown."""
+
+    preset: str = "small"
+    """Shape of the model: tiny, small, laptop, net20m, llama-tiny, llama-small, gpt-125m, gpt-345m, gpt-355m, gpt-1.3b,
+    gpt-2.0b, llama-500m, llama-1.8b."""
+    family: Literal["gpt", "llama"] | None = None
+    """Overrides the preset, as the next six do."""
+    layers: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    """Heads of keys and values (fewer than heads: grouped-query attention)."""
+    hidden: int | None = None
+    """Width inside the MLP."""
+    seq_len: int | None = None
+    """Tokens per sequence."""
+
+    method: str = "dense"
+    """How gradients are exchanged; knobs in brackets: "int8(group=64)". `thinwire methods` lists them."""
+    engine: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
+    """torch's engine for data parallelism."""
+    two_level: bool = False
+    """Reduce inside each node before going across (several ranks per node)."""
+    guard: bool = True
+    """Skip a step on all ranks when any gradient is not finite."""
+    reshard: bool = True
+    """FSDP2 and HSDP: free the gathered weights after the forward pass (less memory, one more gather per step)."""
+    shard_size: int | None = None
+    """HSDP: ranks that share one copy of the weights. Default: the ranks of a node."""
+
+    corpus: tuple[str, ...] = ("stdlib",)
+    """Files or globs (.xz and .gz too), "stdlib" (the source of Python's standard library), or "hub:NAME"."""
+    valid: tuple[str, ...] = ()
+    """Text held out, as for corpus. Default: every 20th span of the corpus."""
+    tokenizer: str = "bytes"
+    """bytes, bpe:SIZE (trained on the corpus) or hub:NAME."""
+
+    steps: int = 400
+    """Optimizer steps of the whole run."""
+    batch_size: int = 8
+    """Sequences per rank and micro-batch."""
+    accumulate: int = 1
+    """Micro-batches per optimizer step."""
+    lr: float = 2e-3
+    """Learning rate at the top of the schedule."""
+    lr_end: float = 0.1
+    """Learning rate at the end, as a share of the top."""
+    warmup: float = 0.05
+    """Share of the steps in which the learning rate rises."""
+    weight_decay: float = 0.1
+    """AdamW's, on tensors of two or more dimensions."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's."""
+    clip: float = 1.0
+    """Largest norm of the gradient (lower: clipped more); 0: not clipped."""
+    seed: int = 0
+
+    out: Path = Path("runs/train")
+    """Folder for the run's files."""
+    ranks: int | None = None
+    """Ranks to start on this machine. Default: one per GPU, or 2 on CPU. Under torchrun its ranks are used."""
+    eval_every: int = 100
+    """Steps between evaluations (also at the start and at the end); 0: only those two."""
+    eval_sequences: int = 64
+    """Held-out sequences per evaluation, over all ranks (0: no evaluation)."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: none."""
+    keep: int = 2
+    """Checkpoints kept (the newest)."""
+    resume: str | None = None
+    """A checkpoint folder to go on from, or "latest" of this run's folder."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Dtype of the computation; weights and moments are fp32. auto: bf16 on CUDA, fp32 on CPU."""
+    compile: bool = False
+    """torch.compile the model."""
+    threads: int = 1
+    """CPU threads per rank."""
+    timeout: float = 120.0
+    """Seconds to wait for the other ranks."""
+
+    def shape(self, vocabulary: int) -> ModelConfig:
+        """The model's shape: the preset with what was overridden."""
+        changed = {
+            name: getattr(self, name)
+            for name in ("family", "layers", "width", "heads", "kv_heads", "hidden")
+            if getattr(self, name) is not None
+        }
+        base = PRESETS[self.preset]
+        return dataclasses.replace(base, **changed, context=self.sequence, vocabulary=vocabulary).check()
+
+    @property
+    def sequence(self) -> int:
+        """Tokens per sequence."""
+        return self.seq_len or PRESETS[self.preset].context
+
+    def learning_rate(self, step: int) -> float:
+        """Rises linearly over the warm-up, then half a cosine down to ``lr_end`` * ``lr``. ``step`` counts from 0."""
+        rising = max(1, round(self.warmup * self.steps))
+        if step < rising:
+            return self.lr * (step + 1) / rising
+        done = (step - rising) / max(1, self.steps - rising)
+        return self.lr * (self.lr_end + (1 - self.lr_end) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+
+    def check(self) -> Config:
+        """Refuse what cannot be, in one line."""
+        if self.preset not in PRESETS:
+            raise ThinwireError(f"unknown preset '{self.preset}'; there are: {', '.join(PRESETS)}")
+        from thinwire.methods import resolve
+
+        resolve(self.method)
+        for name in ("steps", "batch_size", "accumulate", "threads", "keep"):
+            if getattr(self, name) < 1:
+                raise ThinwireError(f"{_flag(name)} must be 1 or more, got {getattr(self, name)}")
+        for name in ("ranks", "shard_size", "seq_len", "layers", "width", "heads", "kv_heads", "hidden"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ThinwireError(f"{_flag(name)} must be 1 or more, got {getattr(self, name)}")
+        for name in ("eval_every", "eval_sequences", "checkpoint_every", "clip", "weight_decay", "lr", "timeout"):
+            if getattr(self, name) < 0:
+                raise ThinwireError(f"{_flag(name)} must not be negative, got {getattr(self, name)}")
+        for name in ("warmup", "lr_end"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ThinwireError(f"{_flag(name)} is a share from 0 to 1, got {getattr(self, name)}")
+        self.shape(vocabulary=256)
+        return self
+
+    def to_yaml(self) -> str:
+        """As a YAML file that ``--config`` reads."""
+        return yaml.safe_dump(_plain(dataclasses.asdict(self)), sort_keys=False)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def from_yaml(path: Path) -> Config:
+    """The configuration in a YAML file: a mapping of this class's fields, any of them.
+
+    Raises:
+        ThinwireError: no such file, not a mapping, a field that does not exist or has a value of another type.
+    """
+    try:
+        read = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ThinwireError(f"cannot read {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ThinwireError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(read, dict | None):
+        raise ThinwireError(f"{path} must hold 'name: value' lines, got {type(read).__name__}")
+    known = {field.name: field for field in dataclasses.fields(Config)}
+    words: list[str] = []
+    for name, value in (read or {}).items():
+        if name not in known:
+            raise ThinwireError(f"{path}: there is no setting '{name}'; see thinwire train --help")
+        if value is None:
+            if known[name].default is not None:
+                raise ThinwireError(f"{path}: {name} needs a value")
+            continue
+        words += _words(name, value)
+    return from_arguments(words, where=str(path))
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """A YAML value as the command line writes it: one parser for both, so both accept the same."""
+    if isinstance(value, bool):
+        return [_flag(name) if value else _flag("no_" + name)]
+    if isinstance(value, list | tuple):
+        return [_flag(name), *map(str, value)]
+    return [_flag(name), str(value)]
+
+
+@dataclass
+class _Caught:
+    lines: list[str] = field(default_factory=list)
+
+    def write(self, text: str) -> int:
+        self.lines.append(text)
+        return len(text)
+
+    def flush(self) -> None: ...
+
+
+def from_arguments(arguments: list[str], where: str = "") -> Config:
+    """The configuration on a command line; ``--config FILE`` is read first, what follows overrides it."""
+    arguments = list(arguments)
+    default = Config()
+    for i, word in enumerate(arguments):
+        if word == "--config" or word.startswith("--config="):
+            name = word.partition("=")[2] or (arguments[i + 1] if i + 1 < len(arguments) else "")
+            if not name:
+                raise ThinwireError("--config needs the name of a YAML file")
+            default = from_yaml(Path(name))
+            del arguments[i : i + (1 if "=" in word else 2)]
+            break
+    caught = _Caught()
+    try:
+        with contextlib.redirect_stderr(caught):  # type: ignore[type-var]
+            return tyro.cli(Config, args=arguments, default=default, prog="thinwire train")
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ThinwireError((where + ": " if where else "") + _one_line("".join(caught.lines))) from None
+
+
+def _one_line(printed: str) -> str:
+    """tyro's boxed explanation as one line."""
+    words = " ".join(line.strip("│╭╮╰╯─ \n") for line in printed.splitlines())
+    words = " ".join(words.split())
+    return words.removeprefix("Parsing error ").removeprefix("Unrecognized options ") or "cannot read the command line"

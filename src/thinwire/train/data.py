@@ -1,0 +1,200 @@
+"""Text to tokens to batches. The batch of a step is a function of (seed, step, rank) alone: resuming needs the step."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import importlib.util
+import lzma
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.errors import ThinwireError
+
+SPAN = 1 << 15
+"""Characters in a row that go to one side of the split: every ``HELD_OUT``-th span is held out."""
+HELD_OUT = 20
+
+
+def read_corpus(names: Sequence[str]) -> str:
+    """The text of files and globs (plain, .xz or .gz), of ``stdlib``, or of a hub data set ``hub:NAME``, in order.
+
+    Raises:
+        ThinwireError: a name matches nothing, cannot be read, or the text is empty.
+    """
+    text = "\n".join(_read(name) for name in names)
+    if not text.strip():
+        raise ThinwireError(f"the corpus {', '.join(names)} has no text in it")
+    return text
+
+
+def _read(name: str) -> str:
+    if name == "stdlib":
+        return _standard_library()
+    if name.startswith("hub:"):
+        return _hub(name.removeprefix("hub:"))
+    paths = sorted(glob.glob(name, recursive=True)) if any(c in name for c in "*?[") else [name]
+    if not paths:
+        raise ThinwireError(f"no file matches the corpus '{name}'")
+    return "\n".join(_read_file(Path(path)) for path in paths)
+
+
+def _read_file(path: Path) -> str:
+    openers = {".xz": lzma.open, ".gz": gzip.open}
+    try:
+        with openers.get(path.suffix, open)(path, "rt", encoding="utf-8", errors="replace") as file:
+            return file.read()  # type: ignore[return-value]
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ThinwireError(f"cannot read the corpus {path}: {reason}") from None
+
+
+def _standard_library() -> str:
+    """The source of Python's own standard library, without its tests: about 10 MB of real text on every machine."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    files = sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
+    if not files:
+        raise ThinwireError(f"Python's standard library has no source in {root}: name files with --corpus")
+    return "\n".join(_read_file(path) for path in files)
+
+
+def _hub(name: str) -> str:
+    if importlib.util.find_spec("datasets") is None:
+        raise ThinwireError(f"the corpus hub:{name} needs the 'datasets' package: pip install 'thinwire[hub]'")
+    from datasets import load_dataset
+
+    path, _, config = name.partition(":")
+    try:
+        rows = load_dataset(path, config or None, split="train")
+    except Exception as error:  # the hub's client raises whatever its transport raises
+        raise ThinwireError(f"cannot load the data set '{name}': {str(error).splitlines()[0]}") from None
+    if "text" not in rows.column_names:
+        raise ThinwireError(f"the data set '{name}' has no column 'text', only {', '.join(rows.column_names)}")
+    return "\n".join(rows["text"])
+
+
+def split(text: str) -> tuple[str, str]:
+    """(train, valid): every 20th span of 32 Ki characters is held out; a short text gives up its last 20th."""
+    spans = [text[start : start + SPAN] for start in range(0, len(text), SPAN)]
+    if len(spans) < HELD_OUT:
+        cut = len(text) - len(text) // HELD_OUT
+        return text[:cut], text[cut:]
+    held = spans[HELD_OUT - 1 :: HELD_OUT]
+    return "".join(span for i, span in enumerate(spans) if i % HELD_OUT != HELD_OUT - 1), "".join(held)
+
+
+class Tokenizer:
+    """``bytes``; ``bpe:SIZE``, trained on the training text and kept in ``folder``; or ``hub:NAME``.
+
+    Attributes:
+        vocabulary: number of tokens.
+    """
+
+    def __init__(self, name: str, train_text: str, folder: Path, *, trains: bool = True) -> None:
+        """``trains``: this rank trains a BPE if there is none yet; the others load what it wrote (call it after)."""
+        self._tokenizer = None
+        if name == "bytes":
+            self.vocabulary = 256
+            return
+        kind, _, rest = name.partition(":")
+        if kind == "bpe":
+            self._tokenizer = self._bpe(rest, train_text, folder, trains)
+        elif kind == "hub" and rest:
+            self._tokenizer = self._from_hub(rest)
+        else:
+            raise ThinwireError(f"unknown tokenizer '{name}'; there are: bytes, bpe:SIZE, hub:NAME")
+        self.vocabulary = self._tokenizer.get_vocab_size()
+
+    @staticmethod
+    def _bpe(size: str, text: str, folder: Path, trains: bool):
+        from tokenizers import Tokenizer as HubTokenizer
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+
+        if not size.isdigit() or int(size) < 257:
+            raise ThinwireError(f"bpe:{size}: the size must be a number of 257 tokens or more")
+        path = folder / f"tokenizer-bpe-{size}.json"
+        if trains and not path.exists():
+            tokenizer = HubTokenizer(models.BPE())
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            trainer = trainers.BpeTrainer(
+                vocab_size=int(size), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+            )
+            tokenizer.train_from_iterator((text[i : i + SPAN] for i in range(0, len(text), SPAN)), trainer)
+            folder.mkdir(parents=True, exist_ok=True)
+            tokenizer.save(str(path))
+        return HubTokenizer.from_file(str(path))
+
+    @staticmethod
+    def _from_hub(name: str):
+        from tokenizers import Tokenizer as HubTokenizer
+
+        try:
+            return HubTokenizer.from_pretrained(name)
+        except Exception as error:  # the hub's client raises whatever its transport raises
+            raise ThinwireError(f"cannot load the tokenizer '{name}': {str(error).splitlines()[0]}") from None
+
+    def encode(self, text: str) -> Tensor:
+        """Tokens, (T,), in the smallest integer dtype that holds them."""
+        if self._tokenizer is None:
+            return torch.from_numpy(np.frombuffer(bytearray(text.encode("utf-8")), dtype=np.uint8))
+        pieces = self._tokenizer.encode_batch([text[i : i + SPAN] for i in range(0, len(text), SPAN)])
+        return torch.tensor([token for piece in pieces for token in piece.ids], dtype=torch.int32)
+
+
+@dataclass
+class Windows:
+    """Windows of ``length`` + 1 tokens, each starting where the last one's targets ended, in an order per epoch.
+
+    Within an epoch no window comes twice; each epoch has an order of its own.
+    """
+
+    tokens: Tensor
+    length: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.count = (len(self.tokens) - 1) // self.length
+        self._epoch, self._order = -1, torch.empty(0)
+        if self.count < 1:
+            raise ThinwireError(
+                f"the corpus is too short: {len(self.tokens)} tokens, one sequence needs {self.length + 1}: "
+                "name more text with --corpus, or a shorter --seq-len"
+            )
+
+    def at(self, index: int) -> Tensor:
+        """Window number ``index`` of the text, (length + 1,)."""
+        start = index * self.length
+        return self.tokens[start : start + self.length + 1]
+
+    def take(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """(inputs, targets), (count, length) int64 each: places ``first`` ... of the endless shuffled order."""
+        chosen = []
+        for place in range(first, first + count):
+            epoch, within = divmod(place, self.count)
+            if epoch != self._epoch:
+                generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+                self._epoch, self._order = epoch, torch.randperm(self.count, generator=generator)
+            chosen.append(self.at(int(self._order[within])))
+        return _inputs_and_targets(chosen)
+
+    def spread(self, number: int) -> list[Tensor]:
+        """``number`` windows spread evenly over the text: always the same."""
+        return [self.at(i * self.count // number) for i in range(number)]
+
+
+def _inputs_and_targets(windows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    block = torch.stack(list(windows)).long()
+    return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+
+
+def batches(windows: Sequence[Tensor], size: int) -> list[tuple[Tensor, Tensor]]:
+    """Windows in batches of ``size``, as (inputs, targets)."""
+    return [_inputs_and_targets(windows[i : i + size]) for i in range(0, len(windows), size)]

@@ -1,0 +1,106 @@
+"""Ranks of our own on this machine: one process each, under torchrun's environment, none left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Has somebody else (torchrun, ``thinwire lab``) started this process as one rank of several?"""
+    return all(name in environment for name in TORCHRUN)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start_ranks(arguments: list[str], ranks: int) -> int:
+    """Run ``thinwire train`` with these arguments on ``ranks`` ranks; the exit status of the first that fails, or 0.
+
+    When one fails or this process ends, however it ends, the others are ended too. A line that several ranks print to
+    standard error is shown once.
+    """
+    port = str(free_port())
+    command = [sys.executable, "-m", "thinwire", "train", *arguments]
+    processes, relays, shown = [], [], _Shown()
+    # SIGTERM as Ctrl-C: the ranks are ended on the way out.
+    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        for rank in range(ranks):
+            environment = {
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                preexec_fn=_die_with_parent,
+            )  # fmt: skip
+            processes.append(process)
+            relays.append(threading.Thread(target=shown.relay, args=(process.stderr,), daemon=True))
+            relays[-1].start()
+        return _wait(processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        for process in processes:
+            process.wait()
+        for relay in relays:
+            relay.join(timeout=5)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _wait(processes: list[subprocess.Popen]) -> int:
+    while True:
+        states = [process.poll() for process in processes]
+        failed = [state for state in states if state]
+        if failed:
+            # The others notice by themselves and may say why; then they are ended.
+            deadline = time.monotonic() + 3
+            while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+                time.sleep(0.05)
+            return failed[0] if failed[0] > 0 else 1
+        if all(state == 0 for state in states):
+            return 0
+        time.sleep(0.05)
+
+
+def _die_with_parent() -> None:
+    """Linux ends this process when the one that started it is gone, even by SIGKILL."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+class _Shown:
+    """Passes lines on, each of our own messages once."""
+
+    def __init__(self) -> None:
+        self._lines: set[str] = set()
+        self._lock = threading.Lock()
+
+    def relay(self, stream) -> None:
+        for line in stream:
+            with self._lock:
+                if line.startswith("thinwire:") and line in self._lines:
+                    continue
+                self._lines.add(line)
+                sys.stderr.write(line)
+                sys.stderr.flush()

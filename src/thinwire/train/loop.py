@@ -1,0 +1,332 @@
+"""The training run of one rank: everything in the order in which it happens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.comm import Comm, GroupComm
+from thinwire.compress import Wire, compress
+from thinwire.errors import ThinwireError
+from thinwire.lab.counters import interface_bytes
+from thinwire.ledger import Ledger
+from thinwire.train import checkpoint
+from thinwire.train.config import Config
+from thinwire.train.data import Tokenizer, Windows, batches, read_corpus, split
+from thinwire.train.display import Display
+from thinwire.train.models import Decoder
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's place: ``comm`` reaches all of them (its bytes are not the method's and are not counted as such)."""
+
+    comm: Comm
+    local: int
+    per_node: int
+    device: torch.device
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.comm.size // self.per_node)
+
+
+@contextlib.contextmanager
+def joined(config: Config) -> Iterator[Ranks]:
+    """Join the other ranks, as torchrun's environment says; part from them at the end."""
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    if cuda and not torch.cuda.is_available():
+        raise ThinwireError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(config.threads)
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
+    except (RuntimeError, ValueError) as error:
+        raise ThinwireError(
+            f"rank {rank} could not reach the other {int(os.environ['WORLD_SIZE']) - 1} ranks at {where} within "
+            f"{config.timeout:g} s ({type(error).__name__}): are all of them started, and is the address right?"
+        ) from None
+    try:
+        assert dist.group.WORLD is not None
+        comm = GroupComm(dist.group.WORLD, Ledger())
+        yield Ranks(comm, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
+    finally:
+        dist.destroy_process_group()
+
+
+def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
+    """The model under torch's engine for data parallelism."""
+    if config.engine == "ddp":
+        return DistributedDataParallel(
+            model, device_ids=[ranks.device] if ranks.device.type == "cuda" else None, gradient_as_bucket_view=True
+        )
+    size = ranks.comm.size
+    if config.engine == "fsdp2":
+        mesh = init_device_mesh(ranks.device.type, (size,))
+    else:
+        shard = config.shard_size or ranks.per_node
+        if size % shard:
+            raise ThinwireError(f"--shard-size {shard} does not divide {size} ranks")
+        mesh = init_device_mesh(ranks.device.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
+    )
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy)
+
+
+def adamw(model: nn.Module, config: Config) -> torch.optim.AdamW:
+    """AdamW; weight decay on tensors of two or more dimensions only."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+
+
+def text_windows(config: Config, ranks: Ranks) -> tuple[Tokenizer, Windows, Windows]:
+    """The tokenizer, and the windows to train on and to evaluate on."""
+    train_text = read_corpus(config.corpus)
+    if config.valid:
+        valid_text = read_corpus(config.valid)
+    else:
+        train_text, valid_text = split(train_text)
+    first = ranks.comm.rank == 0
+    if first:
+        tokenizer = Tokenizer(config.tokenizer, train_text, config.out)
+    checkpoint.barrier(ranks.comm)
+    if not first:
+        tokenizer = Tokenizer(config.tokenizer, train_text, config.out, trains=False)
+    train_windows = Windows(tokenizer.encode(train_text), config.sequence, config.seed)
+    return tokenizer, train_windows, Windows(tokenizer.encode(valid_text), config.sequence)
+
+
+def evaluate(model: nn.Module, windows: Windows, config: Config, ranks: Ranks, cast) -> float:
+    """Mean loss over held-out sequences, always the same ones, shared out between the ranks."""
+    comm = ranks.comm
+    chosen = windows.spread(max(1, config.eval_sequences // comm.size) * comm.size)[comm.rank :: comm.size]
+    total = torch.zeros(1, device=ranks.device)
+    model.eval()
+    with torch.no_grad():
+        for inputs, targets in batches(chosen, config.batch_size):
+            with cast():
+                total += model(inputs.to(ranks.device), targets.to(ranks.device)).float() * len(inputs)
+    model.train()
+    comm.all_reduce(total)
+    return float(total) / (len(chosen) * comm.size)
+
+
+def settle_buckets(model: nn.Module, windows: Windows, config: Config, ranks: Ranks, cast) -> None:
+    """A throw-away backward pass, so that DDP has rebuilt its buckets before the first step.
+
+    The order of a ring's sum depends on the buckets: without this, a resumed dense run on more than two ranks would
+    differ from an uninterrupted one in the last bits of its first step.
+    """
+    inputs, targets = windows.take(0, config.batch_size)
+    with cast():
+        loss = model(inputs.to(ranks.device), targets.to(ranks.device))
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Train as one rank of the job; returns what summary.json holds. Collective.
+
+    Raises:
+        ThinwireError: for input that cannot be used, or when another rank is gone.
+    """
+    config.check()
+    try:
+        with joined(config) as ranks:
+            return _train(config, ranks)
+    except (dist.DistError, RuntimeError) as error:
+        text = str(error)
+        if any(word in text.lower() for word in ("gloo", "nccl", "connection", "timed out")):
+            raise ThinwireError(f"lost another rank: {text.splitlines()[0][:200]}") from None
+        raise
+
+
+def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
+    comm, device = ranks.comm, ranks.device
+    tokenizer, train_windows, valid_windows = text_windows(config, ranks)
+    shape = config.shape(tokenizer.vocabulary)
+    resumed = checkpoint.find(config.resume, config.out / "checkpoints") if config.resume else None
+    if resumed:
+        checkpoint.check(
+            resumed[1], world_size=comm.size, engine=config.engine, method=config.method, steps=config.steps
+        )
+    start = resumed[1]["step"] if resumed else 0
+
+    bf16 = config.dtype == "bf16" or (config.dtype == "auto" and device.type == "cuda")
+    by_autocast = bf16 and config.engine == "ddp"  # FSDP2 has its own mixed precision
+
+    def cast():
+        return torch.autocast(device.type, torch.bfloat16, enabled=by_autocast)
+
+    torch.manual_seed(config.seed)
+    net = Decoder(shape).to(device)
+    parameters = sum(parameter.numel() for parameter in net.parameters())
+    model = wrap(net, config, ranks, bf16)
+    optimizer = adamw(model, config)
+    if config.engine == "ddp":
+        settle_buckets(model, train_windows, config, ranks, cast)
+    wire = compress(model, optimizer, config.method, guard=config.guard, two_level=config.two_level)
+    runner = torch.compile(model) if config.compile else model
+    if resumed:
+        checkpoint.load(resumed[0], model=model, optimizer=optimizer, wire=wire, rank=comm.rank)
+
+    if comm.rank == 0:
+        config.out.mkdir(parents=True, exist_ok=True)
+        (config.out / "config.yaml").write_text(config.to_yaml())
+        (config.out / "plan.txt").write_text(f"{wire.plan}\n")
+    tokens_per_step = comm.size * config.batch_size * config.accumulate * config.sequence
+    losses: list[float] = []
+    times: list[float] = []
+    wall, first_valid, valid = 0.0, math.nan, math.nan
+
+    with Display(config.out, comm.rank, config.steps, start) as display:
+        display.say(
+            f"{shape.family} {config.preset}: {parameters:,} parameters, {config.method} on {config.engine}, "
+            f"{comm.size} ranks on {ranks.nodes} node{'s' * (ranks.nodes > 1)}, {device.type}, "
+            f"{tokens_per_step:,} tokens per step, steps {start + 1} to {config.steps}"
+        )
+
+        def look(step: int) -> float:
+            if not config.eval_sequences:
+                return math.nan
+            loss = evaluate(runner, valid_windows, config, ranks, cast)
+            display.evaluation({"step": step, "valid_loss": loss, "wall_s": wall})
+            return loss
+
+        first_valid = valid = look(start)
+        # Evaluation may have gathered sharded weights: those bytes belong to no step.
+        wire.ledger.close_step()
+        wire.reset_stats()
+        for step in range(start, config.steps):
+            began = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = config.learning_rate(step)
+            loss = torch.zeros(1, device=device)
+            for micro in range(config.accumulate):
+                place = ((step * config.accumulate + micro) * comm.size + comm.rank) * config.batch_size
+                inputs, targets = train_windows.take(place, config.batch_size)
+                with wire.accumulate(last=micro == config.accumulate - 1):
+                    with cast():
+                        part = runner(inputs.to(device), targets.to(device)) / config.accumulate
+                    part.backward()
+                loss += part.detach()
+            norm = wire.clip_grad_norm_(config.clip or math.inf)
+            skipped = wire.skipped
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - began
+            wall += seconds
+            times.append(seconds)
+            comm.all_reduce(loss, "mean")
+            losses.append(float(loss))
+            display.step(
+                _row(wire, step + 1, losses[-1], float(norm), optimizer, seconds, wall, tokens_per_step, skipped),
+                tokens_per_step / seconds,
+            )
+            if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
+                valid = look(step + 1)
+                wire.ledger.now = type(wire.ledger.now)()
+            if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0:
+                about = {"engine": config.engine, "method": config.method, "preset": config.preset}
+                checkpoint.save(
+                    config.out / "checkpoints", step=step + 1, model=model, optimizer=optimizer, wire=wire, comm=comm,
+                    about=about, keep=config.keep,
+                )  # fmt: skip
+        stats = wire.stats()
+        valid = look(config.steps)
+        summary = _summary(config, ranks, parameters, losses, times, wall, tokens_per_step, stats, wire)
+        summary |= {"first_valid_loss": first_valid, "valid_loss": valid}
+        if comm.rank == 0:
+            (config.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            (config.out / "report.txt").write_text(f"{wire.report()}\n")
+        display.say(
+            f"validation loss {first_valid:.4f} -> {valid:.4f}, {summary['tokens_per_s']:,.0f} tokens/s, "
+            f"{summary['step_ms']:.0f} ms per step of which {summary['exposed_ms']:.0f} ms waiting for the network"
+        )
+        display.say(f"files: {config.out}/ {', '.join(summary['files'])}")
+    wire.close()
+    return summary
+
+
+def _row(wire: Wire, step, loss, norm, optimizer, seconds, wall, tokens_per_step, skipped) -> dict[str, Any]:
+    last = wire.last_step()
+    row = {
+        "step": step,
+        "loss": loss,
+        "lr": optimizer.param_groups[0]["lr"],
+        "grad_norm": norm,
+        "step_ms": 1e3 * seconds,
+        "wall_s": wall,
+        "tokens": step * tokens_per_step,
+        "wire_bytes": last["wire_bytes_per_step"],
+        **{kind: last[kind] for kind in ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")},
+        "skipped": wire.skipped > skipped,
+    }
+    kernel = interface_bytes()
+    if kernel is not None:
+        row |= {"link_tx_bytes": kernel.tx, "link_rx_bytes": kernel.rx}
+    return row
+
+
+def _summary(config, ranks, parameters, losses, times, wall, tokens_per_step, stats, wire) -> dict[str, Any]:
+    settled = times[2:] if len(times) > 4 else times
+    step_ms = 1e3 * statistics.median(settled)
+    if ranks.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 1e6
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    highest: Tensor = ranks.comm.all_reduce(torch.tensor([peak], device=ranks.device), "max")
+    kinds = ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")
+    return {
+        "method": config.method,
+        "engine": config.engine,
+        "preset": config.preset,
+        "parameters": parameters,
+        "world_size": ranks.comm.size,
+        "nodes": ranks.nodes,
+        "steps": config.steps,
+        "train_loss": statistics.fmean(losses[-10:]),
+        "first_valid_loss": None,
+        "valid_loss": None,
+        "tokens_per_s": tokens_per_step * len(times) / wall,
+        "step_ms": step_ms,
+        "wire_bytes_per_step": stats["wire_bytes_per_step"],
+        "dense_bytes_per_step": stats["dense_bytes_per_step"],
+        **{kind: stats[kind] for kind in kinds},
+        "compute_ms": step_ms - stats["exposed_ms"],
+        "peak_memory_mb": float(highest),
+        "skipped_steps": wire.skipped,
+        "wall_s": wall,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
+        "files": ["summary.json", "metrics.jsonl", "config.yaml", "plan.txt", "report.txt"],
+    }

@@ -1,0 +1,133 @@
+"""``compare`` from end to end, with a training program that writes the contract's files and sends what it claims."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import ThinwireError
+from thinwire.lab import compare as module
+from thinwire.lab.cli import compare_main
+from thinwire.lab.cluster import Cluster, NoNamespaces
+
+pytestmark = pytest.mark.timeout(120)
+
+FAKE = '''
+import json, os, socket, sys, time
+from pathlib import Path
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+method, steps, out = flags["--method"], int(flags["--steps"]), Path(flags["--out"])
+if method == flags.get("--crash"):
+    sys.exit("boom" if os.environ["RANK"] == "1" else 0)
+payload = {"none": 0, "dense": 1_000_000, "bf16": 500_000}.get(method, 250_000)
+rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+if rank == 0:
+    server = socket.create_server(("", port))
+    peer, _ = server.accept()
+else:
+    for _ in range(200):
+        try:
+            peer = socket.create_connection((os.environ["MASTER_ADDR"], port))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+def link():
+    for line in open("/proc/self/net/dev"):
+        name, _, rest = line.partition(":")
+        if name.strip() == os.environ["GLOO_SOCKET_IFNAME"]:
+            return int(rest.split()[8]), int(rest.split()[0])
+rows, began = [], time.monotonic()
+for step in range(1, steps + 1):
+    start = time.monotonic()
+    if rank == 0:
+        peer.sendall(bytes(payload))
+        peer.recv(1)
+    else:
+        left = payload
+        while left:
+            left -= len(peer.recv(min(left, 1 << 16)))
+        peer.sendall(b"x")
+    wire = 1000 * (time.monotonic() - start)
+    row = {"step": step, "loss": 5.5 - 0.2 * step + 0.01 * len(method), "wall_s": time.monotonic() - began,
+           "step_ms": wire + 50, "wire_ms": wire, "exposed_ms": wire}
+    if "--noted" in flags:
+        row["link_tx_bytes"], row["link_rx_bytes"] = link()
+    rows.append(row)
+if rank == 0:
+    out.mkdir(parents=True)
+    mean = sum(row["wire_ms"] for row in rows) / steps
+    rows.append({"step": steps, "valid_loss": 4.0, "wall_s": 1.0})
+    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    summary = {"method": method, "step_ms": mean + 50, "exposed_ms": mean, "wire_ms": mean, "train_loss": 5.0,
+               "valid_loss": 4.0, "wire_bytes_per_step": {"across": payload, "inside": 0}}
+    (out / "summary.json").write_text(json.dumps(summary))
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def namespaces() -> None:
+    try:
+        with Cluster(1, 1, "unlimited"):
+            pass
+    except NoNamespaces as error:
+        pytest.skip(f"needs network namespaces: {error}")
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> list[str]:
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    return [sys.executable, str(script)]
+
+
+@pytest.mark.parametrize("extra, source", [(["--noted", "yes"], "counters noted"), ([], "less the silent run")])
+def test_compare(tmp_path: Path, program: list[str], extra: list[str], source: str,
+                 capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    methods = ["dense", "bf16", "int8(group=64)"]
+    assert module.compare(methods, "tiny", 5, out, link="200mbit", extra=extra, program=program) == 0
+    report = json.loads((out / "report.json").read_text())
+    runs = {run["method"]: run for run in report["runs"]}
+    assert list(runs) == ["none", *methods], "the silent run comes first"
+    assert report["emulated_network"] is True and report["rate_bits_per_s"] == 200e6
+    for name in methods:
+        counted = runs[name]["bytes_per_step"]
+        assert counted["kernel_to_framed"] == pytest.approx(1, abs=0.01), counted
+        assert source in counted["kernel_source"]
+    assert runs["none"]["bytes_per_step"]["kernel_to_framed"] is None
+    assert runs["dense"]["step_to_dense"] == 1 and runs["dense"]["step_to_none"] > 1.3
+    assert runs["bf16"]["step_to_dense"] < 1
+    assert 0.7 < runs["dense"]["link_use"] < 1.15
+    written = (out / "report.md").read_text()
+    for picture in ("loss_by_step", "loss_by_time", "bytes_per_step", "step_time"):
+        assert (out / f"{picture}.png").read_bytes()[:4] == b"\x89PNG" and picture in written
+    assert "int8(group=64)" in capsys.readouterr().out
+    with pytest.raises(ThinwireError, match="not empty"):
+        module.compare(methods, "tiny", 5, out, program=program)
+
+
+def test_loopback_is_recorded(tmp_path: Path, program: list[str]) -> None:
+    out = tmp_path / "out"
+    assert module.compare(["dense"], "tiny", 3, out, link="loopback", program=program) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["emulated_network"] is False
+    assert report["runs"][1]["bytes_per_step"]["kernel"] is None
+    assert "NO rate limit" in (out / "report.md").read_text()
+
+
+def test_a_failing_method_is_named(tmp_path: Path, program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert module.compare(["dense"], "tiny", 3, out, extra=["--crash", "dense"], program=program) == 1
+    error = capsys.readouterr().err
+    assert "boom" in error and "method dense: rank 1 failed" in error
+
+
+def test_bad_input_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    for argv, word in ((["--methods", "warp"], "warp"), (["--link", "fast"], "fast"), (["--steps", "0"], "steps")):
+        with pytest.raises(ThinwireError, match=word):
+            compare_main([*argv, *out])
+    assert not (tmp_path / "out").exists()
