@@ -290,3 +290,14 @@ def test_command_line_errors() -> None:
     assert method_names("dense, int8(group=64, error_feedback=True),bf16") == [
         "dense", "int8(group=64, error_feedback=True)", "bf16",
     ]  # fmt: skip
+
+
+def test_an_ordinary_user_gets_a_lab_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a user namespace, the way taken when not root."""
+    monkeypatch.setattr("thinwire.lab.cluster.os.geteuid", lambda: 1000)
+    try:
+        with Cluster(2, 1, "100mbit") as cluster:
+            seconds = stream(cluster, 5_000_000)
+    except NoNamespaces as error:
+        pytest.skip(f"needs user namespaces: {error}")
+    assert 5e6 * 8 / seconds == pytest.approx(100e6 * framing.EFFICIENCY, rel=0.05)

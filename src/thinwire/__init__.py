@@ -1,12 +1,41 @@
 """Thinwire: data-parallel training of language models, fast where the network is the bottleneck.
 
     wire = thinwire.compress(model, optimizer, thinwire.Int8())
+
+Names are imported when first used, so that the command line can set torch's environment before torch is there.
 """
 
-from thinwire.compress import Wire, compress
-from thinwire.errors import ThinwireError
-from thinwire.methods import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, Method, NoExchange
+from __future__ import annotations
 
-__all__ = [
-    "Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Method", "NoExchange", "ThinwireError", "Wire", "compress",
-]  # fmt: skip
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.errors import ThinwireError as ThinwireError
+    from thinwire.methods import Bf16 as Bf16
+    from thinwire.methods import Bf16Acc32 as Bf16Acc32
+    from thinwire.methods import Dense as Dense
+    from thinwire.methods import Fp8 as Fp8
+    from thinwire.methods import Fp32 as Fp32
+    from thinwire.methods import Int8 as Int8
+    from thinwire.methods import Method as Method
+    from thinwire.methods import NoExchange as NoExchange
+    from thinwire.wire import Wire as Wire
+    from thinwire.wire import compress as compress
+
+_HOME = {
+    "Wire": "wire",
+    "compress": "wire",
+    "ThinwireError": "errors",
+    **dict.fromkeys(("Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Method", "NoExchange"), "methods"),
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'thinwire' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"thinwire.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -84,7 +85,10 @@ class Ledger:
         self.steps.clear()
 
     def stats(self, steps: list[Step] | None = None) -> dict:
-        """Means per step over ``steps`` (default: all since the last :meth:`reset`)."""
+        """Per step, over ``steps`` (default: all since the last :meth:`reset`): mean bytes, median times.
+
+        Medians, because the first step also pays for compiling kernels and filling caches.
+        """
         steps = self.steps if steps is None else steps
         for step in steps:
             step.settle()
@@ -94,5 +98,7 @@ class Ledger:
             "skipped": sum(step.skipped for step in steps),
             "wire_bytes_per_step": {link: sum(step.bytes[link] for step in steps) / count for link in LINKS},
             "dense_bytes_per_step": sum(step.dense_bytes for step in steps) / count,
-            **{f"{kind}_ms": 1e3 * sum(step.seconds[kind] for step in steps) / count for kind in KINDS},
+            **{
+                f"{kind}_ms": 1e3 * statistics.median([step.seconds[kind] for step in steps] or [0.0]) for kind in KINDS
+            },
         }

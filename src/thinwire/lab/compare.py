@@ -132,18 +132,19 @@ def measure(report: dict[str, Any]) -> None:
         run["step_to_dense"] = summary["step_ms"] / dense["summary"]["step_ms"] if dense else None
         run["step_to_none"] = summary["step_ms"] / silent["summary"]["step_ms"]
         payload = summary["wire_bytes_per_step"]["across"] * report["ranks_per_node"]
+        exchanges = run is not silent and payload > 0  # the silent run sends a flag of a few bytes, no gradients
         kernel, source = kernel_bytes(run, silent, report["steps"])
         run["bytes_per_step"] = {
             "ledger": payload,
             "framed": framing.frames(payload),
             "kernel": kernel._asdict() if kernel else None,
             "kernel_source": source,
-            "kernel_to_ledger": kernel.tx / payload if kernel and payload else None,
-            "kernel_to_framed": kernel.tx / framing.frames(payload) if kernel and payload else None,
+            "kernel_to_ledger": kernel.tx / payload if kernel and exchanges else None,
+            "kernel_to_framed": kernel.tx / framing.frames(payload) if kernel and exchanges else None,
         }
         busy = summary["wire_ms"] / 1000
         rate = report["rate_bits_per_s"]
-        run["link_use"] = kernel.tx * 8 / (busy * rate) if kernel and payload and busy and rate else None
+        run["link_use"] = kernel.tx * 8 / (busy * rate) if kernel and exchanges and busy and rate else None
 
 
 def kernel_bytes(run: Run, silent: Run, steps: int) -> tuple[Bytes | None, str]:
@@ -241,10 +242,10 @@ def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
         "* exposed: communication that computation did not hide.",
         "* sent/step: payload bytes that a node's ranks sent to other nodes, by Thinwire's ledger.",
         f"* kernel: bytes that node 0's interface sent per step ({source}).",
-        f"* kernel/framed: against the ledger's bytes in full frames ({framing.FRAME} bytes for {framing.SEGMENT} of "
-        "payload); above 1: acknowledgements and small messages.",
-        "* link use: kernel bytes over what the link could carry while a collective was in flight (small messages can pass "
-        "100%: a burst of up to 66 kB, or 1 ms of the rate, goes through at once).",
+        f"* kernel/framed: against the ledger's bytes in full frames ({framing.FRAME} bytes for {framing.SEGMENT} "
+        "of payload); above 1: acknowledgements and small messages.",
+        "* link use: kernel bytes over what the link could carry while a collective was in flight (small messages can "
+        "pass 100%: a burst of 66 kB, or 1 ms of the rate, goes through at once).",
         "",
     ]
     lines += [f"![{path.stem.replace('_', ' ')}]({path.name})\n" for path in pictures]

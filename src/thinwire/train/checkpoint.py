@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thinwire.comm import Comm
-from thinwire.compress import Wire
 from thinwire.errors import ThinwireError
 from thinwire.plan import clean_name
+from thinwire.wire import Wire
 
 FORMAT = 1
 

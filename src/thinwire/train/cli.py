@@ -7,8 +7,8 @@ import os
 
 def main(argv: list[str]) -> int:
     """Train: as one rank of a job that somebody started (torchrun's environment), or on ranks started here."""
-    # Without this torch's own sockets print a stack trace beside our one line.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Before torch is imported: its sockets print stack traces of their own beside our one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from thinwire.train.config import from_arguments
     from thinwire.train.launch import start_ranks, under_torchrun
 

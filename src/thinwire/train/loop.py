@@ -22,7 +22,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm import Comm, GroupComm
-from thinwire.compress import Wire, compress
 from thinwire.errors import ThinwireError
 from thinwire.lab.counters import interface_bytes
 from thinwire.ledger import Ledger
@@ -31,6 +30,7 @@ from thinwire.train.config import Config
 from thinwire.train.data import Tokenizer, Windows, batches, read_corpus, split
 from thinwire.train.display import Display
 from thinwire.train.models import Decoder
+from thinwire.wire import Wire, compress
 
 
 @dataclass(frozen=True)

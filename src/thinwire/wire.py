@@ -54,7 +54,20 @@ def compress(
         raise ThinwireError(f"the optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     ledger = Ledger()
     engine = _engine(model, method, ledger, two_level)
+    _warm_up(method, next(model.parameters()).device)
     return Wire(engine, optimizer, method, ledger, guard)
+
+
+def _warm_up(method: Method, device: torch.device) -> None:
+    """Compile the codec's kernels now, on one row, rather than in the first step while the other ranks wait."""
+    if method.codec is None or device.type == "meta":
+        return
+    codec = method.codec
+    values = torch.zeros((1, codec.group), device=device)
+    wire = torch.zeros((1, codec.wire_numel(codec.group)), dtype=codec.wire_dtype, device=device)
+    codec.encode(values, wire)
+    codec.decode(wire, values)
+    codec.decode_sum(wire, values[0])
 
 
 def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool) -> DDP | FSDP2:
@@ -162,7 +175,7 @@ class Wire:
         self._road.step += 1
 
     def report(self) -> Report:
-        """Bytes by link and time by stage, mean per step since the last ``reset_stats``; ``print`` it."""
+        """Bytes by link (mean) and time by stage (median) per step since the last ``reset_stats``; ``print`` it."""
         return Report(self)
 
     def stats(self) -> dict:
@@ -205,9 +218,9 @@ class Report:
         from rich.table import Table
 
         stats = self.stats
-        table = Table(title=f"{self.plan.method} on {self.plan.engine}: mean of {stats['steps']} steps, this rank")
+        table = Table(title=f"{self.plan.method} on {self.plan.engine}: {stats['steps']} steps, this rank")
         table.add_column("")
-        table.add_column("per step", justify="right")
+        table.add_column("per step (times: median)", justify="right")
         sent = sum(stats["wire_bytes_per_step"].values())
         for link in LINKS:
             where = "across nodes" if link == "across" else "inside the node"
