@@ -57,18 +57,22 @@ def draw(report: dict[str, Any], out: Path) -> list[Path]:
 
 
 def loss(report: dict[str, Any], x: str, label: str) -> Figure:
-    """Training loss of every method; labels stand at the ends of the lines."""
+    """Training loss of every method; names stand to the right. Against steps, earlier lines are
+    wider, so that equal ones all show.
+    """
     figure, axes = plt.subplots(figsize=(8.5, 4.8))
     ends: list[tuple[float, float, str, str]] = []
-    for run, colour in zip(report["runs"], colours(report), strict=True):
+    for behind, (run, colour) in enumerate(zip(reversed(report["runs"]), reversed(colours(report)), strict=True)):
         rows = [row for row in run["rows"] if row.get("loss") is not None]
         if not rows:
             continue
         xs, ys = [row[x] for row in rows], [row["loss"] for row in rows]
         silent = run["method"] == "none"
-        axes.plot(xs, ys, color=colour, linewidth=1.4 if silent else 2.0, linestyle="--" if silent else "-")
-        axes.plot(xs[-1], ys[-1], "o", color=colour, markersize=5)
-        ends.append((xs[-1], ys[-1], "none (no exchange)" if silent else run["method"], colour))
+        width = 1.4 if silent else 1.8 + 0.9 * min(behind, 5) if x == "step" else 2.0
+        axes.plot(xs, ys, color=colour, linewidth=width, linestyle="--" if silent else "-", zorder=3 - 0.01 * width)
+        axes.plot(xs[-1], ys[-1], "o", color=colour, markersize=4 + width, zorder=3 - 0.01 * width)
+        name = "none (no exchange)" if silent else run["method"]
+        ends.append((xs[-1], ys[-1], name if x == "step" else f"{name}, {xs[-1]:.3g} s", colour))
     axes.set_xlabel(label)
     axes.set_ylabel("training loss, mean over ranks (nats per token)")
     axes.set_title(f"Training loss: {subtitle(report)}", pad=12)
@@ -80,7 +84,10 @@ def loss(report: dict[str, Any], x: str, label: str) -> Figure:
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Names to the right of the axes, at their lines' heights, moved apart where they would overlap."""
+    """Names to the right of the axes, at their lines' heights, moved apart where they would overlap.
+
+    A thin line leads to the end of a curve that reaches the right edge; the others are told by colour.
+    """
     axes.figure.canvas.draw()
     height = axes.get_window_extent().height
     apart = 19 * axes.figure.dpi / 72 / height  # of the axes' height, one line of text
@@ -88,7 +95,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> Non
     for x, y, name, colour in ends:
         across, up = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
         spots.append([up, across, up, name, colour])
-    spots.sort(key=lambda spot: spot[0])
+    spots.sort(key=lambda spot: (spot[0], -spot[1]))
     for low, high in pairwise(spots):
         high[0] = max(high[0], low[0] + apart)
     over = max(0.0, spots[-1][0] - 1.0) if spots else 0.0
@@ -97,11 +104,11 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> Non
     for high, low in pairwise(reversed(spots)):
         low[0] = min(low[0], high[0] - apart)
     for at, across, up, name, colour in spots:
+        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "alpha": 0.5, "shrinkA": 2, "shrinkB": 4}
         axes.annotate(
             name, xy=(across, up), xytext=(1.05, at), xycoords="axes fraction", textcoords="axes fraction",
             color=colour, va="center", fontweight="bold", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "alpha": 0.5, "shrinkA": 2, "shrinkB": 4,
-                        "relpos": (0, 0.5)},
+            arrowprops=leader | {"relpos": (0, 0.5)} if across > 0.9 else None,
         )  # fmt: skip
 
 
@@ -151,7 +158,8 @@ def step_time(report: dict[str, Any]) -> Figure:
     axes.set_xlabel("milliseconds per optimizer step (median); dashed: the run that exchanges nothing")
     axes.set_title(f"Where a step's time goes: {subtitle(report)}", pad=30)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (COMPUTE, EXPOSED)]
-    axes.legend(handles, ["computation", "exposed communication"], loc="lower left", bbox_to_anchor=(-0.01, 1.0),
+    labels = ["computation, and communication hidden behind it", "exposed communication"]
+    axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(-0.01, 1.0),
                 ncols=2, frameon=False, borderaxespad=0.2, handlelength=1.2)  # fmt: skip
     return figure
 

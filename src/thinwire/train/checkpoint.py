@@ -110,7 +110,7 @@ def check(meta: dict[str, Any], *, world_size: int, engine: str, method: str, st
         )
     for name, ours in (("engine", engine), ("method", method)):
         if meta[name] != ours:
-            raise ThinwireError(f"the checkpoint was made with --{name} {meta[name]}, this run has {ours}: use the same")
+            raise ThinwireError(f"the checkpoint was made with --{name} {meta[name]}, this run has {ours}")
     if meta["step"] >= steps:
         raise ThinwireError(
             f"the checkpoint is at step {meta['step']}, the run ends at {steps}: nothing is left to do; raise --steps"
@@ -132,7 +132,8 @@ def load(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire
             prefix = f"optimizer/{key}/"
             for name in [name for name in tensors if name.startswith(prefix)]:
                 optimizer.state[parameter][name.removeprefix(prefix)] = _like(tensors[name], parameter)
-    wire.load_state_dict({name.removeprefix("wire/"): value for name, value in mine.items() if name.startswith("wire/")})
+    own = {name.removeprefix("wire/"): value for name, value in mine.items() if name.startswith("wire/")}
+    wire.load_state_dict(own)
 
 
 def _like(saved: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -7,9 +7,10 @@ import gzip
 import importlib.util
 import lzma
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -46,10 +47,10 @@ def _read(name: str) -> str:
 
 
 def _read_file(path: Path) -> str:
-    openers = {".xz": lzma.open, ".gz": gzip.open}
+    openers: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
     try:
         with openers.get(path.suffix, open)(path, "rt", encoding="utf-8", errors="replace") as file:
-            return file.read()  # type: ignore[return-value]
+            return file.read()
     except (OSError, EOFError, lzma.LZMAError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ThinwireError(f"cannot read the corpus {path}: {reason}") from None

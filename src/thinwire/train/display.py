@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -20,7 +20,10 @@ class Display:
 
     def __init__(self, folder: Path, rank: int, steps: int, start: int) -> None:
         self.folder, self.rank, self.steps, self.start = folder, rank, steps, start
-        self._file, self._board, self._progress, self._task = None, None, None, None
+        self._file: TextIO | None = None
+        self._board: Any = None
+        self._progress: Progress | None = None
+        self._task: Any = None
 
     def __enter__(self) -> Display:
         if self.rank != 0:
@@ -40,9 +43,11 @@ class Display:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for part in (self._progress, self._board, self._file):
+        if self._progress is not None:
+            self._progress.stop()
+        for part in (self._board, self._file):
             if part is not None:
-                part.stop() if part is self._progress else part.close()  # type: ignore[attr-defined]
+                part.close()
 
     def say(self, line: str) -> None:
         """A line for the user."""
@@ -56,7 +61,7 @@ class Display:
     def step(self, row: dict[str, Any], rate: float) -> None:
         """One optimizer step's row of metrics.jsonl."""
         self._write(row)
-        if self._progress is not None and self._task is not None:
+        if self._progress is not None:
             self._progress.update(self._task, completed=row["step"], loss=row["loss"], rate=rate)
 
     def evaluation(self, row: dict[str, Any]) -> None:

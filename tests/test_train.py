@@ -1,0 +1,402 @@
+"""The training program: models, data, configuration; and real runs, as a user starts them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import lzma
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from thinwire.errors import ThinwireError
+from thinwire.train.config import Config, from_arguments, from_yaml
+from thinwire.train.data import Tokenizer, Windows, read_corpus, split
+from thinwire.train.models import PRESETS, Decoder, ModelConfig, parameter_count
+
+SIZES = {
+    "gpt-125m": 124e6,
+    "gpt-345m": 355e6,
+    "gpt-355m": 355e6,
+    "gpt-1.3b": 1.31e9,
+    "gpt-2.0b": 2.02e9,
+    "llama-500m": 513e6,
+    "llama-1.8b": 1.83e9,
+    "tiny": 0.44e6,
+    "small": 0.84e6,
+    "net20m": 19e6,
+}
+
+
+@pytest.mark.parametrize("preset", SIZES)
+def test_presets_have_the_size_in_their_name(preset):
+    assert parameter_count(PRESETS[preset]) == pytest.approx(SIZES[preset], rel=0.02)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "llama-tiny"])
+def test_a_decoder_starts_at_the_entropy_of_its_vocabulary_and_looks_only_back(preset):
+    torch.manual_seed(0)
+    model = Decoder(PRESETS[preset])
+    tokens = torch.randint(0, 256, (2, 32))
+    assert model(tokens, tokens.roll(-1, 1)).item() == pytest.approx(5.545, abs=0.2)
+    changed = tokens.clone()
+    changed[:, 20:] = 0
+    before, after = model(tokens), model(changed)
+    assert torch.allclose(before[:, :20], after[:, :20], atol=1e-5)
+    assert not torch.allclose(before[:, 20:], after[:, 20:], atol=1e-3)
+
+
+def test_rope_makes_llama_see_distances_only():
+    """Without an embedding of the position, the same words elsewhere attend alike: a constant sequence is constant."""
+    torch.manual_seed(0)
+    model = Decoder(PRESETS["llama-tiny"])
+    logits = model(torch.full((1, 16), 7))
+    assert torch.allclose(logits[0, 0], logits[0, 15], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (ModelConfig(width=10, heads=3), "multiple of 3 heads"),
+        (ModelConfig(heads=4, kv_heads=3), "share 3 heads"),
+        (ModelConfig(family="llama", width=6, heads=2), "even head size"),
+        (ModelConfig(layers=0), "1 or more"),
+    ],
+)
+def test_shapes_that_do_not_fit(shape, words):
+    with pytest.raises(ThinwireError, match=words):
+        shape.check()
+
+
+def test_batches_are_a_function_of_the_place_and_repeat_nothing_within_an_epoch():
+    windows = Windows(torch.arange(1001), 10, seed=3)
+    assert windows.count == 100
+    inputs, targets = windows.take(0, 100)
+    assert torch.equal(targets, inputs + 1)
+    assert inputs[:, 0].unique().numel() == 100
+    again = Windows(torch.arange(1001), 10, seed=3)
+    assert torch.equal(again.take(37, 5)[0], inputs[37:42])
+    assert not torch.equal(windows.take(100, 100)[0], inputs)
+    assert windows.take(95, 10)[0].shape == (10, 10)
+    assert not torch.equal(Windows(torch.arange(1001), 10, seed=4).take(0, 100)[0], inputs)
+
+
+def test_corpora(tmp_path):
+    (tmp_path / "a.txt").write_text("plain")
+    with gzip.open(tmp_path / "b.gz", "wt") as file:
+        file.write("gzip")
+    with lzma.open(tmp_path / "c.xz", "wt") as file:
+        file.write("xz")
+    assert read_corpus([str(tmp_path / "*")]) == "plain\ngzip\nxz"
+    for name, words in [("nothing.txt", "No such file"), ("*.none", "no file matches")]:
+        with pytest.raises(ThinwireError, match=words):
+            read_corpus([str(tmp_path / name)])
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ThinwireError, match="no text"):
+        read_corpus([str(tmp_path / "empty.txt")])
+    (tmp_path / "broken.xz").write_text("not xz")
+    with pytest.raises(ThinwireError, match="broken"):
+        read_corpus([str(tmp_path / "broken.xz")])
+    with pytest.raises(ThinwireError, match="too short"):
+        Windows(torch.arange(5), 10)
+
+
+def test_the_standard_library_is_a_corpus():
+    text = read_corpus(["stdlib"])
+    assert len(text) > 3e6
+    train, valid = split(text)
+    assert len(train) + len(valid) == len(text)
+    assert 0.04 < len(valid) / len(text) < 0.06
+
+
+def test_tokenizers(tmp_path):
+    text = "the cat sat on the mat. " * 200 + "ÄÖ 语"
+    tokenizer = Tokenizer("bytes", text, tmp_path)
+    assert bytes(tokenizer.encode(text).tolist()).decode() == text
+    bpe = Tokenizer("bpe:300", text, tmp_path)
+    assert 256 < bpe.vocabulary <= 300
+    assert len(bpe.encode(text)) < len(text) / 2
+    other = Tokenizer("bpe:300", "", tmp_path, trains=False)
+    assert torch.equal(other.encode(text), bpe.encode(text))
+    for name in ("bpe:", "bpe:10", "words", "hub:"):
+        with pytest.raises(ThinwireError):
+            Tokenizer(name, text, tmp_path)
+
+
+def test_yaml_command_line_and_object_are_the_same(tmp_path):
+    config = Config(
+        preset="llama-tiny",
+        method="int8(group=64)",
+        engine="fsdp2",
+        corpus=("a b.txt", "c"),
+        betas=(0.8, 0.9),
+        lr=1e-4,
+        two_level=True,
+        guard=False,
+        resume="latest",
+        ranks=3,
+        out=Path("some/where"),
+        dtype="fp32",
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    words = [
+        "--preset",
+        "llama-tiny",
+        "--method",
+        "int8(group=64)",
+        "--engine",
+        "fsdp2",
+        "--corpus",
+        "a b.txt",
+        "c",
+        "--betas",
+        "0.8",
+        "0.9",
+        "--lr",
+        "1e-4",
+        "--two-level",
+        "--no-guard",
+        "--resume",
+        "latest",
+        "--ranks",
+        "3",
+        "--out",
+        "some/where",
+        "--dtype",
+        "fp32",
+    ]
+    assert from_yaml(path) == from_arguments(words) == from_arguments(["--config", str(path)]) == config
+    assert from_arguments(["--config", str(path), "--lr", "1"]) == dataclasses.replace(config, lr=1.0)
+    assert from_arguments([]) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("stepz: 3", "no setting 'stepz'"),
+        ("steps: many", "steps"),
+        ("- a", "name: value"),
+        ("a: [", "not YAML"),
+        ("steps:", "needs a value"),
+    ],
+)
+def test_yaml_that_cannot_be_used(tmp_path, text, words):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ThinwireError, match=words) as caught:
+        from_yaml(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_learning_rate_rises_and_falls():
+    config = Config(steps=100, warmup=0.1, lr=1.0, lr_end=0.1)
+    rates = [config.learning_rate(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(1.0) and rates.index(max(rates)) in (9, 10)
+    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+def thinwire(*words: str, seconds: float = 100, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "thinwire", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds, env={**os.environ, **environment}, check=False
+    )
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(20000)))
+    return path
+
+
+def test_the_smallest_full_run(tmp_path):
+    began = time.perf_counter()
+    done = thinwire(
+        "train", "--preset", "tiny", "--method", "bf16", "--ranks", "2", "--steps", "20", "--out", f"{tmp_path}/run"
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - began < 40
+    assert f"{tmp_path}/run" in done.stdout
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert from_yaml(tmp_path / "run/config.yaml").method == "bf16"
+    assert (summary["method"], summary["world_size"], summary["steps"]) == ("bf16", 2, 20)
+    assert summary["valid_loss"] < summary["first_valid_loss"] - 1
+    assert len([row for row in rows if "loss" in row]) == 20
+    for key in (
+        "parameters",
+        "train_loss",
+        "tokens_per_s",
+        "step_ms",
+        "encode_ms",
+        "wire_ms",
+        "decode_ms",
+        "exposed_ms",
+    ):
+        assert summary[key] > 0
+    # Two ranks: each sends what it has once; half of 4 bytes per parameter, and the guard's flag.
+    assert sum(summary["wire_bytes_per_step"].values()) == 2 * summary["parameters"] + 4
+    assert summary["dense_bytes_per_step"] == 4 * summary["parameters"]
+    assert 100 < summary["peak_memory_mb"] < 4000
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks", "method"),
+    [("ddp", 3, "dense"), ("fsdp2", 2, "int8(smallest=1000, error_feedback=True)"), ("hsdp", 4, "bf16")],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, text, engine, ranks, method):
+    common = [
+        "train",
+        "--preset",
+        "tiny",
+        "--layers",
+        "1",
+        "--width",
+        "64",
+        "--corpus",
+        str(text),
+        "--engine",
+        engine,
+        "--method",
+        method,
+        "--shard-size",
+        "2",
+        "--ranks",
+        str(ranks),
+        "--steps",
+        "6",
+        "--checkpoint-every",
+        "3",
+        "--eval-sequences",
+        "0",
+        "--batch-size",
+        "2",
+    ]
+    done = thinwire(*common, "--out", f"{tmp_path}/whole")
+    assert done.returncode == 0, done.stderr
+    whole = tmp_path / "whole/checkpoints"
+    done = thinwire(*common, "--resume", str(whole / "step-000003"), "--out", f"{tmp_path}/again")
+    assert done.returncode == 0, done.stderr
+    again = tmp_path / "again/checkpoints"
+    files = sorted(path.name for path in (whole / "step-000006").glob("*.safetensors"))
+    assert len(files) == ranks + (engine == "ddp")
+    for name in files:
+        one, other = load_file(whole / "step-000006" / name), load_file(again / "step-000006" / name)
+        assert one.keys() == other.keys()
+        for key in one:
+            assert torch.equal(one[key], other[key]), f"{name}: {key}"
+    beyond = thinwire(*common, "--resume", str(whole / "step-000006"), "--out", f"{tmp_path}/beyond")
+    assert beyond.returncode == 2 and "nothing is left to do" in beyond.stderr
+    if engine == "ddp":
+        fewer = thinwire(*common, "--ranks", "2", "--resume", str(whole / "step-000003"), "--out", f"{tmp_path}/fewer")
+        assert fewer.returncode == 2 and "made by 3 ranks, this run has 2" in fewer.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--method", "int9"], "unknown method 'int9'"),
+        (["--preset", "huge"], "unknown preset 'huge'"),
+        (["--corpus", "/no/such/text"], "cannot read the corpus"),
+        (["--steps", "0"], "--steps must be 1 or more"),
+        (["--lr", "fast"], "lr"),
+        (["--frobnicate"], "frobnicate"),
+        (["--resume", "latest"], "no checkpoint"),
+        (["--tokenizer", "words"], "unknown tokenizer"),
+        (["--method", "none", "--engine", "fsdp2"], "runs on ddp only"),
+        (["--engine", "hsdp", "--shard-size", "3"], "does not divide"),
+    ],
+)
+def test_bad_input_gets_one_line_and_a_status(tmp_path, text, words, line):
+    done = thinwire(
+        "train", "--preset", "tiny", "--ranks", "2", "--corpus", str(text), "--out", f"{tmp_path}/run", *words
+    )
+    assert done.returncode == 2
+    assert line in done.stderr
+    assert "Traceback" not in done.stderr
+    assert all(message.startswith("thinwire: ") for message in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_that_cannot_reach_the_others_says_so(tmp_path, rank):
+    from thinwire.train.launch import free_port
+
+    done = thinwire(
+        "train",
+        "--preset",
+        "tiny",
+        "--timeout",
+        "3",
+        "--out",
+        f"{tmp_path}/run",
+        seconds=60,
+        RANK=rank,
+        WORLD_SIZE="2",
+        LOCAL_RANK=rank,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )
+    assert done.returncode == 2
+    assert f"rank {rank} could not reach the other 1 ranks" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def _ranks_of(launcher: int) -> list[int]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == launcher and fields[0] != "Z":
+            found.append(int(status.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL", "rank dies"])
+def test_nothing_is_left_behind(tmp_path, text, how):
+    words = [
+        "train",
+        "--preset",
+        "tiny",
+        "--ranks",
+        "2",
+        "--steps",
+        "100000",
+        "--corpus",
+        str(text),
+        "--out",
+        f"{tmp_path}/run",
+    ]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "thinwire", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        metrics = tmp_path / "run/metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+            assert time.monotonic() < deadline and launcher.poll() is None
+            time.sleep(0.1)
+        ranks = _ranks_of(launcher.pid)
+        assert len(ranks) == 2
+        if how == "rank dies":
+            os.kill(ranks[1], signal.SIGKILL)
+        else:
+            launcher.send_signal(getattr(signal, how))
+        assert launcher.wait(timeout=30) != 0
+        deadline = time.monotonic() + 10
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+            assert time.monotonic() < deadline, "a rank is still there"
+            time.sleep(0.1)
+    finally:
+        launcher.kill()
+        launcher.communicate()
