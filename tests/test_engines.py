@@ -293,7 +293,7 @@ def _resume(rank, world, kind):
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("fsdp2", 3)])
 def test_state_resumes_bit_for_bit(kind, world):
-    # The sum is taken in rank order, so not even DDP's rebuilt buckets change a bit... as long as groups stay the same.
+    # Sums are taken in rank order, so that not even the buckets that DDP has in its first step change a bit.
     for identical, step in ranks.run(_resume, world, kind):
         assert identical
         assert step == 8

@@ -68,7 +68,7 @@ class Comm(ABC):
             if out.data_ptr() != row.data_ptr():
                 out.copy_(row.view_as(out))
             return None
-        self._count_ring((self.size - 1) * row.nbytes)
+        self._count_peers(row.nbytes)
         if async_op:
             return self._all_gather(out, row, async_op=True)
         with self.ledger.span("wire", row):
@@ -78,9 +78,7 @@ class Comm(ABC):
         """``out`` (N, m): row r is what rank r had in row ``rank`` of its ``rows`` (N, m)."""
         if self.size == 1:
             return out.copy_(rows)
-        for peer in range(self.size):
-            if peer != self.rank:
-                self.ledger.count(self.link(peer), rows.nbytes / self.size)
+        self._count_peers(rows.nbytes / self.size)
         with self.ledger.span("wire", rows):
             self._all_to_all(out, rows)
         return out
@@ -88,6 +86,12 @@ class Comm(ABC):
     def _count_ring(self, nbytes: float) -> None:
         """A ring hands everything to one neighbour."""
         self.ledger.count(self.link((self.rank - 1) % self.size), nbytes)
+
+    def _count_peers(self, nbytes: float) -> None:
+        """``nbytes`` to every other rank."""
+        for peer in range(self.size):
+            if peer != self.rank:
+                self.ledger.count(self.link(peer), nbytes)
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: str) -> None: ...
@@ -103,7 +107,12 @@ class Comm(ABC):
 
 
 class GroupComm(Comm):
-    """The verbs on a ``torch.distributed`` process group (gloo on CPU, NCCL on CUDA)."""
+    """The verbs on a ``torch.distributed`` process group (gloo on CPU, NCCL on CUDA).
+
+    gloo's own all-to-all posts each send before the receive, so the word "ready to receive" queues behind the data and
+    the two directions of a link take turns: half of its rate (all-gather: two thirds). On gloo we therefore send point
+    to point, receives first, which fills the link (``benchmarks/gloo.py`` prints both).
+    """
 
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger, nodes: Sequence[int] | None = None) -> None:
         if nodes is None:
@@ -111,6 +120,7 @@ class GroupComm(Comm):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), nodes, ledger)
         self.group = group
         self.reduce_scatter_is_all_reduce = "gloo" in str(dist.get_backend(group))
+        self._global_ranks = dist.get_process_group_ranks(group)
 
     def twin(self) -> GroupComm:
         """The same ranks with a process group of their own, so that another thread may use it beside this one."""
@@ -135,10 +145,50 @@ class GroupComm(Comm):
         _reduce_scatter_single(out, rows.view(-1), _OPS[op], group=self.group)
 
     def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> dist.Work | None:
-        return _all_gather_single(out.view(-1), row, group=self.group, async_op=async_op)
+        if row.is_cuda:
+            return _all_gather_single(out.view(-1), row, group=self.group, async_op=async_op)
+        out = out.view(self.size, -1)
+        work = self._to_and_from_peers([row] * self.size, out, tag=1)
+        if out[self.rank].data_ptr() != row.data_ptr():
+            out[self.rank].copy_(row.view(-1))
+        if async_op:
+            return work
+        work.wait()
+        return None
 
     def _all_to_all(self, out: Tensor, rows: Tensor) -> None:
-        dist.all_to_all_single(out, rows, group=self.group)
+        if rows.is_cuda:
+            dist.all_to_all_single(out, rows, group=self.group)
+            return
+        work = self._to_and_from_peers(rows, out, tag=2)
+        out[self.rank].copy_(rows[self.rank])
+        work.wait()
+
+    def _to_and_from_peers(self, rows: Sequence[Tensor] | Tensor, out: Tensor, tag: int) -> _AllOf:
+        """Send ``rows[peer]`` to, and receive ``out[peer]`` from, every peer; each rank starts with its next neighbour.
+
+        Messages between two ranks with one tag arrive in the order in which both post them.
+        """
+        turns = range(1, self.size)
+        sources = [(self.rank - turn) % self.size for turn in turns]
+        targets = [(self.rank + turn) % self.size for turn in turns]
+        ranks, group = self._global_ranks, self.group
+        received = [dist.irecv(out[peer], ranks[peer], group=group, tag=tag) for peer in sources]
+        sent = [dist.isend(rows[peer], ranks[peer], group=group, tag=tag) for peer in targets]
+        return _AllOf([work for work in [*received, *sent] if work is not None])
+
+
+class _AllOf(dist.Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, *timeout) -> bool:
+        for work in self._works:
+            work.wait(*timeout)
+        return True
 
 
 def node_numbers(group: dist.ProcessGroup) -> list[int]:

@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.bucket import padded
+from thinwire.codecs.base import Codec
+from thinwire.codecs.cast import Fp32
 from thinwire.collectives import Exchange
 from thinwire.methods.base import Method, Parameter
 
@@ -107,22 +109,21 @@ class Plan:
     def _row(method: Method, parameter: Parameter, exchange: Exchange, wire_dtype: torch.dtype | None) -> Row:
         itemsize = (wire_dtype or parameter.dtype).itemsize
 
-        def sent(on_wire: bool, encoded: bool) -> float:
+        def sent(on_wire: bool, codec: Codec | None) -> float:
             rows = exchange.bucket_rows(on_wire)
             span = parameter.local if exchange.owner else -(-parameter.local // rows)
-            if encoded:
-                assert method.codec is not None
-                span = padded(span, method.codec.group)
-                return exchange.sent_bytes(method.codec.wire_bytes(span), 4 * span, rows, on_wire=on_wire)
-            return exchange.sent_bytes(span * itemsize, span * itemsize, rows, on_wire=on_wire)
+            if codec is None:
+                return exchange.sent_bytes(span * itemsize, span * itemsize, rows, on_wire=on_wire)
+            span = padded(span, codec.group)
+            return exchange.sent_bytes(codec.wire_bytes(span), 4 * span, rows, on_wire=on_wire)
 
-        dense = sent(True, False)
+        dense = sent(True, None)
         why = method.keep_dense(parameter)
         if not method.rank_equal:
             return Row(parameter, why, 0.0, dense)
-        if why or method.native:
-            return Row(parameter, why, dense, dense)
-        return Row(parameter, None, sent(method.on_wire, True), dense)
+        if why:
+            return Row(parameter, why, sent(False, Fp32()), dense)
+        return Row(parameter, None, sent(method.on_wire, method.codec), dense)
 
     def __str__(self) -> str:
         from rich.console import Console

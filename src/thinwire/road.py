@@ -19,6 +19,7 @@ from thinwire.collectives import Exchange
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method
+from thinwire.methods.baselines import Fp32
 from thinwire.plan import Plan
 
 
@@ -35,7 +36,9 @@ class Road:
 
     def __post_init__(self) -> None:
         self._parts: dict[object, list[tuple[Method, Bucket]]] = {}
-        self._side = Method()
+        # What stays dense beside compressed parameters is summed in rank order too: then no bit depends on how the
+        # engine happened to cut its buckets, and a resumed run is the same run.
+        self._side = Fp32()
 
     def reduce(self, flat: Tensor, pieces: tuple[Piece, ...], out: Tensor | None = None) -> Tensor:
         """Average ``flat`` (1-D, the parameters of ``pieces``) over the ranks.
