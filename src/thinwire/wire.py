@@ -157,8 +157,10 @@ class Wire:
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *unused: object) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """All ranks agree whether the step counts, before the optimizer or any state changes."""
+        if any(callable(value) for value in (*args[1:], *kwargs.values())):
+            raise ThinwireError("optimizer.step(closure) makes gradients after their check: call backward() first")
         self._guard.observe_missing(self.engine.gradients())
         finite = self._guard.agree(self._device)
         if finite:

@@ -104,6 +104,10 @@ class FSDP2:
                 raise ThinwireError("set_gradient_divide_factor(): Thinwire returns the mean; scale the loss instead")
             if getattr(group, "force_sum_reduction_for_comms", False):
                 raise ThinwireError("set_force_sum_reduction_for_comms(): Thinwire returns the mean; turn it off")
+            if type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy":
+                raise ThinwireError(
+                    f"{type(module).__name__}: CPUOffloadPolicy is not carried: keep the shards on the device"
+                )
             dtypes = {fsdp_param.sharded_param.dtype for fsdp_param in group.fsdp_params} | {self._reduce_dtype(group)}
             if torch.float16 in dtypes:
                 raise ThinwireError(
