@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire import ops
 from thinwire.codecs.base import Codec
 from thinwire.codecs.grouped import GroupedBytes
 from thinwire.errors import ThinwireError
+from thinwire.ops import quant
 
 
 class _Cast(Codec):
@@ -29,7 +29,7 @@ class _Cast(Codec):
 
     def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
         self._check_sum(wire, out)
-        return ops.sum_rows(wire, out, scale)
+        return quant.sum_rows(wire, out, scale)
 
 
 class Fp32(_Cast):
@@ -69,15 +69,15 @@ class Fp8(GroupedBytes):
     def encode(self, rows: Tensor, out: Tensor) -> Tensor:
         self._check_encode(rows, out)
         codes, scales = self._split(out, rows.shape[1])
-        ops.quantize_fp8(rows, self.group, codes, scales)
+        quant.quantize_fp8(rows, self.group, codes, scales)
         return out
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
         self._check_decode(wire, out)
         codes, scales = self._split(wire, out.shape[1])
-        return ops.dequantize_fp8(codes, scales, self.group, out)
+        return quant.dequantize_fp8(codes, scales, self.group, out)
 
     def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
         self._check_sum(wire, out)
         codes, scales = self._split(wire, out.shape[0])
-        return ops.dequantize_sum_fp8(codes, scales, self.group, out, scale)
+        return quant.dequantize_sum_fp8(codes, scales, self.group, out, scale)

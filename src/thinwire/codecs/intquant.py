@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire import ops
 from thinwire.codecs.grouped import GroupedBytes
+from thinwire.ops import quant
 
 
 class Int8(GroupedBytes):
@@ -19,15 +19,15 @@ class Int8(GroupedBytes):
     def encode(self, rows: Tensor, out: Tensor) -> Tensor:
         self._check_encode(rows, out)
         codes, scales = self._split(out, rows.shape[1])
-        ops.quantize_int8(rows, self.group, codes.view(torch.int8), scales)
+        quant.quantize_int8(rows, self.group, codes.view(torch.int8), scales)
         return out
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
         self._check_decode(wire, out)
         codes, scales = self._split(wire, out.shape[1])
-        return ops.dequantize_int8(codes.view(torch.int8), scales, self.group, out)
+        return quant.dequantize_int8(codes.view(torch.int8), scales, self.group, out)
 
     def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
         self._check_sum(wire, out)
         codes, scales = self._split(wire, out.shape[0])
-        return ops.dequantize_sum_int8(codes.view(torch.int8), scales, self.group, out, scale)
+        return quant.dequantize_sum_int8(codes.view(torch.int8), scales, self.group, out, scale)

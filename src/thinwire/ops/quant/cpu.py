@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.ops.reference import FP8_LEVELS, INT8_LEVELS, SMALLEST_SCALE
+from thinwire.ops.kernels import flat, njit
+from thinwire.ops.quant.reference import FP8_LEVELS, INT8_LEVELS, SMALLEST_SCALE
 
 INFINITY_BITS = np.int32(0x7F800000)
 MAGNITUDE_BITS = np.int32(0x7FFFFFFF)
@@ -31,15 +31,7 @@ FP8_SMALLEST_NORMAL_BITS = np.int32(0x3C800000)  # 2^-6
 FP8_PER_SUBNORMAL = np.float32(2**9)
 
 
-def _njit(function: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        compiled: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:  # neither the package's directory nor the user's cache can be written
-        compiled = numba.njit(nogil=True, error_model="numpy")(function)
-    return compiled
-
-
-@_njit
+@njit
 def _scale_of(bits, per_level, word, real):
     """Scale of a group from the bit patterns of its values: as int32 the maximum vectorises, and NaN is largest.
 
@@ -56,7 +48,7 @@ def _scale_of(bits, per_level, word, real):
     return max(real[0] * per_level, TINY)
 
 
-@_njit
+@njit
 def _encode_int8(values, scale, codes):
     if np.isnan(scale):
         codes[:] = 0
@@ -66,7 +58,7 @@ def _encode_int8(values, scale, codes):
         codes[i] = np.int8(np.int32((values[i] * per_scale + ROUND) - ROUND))
 
 
-@_njit
+@njit
 def _encode_fp8(values, scale, codes, scaled, scaled_bits):
     """E4M3 by integer arithmetic on the float32 bits. |value / scale| < 448.001 rounds to 448: nothing overflows."""
     if np.isnan(scale):
@@ -85,13 +77,13 @@ def _encode_fp8(values, scale, codes, scaled, scaled_bits):
         codes[i] = np.uint8(code | ((bits >> 24) & 0x80))
 
 
-@_njit
+@njit
 def _widen(narrow, bits):
     for i in range(narrow.size):
         bits[i] = np.int32(np.uint32(narrow[i]) << np.uint32(16))
 
 
-@_njit
+@njit
 def _quantize_int8(values, bits, stride, rows, n, group, codes, to_stride, scales, scales_stride):
     word = np.empty(1, np.int32)
     real = word.view(np.float32)
@@ -104,7 +96,7 @@ def _quantize_int8(values, bits, stride, rows, n, group, codes, to_stride, scale
             _encode_int8(values[start : start + group], scale, codes[to : to + group])
 
 
-@_njit
+@njit
 def _quantize_int8_bf16(narrow, stride, rows, n, group, codes, to_stride, scales, scales_stride):
     word = np.empty(1, np.int32)
     real = word.view(np.float32)
@@ -120,7 +112,7 @@ def _quantize_int8_bf16(narrow, stride, rows, n, group, codes, to_stride, scales
             _encode_int8(values, scale, codes[to : to + group])
 
 
-@_njit
+@njit
 def _quantize_fp8(values, bits, stride, rows, n, group, codes, to_stride, scales, scales_stride):
     word = np.empty(1, np.int32)
     real = word.view(np.float32)
@@ -135,7 +127,7 @@ def _quantize_fp8(values, bits, stride, rows, n, group, codes, to_stride, scales
             _encode_fp8(values[start : start + group], scale, codes[to : to + group], scaled, scaled_bits)
 
 
-@_njit
+@njit
 def _quantize_fp8_bf16(narrow, stride, rows, n, group, codes, to_stride, scales, scales_stride):
     word = np.empty(1, np.int32)
     real = word.view(np.float32)
@@ -153,25 +145,25 @@ def _quantize_fp8_bf16(narrow, stride, rows, n, group, codes, to_stride, scales,
             _encode_fp8(values, scale, codes[to : to + group], scaled, scaled_bits)
 
 
-@_njit
+@njit
 def _decode_int8(codes, scale, out):
     for i in range(codes.size):
         out[i] = np.float32(codes[i]) * scale
 
 
-@_njit
+@njit
 def _decode_fp8(codes, scale, out, table):
     for i in range(codes.size):
         out[i] = table[codes[i]] * scale
 
 
-@_njit
+@njit
 def _times(total, factor, out):
     for i in range(out.size):
         out[i] = total[i] * factor
 
 
-@_njit
+@njit
 def _dequantize_int8(codes, stride, scales, scales_stride, rows, n, group, out, to_stride):
     for row in range(rows):
         for g in range(n // group):
@@ -180,7 +172,7 @@ def _dequantize_int8(codes, stride, scales, scales_stride, rows, n, group, out, 
             _decode_int8(codes[start : start + group], scales[row * scales_stride + g], out[to : to + group])
 
 
-@_njit
+@njit
 def _dequantize_fp8(codes, stride, scales, scales_stride, rows, n, group, out, to_stride, table):
     for row in range(rows):
         for g in range(n // group):
@@ -189,19 +181,19 @@ def _dequantize_fp8(codes, stride, scales, scales_stride, rows, n, group, out, t
             _decode_fp8(codes[start : start + group], scales[row * scales_stride + g], out[to : to + group], table)
 
 
-@_njit
+@njit
 def _add_int8(codes, scale, total):
     for i in range(codes.size):
         total[i] += np.float32(codes[i]) * scale
 
 
-@_njit
+@njit
 def _add_fp8(codes, scale, total, table):
     for i in range(codes.size):
         total[i] += table[codes[i]] * scale
 
 
-@_njit
+@njit
 def _dequantize_sum_int8(codes, stride, scales, scales_stride, rows, n, group, out, factor):
     total = np.empty(group, np.float32)
     for g in range(n // group):
@@ -213,7 +205,7 @@ def _dequantize_sum_int8(codes, stride, scales, scales_stride, rows, n, group, o
         _times(total, factor, out[at : at + group])
 
 
-@_njit
+@njit
 def _dequantize_sum_fp8(codes, stride, scales, scales_stride, rows, n, group, out, factor, table):
     total = np.empty(group, np.float32)
     for g in range(n // group):
@@ -228,13 +220,13 @@ def _dequantize_sum_fp8(codes, stride, scales, scales_stride, rows, n, group, ou
 BLOCK = 1024  # elements summed at a time: the partial sums stay in the first-level cache
 
 
-@_njit
+@njit
 def _add(values, total):
     for i in range(values.size):
         total[i] += values[i]
 
 
-@_njit
+@njit
 def _sum_rows(values, stride, rows, n, out, factor):
     total = np.empty(BLOCK, np.float32)
     for at in range(0, n, BLOCK):
@@ -246,7 +238,7 @@ def _sum_rows(values, stride, rows, n, out, factor):
         _times(total, factor, out[at : at + size])
 
 
-@_njit
+@njit
 def _sum_rows_bf16(narrow, stride, rows, n, out, factor):
     total_bits = np.empty(BLOCK, np.int32)
     total = total_bits.view(np.float32)
@@ -260,14 +252,6 @@ def _sum_rows_bf16(narrow, stride, rows, n, out, factor):
             _widen(narrow[start : start + size], bits)
             _add(values[:size], total)
         _times(total, factor, out[at : at + size])
-
-
-def _flat(rows: Tensor) -> tuple[np.ndarray, int]:
-    """The memory from the first element of ``rows`` (R, n) to the last, 1-D, and the distance between rows."""
-    count, n = rows.shape
-    stride = rows.stride(0) if count > 1 else n
-    flat = rows.detach().as_strided(((count - 1) * stride + n,), (1,))
-    return (flat.view(torch.uint16) if rows.dtype == torch.bfloat16 else flat).numpy(), stride
 
 
 _fp8_values: np.ndarray | None = None
@@ -284,12 +268,12 @@ def _fp8_table() -> np.ndarray:
 def _quantize(
     wide: Callable[..., Any], narrow: Callable[..., Any], rows: Tensor, group: int, codes: Tensor, scales: Tensor
 ) -> None:
-    values, stride = _flat(rows)
+    values, stride = flat(rows)
     shape = (stride, *rows.shape, group)
     if rows.dtype == torch.bfloat16:
-        narrow(values, *shape, *_flat(codes), *_flat(scales))
+        narrow(values, *shape, *flat(codes), *flat(scales))
     else:
-        wide(values, values.view(np.int32), *shape, *_flat(codes), *_flat(scales))
+        wide(values, values.view(np.int32), *shape, *flat(codes), *flat(scales))
 
 
 def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:
@@ -297,11 +281,11 @@ def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> No
 
 
 def dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    _dequantize_int8(*_flat(codes), *_flat(scales), *out.shape, group, *_flat(out))
+    _dequantize_int8(*flat(codes), *flat(scales), *out.shape, group, *flat(out))
 
 
 def dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    _dequantize_sum_int8(*_flat(codes), *_flat(scales), *codes.shape, group, out.numpy(), np.float32(scale))
+    _dequantize_sum_int8(*flat(codes), *flat(scales), *codes.shape, group, out.numpy(), np.float32(scale))
 
 
 def quantize_fp8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:
@@ -309,14 +293,14 @@ def quantize_fp8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> Non
 
 
 def dequantize_fp8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    _dequantize_fp8(*_flat(codes), *_flat(scales), *out.shape, group, *_flat(out), _fp8_table())
+    _dequantize_fp8(*flat(codes), *flat(scales), *out.shape, group, *flat(out), _fp8_table())
 
 
 def dequantize_sum_fp8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
     factor = np.float32(scale)
-    _dequantize_sum_fp8(*_flat(codes), *_flat(scales), *codes.shape, group, out.numpy(), factor, _fp8_table())
+    _dequantize_sum_fp8(*flat(codes), *flat(scales), *codes.shape, group, out.numpy(), factor, _fp8_table())
 
 
 def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:
     kernel = _sum_rows_bf16 if rows.dtype == torch.bfloat16 else _sum_rows
-    kernel(*_flat(rows), *rows.shape, out.numpy(), np.float32(scale))
+    kernel(*flat(rows), *rows.shape, out.numpy(), np.float32(scale))

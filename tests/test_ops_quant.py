@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire import ops
-from thinwire.ops import cpu, reference
+from thinwire.ops import quant as ops
+from thinwire.ops.quant import cpu, reference
 
 GROUPS = (8, 64, 128, 1024)
 
@@ -193,8 +193,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def test_triton_interpreted_equals_reference() -> None:
     code = """
 import torch
-import test_ops
-from thinwire.ops import triton_int8
+import test_ops_quant as test_ops
+from thinwire.ops.quant import triton as triton_int8
 cases = (3, 37, 128, torch.float32), (2, 64, 8, torch.bfloat16), (1, 2, 4096, torch.float32)
 for count, groups, group, dtype in cases:
     n = groups * group
@@ -213,7 +213,7 @@ def test_triton_compiles_without_a_gpu(capability: int, tmp_path: object) -> Non
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from thinwire.ops import triton_int8 as t
+from thinwire.ops.quant import triton as t
 
 def build(kernel, **types):
     constants = {{(i,): types[name] for i, name in enumerate(kernel.arg_names) if isinstance(types[name], int)}}

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.reference import INT8_LEVELS, SMALLEST_SCALE
+from thinwire.ops.quant.reference import INT8_LEVELS, SMALLEST_SCALE
 
 PER_PROGRAM = 4096  # elements of one row that one program handles
 

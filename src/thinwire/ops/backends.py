@@ -1,0 +1,36 @@
+"""Which code runs an operation: by the device of its tensors."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+
+from torch import Tensor
+
+
+@functools.cache
+def _load(family: str, module: str, needs: str) -> ModuleType:
+    """The fast module, imported at first use; the reference, said once, where ``needs`` is not installed."""
+    try:
+        return importlib.import_module(f"{family}.{module}")
+    except ModuleNotFoundError as error:
+        if error.name != needs:
+            raise
+        warnings.warn(f"{needs} is not installed: thinwire's kernels run as plain torch, slower", stacklevel=4)
+        return importlib.import_module(f"{family}.reference")
+
+
+def backend(family: str) -> Callable[[Tensor], ModuleType]:
+    """For a family of operations, ``"thinwire.ops.quant"``: tensor -> the module that runs them on its device."""
+
+    def choose(tensor: Tensor) -> ModuleType:
+        if tensor.device.type == "cpu":
+            return _load(family, "cpu", "numba")
+        if tensor.device.type == "cuda":
+            return _load(family, "triton", "triton")
+        return _load(family, "reference", "")
+
+    return choose
