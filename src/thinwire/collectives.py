@@ -72,20 +72,31 @@ def mean_all_reduce(
 
     Args:
         codec: None for the engine's own dtype, summed by the network.
-        on_wire: let the network sum a linear codec's wire; False: sum in fp32 (needs R == N).
+        on_wire: let the network sum a linear codec's wire; a codec that is not linear sends its one row to everybody,
+            who sums them all (R == 1). False: sum in fp32 at the owner of each row (needs R == N).
         divide: without a codec, where the 1/N goes: "before" the sum, as stock DDP does, or "after", as FSDP2 does.
         residual: (R, n) float32, receives what the encodings left out.
     """
     if codec is None:
-        _native_all_reduce(comm, bucket, divide)
+        _dense_all_reduce(comm, bucket.rows, divide)
         return
     rows, scale = bucket.rows, 1 / comm.size
     wire = _encode(comm, bucket, rows, codec, "wire")
     if residual is not None:
         _keep_rest(comm, rows, wire, codec, residual)
     if codec.linear and on_wire:
-        comm.all_reduce(wire)
+        if codec.wire_dtype == torch.float32:
+            _dense_all_reduce(comm, wire, divide)
+            scale = 1.0
+        else:
+            comm.all_reduce(wire)
         _decode(comm, wire, codec, bucket.mean, scale)
+        return
+    if on_wire:
+        everybody = bucket.buffer(("everybody", codec), (comm.size, wire.shape[1]), wire.dtype)
+        comm.all_gather(everybody, wire[0])
+        with comm.ledger.span("decode", rows):
+            codec.decode_sum(everybody, bucket.mean[0], scale)
         return
     if len(rows) != comm.size:
         raise ThinwireError(f"a sum in fp32 over {comm.size} ranks needs {comm.size} rows, the bucket has {len(rows)}")
@@ -100,12 +111,13 @@ def mean_all_reduce(
     _decode(comm, wire, codec, bucket.mean)
 
 
-def _native_all_reduce(comm: Comm, bucket: Rows, divide: str) -> None:
+def _dense_all_reduce(comm: Comm, values: Tensor, divide: str) -> None:
+    """The mean by the network's own sum, with the engine's order of dividing and adding."""
     if divide == "before":
-        bucket.rows.mul_(1 / comm.size)
-        comm.all_reduce(bucket.rows)
+        values.mul_(1 / comm.size)
+        comm.all_reduce(values)
     else:
-        comm.all_reduce(bucket.rows, "mean")
+        comm.all_reduce(values, "mean")
 
 
 def mean_reduce_scatter(
@@ -129,8 +141,9 @@ def mean_reduce_scatter(
         _keep_rest(comm, rows, wire, codec, residual)
     if codec.linear and on_wire:
         row = bucket.buffer(("row", codec), (1, wire.shape[1]), wire.dtype)
-        comm.reduce_scatter(row[0], wire)
-        _decode(comm, row, codec, mean, 1 / comm.size)
+        exact = codec.wire_dtype == torch.float32  # divided where dense divides
+        comm.reduce_scatter(row[0], wire, "mean" if exact else "sum")
+        _decode(comm, row, codec, mean, 1.0 if exact else 1 / comm.size)
     else:
         _sum_of_peers(comm, bucket, wire, codec, mean[0], 1 / comm.size, "received")
 
@@ -172,11 +185,48 @@ class Exchange(ABC):
         """``bucket.mean`` = the mean over ranks of ``bucket.rows``; ``residual`` (R, n) = what the codec left out."""
 
     @abstractmethod
-    def sent_bytes(self, row_bytes: float, dense_row_bytes: float, rows: int, *, on_wire: bool) -> float:
+    def sent_bytes(
+        self, row_bytes: float, dense_row_bytes: float, rows: int, *, on_wire: bool, linear: bool = True
+    ) -> float:
         """Bytes that one rank sends for ``rows`` rows of ``row_bytes`` encoded, ``dense_row_bytes`` as they are.
 
-        ``on_wire``: the network sums (a linear codec, or none).
+        ``on_wire``: the network sums a linear codec (or none); everybody sums those of one that is not ``linear``.
         """
+
+    def union(self, words: Tensor) -> Tensor:
+        """``words`` (R, w) of integers = their bitwise or over all ranks, in place, on every rank."""
+        return self._group().all_reduce(words.view(torch.uint8), "or").view(words.dtype)
+
+    def share(self, rows: Tensor) -> Tensor:
+        """``rows`` (R, w): where each rank owns a row, row r becomes rank r's on every rank, in place."""
+        if self.owner:
+            comm = self._group()
+            comm.all_gather(rows, rows[comm.rank].clone())
+        return rows
+
+    def all_mean(self, values: Tensor) -> Tensor:
+        """``values`` (any shape, float32) = their mean over all ranks, in place, the same bits on every rank."""
+        _dense_all_reduce(self._group(), values, "before")
+        return values
+
+    def union_bytes(self, nbytes: float) -> float:
+        """Bytes that one rank sends for the ``union`` or ``all_mean`` of ``nbytes``."""
+        return _all_reduce_bytes(self._group(), nbytes, 1, True)
+
+    def share_bytes(self, nbytes: float) -> float:
+        """Bytes that one rank sends to ``share`` rows of ``nbytes`` each."""
+        return (self._group().size - 1) * nbytes if self.owner else 0.0
+
+    @property
+    def rank(self) -> int:
+        """This rank among the owners: the row that is its own."""
+        return self._group().rank
+
+    def _group(self) -> Comm:
+        raise ThinwireError(
+            "this method needs all ranks of its exchange in one group, which a two-level exchange has not: "
+            "leave two_level=True out, or use HSDP"
+        )
 
 
 class AllReduce(Exchange):
@@ -191,8 +241,13 @@ class AllReduce(Exchange):
     def mean(self, bucket, codec=None, *, on_wire=True, residual=None):
         mean_all_reduce(self.comm, bucket, codec, on_wire=on_wire, divide=self.divide, residual=residual)
 
-    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire):
+    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True):
+        if on_wire and not linear:
+            return (self.comm.size - 1) * row_bytes
         return _all_reduce_bytes(self.comm, row_bytes, rows, on_wire)
+
+    def _group(self):
+        return self.comm
 
 
 class ReduceScatter(Exchange):
@@ -206,8 +261,11 @@ class ReduceScatter(Exchange):
     def mean(self, bucket, codec=None, *, on_wire=True, residual=None):
         mean_reduce_scatter(self.comm, bucket, codec, on_wire=on_wire, residual=residual)
 
-    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire):
-        return _reduce_scatter_bytes(self.comm, row_bytes, on_wire)
+    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True):
+        return _reduce_scatter_bytes(self.comm, row_bytes, on_wire and linear)
+
+    def _group(self):
+        return self.comm
 
 
 @dataclass
@@ -260,7 +318,7 @@ class TwoLevel(Exchange):
         mean = bucket.buffer((name, "mean"), (1, rows.shape[1]), bucket.dtype) if owner else rows
         return _Stage(bucket, name, rows, mean)
 
-    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire):
+    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True):
         local, nodes = self.inside.size, self.across.size
         inside = dense_row_bytes
         if self.inside_codec is not None:

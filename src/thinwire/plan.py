@@ -11,11 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from thinwire.bucket import padded
-from thinwire.codecs.base import Codec
-from thinwire.codecs.cast import Fp32
 from thinwire.collectives import Exchange
-from thinwire.methods.base import Method, Parameter
+from thinwire.methods.base import Method, Parameter, columns_of
+from thinwire.methods.baselines import Fp32
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -107,23 +105,15 @@ class Plan:
 
     @staticmethod
     def _row(method: Method, parameter: Parameter, exchange: Exchange, wire_dtype: torch.dtype | None) -> Row:
-        itemsize = (wire_dtype or parameter.dtype).itemsize
-
-        def sent(on_wire: bool, codec: Codec | None) -> float:
-            rows = exchange.bucket_rows(on_wire)
-            span = parameter.local if exchange.owner else -(-parameter.local // rows)
-            if codec is None:
-                return exchange.sent_bytes(span * itemsize, span * itemsize, rows, on_wire=on_wire)
-            span = padded(span, codec.group)
-            return exchange.sent_bytes(codec.wire_bytes(span), 4 * span, rows, on_wire=on_wire)
-
-        dense = sent(True, None)
+        rows = exchange.bucket_rows(True)
+        row_bytes = columns_of(parameter, exchange, rows) * (wire_dtype or parameter.dtype).itemsize
+        dense = exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=True)
         why = method.keep_dense(parameter)
         if not method.rank_equal:
             return Row(parameter, why, 0.0, dense)
         if why:
-            return Row(parameter, why, sent(False, Fp32()), dense)
-        return Row(parameter, None, sent(method.on_wire, method.codec), dense)
+            return Row(parameter, why, Fp32().sent_bytes(parameter, exchange), dense)
+        return Row(parameter, None, dense if method.native else method.sent_bytes(parameter, exchange), dense)
 
     def __str__(self) -> str:
         from rich.console import Console

@@ -8,6 +8,8 @@ from torch import Tensor
 from thinwire.bucket import Bucket, Segment
 from thinwire.errors import ThinwireError
 
+_SMALL = "="  # in a saved state, before the key of what does not live in a bucket
+
 
 class State:
     """Named tensors that live in the form of a bucket's rows and are keyed by parameter name.
@@ -25,6 +27,16 @@ class State:
         self._current: dict[tuple[str, object], Tensor] = {}
         self._staged: dict[tuple[str, object], Tensor] = {}
         self._spare: dict[tuple[str, object], Tensor] = {}
+        self._small: dict[tuple[str, str], Tensor] = {}
+        self._small_staged: dict[tuple[str, str], Tensor] = {}
+
+    def get(self, kind: str, name: str) -> Tensor | None:
+        """The committed ``kind`` of parameter ``name``, of any shape and dtype; None at first. Not to be written to."""
+        return self._small.get((kind, name))
+
+    def put(self, kind: str, name: str, value: Tensor) -> None:
+        """``value`` (kept, not copied) is what ``get`` gives from the next ``commit`` on."""
+        self._small_staged[kind, name] = value
 
     def read(self, kind: str, bucket: Bucket) -> Tensor:
         """The committed values of ``kind`` for ``bucket``: (R, n) float32, zeros at first. Not to be written to."""
@@ -49,20 +61,25 @@ class State:
         for key, staged in self._staged.items():
             self._spare[key], self._current[key] = self._current[key], staged
         self._staged.clear()
+        self._small.update(self._small_staged)
+        self._small_staged.clear()
 
     def rollback(self) -> None:
         """What was written since the last commit is forgotten."""
         self._spare.update(self._staged)
         self._staged.clear()
+        self._small_staged.clear()
 
     def nbytes(self) -> int:
         """Memory held, in bytes."""
-        tensors = [*self._current.values(), *self._staged.values(), *self._spare.values(), *self._loose.values()]
+        stores = (self._current, self._staged, self._spare, self._loose, self._small, self._small_staged)
+        tensors = [tensor for store in stores for tensor in store.values()]  # type: ignore[attr-defined]
         return sum(tensor.nbytes for tensor in tensors)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """``"kind/parameter"`` -> (R, span) this rank's committed values, without padding."""
-        result = {f"{kind}/{name}": values.clone() for (kind, name), values in self._loose.items()}
+        """``"kind/parameter"`` -> (R, span) this rank's committed values without padding, and what was ``put``."""
+        result = {f"{_SMALL}{kind}/{name}": value.clone() for (kind, name), value in self._small.items()}
+        result |= {f"{kind}/{name}": values.clone() for (kind, name), values in self._loose.items()}
         for (kind, name), (bucket, segment) in self._home.items():
             values = bucket.columns(self._current[kind, bucket.key], segment)
             result[f"{kind}/{name}"] = values[:, : segment.span].clone()
@@ -74,7 +91,12 @@ class State:
         self._current.clear()
         self._staged.clear()
         self._spare.clear()
-        self._loose = {tuple(key.split("/", 1)): tensor.clone() for key, tensor in values.items()}  # type: ignore[misc]
+        self._loose, self._small = {}, {}
+        self._small_staged.clear()
+        for key, tensor in values.items():
+            kind, _, name = key.removeprefix(_SMALL).partition("/")
+            store = self._small if key.startswith(_SMALL) else self._loose
+            store[kind, name] = tensor.clone()
 
     def _adopt(self, kind: str, bucket: Bucket, segment: Segment) -> None:
         """Move the parameter's values into ``bucket`` from wherever they were."""

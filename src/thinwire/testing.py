@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from thinwire.bucket import Bucket, Piece
 from thinwire.collectives import AllReduce, Exchange, ReduceScatter, TwoLevel
 from thinwire.comm import Comm
 from thinwire.ledger import Ledger
-from thinwire.methods.base import Method
+from thinwire.methods.base import Method, Parameter, Run, Step
 from thinwire.state import State
 
 T = TypeVar("T")
@@ -120,22 +121,34 @@ def exchange_on(topology: str, world: Threads, rank: int, ledger: Ledger, per_no
     return TwoLevel(inside, across, owner=topology == "two_level_owner")
 
 
-def bucket_for(method: Method, exchange: Exchange, shapes: dict[str, int]) -> tuple[Bucket, int]:
-    """A bucket of parameters ``name -> numel`` as the engine of ``exchange`` would make it, and the flat's numel."""
+Shapes = dict[str, int | tuple[int, ...]]
+"""Parameter name -> its shape, or its number of elements."""
+
+
+def parameters_for(exchange: Exchange, shapes: Shapes) -> dict[str, Parameter]:
+    """What is known of the parameters ``shapes`` where the engine of ``exchange`` holds them (role: matrix)."""
+    found = {}
+    for name, given in shapes.items():
+        shape = (given,) if isinstance(given, int) else tuple(given)
+        # FSDP2 cuts dim 0 in equal chunks, the last of them padded
+        local = -(-shape[0] // exchange.rows) * math.prod(shape[1:]) if exchange.owner else math.prod(shape)
+        found[name] = Parameter(name, shape, math.prod(shape), "matrix", torch.float32, local)
+    return found
+
+
+def bucket_for(method: Method, exchange: Exchange, shapes: Shapes) -> tuple[Bucket, int]:
+    """A bucket of the parameters ``shapes`` as the engine of ``exchange`` would make it, and the flat's numel."""
     rows = exchange.bucket_rows(method.on_wire)
     pieces, offset = [], 0
-    if exchange.owner:
-        spans = {name: -(-numel // rows) for name, numel in shapes.items()}
-        total = sum(spans.values())
-        for name, span in spans.items():
-            pieces.append(Piece(name, offset, span * rows, rows, total))
-            offset += span
-        numel = total * rows
-    else:
-        for name, size in shapes.items():
-            pieces.append(Piece(name, offset, size))
-            offset += size
-        numel = offset
+    parameters = parameters_for(exchange, shapes).values()
+    total = sum(parameter.local for parameter in parameters)
+    for parameter in parameters:
+        if exchange.owner:
+            pieces.append(Piece(parameter.name, offset, parameter.local * rows, rows, total))
+        else:
+            pieces.append(Piece(parameter.name, offset, parameter.numel))
+        offset += parameter.local
+    numel = total * rows if exchange.owner else total
     device = torch.device("cpu")
     bucket = Bucket(
         pieces, rows=rows, owner=exchange.owner, group=method.granule, dtype=torch.float32, device=device
@@ -149,28 +162,39 @@ def reduce_on_threads(
     *,
     topology: str,
     size: int,
-    shapes: dict[str, int],
+    shapes: Shapes,
     steps: int = 1,
     per_node: int = 1,
-) -> list[list[dict[str, Tensor]]]:
+    seed: int = 0,
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
+    max_norm: float = math.inf,
+    skip: Sequence[int] = (),
+) -> list[list[dict[str, Any]]]:
     """Run a method for ``steps`` steps on ``size`` virtual ranks.
 
     Args:
         make: a new method for one rank.
         gradients: (rank, step, numel) -> that rank's flat gradient.
-        shapes: parameter name -> number of elements.
+        shapes: parameter name -> shape, or number of elements.
+        optimizer: of zero weights that follow the mean, as an engine's would: each rank holds all of a parameter
+            ("all_reduce") or its chunk. max_norm: their gradients are clipped to it.
+        skip: steps that turn out not to count (a value was not finite): nothing of them may remain.
 
     Returns:
         per rank, per step: ``input`` (flat), ``mean`` (flat, or this rank's row of it), ``bytes`` (sent by this rank),
-        and the method's state as ``kind/parameter`` (R, span).
+        ``facts``, ``weights`` (name -> this rank's values), and the method's state as ``kind/parameter`` (R, span).
     """
     world = Threads(size)
 
-    def body(rank: int) -> list[dict[str, Tensor]]:
+    def body(rank: int) -> list[dict[str, Any]]:
         ledger, method = Ledger(), make()
         state = method.state = State()
         exchange = exchange_on(topology, world, rank, ledger, per_node)
+        parameters = parameters_for(exchange, shapes)
+        method.begin(Run(parameters, exchange, steps, seed))
         bucket, numel = bucket_for(method, exchange, shapes)
+        weights = {name: torch.nn.Parameter(torch.zeros(parameter.local)) for name, parameter in parameters.items()}
+        stepper = None if optimizer is None else optimizer(list(weights.values()))
         found = []
         for step in range(steps):
             flat = gradients(rank, step, numel)
@@ -180,10 +204,45 @@ def reduce_on_threads(
             bucket.load(flat, out)
             method.reduce(bucket, exchange)
             bucket.store(out)
-            state.commit()
-            sent = torch.tensor(sum(ledger.now.bytes.values()))
+            if step in skip:
+                state.rollback()
+            else:
+                state.commit()
+                _optimize(method, exchange, stepper, weights, out, step, max_norm)
+                state.commit()
+            found.append({
+                "input": given,
+                "mean": out.clone(),
+                "bytes": torch.tensor(sum(ledger.now.bytes.values())),
+                "facts": method.facts(),
+                "weights": {name: weight.detach().clone() for name, weight in weights.items()},
+                **state.state_dict(),
+            })  # fmt: skip
             ledger.close_step()
-            found.append({"input": given, "mean": out.clone(), "bytes": sent, **state.state_dict()})
         return found
 
     return world.run(body)
+
+
+def _optimize(
+    method: Method,
+    exchange: Exchange,
+    optimizer: torch.optim.Optimizer | None,
+    weights: dict[str, torch.nn.Parameter],
+    mean: Tensor,
+    number: int,
+    max_norm: float,
+) -> None:
+    """Clip, step, and let the method see it. Without an optimizer the method sees nothing."""
+    if optimizer is None:
+        return
+    squares = mean.double().square().sum()
+    if exchange.owner:
+        squares = torch.stack(exchange._group()._world.swap(exchange.rank, squares)).sum()  # type: ignore[attr-defined]
+    clip = (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0).float()
+    for weight, values in zip(weights.values(), mean.split([w.numel() for w in weights.values()]), strict=True):
+        weight.grad = values * clip
+    step = Step(number, optimizer, weights, clip)
+    method.before_step(step)
+    optimizer.step()
+    method.after_step(step)

@@ -17,6 +17,7 @@ from thinwire.integrations.ddp import DDP
 from thinwire.integrations.fsdp2 import FSDP2
 from thinwire.ledger import KINDS, LINKS, Ledger
 from thinwire.methods import Method, resolve
+from thinwire.methods.base import Run, Step
 from thinwire.plan import Plan, human
 from thinwire.road import Road
 from thinwire.state import State
@@ -29,6 +30,8 @@ def compress(
     *,
     guard: bool = True,
     two_level: bool = False,
+    steps: int | None = None,
+    seed: int = 0,
 ) -> Wire:
     """Exchange ``model``'s gradients with ``method`` from now on.
 
@@ -43,6 +46,9 @@ def compress(
             sync per step). False: such a gradient goes to the optimizer as it is.
         two_level: reduce inside each node first, so that values cross the slow links once per node (several ranks per
             node; needs torchrun's LOCAL_WORLD_SIZE).
+        steps: optimizer steps of the whole run: what a method's start or warm-up, given as a share of the run, is a
+            share of; and what a start beyond the end of the run is told by.
+        seed: of every random stream that a method draws from.
 
     Raises:
         ThinwireError: for everything that cannot be carried, by name, with the alternative.
@@ -54,20 +60,18 @@ def compress(
         raise ThinwireError(f"the optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     ledger = Ledger()
     engine = _engine(model, method, ledger, two_level)
-    _warm_up(method, next(model.parameters()).device)
-    return Wire(engine, optimizer, method, ledger, guard)
-
-
-def _warm_up(method: Method, device: torch.device) -> None:
-    """Compile the codec's kernels now, on one row, rather than in the first step while the other ranks wait."""
-    if method.codec is None or device.type == "meta":
-        return
-    codec = method.codec
-    values = torch.zeros((1, codec.group), device=device)
-    wire = torch.zeros((1, codec.wire_numel(codec.group)), dtype=codec.wire_dtype, device=device)
-    codec.encode(values, wire)
-    codec.decode(wire, values)
-    codec.decode_sum(wire, values[0])
+    parameters = {parameter.name: parameter for parameter in engine.parameters.values()}
+    try:
+        if steps is not None and steps < 1:
+            raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {steps}")
+        method.begin(Run(parameters, engine.exchange, steps, seed))
+        device = next(model.parameters()).device
+        if device.type != "meta":
+            method.warm_up(device)
+        return Wire(engine, optimizer, method, ledger, guard)
+    except ThinwireError:
+        engine.close()
+        raise
 
 
 def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool) -> DDP | FSDP2:
@@ -127,8 +131,20 @@ class Wire:
         self._road = Road(method, self.plan, engine.exchange, self._guard, ledger)
         self._device = next(iter(engine.model.parameters())).device
         self._warned = False
+        self._clip_factor: Tensor | None = None
         self._check_optimizer(optimizer)
-        self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+        names = {key: parameter.name for key, parameter in engine.parameters.items()}
+        self._weights = {
+            names[id(weight)]: weight
+            for group in optimizer.param_groups
+            for weight in group["params"]
+            if id(weight) in names
+        }
+        self._step: Step | None = None
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        )
         engine.attach(self._road)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -155,7 +171,9 @@ class Wire:
         """
         parameters = [parameter for parameter in self.engine.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self._clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """All ranks agree whether the step counts, before the optimizer or any state changes."""
@@ -165,7 +183,8 @@ class Wire:
         finite = self._guard.agree(self._device)
         if finite:
             self._state.commit()
-            self.method.before_step(optimizer)
+            self._step = Step(self.step, optimizer, self._weights, self._clip_factor)
+            self.method.before_step(self._step)
         else:
             self._state.rollback()
             self.skipped += 1
@@ -173,7 +192,20 @@ class Wire:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        self.ledger.close_step(skipped=not finite)
+        self._clip_factor = None
+        if not finite:
+            self._end_step(skipped=True)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """The optimizer has moved: the method may look at what it did."""
+        if self._step is not None:
+            self.method.after_step(self._step)
+            self._state.commit()
+            self._step = None
+            self._end_step(skipped=False)
+
+    def _end_step(self, *, skipped: bool) -> None:
+        self.ledger.close_step(skipped=skipped)
         self._road.step += 1
 
     def report(self) -> Report:
@@ -182,11 +214,11 @@ class Wire:
 
     def stats(self) -> dict:
         """The same as a dict: steps, skipped, wire_bytes_per_step {link: B}, dense_bytes_per_step, encode_ms, ..."""
-        return self.ledger.stats()
+        return {**self.ledger.stats(), "method": self.method.facts()}
 
     def last_step(self) -> dict:
         """As ``stats``, of the last optimizer step alone."""
-        return self.ledger.stats([self.ledger.last])
+        return {**self.ledger.stats([self.ledger.last]), "method": self.method.facts()}
 
     def reset_stats(self) -> None:
         """Start ``stats`` anew."""
@@ -204,7 +236,8 @@ class Wire:
 
     def close(self) -> None:
         """End the worker thread. The model must not train afterwards."""
-        self._step_hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self.engine.close()
 
 
@@ -232,6 +265,8 @@ class Report:
         table.add_row("share of dense", f"{sent / dense:.1%}" if dense else "-")
         for kind in KINDS:
             table.add_row(kind, f"{stats[f'{kind}_ms']:.2f} ms")
+        for name, value in stats["method"].items():
+            table.add_row(name, f"{value:.4g}")
         table.add_row("skipped steps (not finite)", str(stats["skipped"]))
         table.add_row("state held", human(self.memory))
         out = io.StringIO()

@@ -24,7 +24,7 @@ def names() -> list[str]:
 
 
 def resolve(method: Method | str) -> Method:
-    """A method from its name, with or without knobs: ``"int8"``, ``"int8(group=64, error_feedback=True)"``.
+    """A method from its name: ``"int8"``, ``"int8(group=64, error_feedback=True)"``, ``"radius:paper(density=0.4)"``.
 
     Raises:
         ThinwireError: the name or a knob is unknown, or a knob's value is not one.
@@ -34,6 +34,7 @@ def resolve(method: Method | str) -> Method:
     if not isinstance(method, str):
         raise ThinwireError(f"a method is a thinwire method or its name, got {type(method).__name__}")
     name, _, knobs = method.strip().partition("(")
+    name, _, preset = name.partition(":")
     table = {cls.name: cls for cls in TABLE}
     cls = table.get(name.strip().lower().replace("_", "-"))
     if cls is None:
@@ -45,6 +46,11 @@ def resolve(method: Method | str) -> Method:
         values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError):
         raise ThinwireError(f"cannot read '{method}'; write {cls.name}(knob=value, ...)") from None
+    if preset:
+        if preset.strip() not in cls.PRESETS:
+            known_presets = ", ".join(f"{cls.name}:{known}" for known in cls.PRESETS) or "none"
+            raise ThinwireError(f"{cls.name} has no preset '{preset.strip()}'; there are: {known_presets}")
+        values = {**cls.PRESETS[preset.strip()], **values}
     known = [field.name for field in fields(cls)]
     for knob in values:
         if knob not in known:
@@ -62,4 +68,6 @@ def main(argv: list[str]) -> int:
     for cls in TABLE:
         knobs = ", ".join(f"{field.name}={field.default!r}" for field in fields(cls))
         print(f"{cls.name:<12}{(getdoc(cls) or '').splitlines()[0]}\n{'':<12}knobs: {knobs}")
+        for preset, values in cls.PRESETS.items():
+            print(f"{'':<12}{cls.name}:{preset}: {', '.join(f'{knob}={value!r}' for knob, value in values.items())}")
     return 0

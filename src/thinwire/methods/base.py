@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.bucket import Bucket
+from thinwire.bucket import Bucket, padded
 from thinwire.codecs.base import Codec
 from thinwire.collectives import Exchange
 from thinwire.comm import Comm
@@ -40,6 +41,36 @@ class Parameter:
     local: int
 
 
+@dataclass(frozen=True)
+class Run:
+    """What ``compress()`` tells a method once.
+
+    Attributes:
+        parameters: the trainable parameters by name. exchange: the topology that ``reduce`` will be handed.
+        steps: optimizer steps of the whole run, or None if the user did not say. seed: of every random stream.
+    """
+
+    parameters: Mapping[str, Parameter]
+    exchange: Exchange
+    steps: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step that counts, as ``before_step`` and ``after_step`` see it.
+
+    Attributes:
+        number: optimizer steps before this one. weights: the optimizer's parameters by name (DTensors on FSDP2).
+        clip_factor: what ``clip_grad_norm_`` multiplied the averaged gradients with, 0-dim; None if it was not called.
+    """
+
+    number: int
+    optimizer: torch.optim.Optimizer
+    weights: Mapping[str, Tensor]
+    clip_factor: Tensor | None = None
+
+
 @dataclass
 class Method:
     """One way to exchange gradients (and weights). This base class is the dense baseline.
@@ -48,7 +79,7 @@ class Method:
     written once for DDP, FSDP2 and HSDP. Three touch points:
 
     * ``reduce(bucket, exchange)``: gradients. Compensate, choose a codec, exchange.
-    * ``before_step(optimizer)``: once per optimizer step, after all gradients are in and found finite.
+    * ``before_step(step)`` and ``after_step(step)``: around each optimizer step whose gradients were finite.
     * ``gather(out, shard, comm)``: weights, where the engine shards them.
 
     What it remembers between steps goes to ``self.state``, which forgets a step that turned out not to be finite.
@@ -65,6 +96,8 @@ class Method:
     engines: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2", "hsdp")
     rank_equal: ClassVar[bool] = True
     """All ranks hold the same weights afterwards. Only a run that does not communicate says no."""
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Named settings: ``"radius:paper"`` on the command line, further knobs in parentheses behind it."""
 
     dense: tuple[str, ...] = ()
     send: tuple[str, ...] = ()
@@ -74,11 +107,26 @@ class Method:
             if isinstance(getattr(self, knob), str):
                 setattr(self, knob, (getattr(self, knob),))
         self.state: State | None = None
+        self.run: Run | None = None
         self.codec: Codec | None = self.make_codec()
 
     def make_codec(self) -> Codec | None:
         """The codec of the compressed parameters; None: nothing is encoded."""
         return None
+
+    def begin(self, run: Run) -> None:
+        """Called once by ``compress()``, before the plan is made. Raises ThinwireError for what cannot be done."""
+        self.run = run
+
+    def warm_up(self, device: torch.device) -> None:
+        """Compile kernels now, on a little data, rather than in the first step while the other ranks wait."""
+        if self.codec is None:
+            return
+        values = torch.zeros((1, self.codec.group), device=device)
+        wire = torch.zeros((1, self.codec.wire_numel(self.codec.group)), dtype=self.codec.wire_dtype, device=device)
+        self.codec.encode(values, wire)
+        self.codec.decode(wire, values)
+        self.codec.decode_sum(wire, values[0])
 
     @property
     def granule(self) -> int:
@@ -111,8 +159,26 @@ class Method:
         """Write the mean over ranks of ``bucket.rows`` to ``bucket.mean``."""
         exchange.mean(bucket, self.codec, on_wire=self.on_wire)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
+        """Gradient bytes that one rank sends per step for a compressed ``parameter``, in the method's steady state."""
+        rows = exchange.bucket_rows(self.on_wire)
+        columns = columns_of(parameter, exchange, rows)
+        if self.codec is None:
+            row_bytes = columns * parameter.dtype.itemsize
+            return exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=self.on_wire)
+        columns = padded(columns, self.codec.group)
+        row_bytes, linear = self.codec.wire_bytes(columns), self.codec.linear
+        return exchange.sent_bytes(row_bytes, 4 * columns, rows, on_wire=self.on_wire, linear=linear)
+
+    def before_step(self, step: Step) -> None:
         """Called once per optimizer step, when its gradients are known to be finite, before the step is taken."""
+
+    def after_step(self, step: Step) -> None:
+        """Called when that step has been taken. What it puts into the state is kept at once."""
+
+    def facts(self) -> dict[str, float]:
+        """Figures of the method's own for the report, by what they are called there."""
+        return {}
 
     def gather(self, out: Tensor, shard: Tensor, comm: Comm, *, async_op: bool = False) -> dist.Work | None:
         """``out`` (N * n,) = everybody's ``shard`` (n,) of the weights: the base class sends them as they are."""
@@ -121,6 +187,11 @@ class Method:
     def __str__(self) -> str:
         changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+def columns_of(parameter: Parameter, exchange: Exchange, rows: int) -> int:
+    """Values of ``parameter`` in one of a bucket's ``rows`` rows, before padding."""
+    return parameter.local if exchange.owner else -(-parameter.local // rows)
 
 
 def exempt_small(parameter: Parameter, smallest: int) -> str | None:

@@ -192,7 +192,15 @@ def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
     optimizer = adamw(model, config)
     if config.engine == "ddp":
         settle_buckets(model, train_windows, config, ranks, cast)
-    wire = compress(model, optimizer, config.method, guard=config.guard, two_level=config.two_level)
+    wire = compress(
+        model,
+        optimizer,
+        config.method,
+        guard=config.guard,
+        two_level=config.two_level,
+        steps=config.steps,
+        seed=config.seed,
+    )
     runner: Any = torch.compile(model) if config.compile else model
     if resumed:
         checkpoint.load(resumed[0], model=model, optimizer=optimizer, wire=wire, rank=comm.rank)
