@@ -74,7 +74,7 @@ class Bucket:
         mean: where the exchange writes the result: ``rows`` itself if every rank needs all of it, (1, n) if this rank
             owns one row.
         segments: the parameters, in the engine's order.
-        step: number of the optimizer step, for random streams.
+        step: optimizer steps taken before this one, for random streams.
     """
 
     def __init__(

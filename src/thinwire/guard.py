@@ -39,6 +39,10 @@ class Guard:
         """Has anything been observed since the last :meth:`agree`?"""
         return self._total is not None
 
+    def forget(self) -> None:
+        """Drop what was observed: the step that it belongs to was never taken."""
+        self._total = None
+
     def observe_missing(self, gradients: Iterable[Tensor | None]) -> None:
         """Where the engine never called us (one rank, shard size 1): look at the gradients themselves."""
         if not self.observed:

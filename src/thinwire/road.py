@@ -25,7 +25,11 @@ from thinwire.plan import Plan
 
 @dataclass
 class Road:
-    """Everything that an engine needs to send a buffer, and nothing of the engine."""
+    """Everything that an engine needs to send a buffer, and nothing of the engine.
+
+    Attributes:
+        step: optimizer steps taken so far; skipped ones do not count.
+    """
 
     method: Method
     plan: Plan

@@ -158,10 +158,18 @@ class Wire:
     @property
     def step(self) -> int:
         """Optimizer steps taken or skipped so far."""
-        return self._road.step
+        return self._road.step + self.skipped
 
     def accumulate(self, *, last: bool = True) -> AbstractContextManager[None]:
-        """Wrap forward and backward of a micro-batch: gradients are exchanged only in the ``last`` of a step."""
+        """Wrap forward and backward of a micro-batch: gradients are exchanged only in the ``last`` of a step.
+
+        Gradients that were exchanged but never given to ``optimizer.step()`` (a GradScaler skips a step in this way)
+        count as a skipped step: the next ``last`` starts from the state before them.
+        """
+        if last and self._guard.observed:
+            self._guard.forget()
+            self._state.rollback()
+            self._end_step(skipped=True)
         return self.engine.accumulate(last)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -183,11 +191,10 @@ class Wire:
         finite = self._guard.agree(self._device)
         if finite:
             self._state.commit()
-            self._step = Step(self.step, optimizer, self._weights, self._clip_factor)
+            self._step = Step(self._road.step, optimizer, self._weights, self._clip_factor)
             self.method.before_step(self._step)
         else:
             self._state.rollback()
-            self.skipped += 1
             # An optimizer leaves a parameter without gradient, and its moments and step count, as they are.
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -205,8 +212,12 @@ class Wire:
             self._end_step(skipped=False)
 
     def _end_step(self, *, skipped: bool) -> None:
+        """A skipped step does not move the methods' clock: it is as if it had not happened."""
         self.ledger.close_step(skipped=skipped)
-        self._road.step += 1
+        if skipped:
+            self.skipped += 1
+        else:
+            self._road.step += 1
 
     def report(self) -> Report:
         """Bytes by link (mean) and time by stage (median) per step since the last ``reset_stats``; ``print`` it."""
@@ -225,13 +236,14 @@ class Wire:
         self.ledger.reset()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What this rank has to keep for the method: ``kind/parameter`` -> tensor, and the step. Differs by rank."""
-        return {"step": torch.tensor(self.step), **self._state.state_dict()}
+        """What this rank has to keep for the method: ``kind/parameter`` -> tensor, and the steps. Differs by rank."""
+        counts = {"step": torch.tensor(self._road.step), "skipped": torch.tensor(self.skipped)}
+        return {**counts, **self._state.state_dict()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from ``state_dict()`` of the same rank, with the same method and world size."""
         rest = dict(state)
-        self._road.step = int(rest.pop("step"))
+        self._road.step, self.skipped = int(rest.pop("step")), int(rest.pop("skipped"))
         self._state.load_state_dict({name: values.to(self._device) for name, values in rest.items()})
 
     def close(self) -> None:

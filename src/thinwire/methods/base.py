@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from thinwire.bucket import Bucket, padded
 from thinwire.codecs.base import Codec
@@ -61,7 +62,7 @@ class Step:
     """One optimizer step that counts, as ``before_step`` and ``after_step`` see it.
 
     Attributes:
-        number: optimizer steps before this one. weights: the optimizer's parameters by name (DTensors on FSDP2).
+        number: optimizer steps taken before this one. weights: the optimizer's parameters by name (DTensors on FSDP2).
         clip_factor: what ``clip_grad_norm_`` multiplied the averaged gradients with, 0-dim; None if it was not called.
     """
 
@@ -192,6 +193,27 @@ class Method:
 def columns_of(parameter: Parameter, exchange: Exchange, rows: int) -> int:
     """Values of ``parameter`` in one of a bucket's ``rows`` rows, before padding."""
     return parameter.local if exchange.owner else -(-parameter.local // rows)
+
+
+def local(weight: Tensor) -> Tensor:
+    """This rank's part of a parameter or of its moments: itself, or a DTensor's shard."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def first_step(method: str, knob: str, value: float, steps: int | None) -> int:
+    """The optimizer step that ``value`` means: a share of the run's ``steps`` below 1, a number of steps from 1 on.
+
+    Raises:
+        ThinwireError: the share of an unknown number of steps; a step beyond the end of the run.
+    """
+    if value < 0 or (value >= 1 and value != int(value)):
+        raise ThinwireError(f"{method}: {knob} is a share of the run below 1 or a whole number of steps, got {value}")
+    if 0 < value < 1 and steps is None:
+        raise ThinwireError(f"{method}: {knob}={value} is a share of the run: pass compress(..., steps=) or whole steps")
+    first = int(value) if value == 0 or value >= 1 else round(value * (steps or 0))
+    if steps is not None and first >= steps:
+        raise ThinwireError(f"{method}: {knob}={value} lies beyond the end of the run of {steps} steps")
+    return first
 
 
 def exempt_small(parameter: Parameter, smallest: int) -> str | None:

@@ -1,0 +1,143 @@
+"""Validation loss of each method against dense, with the same data, seeds and steps: the table of docs/training.md.
+
+    python benchmarks/training.py --corpus peps-train.txt.xz --valid peps-valid.txt.xz --out runs/training
+    python benchmarks/training.py ... --only "radius:paper-d0.5(smallest=16384)" --seeds 0
+
+Every run is a ``thinwire train`` of its own; a run that is there already is not repeated, so the table can be made in
+pieces, and --table prints it without training. On a GPU: --preset gpt-125m --steps 5000 --batch-size 16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+METHODS = {
+    "dense": "dense",
+    "bf16": "bf16",
+    "int8, error feedback": "int8(smallest={small},error_feedback=True)",
+    "Radius d=0.5, T=200 (paper)": "radius:paper-d0.5",
+    "Radius d=0.4, T=200 (paper)": "radius:paper",
+    "Radius d=0.1, T=200 (paper)": "radius:paper-d0.1",
+    "SEPARATE 16x, cyclic SRHT (ours)": "separate(ratio=16,smallest={small})",
+    "SEPARATE 16x (paper)": "separate:paper(smallest={small})",
+    "TAGC 10x (ours)": "tagc(smallest={small})",
+    "TAGC 10x (paper)": "tagc:paper(smallest={small})",
+    "TAGC, shared mask": "tagc(mask='shared',smallest={small})",
+    "PowerSGD rank 4": "powersgd(rank=4,smallest={small})",
+    "top-k d=0.05, error feedback": "topk(density=0.05,smallest={small})",
+    "top-k d=0.01, error feedback": "topk(density=0.01,smallest={small})",
+}
+
+
+def run(label: str, method: str, seed: int, args: argparse.Namespace) -> None:
+    out = directory(label, seed, args)
+    if (out / "summary.json").exists():
+        return
+    command = [
+        sys.executable, "-m", "thinwire", "train", "--method", method, "--engine", args.engine, "--preset", args.preset,
+        "--steps", str(args.steps), "--seed", str(seed), "--ranks", str(args.ranks), "--seq-len", str(args.seq_len),
+        "--batch-size", str(args.batch_size), "--corpus", args.corpus, "--valid", args.valid, "--out", str(out),
+        "--eval-every", str(max(args.steps // 8, 1)), "--eval-sequences", "256", "--lr", str(args.lr),
+    ]  # fmt: skip
+    print(" ".join(command[2:]), flush=True)
+    log = out.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as stream:
+        done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        print(f"{label}, seed {seed}: exit status {done.returncode}, see {log}", flush=True)
+
+
+def directory(label: str, seed: int, args: argparse.Namespace) -> Path:
+    name = re.sub(r"[^A-Za-z0-9.=]+", "-", label).strip("-")
+    return Path(args.out) / args.engine / f"{name}-seed{seed}"
+
+
+def table(args: argparse.Namespace, methods: dict[str, str]) -> str:
+    found: dict[str, list[dict]] = {}
+    for label in methods:
+        for seed in args.seeds:
+            file = directory(label, seed, args) / "summary.json"
+            if file.exists():
+                found.setdefault(label, []).append({"seed": seed, **json.loads(file.read_text())})
+    dense = {run["seed"]: run["valid_loss"] for run in found.get("dense", [])}
+    lines = [
+        "| method | validation loss (by seed) | gap to dense | sent per step | share of dense | skipped |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for label, runs in found.items():
+        losses = ", ".join(f"{run['valid_loss']:.4f}" for run in runs)
+        gaps = [run["valid_loss"] / dense[run["seed"]] - 1 for run in runs if run["seed"] in dense]
+        gap = f"{statistics.mean(gaps):+.2%}" if gaps else "-"
+        sent = statistics.mean(sum(run["wire_bytes_per_step"].values()) for run in runs)
+        share = sent / statistics.mean(run["dense_bytes_per_step"] for run in runs)
+        skipped = sum(run["skipped_steps"] for run in runs)
+        lines.append(f"| {label} | {losses} | {gap} | {sent / 1e6:.2f} MB | {share:.1%} | {skipped} |")
+    return "\n".join(lines)
+
+
+def draw(args: argparse.Namespace, methods: dict[str, str]) -> None:
+    """Loss curves of the first seed, and their distance from dense."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curves = {}
+    for label in methods:
+        file = directory(label, args.seeds[0], args) / "metrics.jsonl"
+        if file.exists() and (file.parent / "summary.json").exists():
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+            curves[label] = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
+    if "dense" not in curves:
+        return
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5))
+    for label, curve in curves.items():
+        steps = [step for step in curve if step in curves["dense"] and step > 0]
+        left.plot(steps, [curve[step] for step in steps], label=label, marker=".")
+        gaps = [100 * (curve[step] / curves["dense"][step] - 1) for step in steps]
+        right.plot(steps, gaps, label=label, marker=".")
+    left.set(xlabel="optimizer steps", ylabel="validation loss, nats per byte", title="validation loss")
+    right.set(xlabel="optimizer steps", ylabel="above dense, %", title="gap to dense at the same step")
+    right.axhline(0, color="black", linewidth=0.8)
+    right.set_ylim(-2, 20)
+    left.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(Path(args.out) / f"training-{args.engine}.png", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", required=True)
+    parser.add_argument("--valid", required=True)
+    parser.add_argument("--out", default="runs/training")
+    parser.add_argument("--only", nargs="*", help="labels of the table, or methods as thinwire takes them")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
+    parser.add_argument("--engine", default="ddp")
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--smallest", type=int, default=16384, help="elements below which a tensor stays dense")
+    parser.add_argument("--table", action="store_true", help="print the table of what is there")
+    args = parser.parse_args()
+    chosen = {label: METHODS.get(label, label) for label in args.only} if args.only else METHODS
+    methods = {label: method.format(small=args.smallest) for label, method in chosen.items()}
+    if not args.table:
+        for seed in args.seeds:
+            for label, method in methods.items():
+                run(label, method, seed, args)
+    print(table(args, methods))
+    draw(args, methods)
+
+
+if __name__ == "__main__":
+    main()
