@@ -9,12 +9,13 @@ from inspect import getdoc
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Lossy, Method, Parameter
 from thinwire.methods.baselines import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, NoExchange
+from thinwire.methods.radius import Radius
 
-TABLE: tuple[type[Method], ...] = (Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, NoExchange)
+TABLE: tuple[type[Method], ...] = (Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, NoExchange)
 
 __all__ = [
     "TABLE", "Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Lossy", "Method", "NoExchange", "Parameter",
-    "names", "resolve",
+    "Radius", "names", "resolve",
 ]  # fmt: skip
 
 

@@ -209,7 +209,7 @@ def first_step(method: str, knob: str, value: float, steps: int | None) -> int:
     if value < 0 or (value >= 1 and value != int(value)):
         raise ThinwireError(f"{method}: {knob} is a share of the run below 1 or a whole number of steps, got {value}")
     if 0 < value < 1 and steps is None:
-        raise ThinwireError(f"{method}: {knob}={value} is a share of the run: pass compress(..., steps=) or whole steps")
+        raise ThinwireError(f"{method}: {knob}={value} is a share of the run: compress() needs steps=")
     first = int(value) if value == 0 or value >= 1 else round(value * (steps or 0))
     if steps is not None and first >= steps:
         raise ThinwireError(f"{method}: {knob}={value} lies beyond the end of the run of {steps} steps")

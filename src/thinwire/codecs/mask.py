@@ -1,0 +1,143 @@
+"""Codecs that send some of the values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec
+from thinwire.errors import ThinwireError
+from thinwire.ops import mask
+
+
+class Masked(Codec):
+    """The values at a mask that all ranks share; no positions travel. Linear: the network may sum the wire.
+
+    Attributes:
+        words: (R, n / 64) int64, the mask of a bucket's rows, every row with ``k`` bits set; may be written to.
+        k: values per row.
+        owner_row: where each rank keeps one row of the result: the row whose mask a wire of one row is decoded with.
+        residual: (read, write), both (R, n): with it, h = rows + read is encoded and what is off the mask goes to
+            write, in the same pass. They may be the same tensor. None: the rows are encoded as they are.
+    """
+
+    linear = True
+    group = mask.WORD
+
+    def __init__(
+        self, words: Tensor, k: int, *, owner_row: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """``dtype`` of the wire: float32, or bfloat16 for half the bytes and 8 significant bits."""
+        super().__init__()
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ThinwireError(f"values at a mask travel in float32 or bfloat16, not in {dtype}")
+        self.words, self.k, self.owner_row, self.wire_dtype = words, k, owner_row, dtype
+        self.residual: tuple[Tensor, Tensor] | None = None
+
+    def wire_numel(self, n: int) -> int:
+        return self.k
+
+    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
+        self._check_encode(rows, out)
+        old, new = (None, None) if self.residual is None else self.residual
+        if out.dtype == torch.float32:
+            return mask.gather_keep(rows, old, self.words, out, new)
+        payload = self._payload(len(out), out.device)
+        return out.copy_(mask.gather_keep(rows, old, self.words, payload, new))
+
+    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
+        self._check_decode(wire, out)
+        words = self.words
+        if len(wire) < len(words) and self.owner_row is not None:
+            words = words[self.owner_row : self.owner_row + 1]
+        if wire.dtype != torch.float32:
+            wire = self._payload(len(wire), wire.device).copy_(wire)
+        return mask.scatter(wire, words, out)
+
+    def _payload(self, rows: int, device: torch.device) -> Tensor:
+        key = (rows, device)
+        if key not in self._scratch:
+            self._scratch[key] = torch.empty((rows, self.k), dtype=torch.float32, device=device)
+        return self._scratch[key]
+
+
+class TopK(Codec):
+    """Each rank's own largest values with their positions: ``k`` of every segment of a row, exactly.
+
+    The wire of a row is the positions, then the values in fp32. Positions are mask bits (n / 8 bytes) or a list of
+    int32 (4 k bytes), whichever is smaller, so that only sizes decide. Not linear: ranks choose different positions.
+    """
+
+    linear = False
+    wire_dtype = torch.uint8
+    group = mask.WORD
+
+    def __init__(self, segments: Sequence[tuple[int, int, int]]) -> None:
+        """``segments``: (start, width, k) of the row's columns, start and width multiples of 64."""
+        super().__init__()
+        self.segments = tuple(segments)
+        for start, width, k in self.segments:
+            if start % mask.WORD or width % mask.WORD or not 0 <= k <= width:
+                raise ThinwireError(f"top-k: {k} values of columns {start} to {start + width}: not multiples of 64")
+        self.k = sum(k for _, _, k in self.segments)
+        self._words: dict[object, Tensor] = {}
+
+    def listed(self, n: int) -> bool:
+        """Are positions sent as a list, rather than as bits?"""
+        return 4 * self.k < n // 8
+
+    def _head(self, n: int) -> int:
+        """Bytes of positions."""
+        return 4 * self.k if self.listed(n) else n // 8
+
+    def wire_numel(self, n: int) -> int:
+        return -(-(self._head(n) + 4 * self.k) // 8) * 8
+
+    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
+        self._check_encode(rows, out)
+        n, words = rows.shape[1], self._mask(rows)
+        for start, width, k in self.segments:
+            first, last = start // mask.WORD, (start + width) // mask.WORD
+            mask.topk_mask(rows[:, start : start + width], k, words[:, first:last])
+        positions, values = self._split(out, n)
+        if self.listed(n):
+            mask.indices(words, positions)
+        else:
+            positions.copy_(words)
+        mask.gather_keep(rows, None, words, values, None)
+        return out
+
+    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
+        self._check_decode(wire, out)
+        words, values = self._open(wire, out)
+        return mask.scatter(values, words, out)
+
+    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
+        self._check_sum(wire, out)
+        words, values = self._open(wire, out)
+        return mask.scatter_add(values, words, out, scale)
+
+    def _open(self, wire: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Mask words and values of a received wire."""
+        n = out.shape[-1]
+        positions, values = self._split(wire, n)
+        if self.listed(n):
+            return mask.from_indices(positions, self._mask(wire, n)), values
+        return positions, values
+
+    def _mask(self, rows: Tensor, n: int | None = None) -> Tensor:
+        shape = (len(rows), (rows.shape[1] if n is None else n) // mask.WORD)
+        key = (shape, rows.device)
+        if key not in self._words:
+            self._words[key] = torch.zeros(shape, dtype=torch.int64, device=rows.device)
+        return self._words[key]
+
+    def _split(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Positions, (R, k) int32 or (R, n / 64) int64, and values (R, k) float32: views of ``wire``."""
+        if len(wire) == 1:  # a row of one has any stride, and view() to a wider dtype looks at it
+            wire = wire.as_strided(wire.shape, (wire.shape[1], 1))
+        head = self._head(n)
+        positions = wire[:, :head].view(torch.int32 if self.listed(n) else torch.int64)
+        return positions, wire[:, head : head + 4 * self.k].view(torch.float32)

@@ -1,0 +1,224 @@
+"""Radius: reuse one top-k mask for T steps (Zheng et al., MLSys 2025).
+
+Alg. 1 as printed, for each tensor, on rank n:
+
+    t < threshold        G = mean_n G_n                                              (l. 3-5)
+    resample step        G_n += residual;  residual = 0;  G = mean_n G_n             (l. 7-11)
+    other steps          G[idx] = mean_n G_n[idx]: values only, no indices travel    (l. 13-15)
+                         residual += G_n outside idx;  G = 0 outside idx             (l. 16-17)
+    then                 clip G; u = AdamW's direction of G (Alg. 2)                 (l. 20-21)
+    resample step        idx = top-k of |u|                                          (l. 22-24)
+
+Where ours differs. The paper resamples when t % T == 0; ours at the first step at or after ``start`` and then every T
+steps, so that no step of the sparse phase is without a mask. The paper's own AdamW computes u inside Alg. 1; ours reads
+it from the user's optimizer after its step (Adam's moments hold it), and from the change of the weights for any other.
+With the weights sharded (FSDP2) an owner knows the direction of its own rows only: top-k is taken per shard, and the
+masks are all-gathered as bits. The authors' code does not save its mask and residual; ours are state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.bucket import Bucket, padded
+from thinwire.codecs.mask import Masked
+from thinwire.collectives import Exchange
+from thinwire.errors import ThinwireError
+from thinwire.methods.base import SMALL, Method, Parameter, Run, Step, columns_of, exempt_small, first_step, local
+from thinwire.ops import mask as masks
+
+WORD = 64  # mask bits per int64
+
+_PAPER = {"start": 0.15, "T": 200, "send": ("*",), "dense": ("*bias",)}  # the authors exempt biases only
+
+
+@dataclass
+class Radius(Method):
+    """Values at one top-k mask, which is resampled every T steps; the rest waits in a residual (MLSys 2025).
+
+    Args:
+        density: share of each tensor's values that is sent between resamples (the paper's d; its abstract calls
+            density 0.4 "40% sparsity"). Lower => fewer bytes, more of the gradient waits.
+        T: steps for which a mask is used; each T-th step is dense (higher => fewer bytes, staler mask and residual;
+            the paper found T = 10 worse than 200).
+        start: where the sparse phase begins: a share of the run below 1, or a number of optimizer steps. Earlier =>
+            fewer bytes; the paper needs 15-20% of the run, since masks are not stable before.
+        residual_scale: share of the residual that a resample step sends, in (0, 1]; the rest stays in the residual.
+            1 is the paper's: T steps' worth of gradient at once, most of which clipping then removes (see "clip factor
+            at the last resample" in the report). Lower => smaller bursts, longer delay.
+        smallest: elements below which a tensor stays dense.
+    """
+
+    name: ClassVar[str] = "radius"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {**_PAPER, "density": 0.4},
+        "paper-d0.5": {**_PAPER, "density": 0.5},
+        "paper-d0.1": {**_PAPER, "density": 0.1},
+    }
+
+    density: float = 0.4
+    T: int = 200
+    start: float = 0.15
+    residual_scale: float = 1.0
+    smallest: int = SMALL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.density <= 1:
+            raise ThinwireError(f"radius: density is the share of values sent, above 0 and up to 1, got {self.density}")
+        if not isinstance(self.T, int) or self.T < 1:
+            raise ThinwireError(f"radius: T is a number of steps, 1 or more, got {self.T}")
+        if not 0 < self.residual_scale <= 1:
+            raise ThinwireError(f"radius: residual_scale is a share, above 0 and up to 1, got {self.residual_scale}")
+        self._codecs: dict[object, Masked] = {}
+        self._parts: dict[object, tuple[Tensor | None, ...]] = {}  # the masks that a codec was put together from
+        self._before: dict[str, Tensor] = {}
+
+    @property
+    def granule(self) -> int:
+        return WORD
+
+    @property
+    def native(self) -> bool:
+        return False
+
+    @property
+    def keeps_state(self) -> bool:
+        return True
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self._threshold = first_step(self.name, "start", self.start, run.steps)
+
+    def warm_up(self, device: torch.device) -> None:
+        values, words = torch.ones((1, WORD), device=device), torch.zeros((1, 1), dtype=torch.int64, device=device)
+        masks.topk_mask(values, 1, words)
+        payload = torch.empty((1, 1), device=device)
+        masks.gather_keep(values, values, words, payload, values)
+        masks.scatter(payload, words, values)
+
+    def policy(self, parameter: Parameter) -> str | None:
+        return exempt_small(parameter, self.smallest)
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        assert self.state is not None
+        if bucket.step < self._threshold:  # l. 3
+            exchange.mean(bucket)
+            return
+        old = self.state.read("residual", bucket)
+        new = self.state.write("residual", bucket)
+        if self._resamples(bucket.step):  # l. 7
+            bucket.rows.add_(old, alpha=self.residual_scale)  # l. 8
+            torch.mul(old, 1 - self.residual_scale, out=new)  # l. 10
+            exchange.mean(bucket)  # l. 9
+        else:  # l. 13-17
+            codec = self._codec(bucket, exchange)
+            codec.residual = (old, new)
+            exchange.mean(bucket, codec)
+
+    def after_step(self, step: Step) -> None:
+        """At a resample step: the mask of the next T steps, from the direction that the optimizer took (l. 21-24)."""
+        assert self.state is not None
+        if not self._resamples(step.number):
+            return
+        for name, weight in step.weights.items():
+            if self._is_sent(name):
+                self.state.put("mask", name, self._mask(name, self._direction(step, name, weight)))
+        self._before.clear()
+        self.state.put("resampled", "", torch.tensor(step.number))
+        if step.clip_factor is not None:
+            self.state.put("clip", "", step.clip_factor)
+
+    def before_step(self, step: Step) -> None:
+        """An optimizer that is not AdamW shows its direction by the change it makes."""
+        if self._resamples(step.number) and not isinstance(step.optimizer, torch.optim.AdamW):
+            self._before = {
+                name: local(weight).detach().clone() for name, weight in step.weights.items() if self._is_sent(name)
+            }
+
+    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
+        """Mean over T steps: T - 1 of values at the mask, one dense; where weights are sharded, one of masks."""
+        rows = exchange.bucket_rows(True)
+        columns = columns_of(parameter, exchange, rows)
+        sparse = exchange.sent_bytes(4 * self._k(columns), 4 * columns, rows, on_wire=True)
+        width = padded(columns, WORD)
+        resample = exchange.sent_bytes(4 * width, 4 * width, rows, on_wire=True) + exchange.share_bytes(width // 8)
+        return ((self.T - 1) * sparse + resample) / self.T
+
+    def facts(self) -> dict[str, float]:
+        assert self.state is not None
+        found = {}
+        if (last := self.state.get("resampled", "")) is not None:
+            found["last resample, step"] = float(last)
+        if (clip := self.state.get("clip", "")) is not None:
+            found["clip factor at the last resample"] = float(clip)
+        return found
+
+    def _k(self, columns: int) -> int:
+        return max(int(self.density * columns), 1)
+
+    def _is_sent(self, name: str) -> bool:
+        assert self.run is not None
+        return self.keep_dense(self.run.parameters[name]) is None
+
+    def _resamples(self, number: int) -> bool:
+        """A resample step that was skipped, because a gradient was not finite, is due again at the next."""
+        assert self.state is not None
+        if number < self._threshold:
+            return False
+        last = self.state.get("resampled", "")
+        return last is None or number - int(last) >= self.T
+
+    def _direction(self, step: Step, name: str, weight: Tensor) -> Tensor:
+        """u (local values, 1-D): Alg. 2 l. 5 for AdamW, up to a factor the change of the weight for any other."""
+        now = local(weight).detach()
+        if name in self._before:
+            return (self._before[name] - now).reshape(-1)
+        moments = step.optimizer.state.get(weight, {})
+        if "exp_avg" not in moments:  # never had a gradient
+            return torch.zeros_like(now).reshape(-1)
+        group = next(group for group in step.optimizer.param_groups if any(weight is w for w in group["params"]))
+        beta1, beta2 = group["betas"]
+        t, lr, decay = float(moments["step"]), float(group["lr"]), group["weight_decay"]
+        second = local(moments["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
+        denominator = (second / (1 - beta2**t)).sqrt_().add_(group["eps"])
+        adam = local(moments["exp_avg"]) / (1 - beta1**t) / denominator
+        before = (now + lr * adam) / (1 - lr * decay)  # the paper's w is the one that the gradient was taken at
+        return adam.add_(before, alpha=decay).reshape(-1)
+
+    def _mask(self, name: str, direction: Tensor) -> Tensor:
+        """Mask words (R, width / 64) of the k largest |u| of every row; every rank has all rows."""
+        assert self.run is not None
+        exchange = self.run.exchange
+        rows = exchange.bucket_rows(True)
+        columns = columns_of(self.run.parameters[name], exchange, rows)
+        values = torch.zeros((1, padded(columns, WORD)), device=direction.device)
+        values[0, : direction.numel()].copy_(direction)
+        words = torch.zeros((rows, values.shape[1] // WORD), dtype=torch.int64, device=direction.device)
+        mine = exchange.rank if exchange.owner else 0
+        masks.topk_mask(values, self._k(columns), words[mine : mine + 1])
+        return exchange.share(words)
+
+    def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked:
+        """The bucket's codec, with the masks of its segments side by side, put together once per resample."""
+        assert self.state is not None
+        parts = tuple(self.state.get("mask", segment.name) for segment in bucket.segments)
+        for segment, part in zip(bucket.segments, parts, strict=True):
+            if part is None:
+                raise ThinwireError(f"radius: {segment.name} has no mask: the optimizer does not hold it")
+        codec = self._codecs.get(bucket.key)
+        if codec is None:
+            k = sum(self._k(segment.span) for segment in bucket.segments)
+            words = torch.zeros((len(bucket.rows), bucket.shape[1] // WORD), dtype=torch.int64, device=bucket.device)
+            codec = self._codecs[bucket.key] = Masked(words, k, owner_row=exchange.rank if exchange.owner else None)
+        if any(a is not b for a, b in zip(self._parts.get(bucket.key, (None,) * len(parts)), parts, strict=True)):
+            for segment, part in zip(bucket.segments, parts, strict=True):
+                assert part is not None
+                codec.words[:, segment.start // WORD : (segment.start + segment.width) // WORD].copy_(part)
+            self._parts[bucket.key] = parts
+        return codec

@@ -1,0 +1,100 @@
+"""Masks and what is sent at them: choose, gather with error feedback, scatter, pack.
+
+A mask is int64 words (R, n / 64), n a multiple of 64: bit j of word i of a row stands for element 64 i + j. Values are
+float32. Rows may be apart in memory (any stride in dim 0); each row is contiguous. Payloads hold the values at the
+set bits of each row, in order; the number of set bits is the caller's knowledge, so no shape depends on data.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from thinwire.errors import ThinwireError
+from thinwire.ops.backends import backend
+
+__all__ = ["WORD", "from_indices", "gather_keep", "indices", "pack", "popcount", "scatter", "scatter_add", "topk_mask",
+           "unpack"]  # fmt: skip
+
+WORD = 64
+"""Elements per mask word."""
+
+_backend = backend("thinwire.ops.mask")
+
+
+def _check(values: Tensor, words: Tensor) -> None:
+    if values.shape[-1] != WORD * words.shape[-1]:
+        raise ThinwireError(f"a mask of {words.shape[-1]} words covers {WORD * words.shape[-1]} elements, "
+                            f"the row has {values.shape[-1]}")  # fmt: skip
+
+
+def topk_mask(values: Tensor, k: int, words: Tensor) -> Tensor:
+    """``words`` (R, n / 64) = the ``k`` largest |values| of every row of ``values`` (R, n): exactly k bits.
+
+    Ties go to the lowest index; a NaN is larger than everything. ``k`` of n or more: all bits.
+    """
+    _check(values, words)
+    if k <= 0:
+        return words.zero_()
+    if k >= values.shape[1]:
+        return words.fill_(-1)
+    _backend(values).topk_mask(values, k, words)
+    return words
+
+
+def gather_keep(
+    rows: Tensor, residual: Tensor | None, words: Tensor, payload: Tensor, residual_out: Tensor | None
+) -> Tensor:
+    """h = ``rows`` + ``residual`` (R, n); ``payload`` (R, k) = h at the mask; ``residual_out`` = h off it, 0 on it.
+
+    One pass. ``residual`` None: h = rows. ``residual_out`` None: not kept; it may be ``residual`` itself.
+    """
+    _check(rows, words)
+    if payload.numel() or residual_out is not None:
+        _backend(rows).gather_keep(rows, residual, words, payload, residual_out)
+    return payload
+
+
+def scatter(payload: Tensor, words: Tensor, out: Tensor) -> Tensor:
+    """``out`` (R, n) = ``payload`` (R, k) at the mask, 0 elsewhere. One pass."""
+    _check(out, words)
+    _backend(out).scatter(payload, words, out)
+    return out
+
+
+def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
+    """``out`` (n,) = ``scale`` * the sum over rows of ``payload`` (P, k) expanded at each row's mask, in row order."""
+    _check(out, words)
+    _backend(out).scatter_add(payload, words, out, scale)
+    return out
+
+
+def pack(flags: Tensor, words: Tensor) -> Tensor:
+    """``flags`` (R, n) bool -> ``words`` (R, n / 64)."""
+    _check(flags, words)
+    _backend(flags).pack(flags, words)
+    return words
+
+
+def unpack(words: Tensor, flags: Tensor) -> Tensor:
+    """``words`` (R, n / 64) -> ``flags`` (R, n) bool."""
+    _check(flags, words)
+    _backend(words).unpack(words, flags)
+    return flags
+
+
+def popcount(words: Tensor) -> Tensor:
+    """Set bits of every row of ``words`` (R, w): (R,) int64."""
+    counts: Tensor = _backend(words).popcount(words)
+    return counts
+
+
+def indices(words: Tensor, out: Tensor) -> Tensor:
+    """``out`` (R, k) int32 = the positions of every row's set bits, in order."""
+    _backend(words).indices(words, out)
+    return out
+
+
+def from_indices(positions: Tensor, words: Tensor) -> Tensor:
+    """``words`` (R, n / 64) with the bits ``positions`` (R, k) int32 set, and no others."""
+    _backend(words).from_indices(positions, words)
+    return words

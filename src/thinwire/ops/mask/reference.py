@@ -1,0 +1,74 @@
+"""Plain torch, any device: the specification of every operation, and the oracle of its tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD = 64
+
+
+def _bits(device: torch.device) -> Tensor:
+    return torch.arange(WORD, dtype=torch.int64, device=device)
+
+
+def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
+    magnitudes = values.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    # NaN above infinity, ties in order of position: two stable sorts, the less important key first
+    by_size = magnitudes.sort(dim=1, descending=True, stable=True).indices
+    by_nan = values.isnan().gather(1, by_size).to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+    flags = torch.zeros(values.shape, dtype=torch.bool, device=values.device)
+    flags.scatter_(1, by_size.gather(1, by_nan)[:, :k], True)
+    pack(flags, words)
+
+
+def gather_keep(
+    rows: Tensor, residual: Tensor | None, words: Tensor, payload: Tensor, residual_out: Tensor | None
+) -> None:
+    total = rows if residual is None else rows + residual
+    flags = _flags(words)
+    if payload.numel():
+        payload.copy_(total[flags].view(payload.shape))
+    if residual_out is not None:
+        residual_out.copy_(torch.where(flags, 0.0, total))
+
+
+def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
+    out.zero_()
+    out.masked_scatter_(_flags(words), payload)
+
+
+def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:
+    row = torch.empty_like(out)
+    out.zero_()
+    for values, mask in zip(payload, words, strict=True):
+        scatter(values.unsqueeze(0), mask.unsqueeze(0), row.unsqueeze(0))
+        out.add_(row)
+    if scale != 1.0:
+        out.mul_(scale)
+
+
+def pack(flags: Tensor, words: Tensor) -> None:
+    grouped = flags.view(*words.shape, WORD).to(torch.int64)
+    words.copy_((grouped << _bits(flags.device)).sum(2))  # each bit once: the sum carries nothing
+
+
+def _flags(words: Tensor) -> Tensor:
+    return ((words.unsqueeze(2) >> _bits(words.device)) & 1).bool().flatten(1)
+
+
+def unpack(words: Tensor, flags: Tensor) -> None:
+    flags.copy_(_flags(words))
+
+
+def popcount(words: Tensor) -> Tensor:
+    return _flags(words).sum(1)
+
+
+def indices(words: Tensor, out: Tensor) -> None:
+    out.copy_(_flags(words).nonzero()[:, 1].view(out.shape))
+
+
+def from_indices(positions: Tensor, words: Tensor) -> None:
+    flags = torch.zeros(words.shape[0], words.shape[1] * WORD, dtype=torch.bool, device=words.device)
+    pack(flags.scatter_(1, positions.long(), True), words)
