@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from thinwire.methods import Method as Method
     from thinwire.methods import NoExchange as NoExchange
     from thinwire.methods import Radius as Radius
+    from thinwire.methods import TopK as TopK
     from thinwire.wire import Wire as Wire
     from thinwire.wire import compress as compress
 
@@ -28,7 +29,7 @@ _HOME = {
     "Wire": "wire",
     "compress": "wire",
     "ThinwireError": "errors",
-    **dict.fromkeys(("Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Method", "NoExchange", "Radius"), "methods"),
+    **dict.fromkeys(("Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Method", "NoExchange", "Radius", "TopK"), "methods"),
 }
 
 __all__ = sorted(_HOME)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.bucket import padded
 from thinwire.codecs.base import Codec
 from thinwire.errors import ThinwireError
 from thinwire.ops import mask
@@ -67,33 +68,32 @@ class TopK(Codec):
     """Each rank's own largest values with their positions: ``k`` of every segment of a row, exactly.
 
     The wire of a row is the positions, then the values in fp32. Positions are mask bits (n / 8 bytes) or a list of
-    int32 (4 k bytes), whichever is smaller, so that only sizes decide. Not linear: ranks choose different positions.
+    int32 (4 k bytes: fewer below a density of 1/32). Not linear: ranks choose different positions.
     """
 
     linear = False
     wire_dtype = torch.uint8
     group = mask.WORD
 
-    def __init__(self, segments: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, segments: Sequence[tuple[int, int, int]], *, listed: bool) -> None:
         """``segments``: (start, width, k) of the row's columns, start and width multiples of 64."""
         super().__init__()
-        self.segments = tuple(segments)
+        self.segments, self.listed = tuple(segments), listed
         for start, width, k in self.segments:
             if start % mask.WORD or width % mask.WORD or not 0 <= k <= width:
                 raise ThinwireError(f"top-k: {k} values of columns {start} to {start + width}: not multiples of 64")
         self.k = sum(k for _, _, k in self.segments)
         self._words: dict[object, Tensor] = {}
 
-    def listed(self, n: int) -> bool:
-        """Are positions sent as a list, rather than as bits?"""
-        return 4 * self.k < n // 8
-
     def _head(self, n: int) -> int:
         """Bytes of positions."""
-        return 4 * self.k if self.listed(n) else n // 8
+        return 4 * self.k if self.listed else n // 8
 
     def wire_numel(self, n: int) -> int:
-        return -(-(self._head(n) + 4 * self.k) // 8) * 8
+        if self.listed:
+            return 8 * self.k
+        # Rows start at multiples of 8, as int64 words must; rounded by segment, so that a row is the sum of its parts.
+        return n // 8 + sum(padded(4 * k, 8) for _, _, k in self.segments)
 
     def encode(self, rows: Tensor, out: Tensor) -> Tensor:
         self._check_encode(rows, out)
@@ -102,7 +102,7 @@ class TopK(Codec):
             first, last = start // mask.WORD, (start + width) // mask.WORD
             mask.topk_mask(rows[:, start : start + width], k, words[:, first:last])
         positions, values = self._split(out, n)
-        if self.listed(n):
+        if self.listed:
             mask.indices(words, positions)
         else:
             positions.copy_(words)
@@ -123,7 +123,7 @@ class TopK(Codec):
         """Mask words and values of a received wire."""
         n = out.shape[-1]
         positions, values = self._split(wire, n)
-        if self.listed(n):
+        if self.listed:
             return mask.from_indices(positions, self._mask(wire, n)), values
         return positions, values
 
@@ -139,5 +139,5 @@ class TopK(Codec):
         if len(wire) == 1:  # a row of one has any stride, and view() to a wider dtype looks at it
             wire = wire.as_strided(wire.shape, (wire.shape[1], 1))
         head = self._head(n)
-        positions = wire[:, :head].view(torch.int32 if self.listed(n) else torch.int64)
+        positions = wire[:, :head].view(torch.int32 if self.listed else torch.int64)
         return positions, wire[:, head : head + 4 * self.k].view(torch.float32)

@@ -10,12 +10,13 @@ from thinwire.errors import ThinwireError
 from thinwire.methods.base import Lossy, Method, Parameter
 from thinwire.methods.baselines import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, NoExchange
 from thinwire.methods.radius import Radius
+from thinwire.methods.topk import TopK
 
-TABLE: tuple[type[Method], ...] = (Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, NoExchange)
+TABLE: tuple[type[Method], ...] = (Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, TopK, NoExchange)
 
 __all__ = [
     "TABLE", "Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Lossy", "Method", "NoExchange", "Parameter",
-    "Radius", "names", "resolve",
+    "Radius", "TopK", "names", "resolve",
 ]  # fmt: skip
 
 

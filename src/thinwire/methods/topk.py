@@ -1,0 +1,84 @@
+"""Naive top-k with error feedback: every rank sends its own largest values with their positions (Stich et al. 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from thinwire.bucket import Bucket, padded
+from thinwire.codecs.mask import TopK as TopKCodec
+from thinwire.collectives import Exchange
+from thinwire.errors import ThinwireError
+from thinwire.methods.base import SMALL, Method, Parameter, columns_of, exempt_small
+
+
+@dataclass
+class TopK(Method):
+    """Each rank's own k largest values with their positions, all-gathered; the rest waits in a residual.
+
+    For each tensor, on rank n: h = g_n + e; send the k largest |h|; e = h elsewhere. The mean has up to N k non-zeros,
+    and what a rank receives grows with N: the baseline that methods with a common mask improve on.
+
+    Args:
+        density: share of each tensor's values that a rank sends (k = max(int(density * numel), 1)); lower => fewer
+            bytes, longer waits. With weights sharded, of each shard's.
+        error_feedback: keep what was not sent for the next step (8 bytes per element). False: it is lost.
+        smallest: elements below which a tensor stays dense.
+    """
+
+    name: ClassVar[str] = "topk"
+
+    density: float = 0.01
+    error_feedback: bool = True
+    smallest: int = SMALL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.density <= 1:
+            raise ThinwireError(f"topk: density is the share of values sent, above 0 and up to 1, got {self.density}")
+        self._codecs: dict[object, TopKCodec] = {}
+
+    @property
+    def granule(self) -> int:
+        return TopKCodec.group
+
+    @property
+    def native(self) -> bool:
+        return False
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.error_feedback
+
+    def policy(self, parameter: Parameter) -> str | None:
+        return exempt_small(parameter, self.smallest)
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        residual: Tensor | None = None
+        if self.error_feedback:
+            assert self.state is not None
+            bucket.rows.add_(self.state.read("residual", bucket))
+            residual = self.state.write("residual", bucket)
+        exchange.mean(bucket, self._codec(bucket), residual=residual)
+
+    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
+        rows = exchange.bucket_rows(True)
+        columns = columns_of(parameter, exchange, rows)
+        width = padded(columns, self.granule)
+        wire = self._make([(0, width, self._k(columns))]).wire_bytes(width)
+        return exchange.sent_bytes(wire, 4 * width, rows, on_wire=True, linear=False)
+
+    def _k(self, columns: int) -> int:
+        return max(int(self.density * columns), 1)
+
+    def _codec(self, bucket: Bucket) -> TopKCodec:
+        if bucket.key not in self._codecs:
+            segments = [(segment.start, segment.width, self._k(segment.span)) for segment in bucket.segments]
+            self._codecs[bucket.key] = self._make(segments)
+        return self._codecs[bucket.key]
+
+    def _make(self, segments: Sequence[tuple[int, int, int]]) -> TopKCodec:
+        return TopKCodec(segments, listed=self.density < 1 / 32)  # where 4 k bytes are fewer than n / 8
