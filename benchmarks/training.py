@@ -32,6 +32,10 @@ METHODS = {
     "PowerSGD rank 4": "powersgd(rank=4,smallest={small})",
     "top-k d=0.05, error feedback": "topk(density=0.05,smallest={small})",
     "top-k d=0.01, error feedback": "topk(density=0.01,smallest={small})",
+    "top-k d=0.4 from 15%, error feedback": "topk(density=0.4,start=0.15,smallest={small})",
+    "top-k d=0.4 from 15%, no feedback": "topk(density=0.4,start=0.15,error_feedback=False,smallest={small})",
+    "top-k d=0.01 from 15%, error feedback": "topk(density=0.01,start=0.15,smallest={small})",
+    "top-k d=0.01 from 15%, no feedback": "topk(density=0.01,start=0.15,error_feedback=False,smallest={small})",
 }
 
 

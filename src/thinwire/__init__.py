@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from thinwire.wire import Wire as Wire
     from thinwire.wire import compress as compress
 
+_METHODS = ("Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Method", "NoExchange", "Radius", "TopK")
 _HOME = {
     "Wire": "wire",
     "compress": "wire",
     "ThinwireError": "errors",
-    **dict.fromkeys(("Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Method", "NoExchange", "Radius", "TopK"), "methods"),
+    **dict.fromkeys(_METHODS, "methods"),
 }
 
 __all__ = sorted(_HOME)

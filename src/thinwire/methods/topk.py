@@ -12,7 +12,7 @@ from thinwire.bucket import Bucket, padded
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import SMALL, Method, Parameter, columns_of, exempt_small
+from thinwire.methods.base import SMALL, Method, Parameter, Run, columns_of, exempt_small, first_step
 
 
 @dataclass
@@ -26,6 +26,7 @@ class TopK(Method):
         density: share of each tensor's values that a rank sends (k = max(int(density * numel), 1)); lower => fewer
             bytes, longer waits. With weights sharded, of each shard's.
         error_feedback: keep what was not sent for the next step (8 bytes per element). False: it is lost.
+        start: dense before: a share of the run below 1, or a number of optimizer steps.
         smallest: elements below which a tensor stays dense.
     """
 
@@ -33,6 +34,7 @@ class TopK(Method):
 
     density: float = 0.01
     error_feedback: bool = True
+    start: float = 0
     smallest: int = SMALL
 
     def __post_init__(self) -> None:
@@ -40,6 +42,10 @@ class TopK(Method):
         if not 0 < self.density <= 1:
             raise ThinwireError(f"topk: density is the share of values sent, above 0 and up to 1, got {self.density}")
         self._codecs: dict[object, TopKCodec] = {}
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self._first = first_step(self.name, "start", self.start, run.steps)
 
     @property
     def granule(self) -> int:
@@ -57,6 +63,9 @@ class TopK(Method):
         return exempt_small(parameter, self.smallest)
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        if bucket.step < self._first:
+            exchange.mean(bucket)
+            return
         residual: Tensor | None = None
         if self.error_feedback:
             assert self.state is not None
