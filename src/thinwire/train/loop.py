@@ -298,6 +298,7 @@ def _row(wire: Wire, step, loss, norm, optimizer, seconds, wall, tokens_per_step
         "wire_bytes": last["wire_bytes_per_step"],
         **{kind: last[kind] for kind in ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")},
         "skipped": wire.skipped > skipped,
+        "facts": last["method"],
     }
     kernel = interface_bytes()
     if kernel is not None:
@@ -333,6 +334,7 @@ def _summary(config, ranks, parameters, losses, times, wall, tokens_per_step, st
         "compute_ms": step_ms - stats["exposed_ms"],
         "peak_memory_mb": float(highest),
         "skipped_steps": wire.skipped,
+        "facts": stats["method"],
         "wall_s": wall,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
