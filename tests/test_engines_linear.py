@@ -15,9 +15,10 @@ from thinwire import methods
 
 METHODS = [
     "radius(density=0.3, T=4, start=0, smallest=100)",
+    "separate(ratio=4, block=16, smallest=100)",
     "topk(density=0.1, smallest=100)",
 ]
-EXACT = ("radius",)
+EXACT = ("radius", "separate")
 """What sends the same bytes in every period of 4 steps, whatever the data: the plan is then exact."""
 FLAG_BYTES = 8
 

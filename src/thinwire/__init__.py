@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from thinwire.methods import Method as Method
     from thinwire.methods import NoExchange as NoExchange
     from thinwire.methods import Radius as Radius
+    from thinwire.methods import Separate as Separate
     from thinwire.methods import TopK as TopK
     from thinwire.wire import Wire as Wire
     from thinwire.wire import compress as compress
 
-_METHODS = ("Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Method", "NoExchange", "Radius", "TopK")
+_METHODS = ("Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Method", "NoExchange", "Radius", "Separate", "TopK")
 _HOME = {
     "Wire": "wire",
     "compress": "wire",

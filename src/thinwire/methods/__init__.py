@@ -10,13 +10,14 @@ from thinwire.errors import ThinwireError
 from thinwire.methods.base import Lossy, Method, Parameter
 from thinwire.methods.baselines import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, NoExchange
 from thinwire.methods.radius import Radius
+from thinwire.methods.separate import Separate
 from thinwire.methods.topk import TopK
 
-TABLE: tuple[type[Method], ...] = (Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, TopK, NoExchange)
+TABLE: tuple[type[Method], ...] = (Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Separate, TopK, NoExchange)
 
 __all__ = [
     "TABLE", "Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Lossy", "Method", "NoExchange", "Parameter",
-    "Radius", "TopK", "names", "resolve",
+    "Radius", "Separate", "TopK", "names", "resolve",
 ]  # fmt: skip
 
 

@@ -1,0 +1,155 @@
+"""SEPARATE: a common random projection, with an averaged error fed back (ICLR 2025).
+
+On rank n, for blocks of B values, with M (B, m) Gaussian, the same on all ranks, fresh every step:
+
+    h_n = g_n + e_n;   p_n = h_n M;   p = mean_n p_n;   g~ = p M^T / m
+    e_n = (1 - a) e_n + a (h_n - C(h_n)),   C(h) = h M M^T / m;   every T steps e_n = 0
+
+Paper / ours. C is unbiased, but |C(h) - h|^2 is w = (B + 1) / m, about the ratio, times |h|^2, so the update is stable
+only for a < 2 / (1 + w): 0.118 at ratio 16. The paper's beta = 0.95 as the weight a of the *new* error overflows in some
+dozens of steps; as the weight of the *old* one, e' = beta e + (1 - beta)(h - C(h)), it is stable, and agrees with what
+the paper reports (0.95 fine, 0.80 NaN). ``update="printed"`` is the former and is refused unless forced.
+
+The recommended preset sends an orthogonal projection instead (see ``Projection``), for which plain error feedback is
+stable for every gradient, and never resets the error: a reset throws gradient away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from thinwire.bucket import Bucket, padded
+from thinwire.codecs.projection import ESTIMATORS, SRHT, UNBIASED, Feedback, Projection, granule
+from thinwire.collectives import Exchange
+from thinwire.errors import ThinwireError
+from thinwire.methods.base import SMALL, Method, Parameter, columns_of, exempt_small
+
+
+@dataclass
+class Separate(Method):
+    """A random projection of every block, the same on all ranks, with error feedback: 32 / ratio bits per value.
+
+    Args:
+        ratio: values per value sent, a power of two (higher => fewer bytes, longer delay or more noise).
+        estimator: "cyclic_srht" (recommended), "srht", "orthonormal", "shrunk", "paper": see
+            ``thinwire.codecs.projection.Projection``.
+        block: values that are projected together, a power of two; None: 256 for the SRHT (which pads tensors to
+            multiples of 16 blocks), 512 for matrices. The error depends on the ratio alone; larger => more work.
+        beta: weight of the old error in the new one (higher => slower). None: 0 for contractions, the most stable
+            1 - 1 / (1 + w) for the unbiased "paper".
+        reset: steps after which the error starts anew (the paper's T); 0: never.
+        restart: what a reset does with the error: "send" it once in full (a dense step), or drop it to "zero" (the
+            paper; that share of the gradient is lost).
+        update: "stable", or "printed": beta weighs the *new* error, as the paper prints it.
+        force: run with a beta that is known to diverge.
+        smallest: elements below which a tensor stays dense.
+    """
+
+    name: ClassVar[str] = "separate"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "recommended": {"ratio": 16, "estimator": "cyclic_srht"},
+        "paper": {"ratio": 16, "estimator": "paper", "beta": 0.95, "reset": 128, "restart": "zero"},
+    }
+
+    ratio: int = 16
+    estimator: str = "cyclic_srht"
+    block: int | None = None
+    beta: float | None = None
+    reset: int = 0
+    restart: str = "send"
+    update: str = "stable"
+    force: bool = False
+    smallest: int = SMALL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for knob, allowed in (
+            ("estimator", ESTIMATORS), ("restart", ("send", "zero")), ("update", ("stable", "printed"))
+        ):  # fmt: skip
+            if getattr(self, knob) not in allowed:
+                raise ThinwireError(f"separate: {knob} is one of {', '.join(allowed)}, got '{getattr(self, knob)}'")
+        if self.reset < 0:
+            raise ThinwireError(f"separate: reset is a number of steps, 0 for never, got {self.reset}")
+        self._block = self.block or (256 if self.estimator in SRHT else 512)
+        Projection([], ratio=self.ratio, block=self._block, estimator=self.estimator, seed=0)  # refuses what cannot be
+        self._keep = self._weight_of_old()
+        self._codecs: dict[object, Projection] = {}
+
+    def _weight_of_old(self) -> float:
+        """beta of e' = beta e + (1 - beta)(h - C(h)), after refusing one that diverges."""
+        variance = (self._block + 1) / (self._block // self.ratio)  # w
+        biased = self.estimator not in UNBIASED
+        if self.beta is None:
+            return 0.0 if biased else 1 - 1 / (1 + variance)
+        if not 0 <= self.beta <= 1:
+            raise ThinwireError(f"separate: beta is a weight from 0 to 1, got {self.beta}")
+        new = self.beta if self.update == "printed" else 1 - self.beta
+        bound = 2 / (1 + variance)
+        if not biased and new >= bound and not self.force:
+            how = f"beta below {bound:.3f}" if self.update == "printed" else f"beta above {1 - bound:.3f}"
+            raise ThinwireError(
+                f"separate: beta={self.beta} with update='{self.update}' gives the new error the weight {new:.3f}, "
+                f"which diverges from 2 / (1 + w) = {bound:.3f} on (w = (block + 1) / m = {variance:.1f}): take {how}, or "
+                "force=True"
+            )
+        return 1 - new
+
+    @property
+    def granule(self) -> int:
+        return granule(self.estimator, self._block)
+
+    @property
+    def native(self) -> bool:
+        return False
+
+    @property
+    def keeps_state(self) -> bool:
+        return True
+
+    def warm_up(self, device: torch.device) -> None:
+        codec = self._make([("warm-up", 0, self.granule)])
+        codec.set_step(0)
+        values = torch.zeros((1, self.granule), device=device)
+        codec.feedback = Feedback(values, values, self._keep)
+        codec.decode(codec.encode(values, torch.zeros((1, codec.wire_numel(self.granule)), device=device)), values)
+
+    def policy(self, parameter: Parameter) -> str | None:
+        return exempt_small(parameter, self.smallest)
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        assert self.state is not None
+        old = self.state.read("residual", bucket)
+        new = self.state.write("residual", bucket)
+        if self.reset and bucket.step and bucket.step % self.reset == 0:
+            if self.restart == "send":
+                bucket.rows.add_(old)
+                new.zero_()
+                exchange.mean(bucket)
+                return
+            old = new.zero_()
+        codec = self._codec(bucket)
+        codec.set_step(bucket.step)
+        codec.feedback = Feedback(old, new, self._keep)
+        exchange.mean(bucket, codec)
+
+    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
+        rows = exchange.bucket_rows(True)
+        width = padded(columns_of(parameter, exchange, rows), self.granule)
+        dense = exchange.sent_bytes(4 * width, 4 * width, rows, on_wire=True)
+        if self.reset and self.restart == "send":
+            return dense / self.reset + dense / self.ratio * (1 - 1 / self.reset)
+        return dense / self.ratio
+
+    def _codec(self, bucket: Bucket) -> Projection:
+        if bucket.key not in self._codecs:
+            self._codecs[bucket.key] = self._make([(s.name, s.start, s.width) for s in bucket.segments])
+        return self._codecs[bucket.key]
+
+    def _make(self, segments: list[tuple[str, int, int]]) -> Projection:
+        seed = 0 if self.run is None else self.run.seed
+        return Projection(segments, ratio=self.ratio, block=self._block, estimator=self.estimator, seed=seed)
+

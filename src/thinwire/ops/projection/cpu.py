@@ -1,0 +1,124 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+"""Numba kernels for CPU tensors: the fast Hadamard transform down the columns of a tile that stays in the cache.
+
+The same numbers as ``reference`` up to the order of additions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from thinwire.ops.kernels import flat, njit
+from thinwire.ops.projection.reference import LANES
+
+
+@njit
+def _butterfly4(a, b, c, d):
+    """Two levels at once: each value is loaded and stored once for both."""
+    for lane in range(a.size):
+        low, high = a[lane] + b[lane], a[lane] - b[lane]
+        low2, high2 = c[lane] + d[lane], c[lane] - d[lane]
+        a[lane], b[lane] = low + low2, high + high2
+        c[lane], d[lane] = low - low2, high - high2
+
+
+@njit
+def _butterfly(a, b):
+    for lane in range(a.size):
+        a[lane], b[lane] = a[lane] + b[lane], a[lane] - b[lane]
+
+
+@njit
+def _log2(block):
+    bits = 0
+    while block > 1:
+        block //= 2
+        bits += 1
+    return bits
+
+
+@njit
+def _transform(tile, block):
+    """H (not normalized) down the columns of ``tile`` (block * LANES,), in place."""
+    step = LANES
+    size = block * LANES
+    if step * 2 <= size and _log2(block) % 2:
+        for start in range(0, size, 2 * step):
+            _butterfly(tile[start : start + step], tile[start + step : start + 2 * step])
+        step *= 2
+    while step < size:
+        # neighbours in memory: at the upper levels one call does ``step`` values
+        for start in range(0, size, 4 * step):
+            second, third, fourth = start + step, start + 2 * step, start + 3 * step
+            _butterfly4(tile[start:second], tile[second:third], tile[third:fourth], tile[fourth : fourth + step])
+        step *= 4
+
+
+@njit
+def _signed(values, signs, factor, tile):
+    for i in range(signs.size):
+        sign = signs[i] * factor
+        for lane in range(LANES):
+            tile[i * LANES + lane] = values[i * LANES + lane] * sign
+
+
+@njit
+def _add(a, b, out):
+    for i in range(out.size):
+        out[i] = a[i] + b[i]
+
+
+@njit
+def _project(rows, stride, old, old_stride, new, new_stride, payload, payload_stride, count, n, signs, chosen, norm,
+             feedback, keep):  # fmt: skip
+    size = signs.size * LANES
+    tile = np.empty(size, np.float32)
+    total = np.empty(size, np.float32)
+    for row in range(count):
+        to = row * payload_stride
+        for start in range(0, n, size):
+            values = rows[row * stride + start : row * stride + start + size]
+            if feedback:
+                _add(values, old[row * old_stride + start : row * old_stride + start + size], total)
+                values = total
+            _signed(values, signs, norm, tile)
+            _transform(tile, signs.size)
+            for i in chosen:
+                kept = tile[i * LANES : (i + 1) * LANES]
+                payload[to : to + LANES] = kept
+                kept[:] = np.float32(0)
+                to += LANES
+            if keep:
+                _transform(tile, signs.size)
+                _signed(tile, signs, norm, new[row * new_stride + start : row * new_stride + start + size])
+
+
+@njit
+def _reconstruct(payload, payload_stride, out, stride, count, n, signs, chosen, norm):
+    size = signs.size * LANES
+    tile = np.empty(size, np.float32)
+    for row in range(count):
+        at = row * payload_stride
+        for start in range(0, n, size):
+            tile[:] = np.float32(0)
+            for i in chosen:
+                tile[i * LANES : (i + 1) * LANES] = payload[at : at + LANES]
+                at += LANES
+            _transform(tile, signs.size)
+            _signed(tile, signs, norm, out[row * stride + start : row * stride + start + size])
+
+
+def srht_project(
+    rows: Tensor, residual: Tensor | None, signs: Tensor, chosen: Tensor, payload: Tensor, residual_out: Tensor | None
+) -> None:
+    old = flat(rows if residual is None else residual)
+    new = flat(rows if residual_out is None else residual_out)  # not written to unless kept
+    norm = np.float32(signs.numel() ** -0.5)
+    _project(*flat(rows), *old, *new, *flat(payload), rows.shape[0], rows.shape[1], signs.numpy(), chosen.numpy(), norm,
+             residual is not None, residual_out is not None)  # fmt: skip
+
+
+def srht_reconstruct(payload: Tensor, signs: Tensor, chosen: Tensor, out: Tensor) -> None:
+    norm = np.float32(signs.numel() ** -0.5)
+    _reconstruct(*flat(payload), *flat(out), out.shape[0], out.shape[1], signs.numpy(), chosen.numpy(), norm)

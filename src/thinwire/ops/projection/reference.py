@@ -1,0 +1,38 @@
+"""Plain torch, any device: the specification of every operation, and the oracle of its tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LANES = 16
+
+
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """The orthonormal Hadamard matrix (size, size) in Sylvester's order, float32."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix * size**-0.5
+
+
+def _kept(signs: Tensor, chosen: Tensor) -> Tensor:
+    """P (m, B)."""
+    return hadamard(signs.numel(), signs.device)[chosen] * signs
+
+
+def srht_project(
+    rows: Tensor, residual: Tensor | None, signs: Tensor, chosen: Tensor, payload: Tensor, residual_out: Tensor | None
+) -> None:
+    total = rows if residual is None else rows + residual
+    projection = _kept(signs, chosen)
+    tiles = total.reshape(len(rows), -1, signs.numel(), LANES)
+    kept = projection @ tiles
+    if residual_out is not None:
+        residual_out.copy_((tiles - projection.T @ kept).flatten(1))
+    payload.copy_(kept.flatten(1))
+
+
+def srht_reconstruct(payload: Tensor, signs: Tensor, chosen: Tensor, out: Tensor) -> None:
+    kept = payload.reshape(len(out), -1, chosen.numel(), LANES)
+    out.copy_((_kept(signs, chosen).T @ kept).flatten(1))
