@@ -120,6 +120,13 @@ class Bucket:
         """``segment``'s columns of ``values`` (R, n): a view (R, width)."""
         return values[:, segment.start : segment.start + segment.width]
 
+    def clear_padding(self, values: Tensor) -> Tensor:
+        """Zeros in the columns of ``values`` (R, n) that stand for no parameter, where a codec may have written."""
+        for segment in self.segments:
+            if segment.width > segment.span:
+                self.columns(values, segment)[:, segment.span :].zero_()
+        return values
+
     def load(self, flat: Tensor, out: Tensor) -> None:
         """Take the gradients from the engine's buffer ``flat`` (1-D); without a copy where it already has our form.
 

@@ -6,7 +6,7 @@ On rank n, for blocks of B values, with M (B, m) Gaussian, the same on all ranks
     e_n = (1 - a) e_n + a (h_n - C(h_n)),   C(h) = h M M^T / m;   every T steps e_n = 0
 
 Paper / ours. C is unbiased, but |C(h) - h|^2 is w = (B + 1) / m, about the ratio, times |h|^2, so the update is stable
-only for a < 2 / (1 + w): 0.118 at ratio 16. The paper's beta = 0.95 as the weight a of the *new* error overflows in some
+only for a < 2 / (1 + w): 0.118 at ratio 16. The paper's beta = 0.95 as the weight a of the *new* error overflows in
 dozens of steps; as the weight of the *old* one, e' = beta e + (1 - beta)(h - C(h)), it is stable, and agrees with what
 the paper reports (0.95 fine, 0.80 NaN). ``update="printed"`` is the former and is refused unless forced.
 
@@ -93,8 +93,8 @@ class Separate(Method):
             how = f"beta below {bound:.3f}" if self.update == "printed" else f"beta above {1 - bound:.3f}"
             raise ThinwireError(
                 f"separate: beta={self.beta} with update='{self.update}' gives the new error the weight {new:.3f}, "
-                f"which diverges from 2 / (1 + w) = {bound:.3f} on (w = (block + 1) / m = {variance:.1f}): take {how}, or "
-                "force=True"
+                f"which diverges from 2 / (1 + w) = {bound:.3f} on (w = (block + 1) / m = {variance:.1f}): take {how}, "
+                "or force=True"
             )
         return 1 - new
 
@@ -135,6 +135,7 @@ class Separate(Method):
         codec.set_step(bucket.step)
         codec.feedback = Feedback(old, new, self._keep)
         exchange.mean(bucket, codec)
+        bucket.clear_padding(new)  # a projection spreads over whole blocks; padding has no gradient to wait for
 
     def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
         rows = exchange.bucket_rows(True)

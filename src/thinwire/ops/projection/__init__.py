@@ -1,8 +1,8 @@
 """Subsampled randomized Hadamard transform (SRHT), blockwise: project with error feedback, and reconstruct.
 
 A row is cut into *tiles* of B x 16 values: 16 blocks of B values lie side by side, value i of block c at 16 i + c, so
-that the transform adds whole vectors of 16 neighbours. With D the diagonal of random signs and H the orthonormal Hadamard
-matrix of size B (a power of two), a block x becomes H D x, of which the rows ``chosen`` are kept:
+that the transform adds whole vectors of 16 neighbours. With D the diagonal of random signs and H the orthonormal
+Hadamard matrix of size B (a power of two), a block x becomes H D x, of which the rows ``chosen`` are kept:
 
     P = (H D)[chosen],  P P^T = 1,  so P^T P is an orthogonal projection on m of B dimensions.
 """
