@@ -32,7 +32,7 @@ METHODS = {
     "SEPARATE 16x (paper)": "separate:paper(smallest={small})",
     "TAGC 10x (ours)": "tagc(smallest={small})",
     "TAGC 10x (paper)": "tagc:paper(smallest={small})",
-    "TAGC, shared mask": "tagc(mask='shared',smallest={small})",
+    "TAGC d=0.05, shared mask": "tagc:recommended(smallest={small})",
     "PowerSGD rank 4": "powersgd(rank=4,smallest={small})",
     "top-k d=0.05, error feedback": "topk(density=0.05,smallest={small})",
     "top-k d=0.01, error feedback": "topk(density=0.01,smallest={small})",

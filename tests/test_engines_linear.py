@@ -16,6 +16,8 @@ from thinwire import methods
 METHODS = [
     "radius(density=0.3, T=4, start=0, smallest=100)",
     "separate(ratio=4, block=16, smallest=100)",
+    "tagc(theta=0.9, smallest=100, resize=3)",
+    "tagc(theta=0.8, mask='shared', smallest=100)",
     "topk(density=0.1, smallest=100)",
 ]
 EXACT = ("radius", "separate")

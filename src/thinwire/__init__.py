@@ -18,15 +18,20 @@ if TYPE_CHECKING:
     from thinwire.methods import Fp8 as Fp8
     from thinwire.methods import Fp32 as Fp32
     from thinwire.methods import Int8 as Int8
+    from thinwire.methods import Lhc as Lhc
     from thinwire.methods import Method as Method
     from thinwire.methods import NoExchange as NoExchange
     from thinwire.methods import Radius as Radius
     from thinwire.methods import Separate as Separate
+    from thinwire.methods import Tagc as Tagc
     from thinwire.methods import TopK as TopK
     from thinwire.wire import Wire as Wire
     from thinwire.wire import compress as compress
 
-_METHODS = ("Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Method", "NoExchange", "Radius", "Separate", "TopK")
+_METHODS = (
+    "Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Lhc", "Method", "NoExchange", "Radius", "Separate", "Tagc",
+    "TopK",
+)  # fmt: skip
 _HOME = {
     "Wire": "wire",
     "compress": "wire",

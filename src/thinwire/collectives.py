@@ -85,7 +85,7 @@ def mean_all_reduce(
     if residual is not None:
         _keep_rest(comm, rows, wire, codec, residual)
     if codec.linear and on_wire:
-        if codec.wire_dtype == torch.float32:
+        if codec.wire_dtype == torch.float32 and codec.divisible:
             _dense_all_reduce(comm, wire, divide)
             scale = 1.0
         else:
@@ -141,7 +141,7 @@ def mean_reduce_scatter(
         _keep_rest(comm, rows, wire, codec, residual)
     if codec.linear and on_wire:
         row = bucket.buffer(("row", codec), (1, wire.shape[1]), wire.dtype)
-        exact = codec.wire_dtype == torch.float32  # divided where dense divides
+        exact = codec.wire_dtype == torch.float32 and codec.divisible  # divided where dense divides
         comm.reduce_scatter(row[0], wire, "mean" if exact else "sum")
         _decode(comm, row, codec, mean, 1.0 if exact else 1 / comm.size)
     else:
@@ -209,8 +209,12 @@ class Exchange(ABC):
         _dense_all_reduce(self._group(), values, "before")
         return values
 
+    def all_max(self, values: Tensor) -> Tensor:
+        """``values`` (any shape, float32) = their maximum over all ranks, in place."""
+        return self._group().all_reduce(values, "max")
+
     def union_bytes(self, nbytes: float) -> float:
-        """Bytes that one rank sends for the ``union`` or ``all_mean`` of ``nbytes``."""
+        """Bytes that one rank sends for the ``union``, ``all_mean`` or ``all_max`` of ``nbytes``."""
         return _all_reduce_bytes(self._group(), nbytes, 1, True)
 
     def share_bytes(self, nbytes: float) -> float:

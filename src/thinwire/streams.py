@@ -24,17 +24,22 @@ def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def _shifted(words: Tensor, bits: int) -> Tensor:
+def shifted(words: Tensor, bits: int) -> Tensor:
     """Logical shift to the right: torch's own copies the sign."""
     return (words >> bits) & (2 ** (64 - bits) - 1)
 
 
+def hash_of(seed: int, counters: Tensor) -> Tensor:
+    """64 random bits for every value of ``counters`` (int64): splitmix64's output at that place of its stream."""
+    words = (counters + 1) * _signed(0x9E3779B97F4A7C15) + seed
+    words = (words ^ shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
+    words = (words ^ shifted(words, 27)) * _signed(0x94D049BB133111EB)
+    return words ^ shifted(words, 31)
+
+
 def random_bits(seed: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """``count`` independent words of 64 random bits, int64."""
-    words = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15) + seed
-    words = (words ^ _shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
-    words = (words ^ _shifted(words, 27)) * _signed(0x94D049BB133111EB)
-    return words ^ _shifted(words, 31)
+    return hash_of(seed, torch.arange(count, dtype=torch.int64, device=device))
 
 
 def random_signs(seed: int, count: int, device: torch.device | str = "cpu") -> Tensor:
@@ -51,6 +56,6 @@ def random_normal(seed: int, count: int, device: torch.device | str = "cpu") -> 
     """``count`` standard normal values, float32 (Box and Muller 1958), equal on all devices to float32 rounding."""
     pairs = -(-count // 2)
     words = random_bits(seed, 2 * pairs, device).view(2, pairs)
-    uniform = _shifted(words, 11).double().add_(0.5).mul_(2.0**-53)  # in (0, 1)
+    uniform = shifted(words, 11).double().add_(0.5).mul_(2.0**-53)  # in (0, 1)
     radius, angle = uniform[0].log_().mul_(-2).sqrt_(), uniform[1].mul_(2 * math.pi)
     return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count].float()

@@ -124,10 +124,10 @@ class Wire:
         self, engine: DDP | FSDP2, optimizer: torch.optim.Optimizer, method: Method, ledger: Ledger, guard: bool
     ) -> None:
         self.engine, self.method, self.ledger = engine, method, ledger
+        self._state = method.state = State()
         self.plan = Plan(method, engine.parameters.values(), engine.exchange, engine.kind, engine.wire_dtype)
         self.skipped = 0
         self._guard = Guard(engine.comms, guard)
-        self._state = method.state = State()
         self._road = Road(method, self.plan, engine.exchange, self._guard, ledger)
         self._device = next(iter(engine.model.parameters())).device
         self._warned = False

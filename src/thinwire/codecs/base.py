@@ -26,6 +26,9 @@ class Codec(ABC):
     wire_dtype: torch.dtype
     """uint8, bfloat16 or float32: all that the network carries."""
 
+    divisible: bool = True
+    """A float32 wire may be divided by the number of ranks before or while it is summed, as dense gradients are."""
+
     group: int = 1
     """Elements that are encoded together. Segments are padded to a multiple, so no group straddles two parameters."""
 

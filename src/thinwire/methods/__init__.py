@@ -11,13 +11,16 @@ from thinwire.methods.base import Lossy, Method, Parameter
 from thinwire.methods.baselines import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, NoExchange
 from thinwire.methods.radius import Radius
 from thinwire.methods.separate import Separate
+from thinwire.methods.tagc import Lhc, Tagc
 from thinwire.methods.topk import TopK
 
-TABLE: tuple[type[Method], ...] = (Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Separate, TopK, NoExchange)
+TABLE: tuple[type[Method], ...] = (
+    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Separate, Tagc, Lhc, TopK, NoExchange,
+)  # fmt: skip
 
 __all__ = [
-    "TABLE", "Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Lossy", "Method", "NoExchange", "Parameter",
-    "Radius", "Separate", "TopK", "names", "resolve",
+    "TABLE", "Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Lhc", "Lossy", "Method", "NoExchange", "Parameter",
+    "Radius", "Separate", "Tagc", "TopK", "names", "resolve",
 ]  # fmt: skip
 
 

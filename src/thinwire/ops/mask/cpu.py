@@ -20,7 +20,7 @@ SAMPLE = 16384
 
 
 @intrinsic
-def _trailing_zeros(context, word):
+def trailing_zeros(context, word):
     def code(compiler, builder, signature, arguments):
         return builder.cttz(arguments[0], compiler.get_constant(types.boolean, False))
 
@@ -28,7 +28,7 @@ def _trailing_zeros(context, word):
 
 
 @intrinsic
-def _set_bits(context, word):
+def set_bits(context, word):
     def code(compiler, builder, signature, arguments):
         return builder.ctpop(arguments[0])
 
@@ -54,7 +54,7 @@ def _gather_keep(rows, stride, old, old_stride, words, words_stride, payload, pa
                     total[j] = values[j]
             word = words[row * words_stride + i]
             while word != 0:
-                j = _trailing_zeros(word)
+                j = trailing_zeros(word)
                 payload[at] = total[j]
                 total[j] = np.float32(0)
                 at += 1
@@ -76,7 +76,7 @@ def _scatter(payload, payload_stride, words, words_stride, out, stride, rows, co
             values[:] = np.float32(0)
             word = words[row * words_stride + i]
             while word != 0:
-                values[_trailing_zeros(word)] = payload[at]
+                values[trailing_zeros(word)] = payload[at]
                 at += 1
                 word &= word - uint64(1)
 
@@ -91,7 +91,7 @@ def _scatter_add(payload, payload_stride, words, words_stride, out, rows, count,
             word = words[row * words_stride + i]
             position = row * payload_stride + at[row]
             while word != 0:
-                total[_trailing_zeros(word)] += payload[position]
+                total[trailing_zeros(word)] += payload[position]
                 position += 1
                 word &= word - uint64(1)
             at[row] = position - row * payload_stride
@@ -105,7 +105,7 @@ def _popcount(words, stride, rows, count, counts):
     for row in range(rows):
         total = uint64(0)
         for i in range(row * stride, row * stride + count):
-            total += _set_bits(words[i])
+            total += set_bits(words[i])
         counts[row] = total
 
 
@@ -116,7 +116,7 @@ def _indices(words, stride, rows, count, out, to_stride):
         for i in range(count):
             word = words[row * stride + i]
             while word != 0:
-                out[at] = np.int32(WORD * i + _trailing_zeros(word))
+                out[at] = np.int32(WORD * i + trailing_zeros(word))
                 at += 1
                 word &= word - uint64(1)
 
@@ -214,7 +214,7 @@ def _kth(bits: np.ndarray, k: int) -> tuple[int, int]:
     return threshold, int(_above(sample, n, np.int32(threshold)))
 
 
-def _unsigned(words: Tensor) -> tuple[np.ndarray, int]:
+def unsigned(words: Tensor) -> tuple[np.ndarray, int]:
     memory, stride = flat(words)
     return memory.view(np.uint64), stride
 
@@ -231,16 +231,16 @@ def gather_keep(
 ) -> None:
     old = flat(rows if residual is None else residual)
     new = flat(rows if residual_out is None else residual_out)  # not written to unless kept
-    _gather_keep(*flat(rows), *old, *_unsigned(words), *flat(payload), *new, tuple(words.shape), residual is not None,
+    _gather_keep(*flat(rows), *old, *unsigned(words), *flat(payload), *new, tuple(words.shape), residual is not None,
                  residual_out is not None)  # fmt: skip
 
 
 def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
-    _scatter(*flat(payload), *_unsigned(words), *flat(out), *words.shape)
+    _scatter(*flat(payload), *unsigned(words), *flat(out), *words.shape)
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:
-    _scatter_add(*flat(payload), *_unsigned(words), out.numpy(), *words.shape, np.float32(scale), scale != 1.0)
+    _scatter_add(*flat(payload), *unsigned(words), out.numpy(), *words.shape, np.float32(scale), scale != 1.0)
 
 
 def pack(flags: Tensor, words: Tensor) -> None:
@@ -255,14 +255,14 @@ def unpack(words: Tensor, flags: Tensor) -> None:
 
 def popcount(words: Tensor) -> Tensor:
     counts = torch.empty(len(words), dtype=torch.int64)
-    _popcount(*_unsigned(words), *words.shape, counts.numpy())
+    _popcount(*unsigned(words), *words.shape, counts.numpy())
     return counts
 
 
 def indices(words: Tensor, out: Tensor) -> None:
-    _indices(*_unsigned(words), *words.shape, *flat(out))
+    _indices(*unsigned(words), *words.shape, *flat(out))
 
 
 def from_indices(positions: Tensor, words: Tensor) -> None:
     words.zero_()
-    _from_indices(*flat(positions), *_unsigned(words), *positions.shape)
+    _from_indices(*flat(positions), *unsigned(words), *positions.shape)
