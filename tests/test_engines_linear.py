@@ -18,9 +18,10 @@ METHODS = [
     "separate(ratio=4, block=16, smallest=100)",
     "tagc(theta=0.9, smallest=100, resize=3)",
     "tagc(theta=0.8, mask='shared', smallest=100)",
+    "powersgd(rank=2, smallest=100)",
     "topk(density=0.1, smallest=100)",
 ]
-EXACT = ("radius", "separate")
+EXACT = ("radius", "separate", "powersgd")
 """What sends the same bytes in every period of 4 steps, whatever the data: the plan is then exact."""
 FLAG_BYTES = 8
 

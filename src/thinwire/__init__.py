@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from thinwire.methods import Lhc as Lhc
     from thinwire.methods import Method as Method
     from thinwire.methods import NoExchange as NoExchange
+    from thinwire.methods import PowerSgd as PowerSgd
     from thinwire.methods import Radius as Radius
     from thinwire.methods import Separate as Separate
     from thinwire.methods import Tagc as Tagc
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from thinwire.wire import compress as compress
 
 _METHODS = (
-    "Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Lhc", "Method", "NoExchange", "Radius", "Separate", "Tagc",
-    "TopK",
+    "Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Lhc", "Method", "NoExchange", "PowerSgd", "Radius",
+    "Separate", "Tagc", "TopK",
 )  # fmt: skip
 _HOME = {
     "Wire": "wire",

@@ -9,18 +9,19 @@ from inspect import getdoc
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Lossy, Method, Parameter
 from thinwire.methods.baselines import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, NoExchange
+from thinwire.methods.powersgd import PowerSgd
 from thinwire.methods.radius import Radius
 from thinwire.methods.separate import Separate
 from thinwire.methods.tagc import Lhc, Tagc
 from thinwire.methods.topk import TopK
 
 TABLE: tuple[type[Method], ...] = (
-    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Separate, Tagc, Lhc, TopK, NoExchange,
+    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Separate, Tagc, Lhc, PowerSgd, TopK, NoExchange,
 )  # fmt: skip
 
 __all__ = [
     "TABLE", "Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Lhc", "Lossy", "Method", "NoExchange", "Parameter",
-    "Radius", "Separate", "Tagc", "TopK", "names", "resolve",
+    "PowerSgd", "Radius", "Separate", "Tagc", "TopK", "names", "resolve",
 ]  # fmt: skip
 
 

@@ -1,0 +1,147 @@
+"""PowerSGD: rank-r gradients by one step of power iteration (Vogels et al., NeurIPS 2019, arXiv 1905.13727).
+
+Alg. 1 and 2 on rank n, for each gradient seen as a matrix M (rows, cols):
+
+    M_n = g_n + e_n;   P = mean_n M_n Q;   P = orthonormal(P);   Q_n = M_n^T P;   e_n = M_n - P Q_n^T
+    Q = mean_n Q_n;   the gradient is P Q^T;   Q is the next step's start
+
+With weights sharded (FSDP2) a rank has the whole gradient before the exchange: P and Q are averaged as on DDP, and the
+owner multiplies out its own rows. With HSDP each shard is a matrix of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.bucket import Bucket, Segment
+from thinwire.collectives import Exchange
+from thinwire.errors import ThinwireError
+from thinwire.methods.base import SMALL, Method, Parameter, Run, columns_of, exempt_small, first_step
+from thinwire.streams import random_normal, seed_of
+
+TINY = 1e-30
+"""Added to squared norms: the direction of a zero column is zero, not NaN."""
+
+
+@dataclass
+class PowerSgd(Method):
+    """Low-rank gradients with error feedback: r (rows + cols) values instead of rows * cols.
+
+    Args:
+        rank: r; higher => more bytes, less error.
+        start: dense before: a share of the run below 1, or a number of optimizer steps.
+        smallest: elements below which a tensor stays dense.
+    """
+
+    name: ClassVar[str] = "powersgd"
+
+    rank: int = 4
+    start: float = 0
+    smallest: int = SMALL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ThinwireError(f"powersgd: rank is a number of columns, 1 or more, got {self.rank}")
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self._first = first_step(self.name, "start", self.start, run.steps)
+
+    @property
+    def native(self) -> bool:
+        return False
+
+    @property
+    def keeps_state(self) -> bool:
+        return True
+
+    def policy(self, parameter: Parameter) -> str | None:
+        why = exempt_small(parameter, self.smallest)
+        if why is None:
+            cols = self._cols(parameter)
+            rows = parameter.local // cols
+            if self.rank * (rows + cols) >= rows * cols:
+                return f"rank {self.rank} saves nothing"
+        return why
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        assert self.state is not None
+        if bucket.step < self._first:
+            exchange.mean(bucket)
+            return
+        bucket.rows.add_(self.state.read("residual", bucket))
+        residual = self.state.write("residual", bucket)
+        ledger = exchange._group().ledger
+        sizes = [self._sizes(bucket, segment) for segment in bucket.segments]
+        r, whole = self.rank, len(bucket.rows)
+        left = bucket.buffer("P", (sum(whole * rows * r for rows, _ in sizes),), torch.float32)
+        right = bucket.buffer("Q", (sum(cols * r for _, cols in sizes),), torch.float32)
+        parts = left.split([whole * rows * r for rows, _ in sizes])
+        ps = [part.view(whole, -1, r) for part in parts]
+        qs = [part.view(-1, r) for part in right.split([cols * r for _, cols in sizes])]
+        matrices = [self._matrix(bucket.rows, s, cols) for s, (_, cols) in zip(bucket.segments, sizes, strict=True)]
+        with ledger.span("encode", bucket.rows):
+            for segment, matrix, p, q in zip(bucket.segments, matrices, ps, qs, strict=True):
+                known = self.state.get("q", segment.name)
+                q.copy_(self._start(segment.name, q) if known is None else known)
+                for rows, out in zip(matrix, p, strict=True):
+                    torch.mm(rows, q, out=out)
+        exchange.all_mean(left)
+        with ledger.span("encode", bucket.rows):
+            for matrix, p, q in zip(matrices, ps, qs, strict=True):
+                _orthonormalize(p.view(-1, r))
+                q.zero_()
+                for rows, of in zip(matrix, p, strict=True):
+                    q.addmm_(rows.T, of)
+            for segment, matrix, p, q in zip(bucket.segments, matrices, ps, qs, strict=True):
+                rest = self._matrix(residual, segment, q.shape[0])
+                for rows, of, out in zip(matrix, p, rest, strict=True):
+                    torch.addmm(rows, of, q.T, alpha=-1, out=out)
+        exchange.all_mean(right)
+        with ledger.span("decode", bucket.rows):
+            mine = slice(exchange.rank, exchange.rank + 1) if exchange.owner else slice(None)
+            for segment, p, q in zip(bucket.segments, ps, qs, strict=True):
+                for of, out in zip(p[mine], self._matrix(bucket.mean, segment, q.shape[0]), strict=True):
+                    torch.mm(of, q.T, out=out)
+                self.state.put("q", segment.name, q.clone())
+
+    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
+        rows, cols = exchange.bucket_rows(True), self._cols(parameter)
+        height = rows * columns_of(parameter, exchange, rows) // cols
+        return exchange.union_bytes(4 * self.rank * height) + exchange.union_bytes(4 * self.rank * cols)
+
+    def _cols(self, parameter: Parameter) -> int:
+        return math.prod(parameter.shape[1:])
+
+    def _sizes(self, bucket: Bucket, segment: Segment) -> tuple[int, int]:
+        """Matrix rows in one of the bucket's rows, and columns."""
+        assert self.run is not None
+        cols = self._cols(self.run.parameters[segment.name])
+        if segment.span % cols:
+            raise ThinwireError(f"powersgd: {segment.name} is not sharded along dim 0: do so, or keep it dense")
+        return segment.span // cols, cols
+
+    @staticmethod
+    def _matrix(values: Tensor, segment: Segment, cols: int) -> Tensor:
+        """``segment``'s columns of ``values`` (R, n) as matrix rows (R, rows, cols), a view."""
+        return values[:, segment.start : segment.start + segment.span].unflatten(1, (-1, cols))
+
+    def _start(self, name: str, q: Tensor) -> Tensor:
+        seed = 0 if self.run is None else self.run.seed
+        return random_normal(seed_of(seed, name), q.numel(), q.device).view(q.shape)
+
+
+def _orthonormalize(matrix: Tensor) -> None:
+    """Modified Gram-Schmidt on the columns of ``matrix`` (rows, r), in place: the same bits on ranks of one kind."""
+    for column in range(matrix.shape[1]):
+        this = matrix[:, column : column + 1]
+        this.mul_(this.square().sum().add_(TINY).rsqrt())
+        rest = matrix[:, column + 1 :]
+        if rest.shape[1]:
+            rest.sub_(this @ (this.T @ rest))
