@@ -24,7 +24,8 @@ def flat(rows: Tensor) -> tuple[np.ndarray, int]:
     """The memory from the first element of ``rows`` (R, n) to the last, 1-D, and the distance between rows."""
     count, n = rows.shape
     stride = rows.stride(0) if count > 1 else n
-    memory = rows.detach().as_strided(((count - 1) * stride + n,), (1,))
+    size = (count - 1) * stride + n if rows.numel() else 0
+    memory = rows.detach().as_strided((size,), (1,))
     return (memory.view(torch.uint16) if rows.dtype == torch.bfloat16 else memory).numpy(), stride
 
 
