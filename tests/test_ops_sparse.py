@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -272,3 +276,97 @@ def test_what_does_not_fit_is_refused():
         Projection([], ratio=3, block=64, estimator="srht", seed=0)
     with pytest.raises(ThinwireError, match="float32 or bfloat16"):
         Masked(torch.zeros(1, 1, dtype=torch.int64), 1, dtype=torch.float16)
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": paths, **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+@needs_triton
+def test_triton_interpreted_equals_reference():
+    code = """
+import torch
+from test_ops_sparse import POISON, a_mask, quantized, random_order, random_signs, same, values
+from thinwire.ops.mask import reference as mr, triton as mt
+from thinwire.ops.projection import reference as pr, triton as pt
+from thinwire.ops.sketch import reference as sr, triton as st
+
+x, e = values("normal", 2, 1216), values("heavy", 2, 1216, 1)
+words = a_mask(e, 100)
+found = []
+for m in (mr, mt):
+    payload, rest = torch.full((2, 100), POISON), torch.full((2, 1216), POISON)
+    m.gather_keep(x, e, words, payload, rest)
+    plain = torch.full((2, 100), POISON)
+    m.gather_keep(x, None, words, plain, None)
+    out, total = torch.full((2, 1216), POISON), torch.full((1216,), POISON)
+    m.scatter(payload, words, out)
+    m.scatter_add(payload, words, total, 0.3)
+    again = torch.full_like(words, -7)
+    m.pack(out != 0, again)
+    found.append((payload, rest, plain, out, total, again, m.popcount(words)))
+assert all(same(a, b) for a, b in zip(*found, strict=True))
+
+for block in (256, 512):
+    signs, chosen = random_signs(3, block), random_order(4, block)[:16]
+    n = 2 * block * 16
+    x, e = values("normal", 1, n), values("normal", 1, n, 1)
+    found = []
+    for m in (pr, pt):
+        payload, rest = torch.full((1, n // block * 16), POISON), torch.full((1, n), POISON)
+        m.srht_project(x, e, signs, chosen, payload, rest)
+        out = torch.full((1, n), POISON)
+        m.srht_reconstruct(payload, signs, chosen, out)
+        found.append((payload, rest, out))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
+
+words, payload, _ = quantized(1280, 100)
+slow, fast = torch.full((2, 180), POISON), torch.full((2, 180), POISON)
+sr.sketch_encode(payload, words, 2**61 + 12345, slow)
+st.sketch_encode(payload, words, 2**61 + 12345, fast)
+assert torch.equal(slow, fast)
+print("checked")
+"""
+    done = run_python(code, TRITON_INTERPRET="1")
+    assert done.stdout.strip().endswith("checked"), done.stderr
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90])
+def test_triton_compiles_without_a_gpu(capability, tmp_path):
+    """Types and layouts, which the interpreter does not check."""
+    code = f"""
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from thinwire.ops.mask import triton as m
+from thinwire.ops.projection import triton as p
+from thinwire.ops.sketch import triton as s
+
+def build(kernel, pointers, **constants):
+    names = dict(pointers)
+    types = {{n: "constexpr" if n in constants else names.get(n, "i64") for n in kernel.arg_names}}
+    values = {{(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants}}
+    source = ASTSource(kernel, types, constexprs=values)
+    assert triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm["cubin"]
+
+f = dict.fromkeys(("rows", "old", "payload", "new", "out", "signs"), "*fp32")
+f |= dict(words="*i64", before="*i32", counts="*i32", flags="*u8", places="*i32", norm="fp32", n="i32", kept="i32")
+build(m._count, f, BLOCK=512)
+build(m._gather_keep, f, FEEDBACK=True, KEEP=True, BLOCK=512)
+build(m._scatter, f, BLOCK=512)
+build(m._pack, f, BLOCK=64)
+build(p._project, f, FEEDBACK=True, KEEP=True, A=16, C=16)
+build(p._reconstruct, f, A=16, C=32)
+build(s._encode, f, GOLDEN=s._GOLDEN.value, MIX1=s._MIX1.value, MIX2=s._MIX2.value, MIX3=s._MIX3.value, BLOCK=512)
+print("compiled")
+"""
+    done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.stdout.strip().endswith("compiled"), done.stderr

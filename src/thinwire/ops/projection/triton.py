@@ -1,0 +1,115 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Triton kernels for CUDA tensors (and CPU tensors under ``TRITON_INTERPRET=1``): one program per tile.
+
+The Hadamard matrix of size B = A * C is the Kronecker product of those of sizes A and C, so a tile of B x 16 is
+transformed by two small matrix products, along each of the two digits of its row number. The same numbers as
+``reference`` up to the order of additions. Blocks below 256, whose factors are too small for a matrix product, take the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thinwire.ops.projection import reference
+
+LANES = tl.constexpr(reference.LANES)
+SMALLEST = 256
+
+
+@triton.jit
+def _hadamard(SIZE: tl.constexpr):
+    """(SIZE, SIZE) of +-1: the sign is the parity of the common bits of row and column."""
+    common = tl.arange(0, SIZE)[:, None] & tl.arange(0, SIZE)[None, :]
+    common = common ^ (common >> 4)
+    common = common ^ (common >> 2)
+    common = common ^ (common >> 1)
+    return 1.0 - 2.0 * (common & 1).to(tl.float32)
+
+
+@triton.jit
+def _transform(tile, A: tl.constexpr, C: tl.constexpr):
+    """H down the A * C rows of ``tile`` (A, C * LANES), row a * C + c in [a, c * LANES :]."""
+    tile = tl.dot(_hadamard(A), tile, input_precision="ieee")
+    tile = tl.permute(tl.reshape(tile, (A, C, LANES)), (1, 0, 2))
+    tile = tl.dot(_hadamard(C), tl.reshape(tile, (C, A * LANES)), input_precision="ieee")
+    return tl.reshape(tl.permute(tl.reshape(tile, (C, A, LANES)), (1, 0, 2)), (A, C * LANES))
+
+
+@triton.jit
+def _project(
+    rows, stride, old, old_stride, signs, places, payload, payload_stride, new, new_stride, kept, norm,
+    FEEDBACK: tl.constexpr, KEEP: tl.constexpr, A: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    row, tile_number = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, C * LANES)[None, :]
+    at = tl.arange(0, A)[:, None] * (C * LANES) + column
+    number = tl.arange(0, A)[:, None] * C + column // LANES
+    start = tile_number * (A * C * LANES)
+    total = tl.load(rows + row * stride + start + at)
+    if FEEDBACK:
+        total += tl.load(old + row * old_stride + start + at)
+    sign = tl.load(signs + number) * norm
+    tile = _transform(total * sign, A, C)
+    place = tl.load(places + number)
+    to = payload + row * payload_stride + (tile_number * kept + place) * LANES + column % LANES
+    tl.store(to, tile, mask=place >= 0)
+    if KEEP:
+        rest = _transform(tl.where(place >= 0, 0.0, tile), A, C)
+        tl.store(new + row * new_stride + start + at, rest * sign)
+
+
+@triton.jit
+def _reconstruct(
+    payload, payload_stride, signs, places, out, stride, kept, norm, A: tl.constexpr, C: tl.constexpr
+):
+    row, tile_number = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, C * LANES)[None, :]
+    at = tl.arange(0, A)[:, None] * (C * LANES) + column
+    number = tl.arange(0, A)[:, None] * C + column // LANES
+    place = tl.load(places + number)
+    source = payload + row * payload_stride + (tile_number * kept + place) * LANES + column % LANES
+    tile = _transform(tl.load(source, mask=place >= 0, other=0.0), A, C)
+    tl.store(out + row * stride + tile_number * (A * C * LANES) + at, tile * tl.load(signs + number) * norm)
+
+
+def _factors(block: int) -> tuple[int, int]:
+    """A and C, powers of two with A * C = block."""
+    bits = block.bit_length() - 1
+    return 2 ** (bits // 2), 2 ** (bits - bits // 2)
+
+
+def _places(chosen: Tensor, block: int) -> Tensor:
+    """Where each row of H D goes in the payload, -1 for the rows that are not sent."""
+    places = torch.full((block,), -1, dtype=torch.int32, device=chosen.device)
+    return places.scatter_(0, chosen, torch.arange(chosen.numel(), dtype=torch.int32, device=chosen.device))
+
+
+def srht_project(
+    rows: Tensor, residual: Tensor | None, signs: Tensor, chosen: Tensor, payload: Tensor, residual_out: Tensor | None
+) -> None:
+    block = signs.numel()
+    if block < SMALLEST:
+        reference.srht_project(rows, residual, signs, chosen, payload, residual_out)
+        return
+    old = rows if residual is None else residual
+    new = rows if residual_out is None else residual_out  # not written to unless kept
+    grid = (rows.shape[1] // (block * reference.LANES), rows.shape[0])
+    _project[grid](
+        rows, rows.stride(0), old, old.stride(0), signs, _places(chosen, block), payload, payload.stride(0), new,
+        new.stride(0), chosen.numel(), block**-0.5, residual is not None, residual_out is not None, *_factors(block),
+    )  # fmt: skip
+
+
+def srht_reconstruct(payload: Tensor, signs: Tensor, chosen: Tensor, out: Tensor) -> None:
+    block = signs.numel()
+    if block < SMALLEST:
+        reference.srht_reconstruct(payload, signs, chosen, out)
+        return
+    grid = (out.shape[1] // (block * reference.LANES), out.shape[0])
+    _reconstruct[grid](
+        payload, payload.stride(0), signs, _places(chosen, block), out, out.stride(0), chosen.numel(), block**-0.5,
+        *_factors(block),
+    )  # fmt: skip
