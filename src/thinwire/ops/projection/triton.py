@@ -3,7 +3,8 @@
 
 The Hadamard matrix of size B = A * C is the Kronecker product of those of sizes A and C, so a tile of B x 16 is
 transformed by two small matrix products, along each of the two digits of its row number. The same numbers as
-``reference`` up to the order of additions. Blocks below 256, whose factors are too small for a matrix product, take the reference.
+``reference`` up to the order of additions. Blocks below 256, whose factors are too small for a matrix product, take the
+reference.
 """
 
 from __future__ import annotations

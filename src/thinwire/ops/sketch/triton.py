@@ -2,8 +2,8 @@
 """Triton kernel for CUDA tensors (and CPU tensors under ``TRITON_INTERPRET=1``): insertion by atomic additions.
 
 Atomic additions come in any order, which changes nothing here: the values are multiples of one power of two and every
-sum is exact. Peeling goes in rounds that end when nothing is found any more, which takes a barrier across the whole grid:
-that is the reference's loop of torch operations, one kernel each, with one host synchronization per round.
+sum is exact. Peeling goes in rounds that end when nothing is found any more, which takes a barrier across the whole
+grid: that is the reference's loop of torch operations, one kernel each, with one host synchronization per round.
 """
 
 from __future__ import annotations
