@@ -54,7 +54,7 @@ def run(label: str, method: str, seed: int, args: argparse.Namespace) -> None:
         "--eval-every", str(max(args.steps // 8, 1)), "--eval-sequences", "256", "--lr", str(args.lr),
     ]  # fmt: skip
     print(" ".join(command[2:]), flush=True)
-    log = out.with_suffix(".log")
+    log = out.with_name(f"{out.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as stream:
         done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, check=False)
