@@ -67,6 +67,7 @@ class Projection(Codec):
         self.feedback: Feedback | None = None
         self._step = -1
         self._drawn: dict[str, tuple[int, tuple[Tensor, ...]]] = {}
+        self._spaces: dict[tuple[str, torch.device], Tensor] = {}
 
     @property
     def kept(self) -> int:
@@ -82,19 +83,22 @@ class Projection(Codec):
 
     def encode(self, rows: Tensor, out: Tensor) -> Tensor:
         self._check_encode(rows, out)
+        rows = rows.float()  # itself, where it is float32, as a bucket's are
         for name, columns, sent in self._parts():
             values, payload = rows[:, columns], out[:, sent]
             feedback = self.feedback
-            read = None if feedback is None else feedback.read[:, columns]
-            write = None if feedback is None else feedback.write[:, columns]
-            if self.estimator in SRHT and (feedback is None or feedback.keep == 0):
+            if feedback is None:
+                self._project(name, values, payload)
+                continue
+            read, write = feedback.read[:, columns], feedback.write[:, columns]
+            if self.estimator in SRHT and feedback.keep == 0:
                 projection.srht_project(values, read, *self._rotation(name, rows.device), payload, write)
                 continue
-            total = values if read is None else values + read
+            total = torch.add(values, read, out=self._space("total", values))
             self._project(name, total, payload)
-            if feedback is not None and read is not None and write is not None:
-                rest = total - self._reconstruct(name, payload, torch.empty_like(total))
-                write.copy_(torch.lerp(rest, read, feedback.keep))
+            rest = self._reconstruct(name, payload, self._space("rest", values))
+            torch.sub(total, rest, out=rest)
+            torch.lerp(rest, read, feedback.keep, out=write)
         return out
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
@@ -122,19 +126,31 @@ class Projection(Codec):
             for name, start, width in self.segments
         ]
 
+    def _space(self, use: str, like: Tensor) -> Tensor:
+        """Uninitialized float32 memory of the shape of ``like``, contiguous: one piece per use, as long as needed."""
+        key = (use, like.device)
+        space = self._spaces.get(key)
+        if space is None or space.numel() < like.numel():
+            space = self._spaces[key] = torch.empty(like.numel(), device=like.device)
+        return space[: like.numel()].view(like.shape)
+
     def _project(self, name: str, values: Tensor, payload: Tensor) -> None:
         if self.estimator in SRHT:
             projection.srht_project(values, None, *self._rotation(name, values.device), payload, None)
             return
-        blocks = values.reshape(-1, self.block).float()
-        payload.copy_((blocks @ self._gaussian(name, values.device)).view(payload.shape))
+        sent = self._space("sent", payload)
+        blocks = values.reshape(-1, self.block)  # a view, if ``values`` is one row or workspace
+        torch.mm(blocks, self._gaussian(name, values.device), out=sent.view(-1, self.kept))
+        payload.copy_(sent)
 
     def _reconstruct(self, name: str, payload: Tensor, out: Tensor) -> Tensor:
         if self.estimator in SRHT:
             return projection.srht_reconstruct(payload, *self._rotation(name, out.device), out)
         scale = {"paper": 1 / self.kept, "shrunk": 1 / (self.kept + self.block + 1), "orthonormal": 1.0}[self.estimator]
-        blocks = payload.reshape(-1, self.kept) @ self._gaussian(name, out.device).T
-        return out.copy_(blocks.mul_(scale).view(out.shape))
+        blocks = self._space("blocks", out)
+        matrix = self._gaussian(name, out.device)
+        torch.mm(payload.reshape(-1, self.kept), matrix.T, out=blocks.view(-1, self.block))
+        return torch.mul(blocks, scale, out=out)
 
     def _once(self, name: str, period: int, draw: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What ``draw(seed)`` gives for ``name`` in this period; drawn again only when the period changes."""

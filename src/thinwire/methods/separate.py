@@ -1,9 +1,12 @@
 """SEPARATE: a common random projection, with an averaged error fed back (ICLR 2025).
 
-On rank n, for blocks of B values, with M (B, m) Gaussian, the same on all ranks, fresh every step:
+Algorithm 1 on rank n at step k, for blocks of B values, with M (B, m) Gaussian, the same on all ranks:
 
-    h_n = g_n + e_n;   p_n = h_n M;   p = mean_n p_n;   g~ = p M^T / m
-    e_n = (1 - a) e_n + a (h_n - C(h_n)),   C(h) = h M M^T / m;   every T steps e_n = 0
+    STEP 1  h_n = g_n + e_n
+    STEP 2  p_n = h_n M, M fresh every step
+    STEP 3  p = mean_n p_n
+    STEP 4  g~ = p M^T / m takes the gradient's place
+    STEP 5  e_n = (1 - a) e_n + a (h_n - C(h_n)) with C(h) = h M M^T / m;   e_n = 0 instead if k % T = 0
 
 Paper / ours. C is unbiased, but |C(h) - h|^2 is w = (B + 1) / m, about the ratio, times |h|^2, so the update is stable
 only for a < 2 / (1 + w): 0.118 at ratio 16. The paper's beta = 0.95 as the weight a of the *new* error overflows in
@@ -40,13 +43,16 @@ class Separate(Method):
         block: values that are projected together, a power of two; None: 256 for the SRHT (which pads tensors to
             multiples of 16 blocks), 512 for matrices. The error depends on the ratio alone; larger => more work.
         beta: weight of the old error in the new one (higher => slower). None: 0 for contractions, the most stable
-            1 - 1 / (1 + w) for the unbiased "paper".
+            1 - 1 / (1 + w) for the unbiased "paper". 1: no feedback.
         reset: steps after which the error starts anew (the paper's T); 0: never.
         restart: what a reset does with the error: "send" it once in full (a dense step), or drop it to "zero" (the
-            paper; that share of the gradient is lost).
+            paper, which leaves no error behind in any step k with k % reset = 0; that share of the gradient is lost).
         update: "stable", or "printed": beta weighs the *new* error, as the paper prints it.
         force: run with a beta that is known to diverge.
         smallest: elements below which a tensor stays dense.
+
+    Raises:
+        ThinwireError: a knob is not what is said above, or its beta diverges.
     """
 
     name: ClassVar[str] = "separate"
@@ -72,9 +78,15 @@ class Separate(Method):
         ):  # fmt: skip
             if getattr(self, knob) not in allowed:
                 raise ThinwireError(f"separate: {knob} is one of {', '.join(allowed)}, got '{getattr(self, knob)}'")
+        for knob in ("ratio", "block", "reset", "smallest"):
+            value = getattr(self, knob)
+            if not isinstance(value, int) and not (knob == "block" and value is None):
+                raise ThinwireError(f"separate: {knob} is a whole number, got {value!r}")
         if self.reset < 0:
             raise ThinwireError(f"separate: reset is a number of steps, 0 for never, got {self.reset}")
-        self._block = self.block or (256 if self.estimator in SRHT else 512)
+        if self.smallest < 0:
+            raise ThinwireError(f"separate: smallest must be 0 or more elements, got {self.smallest}")
+        self._block = (256 if self.estimator in SRHT else 512) if self.block is None else self.block
         Projection([], ratio=self.ratio, block=self._block, estimator=self.estimator, seed=0)  # refuses what cannot be
         self._keep = self._weight_of_old()
         self._codecs: dict[object, Projection] = {}
@@ -84,6 +96,8 @@ class Separate(Method):
         variance = (self._block + 1) / (self._block // self.ratio)  # w
         biased = self.estimator not in UNBIASED
         if self.beta is None:
+            if self.update == "printed":
+                raise ThinwireError("separate: update='printed' needs beta, the weight of the new error in it")
             return 0.0 if biased else 1 - 1 / (1 + variance)
         if not 0 <= self.beta <= 1:
             raise ThinwireError(f"separate: beta is a weight from 0 to 1, got {self.beta}")
@@ -124,18 +138,20 @@ class Separate(Method):
         assert self.state is not None
         old = self.state.read("residual", bucket)
         new = self.state.write("residual", bucket)
-        if self.reset and bucket.step and bucket.step % self.reset == 0:
-            if self.restart == "send":
-                bucket.rows.add_(old)
-                new.zero_()
-                exchange.mean(bucket)
-                return
-            old = new.zero_()
+        restart = bool(self.reset) and bucket.step % self.reset == 0
+        if restart and self.restart == "send" and bucket.step:
+            bucket.rows.add_(old)  # STEP 1, and instead of the others h_n goes out as it is: nothing is left over
+            new.zero_()
+            exchange.mean(bucket)
+            return
         codec = self._codec(bucket)
         codec.set_step(bucket.step)
         codec.feedback = Feedback(old, new, self._keep)
-        exchange.mean(bucket, codec)
-        bucket.clear_padding(new)  # a projection spreads over whole blocks; padding has no gradient to wait for
+        exchange.mean(bucket, codec)  # STEP 1, 2 and 5 in encode, which writes ``new``; 3 in between; 4 in decode
+        if restart and self.restart == "zero":
+            new.zero_()  # STEP 5, k % T = 0
+        else:
+            bucket.clear_padding(new)  # a projection spreads over whole blocks; padding has no gradient to wait for
 
     def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
         rows = exchange.bucket_rows(True)
@@ -153,4 +169,3 @@ class Separate(Method):
     def _make(self, segments: list[tuple[str, int, int]]) -> Projection:
         seed = 0 if self.run is None else self.run.seed
         return Projection(segments, ratio=self.ratio, block=self._block, estimator=self.estimator, seed=seed)
-

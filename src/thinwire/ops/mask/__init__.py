@@ -2,11 +2,13 @@
 
 A mask is int64 words (R, n / 64), n a multiple of 64: bit j of word i of a row stands for element 64 i + j. Values are
 float32. Rows may be apart in memory (any stride in dim 0); each row is contiguous. Payloads hold the values at the
-set bits of each row, in order; the number of set bits is the caller's knowledge, so no shape depends on data.
+set bits of each row, in order; the number of set bits is the caller's knowledge, so no shape depends on data. On a CPU
+a row with another number of bits is refused; on a GPU asking would stall the stream, and it is the caller's to keep.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
@@ -21,10 +23,26 @@ WORD = 64
 _backend = backend("thinwire.ops.mask")
 
 
-def _check(values: Tensor, words: Tensor) -> None:
-    if values.shape[-1] != WORD * words.shape[-1]:
-        raise ThinwireError(f"a mask of {words.shape[-1]} words covers {WORD * words.shape[-1]} elements, "
-                            f"the row has {values.shape[-1]}")  # fmt: skip
+def _check(
+    words: Tensor, *values: Tensor | None, payload: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> None:
+    """Refuse what does not belong together, before a kernel reads or writes out of bounds."""
+    for tensor in values:
+        if tensor is None:
+            continue
+        if tensor.shape[-1] != WORD * words.shape[-1]:
+            raise ThinwireError(f"a mask of {words.shape[-1]} words covers {WORD * words.shape[-1]} elements, "
+                                f"the row has {tensor.shape[-1]}")  # fmt: skip
+        if tensor.dim() == 2 and len(tensor) != len(words):
+            raise ThinwireError(f"a mask of {len(words)} rows does not go with {len(tensor)} rows of values")
+        if tensor.dtype != dtype:
+            raise ThinwireError(f"masks take values in {dtype}, got {tensor.dtype}: convert them first")
+    if payload is not None and (len(payload) != len(words) or payload.dtype != torch.float32):
+        raise ThinwireError(f"a mask of {len(words)} rows needs as many rows of float32 at it, "
+                            f"got {tuple(payload.shape)} {payload.dtype}")  # fmt: skip
+    for tensor in (words, payload, *values):
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ThinwireError("each row of a mask and its values must be contiguous: call contiguous() first")
 
 
 def topk_mask(values: Tensor, k: int, words: Tensor) -> Tensor:
@@ -32,7 +50,7 @@ def topk_mask(values: Tensor, k: int, words: Tensor) -> Tensor:
 
     Ties go to the lowest index; a NaN is larger than everything. ``k`` of n or more: all bits.
     """
-    _check(values, words)
+    _check(words, values)
     if k <= 0:
         return words.zero_()
     if k >= values.shape[1]:
@@ -48,7 +66,7 @@ def gather_keep(
 
     One pass. ``residual`` None: h = rows. ``residual_out`` None: not kept; it may be ``residual`` itself.
     """
-    _check(rows, words)
+    _check(words, rows, residual, residual_out, payload=payload)
     if payload.numel() or residual_out is not None:
         _backend(rows).gather_keep(rows, residual, words, payload, residual_out)
     return payload
@@ -56,28 +74,28 @@ def gather_keep(
 
 def scatter(payload: Tensor, words: Tensor, out: Tensor) -> Tensor:
     """``out`` (R, n) = ``payload`` (R, k) at the mask, 0 elsewhere. One pass."""
-    _check(out, words)
+    _check(words, out, payload=payload)
     _backend(out).scatter(payload, words, out)
     return out
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
     """``out`` (n,) = ``scale`` * the sum over rows of ``payload`` (P, k) expanded at each row's mask, in row order."""
-    _check(out, words)
+    _check(words, out, payload=payload)
     _backend(out).scatter_add(payload, words, out, scale)
     return out
 
 
 def pack(flags: Tensor, words: Tensor) -> Tensor:
     """``flags`` (R, n) bool -> ``words`` (R, n / 64)."""
-    _check(flags, words)
+    _check(words, flags, dtype=torch.bool)
     _backend(flags).pack(flags, words)
     return words
 
 
 def unpack(words: Tensor, flags: Tensor) -> Tensor:
     """``words`` (R, n / 64) -> ``flags`` (R, n) bool."""
-    _check(flags, words)
+    _check(words, flags, dtype=torch.bool)
     _backend(words).unpack(words, flags)
     return flags
 

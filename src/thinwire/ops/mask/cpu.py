@@ -11,10 +11,12 @@ from numba.core import types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from thinwire.errors import ThinwireError
 from thinwire.ops.kernels import flat, njit
 
 WORD = 64
 MAGNITUDE_BITS = np.int32(0x7FFFFFFF)
+NAN_BITS = np.int32(0x7F800001)  # any NaN: all are equal, and larger than infinity
 SAMPLE = 16384
 """Elements of a row that the bracket around its k-th value is taken from."""
 
@@ -41,6 +43,7 @@ def _gather_keep(rows, stride, old, old_stride, words, words_stride, payload, pa
     total = np.empty(WORD, np.float32)
     for row in range(shape[0]):
         at = row * payload_stride
+        end = at + shape[2]
         for i in range(shape[1]):
             start = row * stride + WORD * i
             values = rows[start : start + WORD]
@@ -53,6 +56,8 @@ def _gather_keep(rows, stride, old, old_stride, words, words_stride, payload, pa
                 for j in range(WORD):
                     total[j] = values[j]
             word = words[row * words_stride + i]
+            if at + np.int64(set_bits(word)) > end:
+                return False
             while word != 0:
                 j = trailing_zeros(word)
                 payload[at] = total[j]
@@ -64,25 +69,34 @@ def _gather_keep(rows, stride, old, old_stride, words, words_stride, payload, pa
                 rest = new[to : to + WORD]
                 for j in range(WORD):
                     rest[j] = total[j]
+        if at != end:
+            return False
+    return True
 
 
 @njit
-def _scatter(payload, payload_stride, words, words_stride, out, stride, rows, count):
+def _scatter(payload, payload_stride, words, words_stride, out, stride, rows, count, k):
     for row in range(rows):
         at = row * payload_stride
+        end = at + k
         for i in range(count):
             start = row * stride + WORD * i
             values = out[start : start + WORD]
             values[:] = np.float32(0)
             word = words[row * words_stride + i]
+            if at + np.int64(set_bits(word)) > end:
+                return False
             while word != 0:
                 values[trailing_zeros(word)] = payload[at]
                 at += 1
                 word &= word - uint64(1)
+        if at != end:
+            return False
+    return True
 
 
 @njit
-def _scatter_add(payload, payload_stride, words, words_stride, out, rows, count, scale, scaled):
+def _scatter_add(payload, payload_stride, words, words_stride, out, rows, count, k, scale, scaled):
     at = np.zeros(rows, np.int64)
     total = np.empty(WORD, np.float32)
     for i in range(count):
@@ -90,6 +104,8 @@ def _scatter_add(payload, payload_stride, words, words_stride, out, rows, count,
         for row in range(rows):
             word = words[row * words_stride + i]
             position = row * payload_stride + at[row]
+            if at[row] + np.int64(set_bits(word)) > k:
+                return False
             while word != 0:
                 total[trailing_zeros(word)] += payload[position]
                 position += 1
@@ -98,6 +114,7 @@ def _scatter_add(payload, payload_stride, words, words_stride, out, rows, count,
         values = out[WORD * i : WORD * i + WORD]
         for j in range(WORD):
             values[j] = total[j] * scale if scaled else total[j]
+    return np.all(at == k)
 
 
 @njit
@@ -110,15 +127,21 @@ def _popcount(words, stride, rows, count, counts):
 
 
 @njit
-def _indices(words, stride, rows, count, out, to_stride):
+def _indices(words, stride, rows, count, out, to_stride, k):
     for row in range(rows):
         at = row * to_stride
+        end = at + k
         for i in range(count):
             word = words[row * stride + i]
+            if at + np.int64(set_bits(word)) > end:
+                return False
             while word != 0:
                 out[at] = np.int32(WORD * i + trailing_zeros(word))
                 at += 1
                 word &= word - uint64(1)
+        if at != end:
+            return False
+    return True
 
 
 @njit
@@ -130,42 +153,52 @@ def _from_indices(positions, stride, words, words_stride, rows, k):
 
 
 @njit
-def _bracket(bits, n, low, high, between):
-    """Magnitudes above ``high`` are counted, those from ``low`` to ``high`` collected into ``between``."""
-    above, found = 0, 0
-    for start in range(0, n, WORD):
-        size = min(WORD, n - start)
-        part = bits[start : start + size]
-        most = np.int32(0)
-        for j in range(size):
-            most = max(most, np.int32(part[j] & MAGNITUDE_BITS))
-        if most < low:
+def _magnitude(bits):
+    """|value| as an integer: the order of floats, every NaN the same and the largest."""
+    return min(np.int32(bits & MAGNITUDE_BITS), NAN_BITS)
+
+
+@njit
+def _bracket(bits, low, high, between):
+    """Magnitudes above ``high`` are counted, those from ``low`` to ``high`` collected into ``between`` while they fit.
+
+    Both comparisons become mask words, without a branch per element; then only the few in between are walked.
+    """
+    above, found = np.int64(0), np.int64(0)
+    for i in range(bits.size // WORD):
+        part = bits[WORD * i : WORD * i + WORD]
+        reach, over = uint64(0), uint64(0)
+        for j in range(WORD):
+            magnitude = _magnitude(part[j])
+            reach |= uint64(magnitude >= low) << uint64(j)
+            over |= uint64(magnitude > high) << uint64(j)
+        above += np.int64(set_bits(over))
+        word = reach & ~over
+        inside = np.int64(set_bits(word))
+        if found + inside > between.size:
+            found += inside
             continue
-        for j in range(size):
-            magnitude = np.int32(part[j] & MAGNITUDE_BITS)
-            if magnitude > high:
-                above += 1
-            elif magnitude >= low:
-                if found < between.size:
-                    between[found] = magnitude
-                found += 1
+        while word != 0:
+            between[found] = _magnitude(part[trailing_zeros(word)])
+            found += 1
+            word &= word - uint64(1)
     return above, found
 
 
 @njit
-def _threshold_words(bits, n, threshold, ties, words):
+def _threshold_words(bits, threshold, ties, words):
     """Bits of all magnitudes above ``threshold``, and of the first ``ties`` that equal it."""
-    for i in range(n // WORD):
+    for i in range(bits.size // WORD):
         part = bits[WORD * i : WORD * i + WORD]
         word = uint64(0)
         equal = 0
         for j in range(WORD):
-            magnitude = np.int32(part[j] & MAGNITUDE_BITS)
+            magnitude = _magnitude(part[j])
             word |= uint64(magnitude > threshold) << uint64(j)
             equal += magnitude == threshold
         if equal and ties:
             for j in range(WORD):
-                if ties and np.int32(part[j] & MAGNITUDE_BITS) == threshold:
+                if ties and _magnitude(part[j]) == threshold:
                     word |= uint64(1) << uint64(j)
                     ties -= 1
         words[i] = word
@@ -174,22 +207,23 @@ def _threshold_words(bits, n, threshold, ties, words):
 @njit
 def _magnitudes(bits, step, out):
     for i in range(out.size):
-        out[i] = bits[i * step] & MAGNITUDE_BITS
+        out[i] = _magnitude(bits[i * step])
 
 
 @njit
-def _above(bits, n, threshold):
+def _above(magnitudes, threshold):
     above = 0
-    for i in range(n):
-        above += np.int32(bits[i] & MAGNITUDE_BITS) > threshold
+    for i in range(magnitudes.size):
+        above += magnitudes[i] > threshold
     return above
 
 
 def _kth(bits: np.ndarray, k: int) -> tuple[int, int]:
-    """The k-th largest magnitude (as bits: the order of floats, NaN largest) and how many lie above it.
+    """The k-th largest magnitude and how many lie above it.
 
     A sample brackets it within 5 standard deviations; one pass counts what is above the bracket and collects what is
-    in it. Where the bracket misses (once in millions, or on values with many ties) everything is partitioned.
+    in it. A bracket of one value (a gradient with more zeros than n - k) needs no more. Where the bracket misses (once
+    in millions) or holds too much (values with many ties) everything is partitioned.
     """
     n = bits.size
     step = (n // SAMPLE) | 1  # odd: not in step with rows of a power of two
@@ -203,15 +237,18 @@ def _kth(bits: np.ndarray, k: int) -> tuple[int, int]:
         low = sample[first] if first >= 0 else np.int32(0)
         high = sample[last] if last < size else MAGNITUDE_BITS
         between = np.empty(max(int(2 * n * (last - first + 2) / size), 1024), np.int32)
-        above, found = _bracket(bits, n, low, high, between)
-        if above < k <= above + found and found <= between.size:
-            inside = between[:found]
-            threshold = int(np.partition(inside, found - (k - above))[found - (k - above)])
-            return threshold, above + int(_above(inside, found, np.int32(threshold)))
+        above, found = _bracket(bits, low, high, between)
+        if above < k <= above + found:
+            if low == high:
+                return int(low), above
+            if found <= between.size:
+                inside = between[:found]
+                threshold = int(np.partition(inside, found - (k - above))[found - (k - above)])
+                return threshold, above + int(_above(inside, np.int32(threshold)))
         sample = np.empty(n, np.int32)
         _magnitudes(bits, 1, sample)
     threshold = int(np.partition(sample, n - k)[n - k])
-    return threshold, int(_above(sample, n, np.int32(threshold)))
+    return threshold, int(_above(sample, np.int32(threshold)))
 
 
 def unsigned(words: Tensor) -> tuple[np.ndarray, int]:
@@ -219,11 +256,16 @@ def unsigned(words: Tensor) -> tuple[np.ndarray, int]:
     return memory.view(np.uint64), stride
 
 
+def _expect(exact: bool, payload: Tensor) -> None:
+    if not exact:
+        raise ThinwireError(f"a row's mask does not have the {payload.shape[1]} bits that its payload has room for")
+
+
 def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
     for row, mask in zip(values, words, strict=True):
         bits = row.detach().numpy().view(np.int32)
         threshold, above = _kth(bits, k)
-        _threshold_words(bits, bits.size, np.int32(threshold), k - above, mask.numpy().view(np.uint64))
+        _threshold_words(bits, np.int32(threshold), k - above, mask.numpy().view(np.uint64))
 
 
 def gather_keep(
@@ -231,16 +273,20 @@ def gather_keep(
 ) -> None:
     old = flat(rows if residual is None else residual)
     new = flat(rows if residual_out is None else residual_out)  # not written to unless kept
-    _gather_keep(*flat(rows), *old, *unsigned(words), *flat(payload), *new, tuple(words.shape), residual is not None,
-                 residual_out is not None)  # fmt: skip
+    shape = (*words.shape, payload.shape[1])
+    exact = _gather_keep(*flat(rows), *old, *unsigned(words), *flat(payload), *new, shape, residual is not None,
+                         residual_out is not None)  # fmt: skip
+    _expect(exact, payload)
 
 
 def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
-    _scatter(*flat(payload), *unsigned(words), *flat(out), *words.shape)
+    _expect(_scatter(*flat(payload), *unsigned(words), *flat(out), *words.shape, payload.shape[1]), payload)
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:
-    _scatter_add(*flat(payload), *unsigned(words), out.numpy(), *words.shape, np.float32(scale), scale != 1.0)
+    shape = (*words.shape, payload.shape[1])
+    exact = _scatter_add(*flat(payload), *unsigned(words), out.numpy(), *shape, np.float32(scale), scale != 1.0)
+    _expect(exact, payload)
 
 
 def pack(flags: Tensor, words: Tensor) -> None:
@@ -260,7 +306,7 @@ def popcount(words: Tensor) -> Tensor:
 
 
 def indices(words: Tensor, out: Tensor) -> None:
-    _indices(*unsigned(words), *words.shape, *flat(out))
+    _expect(_indices(*unsigned(words), *words.shape, *flat(out), out.shape[1]), out)
 
 
 def from_indices(positions: Tensor, words: Tensor) -> None:

@@ -7,8 +7,6 @@ bits before each 512, an exclusive prefix sum of the counts; so programs are ind
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from thinwire.ops.mask import reference
 
+NAN_BITS = 0x7F800001  # any NaN, as an integer: all are equal, and larger than infinity
 BLOCK = 512
 """Elements per program, and per entry of the directory."""
 
@@ -128,6 +127,15 @@ def pack(flags: Tensor, words: Tensor) -> None:
     _pack[grid](flags.view(torch.uint8), flags.stride(0), words, words.stride(0), words.shape[1], 64)
 
 
-# Sorting is torch's own (radix sort on CUDA); the rest is not on any hot path, or one pass of torch's already.
-topk_mask: Callable[[Tensor, int, Tensor], None] = reference.topk_mask
+def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
+    """The selection is torch's own (by radix on CUDA). It does not say which of equal values it takes: those above its
+    smallest are all in, and of those that equal it the first ones."""
+    magnitudes = (values.view(torch.int32) & 0x7FFFFFFF).clamp_max_(NAN_BITS)
+    smallest = magnitudes.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
+    flags, equal = magnitudes > smallest, magnitudes == smallest
+    missing = k - flags.sum(1, keepdim=True)
+    pack(flags.logical_or_(equal & (equal.cumsum(1, dtype=torch.int32) <= missing)), words)
+
+
+# Not on any hot path, or one pass of torch's already.
 unpack, indices, from_indices = reference.unpack, reference.indices, reference.from_indices

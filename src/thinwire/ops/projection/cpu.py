@@ -30,73 +30,59 @@ def _butterfly(a, b):
 
 
 @njit
-def _log2(block):
-    bits = 0
-    while block > 1:
-        block //= 2
-        bits += 1
-    return bits
-
-
-@njit
-def _transform(tile, block):
+def _transform(tile):
     """H (not normalized) down the columns of ``tile`` (block * LANES,), in place."""
     step = LANES
-    size = block * LANES
-    if step * 2 <= size and _log2(block) % 2:
-        for start in range(0, size, 2 * step):
-            _butterfly(tile[start : start + step], tile[start + step : start + 2 * step])
-        step *= 2
-    while step < size:
+    while 4 * step <= tile.size:
         # neighbours in memory: at the upper levels one call does ``step`` values
-        for start in range(0, size, 4 * step):
+        for start in range(0, tile.size, 4 * step):
             second, third, fourth = start + step, start + 2 * step, start + 3 * step
             _butterfly4(tile[start:second], tile[second:third], tile[third:fourth], tile[fourth : fourth + step])
         step *= 4
+    if step < tile.size:  # an odd number of levels; the last has the longest neighbours
+        _butterfly(tile[:step], tile[step:])
 
 
 @njit
-def _signed(values, signs, factor, tile):
-    for i in range(signs.size):
-        sign = signs[i] * factor
-        for lane in range(LANES):
-            tile[i * LANES + lane] = values[i * LANES + lane] * sign
-
-
-@njit
-def _add(a, b, out):
+def _times(values, factors, out):
     for i in range(out.size):
-        out[i] = a[i] + b[i]
+        out[i] = values[i] * factors[i]
 
 
 @njit
-def _project(rows, stride, old, old_stride, new, new_stride, payload, payload_stride, count, n, signs, chosen, norm,
+def _sum_times(a, b, factors, out):
+    for i in range(out.size):
+        out[i] = (a[i] + b[i]) * factors[i]
+
+
+@njit
+def _project(rows, stride, old, old_stride, new, new_stride, payload, payload_stride, count, n, signs, chosen,
              feedback, keep):  # fmt: skip
-    size = signs.size * LANES
+    size = signs.size
     tile = np.empty(size, np.float32)
-    total = np.empty(size, np.float32)
     for row in range(count):
         to = row * payload_stride
         for start in range(0, n, size):
             values = rows[row * stride + start : row * stride + start + size]
             if feedback:
-                _add(values, old[row * old_stride + start : row * old_stride + start + size], total)
-                values = total
-            _signed(values, signs, norm, tile)
-            _transform(tile, signs.size)
+                at = row * old_stride + start
+                _sum_times(values, old[at : at + size], signs, tile)
+            else:
+                _times(values, signs, tile)
+            _transform(tile)
             for i in chosen:
                 kept = tile[i * LANES : (i + 1) * LANES]
                 payload[to : to + LANES] = kept
                 kept[:] = np.float32(0)
                 to += LANES
             if keep:
-                _transform(tile, signs.size)
-                _signed(tile, signs, norm, new[row * new_stride + start : row * new_stride + start + size])
+                _transform(tile)
+                _times(tile, signs, new[row * new_stride + start : row * new_stride + start + size])
 
 
 @njit
-def _reconstruct(payload, payload_stride, out, stride, count, n, signs, chosen, norm):
-    size = signs.size * LANES
+def _reconstruct(payload, payload_stride, out, stride, count, n, signs, chosen):
+    size = signs.size
     tile = np.empty(size, np.float32)
     for row in range(count):
         at = row * payload_stride
@@ -105,8 +91,13 @@ def _reconstruct(payload, payload_stride, out, stride, count, n, signs, chosen, 
             for i in chosen:
                 tile[i * LANES : (i + 1) * LANES] = payload[at : at + LANES]
                 at += LANES
-            _transform(tile, signs.size)
-            _signed(tile, signs, norm, out[row * stride + start : row * stride + start + size])
+            _transform(tile)
+            _times(tile, signs, out[row * stride + start : row * stride + start + size])
+
+
+def _wide(signs: Tensor) -> np.ndarray:
+    """Signs and the norm of H in one factor for every value of a tile, so that whole vectors are multiplied."""
+    return signs.mul(signs.numel() ** -0.5).repeat_interleave(LANES).numpy()
 
 
 def srht_project(
@@ -114,11 +105,9 @@ def srht_project(
 ) -> None:
     old = flat(rows if residual is None else residual)
     new = flat(rows if residual_out is None else residual_out)  # not written to unless kept
-    norm = np.float32(signs.numel() ** -0.5)
-    _project(*flat(rows), *old, *new, *flat(payload), rows.shape[0], rows.shape[1], signs.numpy(), chosen.numpy(), norm,
+    _project(*flat(rows), *old, *new, *flat(payload), *rows.shape, _wide(signs), chosen.numpy(),
              residual is not None, residual_out is not None)  # fmt: skip
 
 
 def srht_reconstruct(payload: Tensor, signs: Tensor, chosen: Tensor, out: Tensor) -> None:
-    norm = np.float32(signs.numel() ** -0.5)
-    _reconstruct(*flat(payload), *flat(out), out.shape[0], out.shape[1], signs.numpy(), chosen.numpy(), norm)
+    _reconstruct(*flat(payload), *flat(out), *out.shape, _wide(signs), chosen.numpy())

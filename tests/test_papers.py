@@ -1,0 +1,191 @@
+"""Each method against its paper's pseudo-code (``papers.py``, float64), 50 steps on 2, 3 and 4 ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from papers import PowerSgdPaper, RadiusPaper, SeparatePaper, TagcPaper, one_bit_sum, peel, top
+from thinwire.methods import PowerSgd, Radius, Separate, Tagc, TopK
+from thinwire.ops.sketch.reference import hashes
+from thinwire.streams import random_normal, seed_of
+from thinwire.testing import reduce_on_threads
+
+STEPS = 50
+TOPOLOGIES = ["all_reduce", "reduce_scatter"]
+SIZES = [2, 3, 4]
+
+
+def gradients(rank: int, step: int, numel: int) -> torch.Tensor:
+    """Noise of its own for every rank, around a common gradient that changes slowly."""
+    common = torch.randn(numel, generator=torch.Generator().manual_seed(7))
+    noise = torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return common * (1 + 0.01 * step) + noise
+
+
+def run(make, topology, size, shapes, **more):
+    more = {"steps": STEPS, **more}
+    return reduce_on_threads(make, gradients, topology=topology, size=size, shapes=shapes, **more)
+
+
+def given(size: int, step: int, numel: int) -> list[np.ndarray]:
+    return [gradients(rank, step, numel).double().numpy() for rank in range(size)]
+
+
+def received(results, step: int, topology: str) -> np.ndarray:
+    """The whole mean, from all owners."""
+    if topology == "all_reduce":
+        return results[0][step]["mean"].double().numpy()
+    return torch.cat([rank[step]["mean"] for rank in results]).double().numpy()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_radius(topology, size, scale):
+    shapes = {"a": (24, 25), "b": (12, 7)}
+    made = {"density": 0.3, "T": 7, "start": 5, "residual_scale": scale, "smallest": 0, "send": ("*",)}
+    results = run(lambda: Radius(**made), topology, size, shapes, max_norm=1.0,
+                  optimizer=lambda weights: torch.optim.AdamW(weights, lr=1e-2))  # fmt: skip
+    rows = size if topology == "reduce_scatter" else 1
+    columns = [600 // rows, 84 // rows]
+    paper = RadiusPaper([(rows, c) for c in columns], size, 0.3, 7, 5, 1e-2, 1.0, scale=scale)
+    for step in range(STEPS):
+        flats = [g.reshape(rows, -1) for g in given(size, step, 684)]
+        means = paper.step([[flat[:, : columns[0]].ravel(), flat[:, columns[0] :].ravel()] for flat in flats])
+        expected = np.concatenate([m.reshape(rows, -1) for m in means], 1).ravel()
+        assert np.abs(received(results, step, topology) - expected).max() < 2e-5
+        for n in range(size):
+            for i, name in enumerate(shapes):
+                if step >= 5:
+                    residual = results[n][step][f"residual/{name}"].double().numpy()
+                    assert np.abs(residual.ravel() - paper.residual[n][i]).max() < 1e-4
+                mine = paper.adam[i].w.reshape(rows, -1)[n if rows > 1 else 0]
+                assert np.abs(results[n][step]["weights"][name].double().numpy() - mine).max() < 1e-5
+    assert paper.last == 47 and results[0][-1]["facts"]["last resample, step"] == 47
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("estimator", ["paper", "shrunk", "orthonormal", "srht", "cyclic_srht"])
+def test_separate(estimator, topology, size):
+    block, ratio, numel = 16, 4, 16 * 16 * 12
+    method = {"ratio": ratio, "estimator": estimator, "block": block, "smallest": 0, "send": ("*",)}
+    if estimator == "paper":
+        method |= {"beta": 0.95, "reset": 20, "restart": "zero"}
+    results = run(lambda: Separate(**method), topology, size, {"w": numel})
+    lanes = 16 if "srht" in estimator else 1
+    kept = block // ratio
+    scale = {"paper": 1 / kept, "shrunk": 1 / (kept + block + 1)}.get(estimator, 1.0)
+    beta = 0.95 if estimator == "paper" else 0.0
+    paper = SeparatePaper(numel // block, block, size, scale, beta, method.get("reset", 0))
+    codec = Separate(**method)._make([("w", 0, numel)])
+
+    def blocks(flat):
+        return flat.reshape(-1, block, lanes).transpose(0, 2, 1).reshape(-1, block)
+
+    for step in range(STEPS):
+        codec.set_step(step)
+        matrix = codec.matrix("w").double().numpy()
+        expected = paper.step([blocks(g) for g in given(size, step, numel)], matrix)
+        mean = received(results, step, topology)
+        assert np.abs(blocks(mean) - expected).max() < 2e-4 * max(1.0, np.abs(expected).max())
+        for n in range(size):
+            residual = blocks(results[n][step]["residual/w"].double().numpy().ravel())
+            assert np.abs(residual - paper.e[n]).max() < 5e-4 * max(1.0, np.abs(paper.e[n]).max())
+
+
+class OurSketch:
+    """``recover`` for :class:`TagcPaper` with the sizes and hashes that Thinwire has at this step."""
+
+    def __init__(self, step: int, union: int, load: float, numel: int) -> None:
+        cells = int(np.ceil(union / load / 3)) + 8
+        places, signs = hashes(seed_of(0, "w", step), torch.arange(numel), cells)
+        self.table, self.signs, self.cells = places.T.tolist(), signs.tolist(), 3 * cells
+        self.union = 0
+
+    def __call__(self, total, index):
+        self.union = max(self.union, int(index.sum()))
+        return peel(total, index, lambda i: (self.table[i], self.signs[i]), self.cells)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("mask", ["local", "shared"])
+def test_tagc(mask, topology, size):
+    """The sketch is peeled element by element, at a load at which some steps leave elements over."""
+    columns, keep, load, resize = 1280, 64, 0.79, 3
+    rows = size if topology == "reduce_scatter" else 1
+    method = {"theta": 0.95, "mask": mask, "load": load, "resize": resize, "smallest": 0, "send": ("*",)}
+    results = run(lambda: Tagc(**method), topology, size, {"w": columns * rows})
+    papers = [TagcPaper(columns, size, keep, shared=mask == "shared") for _ in range(rows)]
+    union = min(size * keep, columns)
+    for step in range(STEPS):
+        sketch = OurSketch(step, union, load, columns)
+        owner = seed_of(0, "w", step) % size
+        for row, paper in enumerate(papers):
+            mine = [g.reshape(rows, -1)[row] for g in given(size, step, columns * rows)]
+            expected = paper.step(mine, sketch if mask == "local" else None, owner)
+            mean = results[row][step]["mean"].double().numpy()
+            assert np.abs(mean - expected).max() < 1e-4
+            for n in range(size):
+                residual = results[n][step]["residual/w"][row].double().numpy()
+                assert np.abs(residual - paper.acc[n]).max() < 1e-4
+                paper.acc[n] = residual  # or a value within rounding of the k-th would end the comparison
+        if mask == "local" and step % resize == 0:
+            union = sketch.union
+    if mask == "local":
+        assert results[0][-1]["facts"]["left-overs so far"] > 0  # met by both sides, which agreed on each
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_topk(topology, size):
+    columns = 600 // size if topology == "reduce_scatter" else 600
+    results = run(lambda: TopK(density=0.1, smallest=0, send=("*",)), topology, size, {"w": 600})
+    papers = [[np.zeros(columns) for _ in range(size)] for _ in range(600 // columns)]
+    for step in range(STEPS):
+        expected = []
+        for row, residuals in enumerate(papers):
+            total = np.zeros(columns)
+            for n, g in enumerate(given(size, step, 600)):
+                h = g.reshape(-1, columns)[row] + residuals[n]
+                flags = top(h, max(int(0.1 * columns), 1))
+                total += np.where(flags, h, 0)
+                residuals[n] = np.where(flags, 0, h)
+            expected.append(total / size)
+        assert np.abs(received(results, step, topology) - np.concatenate(expected)).max() < 1e-4
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_powersgd(topology, size):
+    shape = (24, 20)
+    results = run(lambda: PowerSgd(rank=3, smallest=0), topology, size, {"w": shape})
+    start = random_normal(seed_of(0, "w"), 60).double().numpy().reshape(20, 3)
+    paper = PowerSgdPaper(start, size, shape)
+    for step in range(STEPS):
+        expected = paper.step([g.reshape(shape) for g in given(size, step, 480)])
+        assert np.abs(received(results, step, topology) - expected.ravel()).max() < 1e-4
+        for n in range(size):
+            residual = results[n][step]["residual/w"].double().numpy().reshape(shape)
+            assert np.abs(residual - paper.e[n]).max() < 1e-4
+            paper.e[n] = residual  # power iteration amplifies rounding from step to step
+        paper.q = results[0][step]["=q/w"].double().numpy()
+
+
+def test_the_one_bit_index_loses_entries_that_ours_keeps():
+    generator = np.random.default_rng(0)
+    masks = [generator.random(32000) < 0.2 for _ in range(2)]
+    union = masks[0] | masks[1]
+    read = one_bit_sum(masks)
+    lost = (union & ~read).sum() / union.sum()
+    assert 0.1 < lost < 0.25
+    assert (read & ~union).any()  # and carries make entries that nobody sent
+    assert np.array_equal(one_bit_sum(masks, bits=4), union)
+    agree = one_bit_sum([masks[0], masks[0]])
+    assert (masks[0] & ~agree).sum() > 0.5 * masks[0].sum()
+    words = [torch.from_numpy(np.packbits(mask, bitorder="little").view(np.int64)) for mask in masks]
+    ours = np.unpackbits((words[0] | words[1]).numpy().view(np.uint8), bitorder="little").astype(bool)
+    assert np.array_equal(ours, union)
