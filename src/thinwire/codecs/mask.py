@@ -136,10 +136,10 @@ class TopK(Codec):
 
     def _split(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Positions, (R, k) int32 or (R, n / 64) int64, and values (R, k) float32: views of ``wire``."""
-        if wire.storage_offset() % 8 or (len(wire) > 1 and wire.stride(0) % 8):
-            raise ThinwireError(f"{self}: wire rows must start at a multiple of 8 bytes, because they hold mask words")
-        if len(wire) == 1:  # a row of one has any stride, and view() to a wider dtype looks at it
+        if len(wire) == 1 or not wire.numel():  # such rows have any stride, and view() to a wider dtype looks at it
             wire = wire.as_strided(wire.shape, (wire.shape[1], 1))
+        if wire.storage_offset() % 8 or wire.stride(0) % 8:
+            raise ThinwireError(f"{self}: wire rows must start at a multiple of 8 bytes, because they hold mask words")
         head = self._head(n)
         positions = wire[:, :head].view(torch.int32 if self.listed else torch.int64)
         return positions, wire[:, head : head + 4 * self.k].view(torch.float32)

@@ -63,9 +63,7 @@ def _project(
 
 
 @triton.jit
-def _reconstruct(
-    payload, payload_stride, signs, places, out, stride, kept, norm, A: tl.constexpr, C: tl.constexpr
-):
+def _reconstruct(payload, payload_stride, signs, places, out, stride, kept, norm, A: tl.constexpr, C: tl.constexpr):
     row, tile_number = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     column = tl.arange(0, C * LANES)[None, :]
     at = tl.arange(0, A)[:, None] * (C * LANES) + column

@@ -1,0 +1,224 @@
+"""Masks at their limits: every kind of tie, rows apart in memory, and what does not belong together is refused.
+
+The operations on ordinary rows, and the Triton kernels' types, are in ``test_ops_sparse``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from test_ops_quant import needs_triton, run_python
+from thinwire.codecs import Masked, TopK
+from thinwire.errors import ThinwireError
+from thinwire.ops import mask
+from thinwire.ops.mask import cpu, reference
+
+LONG = 64 * 700  # long enough for a sample instead of a full partition
+
+
+def gaussian(count: int, n: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, n, generator=torch.Generator().manual_seed(seed))
+
+
+def with_bits(value: int, shape: Tensor) -> Tensor:
+    """float32 of these bits, as many as the elements of ``shape``."""
+    return torch.full(shape.shape, value, dtype=torch.int32).view(torch.float32)
+
+
+SPECIAL: dict[str, Callable[[Tensor], object]] = {
+    "zeros": lambda x: x.zero_(),
+    "signed zeros": lambda x: x.zero_()[:, ::2].neg_(),
+    "all equal": lambda x: x.fill_(-2.5),
+    "mostly zero": lambda x: x.mul_(torch.arange(x.shape[1]) % 50 == 0),
+    "one of four": lambda x: x.copy_((x * 2).round().clamp(-1, 2)),
+    "denormal": lambda x: x.mul_(1e-41),
+    "huge": lambda x: x.sign_().mul_(torch.finfo(torch.float32).max),
+    "infinite": lambda x: x[:, 3::5].fill_(-math.inf),
+    "all nan": lambda x: x.fill_(math.nan),
+    "nans of other bits": lambda x: (
+        x[:, 5::64].copy_(with_bits(0x7F800001, x[:, 5::64])),
+        x[:, 40::64].copy_(with_bits(-1, x[:, 40::64])),
+        x[:, 2::640].fill_(math.inf),
+    ),
+    "ascending": lambda x: x.copy_(torch.arange(x.shape[1]).expand_as(x)),
+    "periodic": lambda x: x.copy_((torch.arange(x.shape[1]) % 3).expand_as(x)),
+}
+
+
+def check_topk(fast: ModuleType, n: int, kinds: tuple[str, ...], ks: tuple[int, ...]) -> None:
+    """``fast`` against the reference, on columns of a wider row and into words of a wider row."""
+    for kind in kinds:
+        wide = gaussian(2, n + 192, seed=n)
+        values = wide[:, 64 : 64 + n]
+        SPECIAL[kind](values)
+        for k in ks:
+            words = [torch.full((2, n // 64 + 2), -7)[:, 1:-1] for _ in range(2)]
+            for module, out in zip((reference, fast), words, strict=True):
+                module.topk_mask(values, k, out)
+            assert torch.equal(*words), (kind, n, k)
+            assert reference.popcount(words[1]).tolist() == [k, k]
+            whole = words[1].as_strided((2, n // 64 + 2), (n // 64 + 2, 1), 0)
+            assert (whole[:, 0] == -7).all() and (whole[:, -1] == -7).all(), "wrote beside the row"
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_topk_equals_reference(kind):
+    for n in (64, 64 * 7):
+        check_topk(cpu, n, (kind,), (1, n // 2, n - 1))
+    check_topk(cpu, LONG, (kind,), (1, LONG // 100, LONG // 50 + 1, LONG // 3, LONG - 1))
+
+
+def test_a_wrong_sample_costs_time_and_nothing_else():
+    """The sampled places hold the smallest values: the bracket misses, on either side."""
+    step = (LONG // cpu.SAMPLE) | 1
+    assert step > 1
+    for factor in (0.0, 1e9):
+        values = gaussian(1, LONG)
+        values[:, ::step] *= factor
+        for k in (10, LONG // 10, LONG // 2):
+            words = [torch.full((1, LONG // 64), -7) for _ in range(2)]
+            for module, out in zip((reference, cpu), words, strict=True):
+                module.topk_mask(values, k, out)
+            assert torch.equal(*words)
+
+
+@example([(1, 0.0)], 2, True, 0, False)  # an empty wire
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.floats(0, 1)), min_size=1, max_size=4),
+    st.integers(1, 3), st.booleans(), st.integers(0, 2**31), st.booleans(),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_topk_codec_keeps_the_budget_of_every_segment(segments, peers, listed, seed, ties):
+    places, start = [], 0
+    for count, density in segments:
+        places.append((start, 64 * count, int(density * 64 * count)))
+        start += 64 * count
+    x = gaussian(peers, start, seed)
+    if ties:
+        x.round_()
+    codec = TopK(places, listed=listed)
+    wire = torch.full((peers, codec.wire_numel(start)), 255, dtype=torch.uint8)
+    codec.encode(x, wire)
+    out = codec.decode(wire, torch.full((peers, start), math.nan))
+    for first, width, k in places:
+        part, kept = x[:, first : first + width], out[:, first : first + width]
+        largest = part.abs().sort(dim=1, descending=True, stable=True).indices[:, :k]
+        expected = torch.zeros_like(part).scatter_(1, largest, part.gather(1, largest))
+        assert torch.equal(kept, expected)
+    assert torch.equal(out + (x - out), x)
+    total = torch.zeros(start)
+    for row in out:
+        total += row
+    assert torch.equal(codec.decode_sum(wire, torch.full((start,), math.nan), 0.25), total * 0.25)
+
+
+def test_limits_of_k():
+    x = gaussian(2, 128)
+    for k in (0, 128):
+        words = mask.topk_mask(x, k, torch.full((2, 2), -7))
+        codec = Masked(words, k)
+        rest = torch.full_like(x, math.nan)
+        codec.residual = (torch.zeros_like(x), rest)
+        wire = codec.encode(x, torch.full((2, k), math.nan))
+        out = codec.decode(wire, torch.full_like(x, math.nan))
+        assert torch.equal(out, x if k else torch.zeros_like(x)) and torch.equal(out + rest, x)
+    assert torch.equal(mask.topk_mask(x, 1000, torch.zeros(2, 2, dtype=torch.int64)), torch.full((2, 2), -1))
+
+
+def test_the_order_of_bits():
+    """Bit j of word i is element 64 i + j; the last bit is the sign of the word."""
+    flags = torch.zeros(1, 192, dtype=torch.bool)
+    flags[0, [0, 63, 64, 130]] = True
+    for module in (reference, cpu):
+        words = torch.full((1, 3), -7)
+        module.pack(flags, words)
+        assert words.tolist() == [[1 - 2**63, 1, 4]]
+        positions = torch.empty(1, 4, dtype=torch.int32)
+        module.indices(words, positions)
+        assert positions.tolist() == [[0, 63, 64, 130]]
+
+
+def words_of(*rows: list[int]) -> Tensor:
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("words", [words_of([7, 1], [3, 1]), words_of([3, 1], [7, 1]), words_of([3, 0], [3, 1])])
+def test_a_mask_of_another_size_is_refused_before_memory_is_overwritten(words):
+    """Three places in a payload; one row has more or fewer bits."""
+    x, payload = gaussian(2, 128), torch.full((2, 6), 9.0)
+    calls: list[Callable[[], object]] = [
+        lambda: mask.gather_keep(x, None, words, payload[:, :3], None),
+        lambda: mask.scatter(payload[:, :3], words, torch.empty(2, 128)),
+        lambda: mask.scatter_add(payload[:, :3], words, torch.empty(128)),
+        lambda: mask.indices(words, torch.empty(2, 3, dtype=torch.int32)),
+    ]
+    for call in calls:
+        with pytest.raises(ThinwireError, match="does not have the 3 bits"):
+            call()
+    assert (payload[:, 3:] == 9).all()
+
+
+def test_what_does_not_belong_together_is_refused():
+    x, words = gaussian(2, 128), words_of([1, 0], [1, 0])
+    with pytest.raises(ThinwireError, match=r"float32, got torch\.bfloat16"):
+        Masked(words, 1).encode(x.bfloat16(), torch.empty(2, 1))
+    with pytest.raises(ThinwireError, match=r"float32, got torch\.float64"):
+        mask.topk_mask(x.double(), 1, words)
+    with pytest.raises(ThinwireError, match="1 rows does not go with 2 rows"):
+        mask.gather_keep(x, None, words[:1], torch.empty(2, 1), None)
+    with pytest.raises(ThinwireError, match="2 rows does not go with 1 rows"):
+        Masked(words, 1).decode(torch.empty(1, 1), torch.empty(1, 128))  # owner_row was not said
+    with pytest.raises(ThinwireError, match="the row has 64"):
+        mask.gather_keep(x, x[:, :64], words, torch.empty(2, 1), None)
+    with pytest.raises(ThinwireError, match="as many rows of float32"):
+        mask.scatter_add(torch.empty(3, 1), words, torch.empty(128))
+    with pytest.raises(ThinwireError, match="must be contiguous"):
+        mask.topk_mask(gaussian(128, 2).t(), 1, words)
+    codec = TopK([(0, 128, 3)], listed=False)
+    odd = torch.zeros(1, codec.wire_numel(128) + 4, dtype=torch.uint8)[:, 4:]
+    with pytest.raises(ThinwireError, match="multiple of 8 bytes"):
+        codec.encode(x[:1], odd)
+    with pytest.raises(ThinwireError, match="not multiples of 64"):
+        TopK([(0, 100, 3)], listed=False)
+
+
+@needs_triton
+def test_triton_topk_interpreted_equals_reference():
+    code = """
+import test_ops_mask
+from thinwire.ops.mask import triton
+test_ops_mask.check_topk(triton, 64 * 9, tuple(test_ops_mask.SPECIAL), (1, 200, 575))
+print("checked")
+"""
+    done = run_python(code, TRITON_INTERPRET="1")
+    assert done.stdout.strip().endswith("checked"), done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_equals_reference():
+    n, k = 64 * 1000, 6400
+    for kind, change in SPECIAL.items():
+        x, e = gaussian(2, n), gaussian(2, n, 1)
+        change(x)
+        results = []
+        for device in ("cpu", "cuda"):
+            a, b = x.to(device), e.to(device)
+            words = mask.topk_mask(a, k, torch.full((2, n // 64), -7, device=device))
+            payload, out, total = (torch.full(s, math.nan, device=device) for s in ((2, k), (2, n), (n,)))
+            mask.gather_keep(a, b, words, payload, b)
+            mask.scatter(payload, words, out)
+            mask.scatter_add(payload, words, total, 0.3)
+            positions = mask.indices(words, torch.zeros(2, k, dtype=torch.int32, device=device))
+            again = mask.from_indices(positions, torch.full_like(words, -7))
+            results.append([y.cpu() for y in (words, payload, b, out, total, positions, again, mask.popcount(words))])
+        for cpu_result, cuda_result in zip(*results, strict=True):
+            assert torch.equal(cpu_result.nan_to_num(nan=7e7), cuda_result.nan_to_num(nan=7e7)), kind
