@@ -105,18 +105,19 @@ def draw(args: argparse.Namespace, methods: dict[str, str]) -> None:
             curves[label] = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
     if "dense" not in curves:
         return
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 7))
     for label, curve in curves.items():
         steps = [step for step in curve if step in curves["dense"] and step > 0]
-        left.plot(steps, [curve[step] for step in steps], label=label, marker=".")
+        style = ("-", "-.", ":")[len(left.lines) // 10 % 3]  # there are ten colours
+        left.plot(steps, [curve[step] for step in steps], style, label=label, marker=".")
         gaps = [100 * (curve[step] / curves["dense"][step] - 1) for step in steps]
-        right.plot(steps, gaps, label=label, marker=".")
+        right.plot(steps, gaps, style, marker=".")
     left.set(xlabel="optimizer steps", ylabel="validation loss, nats per byte", title="validation loss")
     right.set(xlabel="optimizer steps", ylabel="above dense, %", title="gap to dense at the same step")
     right.axhline(0, color="black", linewidth=0.8)
-    right.set_ylim(-2, 20)
-    left.legend(fontsize=7)
-    figure.tight_layout()
+    right.set_ylim(-2, 60)
+    figure.legend(*left.get_legend_handles_labels(), fontsize=8, loc="lower center", ncol=4)
+    figure.tight_layout(rect=(0, 0.15, 1, 1))
     figure.savefig(Path(args.out) / f"training-{args.engine}.png", dpi=110)
 
 

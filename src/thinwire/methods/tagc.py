@@ -48,7 +48,8 @@ class Tagc(Method):
         theta: share of each tensor's values that is zeroed (higher => fewer bytes, longer waits); 0 is dense.
         load: elements of the union per cell of the sketch that its size aims at, below 0.8 (higher => fewer bytes, and
             left-overs beyond 0.8).
-        resize: steps between measurements of the union, from which sketches are sized; also after the first step.
+        resize: steps after which the sketches are sized anew, from the largest union since the last time; early in
+            a run more often.
         select: "non-attention" (the paper: every matrix but those that make queries, keys and values), "all", or a
             pattern of names.
         mask: "local": each rank's own largest values; "shared": one rank's, in turn, for all: then the union does
@@ -164,14 +165,19 @@ class Tagc(Method):
                 sketch.round_to(codec.sent[:, kept], quantum[i].view(1, 1), codec.rest[:, kept])
 
     def _measure(self, bucket: Bucket, codec: CountSketch) -> None:
-        """Count what was left, and now and then the union, from which the next sketches are sized."""
+        """Count what was left, and the union: now and then its peak decides how large the next sketches are."""
         assert self.state is not None
         for part, _, words, _, _ in codec.places():
             left = masks.popcount(codec.left[:, words]).sum()
             before = self.state.get("left", part.name)
             self.state.put("left", part.name, left if before is None else before + left)
-            if bucket.step % self.resize == 0 or self.state.get("union", part.name) is None:
-                self.state.put("union", part.name, masks.popcount(codec.index[:, words]).amax())
+            peak, seen = masks.popcount(codec.index[:, words]).amax(), self.state.get("peak", part.name)
+            peak = peak if seen is None else torch.maximum(peak, seen)
+            # early in a run the masks of the ranks still drift apart: after steps 0, 1, 2, 4, 8, ... as well
+            due = bucket.step % self.resize == 0 or bucket.step & (bucket.step - 1) == 0
+            if due:
+                self.state.put("union", part.name, peak)
+            self.state.put("peak", part.name, torch.zeros_like(peak) if due else peak)
 
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
         """One rank's mask for all: its bits, OR-ed with the zeros of the others, are the union."""
