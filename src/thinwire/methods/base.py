@@ -258,3 +258,47 @@ class Lossy(Method):
             bucket.rows.add_(self.state.read("residual", bucket))
             residual = self.state.write("residual", bucket)
         exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual)
+
+
+@dataclass
+class ErrorFeedback(Method):
+    """What the methods share that keep what they did not send: a residual as state, the common policy, a dense start.
+
+    Args:
+        start: dense before: a share of the run below 1, or a number of optimizer steps. Later => more bytes, and the
+            first steps, in which weights move fastest, lose nothing to waiting.
+        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
+    """
+
+    start: float = 0
+    smallest: int = SMALL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.smallest, int) or self.smallest < 0:
+            raise ThinwireError(f"{self.name}: smallest must be 0 or more elements, got {self.smallest}")
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self.first = first_step(self.name, "start", self.start, run.steps)
+
+    @property
+    def native(self) -> bool:
+        return False
+
+    @property
+    def keeps_state(self) -> bool:
+        return True
+
+    def policy(self, parameter: Parameter) -> str | None:
+        return exempt_small(parameter, self.smallest)
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        if bucket.step < self.first:
+            exchange.mean(bucket)
+        else:
+            self.compress(bucket, exchange)
+
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        """``reduce``, once the dense start is over."""
+        raise NotImplementedError

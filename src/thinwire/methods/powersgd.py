@@ -21,7 +21,7 @@ from torch import Tensor
 from thinwire.bucket import Bucket, Segment
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import SMALL, Method, Parameter, Run, columns_of, exempt_small, first_step
+from thinwire.methods.base import ErrorFeedback, Parameter, columns_of
 from thinwire.streams import random_normal, seed_of
 
 TINY = 1e-30
@@ -29,40 +29,24 @@ TINY = 1e-30
 
 
 @dataclass
-class PowerSgd(Method):
+class PowerSgd(ErrorFeedback):
     """Low-rank gradients with error feedback: r (rows + cols) values instead of rows * cols.
 
     Args:
         rank: r; higher => more bytes, less error.
-        start: dense before: a share of the run below 1, or a number of optimizer steps.
-        smallest: elements below which a tensor stays dense.
     """
 
     name: ClassVar[str] = "powersgd"
 
     rank: int = 4
-    start: float = 0
-    smallest: int = SMALL
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ThinwireError(f"powersgd: rank is a number of columns, 1 or more, got {self.rank}")
 
-    def begin(self, run: Run) -> None:
-        super().begin(run)
-        self._first = first_step(self.name, "start", self.start, run.steps)
-
-    @property
-    def native(self) -> bool:
-        return False
-
-    @property
-    def keeps_state(self) -> bool:
-        return True
-
     def policy(self, parameter: Parameter) -> str | None:
-        why = exempt_small(parameter, self.smallest)
+        why = super().policy(parameter)
         if why is None:
             cols = self._cols(parameter)
             rows = parameter.local // cols
@@ -70,11 +54,8 @@ class PowerSgd(Method):
                 return f"rank {self.rank} saves nothing"
         return why
 
-    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.state is not None
-        if bucket.step < self._first:
-            exchange.mean(bucket)
-            return
         bucket.rows.add_(self.state.read("residual", bucket))
         residual = self.state.write("residual", bucket)
         ledger = exchange._group().ledger

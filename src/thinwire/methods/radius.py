@@ -29,7 +29,7 @@ from thinwire.bucket import Bucket, padded
 from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import SMALL, Method, Parameter, Run, Step, columns_of, exempt_small, first_step, local
+from thinwire.methods.base import ErrorFeedback, Parameter, Step, columns_of, local
 from thinwire.ops import mask as masks
 
 WORD = 64  # mask bits per int64
@@ -38,7 +38,7 @@ _PAPER = {"start": 0.15, "T": 200, "send": ("*",), "dense": ("*bias",)}  # the a
 
 
 @dataclass
-class Radius(Method):
+class Radius(ErrorFeedback):
     """Values at one top-k mask, which is resampled every T steps; the rest waits in a residual (MLSys 2025).
 
     Args:
@@ -51,7 +51,6 @@ class Radius(Method):
         residual_scale: share of the residual that a resample step sends, in (0, 1]; the rest stays in the residual.
             1 is the paper's: T steps' worth of gradient at once, most of which clipping then removes (see "clip factor
             at the last resample" in the report). Lower => smaller bursts, longer delay.
-        smallest: elements below which a tensor stays dense.
     """
 
     name: ClassVar[str] = "radius"
@@ -65,7 +64,6 @@ class Radius(Method):
     T: int = 200
     start: float = 0.15
     residual_scale: float = 1.0
-    smallest: int = SMALL
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,18 +81,6 @@ class Radius(Method):
     def granule(self) -> int:
         return WORD
 
-    @property
-    def native(self) -> bool:
-        return False
-
-    @property
-    def keeps_state(self) -> bool:
-        return True
-
-    def begin(self, run: Run) -> None:
-        super().begin(run)
-        self._threshold = first_step(self.name, "start", self.start, run.steps)
-
     def warm_up(self, device: torch.device) -> None:
         values, words = torch.ones((1, WORD), device=device), torch.zeros((1, 1), dtype=torch.int64, device=device)
         masks.topk_mask(values, 1, words)
@@ -102,14 +88,8 @@ class Radius(Method):
         masks.gather_keep(values, values, words, payload, values)
         masks.scatter(payload, words, values)
 
-    def policy(self, parameter: Parameter) -> str | None:
-        return exempt_small(parameter, self.smallest)
-
-    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.state is not None
-        if bucket.step < self._threshold:  # l. 3
-            exchange.mean(bucket)
-            return
         old = self.state.read("residual", bucket)
         new = self.state.write("residual", bucket)
         if self._resamples(bucket.step):  # l. 7
@@ -169,7 +149,7 @@ class Radius(Method):
     def _resamples(self, number: int) -> bool:
         """A resample step that was skipped, because a gradient was not finite, is due again at the next."""
         assert self.state is not None
-        if number < self._threshold:
+        if number < self.first:  # l. 3
             return False
         last = self.state.get("resampled", "")
         return last is None or number - int(last) >= self.T

@@ -30,7 +30,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.codecs.sketch import CountSketch, Part
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import SMALL, Method, Parameter, columns_of, exempt_small
+from thinwire.methods.base import ErrorFeedback, Parameter, columns_of
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 from thinwire.streams import seed_of
@@ -41,7 +41,7 @@ CELL_BITS = 24 - 4
 
 
 @dataclass
-class Tagc(Method):
+class Tagc(ErrorFeedback):
     """Each rank's own largest values, merged by the network in one count sketch and one index of bits.
 
     Args:
@@ -56,7 +56,6 @@ class Tagc(Method):
             not grow with the ranks, and the values travel without a sketch.
         leftovers: "accumulate": what cannot be recovered returns to the accumulator; "median": the paper's guess.
         accumulate: keep what was not sent for the next step (8 bytes per element). False: it is lost.
-        smallest: elements below which a tensor stays dense.
     """
 
     name: ClassVar[str] = "tagc"
@@ -72,7 +71,6 @@ class Tagc(Method):
     mask: str = "local"
     leftovers: str = "accumulate"
     accumulate: bool = True
-    smallest: int = SMALL
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,14 +89,6 @@ class Tagc(Method):
     def granule(self) -> int:
         return masks.WORD
 
-    @property
-    def native(self) -> bool:
-        return False
-
-    @property
-    def keeps_state(self) -> bool:
-        return True
-
     def warm_up(self, device: torch.device) -> None:
         values = torch.ones((1, masks.WORD), device=device)
         words = torch.zeros((1, 1), dtype=torch.int64, device=device)
@@ -112,7 +102,7 @@ class Tagc(Method):
         sketch.settle(payload, payload, words, words, values)
 
     def policy(self, parameter: Parameter) -> str | None:
-        why = exempt_small(parameter, self.smallest)
+        why = super().policy(parameter)
         if why or self.select == "all":
             return why
         if self.select != "non-attention":
@@ -120,7 +110,7 @@ class Tagc(Method):
         parts = parameter.name.lower().split(".")
         return "attention input" if any(part in ATTENTION_INPUTS for part in parts) else None
 
-    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.state is not None
         if self.theta == 0:
             exchange.mean(bucket)

@@ -12,11 +12,11 @@ from thinwire.bucket import Bucket, padded
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import SMALL, Method, Parameter, Run, columns_of, exempt_small, first_step
+from thinwire.methods.base import ErrorFeedback, Parameter, columns_of
 
 
 @dataclass
-class TopK(Method):
+class TopK(ErrorFeedback):
     """Each rank's own k largest values with their positions, all-gathered; the rest waits in a residual.
 
     For each tensor, on rank n: h = g_n + e; send the k largest |h|; e = h elsewhere. The mean has up to N k non-zeros,
@@ -26,16 +26,12 @@ class TopK(Method):
         density: share of each tensor's values that a rank sends (k = max(int(density * numel), 1)); lower => fewer
             bytes, longer waits. With weights sharded, of each shard's.
         error_feedback: keep what was not sent for the next step (8 bytes per element). False: it is lost.
-        start: dense before: a share of the run below 1, or a number of optimizer steps.
-        smallest: elements below which a tensor stays dense.
     """
 
     name: ClassVar[str] = "topk"
 
     density: float = 0.01
     error_feedback: bool = True
-    start: float = 0
-    smallest: int = SMALL
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,29 +39,15 @@ class TopK(Method):
             raise ThinwireError(f"topk: density is the share of values sent, above 0 and up to 1, got {self.density}")
         self._codecs: dict[object, TopKCodec] = {}
 
-    def begin(self, run: Run) -> None:
-        super().begin(run)
-        self._first = first_step(self.name, "start", self.start, run.steps)
-
     @property
     def granule(self) -> int:
         return TopKCodec.group
 
     @property
-    def native(self) -> bool:
-        return False
-
-    @property
     def keeps_state(self) -> bool:
         return self.error_feedback
 
-    def policy(self, parameter: Parameter) -> str | None:
-        return exempt_small(parameter, self.smallest)
-
-    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        if bucket.step < self._first:
-            exchange.mean(bucket)
-            return
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         residual: Tensor | None = None
         if self.error_feedback:
             assert self.state is not None
