@@ -6,7 +6,7 @@ Gradients: white noise; noise with a mean as long as the noise ("strong") and 0.
 AR(1) process, 200 steps). Printed for 1024 steps: the error |sum g~ - sum g| / |sum g|, the projection of sum g~ on
 sum g (1: nothing is missing), and |e| / |g| at the end; "overflow" with the step in which |e| left float32.
 
-Time: encoding with feedback, and decoding, of 8 Mi values in one tensor, one thread, drawing the random numbers of a new
+Time: encoding with feedback, and decoding, of 8 Mi values in one tensor, one thread, with the random numbers of a new
 step each time, as a ratio to ``Tensor.copy_`` of the same tensor. The thread's own time on the processor, medians of
 interleaved rounds, so that a busy machine slows all alike.
 """

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -18,6 +19,7 @@ from thinwire.ops import quant as ops
 from thinwire.ops.quant import cpu, reference
 
 GROUPS = (8, 64, 128, 1024)
+SEED = 0x1234_5678_9ABC_DEF0
 
 
 def hard_rows(count: int, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -69,19 +71,39 @@ def margin(rows: Tensor) -> Tensor:
     return whole.contiguous().view(torch.uint8)
 
 
+def kinds(n: int, group: int, fp8: bool) -> list[tuple[str, torch.dtype, int, int | None]]:
+    """Suffix of an operation's name, dtype and number of its codes, seed."""
+    formats = (("int8", torch.int8, n), ("int4", torch.uint8, n // 2))
+    found: list[tuple[str, torch.dtype, int, int | None]] = [
+        (prefix + name, dtype, size, seed)
+        for name, dtype, size in formats
+        for seed in (None, SEED)
+        for prefix in ("", "hadamard_")
+        if not prefix or (32 <= group <= ops.TILE and n % ops.TILE == 0)
+    ]
+    return [*found, ("fp8", torch.uint8, n, None)] if fp8 else found
+
+
+def operations(module: ModuleType, kind: str) -> tuple[Callable[..., object], ...]:
+    """quantize, dequantize and dequantize_sum of ``kind``, "int4" or "hadamard_int4"."""
+    prefix, name = ("hadamard_", kind.removeprefix("hadamard_")) if kind.startswith("hadamard_") else ("", kind)
+    return tuple(getattr(module, f"{prefix}{verb}_{name}") for verb in ("quantize", "dequantize", "dequantize_sum"))
+
+
 def check_all(fast: ModuleType, count: int, n: int, group: int, dtype: torch.dtype, fp8: bool = True) -> None:
     """Every operation of ``fast`` against the reference."""
     rows = apart(hard_rows(count, n, dtype))
-    for kind, code_dtype in (("int8", torch.int8), *((("fp8", torch.uint8),) if fp8 else ())):
+    for kind, code_dtype, size, seed in kinds(n, group, fp8):
         results = []
         for module in (reference, fast):
-            codes = poisoned(count, n, code_dtype)
+            codes = poisoned(count, size, code_dtype)
             scales = poisoned(count, n // group, torch.float32)
             out = poisoned(count, n, torch.float32)
             total = torch.full((n,), torch.nan)
-            getattr(module, f"quantize_{kind}")(rows, group, codes, scales)
-            getattr(module, f"dequantize_{kind}")(codes, scales, group, out)
-            getattr(module, f"dequantize_sum_{kind}")(codes, scales, group, total, 1 / 3)
+            quantize, dequantize, dequantize_sum = operations(module, kind)
+            quantize(rows, group, codes, scales, *(() if seed is None else (seed,)))
+            dequantize(codes, scales, group, out)
+            dequantize_sum(codes, scales, group, total, 1 / 3)
             for x in (codes, scales, out):
                 assert bool((margin(x) == 255).all()), f"{kind}: wrote between the rows"
             results.append((codes, scales, out, total))
@@ -100,6 +122,62 @@ def check_all(fast: ModuleType, count: int, n: int, group: int, dtype: torch.dty
 def test_cpu_equals_reference(count: int, group: int, dtype: torch.dtype) -> None:
     for groups in (1, 3, 37):
         check_all(cpu, count, groups * group, group, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [32, 128, 512])
+@pytest.mark.parametrize("count", [1, 3])
+def test_cpu_equals_reference_on_tiles(count: int, group: int, dtype: torch.dtype) -> None:
+    for tiles in (1, 3, 7):
+        check_all(cpu, count, tiles * ops.TILE, group, dtype, fp8=False)
+
+
+def test_int4_layout() -> None:
+    """Byte i of a group: element i in the low half, element i + group / 2 in the high half, both plus 8."""
+    rows = torch.tensor([[7.0, -7.0, 1.0, 0.0, -3.0, 2.5, 3.5, -0.5, *[0.0] * 8]])
+    codes, scales = torch.empty(1, 8, dtype=torch.uint8), torch.empty(1, 2)
+    ops.quantize_int4(rows, 8, codes, scales)
+    assert scales.tolist() == [[1.0, 1.0]]
+    assert codes[0].tolist() == [15 | 5 << 4, 1 | 10 << 4, 9 | 12 << 4, 8 | 8 << 4, *[0x88] * 4]
+
+
+def test_the_transform_is_a_hadamard_matrix_down_the_columns_of_a_tile() -> None:
+    """Against the matrix itself, in float64; twice is the identity, to int8's resolution."""
+    rows = torch.randn(2, 3 * ops.TILE, generator=torch.Generator().manual_seed(0))
+    parity = torch.tensor([[bin(i & j).count("1") % 2 for j in range(32)] for i in range(32)])
+    tiles = (1 - 2 * parity).double() / 32**0.5 @ rows.double().view(2, 3, 32, 16)
+    codes, scales = torch.empty(2, 3 * ops.TILE, dtype=torch.int8), torch.empty(2, 12)
+    transformed, back = torch.empty_like(rows), torch.empty_like(rows)
+    ops.hadamard_quantize_int8(rows, 128, codes, scales)
+    ops.dequantize_int8(codes, scales, 128, transformed)
+    step = scales.double().repeat_interleave(128, 1)
+    assert bool(((transformed.double() - tiles.flatten(1)).abs() <= step * 0.5001).all())
+    ops.hadamard_dequantize_int8(codes, scales, 128, back)
+    assert torch.allclose((back - rows).double().norm(), (transformed.double() - tiles.flatten(1)).norm(), rtol=1e-5)
+
+
+def test_random_bits_are_those_of_the_mixer() -> None:
+    """16 bits per element from Python's own integers, where groups, rows and the seed's halves meet."""
+
+    def mixed(word: int) -> int:
+        word = (word ^ word >> 16) * 0x7FEB352D & 0xFFFFFFFF
+        word = (word ^ word >> 15) * 0x846CA68B & 0xFFFFFFFF
+        return word ^ word >> 16
+
+    key = (SEED ^ SEED >> 32) & 0xFFFFFFFF
+    count, n, group = 2, 24, 8
+    expected = []
+    for place in range(count * n):
+        g, i = divmod(place, group)
+        word = mixed((g * group // 2 + i % (group // 2)) ^ key)
+        bits = word >> 16 if i >= group // 2 else word & 0xFFFF
+        expected.append(int(0.5 * 65536 + bits) >> 16 if i else 127)
+    rows = torch.full((count, n), 0.5)
+    rows[:, ::group] = 127.0  # scale 1
+    codes, scales = torch.empty(count, n, dtype=torch.int8), torch.empty(count, n // group)
+    ops.quantize_int8(rows, group, codes, scales, SEED)
+    assert codes.flatten().tolist() == expected
+    assert 5 < sum(code == 1 for code in expected) < 37
 
 
 @settings(max_examples=25, deadline=None)
@@ -195,7 +273,9 @@ def test_triton_interpreted_equals_reference() -> None:
 import torch
 import test_ops_quant as test_ops
 from thinwire.ops.quant import triton as triton_int8
-cases = (3, 37, 128, torch.float32), (2, 64, 8, torch.bfloat16), (1, 2, 4096, torch.float32)
+cases = (
+    (3, 37, 128, torch.float32), (2, 64, 8, torch.bfloat16), (1, 2, 4096, torch.float32), (2, 36, 128, torch.bfloat16),
+)
 for count, groups, group, dtype in cases:
     n = groups * group
     test_ops.check_all(triton_int8, count, n, group, dtype, fp8=False)
@@ -224,14 +304,25 @@ def build(kernel, **types):
     assert compiled.asm["cubin"]
     return compiled.asm["ptx"]
 
-grouped = dict(codes="*i8", codes_stride="i64", scales="*fp32", scales_stride="i64")
 for kind in ("*fp32", "*i16"):
-    ptx = build(t._quantize, rows=kind, rows_stride="i64", **grouped, groups="i32", GROUP=128, BLOCK=32)
-    assert "fma" not in ptx and "div.rn.f32" in ptx
     build(t._sum_rows, rows=kind, rows_stride="i64", out="*fp32", factor="fp32", count="i32", n="i32", BLOCK=4096)
-build(t._dequantize, **grouped, out="*fp32", out_stride="i64", groups="i32", GROUP=128, BLOCK=32)
-ptx = build(t._dequantize_sum, **grouped, out="*fp32", factor="fp32", peers="i32", groups="i32", GROUP=128, BLOCK=32)
-assert "fma" not in ptx
+# The transforms are unrolled and take seconds to compile: one variant for each target.
+for four, codes, kind, stochastic, rotated in (
+    (0, "*i8", "*fp32", 0, {capability} == 80), (1, "*u8", "*fp32", 0, False),
+    (1, "*u8", "*i16", 1, {capability} == 90)
+):
+    grouped = dict(codes=codes, codes_stride="i64", scales="*fp32", scales_stride="i64")
+    coded = dict(GROUP=128, FOUR=four, STOCHASTIC=stochastic)
+    decoded = dict(out="*fp32", out_stride="i64", factor="fp32", peers="i32")
+    plain = t._quantize, t._dequantize, "groups", 32
+    for encode, decode, units, block in (plain, (t._quantize_rotated, t._dequantize_rotated, "tiles", t.TILES)):
+        if encode is t._quantize_rotated and not rotated:
+            continue
+        sizes = {{units: "i32"}}
+        ptx = build(encode, rows=kind, rows_stride="i64", **grouped, **sizes, key="i32", **coded, BLOCK=block)
+        assert "fma" not in ptx and "div.rn.f32" in ptx
+        ptx = build(decode, **grouped, **decoded, **sizes, GROUP=128, BLOCK=block, FOUR=four)
+        assert "fma" not in ptx
 print("compiled")
 """
     done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
@@ -240,17 +331,20 @@ print("compiled")
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_equals_reference() -> None:
-    for count, group, dtype in ((1, 128, torch.float32), (3, 8, torch.bfloat16), (2, 1024, torch.float32)):
-        rows = hard_rows(count, 37 * group, dtype)
-        results = []
-        for device in ("cpu", "cuda"):
-            codes = torch.full(rows.shape, 99, dtype=torch.int8, device=device)
-            scales = torch.full((count, 37), torch.nan, device=device)
-            out = torch.full(rows.shape, torch.nan, device=device)
-            total = torch.full((rows.shape[1],), torch.nan, device=device)
-            ops.quantize_int8(rows.to(device), group, codes, scales)
-            ops.dequantize_int8(codes, scales, group, out)
-            ops.dequantize_sum_int8(codes, scales, group, total, 1 / 3)
-            results.append([x.cpu() for x in (codes, scales, out, total)])
-        for actual, expected in zip(results[1], results[0], strict=True):
-            assert_same_bits(actual, expected)
+    for count, group, dtype in ((1, 128, torch.float32), (3, 8, torch.bfloat16), (2, 512, torch.float32)):
+        rows = hard_rows(count, 36 * group, dtype)
+        n = rows.shape[1]
+        for kind, code_dtype, size, seed in kinds(n, group, fp8=False):
+            quantize, dequantize, dequantize_sum = operations(ops, kind)
+            results = []
+            for device in ("cpu", "cuda"):
+                codes = torch.full((count, size), 99, dtype=code_dtype, device=device)
+                scales = torch.full((count, 36), torch.nan, device=device)
+                out = torch.full(rows.shape, torch.nan, device=device)
+                total = torch.full((n,), torch.nan, device=device)
+                quantize(rows.to(device), group, codes, scales, seed)
+                dequantize(codes, scales, group, out)
+                dequantize_sum(codes, scales, group, total, 1 / 3)
+                results.append([x.cpu() for x in (codes, scales, out, total)])
+            for actual, expected in zip(results[1], results[0], strict=True):
+                assert_same_bits(actual, expected)

@@ -5,6 +5,22 @@ The arithmetic that makes this possible: ``scale = max(max|x| * (1/levels), 2^-1
 for a group with a NaN or an infinity (whose codes are 0); ``code = round_half_even(x * (1/scale))``; sums start at
 row 0 and add in rank order; everything in float32, and no product is fused into an addition.
 The fp8 operations on CUDA are the reference: torch's own cast is what the hardware has.
+
+*int4*: codes -7 .. 7, stored plus 8 in half a byte: byte i of a group is element i (low bits) and element
+i + group / 2 (high bits), so that neither half is interleaved.
+
+*Stochastic rounding* (``seed`` is given): up with the probability of the fraction, in steps of 2^-16, so that the
+mean of many roundings is the value. The 16 random bits of an element are half of a hash of its place in the rows laid
+end to end and of ``seed``: the same seed and shape give the same bits, on any device. Take another seed for every
+step, rank and bucket. ``seed=None`` rounds to the nearest, ties to even.
+
+*hadamard_*: the values are multiplied with the orthonormal Hadamard matrix of order 32 before they are quantized, and
+again after, which undoes it (H H = 1): a single large value is spread over 32 (SDP4Bit, section 3.2). A *tile* is 32 x
+16 neighbouring values, transformed down its columns by adding whole vectors of 16; the five levels of butterflies
+run from neighbouring rows to rows 16 apart, after a multiplication with 32^-1/2 (and the caller's ``scale``). Rows are
+a multiple of 512 long and groups are from 32 to 512. A tile with a NaN or an infinity decodes to NaN throughout. The
+layout is the one without the transform: ``dequantize_sum_int8`` reads a ``hadamard_quantize_int8`` wire as transformed
+values, and the sum of transformed values is the transform of the sum.
 """
 
 from __future__ import annotations
@@ -15,13 +31,24 @@ from torch import Tensor
 
 from thinwire.ops.backends import backend
 from thinwire.ops.quant import reference
+from thinwire.ops.quant.reference import TILE
 
 __all__ = [
+    "TILE",
     "dequantize_fp8",
+    "dequantize_int4",
     "dequantize_int8",
     "dequantize_sum_fp8",
+    "dequantize_sum_int4",
     "dequantize_sum_int8",
+    "hadamard_dequantize_int4",
+    "hadamard_dequantize_int8",
+    "hadamard_dequantize_sum_int4",
+    "hadamard_dequantize_sum_int8",
+    "hadamard_quantize_int4",
+    "hadamard_quantize_int8",
     "quantize_fp8",
+    "quantize_int4",
     "quantize_int8",
     "sum_rows",
 ]
@@ -34,10 +61,10 @@ def _backend_fp8(tensor: Tensor) -> ModuleType:
     return reference if tensor.device.type == "cuda" else _backend(tensor)
 
 
-def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:
+def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
     """``rows`` (R, n) float32 or bfloat16 -> ``codes`` (R, n) int8 and ``scales`` (R, n / group) float32."""
     if rows.numel():
-        _backend(rows).quantize_int8(rows, group, codes, scales)
+        _backend(rows).quantize_int8(rows, group, codes, scales, seed)
 
 
 def dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> Tensor:
@@ -51,6 +78,74 @@ def dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, 
     """``scale`` * the sum over peers of ``codes`` (N, n) int8 * ``scales`` (N, n / group) -> ``out`` (n,) float32."""
     if out.numel():
         _backend(out).dequantize_sum_int8(codes, scales, group, out, scale)
+    return out
+
+
+def quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    """``rows`` (R, n) float32 or bfloat16 -> ``codes`` (R, n / 2) uint8 and ``scales`` (R, n / group) float32."""
+    if rows.numel():
+        _backend(rows).quantize_int4(rows, group, codes, scales, seed)
+
+
+def dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> Tensor:
+    """``codes`` (R, n / 2) uint8 * ``scales`` (R, n / group) -> ``out`` (R, n) float32."""
+    if out.numel():
+        _backend(out).dequantize_int4(codes, scales, group, out)
+    return out
+
+
+def dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale`` * the sum over peers of ``codes`` (N, n / 2) uint8 * ``scales`` (N, n / group)
+    -> ``out`` (n,) float32.
+    """
+    if out.numel():
+        _backend(out).dequantize_sum_int4(codes, scales, group, out, scale)
+    return out
+
+
+def hadamard_quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    """The transform of ``rows`` (R, n) float32 or bfloat16
+    -> ``codes`` (R, n) int8 and ``scales`` (R, n / group) float32.
+    """
+    if rows.numel():
+        _backend(rows).hadamard_quantize_int8(rows, group, codes, scales, seed)
+
+
+def hadamard_dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> Tensor:
+    """The transform of ``codes`` (R, n) int8 * ``scales`` (R, n / group) -> ``out`` (R, n) float32."""
+    if out.numel():
+        _backend(out).hadamard_dequantize_int8(codes, scales, group, out)
+    return out
+
+
+def hadamard_dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale`` * the transform of the sum over peers of ``codes`` (N, n) int8 * ``scales`` -> ``out`` (n,) float32."""
+    if out.numel():
+        _backend(out).hadamard_dequantize_sum_int8(codes, scales, group, out, scale)
+    return out
+
+
+def hadamard_quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    """The transform of ``rows`` (R, n) float32 or bfloat16
+    -> ``codes`` (R, n / 2) uint8 and ``scales`` (R, n / group) float32.
+    """
+    if rows.numel():
+        _backend(rows).hadamard_quantize_int4(rows, group, codes, scales, seed)
+
+
+def hadamard_dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> Tensor:
+    """The transform of ``codes`` (R, n / 2) uint8 * ``scales`` (R, n / group) -> ``out`` (R, n) float32."""
+    if out.numel():
+        _backend(out).hadamard_dequantize_int4(codes, scales, group, out)
+    return out
+
+
+def hadamard_dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale`` * the transform of the sum over peers of ``codes`` (N, n / 2) uint8 * ``scales``
+    -> ``out`` (n,) float32.
+    """
+    if out.numel():
+        _backend(out).hadamard_dequantize_sum_int4(codes, scales, group, out, scale)
     return out
 
 

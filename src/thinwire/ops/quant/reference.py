@@ -5,9 +5,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+INT4_LEVELS = 7
 INT8_LEVELS = 127
 FP8_LEVELS = 448  # the largest E4M3 number
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: a denormal scale would have an infinite reciprocal
+
+ORDER = 32  # of the Hadamard matrix
+LANES = 16  # columns of a tile, transformed side by side
+TILE = ORDER * LANES
+NORM = ORDER**-0.5
+
+MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
+
+
+def key_of(seed: int) -> int:
+    """``seed`` folded to 32 bits, as a signed integer."""
+    key = (seed ^ seed >> 32) & 0xFFFFFFFF
+    return key - 2**32 if key >= 2**31 else key
+
+
+def _mix(words: Tensor) -> Tensor:
+    """32 random bits for every int32: "lowbias32" (Ellis 2018), a bijection whose products wrap around."""
+    words = (words ^ words >> 16 & 0xFFFF) * MIX_1
+    words = (words ^ words >> 15 & 0x1FFFF) * (MIX_2 - 2**32)
+    return words ^ words >> 16 & 0xFFFF
+
+
+def _random(rows: int, groups: int, group: int, seed: int, device: torch.device) -> Tensor:
+    """16 random bits for every element, int32 (rows, groups, group).
+
+    Pair ``p`` of the rows laid end to end, elements i and i + group / 2 of one group, has the hash of p ^ key: the low
+    half for the former, the high half for the latter.
+    """
+    pairs = torch.arange(rows * groups * (group // 2), device=device).to(torch.int32).view(rows, groups, group // 2)
+    words = _mix(pairs ^ key_of(seed))
+    return torch.cat([words & 0xFFFF, words >> 16 & 0xFFFF], 2)
 
 
 def _scaled(rows: Tensor, group: int, levels: int, scales: Tensor) -> Tensor:
@@ -21,12 +53,46 @@ def _scaled(rows: Tensor, group: int, levels: int, scales: Tensor) -> Tensor:
     return torch.where(finite.unsqueeze(2), groups * scale.reciprocal().unsqueeze(2), 0.0)
 
 
+def _integers(rows: Tensor, group: int, levels: int, scales: Tensor, seed: int | None) -> Tensor:
+    """Write ``scales``; return the rounded values (R, g, group)."""
+    scaled = _scaled(rows, group, levels, scales)
+    if seed is None:
+        return scaled.round()
+    # In units of 2^-16 of a level, where adding 16 random bits and dropping them again rounds up in proportion. The
+    # largest value may have been scaled to a hair above ``levels``.
+    fine = (scaled * 65536 + 0.5).floor().clamp(-levels * 65536, levels * 65536).to(torch.int32)
+    return (fine + _random(*scaled.shape, seed, rows.device)) >> 16
+
+
+def _packed(integers: Tensor) -> Tensor:
+    """Integers -7 .. 7 (R, g, group) -> bytes (R, n / 2)."""
+    low, high = (integers.to(torch.uint8) + 8).chunk(2, 2)
+    return (low | high << 4).flatten(1)
+
+
+def _unpacked(codes: Tensor, group: int) -> Tensor:
+    """Bytes (R, n / 2) -> integers -7 .. 7 (R, n), float32."""
+    halves = codes.reshape(codes.shape[0], -1, group // 2)
+    return (torch.cat([halves & 15, halves >> 4], 2).float() - 8).flatten(1)
+
+
 def _dequantize(values: Tensor, scales: Tensor, group: int) -> Tensor:
     return (values.float().reshape(values.shape[0], -1, group) * scales.unsqueeze(2)).flatten(1)
 
 
-def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:
-    codes.copy_(_scaled(rows, group, INT8_LEVELS, scales).round().flatten(1))
+def _rotated(rows: Tensor) -> Tensor:
+    """The Hadamard matrix of +-1, Sylvester's order, down the columns of every tile of ``rows`` (R, n) float32."""
+    tiles = rows.reshape(-1, ORDER, LANES)
+    step = 1
+    while step < ORDER:
+        a, b = tiles.reshape(-1, ORDER // (2 * step), 2, step, LANES).unbind(2)
+        tiles = torch.stack([a + b, a - b], 2)
+        step *= 2
+    return tiles.reshape(rows.shape)
+
+
+def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    codes.copy_(_integers(rows, group, INT8_LEVELS, scales, seed).flatten(1))
 
 
 def dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
@@ -35,6 +101,44 @@ def dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> N
 
 def dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
     sum_rows(_dequantize(codes, scales, group), out, scale)
+
+
+def quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    codes.copy_(_packed(_integers(rows, group, INT4_LEVELS, scales, seed)))
+
+
+def dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
+    dequantize_int8(_unpacked(codes, group), scales, group, out)
+
+
+def dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
+    dequantize_sum_int8(_unpacked(codes, group), scales, group, out, scale)
+
+
+def hadamard_quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    quantize_int8(_rotated(rows.float() * NORM), group, codes, scales, seed)
+
+
+def hadamard_dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
+    out.copy_(_rotated(_dequantize(codes, scales, group) * NORM))
+
+
+def hadamard_dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
+    total = torch.empty_like(out)
+    sum_rows(_dequantize(codes, scales, group), total, scale * NORM)
+    out.copy_(_rotated(total))
+
+
+def hadamard_quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    quantize_int4(_rotated(rows.float() * NORM), group, codes, scales, seed)
+
+
+def hadamard_dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
+    hadamard_dequantize_int8(_unpacked(codes, group), scales, group, out)
+
+
+def hadamard_dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
+    hadamard_dequantize_sum_int8(_unpacked(codes, group), scales, group, out, scale)
 
 
 def quantize_fp8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Triton kernels for CUDA tensors (and CPU tensors under ``TRITON_INTERPRET=1``), the same bits as ``reference``.
 
 Launched without floating-point fusion: a product contracted into an addition would round once instead of twice.
@@ -13,13 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.quant.reference import INT8_LEVELS, SMALLEST_SCALE
+from thinwire.ops.quant import reference
 
 PER_PROGRAM = 4096  # elements of one row that one program handles
 
-_PER_LEVEL = tl.constexpr(1 / INT8_LEVELS)
-_TINY = tl.constexpr(SMALLEST_SCALE)
-_ROUND = tl.constexpr(1.5 * 2**23)  # adding and subtracting it rounds |v| < 2^22 to the nearest integer, ties to even
+ORDER, LANES = tl.constexpr(reference.ORDER), tl.constexpr(reference.LANES)
+INT4_LEVELS, INT8_LEVELS = tl.constexpr(reference.INT4_LEVELS), tl.constexpr(reference.INT8_LEVELS)
+NORM = tl.constexpr(reference.NORM)
+MIX_1, MIX_2 = tl.constexpr(reference.MIX_1), tl.constexpr(reference.MIX_2)
+TINY = tl.constexpr(reference.SMALLEST_SCALE)
+ROUND = tl.constexpr(1.5 * 2**23)  # adding and subtracting it rounds |v| < 2^22 to the nearest integer, ties to even
 
 
 @triton.jit
@@ -33,52 +36,209 @@ def _load(pointers, inside):
 
 
 @triton.jit
-def _quantize(
-    rows, rows_stride, codes, codes_stride, scales, scales_stride, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(1).to(tl.int64)
-    g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    at = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = (g < groups)[:, None]
-    values = _load(rows + row * rows_stride + at, inside)
-    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+def _magnitude(values):
+    """The bits of |values| as int32: NaN and infinity are largest."""
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _scale_of(largest, FOUR: tl.constexpr):
+    """Scale of every group from its largest magnitude, NaN where that is not finite, and the reciprocal."""
     finite = largest < 0x7F800000
-    scale = tl.maximum(largest.to(tl.float32, bitcast=True) * _PER_LEVEL, _TINY)
-    scale = tl.where(largest == 0, 1.0, scale)
-    per_scale = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), tl.where(finite, scale, 1.0))
-    rounded = (tl.where(finite[:, None], values, 0.0) * per_scale[:, None] + _ROUND) - _ROUND
-    tl.store(codes + row * codes_stride + at, rounded.to(tl.int8), mask=inside)
-    tl.store(scales + row * scales_stride + g, tl.where(finite, scale, float("nan")), mask=g < groups)
+    scale = tl.maximum(largest.to(tl.float32, bitcast=True) * (1 / (INT4_LEVELS if FOUR else INT8_LEVELS)), TINY)
+    scale = tl.where(finite, tl.where(largest == 0, 1.0, scale), 1.0)
+    per_scale = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return tl.where(finite, scale, float("nan")), per_scale
+
+
+@triton.jit
+def _random(pair, key):
+    word = (pair.to(tl.int32) ^ key).to(tl.uint32, bitcast=True)
+    word = (word ^ (word >> 16)) * tl.full((), MIX_1, tl.uint32)
+    word = (word ^ (word >> 15)) * tl.full((), MIX_2, tl.uint32)
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def _stochastic(scaled, bits, LEVELS: tl.constexpr):
+    fine = tl.floor(scaled * 65536.0 + 0.5).to(tl.int32)
+    fine = tl.minimum(tl.maximum(fine, -LEVELS * 65536), LEVELS * 65536)
+    return (fine + bits.to(tl.int32)) >> 16
+
+
+@triton.jit
+def _store_codes(
+    codes, at, inside, low, high, finite, per_scale, pair, key, HALF: tl.constexpr, FOUR: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Elements ``low`` of some groups and ``high``, half a group further on; ``at`` is where the bytes of low go."""
+    low, high = tl.where(finite, low, 0.0) * per_scale, tl.where(finite, high, 0.0) * per_scale
+    if STOCHASTIC:
+        word = _random(pair, key)
+        low = _stochastic(low, word & 0xFFFF, INT4_LEVELS if FOUR else INT8_LEVELS)
+        high = _stochastic(high, word >> 16, INT4_LEVELS if FOUR else INT8_LEVELS)
+    else:
+        low, high = ((low + ROUND) - ROUND).to(tl.int32), ((high + ROUND) - ROUND).to(tl.int32)
+    if FOUR:
+        tl.store(codes + at, (low + (high << 4) + 0x88).to(tl.uint8), mask=inside)
+    else:
+        tl.store(codes + at, low.to(tl.int8), mask=inside)
+        tl.store(codes + at + HALF, high.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def _load_codes(codes, at, inside, HALF: tl.constexpr, FOUR: tl.constexpr):
+    """The reverse of _store_codes: float32."""
+    if FOUR:
+        byte = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
+        return ((byte & 15) - 8).to(tl.float32), ((byte >> 4) - 8).to(tl.float32)
+    else:
+        low = tl.load(codes + at, mask=inside, other=0)
+        high = tl.load(codes + at + HALF, mask=inside, other=0)
+        return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _places(BLOCK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr):
+    """Of the program's groups: numbers, the first elements, and where the bytes of the low halves are."""
+    g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.arange(0, GROUP // 2)[None, :]
+    return g, g[:, None] * GROUP + lane, g[:, None] * (GROUP // 2 if FOUR else GROUP) + lane
+
+
+@triton.jit(do_not_specialize=["key"])
+def _quantize(
+    rows, rows_stride, codes, codes_stride, scales, scales_stride, groups, key,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = GROUP // 2
+    row = tl.program_id(1).to(tl.int64)
+    g, at, to = _places(BLOCK, GROUP, FOUR)
+    inside = (g < groups)[:, None]
+    low = _load(rows + row * rows_stride + at, inside)
+    high = _load(rows + row * rows_stride + at + HALF, inside)
+    largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
+    scale, per_scale = _scale_of(largest, FOUR)
+    finite = (largest < 0x7F800000)[:, None]
+    pair = (row * groups + g)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    codes += row * codes_stride
+    _store_codes(codes, to, inside, low, high, finite, per_scale[:, None], pair, key, HALF, FOUR, STOCHASTIC)
+    tl.store(scales + row * scales_stride + g, scale, mask=g < groups)
 
 
 @triton.jit
 def _dequantize(
-    codes, codes_stride, scales, scales_stride, out, out_stride, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr
-):
+    codes, codes_stride, scales, scales_stride, out, out_stride, factor, peers, groups,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
+):  # fmt: skip
+    """Every row of ``out``: ``factor`` * the sum of ``peers`` rows of codes from there on."""
+    HALF: tl.constexpr = GROUP // 2
     row = tl.program_id(1).to(tl.int64)
-    g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    at = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    g, at, to = _places(BLOCK, GROUP, FOUR)
     inside = (g < groups)[:, None]
-    scale = tl.load(scales + row * scales_stride + g, mask=g < groups, other=0.0)
-    values = tl.load(codes + row * codes_stride + at, mask=inside, other=0).to(tl.float32)
-    tl.store(out + row * out_stride + at, values * scale[:, None], mask=inside)
-
-
-@triton.jit
-def _dequantize_sum(
-    codes, codes_stride, scales, scales_stride, out, factor, peers, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr
-):
-    g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    at = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = (g < groups)[:, None]
-    scale = tl.load(scales + g, mask=g < groups, other=0.0)
-    total = tl.load(codes + at, mask=inside, other=0).to(tl.float32) * scale[:, None]
+    codes += row * codes_stride
+    scales += row * scales_stride
+    scale = tl.load(scales + g, mask=g < groups, other=0.0)[:, None]
+    low, high = _load_codes(codes, to, inside, HALF, FOUR)
+    low, high = low * scale, high * scale
     for _ in range(1, peers):
         codes += codes_stride
         scales += scales_stride
-        scale = tl.load(scales + g, mask=g < groups, other=0.0)
-        total += tl.load(codes + at, mask=inside, other=0).to(tl.float32) * scale[:, None]
-    tl.store(out + at, total * factor, mask=inside)
+        scale = tl.load(scales + g, mask=g < groups, other=0.0)[:, None]
+        more_low, more_high = _load_codes(codes, to, inside, HALF, FOUR)
+        low += more_low * scale
+        high += more_high * scale
+    tl.store(out + row * out_stride + at, low * factor, mask=inside)
+    tl.store(out + row * out_stride + at + HALF, high * factor, mask=inside)
+
+
+@triton.jit
+def _rotate(x):
+    """The Hadamard matrix of +-1 down the rows of tiles, a tuple of ORDER tensors: no data moves between threads."""
+    for level in tl.static_range(5):
+        y = ()
+        for i in tl.static_range(ORDER):
+            if i & (1 << level):
+                y = y + (x[i ^ (1 << level)] - x[i],)
+            else:
+                y = y + (x[i] + x[i ^ (1 << level)],)
+        x = y
+    return x
+
+
+@triton.jit
+def _tiles(tiles, BLOCK: tl.constexpr):
+    """Of the program's tiles: numbers, which there are, and the columns of a row."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return t, (t < tiles)[:, None], tl.arange(0, LANES)[None, :]
+
+
+@triton.jit(do_not_specialize=["key"])
+def _quantize_rotated(
+    rows, rows_stride, codes, codes_stride, scales, scales_stride, tiles, key,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = GROUP // 2
+    TILE: tl.constexpr = ORDER * LANES
+    PART: tl.constexpr = GROUP // LANES  # rows of a tile that make a group
+    row = tl.program_id(1).to(tl.int64)
+    t, inside, lane = _tiles(tiles, BLOCK)
+    rows += row * rows_stride
+    codes += row * codes_stride
+    scales += row * scales_stride
+    x = ()
+    for i in tl.static_range(ORDER):
+        x = x + (_load(rows + t[:, None] * TILE + i * LANES + lane, inside) * NORM,)
+    x = _rotate(x)
+    for j in tl.static_range(ORDER // PART):
+        largest = _magnitude(x[j * PART])
+        for r in tl.static_range(1, PART):
+            largest = tl.maximum(largest, _magnitude(x[j * PART + r]))
+        largest = tl.max(largest, axis=1)
+        scale, per_scale = _scale_of(largest, FOUR)
+        finite = (largest < 0x7F800000)[:, None]
+        tl.store(scales + t * (ORDER // PART) + j, scale, mask=t < tiles)
+        for r in tl.static_range(PART // 2):
+            pair = (row * tiles + t)[:, None] * (TILE // 2) + j * HALF + r * LANES + lane
+            to = (t[:, None] * TILE + j * GROUP) // (2 if FOUR else 1) + r * LANES + lane
+            low, high = x[j * PART + r], x[j * PART + r + PART // 2]
+            _store_codes(codes, to, inside, low, high, finite, per_scale[:, None], pair, key, HALF, FOUR, STOCHASTIC)
+
+
+@triton.jit
+def _dequantize_rotated(
+    codes, codes_stride, scales, scales_stride, out, out_stride, factor, peers, tiles,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
+):  # fmt: skip
+    """Every row of ``out``: ``factor`` * the transform of the sum of ``peers`` rows of codes from there on."""
+    HALF: tl.constexpr = GROUP // 2
+    TILE: tl.constexpr = ORDER * LANES
+    PART: tl.constexpr = GROUP // LANES
+    row = tl.program_id(1).to(tl.int64)
+    t, inside, lane = _tiles(tiles, BLOCK)
+    codes += row * codes_stride
+    scales += row * scales_stride
+    x = ()
+    for j in tl.static_range(ORDER // PART):
+        highs = ()
+        for r in tl.static_range(PART // 2):
+            at = (t[:, None] * TILE + j * GROUP) // (2 if FOUR else 1) + r * LANES + lane
+            scale_at = t * (ORDER // PART) + j
+            scale = tl.load(scales + scale_at, mask=t < tiles, other=0.0)[:, None]
+            low, high = _load_codes(codes, at, inside, HALF, FOUR)
+            low, high = low * scale, high * scale
+            for peer in range(1, peers):
+                scale = tl.load(scales + peer * scales_stride + scale_at, mask=t < tiles, other=0.0)[:, None]
+                more_low, more_high = _load_codes(codes + peer * codes_stride, at, inside, HALF, FOUR)
+                low += more_low * scale
+                high += more_high * scale
+            x = x + (low * factor,)
+            highs = highs + (high * factor,)
+        x = x + highs
+    x = _rotate(x)
+    out += row * out_stride
+    for i in tl.static_range(ORDER):
+        tl.store(out + t[:, None] * TILE + i * LANES + lane, x[i], mask=inside)
 
 
 @triton.jit
@@ -107,26 +267,82 @@ def _blocks(n: int, group: int) -> tuple[int, int]:
     return block, triton.cdiv(n // group, block)
 
 
-def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:
+TILES = 8  # tiles of one row that one program handles: one column for each of 128 threads
+
+
+def _encode(
+    rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None, *, four: bool, rotated: bool
+) -> None:
     count, n = rows.shape
-    block, programs = _blocks(n, group)
+    block, programs = (TILES, triton.cdiv(n // reference.TILE, TILES)) if rotated else _blocks(n, group)
+    key = reference.key_of(seed or 0)
     strides = rows.stride(0), codes.stride(0), scales.stride(0)
-    arguments = _words(rows), strides[0], codes, strides[1], scales, strides[2], n // group
-    _launch(_quantize, (programs, count), codes, *arguments, GROUP=group, BLOCK=block)
+    numbers = n // (reference.TILE if rotated else group), key
+    arguments = _words(rows), strides[0], codes, strides[1], scales, strides[2], *numbers
+    kernel = _quantize_rotated if rotated else _quantize
+    constants = {"GROUP": group, "BLOCK": block, "FOUR": four, "STOCHASTIC": seed is not None}
+    _launch(kernel, (programs, count), codes, *arguments, **constants)
+
+
+def _decode(
+    codes: Tensor, scales: Tensor, peers: int, group: int, out: Tensor, factor: float, *, four: bool, rotated: bool
+) -> None:
+    """``out`` (R, n) of ``peers`` rows of codes each; R or ``peers`` is 1."""
+    count, n = out.shape
+    block, programs = (TILES, triton.cdiv(n // reference.TILE, TILES)) if rotated else _blocks(n, group)
+    strides = codes.stride(0), scales.stride(0), out.stride(0)
+    numbers = factor, peers, n // (reference.TILE if rotated else group)
+    arguments = codes, strides[0], scales, strides[1], out, strides[2], *numbers
+    kernel = _dequantize_rotated if rotated else _dequantize
+    _launch(kernel, (programs, count), out, *arguments, GROUP=group, BLOCK=block, FOUR=four)
+
+
+def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    _encode(rows, group, codes, scales, seed, four=False, rotated=False)
 
 
 def dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    count, n = out.shape
-    block, programs = _blocks(n, group)
-    arguments = codes, codes.stride(0), scales, scales.stride(0), out, out.stride(0), n // group
-    _launch(_dequantize, (programs, count), out, *arguments, GROUP=group, BLOCK=block)
+    _decode(codes, scales, 1, group, out, 1.0, four=False, rotated=False)
 
 
 def dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    peers, n = codes.shape
-    block, programs = _blocks(n, group)
-    arguments = codes, codes.stride(0), scales, scales.stride(0), out, scale, peers, n // group
-    _launch(_dequantize_sum, (programs,), out, *arguments, GROUP=group, BLOCK=block)
+    _decode(codes, scales, len(codes), group, out.unsqueeze(0), scale, four=False, rotated=False)
+
+
+def quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    _encode(rows, group, codes, scales, seed, four=True, rotated=False)
+
+
+def dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
+    _decode(codes, scales, 1, group, out, 1.0, four=True, rotated=False)
+
+
+def dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
+    _decode(codes, scales, len(codes), group, out.unsqueeze(0), scale, four=True, rotated=False)
+
+
+def hadamard_quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    _encode(rows, group, codes, scales, seed, four=False, rotated=True)
+
+
+def hadamard_dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
+    _decode(codes, scales, 1, group, out, reference.NORM, four=False, rotated=True)
+
+
+def hadamard_dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
+    _decode(codes, scales, len(codes), group, out.unsqueeze(0), scale * reference.NORM, four=False, rotated=True)
+
+
+def hadamard_quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    _encode(rows, group, codes, scales, seed, four=True, rotated=True)
+
+
+def hadamard_dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
+    _decode(codes, scales, 1, group, out, reference.NORM, four=True, rotated=True)
+
+
+def hadamard_dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
+    _decode(codes, scales, len(codes), group, out.unsqueeze(0), scale * reference.NORM, four=True, rotated=True)
 
 
 def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:
