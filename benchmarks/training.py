@@ -33,6 +33,7 @@ METHODS = {
     "TAGC 10x (ours)": "tagc(smallest={small})",
     "TAGC 10x (paper)": "tagc:paper(smallest={small})",
     "TAGC d=0.05, shared mask": "tagc:recommended(smallest={small})",
+    "SEPARATE 16x, cyclic SRHT, no feedback": "separate(ratio=16,beta=1.0,smallest={small})",
     "SEPARATE 16x, cyclic SRHT, from 15%": "separate(ratio=16,start=0.15,smallest={small})",
     "SEPARATE 16x (paper), from 15%": "separate:paper(start=0.15,smallest={small})",
     "TAGC d=0.05, shared mask, from 15%": "tagc:recommended(start=0.15,smallest={small})",

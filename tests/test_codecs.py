@@ -46,8 +46,8 @@ def error_bound(codec: Codec, rows: Tensor) -> Tensor:
     """What the format promises for each value of ``rows`` (float32)."""
     if isinstance(codec, Fp32):
         return torch.zeros_like(rows)
-    if isinstance(codec, Bf16):  # 8 significant bits: half a unit in the last place is 2^-8
-        return rows.abs() * 2.0**-8
+    if isinstance(codec, Bf16):  # 8 significant bits: half a unit in the last place is 2^-8; 2^-134 below 2^-126
+        return (rows.abs() * 2.0**-8).clamp_min(2.0**-134)
     groups = rows.unflatten(1, (-1, codec.group))
     largest = groups.abs().amax(2, keepdim=True)
     if isinstance(codec, Int8):

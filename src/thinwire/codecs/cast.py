@@ -39,7 +39,7 @@ class Fp32(_Cast):
 
 
 class Bf16(_Cast):
-    """2 bytes per value, rounded to nearest even: relative error up to 2^-8, the range of float32."""
+    """2 bytes per value, rounded to nearest even: relative error up to 2^-8 (for values from 2^-126 on)."""
 
     wire_dtype = torch.bfloat16
 

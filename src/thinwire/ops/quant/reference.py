@@ -61,7 +61,8 @@ def _integers(rows: Tensor, group: int, levels: int, scales: Tensor, seed: int |
     # In units of 2^-16 of a level, where adding 16 random bits and dropping them again rounds up in proportion. The
     # largest value may have been scaled to a hair above ``levels``.
     fine = (scaled * 65536 + 0.5).floor().clamp(-levels * 65536, levels * 65536).to(torch.int32)
-    return (fine + _random(*scaled.shape, seed, rows.device)) >> 16
+    count, groups, _ = scaled.shape
+    return (fine + _random(count, groups, group, seed, rows.device)) >> 16
 
 
 def _packed(integers: Tensor) -> Tensor:

@@ -1,0 +1,71 @@
+"""Codecs that spread every value over 32 by a Hadamard transform before they quantize."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from thinwire.codecs.intquant import Integers
+from thinwire.errors import ThinwireError
+from thinwire.ops import quant
+
+
+class _Hadamard(Integers):
+    """Rows are cut into tiles of 32 x 16 values, each of whose columns is transformed (``ops.quant``).
+
+    ``group`` (elements, 32 to 512) is that of the scales; segments are padded to 512 values, a tile.
+    """
+
+    def __init__(self, group: int = 128, rounding: str = "nearest") -> None:
+        super().__init__(group, rounding)
+        if not 32 <= group <= quant.TILE:
+            raise ThinwireError(
+                f"{type(self).__name__}: group must be a power of two from 32 to {quant.TILE} elements, got {group}; "
+                "use 128"
+            )
+        self.group = quant.TILE
+
+
+class HadamardInt8(_Hadamard):
+    """:class:`Int8` of the Hadamard transform of the values (SDP4Bit, arXiv 2410.15526, section 3.2).
+
+    The transform makes a tile's values alike in size: the error of heavy-tailed values falls, that of Gaussian values
+    stays. It is orthonormal, so errors have the same length on either side, but an error bound holds for the
+    transformed values only. A tile with a NaN or an infinity decodes to NaN throughout.
+
+    The wire is that of :class:`Int8` with the same ``group``: where that decodes or sums it, the result is
+    transformed values, which another hop may quantize with :class:`Int8` or :class:`Int4` as they are.
+    """
+
+    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
+        self._check_encode(rows, out)
+        quant.hadamard_quantize_int8(rows, self.per_scale, *self._parts(out, rows.shape[1]), self._seed())
+        return out
+
+    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
+        self._check_decode(wire, out)
+        return quant.hadamard_dequantize_int8(*self._parts(wire, out.shape[1]), self.per_scale, out)
+
+    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
+        """As for every codec, but one transform of the sum: equal to the sum of the decodes up to float32 rounding."""
+        self._check_sum(wire, out)
+        return quant.hadamard_dequantize_sum_int8(*self._parts(wire, out.shape[0]), self.per_scale, out, scale)
+
+
+class HadamardInt4(_Hadamard):
+    """:class:`Int4` of the Hadamard transform of the values; see :class:`HadamardInt8`."""
+
+    bits = 4
+
+    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
+        self._check_encode(rows, out)
+        quant.hadamard_quantize_int4(rows, self.per_scale, *self._parts(out, rows.shape[1]), self._seed())
+        return out
+
+    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
+        self._check_decode(wire, out)
+        return quant.hadamard_dequantize_int4(*self._parts(wire, out.shape[1]), self.per_scale, out)
+
+    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
+        """As for every codec, but one transform of the sum: equal to the sum of the decodes up to float32 rounding."""
+        self._check_sum(wire, out)
+        return quant.hadamard_dequantize_sum_int4(*self._parts(wire, out.shape[0]), self.per_scale, out, scale)
