@@ -308,8 +308,7 @@ for kind in ("*fp32", "*i16"):
     build(t._sum_rows, rows=kind, rows_stride="i64", out="*fp32", factor="fp32", count="i32", n="i32", BLOCK=4096)
 # The transforms are unrolled and take seconds to compile: one variant for each target.
 for four, codes, kind, stochastic, rotated in (
-    (0, "*i8", "*fp32", 0, {capability} == 80), (1, "*u8", "*fp32", 0, False),
-    (1, "*u8", "*i16", 1, {capability} == 90)
+    (0, "*i8", "*fp32", 0, {capability} == 80), (1, "*u8", "*i16", 1, {capability} == 90)
 ):
     grouped = dict(codes=codes, codes_stride="i64", scales="*fp32", scales_stride="i64")
     coded = dict(GROUP=128, FOUR=four, STOCHASTIC=stochastic)
