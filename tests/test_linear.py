@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire import methods
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
-from thinwire.methods import Lhc, Radius, Separate, Tagc
+from thinwire.methods import Radius, Separate, Tagc
 from thinwire.methods.base import Parameter, Run, first_step
 from thinwire.state import State
 from thinwire.testing import Threads, exchange_on, parameters_for, reduce_on_threads
@@ -259,12 +259,6 @@ def test_selection():
     assert why("*.mlp.*", "blocks.0.mlp.up.weight") is None
     assert why("*.mlp.*", "embedding.weight") == "not selected"
     assert why("all", "norm.weight", "norm") == "norm"
-
-
-def test_lhc_keeps_no_accumulator():
-    results = run(lambda: Lhc(theta=0.9, smallest=0), size=2, steps=3)
-    assert all((results[0][-1][f"residual/{name}"] == 0).all() for name in SHAPES)
-    assert lost(results, "all_reduce") > 0.1
 
 
 # knobs

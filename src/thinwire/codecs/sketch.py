@@ -13,7 +13,7 @@ from thinwire.ops import mask, sketch
 
 @dataclass(frozen=True)
 class Part:
-    """One parameter's columns: ``k`` values per row and rank, in three tables of ``cells``; 0: all values, plainly."""
+    """One parameter's columns: up to ``k`` values per row and rank, in three tables of ``cells``; 0: all, plainly."""
 
     name: str
     start: int

@@ -17,6 +17,7 @@ entry of a table. Rounding: to multiples of one power of two, so that sums are e
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -35,9 +36,15 @@ from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 from thinwire.streams import seed_of
 
-ATTENTION_INPUTS = ("query", "key", "value", "q_proj", "k_proj", "v_proj", "qkv", "c_attn", "in_proj", "wq", "wk", "wv")
+ATTENTION_INPUTS = re.compile(
+    r"(to_)?(w?(q|k|v|kv|qkv)|query|key|value|key_value|query_key_value)(_proj)?(_weight)?|c_attn|in_proj(_weight)?"
+)
+"""One part of a dotted parameter name, in lower case: what makes queries, keys and values in the usual models."""
 CELL_BITS = 24 - 4
 """A cell's sum is exact below 2^24 quanta; 2^4 elements per cell and rank are allowed for (at load 0.7 it has 2.1)."""
+LHC_LEAST = 2.0**-14
+SMALLEST_EXPONENT = -126
+"""Of the quantum: below, it would leave float32 and become 0. Smaller values stay with their sender."""
 
 
 @dataclass
@@ -50,8 +57,12 @@ class Tagc(ErrorFeedback):
             left-overs beyond 0.8).
         resize: steps after which the sketches are sized anew, from the largest union since the last time; early in
             a run more often.
+        limit: share of a union left over from which its sketch is resized at once (lower => fewer left-overs where
+            the union grows between sizes, more bytes). 1: never.
+        on_overload: a tensor whose sketch would be no smaller than itself goes "dense" for as long as that lasts, and
+            is counted, or the step is refused ("refuse").
         select: "non-attention" (the paper: every matrix but those that make queries, keys and values), "all", or a
-            pattern of names.
+            pattern (``fnmatch``) of names.
         mask: "local": each rank's own largest values; "shared": one rank's, in turn, for all: then the union does
             not grow with the ranks, and the values travel without a sketch.
         leftovers: "accumulate": what cannot be recovered returns to the accumulator; "median": the paper's guess.
@@ -67,6 +78,8 @@ class Tagc(ErrorFeedback):
     theta: float = 0.9875
     load: float = 0.7
     resize: int = 50
+    limit: float = 1
+    on_overload: str = "dense"
     select: str = "all"
     mask: str = "local"
     leftovers: str = "accumulate"
@@ -80,7 +93,10 @@ class Tagc(ErrorFeedback):
             raise ThinwireError(f"{self.name}: peeling fails above a load of 0.8 elements per cell, got {self.load}")
         if self.resize < 1:
             raise ThinwireError(f"{self.name}: resize is a number of steps, 1 or more, got {self.resize}")
-        for knob, allowed in (("mask", ("local", "shared")), ("leftovers", ("accumulate", "median"))):
+        if not 0 < self.limit <= 1:
+            raise ThinwireError(f"{self.name}: limit is a share of the union, above 0 to 1 (never), got {self.limit}")
+        choices = {"mask": ("local", "shared"), "leftovers": ("accumulate", "median")}
+        for knob, allowed in (choices | {"on_overload": ("dense", "refuse")}).items():
             if getattr(self, knob) not in allowed:
                 raise ThinwireError(f"{self.name}: {knob} is {' or '.join(allowed)}, got '{getattr(self, knob)}'")
         self._codecs: dict[object, CountSketch | Masked] = {}
@@ -108,7 +124,7 @@ class Tagc(ErrorFeedback):
         if self.select != "non-attention":
             return None if fnmatchcase(parameter.name, self.select) else "not selected"
         parts = parameter.name.lower().split(".")
-        return "attention input" if any(part in ATTENTION_INPUTS for part in parts) else None
+        return "attention input" if any(ATTENTION_INPUTS.fullmatch(part) for part in parts) else None
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.state is not None
@@ -129,9 +145,12 @@ class Tagc(ErrorFeedback):
         codec = self._sketch(bucket, exchange)
         ledger = exchange._group().ledger
         with ledger.span("encode", bucket.rows):
-            for part, columns, words, _, _ in codec.places():
-                masks.topk_mask(bucket.rows[:, columns], part.k, codec.words[:, words])
-            masks.gather_keep(bucket.rows, None, codec.words, codec.sent, acc)  # l. 2
+            codec.sent.zero_()
+            for part, columns, words, kept, _ in codec.places():
+                values, flags = bucket.rows[:, columns], codec.words[:, words]
+                self._sparsify(values, part, flags, codec.sent[:, kept], acc[:, columns])  # l. 2
+                if not part.cells:
+                    acc[:, columns].zero_()  # all of it is sent
         exchange.union(codec.index.copy_(codec.words))  # l. 3-4
         self._round(codec, exchange)
         codec.seeds = {s.name: seed_of(self._seed, s.name, bucket.step) for s in bucket.segments}
@@ -143,13 +162,21 @@ class Tagc(ErrorFeedback):
             sketch.settle(codec.sent, codec.rest, codec.words, back, acc)
             self._measure(bucket, codec)
 
+    def _sparsify(self, rows: Tensor, part: Part, words: Tensor, sent: Tensor, rest: Tensor) -> None:
+        """``words`` = what is sent of ``rows``: ``sent``; ``rest`` = the rows without it.
+
+        Where all of a tensor is sent, this is still what its sketch would be sized from.
+        """
+        masks.topk_mask(rows, part.k, words)
+        masks.gather_keep(rows, None, words, sent, rest)
+
     def _round(self, codec: CountSketch, exchange: Exchange) -> None:
         """Kept values become multiples of a power of two that all ranks share, coarse enough for exact sums."""
         places = codec.places()
         largest = torch.stack([codec.sent[:, kept].abs().amax() for _, _, _, kept, _ in places])
         _, exponent = torch.frexp(exchange.all_max(largest))
         spare = CELL_BITS - math.ceil(math.log2(exchange.rows))
-        quantum = torch.ldexp(torch.ones_like(largest), exponent - spare)
+        quantum = torch.ldexp(torch.ones_like(largest), (exponent - spare).clamp_(min=SMALLEST_EXPONENT))
         for i, (part, _, _, kept, _) in enumerate(places):
             if part.cells:
                 sketch.round_to(codec.sent[:, kept], quantum[i].view(1, 1), codec.rest[:, kept])
@@ -158,16 +185,16 @@ class Tagc(ErrorFeedback):
         """Count what was left, and the union: now and then its peak decides how large the next sketches are."""
         assert self.state is not None
         for part, _, words, _, _ in codec.places():
-            left = masks.popcount(codec.left[:, words]).sum()
-            before = self.state.get("left", part.name)
-            self.state.put("left", part.name, left if before is None else before + left)
-            peak, seen = masks.popcount(codec.index[:, words]).amax(), self.state.get("peak", part.name)
-            peak = peak if seen is None else torch.maximum(peak, seen)
+            left, union = masks.popcount(codec.left[:, words]), masks.popcount(codec.index[:, words])
+            total, peak, sized = (self.state.get(kind, part.name) for kind in ("left", "peak", "union"))
+            self.state.put("left", part.name, left.sum() if total is None else total + left.sum())
+            peak = union.amax() if peak is None else torch.maximum(peak, union.amax())
             # early in a run the masks of the ranks still drift apart: after steps 0, 1, 2, 4, 8, ... as well
-            due = bucket.step % self.resize == 0 or bucket.step & (bucket.step - 1) == 0
-            if due:
-                self.state.put("union", part.name, peak)
-            self.state.put("peak", part.name, torch.zeros_like(peak) if due else peak)
+            due = (left > self.limit * union).any()
+            if sized is None or bucket.step % self.resize == 0 or bucket.step & (bucket.step - 1) == 0:
+                due.fill_(True)
+            self.state.put("union", part.name, peak if sized is None else torch.where(due, peak, sized))
+            self.state.put("peak", part.name, torch.where(due, 0, peak))
 
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
         """One rank's mask for all: its bits, OR-ed with the zeros of the others, are the union."""
@@ -234,12 +261,17 @@ class Tagc(ErrorFeedback):
         measured = self.state.get("union", name)
         union = min(exchange.rows * k, span) if measured is None else int(measured)
         cells = math.ceil(union / self.load / 3) + 8  # a few more: small tables fail at lower loads
-        if 3 * cells >= width:
-            return Part(name, start, width, width, 0)
-        return Part(name, start, width, k, cells)
+        return Part(name, start, width, k, cells if 3 * cells < width else 0)
 
     def _sketch(self, bucket: Bucket, exchange: Exchange) -> CountSketch:
         parts = tuple(self._part(s.name, s.start, s.width, s.span, exchange) for s in bucket.segments)
+        if self.on_overload == "refuse":
+            for part in parts:
+                if not part.cells:
+                    raise ThinwireError(
+                        f"{self.name}: the sketch of {part.name} would be no smaller than its {part.width} values: "
+                        f"raise theta above {self.theta}, keep it dense with dense=, or take on_overload='dense'"
+                    )
         codec = self._codecs.get(bucket.key)
         if not isinstance(codec, CountSketch) or codec.parts != parts:
             owner = exchange.rank if exchange.owner else None
@@ -250,9 +282,32 @@ class Tagc(ErrorFeedback):
 
 @dataclass
 class Lhc(Tagc):
-    """LHC on plain DDP: index and sketch of everything, without an accumulator: what is not sent is lost."""
+    """LHC on plain DDP: index and sketch of whatever is not zero, without a sparsification of its own.
+
+    For gradients that are sparse by themselves (LHC's paper names 80-95% zeros; those of embeddings are). Others go
+    dense, at 1/32 more than dense itself for the index that finds this out, and are counted. ``theta``, ``accumulate``
+    and ``mask`` are no choice here. The accumulator holds what peeling left, what rounding to exact sums cut off, and
+    values below 2^-14 of the rank's largest until they have grown: else the rounding would fill every zero.
+    """
 
     name: ClassVar[str] = "lhc"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
-    accumulate: bool = False
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for knob, only in (("theta", Lhc.theta), ("accumulate", True), ("mask", "local")):
+            if getattr(self, knob) != only:
+                raise ThinwireError(f"lhc sends whatever is not zero: leave {knob} out, or take tagc")
+
+    def _sparsify(self, rows: Tensor, part: Part, words: Tensor, sent: Tensor, rest: Tensor) -> None:
+        magnitudes = rows.abs()
+        least = (magnitudes.amax() * LHC_LEAST).clamp_(max=torch.finfo(torch.float32).max)
+        flags = ~(magnitudes <= least)  # with infinities and NaN
+        masks.pack(flags, words)
+        rest.copy_(torch.where(flags, 0, rows))
+        for values, of, to in zip(rows, flags, sent, strict=True):
+            found = values[of]
+            to[: len(found)] = found
+
+    def _k(self, columns: int) -> int:
+        return padded(columns, masks.WORD)  # room for all: how many are not zero is not known beforehand

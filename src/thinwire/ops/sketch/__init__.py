@@ -26,7 +26,10 @@ _backend = backend("thinwire.ops.sketch")
 
 
 def sketch_encode(payload: Tensor, words: Tensor, seed: int, out: Tensor) -> Tensor:
-    """``out`` (R, 3 cells) = the sketch of ``payload`` (R, k), the values at the set bits of ``words`` (R, n / 64)."""
+    """``out`` (R, 3 cells) = the sketch of ``payload`` (R, k), the values at the set bits of ``words`` (R, n / 64).
+
+    Here and in ``settle`` a row may have fewer set bits than k; what follows in ``payload`` is not read.
+    """
     if out.shape[1] % 3 or not out.shape[1]:
         raise ThinwireError(f"a sketch is three tables of equal size, got {out.shape[1]} cells")
     _backend(payload).sketch_encode(payload, words, seed, out)

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, call-arg, unreachable, var-annotated"
-"""Numba kernels for CPU tensors: elements are peeled one by one from a stack of cells that hold a single one.
+"""Numba kernels for CPU tensors: elements are peeled one by one from a queue of cells that hold a single one.
 
 A cell also keeps the exclusive or of its elements' numbers, which names the one that is left (Goodrich and Mitzenmacher
-2011).
+2011). First in, first out, at no cost: each value then depends on few others, so that even sums that are not exact come
+out to rounding, where a stack multiplies errors along chains of thousands.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX2 = np.uint64(0x94D049BB133111EB)
 MIX3 = np.uint64(0xD6E8FEB86659FD93)
 LOW = np.uint64(0xFFFFFFFF)
+COUNT_AT = np.uint64(40)  # a tag: how many elements a cell holds, above the exclusive or of their numbers
+ONE = np.uint64(1 << 40)
+NAME = np.uint64((1 << 40) - 1)
 
 
 @njit
@@ -62,23 +66,25 @@ def _encode(payload, payload_stride, words, words_stride, out, stride, rows, cou
 
 @njit
 def _estimate(left, seed, cells, held, out):
-    """The median of its three signed cells for every element that is left."""
+    """The median of its three signed cells for every element that is left. ``held``: see ``_peel_row``."""
     for i in range(left.size):
         word = left[i]
         while word != 0:
             element = uint64(64 * i) + trailing_zeros(word)
             first, second = _hash(seed, element)
             a, b, c = _cells(first, second, cells)
-            low, high = min(held[a], held[b]), max(held[a], held[b])
-            middle = max(low, min(high, held[c]))
+            x, y, z = held[2 * a + 1], held[2 * b + 1], held[2 * c + 1]
+            middle = max(min(x, y), min(max(x, y), z))
             out[element] = np.float32(-middle if second & uint64(1) else middle)
             word &= word - uint64(1)
 
 
 @njit
-def _peel_row(sketch, index, seed, cells, out, left, wanted, counts, names, held, stack):
-    counts[:] = 0
-    names[:] = uint64(0)
+def _peel_row(sketch, index, seed, cells, out, left, wanted, tags, held, queue):
+    """``tags`` and ``held`` are one memory, 16 bytes per cell: its elements' count and names, then its sum."""
+    for i in range(sketch.size):
+        tags[2 * i] = uint64(0)
+        held[2 * i + 1] = sketch[i] if wanted else np.float32(0)
     for i in range(index.size):
         left[i] = index[i]
         word = index[i]
@@ -86,52 +92,48 @@ def _peel_row(sketch, index, seed, cells, out, left, wanted, counts, names, held
             element = uint64(64 * i) + trailing_zeros(word)
             first, second = _hash(seed, element)
             for cell in _cells(first, second, cells):
-                counts[cell] += 1
-                names[cell] ^= element
+                tags[2 * cell] = (tags[2 * cell] + ONE) ^ element
             word &= word - uint64(1)
-    if wanted:
-        for i in range(held.size):
-            held[i] = sketch[i]
-    top = 0
-    for i in range(counts.size):
-        if counts[i] == 1:
-            stack[top] = i
-            top += 1
-    while top:
-        top -= 1
-        cell = stack[top]
-        if counts[cell] != 1:
+    end = 0
+    for i in range(sketch.size):
+        if tags[2 * i] >> COUNT_AT == uint64(1):
+            queue[end] = i
+            end += 1
+    at = 0
+    while at < end:  # a cell comes to hold one element at most once: the queue never overflows
+        cell = queue[at]
+        at += 1
+        if tags[2 * cell] >> COUNT_AT != uint64(1):
             continue
-        element = names[cell]
+        element = tags[2 * cell] & NAME
         first, second = _hash(seed, element)
-        share = held[cell]
+        share = held[2 * cell + 1]
         if wanted:
             out[element] = np.float32(-share if second & uint64(1) else share)
         left[element >> uint64(6)] &= ~(uint64(1) << (element & uint64(63)))
         for other in _cells(first, second, cells):
-            counts[other] -= 1
-            names[other] ^= element
-            held[other] -= share
-            if counts[other] == 1:
-                stack[top] = other
-                top += 1
+            tag = (tags[2 * other] - ONE) ^ element
+            tags[2 * other] = tag
+            held[2 * other + 1] -= share
+            if tag >> COUNT_AT == uint64(1):
+                queue[end] = other
+                end += 1
 
 
 @njit
 def _peel(sketch, stride, index, index_stride, left, left_stride, out, out_stride, rows, count, cells, seed, wanted,
           estimate):  # fmt: skip
     size = np.int64(3 * cells)
-    counts = np.empty(size, np.int32)
-    names = np.empty(size, np.uint64)
-    held = np.zeros(size, np.float64)
-    stack = np.empty(size, np.int64)
+    tags = np.empty(2 * size, np.uint64)
+    held = tags.view(np.float64)
+    queue = np.empty(size, np.int64)
     for row in range(rows):
         values = out[row * out_stride : row * out_stride + 64 * count]
         if wanted:
             values[:] = np.float32(0)
         _peel_row(
             sketch[row * stride : row * stride + size], index[row * index_stride : row * index_stride + count], seed,
-            cells, values, left[row * left_stride : row * left_stride + count], wanted, counts, names, held, stack,
+            cells, values, left[row * left_stride : row * left_stride + count], wanted, tags, held, queue,
         )  # fmt: skip
         if estimate:
             _estimate(left[row * left_stride : row * left_stride + count], seed, cells, held, values)

@@ -35,7 +35,7 @@ def sketch_encode(payload: Tensor, words: Tensor, seed: int, out: Tensor) -> Non
     for values, row, sketch in zip(payload, words, out, strict=True):
         places, signs = hashes(seed, _elements(row), sketch.numel() // 3)
         for table in places:
-            sketch.index_add_(0, table, values * signs)
+            sketch.index_add_(0, table, values[: len(signs)] * signs)
 
 
 def sketch_peel(sketch: Tensor, index: Tensor, seed: int, out: Tensor | None, left: Tensor, estimate: bool) -> None:
@@ -79,10 +79,9 @@ def round_to(payload: Tensor, quantum: Tensor, rest: Tensor) -> None:
 
 
 def settle(sent: Tensor, rest: Tensor, words: Tensor, left: Tensor, out: Tensor) -> None:
-    flags, lost = (torch.zeros(out.shape, dtype=torch.bool, device=out.device) for _ in range(2))
-    mask.unpack(words, flags)
+    lost = torch.zeros(out.shape, dtype=torch.bool, device=out.device)
     mask.unpack(left, lost)
-    values, rests = torch.empty_like(out), torch.empty_like(out)
-    mask.scatter(sent, words, values)
-    mask.scatter(rest, words, rests)
-    out.copy_(torch.where(flags, torch.where(lost, values + rests, rests), out))
+    for row in range(len(out)):
+        elements = _elements(words[row])
+        back = torch.where(lost[row, elements], sent[row, : len(elements)], 0)
+        out[row, elements] = rest[row, : len(elements)] + back

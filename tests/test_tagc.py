@@ -1,0 +1,258 @@
+"""TAGC and LHC beyond the laws of test_linear.py: sizes that follow the union, the oracle, bytes, odd values."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from papers import TagcPaper, peel
+from thinwire import methods
+from thinwire.errors import ThinwireError
+from thinwire.ledger import Ledger
+from thinwire.methods import Lhc, Tagc
+from thinwire.methods.base import Parameter, Run
+from thinwire.ops.sketch.reference import hashes
+from thinwire.state import State
+from thinwire.streams import seed_of
+from thinwire.testing import Threads, exchange_on, parameters_for, reduce_on_threads
+
+TOPOLOGIES = ["all_reduce", "reduce_scatter"]
+
+
+def noise(rank: int, step: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def hot(agree: int):
+    """A tenth of the values is large: the same ones on all ranks in the first ``agree`` steps, then each its own."""
+
+    def make(rank: int, step: int, numel: int) -> Tensor:
+        values = 0.01 * noise(rank, step, numel)
+        start = 0 if step < agree else rank * (numel // 10)
+        values[start : start + numel // 10] += 5
+        return values
+
+    return make
+
+
+def sparse(rank: int, step: int, numel: int) -> Tensor:
+    """5% of the values are not zero, elsewhere on every rank."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.where(torch.rand(numel, generator=generator) < 0.05, noise(rank, step, numel), 0)
+
+
+def run(make, gradients, size, topology="all_reduce", shapes=None, **more):
+    shapes = {"w": 6400} if shapes is None else shapes
+    return reduce_on_threads(make, gradients, topology=topology, size=size, shapes=shapes, **more)
+
+
+def tagc(**knobs):
+    return lambda: Tagc(**{"smallest": 0, "send": ("*",), **knobs})
+
+
+def left(results) -> list[int]:
+    """Left over in each step."""
+    counts = [int(step["facts"]["left-overs so far"]) for step in results[0]]
+    return [b - a for a, b in zip([0, *counts], counts, strict=False)]
+
+
+def missing(results) -> float:
+    """The largest value of any step that is neither in the mean nor in an accumulator, on an all-reduce."""
+    worst, before = 0.0, torch.zeros(())
+    for step in range(len(results[0])):
+        now = sum(rank[step]["residual/w"].double().flatten() for rank in results)
+        given = sum(rank[step]["input"].double() for rank in results)
+        worst = max(worst, float((given + before - now - len(results) * results[0][step]["mean"]).abs().max()))
+        before = now
+    return worst
+
+
+# sizes
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_against_the_paper_with_sizes_that_follow_the_union(topology, size):
+    """50 steps against the pseudo-code in float64, peeled element by element, resized at once and on schedule."""
+    columns, keep, load, resize, limit = 2560, 128, 0.79, 100, 0.02
+    rows = size if topology == "reduce_scatter" else 1
+    make = tagc(theta=0.95, load=load, resize=resize, limit=limit)
+
+    def gradients(rank, step, numel):  # supports that agree at first and drift apart, as in training
+        common = 3 * noise(99, 0, numel) * max(0, 1 - step / 30)
+        return common + noise(rank, step, numel)
+
+    results = run(make, gradients, size, topology, {"w": columns * rows}, steps=50)
+    papers = [TagcPaper(columns, size, keep) for _ in range(rows)]
+    union, largest, at_once, total = min(size * keep, columns), 0, 0, 0
+    for step in range(50):
+        cells = math.ceil(union / load / 3) + 8
+        table, signs = (x.tolist() for x in hashes(seed_of(0, "w", step), torch.arange(columns), cells))
+        seen = []
+
+        def recover(values, index, table=table, signs=signs, cells=cells, seen=seen):
+            out = peel(values, index, lambda i: ([row[i] for row in table], signs[i]), 3 * cells)
+            seen.append((int(index.sum()), int(np.isnan(out).sum())))
+            return out
+
+        given = [gradients(n, step, columns * rows).double().numpy().reshape(rows, -1) for n in range(size)]
+        biggest = max(np.abs(given[n][row] + p.acc[n]).max() for n in range(size) for row, p in enumerate(papers))
+        # values are sent in units of 2^-(20 - log2 N) of the power of two above the largest: half a unit stays behind
+        rounding = 2.0 ** (math.frexp(biggest)[1] - (20 - math.ceil(math.log2(size))) - 1) + 1e-5
+        for row, paper in enumerate(papers):
+            expected = paper.step([g[row] for g in given], recover)
+            assert np.abs(results[row][step]["mean"].double().numpy() - expected).max() < rounding
+            for n in range(size):
+                acc = results[n][step]["residual/w"][row].double().numpy()
+                assert np.abs(acc - paper.acc[n]).max() < rounding
+                paper.acc[n] = acc  # or a value within rounding of the k-th would end the comparison
+        largest = max(largest, *(count for count, _ in seen))
+        overloaded = any(lost > limit * count for count, lost in seen)
+        total += sum(lost for _, lost in seen)
+        scheduled = step % resize == 0 or step & (step - 1) == 0
+        at_once += overloaded and not scheduled
+        if overloaded or scheduled:
+            union, largest = largest, 0
+    assert at_once and total == results[0][-1]["facts"]["left-overs so far"]
+
+
+def test_a_growing_union_is_overloaded_for_one_step_only():
+    """Sized after step 4, where all ranks agree; the schedule alone takes until step 8."""
+    at_once, never = (
+        run(tagc(theta=0.95, resize=100, limit=limit), hot(agree=5), 4, steps=8) for limit in (0.1, 1)
+    )
+    assert left(at_once)[5] > 500 and sum(left(at_once)[6:]) == 0
+    assert min(left(never)[5:]) > 500
+    assert missing(at_once) < 1e-4 and missing(never) < 1e-4
+
+
+def test_the_size_is_of_the_largest_union_since_the_last():
+
+    def once(rank, step, numel):
+        return hot(agree=0 if step == 6 else 99)(rank, step, numel)
+
+    results = run(tagc(theta=0.95, resize=100), once, 4, steps=10)
+    unions = [int(step["=union/w"]) for step in results[0]]
+    assert unions[7] == unions[4] and unions[8] > 1.5 * unions[7]  # step 6's, sized from after step 8
+    assert [int(step["=peak/w"]) > 0 for step in results[0]][4:] == [False, True, True, True, False, True]
+
+
+def test_dense_is_left_again_when_the_union_turns_out_smaller():
+    """Eight masks of 10% might cover 80%, for which a sketch is no smaller than the tensor: but these agree."""
+    results = run(tagc(theta=0.9), hot(agree=99), 8, steps=4)
+    assert [step["facts"]["tensors sent dense"] for step in results[0]] == [0] * 4  # as they are sized from then on
+    sent = [float(step["bytes"]) for step in results[0]]
+    assert sent[0] > 2 * 7 / 8 * 4 * 6400 and sent[1] < 0.25 * sent[0]
+    assert (results[0][0]["residual/w"] == 0).all() and missing(results) < 1e-4
+
+
+def test_an_overload_is_refused_if_wanted():
+    with pytest.raises(ThinwireError, match=r"the sketch of w would be no smaller than its 6400 values: raise theta"):
+        run(tagc(theta=0.5, on_overload="refuse"), noise, 3)
+    assert left(run(tagc(theta=0.95, on_overload="refuse"), noise, 3)) == [0]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_bytes_of_sketch_dense_fallback_and_lhc(topology):
+    """To the byte, also in the steps in which the size changes; several parameters share a bucket."""
+    size = 4  # ring shares of whole bytes
+    shapes = {"a": size * 1500, "b": size * 260, "c": size * 1600}
+    for make, gradients in ((tagc(theta=0.9, resize=2), noise), (tagc(theta=0.5), noise),
+                            (lambda: Lhc(smallest=0, send=("*",), resize=2), sparse)):  # fmt: skip
+        results = run(make, gradients, size, topology, shapes, steps=5)
+        for step in range(1, 5):
+            method, exchange = make(), exchange_on(topology, Threads(size), 0, Ledger())
+            method.state = State()
+            method.state.load_state_dict({k: v for k, v in results[0][step - 1].items() if k.startswith("=")})
+            parameters = parameters_for(exchange, shapes)
+            method.begin(Run(parameters, exchange, 5))
+            planned = sum(method.sent_bytes(parameter, exchange) for parameter in parameters.values())
+            assert float(results[0][step]["bytes"]) == planned
+
+
+def test_the_default_is_ten_times_smaller_than_dense_on_four_ranks():
+    """Index and sketch together, once the union is known; masks that have nothing in common just miss it."""
+    numel = 64 * 1000
+
+    def half_common(rank, step, numel):
+        return noise(99, step, numel) + noise(rank, step, numel)
+
+    dense = 2 * 3 / 4 * 4 * numel
+    for gradients, ratio in ((half_common, 10.0), (noise, 9.6)):
+        sent = run(tagc(), gradients, 4, shapes={"w": numel}, steps=3)[0][-1]["bytes"]
+        assert dense / float(sent) > ratio
+
+
+# values
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-39, 1e-30, 1e30])
+def test_values_of_any_size_stay_finite(scale):
+    """The unit that values are rounded to must not leave float32."""
+    results = run(tagc(theta=0.9), lambda *where: noise(*where) * scale, 2, steps=2)
+    for rank in results:
+        assert rank[1]["mean"].isfinite().all() and rank[1]["residual/w"].isfinite().all()
+    assert missing(results) <= 1e-6 * scale + 1e-44
+
+
+def test_a_skipped_overload_leaves_the_size_as_it_was():
+    results = run(tagc(theta=0.95, resize=100, limit=0.1), hot(agree=5), 4, steps=7, skip=(5,))
+    sizes = [{k: int(v) for k, v in step.items() if k.startswith("=")} for step in results[0]]
+    assert sizes[5] == sizes[4] and sizes[6] != sizes[5]
+
+
+# selection
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("attn.in_proj_weight", True), ("attention.query_key_value.weight", True), ("attn.qkv_proj.weight", True),
+     ("attn.Wqkv.weight", True), ("SelfAttention.q.weight", True), ("attn1.to_q.weight", True),
+     ("attn.kv_proj.weight", True), ("attn.q_proj_weight", True), ("attn.c_attn.weight", True),
+     ("attn.out_proj.weight", False), ("attn.c_proj.weight", False), ("attention.dense.weight", False),
+     ("mlp.key_norm_up.weight", False), ("keyboard.weight", False), ("value_head.weight", False),
+     ("lm_head.weight", False), ("attn.to_out.weight", False)],
+)  # fmt: skip
+def test_attention_inputs_of_the_usual_models(name, attention):
+    parameter = Parameter(name, (512, 512), 512 * 512, "matrix", torch.float32, 512 * 512)
+    assert Tagc(select="non-attention").keep_dense(parameter) == ("attention input" if attention else None)
+
+
+# LHC
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_lhc_sends_what_is_not_zero_and_all_of_it(topology):
+    size, shapes = 3, {"a": 64 * 3 * 20, "b": 64 * 3 * 7}
+    numel = sum(shapes.values())
+    results = run(lambda: Lhc(smallest=0, send=("*",)), sparse, size, topology, shapes, steps=4)
+    assert left(results) == [0] * 4 and results[0][-1]["facts"]["tensors sent dense"] == 0
+    for step in range(1, 4):
+        mean = sum(sparse(n, step, numel) for n in range(size)) / size
+        found = results[0][step]["mean"]
+        if topology == "reduce_scatter":
+            found = torch.cat([rank[step]["mean"] for rank in results])
+        assert (found - mean).abs().max() < 2**-15
+        assert float(results[0][step]["bytes"]) < 0.5 * float(results[0][0]["bytes"])
+
+
+def test_lhc_on_gradients_that_are_not_sparse_goes_dense_and_says_so():
+    results = run(lambda: Lhc(smallest=0, send=("*",)), noise, 2, steps=2)
+    assert results[0][-1]["facts"]["tensors sent dense"] == 1
+    mean = sum(rank[1]["input"] for rank in results) / 2
+    assert torch.allclose(results[0][1]["mean"], mean, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [("lhc(theta=0.5)", "whatever is not zero: leave theta out"), ("lhc(accumulate=False)", "leave accumulate"),
+     ("tagc(limit=0)", "limit is a share"), ("tagc(on_overload='x')", "on_overload is dense or refuse")],
+)  # fmt: skip
+def test_refusals(method, message):
+    with pytest.raises(ThinwireError, match=message) as error:
+        methods.resolve(method)
+    assert "\n" not in str(error.value)
