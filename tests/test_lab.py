@@ -261,7 +261,8 @@ def test_two_labs_at_once_do_not_see_each_other() -> None:
     with Cluster(2, 1, "100mbit") as one, Cluster(2, 1, "400mbit") as other:
         before = one.counters()[1]
         seconds = stream(other, 5_000_000)
-        assert one.counters()[1] == before
+        seen = one.counters()[1] - before
+        assert seen.tx + seen.rx < 1000  # the kernel's own IGMP reports, 54 bytes each, come when they like
         assert 5e6 * 8 / seconds > 200e6
         stream(one, 1_000_000)
 
