@@ -71,7 +71,7 @@ while peer.recv(1 << 20):
 peer.send(b"x")
 """
 CLIENT = """
-import socket, sys, time
+import socket, struct, sys, time
 left, block = int(sys.argv[1]), bytes(1 << 16)
 peer = socket.create_connection(("10.0.0.1", 5000))
 start = time.monotonic()
@@ -79,18 +79,21 @@ while left:
     left -= peer.send(block[:left])
 peer.shutdown(socket.SHUT_WR)
 peer.recv(1)
-print(time.monotonic() - start)
+seconds = time.monotonic() - start
+info = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)  # struct tcp_info of linux/tcp.h
+print(seconds, *struct.unpack_from("Q", info, 200))  # tcpi_bytes_sent
 """
 
 
-def stream(cluster: Cluster, payload: int) -> float:
-    """Send ``payload`` bytes by TCP from node 1 to node 0; seconds."""
+def stream(cluster: Cluster, payload: int) -> tuple[float, int]:
+    """Send ``payload`` bytes by TCP from node 1 to node 0; seconds, and the bytes that TCP sent, repeats included."""
     server = cluster.popen(0, [sys.executable, "-c", SERVER], stdout=subprocess.PIPE)
     with server.stdout:
         assert server.stdout.readline() == b"up\n"
         client = cluster.popen(1, [sys.executable, "-c", CLIENT, str(payload)], stdout=subprocess.PIPE)
         with client.stdout:
-            return float(client.stdout.read())
+            seconds, sent = client.stdout.read().split()
+            return float(seconds), int(sent)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_bad_sizes_are_refused() -> None:
 def test_a_stream_fills_the_link_and_no_more(rate: str, payload: int) -> None:
     with Cluster(2, 1, rate) as cluster:
         before = cluster.counters()[1]
-        seconds = stream(cluster, payload)
+        seconds, _ = stream(cluster, payload)
         sent = (cluster.counters()[1] - before).tx
     bits = Link.parse(rate).rate
     assert 0.95 * bits < sent * 8 / seconds < 1.03 * bits
@@ -151,11 +154,15 @@ def test_counters_agree_with_the_framing(rate: str) -> None:
     payload = 20_000_000
     with Cluster(2, 1, rate) as cluster:
         before = cluster.counters()
-        stream(cluster, payload)
+        _, sent = stream(cluster, payload)
         receiver, sender = (b - a for a, b in zip(before, cluster.counters(), strict=True))
-    assert sender.tx == pytest.approx(framing.frames(payload), rel=0.01)
-    assert receiver.rx == pytest.approx(sender.tx, rel=0.001)
-    assert 0 < receiver.tx < 1.1 * framing.acks(payload)
+    # On a busy machine a queue of the kernel overflows now and then and TCP sends again: `sent` tells, and only what it
+    # tells may be on the wire twice.
+    assert 0.99 * framing.frames(payload) < receiver.rx < 1.001 * sender.tx < 1.011 * framing.frames(sent)
+    assert receiver.tx > 0
+    if sent == payload:
+        assert receiver.rx > 0.999 * sender.tx
+        assert receiver.tx < 1.1 * framing.acks(payload)
 
 
 GLOO = """
@@ -260,7 +267,7 @@ def test_a_run_beyond_its_limit_is_ended(request: pytest.FixtureRequest) -> None
 def test_two_labs_at_once_do_not_see_each_other() -> None:
     with Cluster(2, 1, "100mbit") as one, Cluster(2, 1, "400mbit") as other:
         before = one.counters()[1]
-        seconds = stream(other, 5_000_000)
+        seconds, _ = stream(other, 5_000_000)
         seen = one.counters()[1] - before
         assert seen.tx + seen.rx < 1000  # the kernel's own IGMP reports, 54 bytes each, come when they like
         assert 5e6 * 8 / seconds > 200e6
@@ -298,7 +305,7 @@ def test_an_ordinary_user_gets_a_lab_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("thinwire.lab.cluster.os.geteuid", lambda: 1000)
     try:
         with Cluster(2, 1, "100mbit") as cluster:
-            seconds = stream(cluster, 5_000_000)
+            seconds, _ = stream(cluster, 5_000_000)
     except NoNamespaces as error:
         pytest.skip(f"needs user namespaces: {error}")
     assert 5e6 * 8 / seconds == pytest.approx(100e6 * framing.EFFICIENCY, rel=0.05)
