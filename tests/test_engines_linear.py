@@ -20,6 +20,7 @@ METHODS = [
     "tagc(theta=0.8, mask='shared', smallest=100)",
     "powersgd(rank=2, smallest=100)",
     "topk(density=0.1, smallest=100)",
+    "dgc(density=0.1, smallest=100)",
 ]
 EXACT = ("radius", "separate", "powersgd")
 """What sends the same bytes in every period of 4 steps, whatever the data: the plan is then exact."""

@@ -29,6 +29,7 @@ METHODS = [
     "powersgd(rank=2, smallest=0)",
     "topk(density=0.1, smallest=0)",
     "topk(density=0.01, smallest=0)",
+    "dgc(density=0.1, momentum=0, smallest=0)",  # with momentum what is sent is not a share of what came in
 ]
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
 
@@ -273,7 +274,8 @@ def test_selection():
      ("separate(estimator='x')", "estimator is one of cyclic_srht"), ("separate(reset=-1)", "reset is a number"),
      ("tagc(theta=1)", "share of values zeroed"), ("tagc(load=0.9)", "peeling fails above"),
      ("tagc(mask='x')", "mask is local or shared"), ("tagc(resize=0)", "resize is a number"),
-     ("topk(density=2)", "density is the share"), ("powersgd(rank=0)", "rank is a number")],
+     ("topk(density=2)", "density is the share"), ("dgc(momentum=1)", "momentum is"),
+     ("dgc(error_feedback=False)", "would lose"), ("powersgd(rank=0)", "rank is a number")],
 )  # fmt: skip
 def test_knobs_that_mean_nothing_are_refused(method, message):
     with pytest.raises(ThinwireError, match=message):

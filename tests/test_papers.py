@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from papers import PowerSgdPaper, RadiusPaper, SeparatePaper, TagcPaper, one_bit_sum, peel, top
-from thinwire.methods import PowerSgd, Radius, Separate, Tagc, TopK
+from thinwire.methods import Dgc, PowerSgd, Radius, Separate, Tagc, TopK
 from thinwire.ops.sketch.reference import hashes
 from thinwire.streams import random_normal, seed_of
 from thinwire.testing import reduce_on_threads
@@ -140,21 +140,27 @@ def test_tagc(mask, topology, size):
         assert results[0][-1]["facts"]["left-overs so far"] > 0  # met by both sides, which agreed on each
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_topk(topology, size):
+def test_topk_and_dgc(topology, size, momentum):
     columns = 600 // size if topology == "reduce_scatter" else 600
-    results = run(lambda: TopK(density=0.1, smallest=0, send=("*",)), topology, size, {"w": 600})
+    knobs = {"density": 0.1, "smallest": 0, "send": ("*",)}
+    make = (lambda: Dgc(momentum=momentum, **knobs)) if momentum else (lambda: TopK(**knobs))
+    results = run(make, topology, size, {"w": 600})
     papers = [[np.zeros(columns) for _ in range(size)] for _ in range(600 // columns)]
+    velocities = [[np.zeros(columns) for _ in range(size)] for _ in papers]
     for step in range(STEPS):
         expected = []
         for row, residuals in enumerate(papers):
             total = np.zeros(columns)
             for n, g in enumerate(given(size, step, 600)):
-                h = g.reshape(-1, columns)[row] + residuals[n]
+                u = momentum * velocities[row][n] + g.reshape(-1, columns)[row]
+                h = u + residuals[n]
                 flags = top(h, max(int(0.1 * columns), 1))
                 total += np.where(flags, h, 0)
                 residuals[n] = np.where(flags, 0, h)
+                velocities[row][n] = np.where(flags, 0, u)
             expected.append(total / size)
         assert np.abs(received(results, step, topology) - np.concatenate(expected)).max() < 1e-4
 

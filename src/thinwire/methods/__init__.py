@@ -9,6 +9,7 @@ from inspect import getdoc
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Lossy, Method, Parameter
 from thinwire.methods.baselines import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, NoExchange
+from thinwire.methods.dgc import Dgc
 from thinwire.methods.powersgd import PowerSgd
 from thinwire.methods.radius import Radius
 from thinwire.methods.separate import Separate
@@ -16,12 +17,13 @@ from thinwire.methods.tagc import Lhc, Tagc
 from thinwire.methods.topk import TopK
 
 TABLE: tuple[type[Method], ...] = (
-    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Separate, Tagc, Lhc, PowerSgd, TopK, NoExchange,
+    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Separate, Tagc, Lhc, PowerSgd, TopK, Dgc,
+    NoExchange,
 )  # fmt: skip
 
 __all__ = [
-    "TABLE", "Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Lhc", "Lossy", "Method", "NoExchange", "Parameter",
-    "PowerSgd", "Radius", "Separate", "Tagc", "TopK", "names", "resolve",
+    "TABLE", "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "Lossy", "Method", "NoExchange",
+    "Parameter", "PowerSgd", "Radius", "Separate", "Tagc", "TopK", "names", "resolve",
 ]  # fmt: skip
 
 

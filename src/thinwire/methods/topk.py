@@ -48,12 +48,17 @@ class TopK(ErrorFeedback):
         return self.error_feedback
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        self.send_largest(bucket, exchange)
+
+    def send_largest(self, bucket: Bucket, exchange: Exchange) -> Tensor | None:
+        """``compress``; the new residual, (R, n) float32 with zeros where values were sent, unless none is kept."""
         residual: Tensor | None = None
         if self.error_feedback:
             assert self.state is not None
             bucket.rows.add_(self.state.read("residual", bucket))
             residual = self.state.write("residual", bucket)
         exchange.mean(bucket, self._codec(bucket), residual=residual)
+        return residual
 
     def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
         rows = exchange.bucket_rows(True)

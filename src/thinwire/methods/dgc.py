@@ -1,0 +1,46 @@
+"""DGC: top-k of a momentum that every rank keeps for itself (Deep Gradient Compression, Lin et al., ICLR 2018)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from thinwire.bucket import Bucket
+from thinwire.collectives import Exchange
+from thinwire.errors import ThinwireError
+from thinwire.methods.topk import TopK
+
+
+@dataclass
+class Dgc(TopK):
+    """Top-k with momentum correction and momentum factor masking, for SGD without a momentum of its own.
+
+    For each tensor, on rank n: u = m u + g_n; v = v + u; send the k largest |v|; at what was sent, u = v = 0 (sections
+    3.1 and 3.2 of the paper). With ``momentum=0`` it is ``topk``. Of the paper's other parts, the warm-up is the dense
+    ``start`` here, and local clipping is left out: clip the mean with ``wire.clip_grad_norm_``.
+
+    Args:
+        momentum: m, from 0 up to but not 1; higher => a value that waits grows faster. What the optimizer then receives
+            is a momentum already, about g / (1 - m): an optimizer with moments of its own (AdamW) counts it twice.
+    """
+
+    name: ClassVar[str] = "dgc"
+
+    density: float = 0.001
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ThinwireError(f"dgc: momentum is at least 0 and below 1, got {self.momentum}")
+        if not self.error_feedback:
+            raise ThinwireError("dgc: error_feedback=False would lose what waits; use topk(error_feedback=False)")
+
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        assert self.state is not None
+        old, velocity = self.state.read("velocity", bucket), self.state.write("velocity", bucket)
+        velocity.copy_(old).mul_(self.momentum).add_(bucket.rows)
+        bucket.rows.copy_(velocity)
+        residual = self.send_largest(bucket, exchange)
+        assert residual is not None
+        velocity.mul_(residual != 0)  # 0 where it was sent, and where v cancelled to the last bit
