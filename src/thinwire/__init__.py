@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from thinwire.methods import Bf16 as Bf16
     from thinwire.methods import Bf16Acc32 as Bf16Acc32
     from thinwire.methods import Dense as Dense
+    from thinwire.methods import Dgc as Dgc
     from thinwire.methods import Fp8 as Fp8
     from thinwire.methods import Fp32 as Fp32
     from thinwire.methods import Int8 as Int8
@@ -26,14 +27,16 @@ if TYPE_CHECKING:
     from thinwire.methods import Separate as Separate
     from thinwire.methods import Tagc as Tagc
     from thinwire.methods import TopK as TopK
+    from thinwire.optim import AdamS as AdamS
     from thinwire.wire import Wire as Wire
     from thinwire.wire import compress as compress
 
 _METHODS = (
-    "Bf16", "Bf16Acc32", "Dense", "Fp8", "Fp32", "Int8", "Lhc", "Method", "NoExchange", "PowerSgd", "Radius",
+    "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "Method", "NoExchange", "PowerSgd", "Radius",
     "Separate", "Tagc", "TopK",
 )  # fmt: skip
 _HOME = {
+    "AdamS": "optim",
     "Wire": "wire",
     "compress": "wire",
     "ThinwireError": "errors",

@@ -61,6 +61,8 @@ class Config:
     """Sequences per rank and micro-batch."""
     accumulate: int = 1
     """Micro-batches per optimizer step."""
+    optimizer: Literal["adamw", "adams"] = "adamw"
+    """adams: thinwire.AdamS, which keeps no second moment."""
     lr: float = 2e-3
     """Learning rate at the top of the schedule."""
     lr_end: float = 0.1
@@ -68,9 +70,9 @@ class Config:
     warmup: float = 0.05
     """Share of the steps in which the learning rate rises."""
     weight_decay: float = 0.1
-    """AdamW's, on tensors of two or more dimensions."""
+    """Decoupled, on tensors of two or more dimensions."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's."""
+    """The optimizer's."""
     clip: float = 1.0
     """Largest norm of the gradient (lower: clipped more); 0: not clipped."""
     seed: int = 0

@@ -25,6 +25,7 @@ from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError
 from thinwire.lab.counters import interface_bytes
 from thinwire.ledger import Ledger
+from thinwire.optim import AdamS
 from thinwire.train import checkpoint
 from thinwire.train.config import Config
 from thinwire.train.data import Tokenizer, Windows, batches, read_corpus, split
@@ -96,14 +97,15 @@ def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
     return fully_shard(model, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy)
 
 
-def adamw(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW; weight decay on tensors of two or more dimensions only."""
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """As the config names it; weight decay on tensors of two or more dimensions only."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+    kind = AdamS if config.optimizer == "adams" else torch.optim.AdamW
+    return kind(groups, lr=config.lr, betas=config.betas)
 
 
 def text_windows(config: Config, ranks: Ranks) -> tuple[Tokenizer, Windows, Windows]:
@@ -189,7 +191,7 @@ def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
     net = Decoder(shape).to(device)
     parameters = sum(parameter.numel() for parameter in net.parameters())
     model = wrap(net, config, ranks, bf16)
-    optimizer = adamw(model, config)
+    optimizer = make_optimizer(model, config)
     if config.engine == "ddp":
         settle_buckets(model, train_windows, config, ranks, cast)
     wire = compress(

@@ -1,0 +1,17 @@
+"""Plain torch: the specification."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def adams(
+    weight: Tensor, moment: Tensor, gradient: Tensor, given: Tensor | None, rate: float, beta1: float, beta2: float,
+    eps: float, keep: float, root: float,
+) -> None:  # fmt: skip
+    """Arguments as the kernels take them: ``rate`` = lr / c1, ``keep`` = 1 - lr decay, ``root`` = c2^-1/2."""
+    old, g = moment.float(), gradient.float()
+    new = beta1 * old + (1 - beta1) * g if given is None else given.float()
+    denominator = (beta2 * old * old + (1 - beta2) * g * g).sqrt_().mul_(root).add_(eps)
+    weight.copy_(weight.float() * keep - rate * new / denominator)
+    moment.copy_(new)

@@ -1,0 +1,42 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Triton: one pass over memory."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def _adams(
+    weight, moment, gradient, given, rate, beta1, rest1, beta2, rest2, eps, keep, root, n, GIVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    old = tl.load(moment + at, mask=inside, other=0).to(tl.float32)
+    g = tl.load(gradient + at, mask=inside, other=0).to(tl.float32)
+    if GIVEN:
+        new = tl.load(given + at, mask=inside, other=0).to(tl.float32)
+    else:
+        new = beta1 * old + rest1 * g
+    denominator = tl.sqrt_rn(beta2 * old * old + rest2 * g * g) * root + eps
+    w = tl.load(weight + at, mask=inside, other=0).to(tl.float32)
+    w = w * keep - rate * tl.div_rn(new, tl.where(inside, denominator, 1.0))
+    tl.store(weight + at, w.to(weight.dtype.element_ty), mask=inside)
+    tl.store(moment + at, new.to(moment.dtype.element_ty), mask=inside)
+
+
+def adams(
+    weight: Tensor, moment: Tensor, gradient: Tensor, given: Tensor | None, rate: float, beta1: float, beta2: float,
+    eps: float, keep: float, root: float,
+) -> None:  # fmt: skip
+    n = weight.numel()
+    last = moment if given is None else given
+    _adams[(triton.cdiv(n, BLOCK),)](
+        weight, moment, gradient, last, rate, beta1, 1 - beta1, beta2, 1 - beta2, eps, keep, root, n,
+        GIVEN=given is not None, BLOCK=BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip

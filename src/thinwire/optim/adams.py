@@ -1,0 +1,145 @@
+"""AdamS: the first moment is its own normalizer (Zhang et al., EMNLP 2025), as SCAPE, section II-C, restates it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from thinwire.errors import ThinwireError
+from thinwire.ops.adams import adams
+
+
+class AdamS(Optimizer):
+    """Adam without a second moment: half of its state, and steadier where gradients arrive late or sparse.
+
+    Step t, for each weight w with gradient g and first moment m (before the step):
+
+        v = b2 m^2 + (1-b2) g^2             from the moment *before* this step; v is not kept
+        m = b1 m + (1-b1) g
+        w = w - lr (m^ / (sqrt(v^) + eps) + decay w),  m^ = m / (1 - b1^t),  v^ = v / (1 - b2^t)
+
+    A weight whose moment is 0 moves by lr (1-b1)/sqrt(1-b2) whatever its gradient's size (without bias correction):
+    0.45 lr at b2 = 0.95, 3.2 lr at 0.999, which is why 0.95 is the default here.
+
+    Parameters may be DTensors (FSDP2, TP): every rank updates its own part. The moment has the parameter's dtype and
+    placement; ``state_dict`` has torch's form, with ``step`` and ``exp_avg`` for each parameter.
+
+    Args:
+        lr: learning rate, above 0. betas: (b1, b2), each from 0 up to but not 1. eps: added to the root, above or
+            equal to 0. weight_decay: decoupled, as AdamW's.
+        bias_correction: divide by 1 - b^t. False: as SCAPE's Algorithm 1 prints it.
+        foreach: plain torch over lists of tensors. fused: one kernel per tensor, one pass over memory (numba on CPU,
+            Triton on CUDA). Neither given: fused.
+
+    Raises:
+        ThinwireError: a knob out of its range; sparse gradients; foreach and fused at once.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        if not float(lr) >= 0:
+            raise ThinwireError(f"AdamS: lr must be 0 or more, got {lr}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ThinwireError(f"AdamS: betas are two numbers from 0 up to but not 1, got {betas}")
+        if not eps >= 0 or not weight_decay >= 0:
+            raise ThinwireError(f"AdamS: eps and weight_decay must be 0 or more, got {eps} and {weight_decay}")
+        if foreach and fused:
+            raise ThinwireError("AdamS: foreach and fused exclude each other")
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
+            "foreach": foreach, "fused": fused,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+        self.given: dict[Tensor, Tensor] = {}
+        """What the next step takes for m of a parameter, (numel of this rank's part,), in place of b1 m + (1-b1) g.
+        ``g`` then enters v alone (SCAPE, Algorithm 1, line 20). The step empties it."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.given = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step(group)
+        self.given.clear()
+        return loss
+
+    def _step(self, group: dict[str, Any]) -> None:
+        rows: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
+        steps: list[int] = []
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise ThinwireError("AdamS does not take sparse gradients: use Embedding(sparse=False)")
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["step"] += 1
+            steps.append(int(state["step"]))
+            rows.append((
+                _local(parameter), _local(state["exp_avg"]), _local(parameter.grad), self.given.get(parameter),
+            ))  # fmt: skip
+        for t in sorted(set(steps)):
+            due = [row for row, step in zip(rows, steps, strict=True) if step == t]
+            b1, b2 = group["betas"]
+            corrections = (1 - b1**t, 1 - b2**t) if group["bias_correction"] else (1.0, 1.0)
+            knobs = (float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], *corrections)
+            (_foreach if group["foreach"] else _fused)(due, *knobs)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _fused(
+    rows: list[tuple[Tensor, Tensor, Tensor, Tensor | None]], lr: float, b1: float, b2: float, eps: float,
+    decay: float, c1: float, c2: float,
+) -> None:  # fmt: skip
+    for weight, moment, gradient, given in rows:
+        flat = [tensor.contiguous().view(-1) for tensor in (weight, moment, gradient)]
+        adams(*flat, given, lr=lr, beta1=b1, beta2=b2, eps=eps, decay=decay, correction1=c1, correction2=c2)
+        for tensor, updated in zip((weight, moment), flat, strict=False):
+            if not tensor.is_contiguous():
+                tensor.copy_(updated.view(tensor.shape))
+
+
+def _foreach(
+    rows: list[tuple[Tensor, Tensor, Tensor, Tensor | None]], lr: float, b1: float, b2: float, eps: float,
+    decay: float, c1: float, c2: float,
+) -> None:  # fmt: skip
+    weights, moments, gradients = [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+    squares = torch._foreach_mul(moments, moments)
+    torch._foreach_mul_(squares, b2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - b2)
+    torch._foreach_sqrt_(squares)
+    torch._foreach_div_(squares, c2**0.5)
+    torch._foreach_add_(squares, eps)
+    torch._foreach_lerp_(moments, gradients, 1 - b1)
+    for _, moment, _, given in rows:
+        if given is not None:
+            moment.copy_(given.view_as(moment))
+    torch._foreach_mul_(weights, 1 - lr * decay)
+    torch._foreach_addcdiv_(weights, moments, squares, -lr / c1)
