@@ -119,9 +119,9 @@ def _fused(
     decay: float, c1: float, c2: float,
 ) -> None:  # fmt: skip
     for weight, moment, gradient, given in rows:
-        flat = [tensor.contiguous().view(-1) for tensor in (weight, moment, gradient)]
-        adams(*flat, given, lr=lr, beta1=b1, beta2=b2, eps=eps, decay=decay, correction1=c1, correction2=c2)
-        for tensor, updated in zip((weight, moment), flat, strict=False):
+        w, m, g = (tensor.contiguous().view(-1) for tensor in (weight, moment, gradient))
+        adams(w, m, g, given, lr=lr, beta1=b1, beta2=b2, eps=eps, decay=decay, correction1=c1, correction2=c2)
+        for tensor, updated in ((weight, w), (moment, m)):
             if not tensor.is_contiguous():
                 tensor.copy_(updated.view(tensor.shape))
 
