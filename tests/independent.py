@@ -1,6 +1,7 @@
 """Float64 transcriptions of three papers' pseudo-code, in plain numpy with loops over workers, for use as oracles.
 
-Written from shared/METHODS.md and the papers alone, without sight of the library, so that agreement means something.
+Written from the papers and their restatement alone, by someone without sight of the library, so that agreement means
+something.
 Tensors are flat float64 arrays. Steps and workers are counted from 0.
 """
 
@@ -32,13 +33,15 @@ def mean_of(parts: Sequence[Array]) -> Array:
 
 
 class Radius:
-    """Radius (MLSys 2025), Algorithms 1 and 2, as METHODS section 1 restates them.
+    """Radius (MLSys 2025), Algorithms 1 and 2, as the method description restates them.
 
     Two points can be read in two ways, and each has a switch:
     `decay_in_direction` adds weight_decay * w to the direction that is ranked (Alg. 2 line 5), with the weights before
-    the step; `floor_k` takes k = max(int(density * n), 1), as METHODS has it, in place of round(density * n).
+    the step; `floor_k` takes k = max(int(density * n), 1), as the description has it, in place of round(density * n).
     `printed_schedule` resamples when t % T == 0 with t counted from 1 (Alg. 1 lines 1 and 7) and not from `start` on;
     before the first such step the masks are all ones.
+    `residual_at_mask` matters for a residual_scale below 1, which the paper does not have: what a resample step left in
+    the residual then travels with the next values at its position, if the new mask has it, before the next resample.
     """
 
     def __init__(
@@ -57,12 +60,14 @@ class Radius:
         decay_in_direction: bool = False,
         floor_k: bool = False,
         printed_schedule: bool = False,
+        residual_at_mask: bool = False,
     ) -> None:
         self.sizes, self.workers, self.density = list(sizes), workers, density
         self.period, self.start, self.lr, self.max_norm = period, start, lr, max_norm
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.residual_scale = residual_scale
         self.decay_in_direction, self.floor_k, self.printed_schedule = decay_in_direction, floor_k, printed_schedule
+        self.residual_at_mask = residual_at_mask
         self.steps = 0
         self.clip_factor = 1.0
         self.masks: list[Mask] = [np.ones(n, dtype=np.bool_) for n in self.sizes]
@@ -73,11 +78,11 @@ class Radius:
         self.second: list[Array] = [np.zeros(n) for n in self.sizes]
 
     def count(self, n: int) -> int:
-        """How many of n elements a mask keeps: never fewer than one (METHODS section 1)."""
+        """How many of n elements a mask keeps: never fewer than one (the method description)."""
         return max(int(self.density * n) if self.floor_k else round(self.density * n), 1)
 
     def resamples(self, t: int) -> bool:
-        """Whether step t (from 0) sends everything and renews the masks (Alg. 1 line 7; METHODS section 1)."""
+        """Whether step t (from 0) sends everything and renews the masks (Alg. 1 line 7; the method description)."""
         if t < self.start:
             return False
         if self.printed_schedule:
@@ -100,6 +105,9 @@ class Radius:
                     sent.append(g + self.residual_scale * residual)
                     self.residuals[worker][i] = residual - self.residual_scale * residual
                 else:  # lines 13-17
+                    if self.residual_at_mask:
+                        g = g + np.where(self.masks[i], self.residuals[worker][i], 0.0)
+                        self.residuals[worker][i] = np.where(self.masks[i], 0.0, self.residuals[worker][i])
                     inside, outside = np.zeros(n), np.zeros(n)
                     inside[self.masks[i]] = g[self.masks[i]]
                     outside[~self.masks[i]] = g[~self.masks[i]]
@@ -131,7 +139,7 @@ class Radius:
 
 
 class Separate:
-    """SEPARATE (ICLR 2025), Algorithm 1, on blocks, with the error update of METHODS section 4.
+    """SEPARATE (ICLR 2025), Algorithm 1, on blocks, with the error update of the method description.
 
     `keep` is the paper's beta, read as the weight of the old error; with `printed` it weights the new error, as
     STEP 5 prints it. With `common` the error is taken against the common estimate that STEP 4 prints (the same
@@ -182,7 +190,7 @@ class Separate:
 
 
 class Tagc:
-    """TAGC (EuroMLSys 2025), Algorithm 1, with exact top-k, a true OR and left-overs put back (METHODS section 3)."""
+    """TAGC (EuroMLSys 2025), Algorithm 1, with exact top-k, a true OR and left-overs put back."""
 
     def __init__(self, n: int, workers: int, keep: int, shared: bool = False) -> None:
         self.n, self.workers, self.keep, self.shared = n, workers, keep, shared
@@ -230,7 +238,7 @@ def one_bit_index(masks: Sequence[Mask], field_bits: int = 1, word_bits: int = 3
 
     Element i is field i % (word_bits // field_bits) of its word, lowest bits first. The sum knows nothing of fields: a
     field that overflows carries into the next one, and the carry out of the top of a word is lost. An element is
-    read as flagged when its field is not zero. With one bit, two workers' equal flags read as none (METHODS section 3).
+    read as flagged when its field is not zero. With one bit, two workers' equal flags read as none.
     """
     n = masks[0].size
     fields = word_bits // field_bits
