@@ -1,4 +1,4 @@
-"""Radius, SEPARATE, TAGC and the sparse and low-rank baselines on DDP, FSDP2 and HSDP, on real gloo processes."""
+"""Radius, SEPARATE, TAGC, SCAPE and the sparse and low-rank baselines on DDP, FSDP2 and HSDP, on real gloo processes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ METHODS = [
     "tagc(theta=0.9, smallest=100, resize=3)",
     "tagc(theta=0.8, mask='shared', smallest=100)",
     "powersgd(rank=2, smallest=100)",
+    "scape(density=0.2, warmup=3, smallest=100)",
     "topk(density=0.1, smallest=100)",
     "dgc(density=0.1, smallest=100)",
 ]
-EXACT = ("radius", "separate", "powersgd")
+EXACT = ("radius", "scape", "separate", "powersgd")
 """What sends the same bytes in every period of 4 steps, whatever the data: the plan is then exact."""
 FLAG_BYTES = 8
+
+
+def optimizer_for(method, model):
+    return thinwire.AdamS(model.parameters(), lr=3e-3) if method.startswith("scape") else adamw(model)
 
 
 def _train(rank, world, kind):
     found = {}
     for method in METHODS:
         model = build(kind, world)
-        optimizer = adamw(model)
+        optimizer = optimizer_for(method, model)
         wire = thinwire.compress(model, optimizer, method, steps=16)
         losses = train(model, optimizer, rank, range(8), wire)
         wire.reset_stats()
@@ -66,7 +71,7 @@ def _nan(rank, world, kind):
         states = []
         for given, poison in ((range(8), (4, 1)), ([0, 1, 2, 3, 5, 6, 7], None)):
             model = build(kind, world)
-            optimizer = adamw(model)
+            optimizer = optimizer_for(method, model)
             wire = thinwire.compress(model, optimizer, method, steps=16)
             train(model, optimizer, rank, given, wire, poison=poison)
             states.append((flat(model), wire.state_dict(), wire.skipped))
@@ -89,7 +94,7 @@ def _resume(rank, world, kind):
     found = {}
     for method in METHODS:
         whole = build(kind, world)
-        optimizer = adamw(whole)
+        optimizer = optimizer_for(method, whole)
         wire = thinwire.compress(whole, optimizer, method, steps=16)
         train(whole, optimizer, rank, range(5), wire)
         weights = {name: value.detach().clone() for name, value in whole.state_dict().items()}
@@ -97,7 +102,7 @@ def _resume(rank, world, kind):
         train(whole, optimizer, rank, range(5, 10), wire)
         wire.close()
         again = build(kind, world)
-        optimizer = adamw(again)
+        optimizer = optimizer_for(method, again)
         again.load_state_dict(weights)
         optimizer.load_state_dict(moments)
         wire = thinwire.compress(again, optimizer, method, steps=16)

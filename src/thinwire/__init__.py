@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from thinwire.methods import NoExchange as NoExchange
     from thinwire.methods import PowerSgd as PowerSgd
     from thinwire.methods import Radius as Radius
+    from thinwire.methods import Scape as Scape
     from thinwire.methods import Separate as Separate
     from thinwire.methods import Tagc as Tagc
     from thinwire.methods import TopK as TopK
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 _METHODS = (
     "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "Method", "NoExchange", "PowerSgd", "Radius",
-    "Separate", "Tagc", "TopK",
+    "Scape", "Separate", "Tagc", "TopK",
 )  # fmt: skip
 _HOME = {
     "AdamS": "optim",

@@ -116,6 +116,11 @@ class Bucket:
             self._buffers[full] = torch.zeros(*shape, dtype=dtype, device=self.device)
         return self._buffers[full]
 
+    def forget(self, user: object) -> None:
+        """Free the workspaces whose key names ``user``, a codec that will not come again."""
+        for full in [full for full in self._buffers if isinstance(full[0], tuple) and user in full[0]]:  # type: ignore[index]
+            del self._buffers[full]
+
     def columns(self, values: Tensor, segment: Segment) -> Tensor:
         """``segment``'s columns of ``values`` (R, n): a view (R, width)."""
         return values[:, segment.start : segment.start + segment.width]

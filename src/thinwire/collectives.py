@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.bucket import Bucket, Rows
@@ -204,6 +205,14 @@ class Exchange(ABC):
             comm.all_gather(rows, rows[comm.rank].clone())
         return rows
 
+    def gather(self, out: Tensor, row: Tensor, *, async_op: bool = False) -> dist.Work | None:
+        """``out`` (N, m) = everybody's ``row`` (m,). With ``async_op``, wait for the work before reading it."""
+        return self._group().all_gather(out, row, async_op=async_op)
+
+    def gather_bytes(self, nbytes: float) -> float:
+        """Bytes that one rank sends for a ``gather`` of ``nbytes``."""
+        return (self._group().size - 1) * nbytes
+
     def all_mean(self, values: Tensor) -> Tensor:
         """``values`` (any shape, float32) = their mean over all ranks, in place, the same bits on every rank."""
         _dense_all_reduce(self._group(), values, "before")
@@ -220,6 +229,11 @@ class Exchange(ABC):
     def share_bytes(self, nbytes: float) -> float:
         """Bytes that one rank sends to ``share`` rows of ``nbytes`` each."""
         return (self._group().size - 1) * nbytes if self.owner else 0.0
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self._group().size
 
     @property
     def rank(self) -> int:

@@ -38,19 +38,23 @@ class State:
         """``value`` (kept, not copied) is what ``get`` gives from the next ``commit`` on."""
         self._small_staged[kind, name] = value
 
-    def read(self, kind: str, bucket: Bucket) -> Tensor:
-        """The committed values of ``kind`` for ``bucket``: (R, n) float32, zeros at first. Not to be written to."""
+    def read(self, kind: str, bucket: Bucket, rows: int | None = None) -> Tensor:
+        """The committed values of ``kind`` for ``bucket``: (R, n) float32, zeros at first. Not to be written to.
+
+        ``rows``: how many rows this kind has, where not one for each of the bucket's; always the same for a kind.
+        """
         key = (kind, bucket.key)
         if key not in self._current:
-            self._current[key] = torch.zeros(bucket.shape, dtype=torch.float32, device=bucket.device)
+            shape = (rows or bucket.shape[0], bucket.shape[1])
+            self._current[key] = torch.zeros(shape, dtype=torch.float32, device=bucket.device)
             for segment in bucket.segments:
                 self._adopt(kind, bucket, segment)
             self._drop_homeless(kind)
         return self._current[key]
 
-    def write(self, kind: str, bucket: Bucket) -> Tensor:
+    def write(self, kind: str, bucket: Bucket, rows: int | None = None) -> Tensor:
         """Where the next values go: (R, n) float32, to be filled whole. Nothing changes until ``commit``."""
-        self.read(kind, bucket)
+        self.read(kind, bucket, rows)
         key = (kind, bucket.key)
         spare = self._spare.pop(key, None)
         self._staged[key] = torch.empty_like(self._current[key]) if spare is None else spare

@@ -191,10 +191,10 @@ def reduce_on_threads(
         state = method.state = State()
         exchange = exchange_on(topology, world, rank, ledger, per_node)
         parameters = parameters_for(exchange, shapes)
-        method.begin(Run(parameters, exchange, steps, seed))
-        bucket, numel = bucket_for(method, exchange, shapes)
         weights = {name: torch.nn.Parameter(torch.zeros(parameter.local)) for name, parameter in parameters.items()}
         stepper = None if optimizer is None else optimizer(list(weights.values()))
+        method.begin(Run(parameters, exchange, steps, seed, stepper, weights))
+        bucket, numel = bucket_for(method, exchange, shapes)
         found = []
         for step in range(steps):
             flat = gradients(rank, step, numel)
@@ -210,6 +210,7 @@ def reduce_on_threads(
                 state.commit()
                 _optimize(method, exchange, stepper, weights, out, step, max_norm)
                 state.commit()
+            method.finish()
             found.append({
                 "input": given,
                 "mean": out.clone(),

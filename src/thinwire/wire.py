@@ -64,7 +64,8 @@ def compress(
     try:
         if steps is not None and steps < 1:
             raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {steps}")
-        method.begin(Run(parameters, engine.exchange, steps, seed))
+        weights = _weights(engine, optimizer)
+        method.begin(Run(parameters, engine.exchange, steps, seed, optimizer, weights))
         device = next(model.parameters()).device
         if device.type != "meta":
             method.warm_up(device)
@@ -112,6 +113,22 @@ def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool) -
     return engine
 
 
+def _weights(engine: DDP | FSDP2, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The trained parameters that the optimizer holds, by name."""
+    names = {key: parameter.name for key, parameter in engine.parameters.items()}
+    found = {
+        names[id(weight)]: weight
+        for group in optimizer.param_groups
+        for weight in group["params"]
+        if id(weight) in names
+    }
+    if not found:
+        raise ThinwireError(
+            "the optimizer holds none of the model's parameters: build it after wrapping, from model.parameters()"
+        )
+    return found
+
+
 class Wire:
     """A model's exchange: its plan, its bytes and times, its state.
 
@@ -132,28 +149,13 @@ class Wire:
         self._device = next(iter(engine.model.parameters())).device
         self._warned = False
         self._clip_factor: Tensor | None = None
-        self._check_optimizer(optimizer)
-        names = {key: parameter.name for key, parameter in engine.parameters.items()}
-        self._weights = {
-            names[id(weight)]: weight
-            for group in optimizer.param_groups
-            for weight in group["params"]
-            if id(weight) in names
-        }
+        self._weights = _weights(engine, optimizer)
         self._step: Step | None = None
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         )
         engine.attach(self._road)
-
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        missing = [parameter.name for key, parameter in self.engine.parameters.items() if key not in held]
-        if len(missing) == len(self.engine.parameters):
-            raise ThinwireError(
-                "the optimizer holds none of the model's parameters: build it after wrapping, from model.parameters()"
-            )
 
     @property
     def step(self) -> int:
@@ -237,6 +239,7 @@ class Wire:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank has to keep for the method: ``kind/parameter`` -> tensor, and the steps. Differs by rank."""
+        self.method.finish()
         counts = {"step": torch.tensor(self._road.step), "skipped": torch.tensor(self.skipped)}
         return {**counts, **self._state.state_dict()}
 

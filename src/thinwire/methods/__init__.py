@@ -12,18 +12,19 @@ from thinwire.methods.baselines import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, 
 from thinwire.methods.dgc import Dgc
 from thinwire.methods.powersgd import PowerSgd
 from thinwire.methods.radius import Radius
+from thinwire.methods.scape import Scape
 from thinwire.methods.separate import Separate
 from thinwire.methods.tagc import Lhc, Tagc
 from thinwire.methods.topk import TopK
 
 TABLE: tuple[type[Method], ...] = (
-    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Separate, Tagc, Lhc, PowerSgd, TopK, Dgc,
+    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Scape, Separate, Tagc, Lhc, PowerSgd, TopK, Dgc,
     NoExchange,
 )  # fmt: skip
 
 __all__ = [
     "TABLE", "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "Lossy", "Method", "NoExchange",
-    "Parameter", "PowerSgd", "Radius", "Separate", "Tagc", "TopK", "names", "resolve",
+    "Parameter", "PowerSgd", "Radius", "Scape", "Separate", "Tagc", "TopK", "names", "resolve",
 ]  # fmt: skip
 
 

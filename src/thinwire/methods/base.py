@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -49,12 +49,15 @@ class Run:
     Attributes:
         parameters: the trainable parameters by name. exchange: the topology that ``reduce`` will be handed.
         steps: optimizer steps of the whole run, or None if the user did not say. seed: of every random stream.
+        optimizer: the user's. weights: those of its parameters that are trained, by name (DTensors on FSDP2).
     """
 
     parameters: Mapping[str, Parameter]
     exchange: Exchange
     steps: int | None = None
     seed: int = 0
+    optimizer: torch.optim.Optimizer | None = None
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,9 @@ class Method:
 
     def after_step(self, step: Step) -> None:
         """Called when that step has been taken. What it puts into the state is kept at once."""
+
+    def finish(self) -> None:
+        """Wait for what the method has under way between steps; called before its state is read."""
 
     def facts(self) -> dict[str, float]:
         """Figures of the method's own for the report, by what they are called there."""

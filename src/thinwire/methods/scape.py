@@ -1,0 +1,333 @@
+"""SCAPE: sparse first moments of AdamS (arXiv 2607.01678).
+
+Alg. 1, for each tensor, on rank n, with last step's mask M (all ones at first):
+
+    m~_n = b1 m + (1-b1) g_n + e_n                                              (l. 10)
+    e_n  = m~_n off M, 0 on M                                                   (l. 11-12)
+    b    = mean over n of m~_n on M: values only, no positions travel           (l. 13-14)
+    next M = top-k of |m~_n| at the next step's density, chosen by one owner    (l. 15)
+    m' = b on M, 0 off M                                                        (l. 16)
+    g^ = (b - b1 m)/(1-b1) on M, 0 off M; clip g^                               (l. 17-18)
+    v = b2 m^2 + (1-b2) g^2;  u = m'/(sqrt(v) + eps);  w -= lr (u + decay w)    (l. 19-21: thinwire.AdamS)
+
+Where ours differs in form, not in result. m is the same on all ranks and need not travel: ours sends (1-b1) g_n + e_n,
+and splits the paper's e_n into what differs by rank (e_n here) and what all have in common (x: moments that fell off
+the mask). b is then b1 m + x + mean of what was sent. The same lines hold where weights are sharded (FSDP2), where m
+and x live with the owner of the row alone: the paper's Alg. 2 and its authors' code disagree there, and the code drops
+the other ranks' gradients. An owner of a tensor's mask is a rank (DDP, HSDP) or the owner of the row (FSDP2).
+
+Masks are gathered while the next forward and backward pass run, as bits or, below a density of 1/32, as positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.bucket import Bucket, Segment, padded
+from thinwire.codecs.mask import Masked
+from thinwire.collectives import Exchange
+from thinwire.errors import ThinwireError
+from thinwire.methods.base import SMALL, Method, Parameter, Run, Step, columns_of, exempt_small, first_step, local
+from thinwire.ops import mask as masks
+from thinwire.ops import moments
+from thinwire.optim import AdamS
+
+WORD = masks.WORD
+LISTED = 1 / 32
+"""Density below which positions (4 bytes each) are fewer bytes than mask bits."""
+
+
+@dataclass
+class Scape(Method):
+    """First moments at a mask of the last step's largest, for AdamS; the rest waits in a residual (arXiv 2607.01678).
+
+    The optimizer must be ``thinwire.AdamS``. Recommended betas: (0.9, 0.95); see AdamS for why not 0.999.
+
+    Args:
+        density: share of each tensor's values that is sent once warm (the paper's rho). Lower => fewer bytes, more of
+            the moment waits. 1: dense AdamS, exactly.
+        warmup: the density falls geometrically from 1 to ``density`` over this share of the run (below 1) or number of
+            steps. Longer => more bytes, steadier start. The first step is always dense.
+        refresh: steps for which a mask is used once warm (the paper: 1). Higher => fewer mask bytes, staler masks.
+        clip: what clipping the gradient does to the moment. "paper": nothing, v alone sees the clipped gradient;
+            "return": the moment too, and what was clipped off goes back to what waits.
+        payload: dtype of the values, "fp32" or "bf16" (half the bytes, 8 significant bits; the rounding is lost).
+        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
+    """
+
+    name: ClassVar[str] = "scape"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"density": 0.01, "smallest": 0},
+        "paper-d0.1": {"density": 0.1, "smallest": 0},
+    }
+
+    density: float = 0.01
+    warmup: float = 0.1
+    refresh: int = 1
+    clip: str = "paper"
+    payload: str = "fp32"
+    smallest: int = SMALL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.density <= 1:
+            raise ThinwireError(f"scape: density is the share of values sent, above 0 and up to 1, got {self.density}")
+        if not isinstance(self.refresh, int) or self.refresh < 1:
+            raise ThinwireError(f"scape: refresh is a number of steps, 1 or more, got {self.refresh}")
+        if self.clip not in ("paper", "return"):
+            raise ThinwireError(f"scape: clip is 'paper' or 'return', got '{self.clip}'")
+        if self.payload not in ("fp32", "bf16"):
+            raise ThinwireError(f"scape: payload is 'fp32' or 'bf16', got '{self.payload}'")
+        self._codecs: dict[object, Masked] = {}
+        self._parts: dict[object, tuple[Tensor, ...]] = {}  # the masks that a codec was put together from
+        self._given: dict[str, Tensor] = {}  # what the optimizer's moments become, by parameter
+        self._clipped: dict[object, tuple[Bucket, Tensor]] = {}  # this step's gradients, before they were clipped
+        self._send: Tensor | None = None  # the masks that this rank has chosen for the next step
+        self._work: dist.Work | None = None  # everybody's, under way
+        self._deciders: list[list[str]] = []
+
+    @property
+    def granule(self) -> int:
+        return WORD
+
+    @property
+    def native(self) -> bool:
+        return self.density == 1
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.density < 1
+
+    def policy(self, parameter: Parameter) -> str | None:
+        return exempt_small(parameter, self.smallest)
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        if not isinstance(run.optimizer, AdamS):
+            kind = "none" if run.optimizer is None else type(run.optimizer).__name__
+            raise ThinwireError(f"scape is built on AdamS: pass thinwire.AdamS as the optimizer, got {kind}")
+        betas = {group["betas"][0] for group in run.optimizer.param_groups}
+        if len(betas) > 1:
+            raise ThinwireError(f"scape needs one beta1 for all parameter groups, got {sorted(betas)}")
+        (self.beta1,) = betas
+        self.warm = first_step(self.name, "warmup", self.warmup, run.steps)
+
+    def warm_up(self, device: torch.device) -> None:
+        values, words = torch.ones((1, WORD), device=device), torch.zeros((1, 1), dtype=torch.int64, device=device)
+        masks.topk_mask(values, 1, words)
+        payload = torch.empty((1, 1), device=device)
+        masks.gather_keep(values, values, words, payload, values)
+        masks.scatter(payload, words, values)
+        positions = torch.empty((1, 1), dtype=torch.int32, device=device)
+        masks.from_indices(masks.indices(words, positions), words)
+        moments.score(values[0], values[0], values[0], values[0], 0.9, values[0])
+        moments.settle(values[0], values[0], values[0], words[0], 0.9, values[0], values[0].clone())
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        if self.density == 1:
+            exchange.mean(bucket)
+            return
+        assert self.state is not None
+        self.finish()
+        bucket.rows.mul_(1 - self.beta1)
+        residual = self.state.read("residual", bucket)
+        self._choose(bucket, exchange, residual)  # l. 10 and 15: from what is there before it is sent
+        codec = self._codec(bucket, exchange)
+        if codec is not None:
+            codec.residual = (residual, self.state.write("residual", bucket))  # l. 11-12
+        exchange.mean(bucket, codec)  # l. 13-14
+        self._settle(bucket, exchange, codec)  # l. 16-17
+
+    def before_step(self, step: Step) -> None:
+        """Hand the optimizer its moments (l. 16); with clip="return" as clipped, the rest to what waits."""
+        assert self.state is not None and isinstance(step.optimizer, AdamS)
+        if self.clip == "return" and step.clip_factor is not None:
+            cut = (1 - step.clip_factor) * (1 - self.beta1)
+            for bucket, gradient in self._clipped.values():
+                waiting = self.state.write("common", bucket, rows=1)
+                waiting.copy_(self.state.read("common", bucket, rows=1)).addcmul_(gradient, cut)
+                for segment in bucket.segments:
+                    given = self._given[segment.name]
+                    given.addcmul_(gradient[0, segment.start : segment.start + given.numel()], cut, value=-1)
+        for name, given in self._given.items():
+            if name in step.weights:
+                step.optimizer.given[step.weights[name]] = given
+
+    def after_step(self, step: Step) -> None:
+        """Start the gathering of the next step's masks."""
+        if self.density == 1 or not self._refreshes(step.number + 1):
+            return
+        assert self.run is not None and self.state is not None and self._send is not None
+        layout, width = self._layout(step.number + 1)
+        exchange = self.run.exchange
+        everybody = torch.empty((len(self._deciders), width), dtype=torch.uint8, device=self._send.device)
+        self._work = exchange.gather(everybody, self._send[:width], async_op=True)
+        rows = exchange.bucket_rows(True)
+        for name, (decider, place, size) in layout.items():
+            deciders = everybody if rows > 1 else everybody[decider : decider + 1]
+            self.state.put("mask", name, deciders[:, place : place + size])
+
+    def finish(self) -> None:
+        """Wait for the masks that are under way."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
+        """Values at the mask, and this parameter's share of the masks, which ranks send padded to the longest."""
+        rows = exchange.bucket_rows(True)
+        columns = columns_of(parameter, exchange, rows)
+        if self.density == 1:
+            return exchange.sent_bytes(4 * columns, 4 * columns, rows, on_wire=True)
+        item = 4 if self.payload == "fp32" else 2
+        k = self._k(columns, self.warm)
+        payload = exchange.sent_bytes(item * k, 4 * columns, rows, on_wire=True)
+        layout, width = self._layout(self.warm)
+        share = layout[parameter.name][2] / sum(size for _, _, size in layout.values())
+        return payload + exchange.gather_bytes(width) * share / self.refresh
+
+    def facts(self) -> dict[str, float]:
+        assert self.run is not None
+        return {"density": self.density_at(self._step)} if self.density < 1 else {}
+
+    _step = 0
+
+    def density_at(self, step: int) -> float:
+        """Share of values sent in ``step``: 1 at first, then geometrically to ``density`` at the end of the warm-up."""
+        if step == 0:
+            return 1.0
+        return self.density if step >= self.warm else float(self.density ** (step / self.warm))
+
+    def _k(self, columns: int, step: int) -> int:
+        return max(int(self.density_at(step) * columns), 1)
+
+    def _refreshes(self, step: int) -> bool:
+        """Is ``step`` the first with a new mask?"""
+        return step <= max(self.warm, 1) or (step - max(self.warm, 1)) % self.refresh == 0
+
+    def _mask_bytes(self, columns: int, step: int) -> int:
+        """Bytes of one row's mask, a multiple of 8."""
+        if self.density_at(step) < LISTED:
+            return padded(4 * self._k(columns, step), 8)
+        return padded(columns, WORD) // 8
+
+    def _layout(self, step: int) -> tuple[dict[str, tuple[int, int, int]], int]:
+        """For the masks of ``step``: parameter -> (rank that chooses, first byte, bytes) of its message; its length."""
+        assert self.run is not None
+        exchange = self.run.exchange
+        rows = exchange.bucket_rows(True)
+        sent = {name: p for name, p in self.run.parameters.items() if self.keep_dense(p) is None}
+        sizes = {name: self._mask_bytes(columns_of(p, exchange, rows), step) for name, p in sent.items()}
+        if not self._deciders:
+            self._deciders = [[] for _ in range(exchange.ranks)]
+            # The largest first, each to the rank with the least so far: equal on all ranks.
+            load = [0] * len(self._deciders)
+            for name in sorted(sent, key=lambda name: (-sent[name].local, name)):
+                rank = 0 if rows > 1 else load.index(min(load))
+                self._deciders[rank].append(name)
+                load[rank] += sent[name].local
+        layout, width = {}, 0
+        for rank, names in enumerate(self._deciders):
+            place = 0
+            for name in names:
+                layout[name] = (rank, place, sizes[name])
+                place += sizes[name]
+            width = max(width, place)
+        return layout, width
+
+    def _choose(self, bucket: Bucket, exchange: Exchange, residual: Tensor) -> None:
+        """The masks of the next step, of the tensors (DDP) or rows (FSDP2) that are this rank's to choose."""
+        assert self.state is not None and self.run is not None
+        following = bucket.step + 1
+        self._step = bucket.step
+        if not self._refreshes(following):
+            return
+        layout, width = self._layout(following)
+        if self._send is None or len(self._send) < width:
+            self._send = torch.zeros(width, dtype=torch.uint8, device=bucket.device)
+        common = self.state.read("common", bucket, rows=1)
+        mine = exchange.rank if exchange.owner else 0
+        listed = self.density_at(following) < LISTED
+        for segment in bucket.segments:
+            decider, place, size = layout[segment.name]
+            if not exchange.owner and decider != exchange.rank:
+                continue
+            at = slice(segment.start, segment.start + segment.width)
+            scores = bucket.buffer("scores", (1, bucket.shape[1]), torch.float32)[:, : segment.width]
+            moments.score(
+                bucket.rows[mine, at], residual[mine, at], common[0, at], self._moment(segment), self.beta1, scores[0]
+            )
+            k = self._k(segment.span, following)
+            target = self._send[place : place + size]
+            words = bucket.buffer("words", (1, bucket.shape[1] // WORD), torch.int64)[:, : segment.width // WORD]
+            words = words if listed else target.view(torch.int64).view(1, -1)
+            masks.topk_mask(scores, k, words)
+            if listed:
+                masks.indices(words, target.view(torch.int32)[:k].view(1, -1))
+
+    def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked | None:
+        """The bucket's codec with the masks of its segments side by side; None while they are all ones."""
+        assert self.state is not None
+        found = [self.state.get("mask", segment.name) for segment in bucket.segments]
+        parts = tuple(part for part in found if part is not None)
+        if not parts:
+            return None
+        if len(parts) < len(found):
+            raise ThinwireError("scape: some parameters have a mask and some have none: the saved state is not whole")
+        step = bucket.step if bucket.step < self.warm else max(self.warm, 1)
+        k = sum(self._k(segment.span, step) for segment in bucket.segments)
+        codec = self._codecs.get(bucket.key)
+        if codec is None or codec.k != k:
+            if codec is not None:
+                bucket.forget(codec)
+            words = torch.zeros((len(bucket.rows), bucket.shape[1] // WORD), dtype=torch.int64, device=bucket.device)
+            dtype = torch.float32 if self.payload == "fp32" else torch.bfloat16
+            codec = Masked(words, k, owner_row=exchange.rank if exchange.owner else None, dtype=dtype)
+            self._codecs[bucket.key] = codec
+            self._parts.pop(bucket.key, None)
+        if any(a is not b for a, b in zip(self._parts.get(bucket.key, (None,) * len(parts)), parts, strict=True)):
+            for segment, part in zip(bucket.segments, parts, strict=True):
+                words = codec.words[:, segment.start // WORD : (segment.start + segment.width) // WORD]
+                if self.density_at(step) < LISTED:
+                    positions = part.contiguous().view(torch.int32)[:, : self._k(segment.span, step)]
+                    words.copy_(masks.from_indices(positions, words.contiguous()))
+                else:
+                    words.copy_(part.contiguous().view(torch.int64))
+            self._parts[bucket.key] = parts
+        return codec
+
+    def _settle(self, bucket: Bucket, exchange: Exchange, codec: Masked | None) -> None:
+        assert self.state is not None
+        common, waiting = self.state.read("common", bucket, rows=1), self.state.write("common", bucket, rows=1)
+        given = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
+        ones = None
+        if codec is None:
+            ones = torch.full((bucket.shape[1] // WORD,), -1, dtype=torch.int64, device=bucket.device)
+        for segment in bucket.segments:
+            at = slice(segment.start, segment.start + segment.width)
+            moment = self._moment(segment)
+            words = ones if codec is None else codec.words[exchange.rank if exchange.owner else 0]
+            assert words is not None
+            self._given[segment.name] = given[0, segment.start : segment.start + moment.numel()]
+            moments.settle(
+                bucket.mean[0, at], common[0, at], moment, words[at.start // WORD : at.stop // WORD], self.beta1,
+                waiting[0, at], self._given[segment.name],
+            )  # fmt: skip
+        if self.clip == "return":
+            kept = bucket.buffer("gradient", (1, bucket.shape[1]), torch.float32)
+            self._clipped[bucket.key] = (bucket, kept.copy_(bucket.mean))
+
+    def _moment(self, segment: Segment) -> Tensor:
+        """m, this rank's part of it, (numel,) float32; zeros before the first step."""
+        assert self.run is not None and self.run.optimizer is not None
+        weight = self.run.weights[segment.name]
+        found = self.run.optimizer.state.get(weight, {}).get("exp_avg")
+        if found is None:
+            return torch.zeros(local(weight).numel(), device=local(weight).device)
+        return local(found).reshape(-1).float()

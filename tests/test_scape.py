@@ -1,0 +1,203 @@
+"""SCAPE against its pseudo-code (``independent4.py``, float64, by someone who had not seen it), laws and limits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from independent4 import Scape as ScapePaper
+from thinwire.errors import ThinwireError
+from thinwire.methods import Scape, resolve
+from thinwire.methods.base import Run
+from thinwire.ops.moments import cpu, reference
+from thinwire.optim import AdamS
+from thinwire.testing import reduce_on_threads
+
+STEPS = 50
+TOPOLOGIES = ["all_reduce", "reduce_scatter"]
+SHAPES = {"a": (24, 25), "b": (12, 12), "c": (36, 8)}
+
+
+def gradients(rank: int, step: int, numel: int) -> torch.Tensor:
+    common = torch.randn(numel, generator=torch.Generator().manual_seed(7))
+    noise = torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return common * (1 + 0.01 * step) + noise
+
+
+def adams(lr: float = 1e-2, **more):
+    return lambda weights: AdamS(weights, lr=lr, **more)
+
+
+def run(topology, size, steps=STEPS, optimizer=None, shapes=SHAPES, **knobs):
+    more = {name: knobs.pop(name) for name in ("max_norm", "skip") if name in knobs}
+    made = {"smallest": 0, "send": ("*",), **knobs}
+    return reduce_on_threads(
+        lambda: Scape(**made), gradients, topology=topology, size=size, shapes=shapes, steps=steps,
+        optimizer=optimizer or adams(weight_decay=0.1), **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("clip", ["paper", "return"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("density, warmup", [(0.3, 10), (0.02, 4)])
+def test_against_the_pseudo_code(density, warmup, topology, size, clip):
+    """50 steps, density warm-up and clipping included; by bits and, at the low density, by positions.
+
+    Replicated and sharded weights are the same algorithm: what differs is who owns a mask.
+    """
+    max_norm = 5.0
+    results = run(topology, size, density=density, warmup=warmup, clip=clip, max_norm=max_norm)
+    rows = size if topology == "reduce_scatter" else 1
+    columns = [math.prod(shape) // rows for shape in SHAPES.values()]
+    by_size = sorted(range(3), key=lambda i: -columns[i])
+    load, owners = [0] * size, [0, 0, 0]
+    for i in by_size:
+        owners[i] = load.index(min(load))
+        load[owners[i]] += columns[i]
+    paper = ScapePaper(
+        [c for c in columns for _ in range(rows)], size, density, 1e-2, weight_decay=0.1, max_norm=max_norm,
+        warmup=warmup, clip=clip, owners=owners if rows == 1 else [r for _ in columns for r in range(rows)],
+    )  # fmt: skip
+    starts = np.cumsum([0, *columns])
+
+    def parts(flat):
+        flat = flat.reshape(rows, -1)
+        return [row for i, c in enumerate(columns) for row in flat[:, starts[i] : starts[i] + c]]
+
+    factors = []
+    for step in range(STEPS):
+        given = [parts(gradients(n, step, sum(columns) * rows).double().numpy()) for n in range(size)]
+        expected = paper.step(given)
+        factors.append(paper.clip_factor)
+        means = [results[r if rows > 1 else 0][step]["mean"].double().numpy() for r in range(rows)]
+        for i, name in enumerate(SHAPES):
+            for row in range(rows):
+                at = i * rows + row
+                mean = means[row][starts[i] : starts[i] + columns[i]]
+                assert np.abs(mean - paper.recovered[at]).max() < 1e-4 * max(1, np.abs(paper.recovered[at]).max())
+                for n in range(size) if rows == 1 else [row]:
+                    weights = results[n][step]["weights"][name].double().numpy()
+                    assert np.abs(weights - expected[at]).max() < 1e-5 + 2e-4 * np.abs(expected[at]).max()
+                # What waits: ours apart, in what differs by rank and what is common, which only the owner holds.
+                common = results[row if rows > 1 else 0][step][f"common/{name}"][0].double().numpy()
+                for n in range(size):
+                    residual = results[n][step].get(f"residual/{name}")
+                    residual = 0 if residual is None else residual[row].double().numpy()
+                    assert np.abs(residual + common - paper.residuals[n][at]).max() < 1e-3
+    assert min(factors) < 0.5
+    if rows == 1:
+        assert all(torch.equal(r[-1]["weights"]["a"], results[0][-1]["weights"]["a"]) for r in results)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_density_one_is_adams_exactly(topology):
+    found = run(topology, 3, density=1.0, max_norm=1.0, steps=10)
+    dense = reduce_on_threads(
+        lambda: resolve("dense"), gradients, topology=topology, size=3, shapes=SHAPES, steps=10, max_norm=1.0,
+        optimizer=adams(weight_decay=0.1),
+    )  # fmt: skip
+    for ours, theirs in zip(found, dense, strict=True):
+        assert all(torch.equal(ours[-1]["weights"][name], theirs[-1]["weights"][name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("density", [0.2, 0.02])
+def test_nothing_is_lost(topology, density):
+    """m' + what waits = b1 m + what waited + (1-b1) mean of the gradients, element by element, in every step."""
+    size, rows = 3, 3 if topology == "reduce_scatter" else 1
+    results = run(topology, size, density=density, warmup=3, steps=30)
+    moment, waited = torch.zeros(rows, 1), torch.zeros(rows, 1)
+    for step in range(30):
+        now = [rank[step] for rank in results]
+        given = sum(state["input"].view(rows, -1) for state in now) / size
+        arrived = torch.stack([now[row]["mean"] for row in range(rows)])
+
+        def side_by_side(kind, row, state):
+            return torch.cat([state[f"{kind}/{name}"][row] for name in SHAPES])
+
+        waits = torch.stack([side_by_side("common", 0, now[row]) for row in range(rows)])
+        if step:
+            waits += sum(torch.stack([side_by_side("residual", row, s) for row in range(rows)]) for s in now) / size
+        new = torch.where(arrived != 0, 0.9 * moment + 0.1 * arrived, 0)
+        assert torch.allclose(new + waits, 0.9 * moment + waited + 0.1 * given, atol=1e-5)
+        moment, waited = new, waits
+    assert waited.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("knobs", [{"density": 0.2}, {"density": 0.02}, {"density": 0.2, "payload": "bf16"},
+                                   {"density": 0.2, "refresh": 3}])  # fmt: skip
+def test_bytes_are_the_plans(topology, knobs):
+    results = run(topology, 4, warmup=3, steps=3 + 9, **knobs)
+    exchange_bytes = [r["bytes"].item() for r in results[0]]
+    planned = _planned(topology, 4, knobs)
+    period = knobs.get("refresh", 1)
+    steady = exchange_bytes[3 : 3 + 2 * period] if period > 1 else exchange_bytes[4:]
+    assert sum(steady) / len(steady) == pytest.approx(planned, abs=1e-6)
+
+
+def _planned(topology, size, knobs):
+    from thinwire.ledger import Ledger
+    from thinwire.testing import Threads, exchange_on, parameters_for
+
+    method = Scape(smallest=0, send=("*",), warmup=3, **knobs)
+    exchange = exchange_on(topology, Threads(size), 0, Ledger())
+    parameters = parameters_for(exchange, SHAPES)
+    weights = {name: torch.nn.Parameter(torch.zeros(p.local)) for name, p in parameters.items()}
+    method.begin(Run(parameters, exchange, 12, 0, AdamS(weights.values()), weights))
+    return sum(method.sent_bytes(parameter, exchange) for parameter in parameters.values())
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_skipped_step_leaves_no_trace(topology):
+    """The steps after it are those of a run in which it did not happen."""
+
+    def shifted(rank, step, numel):
+        return gradients(rank, step if step < 6 else step - 1, numel) if step != 6 else torch.full((numel,), math.nan)
+
+    make = lambda: Scape(density=0.2, warmup=0, smallest=0, send=("*",))  # noqa: E731
+    common = {"topology": topology, "size": 2, "shapes": SHAPES, "optimizer": adams()}
+    whole = reduce_on_threads(make, gradients, steps=12, **common)
+    skipped = reduce_on_threads(make, shifted, steps=13, skip=(6,), **common)
+    for name in SHAPES:
+        assert torch.equal(whole[0][-1]["weights"][name], skipped[0][-1]["weights"][name])
+
+
+def test_what_does_not_fit_is_refused():
+    weight = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(ThinwireError, match="built on AdamS"):
+        Scape().begin(Run({}, None, 100, 0, torch.optim.AdamW([weight])))
+    two = AdamS([{"params": [weight]}, {"params": [torch.nn.Parameter(torch.zeros(1))], "betas": (0.8, 0.9)}])
+    with pytest.raises(ThinwireError, match="one beta1"):
+        Scape().begin(Run({}, None, 100, 0, two))
+    for knobs in ("density=0", "refresh=0", "clip='x'", "payload='fp64'"):
+        with pytest.raises(ThinwireError, match="scape"):
+            resolve(f"scape({knobs})")
+
+
+def operands(n: int, m: int, device: str = "cpu") -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    values = [torch.randn(n, generator=generator) for _ in range(3)]
+    return [x.to(device) for x in (*values, torch.randn(m, generator=generator))]
+
+
+def check(module, n: int, m: int, device: str = "cpu") -> None:
+    results = []
+    for which in (reference, module):
+        a, b, c, moment = operands(n, m, device)
+        out, rest, given = (torch.full((k,), math.nan, device=device) for k in (n, n, m))
+        words = torch.randint(-(2**62), 2**62, (n // 64,), generator=torch.Generator().manual_seed(1)).to(device)
+        which.score(a, b, c, moment, 0.9, out)
+        which.settle(a, c, moment, words, 0.9, rest, given)
+        results.append((out, a, rest, given))
+    for actual, expected in zip(results[1], results[0], strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("n, m", [(64, 64), (640, 601), (128, 0)])
+def test_kernels_are_the_reference(n, m):
+    check(cpu, n, m)
