@@ -1,4 +1,4 @@
-"""Radius, SEPARATE, TAGC, SCAPE and the sparse and low-rank baselines on DDP, FSDP2 and HSDP, on real gloo processes."""
+"""Radius, SEPARATE, TAGC, SCAPE and sparse and low-rank baselines on DDP, FSDP2 and HSDP, on real gloo processes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ METHODS = [
     "tagc(theta=0.8, mask='shared', smallest=100)",
     "powersgd(rank=2, smallest=100)",
     "scape(density=0.2, warmup=3, smallest=100)",
+    "scape(density=0.02, warmup=3, refresh=2, clip='return', payload='bf16', smallest=100)",
     "topk(density=0.1, smallest=100)",
     "dgc(density=0.1, smallest=100)",
 ]

@@ -150,6 +150,8 @@ class Scape(Method):
         if self.clip == "return" and step.clip_factor is not None:
             cut = (1 - step.clip_factor) * (1 - self.beta1)
             for bucket, gradient in self._clipped.values():
+                if bucket.step != step.number:  # DDP has made other buckets since
+                    continue
                 waiting = self.state.write("common", bucket, rows=1)
                 waiting.copy_(self.state.read("common", bucket, rows=1)).addcmul_(gradient, cut)
                 for segment in bucket.segments:
