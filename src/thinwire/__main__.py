@@ -1,6 +1,4 @@
-import sys
-
-from thinwire.cli import main
+from thinwire.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -6,7 +6,9 @@ Commands are imported when called, so that ``thinwire lab`` does not wait for to
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from typing import NoReturn
 
 from thinwire.errors import ThinwireError
 
@@ -47,3 +49,16 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("thinwire: interrupted", file=sys.stderr)
         return 130
+
+
+def program() -> NoReturn:
+    """:func:`main` as the shell starts it: ends the process with its status."""
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A worker thread of torch's may be just letting go of the last collective's tensors, for which it needs Python. Met
+    # by an interpreter that is being taken down it aborts the process ("terminate called without an active exception"),
+    # and a run that has done all its work is reported as failed. So nothing is taken down.
+    if "torch" in sys.modules:
+        os._exit(status)
+    sys.exit(status)
