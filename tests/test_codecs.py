@@ -11,13 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codecs import WIRE_DTYPES, Bf16, Codec, Fp8, Fp32, Int8
+from thinwire.codecs import WIRE_DTYPES, Bf16, Codec, Fp8, Fp32, Int8, Sign
 from thinwire.errors import ThinwireError
 
-CODECS: list[Codec] = [Fp32(), Bf16(), Fp8(), Fp8(group=32), Int8(), Int8(group=64), Int8(group=1024)]
+CODECS: list[Codec] = [
+    Fp32(), Bf16(), Fp8(), Fp8(group=32), Int8(), Int8(group=64), Int8(group=1024), Sign(), Sign(group=32),
+]  # fmt: skip
 GROUPED = [codec for codec in CODECS if codec.group > 1]
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
 every_grouped = pytest.mark.parametrize("codec", GROUPED, ids=repr)
+every_bytes = pytest.mark.parametrize("codec", [c for c in GROUPED if not isinstance(c, Sign)], ids=repr)
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -50,7 +53,9 @@ def error_bound(codec: Codec, rows: Tensor) -> Tensor:
         return (rows.abs() * 2.0**-8).clamp_min(2.0**-134)
     groups = rows.unflatten(1, (-1, codec.group))
     largest = groups.abs().amax(2, keepdim=True)
-    if isinstance(codec, Int8):
+    if isinstance(codec, Sign):  # a value and the mean of all have the same sign: the larger of the two is the bound
+        bound = torch.maximum(groups.abs(), groups.abs().double().mean(2, keepdim=True).float())
+    elif isinstance(codec, Int8):
         bound = (largest / 127 / 2).expand_as(groups)
     else:  # 4 significant bits, and below the smallest normal number 2^-6 a step of 2^-9
         bound = torch.maximum(groups.abs() * 2.0**-4, largest / 448 * 2.0**-10)
@@ -64,7 +69,9 @@ def test_declares_what_the_network_carries(codec: Codec) -> None:
     assert codec.linear == isinstance(codec, (Fp32, Bf16))
     for groups in (1, 2, 37):
         n = groups * codec.group
-        expected = {"Fp32": 4 * n, "Bf16": 2 * n}.get(type(codec).__name__, n + 4 * groups)
+        expected = {"Fp32": 4 * n, "Bf16": 2 * n, "Sign": n // 8 + 4 * groups}.get(
+            type(codec).__name__, n + 4 * groups
+        )
         assert codec.wire_bytes(n) == expected == codec.wire_numel(n) * codec.wire_dtype.itemsize
 
 
@@ -139,7 +146,7 @@ def test_linear_wires_may_be_summed(codec: Codec) -> None:
         assert bool(((summed.float() - direct.float()).abs() <= bound).all())
 
 
-@every_grouped
+@every_bytes
 def test_a_group_changes_only_its_own_bytes(codec: Codec) -> None:
     rows = gaussian(1, 5 * codec.group)
     changed = rows.clone()
@@ -169,7 +176,7 @@ def test_int8_error_on_gaussian_values_is_that_of_a_simulation() -> None:
     assert measured == pytest.approx(simulated, rel=0.02)
 
 
-@every_grouped
+@every_bytes
 def test_no_value_gets_the_wrong_sign_and_the_largest_is_kept(codec: Codec) -> None:
     rows = gaussian(2, 8 * codec.group)
     values = decoded(codec, encoded(codec, rows), rows.shape[1])

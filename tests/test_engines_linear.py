@@ -1,4 +1,4 @@
-"""Radius, SEPARATE, TAGC, SCAPE and sparse and low-rank baselines on DDP, FSDP2 and HSDP, on real gloo processes."""
+"""Radius, SEPARATE, TAGC, SCAPE, SDP4Bit and sparse and low-rank baselines on DDP, FSDP2 and HSDP, on real gloo processes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ METHODS = [
     "tagc(theta=0.9, smallest=100, resize=3)",
     "tagc(theta=0.8, mask='shared', smallest=100)",
     "powersgd(rank=2, smallest=100)",
+    "sdp4bit(weight_group=32, smallest=100)",
     "scape(density=0.2, warmup=3, smallest=100)",
     "scape(density=0.02, warmup=3, refresh=2, clip='return', payload='bf16', smallest=100)",
     "topk(density=0.1, smallest=100)",
     "dgc(density=0.1, smallest=100)",
+    "onebit-adam(warmup=3, group=64, smallest=100)",
 ]
-EXACT = ("radius", "scape", "separate", "powersgd")
+EXACT = ("radius", "scape", "sdp4bit", "separate", "powersgd")
 """What sends the same bytes in every period of 4 steps, whatever the data: the plan is then exact."""
 FLAG_BYTES = 8
 
@@ -43,11 +45,12 @@ def _train(rank, world, kind):
         wire.reset_stats()
         losses += train(model, optimizer, rank, range(8, 16), wire)
         stats = wire.stats()
-        gathers = stats["dense_bytes_per_step"] - wire.plan.dense_bytes
+        weights = stats["weight_bytes_per_step"]
         found[method] = {
             "losses": losses,
             "equal": same_on_all_ranks(model),
-            "surprise": sum(stats["wire_bytes_per_step"].values()) - gathers - wire.plan.wire_bytes,
+            "surprise": sum(stats["wire_bytes_per_step"].values()) - weights - wire.plan.wire_bytes,
+            "weights": (weights, wire.plan.weight_bytes),
             "share": wire.plan.wire_bytes / wire.plan.dense_bytes,
         }
         assert str(wire.plan) and str(wire.report())
@@ -63,6 +66,8 @@ def test_they_train_and_send_what_the_plan_says(kind, world):
             assert sum(what["losses"][-4:]) < 0.97 * sum(what["losses"][:4]), method
             if methods.resolve(method).name in EXACT:
                 assert 0 <= what["surprise"] <= FLAG_BYTES, method
+            if method.startswith("sdp4bit"):
+                assert what["weights"][0] == what["weights"][1], "sent once per step, resharded or not"
             assert what["share"] < 1, method
 
 
@@ -80,7 +85,8 @@ def _nan(rank, world, kind):
         (weights, state, skipped), (others, other, _) = states
         state.pop("skipped"), other.pop("skipped")
         same_state = state.keys() == other.keys() and all(torch.equal(state[k], other[k]) for k in state)
-        found[method] = (skipped, torch.equal(weights, others), same_state, len(state) > 3)
+        has_state = len(state) > 3 or (method.startswith("sdp4bit") and kind == "ddp")
+        found[method] = (skipped, torch.equal(weights, others), same_state, has_state)
     return found
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from thinwire.methods import Lhc as Lhc
     from thinwire.methods import Method as Method
     from thinwire.methods import NoExchange as NoExchange
+    from thinwire.methods import OneBitAdam as OneBitAdam
     from thinwire.methods import PowerSgd as PowerSgd
     from thinwire.methods import Radius as Radius
     from thinwire.methods import Scape as Scape
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from thinwire.wire import compress as compress
 
 _METHODS = (
-    "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "Method", "NoExchange", "PowerSgd", "Radius",
-    "Scape", "Separate", "Tagc", "TopK",
+    "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "Method", "NoExchange", "OneBitAdam",
+    "PowerSgd", "Radius", "Scape", "Separate", "Tagc", "TopK",
 )  # fmt: skip
 _HOME = {
     "AdamS": "optim",

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
+
+if TYPE_CHECKING:
+    from thinwire.comm import Comm
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,23 @@ class Rows(Protocol):
     def shape(self) -> Sequence[int]: ...
 
     def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+
+
+@dataclass
+class Shards:
+    """The weights of one module of a sharded engine on their way to all N ranks of ``comm``.
+
+    Attributes:
+        pieces: where each parameter lies in a shard; the rest are frozen and padding.
+        own: (n,) this rank's shard, a part of ``out``. out: (N * n,) everybody's, in rank order.
+        step: optimizer steps taken so far: while it stays, so do the weights.
+    """
+
+    pieces: tuple[Piece, ...]
+    comm: Comm
+    own: Tensor
+    out: Tensor
+    step: int
 
 
 class Bucket:

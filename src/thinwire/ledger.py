@@ -22,6 +22,7 @@ class Step:
     bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    weight_bytes: float = 0.0
     dense_bytes: float = 0.0
     skipped: bool = False
 
@@ -50,6 +51,14 @@ class Ledger:
     def count(self, link: str, nbytes: float) -> None:
         """Add ``nbytes`` sent by this rank on ``link``."""
         self.now.bytes[link] += nbytes
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """What is counted inside are weights (sharded engines gather them), not gradients."""
+        step = self.now
+        before = sum(step.bytes.values())
+        yield
+        step.weight_bytes += sum(step.bytes.values()) - before
 
     def count_dense(self, nbytes: float) -> None:
         """Add what dense training of the engine's own would have sent instead."""
@@ -97,6 +106,7 @@ class Ledger:
             "steps": len(steps),
             "skipped": sum(step.skipped for step in steps),
             "wire_bytes_per_step": {link: sum(step.bytes[link] for step in steps) / count for link in LINKS},
+            "weight_bytes_per_step": sum(step.weight_bytes for step in steps) / count,
             "dense_bytes_per_step": sum(step.dense_bytes for step in steps) / count,
             **{
                 f"{kind}_ms": 1e3 * statistics.median([step.seconds[kind] for step in steps] or [0.0]) for kind in KINDS

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.collectives import Exchange
 from thinwire.methods.base import Method, Parameter, columns_of
@@ -42,8 +41,15 @@ def role_of(name: str, module: nn.Module | None, shape: Sequence[int]) -> str:
     return "matrix"
 
 
-def describe(model: nn.Module) -> dict[int, Parameter]:
-    """id(parameter) -> what is known of it, for every trainable parameter; tied ones once, under their first name."""
+Shape = tuple[int, ...]
+
+
+def describe(model: nn.Module, shards: Mapping[int, tuple[Shape, Shape]] | None = None) -> dict[int, Parameter]:
+    """id(parameter) -> what is known of it, for every trainable parameter; tied ones once, under their first name.
+
+    ``shards``: id(parameter) -> its shape on this rank before the engine shards it, and the shape of the engine's
+    padded shard; without it, nothing is sharded.
+    """
     modules = dict(model.named_modules())
     found: dict[int, Parameter] = {}
     for full, tensor in model.named_parameters():
@@ -51,20 +57,10 @@ def describe(model: nn.Module) -> dict[int, Parameter]:
             continue
         name = clean_name(full)
         role = role_of(name, modules.get(full.rpartition(".")[0]), tensor.shape)
-        found[id(tensor)] = Parameter(
-            name, tuple(tensor.shape), tensor.numel(), role, tensor.dtype, _padded_shard_numel(tensor)
-        )
+        shape: Shape = tuple(tensor.shape)
+        part, shard = (shards or {}).get(id(tensor), (shape, shape))
+        found[id(tensor)] = Parameter(name, shape, tensor.numel(), role, tensor.dtype, math.prod(shard), part)
     return found
-
-
-def _padded_shard_numel(tensor: torch.Tensor) -> int:
-    """Elements of one rank's shard, the sharded dimensions padded to a multiple of the ranks (as FSDP2 pads them)."""
-    shape = list(tensor.shape)
-    if isinstance(tensor, DTensor):
-        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
-            if isinstance(placement, Shard):
-                shape[placement.dim] = -(-shape[placement.dim] // size)
-    return math.prod(shape)
 
 
 @dataclass(frozen=True)
@@ -83,6 +79,8 @@ class Plan:
     Attributes:
         rows: one :class:`Row` per trainable parameter.
         wire_bytes: sent per step and rank for gradients. dense_bytes: the same for the engine's own dense exchange.
+        weight_bytes: sent per rank for one gathering of the weights, where the engine shards them.
+        dense_weight_bytes: the same by the engine's own.
     """
 
     def __init__(
@@ -92,11 +90,22 @@ class Plan:
         exchange: Exchange,
         engine: str,
         wire_dtype: torch.dtype | None,
+        inside: Plan | None = None,
     ) -> None:
+        """``inside``: the plan of a hop inside the node that comes before this one; its bytes are added."""
         self.method, self.engine, self.exchange = str(method), engine, exchange
         self.rows = [self._row(method, parameter, exchange, wire_dtype) for parameter in parameters]
+        if inside is not None:
+            self.rows = [
+                replace(row, wire_bytes=row.wire_bytes + hop.wire_bytes, dense_bytes=row.dense_bytes + hop.dense_bytes)
+                for row, hop in zip(self.rows, inside.rows, strict=True)
+            ]
         self.wire_bytes = sum(row.wire_bytes for row in self.rows)
         self.dense_bytes = sum(row.dense_bytes for row in self.rows)
+        ranks = (exchange if inside is None else inside.exchange).rows
+        sharded = engine in ("fsdp2", "hsdp")
+        self.weight_bytes = sum(self._weights(method, row, ranks) for row in self.rows) if sharded else 0.0
+        self.dense_weight_bytes = sum(Method().weight_bytes(row.parameter, ranks) for row in self.rows) * sharded
         self._why = {row.parameter.name: row.why_dense for row in self.rows}
 
     def why_dense(self, name: str) -> str | None:
@@ -115,6 +124,10 @@ class Plan:
             return Row(parameter, why, Fp32().sent_bytes(parameter, exchange), dense)
         return Row(parameter, None, dense if method.native else method.sent_bytes(parameter, exchange), dense)
 
+    @staticmethod
+    def _weights(method: Method, row: Row, ranks: int) -> float:
+        return (method if row.why_dense is None else Method()).weight_bytes(row.parameter, ranks)
+
     def __str__(self) -> str:
         from rich.console import Console
         from rich.table import Table
@@ -131,6 +144,10 @@ class Plan:
             table.add_row(row.parameter.name, shape, row.parameter.role, how, sent, dense)
         share = self.wire_bytes / self.dense_bytes if self.dense_bytes else 1.0
         table.caption = f"{human(self.wire_bytes)} of {human(self.dense_bytes)} ({share:.1%}) for gradients"
+        if self.weight_bytes < self.dense_weight_bytes:
+            weights, dense_weights = human(self.weight_bytes), human(self.dense_weight_bytes)
+            share = self.weight_bytes / self.dense_weight_bytes
+            table.caption += f", {weights} of {dense_weights} ({share:.1%}) to gather the weights"
         out = io.StringIO()
         Console(file=out, width=120, color_system=None).print(table)
         return out.getvalue().rstrip()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thinwire.bucket import Bucket, Piece
 from thinwire.collectives import Exchange
+from thinwire.errors import ThinwireError
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method
@@ -29,6 +30,7 @@ class Road:
 
     Attributes:
         step: optimizer steps taken so far; skipped ones do not count.
+        closed: no exchange is due now: micro-batches are being accumulated.
     """
 
     method: Method
@@ -37,6 +39,7 @@ class Road:
     guard: Guard
     ledger: Ledger
     step: int = 0
+    closed: bool = False
 
     def __post_init__(self) -> None:
         self._parts: dict[object, list[tuple[Method, Bucket]]] = {}
@@ -50,6 +53,11 @@ class Road:
         Returns ``flat``, overwritten by the mean; or ``out`` (this rank's row) if the exchange leaves one row to each.
         Neither gradients are recorded nor is anything cast, whatever mode the engine's hook runs in.
         """
+        if self.closed:
+            raise ThinwireError(
+                "gradients were exchanged inside accumulate(last=False), as the end of a pipeline schedule's step() "
+                "does: give one schedule.step() all micro-batches of the optimizer step"
+            )
         out = flat if out is None else out
         with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
             self.guard.observe(flat)

@@ -38,6 +38,15 @@ class State:
         """``value`` (kept, not copied) is what ``get`` gives from the next ``commit`` on."""
         self._small_staged[kind, name] = value
 
+    def set(self, kind: str, name: str, value: Tensor) -> None:
+        """``value`` (kept, not copied) is what ``get`` gives from now on: it belongs to no step."""
+        self._small[kind, name] = value
+
+    def discard(self, kind: str, name: str) -> None:
+        """``get`` finds nothing from now on."""
+        self._small.pop((kind, name), None)
+        self._small_staged.pop((kind, name), None)
+
     def read(self, kind: str, bucket: Bucket, rows: int | None = None) -> Tensor:
         """The committed values of ``kind`` for ``bucket``: (R, n) float32, zeros at first. Not to be written to.
 

@@ -193,7 +193,7 @@ def reduce_on_threads(
         parameters = parameters_for(exchange, shapes)
         weights = {name: torch.nn.Parameter(torch.zeros(parameter.local)) for name, parameter in parameters.items()}
         stepper = None if optimizer is None else optimizer(list(weights.values()))
-        method.begin(Run(parameters, exchange, steps, seed, stepper, weights))
+        method.begin(Run(parameters, exchange, steps, seed, stepper, weights, rank))
         bucket, numel = bucket_for(method, exchange, shapes)
         found = []
         for step in range(steps):

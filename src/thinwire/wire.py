@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from thinwire.collectives import TwoLevel
+from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError
 from thinwire.guard import Guard
 from thinwire.integrations.ddp import DDP
@@ -29,9 +35,11 @@ def compress(
     method: Method | str = "dense",
     *,
     guard: bool = True,
-    two_level: bool = False,
+    two_level: bool | None = None,
+    inside: Method | str | None = None,
     steps: int | None = None,
     seed: int = 0,
+    stages: dist.ProcessGroup | None = None,
 ) -> Wire:
     """Exchange ``model``'s gradients with ``method`` from now on.
 
@@ -45,10 +53,15 @@ def compress(
         guard: skip a step on all ranks when any gradient on any rank is not finite (one flag of 4 bytes and one host
             sync per step). False: such a gradient goes to the optimizer as it is.
         two_level: reduce inside each node first, so that values cross the slow links once per node (several ranks per
-            node; needs torchrun's LOCAL_WORLD_SIZE).
+            node; needs torchrun's LOCAL_WORLD_SIZE). None: where the method was made for it (sdp4bit, zeropp).
+        inside: what the first hop sends inside a node, on HSDP or with two_level=True: "dense" (which is what None
+            means for most methods), "bf16", "int8", ...: any method without error feedback.
         steps: optimizer steps of the whole run: what a method's start or warm-up, given as a share of the run, is a
             share of; and what a start beyond the end of the run is told by.
         seed: of every random stream that a method draws from.
+        stages: under pipeline parallelism, the group of the ranks that hold the other stages of this replica
+            (``mesh["pp"].get_group()``): a step is skipped on all stages or none, and gradients are clipped by the
+            norm of all stages. Other dimensions of the parameters' own mesh (tensor parallelism) are found.
 
     Raises:
         ThinwireError: for everything that cannot be carried, by name, with the alternative.
@@ -60,22 +73,48 @@ def compress(
         raise ThinwireError(f"the optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     ledger = Ledger()
     engine = _engine(model, method, ledger, two_level)
+    inner = _inside(engine, method, inside)
     parameters = {parameter.name: parameter for parameter in engine.parameters.values()}
     try:
         if steps is not None and steps < 1:
             raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {steps}")
-        weights = _weights(engine, optimizer)
-        method.begin(Run(parameters, engine.exchange, steps, seed, optimizer, weights))
+        run = Run(parameters, engine.exchange, steps, seed, optimizer, _weights(engine, optimizer), engine.rank)
+        method.begin(run)
+        if inner is not None:
+            assert engine.inside is not None
+            inner.begin(replace(run, exchange=engine.inside))
         device = next(model.parameters()).device
         if device.type != "meta":
-            method.warm_up(device)
-        return Wire(engine, optimizer, method, ledger, guard)
+            for made in (method, inner):
+                if made is not None:
+                    made.warm_up(device)
+        others = None if stages is None else GroupComm(stages, ledger)
+        return Wire(engine, optimizer, method, ledger, guard, inner, others)
     except ThinwireError:
         engine.close()
         raise
 
 
-def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool) -> DDP | FSDP2:
+def _inside(engine: DDP | FSDP2, method: Method, inside: Method | str | None) -> Method | None:
+    """The method of the hop inside the node, where that is one of its own (HSDP); ``method`` learns its codec."""
+    try:
+        found = method.inside() if inside is None else resolve(inside)
+        two = isinstance(engine.exchange, TwoLevel)
+        if inside is not None and not two and engine.inside is None:
+            raise ThinwireError("inside= is for HSDP, or two_level=True on several nodes of several ranks")
+        if inside is not None and type(method.inside()) is not Method:
+            raise ThinwireError(f"{method.name} has a hop inside the node of its own: set inside_bits instead")
+        if found.keeps_state or not found.rank_equal or found.encodes_weights:
+            raise ThinwireError(f"inside={inside}: takes a method without state, such as dense, bf16, fp8 or int8")
+    except ThinwireError:
+        engine.close()
+        raise
+    if two:
+        method.inside_codec = found.codec
+    return None if engine.inside is None else found
+
+
+def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool | None) -> DDP | FSDP2:
     if not isinstance(model, nn.Module):
         raise ThinwireError(f"the model must be a torch module, got {type(model).__name__}")
     if not torch.distributed.is_initialized():
@@ -138,14 +177,32 @@ class Wire:
     """
 
     def __init__(
-        self, engine: DDP | FSDP2, optimizer: torch.optim.Optimizer, method: Method, ledger: Ledger, guard: bool
+        self,
+        engine: DDP | FSDP2,
+        optimizer: torch.optim.Optimizer,
+        method: Method,
+        ledger: Ledger,
+        guard: bool,
+        inner: Method | None = None,
+        stages: Comm | None = None,
     ) -> None:
+        """``inner``: the method of the hop inside the node, where that is one of its own."""
         self.engine, self.method, self.ledger = engine, method, ledger
         self._state = method.state = State()
-        self.plan = Plan(method, engine.parameters.values(), engine.exchange, engine.kind, engine.wire_dtype)
+        parameters = list(engine.parameters.values())
+        hop = None
+        if inner is not None:
+            assert engine.inside is not None
+            hop = Plan(inner, parameters, engine.inside, engine.kind, engine.wire_dtype)
+        self.plan = Plan(method, parameters, engine.exchange, engine.kind, engine.wire_dtype, hop)
         self.skipped = 0
-        self._guard = Guard(engine.comms, guard)
-        self._road = Road(method, self.plan, engine.exchange, self._guard, ledger)
+        self._stages = stages
+        self._guard = Guard([*engine.comms, *([] if stages is None else [stages])], guard)
+        self._roads = [Road(method, self.plan, engine.exchange, self._guard, ledger)]
+        if inner is not None:
+            assert engine.inside is not None and hop is not None
+            self._roads.append(Road(inner, hop, engine.inside, self._guard, ledger))
+        self._road = self._roads[0]
         self._device = next(iter(engine.model.parameters())).device
         self._warned = False
         self._clip_factor: Tensor | None = None
@@ -155,7 +212,7 @@ class Wire:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         )
-        engine.attach(self._road)
+        engine.attach(*self._roads)
 
     @property
     def step(self) -> int:
@@ -172,16 +229,37 @@ class Wire:
             self._guard.forget()
             self._state.rollback()
             self._end_step(skipped=True)
-        return self.engine.accumulate(last)
+        return self._micro_batch(last)
+
+    @contextmanager
+    def _micro_batch(self, last: bool) -> Iterator[None]:
+        for road in self._roads:
+            road.closed = not last
+        try:
+            with self.engine.accumulate(last):
+                yield
+        finally:
+            for road in self._roads:
+                road.closed = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the averaged gradients down to ``max_norm``, on any engine. Returns the norm before, 0-dim.
 
         With a gradient that is not finite the norm is not either; the step is then skipped by the guard.
         """
-        parameters = [parameter for parameter in self.engine.model.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        meshes: dict[object, list[Tensor]] = {}  # torch takes no norm over DTensors of several meshes
+        for parameter in self.engine.model.parameters():
+            if parameter.grad is not None:
+                meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+        norms = [get_total_norm([p.grad for p in of if p.grad is not None], norm_type) for of in meshes.values()]
+        norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+        norm = norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
+        if self._stages is not None:
+            every = torch.zeros(self._stages.size, 1, device=self._device)
+            self._stages.all_gather(every, norm.float().reshape(1).to(self._device))
+            norm = torch.linalg.vector_norm(every, norm_type)
+        for parameters in meshes.values():
+            clip_grads_with_norm_(parameters, max_norm, norm)
         self._clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
@@ -219,14 +297,16 @@ class Wire:
         if skipped:
             self.skipped += 1
         else:
-            self._road.step += 1
+            for road in self._roads:
+                road.step += 1
 
     def report(self) -> Report:
         """Bytes by link (mean) and time by stage (median) per step since the last ``reset_stats``; ``print`` it."""
         return Report(self)
 
     def stats(self) -> dict:
-        """The same as a dict: steps, skipped, wire_bytes_per_step {link: B}, dense_bytes_per_step, encode_ms, ..."""
+        """The same as a dict: steps, skipped, wire_bytes_per_step {link: B}, weight_bytes_per_step (of those,
+        for weights), dense_bytes_per_step, encode_ms, ..."""
         return {**self.ledger.stats(), "method": self.method.facts()}
 
     def last_step(self) -> dict:
@@ -246,8 +326,11 @@ class Wire:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from ``state_dict()`` of the same rank, with the same method and world size."""
         rest = dict(state)
-        self._road.step, self.skipped = int(rest.pop("step")), int(rest.pop("skipped"))
+        step, self.skipped = int(rest.pop("step")), int(rest.pop("skipped"))
+        for road in self._roads:
+            road.step = step
         self._state.load_state_dict({name: values.to(self._device) for name, values in rest.items()})
+        self.method.state_changed()
 
     def close(self) -> None:
         """End the worker thread. The model must not train afterwards."""
@@ -275,6 +358,8 @@ class Report:
         for link in LINKS:
             where = "across nodes" if link == "across" else "inside the node"
             table.add_row(f"sent {where}", human(stats["wire_bytes_per_step"][link]))
+        if stats["weight_bytes_per_step"]:
+            table.add_row("  of that for weights", human(stats["weight_bytes_per_step"]))
         dense = stats["dense_bytes_per_step"]
         table.add_row("dense would send", human(dense))
         table.add_row("share of dense", f"{sent / dense:.1%}" if dense else "-")

@@ -64,6 +64,14 @@ class Codec(ABC):
             out.add_(row[0])
         return out.mul_(scale) if scale != 1.0 else out
 
+    def try_out(self, device: torch.device) -> None:
+        """Compile kernels now, on a little data."""
+        values = torch.zeros((1, self.group), device=device)
+        wire = torch.zeros((1, self.wire_numel(self.group)), dtype=self.wire_dtype, device=device)
+        self.encode(values, wire)
+        self.decode(wire, values)
+        self.decode_sum(wire, values[0])
+
     def _scratch_row(self, n: int, device: torch.device) -> Tensor:
         key = (n, device)
         if key not in self._scratch:

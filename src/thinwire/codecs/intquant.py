@@ -17,7 +17,8 @@ class Integers(GroupedBytes):
 
     Attributes:
         seed: of stochastic rounding, set by the method before it encodes: another one for every step, rank and
-            bucket, because the same seed rounds the same places the same way. Nearest rounding ignores it.
+            bucket, because the same seed rounds the same places the same way. Every ``encode`` moves it on, so that
+            the hops of one exchange draw different bits. Nearest rounding ignores it.
     """
 
     def __init__(self, group: int = 128, rounding: str = "nearest") -> None:
@@ -29,9 +30,17 @@ class Integers(GroupedBytes):
         self.seed: int | None = None
 
     def _seed(self) -> int | None:
-        if self.rounding == "stochastic" and self.seed is None:
+        if self.rounding == "nearest":
+            return None
+        if self.seed is None:
             raise ThinwireError(f"{self}: set seed before encoding: stochastic rounding draws from it")
-        return self.seed if self.rounding == "stochastic" else None
+        seed, self.seed = self.seed, (self.seed * 0x5851F42D4C957F2D + 0x14057B7EF767814F) % 2**63
+        return seed
+
+    def try_out(self, device: torch.device) -> None:
+        self.seed = 0
+        super().try_out(device)
+        self.seed = None
 
     def _parts(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Codes, int8 or uint8 pairs, and scales: views of ``wire``."""

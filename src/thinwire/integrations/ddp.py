@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.bucket import Piece
@@ -28,7 +29,9 @@ class DDP:
 
     kind = "ddp"
 
-    def __init__(self, model: DistributedDataParallel, method: Method, ledger: Ledger, *, two_level: bool) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, method: Method, ledger: Ledger, *, two_level: bool | None
+    ) -> None:
         self.model = model
         self._check(model, method)
         self.parameters: dict[int, Parameter] = describe(model.module)
@@ -36,10 +39,11 @@ class DDP:
         # A group of our own: the worker's collectives must not meet DDP's own (buffer broadcasts) on one group.
         comm = GroupComm(model.process_group, ledger).twin()
         self.comms: list[Comm] = [comm]
+        self.rank = comm.rank
         self.exchange: Exchange = AllReduce(comm)
-        if two_level:
-            inside, across = split_by_node(comm)
-            self.exchange = TwoLevel(inside, across)
+        self.inside: Exchange | None = None
+        if wants_two_levels(comm, method, two_level):
+            self.exchange = TwoLevel(*split_by_node(comm))
         self.worker = Worker(ledger)
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
 
@@ -50,6 +54,12 @@ class DDP:
         if getattr(model, "mixed_precision", None) is not None:
             raise ThinwireError(
                 "DDP(mixed_precision=...) occupies the communication hook: use torch.autocast, or a bf16 model, instead"
+            )
+        # torch puts other parameters in the place of DTensors, before and after each forward pass.
+        if any(hasattr(parameter, "_st_info") or isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ThinwireError(
+                "tensor parallelism under DDP is not carried (gradient norms would be of one part only): use "
+                "fully_shard(model, mesh=mesh['dp']), or a ('replicate', 'shard') mesh with one rank to shard over"
             )
         if method.keeps_state and model.find_unused_parameters:
             raise ThinwireError(
@@ -63,8 +73,8 @@ class DDP:
         if getattr(dynamo, "optimize_ddp", None) == "python_reducer":
             raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
 
-    def attach(self, road: Road) -> None:
-        """Register the hook."""
+    def attach(self, road: Road, inner: Road | None = None) -> None:
+        """Register the hook. (There is no ``inner`` road: two levels are one exchange here.)"""
 
         def hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
             flat, pieces = bucket.buffer(), self._map(bucket)
@@ -101,16 +111,24 @@ class DDP:
         self.worker.close()
 
 
+def wants_two_levels(comm: Comm, method: Method, two_level: bool | None) -> bool:
+    """As the user says, else as the method does; in any case only where both levels have several ranks."""
+    nodes = len(set(comm.nodes))
+    return (method.two_level if two_level is None else two_level) and 1 < nodes < comm.size
+
+
 def split_by_node(comm: GroupComm) -> tuple[GroupComm, GroupComm]:
     """The ranks of this node, and the ranks with this local rank on every node. Collective over ``comm``."""
     nodes = sorted(set(comm.nodes))
     members = {node: [rank for rank in range(comm.size) if comm.nodes[rank] == node] for node in nodes}
     sizes = {len(ranks) for ranks in members.values()}
     if len(sizes) != 1:
-        raise ThinwireError(f"two_level=True needs as many ranks on every node, got {[len(members[n]) for n in nodes]}")
+        raise ThinwireError(
+            f"two levels need as many ranks on every node, got {[len(members[n]) for n in nodes]}: pass two_level=False"
+        )
     flat = [rank for node in nodes for rank in members[node]]
     if flat != list(range(comm.size)):
-        raise ThinwireError("two_level=True needs the ranks of a node to be consecutive")
+        raise ThinwireError("two levels need the ranks of a node to be consecutive: pass two_level=False")
     mine = members[comm.nodes[comm.rank]]
     local = mine.index(comm.rank)
     return comm.subset(mine), comm.subset([members[node][local] for node in nodes])

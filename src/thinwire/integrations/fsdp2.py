@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from thinwire.bucket import Piece
+from thinwire.bucket import Piece, Shards
 from thinwire.collectives import AllReduce, Exchange, ReduceScatter, TwoLevel
 from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError
-from thinwire.integrations.ddp import split_by_node
+from thinwire.integrations.ddp import split_by_node, wants_two_levels
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter
-from thinwire.plan import Plan, clean_name, describe
+from thinwire.plan import clean_name, describe
 from thinwire.road import Road
 
 
@@ -58,7 +58,7 @@ class FSDP2:
 
     kind = "fsdp2"
 
-    def __init__(self, model: Any, method: Method, ledger: Ledger, *, two_level: bool) -> None:
+    def __init__(self, model: Any, method: Method, ledger: Ledger, *, two_level: bool | None) -> None:
         self.model, self.method, self.ledger = model, method, ledger
         self.groups = param_groups(model)
         if not self.groups:
@@ -66,24 +66,46 @@ class FSDP2:
         if not isinstance(model, FSDPModule):
             raise ThinwireError("the root module is not sharded: call fully_shard(model) after its parts")
         self._check()
-        self.parameters: dict[int, Parameter] = describe(cast(nn.Module, model))
+        shards = {
+            id(fsdp_param.sharded_param): (tuple(fsdp_param._orig_size), tuple(fsdp_param.padded_sharded_param_size))
+            for _, group in self.groups
+            for fsdp_param in group.fsdp_params
+        }
+        self.parameters: dict[int, Parameter] = describe(cast(nn.Module, model), shards)
         self._comms: dict[int, GroupComm] = {}
+        self._loads: Any = None
         info = self.groups[0][1].mesh_info
         self.wire_dtype = self._reduce_dtype(self.groups[0][1])
         shard = self.comm(info.shard_process_group)
-        self.inside: Exchange = ReduceScatter(shard)
+        self.inside: Exchange | None = None
         self.comms: list[Comm] = [shard]
-        self.exchange: Exchange = self.inside
+        self.rank = shard.rank
+        self.exchange: Exchange = ReduceScatter(shard)
         if hasattr(info, "replicate_process_group"):
             self.kind = "hsdp"
             across = self.comm(info.replicate_process_group)
+            self.inside = self.exchange
             self.exchange = AllReduce(across, divide="after")
             self.comms.append(across)
+            self.rank += shard.size * across.rank
             if two_level:
                 raise ThinwireError("two_level=True is what HSDP does anyway: leave it out")
-        elif two_level:
-            inside, across = split_by_node(shard)
-            self.exchange = TwoLevel(inside, across, owner=True)
+        elif wants_two_levels(shard, method, two_level):
+            self.exchange = TwoLevel(*split_by_node(shard), owner=True)
+        self.comms += self._beside()
+
+    def _beside(self) -> list[Comm]:
+        """The mesh dimensions that are not data parallel (tensor parallelism): their ranks share the guard's flag."""
+        taken = {tuple(dist.get_process_group_ranks(comm.group)) for comm in self._comms.values()}
+        found: list[Comm] = []
+        for parameter in self.model.parameters():
+            mesh = getattr(parameter, "device_mesh", None)
+            for group in [] if mesh is None else mesh.get_all_groups():
+                ranks = tuple(dist.get_process_group_ranks(group))
+                if ranks not in taken:
+                    taken.add(ranks)
+                    found.append(self.comm(group))
+        return found
 
     @staticmethod
     def _reduce_dtype(group: Any) -> torch.dtype | None:
@@ -133,20 +155,14 @@ class FSDP2:
             self._comms[id(group)] = GroupComm(group, self.ledger)
         return self._comms[id(group)]
 
-    def attach(self, road: Road) -> None:
-        """Give every FSDP module its communication objects."""
-        hsdp = self.kind == "hsdp"
+    def attach(self, road: Road, inner: Road | None = None) -> None:
+        """Give every FSDP module its communication objects; ``inner`` is the road inside the node (HSDP)."""
         for module, group in self.groups:
-            inner = road
-            if hsdp:
-                dense = Method()
-                plan = Plan(dense, self.parameters.values(), self.inside, "fsdp2", self.wire_dtype)
-                inner = Road(dense, plan, self.inside, road.guard, road.ledger)
-            link = _GroupLink(self, group, inner)
+            link = _GroupLink(self, group, inner or road)
             # Duck-typed: torch does not look at the type, and the base classes are private names.
             module.set_custom_reduce_scatter(cast(Any, link.reduce_scatter))
-            module.set_custom_all_gather(cast(Any, _AllGather(self)))
-            if hsdp:
+            module.set_custom_all_gather(cast(Any, _AllGather(link, road)))
+            if inner is not None:
                 # FSDP's own all-reduce cannot be replaced, only left out: it believes that it is 1-D, and our hook
                 # averages across nodes. Parameters keep their (Replicate, Shard) placements.
                 one_dimensional = _shard_only(group.mesh_info)
@@ -154,6 +170,9 @@ class FSDP2:
                 if group.post_forward_mesh_info is not None:
                     group.post_forward_mesh_info = one_dimensional
                 module.set_all_reduce_hook(link.all_reduce_hook(road))
+
+        method = self.method
+        self._loads = self.model.register_load_state_dict_post_hook(lambda *unused: method.weights_changed())
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -168,7 +187,10 @@ class FSDP2:
         return [parameter.grad for parameter in self.model.parameters() if parameter.requires_grad]
 
     def close(self) -> None:
-        """Nothing to end: the communication objects live as long as the model."""
+        """The communication objects live as long as the model."""
+        if self._loads is not None:
+            self._loads.remove()
+            self._loads = None
 
 
 def _shard_only(info: Any) -> Any:
@@ -199,24 +221,31 @@ class _GroupLink:
 
         def post_backward(*unused: Any) -> Any:
             zeros = getattr(self.group, "reduce_scatter_unused_params", False)
-            self._active, gradients = [], []
-            for fsdp_param in self.group.fsdp_params:
-                if not hasattr(fsdp_param, "_unsharded_param"):
-                    continue
-                if fsdp_param.unsharded_accumulated_grad is not None:
-                    gradients.append(fsdp_param.unsharded_accumulated_grad_data)
-                elif fsdp_param._unsharded_param.grad is not None:
-                    gradients.append(fsdp_param.unsharded_grad_data)
-                elif not (zeros and fsdp_param._unsharded_param.requires_grad):
-                    continue
-                else:
-                    gradients.append(torch.zeros(()))
-                self._active.append(fsdp_param)
+            self._active = [
+                fsdp_param
+                for fsdp_param in self.group.fsdp_params
+                if hasattr(fsdp_param, "_unsharded_param")
+                and (
+                    fsdp_param.unsharded_accumulated_grad is not None
+                    or fsdp_param._unsharded_param.grad is not None
+                    or (zeros and fsdp_param._unsharded_param.requires_grad)
+                )
+            ]
+            # Read when first seen only: under tensor parallelism, reading may cost an all-reduce.
             known = self._key() in self._pieces
-            self._expected = None if known else gradients
+            self._expected = None if known else [self._gradient(fsdp_param) for fsdp_param in self._active]
             return original(*unused)
 
         self.group.post_backward = post_backward
+
+    @staticmethod
+    def _gradient(fsdp_param: Any) -> Tensor:
+        """This rank's gradient before the reduction; 0-dim where there is none."""
+        if fsdp_param.unsharded_accumulated_grad is not None:
+            return fsdp_param.unsharded_accumulated_grad_data
+        if fsdp_param._unsharded_param.grad is not None:
+            return fsdp_param.unsharded_grad_data
+        return torch.zeros(())
 
     def _key(self) -> tuple[int, ...]:
         return tuple(id(fsdp_param) for fsdp_param in self._active)
@@ -232,6 +261,21 @@ class _GroupLink:
                 column += width
             self._pieces[key] = tuple(pieces)
         return self._pieces[key]
+
+    def shard(self, numel: int) -> tuple[Piece, ...]:
+        """Where each trained parameter lies in this rank's shard of ``numel`` values."""
+        pieces, column = [], 0
+        for fsdp_param in self.group.fsdp_params:
+            width = math.prod(fsdp_param.padded_sharded_param_size)
+            if id(fsdp_param.sharded_param) in self.engine.parameters:
+                pieces.append(Piece(self._name(fsdp_param), column, width))
+            elif fsdp_param.sharded_param.requires_grad:
+                raise ThinwireError(f"{self._name(fsdp_param)} was frozen when compress() was called: thaw it before")
+            column += width
+        if column != numel:
+            names = ", ".join(piece.name for piece in pieces)
+            raise ThinwireError(f"FSDP2 gathers {numel} values per rank, but the shards of {names} have {column}")
+        return tuple(pieces)
 
     def _name(self, fsdp_param: Any) -> str:
         known = self.engine.parameters.get(id(fsdp_param.sharded_param))
@@ -263,6 +307,7 @@ class _GroupLink:
             if shard.is_cuda:
                 # torch 2.11 to 2.13 let go of the buffer while this stream still reads it.
                 shard.record_stream(torch.cuda.current_stream(shard.device))
+            assert self.engine.inside is not None
             ranks = self.engine.inside.rows
             if self._expected is not None and ranks == 1:
                 self.verify(shard, 1)
@@ -296,23 +341,52 @@ class _ReduceScatter:
 
 
 class _AllGather:
-    """What torch calls instead of its own all-gather of the weights."""
+    """What torch calls instead of its own all-gather of the weights.
 
-    def __init__(self, engine: FSDP2) -> None:
-        self.engine = engine
+    torch asks for the buffer, copies this rank's shard to its place there, and calls. Where the method wants what it
+    gathered last to be there (``resident``), it is handed the same buffer every time.
+    """
+
+    def __init__(self, link: _GroupLink, road: Road) -> None:
+        self.link, self.road = link, road
+        self.engine = link.engine
+        self._resident: Tensor | None = None
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        if not self.engine.method.resident or math.prod(size) != self._numel():
+            return torch.empty(*size, dtype=dtype, device=device)
+        if self._resident is None or self._resident.dtype != dtype or self._resident.device != device:
+            self._resident = torch.empty(*size, dtype=dtype, device=device)
+        return self._resident
+
+    def _numel(self) -> int:
+        """Of a gather over all ranks; after ``reshard_after_forward=<int>`` there are others, over fewer."""
+        group = self.link.group
+        shard = sum(math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in group.fsdp_params)
+        return shard * group.mesh_info.shard_mesh_size
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> dist.Work | None:
         comm, ledger = self.engine.comm(group), self.engine.ledger
         ledger.count_dense((comm.size - 1) * input_tensor.nbytes)
-        if input_tensor.is_cuda:
-            return self.engine.method.gather(output_tensor, input_tensor, comm, async_op=async_op)
         began = time.perf_counter()
-        work = self.engine.method.gather(output_tensor, input_tensor, comm, async_op=async_op)
+        with ledger.weights(), torch.no_grad():
+            work = self._gather(output_tensor, input_tensor, comm, async_op)
+        if input_tensor.is_cuda:
+            return work
         ledger.add("exposed", time.perf_counter() - began)
         return None if work is None else _TimedWork(work, ledger)
+
+    def _gather(self, out: Tensor, own: Tensor, comm: Comm, async_op: bool) -> dist.Work | None:
+        method = self.engine.method
+        if out.dtype == torch.uint8 and method.encodes_weights:
+            raise ThinwireError(
+                f"{method} encodes weights, and the parameters of one FSDP module have several dtypes: give them one, "
+                "or MixedPrecisionPolicy(param_dtype=...)"
+            )
+        if out.numel() != self._numel() or not method.encodes_weights:
+            return comm.all_gather(out, own, async_op=async_op)
+        shards = Shards(self.link.shard(own.numel()), comm, own, out, self.road.step)
+        return method.gather(shards, async_op=async_op)
 
 
 class _TimedWork(dist.Work):

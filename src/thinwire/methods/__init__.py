@@ -10,21 +10,24 @@ from thinwire.errors import ThinwireError
 from thinwire.methods.base import Lossy, Method, Parameter
 from thinwire.methods.baselines import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, NoExchange
 from thinwire.methods.dgc import Dgc
+from thinwire.methods.onebit import OneBitAdam
 from thinwire.methods.powersgd import PowerSgd
 from thinwire.methods.radius import Radius
 from thinwire.methods.scape import Scape
+from thinwire.methods.sdp4bit import Sdp4Bit, ZeroPp
 from thinwire.methods.separate import Separate
 from thinwire.methods.tagc import Lhc, Tagc
 from thinwire.methods.topk import TopK
 
 TABLE: tuple[type[Method], ...] = (
-    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Scape, Separate, Tagc, Lhc, PowerSgd, TopK, Dgc,
-    NoExchange,
+    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Scape, Separate, Tagc, Lhc, Sdp4Bit, ZeroPp, PowerSgd, TopK, Dgc,
+    OneBitAdam, NoExchange,
 )  # fmt: skip
 
 __all__ = [
     "TABLE", "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "Lossy", "Method", "NoExchange",
-    "Parameter", "PowerSgd", "Radius", "Scape", "Separate", "Tagc", "TopK", "names", "resolve",
+    "OneBitAdam", "Parameter", "PowerSgd", "Radius", "Scape", "Sdp4Bit", "Separate", "Tagc", "TopK", "ZeroPp", "names",
+    "resolve",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -12,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.bucket import Bucket, padded
+from thinwire.bucket import Bucket, Shards, padded
 from thinwire.codecs.base import Codec
 from thinwire.collectives import Exchange
-from thinwire.comm import Comm
 from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Parameter:
     """What is known of a parameter when it is decided how it travels.
 
     ``local`` is the number of elements of its shard with the engine's padding (``numel`` where nothing is sharded).
+    ``part`` is its shape on this rank before data parallelism shards it: ``shape``, or what tensor parallelism leaves.
     """
 
     name: str
@@ -40,6 +41,11 @@ class Parameter:
     role: str
     dtype: torch.dtype
     local: int
+    part: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.part:
+            object.__setattr__(self, "part", self.shape)
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class Run:
         parameters: the trainable parameters by name. exchange: the topology that ``reduce`` will be handed.
         steps: optimizer steps of the whole run, or None if the user did not say. seed: of every random stream.
         optimizer: the user's. weights: those of its parameters that are trained, by name (DTensors on FSDP2).
+        rank: of this process among the data-parallel ones, for streams that must differ by rank: tensor-parallel ranks
+            share it, or what they hold in common would drift apart.
     """
 
     parameters: Mapping[str, Parameter]
@@ -58,6 +66,7 @@ class Run:
     seed: int = 0
     optimizer: torch.optim.Optimizer | None = None
     weights: Mapping[str, Tensor] = field(default_factory=dict)
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ class Method:
 
     * ``reduce(bucket, exchange)``: gradients. Compensate, choose a codec, exchange.
     * ``before_step(step)`` and ``after_step(step)``: around each optimizer step whose gradients were finite.
-    * ``gather(out, shard, comm)``: weights, where the engine shards them.
+    * ``gather(shards)``: weights, where the engine shards them.
 
     What it remembers between steps goes to ``self.state``, which forgets a step that turned out not to be finite.
 
@@ -98,6 +107,8 @@ class Method:
     on_wire: ClassVar[bool] = True
     """The network sums what is sent (linear codec or none). False: all-to-all and a sum in fp32."""
     engines: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2", "hsdp")
+    two_level: ClassVar[bool] = False
+    """Made for two levels: used wherever there are several nodes of several ranks, unless the user says no."""
     rank_equal: ClassVar[bool] = True
     """All ranks hold the same weights afterwards. Only a run that does not communicate says no."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -113,10 +124,18 @@ class Method:
         self.state: State | None = None
         self.run: Run | None = None
         self.codec: Codec | None = self.make_codec()
+        self.inside_codec: Codec | None = None
 
     def make_codec(self) -> Codec | None:
         """The codec of the compressed parameters; None: nothing is encoded."""
         return None
+
+    def inside(self) -> Method:
+        """The method for the hop inside a node where that is one of its own (HSDP): the base class stays dense there.
+
+        Its codec is also that of the first of two levels.
+        """
+        return Method()
 
     def begin(self, run: Run) -> None:
         """Called once by ``compress()``, before the plan is made. Raises ThinwireError for what cannot be done."""
@@ -124,23 +143,19 @@ class Method:
 
     def warm_up(self, device: torch.device) -> None:
         """Compile kernels now, on a little data, rather than in the first step while the other ranks wait."""
-        if self.codec is None:
-            return
-        values = torch.zeros((1, self.codec.group), device=device)
-        wire = torch.zeros((1, self.codec.wire_numel(self.codec.group)), dtype=self.codec.wire_dtype, device=device)
-        self.codec.encode(values, wire)
-        self.codec.decode(wire, values)
-        self.codec.decode_sum(wire, values[0])
+        for codec in (self.codec, self.inside_codec):
+            if codec is not None:
+                codec.try_out(device)
 
     @property
     def granule(self) -> int:
-        """Elements that the codec takes together: a parameter's columns are padded to a multiple."""
-        return 1 if self.codec is None else self.codec.group
+        """Elements that the codecs take together: a parameter's columns are padded to a multiple."""
+        return math.lcm(*(codec.group for codec in (self.codec, self.inside_codec) if codec is not None))
 
     @property
     def native(self) -> bool:
         """The engine's own buffer goes out as it is, in its own dtype: nothing to split, nothing to encode."""
-        return self.codec is None
+        return self.codec is None and self.inside_codec is None
 
     @property
     def keeps_state(self) -> bool:
@@ -161,18 +176,17 @@ class Method:
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Write the mean over ranks of ``bucket.rows`` to ``bucket.mean``."""
-        exchange.mean(bucket, self.codec, on_wire=self.on_wire)
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire, inside=self.inside_codec)
 
     def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
         """Gradient bytes that one rank sends per step for a compressed ``parameter``, in the method's steady state."""
         rows = exchange.bucket_rows(self.on_wire)
-        columns = columns_of(parameter, exchange, rows)
+        columns, inside = padded(columns_of(parameter, exchange, rows), self.granule), self.inside_codec
         if self.codec is None:
-            row_bytes = columns * parameter.dtype.itemsize
-            return exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=self.on_wire)
-        columns = padded(columns, self.codec.group)
+            row_bytes = columns * (parameter.dtype.itemsize if inside is None else 4)
+            return exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=self.on_wire, inside=inside)
         row_bytes, linear = self.codec.wire_bytes(columns), self.codec.linear
-        return exchange.sent_bytes(row_bytes, 4 * columns, rows, on_wire=self.on_wire, linear=linear)
+        return exchange.sent_bytes(row_bytes, 4 * columns, rows, on_wire=self.on_wire, linear=linear, inside=inside)
 
     def before_step(self, step: Step) -> None:
         """Called once per optimizer step, when its gradients are known to be finite, before the step is taken."""
@@ -187,9 +201,32 @@ class Method:
         """Figures of the method's own for the report, by what they are called there."""
         return {}
 
-    def gather(self, out: Tensor, shard: Tensor, comm: Comm, *, async_op: bool = False) -> dist.Work | None:
-        """``out`` (N * n,) = everybody's ``shard`` (n,) of the weights: the base class sends them as they are."""
-        return comm.all_gather(out, shard, async_op=async_op)
+    @property
+    def encodes_weights(self) -> bool:
+        """Does ``gather`` send anything but the weights themselves?"""
+        return False
+
+    @property
+    def resident(self) -> bool:
+        """Does what ``gather`` wrote last have to be there the next time? Costs a copy of the weights in memory."""
+        return False
+
+    def gather(self, shards: Shards, *, async_op: bool = False) -> dist.Work | None:
+        """``shards.out`` = everybody's ``shards.own`` of the weights; called only if ``encodes_weights``.
+
+        With ``async_op`` it may return a work instead, whose ``wait`` completes it. ``own`` lies in ``out``.
+        """
+        raise NotImplementedError
+
+    def weight_bytes(self, parameter: Parameter, ranks: int) -> float:
+        """Bytes that one of ``ranks`` ranks sends for ``parameter`` in a ``gather`` of the weights."""
+        return (ranks - 1) * parameter.local * parameter.dtype.itemsize
+
+    def weights_changed(self) -> None:
+        """Weights were given other values than the optimizer's (a checkpoint was loaded)."""
+
+    def state_changed(self) -> None:
+        """``state`` was loaded from a checkpoint."""
 
     def __str__(self) -> str:
         changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
@@ -263,7 +300,7 @@ class Lossy(Method):
             assert self.state is not None
             bucket.rows.add_(self.state.read("residual", bucket))
             residual = self.state.write("residual", bucket)
-        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual)
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual, inside=self.inside_codec)
 
 
 @dataclass

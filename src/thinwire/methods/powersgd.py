@@ -98,7 +98,7 @@ class PowerSgd(ErrorFeedback):
         return exchange.union_bytes(4 * self.rank * height) + exchange.union_bytes(4 * self.rank * cols)
 
     def _cols(self, parameter: Parameter) -> int:
-        return math.prod(parameter.shape[1:])
+        return math.prod(parameter.part[1:])
 
     def _sizes(self, bucket: Bucket, segment: Segment) -> tuple[int, int]:
         """Matrix rows in one of the bucket's rows, and columns."""

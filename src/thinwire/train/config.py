@@ -39,7 +39,7 @@ class Config:
     """How gradients are exchanged; knobs in brackets: "int8(group=64)". `thinwire methods` lists them."""
     engine: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
     """torch's engine for data parallelism."""
-    two_level: bool = False
+    two_level: bool | None = None
     """Reduce inside each node before going across (several ranks per node)."""
     guard: bool = True
     """Skip a step on all ranks when any gradient is not finite."""

@@ -1,0 +1,363 @@
+"""SDP4Bit: four bits for weight differences, two levels for gradients (arXiv 2410.15526); and ZeRO++, which it betters.
+
+Gradients (TLq-HS, Alg. 3), with Q8 and Q4 the quantizers of groups of 128 and H the Hadamard transform of 32 values:
+
+    inside the node:   all-to-all of Q8(H g_n);  g' = mean of what arrived          (l. 2-8)
+    across nodes:      all-to-all of Q4(H g') between equal local ranks;  G = mean of what arrived      (l. 9-13)
+    for an all-reduce: all-gather of Q4(H G), across and then inside: every rank decodes the same bytes
+
+Ours transforms back after each hop; the paper's l. 6 and 8 cancel there: the same up to float32 rounding. Where all
+ranks are on one node there is the inside hop alone, where each is on a node of its own the other one.
+
+Weights (qWD, Alg. 4, where the engine shards them), with w the owner's master and r the replica that all ranks hold:
+
+    all-gather of d = Q4(w - r) of each owner's shard;  r += d, at the owner too     (l. 7-8)
+
+so that r is bit-equal on all ranks, and what Q4 left out is in the next difference: feedback without a buffer. (Alg. 4,
+l. 6 as printed resets the master to r + update, which loses it: a misprint.) The replica is what the model computes
+with. It is sent to once per optimizer step, whatever the engine asks for; a skipped step sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.bucket import Bucket, Piece, Shards, padded
+from thinwire.codecs.base import Codec
+from thinwire.codecs.cast import Bf16, Fp32
+from thinwire.codecs.hadamard import HadamardInt4, HadamardInt8
+from thinwire.codecs.intquant import ROUNDINGS, Int4, Int8, Integers
+from thinwire.collectives import Exchange, TwoLevel
+from thinwire.errors import ThinwireError
+from thinwire.methods.base import SMALL, Method, Parameter, columns_of, exempt_small
+from thinwire.streams import seed_of
+
+WEIGHTS = ("difference", "plain", "dense")
+_EVERYTHING = {"send": ("*",)}
+_DENSE = {"bits": 32, "inside_bits": 32}
+
+
+@dataclass
+class Sdp4Bit(Method):
+    """Weight differences in 4 bits, gradients in 8 bits inside a node and 4 across (arXiv 2410.15526).
+
+    Args:
+        weights: what is sent of them where the engine shards them: "difference" (qWD: to a replica of all weights on
+            every rank, n values more memory), "plain" (qW: the weights themselves, whose small changes are rounded
+            away) or "dense".
+        weight_bits: 4 or 8. weight_group: values that share a scale (larger => fewer bytes, more error).
+        weight_rounding: "nearest" or "stochastic" (the authors'; twice the variance, and differences need no
+            unbiasedness: what is left out comes next).
+        bits: of gradient values across nodes: 4, 8, 16 (bfloat16) or 32. inside_bits: the same inside a node.
+        group: gradient values that share a scale, 32 to 512.
+        hadamard: transform gradients before they are quantized (halves the error of heavy tails).
+        rounding: of gradients, "stochastic" (unbiased) or "nearest" (half the variance, and a bias that adds up).
+        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
+    """
+
+    name: ClassVar[str] = "sdp4bit"
+    on_wire: ClassVar[bool] = False
+    two_level: ClassVar[bool] = True
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {**_EVERYTHING, "weight_rounding": "stochastic"},
+        "qwd": {**_EVERYTHING, **_DENSE},
+        "qw": {**_EVERYTHING, **_DENSE, "weights": "plain"},
+        "tlq-hs": {**_EVERYTHING, "weights": "dense"},
+        "tlq": {**_EVERYTHING, "weights": "dense", "hadamard": False},
+        "ulq": {**_EVERYTHING, "weights": "dense", "hadamard": False, "inside_bits": 4},
+    }
+
+    weights: str = "difference"
+    weight_bits: int = 4
+    weight_group: int = 2048
+    weight_rounding: str = "nearest"
+    bits: int = 4
+    inside_bits: int = 8
+    group: int = 128
+    hadamard: bool = True
+    rounding: str = "stochastic"
+    smallest: int = SMALL
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise ThinwireError(f"{self.name}: weights is one of {', '.join(WEIGHTS)}, got '{self.weights}'")
+        for knob in ("rounding", "weight_rounding"):
+            if getattr(self, knob) not in ROUNDINGS:
+                raise ThinwireError(f"{self.name}: {knob} is nearest or stochastic, got '{getattr(self, knob)}'")
+        if self.weight_bits not in (4, 8):
+            raise ThinwireError(f"{self.name}: weight_bits is 4 or 8, got {self.weight_bits} (weights='dense' for all)")
+        super().__post_init__()
+        self.inside_codec = self._gradients(self.inside_bits)
+        kind = Int4 if self.weight_bits == 4 else Int8
+        self._weight_codec = kind(self.weight_group, self.weight_rounding)
+        self._replicas: dict[tuple[str, ...], _Replica] = {}
+        self._bits: dict[object, tuple[int, int, int]] = {}  # of each bucket: bits inside and across, values
+
+    def make_codec(self) -> Codec:
+        return self._gradients(self.bits)
+
+    def _gradients(self, bits: int) -> Codec:
+        if bits in (16, 32):
+            return Bf16() if bits == 16 else Fp32()
+        kinds: dict[tuple[int, bool], type[Integers]]
+        kinds = {(4, False): Int4, (8, False): Int8, (4, True): HadamardInt4, (8, True): HadamardInt8}
+        if (bits, self.hadamard) not in kinds:
+            raise ThinwireError(f"{self.name}: bits and inside_bits are 4, 8, 16 or 32, got {bits}")
+        return kinds[bits, self.hadamard](self.group, self.rounding)
+
+    def inside(self) -> Sdp4Bit:
+        return replace(self, bits=self.inside_bits, weights="dense")
+
+    def warm_up(self, device: torch.device) -> None:
+        super().warm_up(device)
+        if self.encodes_weights:
+            self._weight_codec.try_out(device)
+
+    def policy(self, parameter: Parameter) -> str | None:
+        return exempt_small(parameter, self.smallest)
+
+    def _codec(self, exchange: Exchange) -> Codec:
+        """Of the only hop there is, or of the second of two levels."""
+        codec = self.inside_codec if exchange.one_node else self.codec
+        assert codec is not None
+        return codec
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        assert self.run is not None
+        codec = self._codec(exchange)
+        for hop, of in enumerate((self.inside_codec, codec)):
+            if isinstance(of, Integers):
+                of.seed = seed_of(self.run.seed, f"{hop}/{self.run.rank}/{bucket.segments[0].name}", bucket.step)
+        assert self.inside_codec is not None
+        bits = [8 * len(bucket.rows) * of.wire_bytes(bucket.shape[1]) for of in (self.inside_codec, codec)]
+        self._bits[bucket.key] = bits[0], bits[1], sum(segment.piece.numel for segment in bucket.segments)
+        exchange.mean(bucket, codec, on_wire=self.on_wire, inside=self.inside_codec)
+
+    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
+        codec = self._codec(exchange)
+        columns = padded(columns_of(parameter, exchange, exchange.bucket_rows(self.on_wire)), self.granule)
+        return exchange.sent_bytes(
+            codec.wire_bytes(columns), 4 * columns, exchange.rows, on_wire=self.on_wire, linear=codec.linear,
+            inside=self.inside_codec,
+        )  # fmt: skip
+
+    @property
+    def encodes_weights(self) -> bool:
+        return self.weights != "dense"
+
+    @property
+    def resident(self) -> bool:
+        return self.weights == "difference"
+
+    def weight_bytes(self, parameter: Parameter, ranks: int) -> float:
+        if not self.encodes_weights:
+            return super().weight_bytes(parameter, ranks)
+        return (ranks - 1) * self._weight_codec.wire_bytes(padded(parameter.local, self.weight_group))
+
+    def gather(self, shards: Shards, *, async_op: bool = False) -> dist.Work | None:
+        assert self.run is not None and self.state is not None
+        key = tuple(piece.name for piece in shards.pieces)
+        if key not in self._replicas:
+            self._replicas[key] = _Replica(self, shards)
+        replica = self._replicas[key]
+        name = key[0] if key else ""
+        self._weight_codec.seed = seed_of(self.run.seed, f"weights/{shards.comm.rank}/{name}", shards.step)
+        if self.weights == "plain":
+            return replica.send(shards, async_op)
+        return replica.follow(shards, async_op)
+
+    def weights_changed(self) -> None:
+        """Replicas in use are stale: start from the weights as they are (not so those that were just loaded)."""
+        assert self.state is not None
+        for replica in self._replicas.values():
+            if replica.step is not None:
+                replica.step = None
+                for name in replica.names:
+                    self.state.discard("replica", name)
+
+    def state_changed(self) -> None:
+        for replica in self._replicas.values():
+            replica.step = None
+
+    def facts(self) -> dict[str, float]:
+        """Bits per value, with scales and padding; of weights also what stays dense among them."""
+        found = {}
+        if self._bits:
+            inside, only, values = (sum(column) for column in zip(*self._bits.values(), strict=True))
+            assert self.run is not None
+            two = isinstance(self.run.exchange, TwoLevel)
+            if two:
+                found["bits per gradient, inside"] = inside / values
+            found["bits per gradient, across" if two else "bits per gradient"] = only / values
+        sent = [replica for replica in self._replicas.values() if replica.bits]
+        if sent:
+            found["bits per weight"] = sum(of.bits for of in sent) / sum(of.values for of in sent)
+        return found
+
+
+class _Replica:
+    """All ranks' weights of one FSDP module as all ranks have them, and the message that moves them on.
+
+    Attributes:
+        step: optimizer steps taken when the weights were last sent; None: never, or they are no longer ours.
+        bits, values: of the last message.
+    """
+
+    def __init__(self, method: Sdp4Bit, shards: Shards) -> None:
+        assert method.run is not None and method.state is not None
+        self.state, self.codec = method.state, method._weight_codec
+        self.names = [piece.name for piece in shards.pieces]
+        self.step: int | None = None
+        self.bits = self.values = 0
+        self._sent: list[tuple[Piece, int]] = []  # and its first column among the values to encode
+        self._kept: list[tuple[Piece, int]] = []  # and its first byte in the message, behind what is encoded
+        width = 0
+        kept: list[Piece] = []
+        for piece in shards.pieces:
+            if method.keep_dense(method.run.parameters[piece.name]) is None:
+                self._sent.append((piece, width))
+                width += padded(piece.numel, method.weight_group)
+            else:
+                kept.append(piece)
+        place = self._encoded = self.codec.wire_bytes(width)
+        for piece in kept:
+            self._kept.append((piece, place))
+            place += piece.numel * shards.own.element_size()
+        device = shards.own.device
+        self._values = torch.zeros((1, width), device=device)  # float32
+        self._message = torch.zeros(padded(place, 4), dtype=torch.uint8, device=device)
+        self._everybody = torch.zeros((shards.comm.size, len(self._message)), dtype=torch.uint8, device=device)
+        self._own: Tensor | None = None  # this rank's row of the replica
+        self._out: Tensor | None = None
+
+    def follow(self, shards: Shards, async_op: bool) -> dist.Work | None:
+        """Send the difference, once per optimizer step."""
+        if self._own is None or self._out is None or self._out.data_ptr() != shards.out.data_ptr():
+            self._own, self._out, self.step = shards.own.clone(), shards.out, None
+        if self.step is None and self._share(shards) == shards.step:
+            self._remember(shards.step)
+            return None
+        if self.step == shards.step:
+            shards.own.copy_(self._own)  # the engine has put the master there
+            return None
+        for piece, column in self._sent:
+            at = slice(piece.offset, piece.offset + piece.numel)
+            torch.sub(shards.own[at], self._own[at], out=self._values[0, column : column + piece.numel])
+        self._remember(shards.step)
+        return self._exchange(shards, async_op, add=True)
+
+    def send(self, shards: Shards, async_op: bool) -> dist.Work | None:
+        """Send the weights themselves: what their bytes decode to is what all compute with, the owner too."""
+        for piece, column in self._sent:
+            self._values[0, column : column + piece.numel].copy_(shards.own[piece.offset : piece.offset + piece.numel])
+        return self._exchange(shards, async_op, add=False)
+
+    def _share(self, shards: Shards) -> int:
+        """Everybody's row as its owner has it, saved or else the weights as they are. The step that it belongs to."""
+        assert self._own is not None
+        step, saved = shards.step, {name: self.state.get("replica", name) for name in self.names}
+        master = shards.own.clone()
+        for piece in shards.pieces:
+            values = saved[piece.name]
+            if values is None:
+                continue
+            if values.numel() != piece.numel:
+                raise ThinwireError(
+                    f"state 'replica' of {piece.name} has {values.numel()} values, this run needs {piece.numel}: "
+                    "it was saved with another world size"
+                )
+            shards.own[piece.offset : piece.offset + piece.numel].copy_(values)
+            found = self.state.get("replica step", piece.name)
+            assert found is not None
+            step = int(found)
+        shards.comm.all_gather(shards.out, shards.own)
+        self._own.copy_(shards.own)
+        if step != shards.step:
+            shards.own.copy_(master)
+        return step
+
+    def _remember(self, step: int) -> None:
+        """Have this rank's row in the saved state: views, which follow."""
+        assert self._own is not None
+        if self.step is None:
+            for piece in (piece for pieces in (self._sent, self._kept) for piece, _ in pieces):
+                self.state.set("replica", piece.name, self._own[piece.offset : piece.offset + piece.numel])
+        self.step = step
+        for name in self.names:
+            self.state.set("replica step", name, torch.tensor(step))
+
+    def _exchange(self, shards: Shards, async_op: bool, *, add: bool) -> dist.Work | None:
+        ledger, message = shards.comm.ledger, self._message
+        self.bits, self.values = 8 * len(message), sum(piece.numel for piece in shards.pieces)
+        with ledger.span("encode", message):
+            if self._sent:
+                self.codec.encode(self._values, message[: self._encoded].view(1, -1))
+            for piece, place in self._kept:
+                self._as_sent(message, piece, place, shards.own.dtype).copy_(
+                    shards.own[piece.offset : piece.offset + piece.numel]
+                )
+        # On CUDA everything is in the order of the engine's own stream: there is nothing to wait for on the host.
+        work = shards.comm.all_gather(self._everybody, message, async_op=async_op and not message.is_cuda)
+
+        def receive() -> None:
+            with ledger.span("decode", message), torch.no_grad():
+                self._receive(shards, add)
+
+        if work is None:
+            receive()
+            return None
+        return _Then(work, receive)
+
+    def _receive(self, shards: Shards, add: bool) -> None:
+        if add and self._own is not None:
+            shards.own.copy_(self._own)
+        for row, message in zip(shards.out.view(shards.comm.size, -1), self._everybody, strict=True):
+            if self._sent:
+                self.codec.decode(message[: self._encoded].view(1, -1), self._values)
+            for piece, column in self._sent:
+                values, target = self._values[0, column : column + piece.numel], row[piece.offset :][: piece.numel]
+                target.add_(values) if add else target.copy_(values)
+            for piece, place in self._kept:
+                row[piece.offset :][: piece.numel].copy_(self._as_sent(message, piece, place, row.dtype))
+        if add and self._own is not None:
+            self._own.copy_(shards.own)
+
+    @staticmethod
+    def _as_sent(message: Tensor, piece: Piece, place: int, dtype: torch.dtype) -> Tensor:
+        return message[place : place + piece.numel * dtype.itemsize].view(dtype)
+
+
+class _Then(dist.Work):
+    """A work, and what has to be done when it is over."""
+
+    def __init__(self, work: dist.Work, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._then = work, then
+
+    def wait(self, *timeout: Any) -> bool:
+        self._work.wait(*timeout)
+        self._then()
+        return True
+
+
+@dataclass
+class ZeroPp(Sdp4Bit):
+    """ZeRO++ (arXiv 2306.10209): weights in 8 bits, gradients in 4 bits on both levels. All knobs are sdp4bit's.
+
+    What it rounds away of small weight changes is lost. Its secondary copy of the weights inside each node (hpZ) is
+    what HSDP does anyway.
+    """
+
+    name: ClassVar[str] = "zeropp"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"w4": {**_EVERYTHING, "weight_bits": 4}}
+
+    weights: str = "plain"
+    weight_bits: int = 8
+    inside_bits: int = 4
+    hadamard: bool = False
