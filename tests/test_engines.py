@@ -52,7 +52,7 @@ def _methods(rank, world, kind):
         wire = thinwire.compress(model, optimizer, method)
         losses = train(model, optimizer, rank, range(8), wire)
         stats = wire.stats()
-        gathers = stats["dense_bytes_per_step"] - wire.plan.dense_bytes
+        gathers = stats["weight_bytes_per_step"]
         found[method] = {
             "apart": max(abs(a - b) for a, b in zip(losses, reference, strict=True)),
             "equal": same_on_all_ranks(model),
@@ -74,8 +74,9 @@ def test_methods_train_alike_and_send_what_the_plan_says(kind, world):
             assert what["equal"], method
             assert 0 <= what["surprise"] <= FLAG_BYTES, method
             assert what["exposed"] > 0
-        assert found["bf16"]["share"] == pytest.approx(0.5)
-        assert found["int8(smallest=100)"]["share"] < 0.4
+        # On HSDP the hop inside the node stays dense: 2 ranks send twice as much there as across, on gloo.
+        assert found["bf16"]["share"] == pytest.approx(0.5 if kind != "hsdp" else 5 / 6)
+        assert found["int8(smallest=100)"]["share"] < (0.4 if kind != "hsdp" else 0.8)
 
 
 def _nan(rank, world, kind, method):
@@ -242,7 +243,7 @@ def _accumulate(rank, world, kind, method):
                 (loss_of(model, 3 * step + micro, rank) / 3).backward()
         optimizer.step()
         optimizer.zero_grad()
-    gathers = wire.stats()["dense_bytes_per_step"] - wire.plan.dense_bytes
+    gathers = wire.stats()["weight_bytes_per_step"]
     surprise = sum(wire.stats()["wire_bytes_per_step"].values()) - gathers - wire.plan.wire_bytes
     result = torch.equal(flat(stock), flat(model)), float((flat(stock) - flat(model)).abs().max()), surprise
     wire.close()

@@ -10,6 +10,7 @@ from thinwire.errors import ThinwireError
 from thinwire.methods.base import Lossy, Method, Parameter
 from thinwire.methods.baselines import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, NoExchange
 from thinwire.methods.dgc import Dgc
+from thinwire.methods.loco import LoCo
 from thinwire.methods.onebit import OneBitAdam
 from thinwire.methods.powersgd import PowerSgd
 from thinwire.methods.radius import Radius
@@ -20,12 +21,12 @@ from thinwire.methods.tagc import Lhc, Tagc
 from thinwire.methods.topk import TopK
 
 TABLE: tuple[type[Method], ...] = (
-    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Scape, Separate, Tagc, Lhc, Sdp4Bit, ZeroPp, PowerSgd, TopK, Dgc,
-    OneBitAdam, NoExchange,
+    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Scape, Separate, Tagc, Sdp4Bit, Lhc, ZeroPp, LoCo, PowerSgd, TopK,
+    Dgc, OneBitAdam, NoExchange,
 )  # fmt: skip
 
 __all__ = [
-    "TABLE", "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "Lossy", "Method", "NoExchange",
+    "TABLE", "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "LoCo", "Lossy", "Method", "NoExchange",
     "OneBitAdam", "Parameter", "PowerSgd", "Radius", "Scape", "Sdp4Bit", "Separate", "Tagc", "TopK", "ZeroPp", "names",
     "resolve",
 ]  # fmt: skip

@@ -1,0 +1,343 @@
+"""1-bit Adam against its pseudo-code (``papers.OneBitAdamPaper``, float64), laws, limits, and the kernels of signs."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from papers import OneBitAdamPaper
+from test_ops_quant import apart, assert_same_bits, hard_rows, margin, poisoned, run_python
+from thinwire.codecs.sign import Sign
+from thinwire.errors import ThinwireError
+from thinwire.ledger import Ledger
+from thinwire.methods import OneBitAdam, resolve
+from thinwire.methods.base import Parameter, Run
+from thinwire.ops.sign import cpu, reference
+from thinwire.testing import Threads, exchange_on, parameters_for, reduce_on_threads
+
+STEPS, WARMUP, LR, DECAY = 50, 6, 1e-2, 0.1
+TOPOLOGIES = ["all_reduce", "reduce_scatter"]
+SHAPES = {"a": (12, 25), "b": (12, 8), "c": (13, 5)}
+"""In groups of 32 and on 2 to 4 ranks: whole groups, tails, and (c) rows of different length."""
+
+
+def gradients(rank: int, step: int, numel: int) -> torch.Tensor:
+    common = torch.randn(numel, generator=torch.Generator().manual_seed(8))
+    noise = torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return common * (1 + 0.01 * step) + noise
+
+
+def adamw(weights):
+    return torch.optim.AdamW(weights, lr=LR, weight_decay=DECAY)
+
+
+def make(**knobs) -> OneBitAdam:
+    return OneBitAdam(**{"group": 32, "warmup": WARMUP, "smallest": 0, "send": ("*",), **knobs})
+
+
+def run(topology, size, knobs=None, *, given=gradients, **more):
+    common = {"shapes": SHAPES, "steps": STEPS, "optimizer": adamw, **more}
+    return reduce_on_threads(lambda: make(**(knobs or {})), given, topology=topology, size=size, **common)
+
+
+def locals_of(topology: str, size: int) -> dict[str, int]:
+    """Elements of each parameter in one rank's part of the engine's buffer."""
+    parameters = parameters_for(exchange_on(topology, Threads(size), 0, Ledger()), SHAPES)
+    return {name: parameter.local for name, parameter in parameters.items()}
+
+
+def by_parameter(flat, topology: str, size: int) -> dict[str, np.ndarray]:
+    """The engine's whole buffer, taken apart; where it is sharded, with the engine's padding."""
+    widths = locals_of(topology, size)
+    rows = np.asarray(flat).reshape(1 if topology == "all_reduce" else size, -1)
+    columns = np.split(rows, np.cumsum(list(widths.values()))[:-1], 1)
+    return {name: values.reshape(-1) for name, values in zip(widths, columns, strict=True)}
+
+
+@pytest.mark.parametrize("scale", ["mean", "rms"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_against_the_pseudo_code(topology, size, scale):
+    """Weights, momentum and both errors, for 6 dense and 44 compressed steps. Sharded is the same algorithm."""
+    results = run(topology, size, {"scale": scale})
+    numels = {name: len(v) for name, v in by_parameter(results[0][0]["input"], topology, size).items()}
+    papers = {
+        name: OneBitAdamPaper(numel, size, group=32, warmup=WARMUP, scale=scale, lr=LR, betas=(0.9, 0.999), eps=1e-8,
+                              decay=DECAY) for name, numel in numels.items()
+    }  # fmt: skip
+    for step in range(STEPS):
+        given = [by_parameter(rank[step]["input"].double(), topology, size) for rank in results]
+        ranks = results[:1] if topology == "all_reduce" else results
+        moments = by_parameter(torch.cat([rank[step]["mean"] for rank in ranks]), topology, size)
+        for name, paper in papers.items():
+            expected = paper.step([mine[name] for mine in given])
+            assert paper.closest > 2e-7, "a sign that float32 cannot tell: take other gradients"
+            weights = np.concatenate([rank[step]["weights"][name].double().numpy() for rank in ranks])
+            assert np.abs(weights - expected).max() < 1e-5 + 1e-4 * np.abs(expected).max()
+            if step < WARMUP:
+                continue
+            assert np.abs(moments[name] - paper.m).max() < 1e-5
+            for n, rank in enumerate(results):
+                mine = rank[step][f"residual/{name}"].reshape(-1)[: numels[name]].double().numpy()
+                assert np.abs(mine - paper.worker_error[n]).max() < 1e-4
+                error = rank[step][f"server/{name}"].reshape(-1).double().numpy()
+                assert np.abs(error[: len(paper.server_error[n])] - paper.server_error[n]).max() < 1e-4
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_nothing_is_lost(topology):
+    """m' + s + mean e = b1 m + (1-b1) mean g + last s + last mean e, value by value."""
+    size = 3
+    results = run(topology, size, steps=WARMUP + 8)
+
+    def held(step, name):  # what waits: e and s
+        ranks = [rank[step] for rank in results]
+        numel = sum(rank["weights"][name].numel() for rank in (ranks[:1] if topology == "all_reduce" else ranks))
+        errors = sum(rank[f"residual/{name}"].double().reshape(-1) for rank in ranks) / size
+        return (errors + torch.cat([rank[f"server/{name}"].double()[0] for rank in ranks]))[:numel].numpy()
+
+    def moments(step):
+        flats = [rank[step]["mean"] for rank in results]
+        return by_parameter(flats[0] if topology == "all_reduce" else torch.cat(flats), topology, size)
+
+    for step in range(WARMUP + 1, WARMUP + 8):
+        given = by_parameter(sum(rank[step]["input"].double() for rank in results) / size, topology, size)
+        for name in SHAPES:
+            before = 0.9 * moments(step - 1)[name].astype(float) + 0.1 * given[name] + held(step - 1, name)
+            assert np.abs(moments(step)[name] + held(step, name) - before).max() < 1e-5
+            assert np.abs(held(step, name)).max() > 0.01
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_the_warm_up_is_the_dense_optimizer_and_ranks_stay_equal(topology):
+    results = run(topology, 3, steps=WARMUP + 3)
+    dense = reduce_on_threads(lambda: resolve("dense"), gradients, topology=topology, size=3, shapes=SHAPES,
+                              steps=WARMUP, optimizer=adamw)  # fmt: skip
+    for rank, other in zip(results, dense, strict=True):
+        for step in range(WARMUP):
+            assert all(torch.equal(rank[step]["weights"][name], other[step]["weights"][name]) for name in SHAPES)
+        if topology == "all_reduce":
+            for name in SHAPES:
+                assert torch.equal(rank[-1]["weights"][name], results[0][-1]["weights"][name])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_bytes_are_the_plans(topology, size):
+    """Signs both ways; once, where the optimizer is sharded, the momentum of the warm-up in fp32."""
+    results = run(topology, size, steps=WARMUP + 3)
+    exchange = exchange_on(topology, Threads(size), 0, Ledger())
+    planned = sum(make().sent_bytes(parameter, exchange) for parameter in parameters_for(exchange, SHAPES).values())
+    once, *later = [step["bytes"].item() for step in results[0][WARMUP:]]
+    assert later == [planned, planned]
+    width = sum(-(-columns // 32) * 32 for columns in
+                (-(-local // exchange.bucket_rows(False)) if topology == "all_reduce" else local
+                 for local in locals_of(topology, size).values()))  # fmt: skip
+    assert planned == 2 * (size - 1) * (width // 8 + width // 32 * 4)
+    assert once == planned + (0 if topology == "all_reduce" else 4 * width * (size - 1))
+
+
+@pytest.mark.parametrize("skipped", [WARMUP - 1, WARMUP, 9])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_skipped_step_leaves_no_trace(topology, skipped):
+    """Its NaN is nowhere, the first compressed step (where the momentum changes hands) included."""
+
+    def shifted(rank, step, numel):
+        if step == skipped:
+            return torch.full((numel,), math.nan)
+        return gradients(rank, step - (step > skipped), numel)
+
+    # The clock of ``reduce_on_threads`` goes on at a skipped step (the wire's does not): a skipped warm-up is longer.
+    knobs = {"warmup": WARMUP + (skipped < WARMUP)}
+    clean = run(topology, 2, steps=12)
+    dirty = run(topology, 2, knobs, given=shifted, steps=13, skip=(skipped,))
+    for rank, other in zip(clean, dirty, strict=True):
+        for key, value in rank[-1].items():
+            if isinstance(value, torch.Tensor) and key not in ("input", "bytes"):
+                assert torch.equal(value, other[-1][key]), key
+        assert all(torch.equal(rank[-1]["weights"][name], other[-1]["weights"][name]) for name in SHAPES)
+
+
+def test_with_one_value_in_each_group_the_frozen_step_is_all_that_is_left():
+    """Limit: constant magnitudes lose nothing to C, so the momentum is Adam's own; v is the warm-up's."""
+
+    def signs(rank, step, numel):
+        return torch.ones(numel) * (-1) ** (torch.arange(numel) % 3)
+
+    results = run("all_reduce", 2, given=signs, shapes={"a": 64}, steps=20)
+    weight = torch.zeros(64, dtype=torch.float64)
+    for t in range(1, 21):  # m^ = g and v^ = g^2 whatever t
+        weight = (1 - LR * DECAY) * weight - LR * signs(0, 0, 64) / (1 + 1e-8)
+        assert torch.allclose(results[0][t - 1]["weights"]["a"].double(), weight, atol=1e-6)
+
+
+def test_weights_that_never_had_a_gradient_stay_where_they_are():
+    def unused(rank, step, numel):
+        values = gradients(rank, step, numel)
+        values[:16] = 0
+        return values
+
+    results = run("all_reduce", 2, given=unused, shapes={"a": (20, 16)})
+    weights = results[0][-1]["weights"]["a"]
+    assert (weights[:16] == 0).all() and (weights[16:] != 0).all() and weights.abs().max() < STEPS * LR * 3
+
+
+def test_clipping_acts_on_the_step_and_not_on_what_is_kept():
+    def growing(rank, step, numel):  # too small to be clipped in the warm-up
+        return gradients(rank, step, numel) * (0.01 if step < WARMUP else 1.0)
+
+    clipped, free = (run("all_reduce", 2, given=growing, steps=12, max_norm=norm)[0] for norm in (1.0, math.inf))
+    for kind in ("mean", "residual/a", "server/a", "=moment/a"):
+        assert torch.equal(clipped[-1][kind], free[-1][kind])
+    assert clipped[-1]["weights"]["a"].norm() < 0.9 * free[-1]["weights"]["a"].norm()
+
+
+def test_embeddings_stay_dense_unless_they_are_sent():
+    embedding = Parameter("tok", (1000, 100), 100_000, "embedding", torch.float32, 100_000)
+    assert "variance" in (OneBitAdam().keep_dense(embedding) or "")
+    assert resolve("onebit-adam:paper").keep_dense(embedding) is None
+    assert resolve("onebit-adam:paper").scale == "rms"
+
+
+@pytest.mark.parametrize("optimizer, says", [
+    (lambda w: torch.optim.SGD(w), "built on Adam"),
+    (lambda w: torch.optim.Adam(w, weight_decay=0.1), "decoupled weight decay"),
+    (lambda w: torch.optim.AdamW(w, amsgrad=True), "amsgrad"),
+    (lambda w: torch.optim.AdamW(w, maximize=True), "maximize"),
+    (lambda w: torch.optim.AdamW([{"params": w}, {"params": [torch.nn.Parameter(torch.zeros(1))],
+                                                  "betas": (0.8, 0.9)}]), "one beta1"),
+])  # fmt: skip
+def test_optimizers_that_do_not_fit_are_refused(optimizer, says):
+    with pytest.raises(ThinwireError, match=says):
+        OneBitAdam(warmup=3).begin(Run({}, None, 100, 0, optimizer([torch.nn.Parameter(torch.zeros(4))])))
+
+
+def test_knobs_that_do_not_fit_are_refused():
+    weights = [torch.nn.Parameter(torch.zeros(4))]
+    OneBitAdam().begin(Run({}, None, 100, 0, torch.optim.Adam(weights)))
+    for warmup, steps, says in ((0, 100, "no variance"), (0.001, 100, "no variance"), (0.15, None, "needs steps"),
+                                (100, 100, "beyond the end")):  # fmt: skip
+        with pytest.raises(ThinwireError, match=says):
+            OneBitAdam(warmup=warmup).begin(Run({}, None, steps, 0, torch.optim.AdamW(weights)))
+    for knobs in ("group=16", "group=100", "scale='max'", "smallest=-1"):
+        with pytest.raises(ThinwireError, match=r"onebit-adam|Sign"):
+            resolve(f"onebit-adam({knobs})")
+
+
+def check_kernels(fast, count: int, groups: int, group: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Every operation of ``fast`` against the reference, on rows apart from each other, into poisoned results."""
+    n = groups * group
+    rows = apart(hard_rows(count, n, dtype)).to(device)
+    counts = torch.randint(1, group + 1, (count, groups), generator=torch.Generator().manual_seed(n))
+    shares = (1 / counts.float()).to(device)
+    for rms in (False, True):
+        results = []
+        for module in (reference, fast):
+            bits, scales, out = (
+                x.to(device) if device != "cpu" else x
+                for x in (poisoned(count, n // 8, torch.uint8), poisoned(count, groups, torch.float32),
+                          poisoned(count, n, torch.float32))
+            )  # fmt: skip
+            total = torch.full((n,), torch.nan, device=device)
+            module.pack(rows, group, shares, bits, scales, rms)
+            module.unpack(bits, scales, group, out)
+            module.unpack_sum(bits, scales, group, total, 1 / 3)
+            if device == "cpu":
+                assert all(bool((margin(x) == 255).all()) for x in (bits, scales, out)), "wrote between the rows"
+            results.append([x.cpu() for x in (bits, scales, out, total)])
+        for actual, expected in zip(results[1], results[0], strict=True):
+            assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [32, 128, 2048])
+def test_cpu_kernels_are_the_reference(group, dtype):
+    for count, groups in ((1, 1), (3, 5), (2, 37)):
+        check_kernels(cpu, count, groups, group, dtype)
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
+def test_triton_interpreted_is_the_reference():
+    code = """
+import torch
+import test_onebit
+from thinwire.ops.sign import triton as fast
+for case in ((3, 5, 128, torch.float32), (2, 37, 32, torch.bfloat16), (1, 3, 4096, torch.float32)):
+    test_onebit.check_kernels(fast, *case)
+print("checked")
+"""
+    done = run_python(code, TRITON_INTERPRET="1")
+    assert done.stdout.strip().endswith("checked"), done.stderr
+
+
+@needs_triton
+def test_triton_compiles_without_a_gpu(tmp_path):
+    """Types and layouts, which the interpreter does not check."""
+    code = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from thinwire.ops.sign import triton as t
+
+def build(kernel, **types):
+    constants = {(i,): types[name] for i, name in enumerate(kernel.arg_names) if isinstance(types[name], int)}
+    signature = {name: "constexpr" if isinstance(kind, int) else kind for name, kind in types.items()}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False})
+    assert compiled.asm["cubin"] and "fma" not in compiled.asm["ptx"]
+
+wire = dict(bits="*u8", bits_stride="i64", scales="*fp32", scales_stride="i64")
+for kind, rms in (("*fp32", 0), ("*i16", 1)):
+    build(t._pack, rows=kind, rows_stride="i64", shares="*fp32", shares_stride="i64", **wire, groups="i32",
+          GROUP=128, LEVELS=7, BLOCK=32, RMS=rms)
+build(t._unpack, **wire, out="*fp32", out_stride="i64", factor="fp32", peers="i32", groups="i32", GROUP=128, BLOCK=32)
+print("compiled")
+"""
+    done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.stdout.strip().endswith("compiled"), done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_is_the_reference():
+    from thinwire.ops.sign import triton as fast
+
+    for case in ((3, 5, 128, torch.float32), (2, 37, 32, torch.bfloat16), (1, 300, 2048, torch.float32)):
+        check_kernels(fast, *case, device="cuda")
+
+
+def test_layout_and_scales():
+    """Bit j of byte i is element j * group / 8 + i; zeros are positive, a group of zeros is zeros; NaN stays NaN."""
+    rows = torch.zeros(1, 128)
+    rows[0, 1], rows[0, 5], rows[0, 31], rows[0, 33] = -2.0, -6.0, 8.0, torch.nan
+    rows[0, 64], rows[0, 96:] = torch.inf, -0.0
+    wire, values = torch.empty(1, 32, dtype=torch.uint8), torch.empty(1, 128)
+    codec = Sign(group=32)
+    codec.decode(codec.encode(rows, wire), values)
+    assert wire[0, :16].tolist() == [0, 0b11] + [0] * 14
+    assert values[0, :32].tolist() == [0.5, -0.5, 0.5, 0.5, 0.5, -0.5] + [0.5] * 26
+    assert not values[0, 32:96].isfinite().any() and (values[0, 96:] == 0).all()
+    codec = Sign(group=32, scale="rms")
+    codec.shares = torch.tensor([[1 / 26, 1 / 32, 1 / 32, 1.0]])
+    codec.decode(codec.encode(rows, wire), values)
+    assert values[0, :2].tolist() == [2.0, -2.0]
+    with pytest.raises(ThinwireError, match="shares"):
+        codec.encode(rows.repeat(2, 1), wire.repeat(2, 1))
+
+
+def test_mean_never_leaves_more_than_there_was_and_rms_keeps_the_norm():
+    rows = torch.randn(1, 1 << 14, generator=torch.Generator().manual_seed(0)) ** 5  # long tails
+    left = {}
+    for scale in ("mean", "rms"):
+        codec, values = Sign(scale=scale), torch.empty_like(rows)
+        codec.decode(codec.encode(rows, torch.empty(1, codec.wire_numel(1 << 14), dtype=torch.uint8)), values)
+        left[scale] = float((rows - values).norm() / rows.norm())
+        if scale == "rms":
+            assert float(values.norm()) == pytest.approx(float(rows.norm()), rel=1e-5)
+    assert left["mean"] < 1 < left["rms"]
