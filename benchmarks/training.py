@@ -47,19 +47,42 @@ METHODS = {
     "top-k d=0.4 from 15%, no feedback": "topk(density=0.4,start=0.15,error_feedback=False,smallest={small})",
     "top-k d=0.01 from 15%, error feedback": "topk(density=0.01,start=0.15,smallest={small})",
     "top-k d=0.01 from 15%, no feedback": "topk(density=0.01,start=0.15,error_feedback=False,smallest={small})",
+    "ZeRO++ (8-bit weights)": "zeropp(smallest={small})",
+    "ZeRO++ as the paper compares it (4-bit weights)": "zeropp:w4",
+    "SDP4Bit (ours)": "sdp4bit(smallest={small})",
+    "SDP4Bit (paper)": "sdp4bit:paper",
+    "qWD alone": "sdp4bit:qwd",
+    "qW alone": "sdp4bit:qw",
+    "TLq-HS alone": "sdp4bit:tlq-hs",
+    "TLq alone": "sdp4bit:tlq",
+    "ULq alone": "sdp4bit:ulq",
+    "LoCo": "loco(smallest={small})",
+    "1-bit Adam": "onebit-adam(smallest={small})",
+    "AdamS dense": "dense --optimizer adams",
+    "SCAPE d=0.1 (paper)": "scape:paper-d0.1 --optimizer adams",
+    "SCAPE d=0.01 (paper)": "scape:paper --optimizer adams",
+    "SCAPE d=0.1": "scape(density=0.1,smallest={small}) --optimizer adams",
+    "SCAPE d=0.01": "scape(smallest={small}) --optimizer adams",
+    "SCAPE d=0.01, clip=return": "scape(clip='return',smallest={small}) --optimizer adams",
 }
+REFERENCE = {"adamw": "dense", "adams": "AdamS dense"}
 
 
 def run(label: str, method: str, seed: int, args: argparse.Namespace) -> None:
     out = directory(label, seed, args)
     if (out / "summary.json").exists():
         return
+    method, *options = method.split(" --")
     command = [
         sys.executable, "-m", "thinwire", "train", "--method", method, "--engine", args.engine, "--preset", args.preset,
         "--steps", str(args.steps), "--seed", str(seed), "--ranks", str(args.ranks), "--seq-len", str(args.seq_len),
         "--batch-size", str(args.batch_size), "--corpus", args.corpus, "--valid", args.valid, "--out", str(out),
         "--eval-every", str(max(args.steps // 8, 1)), "--eval-sequences", "256", "--lr", str(args.lr),
     ]  # fmt: skip
+    if args.ranks_per_node:
+        command += ["--ranks-per-node", str(args.ranks_per_node)]
+    for option in options:
+        command += f"--{option}".split()
     print(" ".join(command[2:]), flush=True)
     log = out.with_name(f"{out.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -81,14 +104,16 @@ def table(args: argparse.Namespace, methods: dict[str, str]) -> str:
             file = directory(label, seed, args) / "summary.json"
             if file.exists():
                 found.setdefault(label, []).append({"seed": seed, **json.loads(file.read_text())})
-    dense = {run["seed"]: run["valid_loss"] for run in found.get("dense", [])}
+    dense = {(o, run["seed"]): run["valid_loss"] for o, name in REFERENCE.items() for run in found.get(name, [])}
     lines = [
         "| method | validation loss (by seed) | gap to dense | sent per step | share of dense | skipped |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for label, runs in found.items():
         losses = ", ".join(f"{run['valid_loss']:.4f}" for run in runs)
-        gaps = [run["valid_loss"] / dense[run["seed"]] - 1 for run in runs if run["seed"] in dense]
+        optimizer = "adams" if "adams" in methods[label] else "adamw"
+        references = [dense.get((optimizer, run["seed"])) for run in runs]
+        gaps = [run["valid_loss"] / of - 1 for run, of in zip(runs, references, strict=True) if of]
         gap = f"{statistics.mean(gaps):+.2%}" if gaps else "-"
         sent = statistics.mean(sum(run["wire_bytes_per_step"].values()) for run in runs)
         share = sent / statistics.mean(run["dense_bytes_per_step"] for run in runs)
@@ -139,6 +164,7 @@ def main() -> None:
     parser.add_argument("--preset", default="small")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks-per-node", type=int, help="take the ranks for so many per node")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--lr", type=float, default=2e-3)

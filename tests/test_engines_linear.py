@@ -28,7 +28,7 @@ METHODS = [
     "dgc(density=0.1, smallest=100)",
     "onebit-adam(warmup=3, group=64, smallest=100)",
 ]
-EXACT = ("loco", "radius", "scape", "sdp4bit", "separate", "powersgd")
+EXACT = ("loco", "onebit-adam", "radius", "scape", "sdp4bit", "separate", "powersgd")
 """What sends the same bytes in every period of 4 steps, whatever the data: the plan is then exact."""
 FLAG_BYTES = 8
 

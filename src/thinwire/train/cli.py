@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from thinwire.errors import ThinwireError
+
 
 def main(argv: list[str]) -> int:
     """Train: as one rank of a job that somebody started (torchrun's environment), or on ranks started here."""
@@ -14,7 +16,11 @@ def main(argv: list[str]) -> int:
 
     config = from_arguments(argv).check()
     if not under_torchrun():
-        return start_ranks(argv, config.ranks or _default_ranks(config.device))
+        ranks = config.ranks or _default_ranks(config.device)
+        per_node = config.ranks_per_node or ranks
+        if ranks % per_node:
+            raise ThinwireError(f"--ranks-per-node {per_node} does not divide the {ranks} ranks")
+        return start_ranks(argv, ranks, per_node)
     from thinwire.train.loop import train
 
     train(config)

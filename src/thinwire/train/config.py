@@ -40,7 +40,9 @@ class Config:
     engine: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
     """torch's engine for data parallelism."""
     two_level: bool | None = None
-    """Reduce inside each node before going across (several ranks per node)."""
+    """Reduce inside each node before going across (several ranks per node). Default: if the method was made for it."""
+    inside: str | None = None
+    """What the hop inside a node sends, on HSDP or with two levels: dense, bf16, int8, ... Default: dense."""
     guard: bool = True
     """Skip a step on all ranks when any gradient is not finite."""
     reshard: bool = True
@@ -81,6 +83,8 @@ class Config:
     """Folder for the run's files."""
     ranks: int | None = None
     """Ranks to start on this machine. Default: one per GPU, or 2 on CPU. Under torchrun its ranks are used."""
+    ranks_per_node: int | None = None
+    """Of the ranks started here: take them for so many per node (to try out two levels). Default: all on one node."""
     eval_every: int = 100
     """Steps between evaluations (also at the start and at the end); 0: only those two."""
     eval_sequences: int = 64

@@ -26,8 +26,10 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start_ranks(arguments: list[str], ranks: int) -> int:
-    """Run ``thinwire train`` with these arguments on ``ranks`` ranks; the exit status of the first that fails, or 0.
+def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
+    """Run ``thinwire train`` with these arguments on ``ranks`` ranks, said to be ``per_node`` on a node.
+
+    Returns the exit status of the first that fails, or 0.
 
     When one fails or this process ends, however it ends, the others are ended too. A line that several ranks print to
     standard error is shown once.
@@ -44,9 +46,9 @@ def start_ranks(arguments: list[str], ranks: int) -> int:
                 "OMP_NUM_THREADS": "1",
                 **os.environ,
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                "LOCAL_RANK": str(rank),  # of this machine: it chooses the GPU
                 "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(per_node),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }

@@ -200,6 +200,7 @@ def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
         config.method,
         guard=config.guard,
         two_level=config.two_level,
+        inside=config.inside,
         steps=config.steps,
         seed=config.seed,
     )
