@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -188,6 +188,19 @@ class _AllOf(dist.Work):
     def wait(self, *timeout) -> bool:
         for work in self._works:
             work.wait(*timeout)
+        return True
+
+
+class Then(dist.Work):
+    """A work, and what has to be done when it is over, by whoever waits for it."""
+
+    def __init__(self, work: dist.Work, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._then = work, then
+
+    def wait(self, *timeout) -> bool:
+        self._work.wait(*timeout)
+        self._then()
         return True
 
 

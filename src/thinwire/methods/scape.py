@@ -16,6 +16,10 @@ the mask). b is then b1 m + x + mean of what was sent. The same lines hold where
 and x live with the owner of the row alone: the paper's Alg. 2 and its authors' code disagree there, and the code drops
 the other ranks' gradients. An owner of a tensor's mask is a rank (DDP, HSDP) or the owner of the row (FSDP2).
 
+Sharded weights need not be gathered whole: off the mask m' is 0 and w only decays, which every rank can do to what it
+gathered last. The owner sends w at the mask, whose positions all ranks know (Alg. 2, l. 6-7). That every rank took the
+whole step instead would need b on all of them, which is as many bytes, and m on all of them, which is memory.
+
 Masks are gathered while the next forward and backward pass run, as bits or, below a density of 1/32, as positions.
 """
 
@@ -29,9 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Segment, padded
+from thinwire.bucket import Bucket, Piece, Segment, Shards, padded
 from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
+from thinwire.comm import Then
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import SMALL, Method, Parameter, Run, Step, columns_of, exempt_small, first_step, local
 from thinwire.ops import mask as masks
@@ -57,6 +62,8 @@ class Scape(Method):
         refresh: steps for which a mask is used once warm (the paper: 1). Higher => fewer mask bytes, staler masks.
         clip: what clipping the gradient does to the moment. "paper": nothing, v alone sees the clipped gradient;
             "return": the moment too, and what was clipped off goes back to what waits.
+        weights: what is gathered of weights that FSDP2 shards: "masked", the values at the mask (a copy of all weights
+            stays in memory, float32), or "dense".
         payload: dtype of the values, "fp32" or "bf16" (half the bytes, 8 significant bits; the rounding is lost).
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
     """
@@ -72,6 +79,7 @@ class Scape(Method):
     refresh: int = 1
     clip: str = "paper"
     payload: str = "fp32"
+    weights: str = "masked"
     smallest: int = SMALL
 
     def __post_init__(self) -> None:
@@ -84,6 +92,11 @@ class Scape(Method):
             raise ThinwireError(f"scape: clip is 'paper' or 'return', got '{self.clip}'")
         if self.payload not in ("fp32", "bf16"):
             raise ThinwireError(f"scape: payload is 'fp32' or 'bf16', got '{self.payload}'")
+        if self.weights not in ("masked", "dense"):
+            raise ThinwireError(f"scape: weights is 'masked' or 'dense', got '{self.weights}'")
+        self._used: dict[str, tuple[int, Tensor | None]] = {}  # step and masks (R, w) of the last exchange; None: ones
+        self._keep: dict[str, float] = {}  # what the last step left of a weight off the mask
+        self._gathered: dict[object, tuple[int, int]] = {}  # by module: which buffer has the weights of which step
         self._codecs: dict[object, Masked] = {}
         self._parts: dict[object, tuple[Tensor, ...]] = {}  # the masks that a codec was put together from
         self._given: dict[str, Tensor] = {}  # what the optimizer's moments become, by parameter
@@ -160,6 +173,9 @@ class Scape(Method):
         for name, given in self._given.items():
             if name in step.weights:
                 step.optimizer.given[step.weights[name]] = given
+        keeps = {id(w): 1 - group["lr"] * group["weight_decay"] for group in step.optimizer.param_groups
+                 for w in group["params"]}  # fmt: skip
+        self._keep = {name: keeps[id(weight)] for name, weight in step.weights.items()}
 
     def after_step(self, step: Step) -> None:
         """Start the gathering of the next step's masks."""
@@ -180,6 +196,89 @@ class Scape(Method):
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+    @property
+    def encodes_weights(self) -> bool:
+        """On HSDP a rank does not know the masks of the other shards of its node: there they are gathered whole."""
+        return self.weights == "masked" and self.density < 1 and self.run is not None and self.run.exchange.owner
+
+    @property
+    def resident(self) -> bool:
+        return self.encodes_weights
+
+    def weights_changed(self) -> None:
+        self._gathered.clear()
+
+    def state_changed(self) -> None:
+        self._gathered.clear()
+
+    def weight_bytes(self, parameter: Parameter, ranks: int) -> float:
+        if not self.encodes_weights:
+            return super().weight_bytes(parameter, ranks)
+        return (ranks - 1) * 4 * self._k(parameter.local, self.warm)
+
+    def gather(self, shards: Shards, *, async_op: bool = False) -> dist.Work | None:
+        if shards.own.dtype != torch.float32:
+            raise ThinwireError(
+                f"scape keeps gathered weights up to date in float32, and FSDP2 gathers them in {shards.own.dtype}: "
+                "leave param_dtype out of MixedPrecisionPolicy, or use weights='dense'"
+            )
+        module = tuple(piece.name for piece in shards.pieces)
+        had, now = self._gathered.get(module), (shards.out.data_ptr(), shards.step)
+        self._gathered[module] = now
+        if had == now:
+            return None
+        used = [self._used.get(piece.name) for piece in shards.pieces]
+        # A parameter that had no gradient was not stepped, and did not decay either.
+        stale = any(found is not None and found[0] != shards.step - 1 for found in used)
+        if stale or had != (now[0], shards.step - 1):
+            return shards.comm.all_gather(shards.out, shards.own, async_op=async_op)
+        parts = [(piece, None if found is None else found[1]) for piece, found in zip(shards.pieces, used, strict=True)]
+        return self._gather_masked(shards, parts, async_op)
+
+    def _gather_masked(
+        self, shards: Shards, parts: list[tuple[Piece, Tensor | None]], async_op: bool
+    ) -> dist.Work | None:
+        """Values at the mask, and all of what is dense or has no mask yet, in one float32 message."""
+        comm, device = shards.comm, shards.own.device
+        sizes = [piece.numel if words is None else self._k(piece.numel, shards.step - 1) for piece, words in parts]
+        message = torch.empty((1, sum(sizes)), device=device)
+        with comm.ledger.span("encode", message):
+            for (piece, words), values in zip(parts, message.split(sizes, 1), strict=True):
+                own = shards.own[piece.offset : piece.offset + piece.numel]
+                if words is None:
+                    values[0].copy_(own)
+                else:
+                    masks.gather_keep(self._padded(own), None, words[comm.rank : comm.rank + 1], values, None)
+        everybody = torch.empty((comm.size, sum(sizes)), device=device)
+        work = comm.all_gather(everybody, message[0], async_op=async_op and not message.is_cuda)
+
+        def receive() -> None:
+            with comm.ledger.span("decode", message), torch.no_grad():
+                for peer, row in enumerate(shards.out.view(comm.size, -1)):
+                    if peer == comm.rank:  # the engine has put the weights themselves there
+                        continue
+                    for (piece, words), values in zip(parts, everybody[peer : peer + 1].split(sizes, 1), strict=True):
+                        target = row[piece.offset : piece.offset + piece.numel]
+                        if words is None:
+                            target.copy_(values[0])
+                            continue
+                        mask, rest = words[peer : peer + 1], self._padded(target)
+                        masks.gather_keep(rest, None, mask, torch.empty_like(values), rest)
+                        fresh = masks.scatter(values.contiguous(), mask, torch.empty_like(rest))
+                        target.copy_(fresh.add_(rest, alpha=self._keep[piece.name])[0, : piece.numel])
+
+        if work is None:
+            receive()
+            return None
+        return Then(work, receive)
+
+    @staticmethod
+    def _padded(values: Tensor) -> Tensor:
+        """A copy of ``values`` (n,) as a row of whole mask words, zeros behind."""
+        row = values.new_zeros((1, padded(values.numel(), WORD)))
+        row[0, : values.numel()].copy_(values)
+        return row
 
     def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
         """Values at the mask, and this parameter's share of the masks, which ranks send padded to the longest."""
@@ -316,6 +415,8 @@ class Scape(Method):
             moment = self._moment(segment)
             words = ones if codec is None else codec.words[exchange.rank if exchange.owner else 0]
             assert words is not None
+            masks_of_all = None if codec is None else codec.words[:, at.start // WORD : at.stop // WORD]
+            self._used[segment.name] = bucket.step, masks_of_all
             self._given[segment.name] = given[0, segment.start : segment.start + moment.numel()]
             moments.settle(
                 bucket.mean[0, at], common[0, at], moment, words[at.start // WORD : at.stop // WORD], self.beta1,

@@ -20,7 +20,7 @@ with. It is sent to once per optimizer step, whatever the engine asks for; a ski
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -34,6 +34,7 @@ from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.hadamard import HadamardInt4, HadamardInt8
 from thinwire.codecs.intquant import ROUNDINGS, Int4, Int8, Integers
 from thinwire.collectives import Exchange, TwoLevel
+from thinwire.comm import Then
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import SMALL, Method, Parameter, columns_of, exempt_small
 from thinwire.streams import seed_of
@@ -312,7 +313,7 @@ class _Replica:
         if work is None:
             receive()
             return None
-        return _Then(work, receive)
+        return Then(work, receive)
 
     def _receive(self, shards: Shards, add: bool) -> None:
         if add and self._own is not None:
@@ -331,19 +332,6 @@ class _Replica:
     @staticmethod
     def _as_sent(message: Tensor, piece: Piece, place: int, dtype: torch.dtype) -> Tensor:
         return message[place : place + piece.numel * dtype.itemsize].view(dtype)
-
-
-class _Then(dist.Work):
-    """A work, and what has to be done when it is over."""
-
-    def __init__(self, work: dist.Work, then: Callable[[], None]) -> None:
-        super().__init__()
-        self._work, self._then = work, then
-
-    def wait(self, *timeout: Any) -> bool:
-        self._work.wait(*timeout)
-        self._then()
-        return True
 
 
 @dataclass
