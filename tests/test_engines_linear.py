@@ -23,7 +23,7 @@ METHODS = [
     "sdp4bit(weight_group=32, rounding='nearest', smallest=100)",
     "loco(smallest=100)",
     "scape(density=0.2, warmup=3, smallest=100)",
-    "scape(density=0.02, warmup=3, refresh=2, clip='return', payload='bf16', smallest=100)",
+    "scape(density=0.02, warmup=3, refresh=2, clip='return', payload='int8', smallest=100)",
     "topk(density=0.1, smallest=100)",
     "dgc(density=0.1, smallest=100)",
     "onebit-adam(warmup=3, group=64, smallest=100)",
@@ -68,7 +68,7 @@ def test_they_train_and_send_what_the_plan_says(kind, world):
             assert sum(what["losses"][-4:]) < 0.97 * sum(what["losses"][:4]), method
             if methods.resolve(method).name in EXACT:
                 assert 0 <= what["surprise"] <= FLAG_BYTES, method
-            if method.startswith("sdp4bit"):
+            if method.startswith(("scape", "sdp4bit")):
                 assert what["weights"][0] == what["weights"][1], "sent once per step, resharded or not"
             assert what["share"] < 1, method
 

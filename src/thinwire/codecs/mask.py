@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.bucket import padded
 from thinwire.codecs.base import Codec
+from thinwire.codecs.intquant import Integers
 from thinwire.errors import ThinwireError
 from thinwire.ops import mask
 
@@ -62,6 +63,90 @@ class Masked(Codec):
         if key not in self._scratch:
             self._scratch[key] = torch.empty((rows, self.k), dtype=torch.float32, device=device)
         return self._scratch[key]
+
+
+class MaskedIntegers(Codec):
+    """The values at a shared mask, quantized: sparse and few bits at once. Not linear: ranks have scales of their own.
+
+    Attributes:
+        words, residual: as for :class:`Masked`. To the residual also goes what quantization leaves out.
+        segments: (first word, last word, k, place) of each parameter: its k values start at ``place`` of a row's
+            payload, so that no group straddles two parameters.
+    """
+
+    linear = False
+    group = mask.WORD
+    wire_dtype = torch.uint8
+
+    def __init__(
+        self, words: Tensor, parts: Sequence[tuple[int, int]], quantizer: Integers, *, owner_row: int | None = None
+    ) -> None:
+        """``parts``: (mask words, values) of each parameter, in the order of the bucket. ``owner_row``: as there."""
+        super().__init__()
+        self.words, self.quantizer, self.owner_row = words, quantizer, owner_row
+        self.residual: tuple[Tensor, Tensor] | None = None
+        self._kept: dict[tuple[str, int, torch.device], Tensor] = {}
+        self.segments: list[tuple[int, int, int, int]] = []
+        word = place = 0
+        for width, k in parts:
+            self.segments.append((word, word + width, k, place))
+            word, place = word + width, place + padded(k, quantizer.group)
+        self.k, self._size = sum(k for _, k in parts), place
+
+    def wire_numel(self, n: int) -> int:
+        return self.quantizer.wire_numel(self._size)
+
+    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
+        self._check_encode(rows, out)
+        values = rows.float()
+        old, new = (None, None) if self.residual is None else self.residual
+        payload = self._payload("sent", len(rows), rows.device)
+        for columns, words, at in self._parts(self.words):
+            kept = None if new is None else new[:, columns]
+            mask.gather_keep(values[:, columns], None if old is None else old[:, columns], words, payload[:, at], kept)
+        self.quantizer.encode(payload, out)
+        if new is not None:
+            left = self.quantizer.decode(out, self._payload("left", len(rows), rows.device))
+            torch.sub(payload, left, out=left)
+            rest = self._row("rest", rows)
+            for columns, words, at in self._parts(self.words):
+                mask.scatter(left[:, at], words, rest[:, columns])
+            new.add_(rest)
+        return out
+
+    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
+        self._check_decode(wire, out)
+        return self._spread(self.quantizer.decode(wire, self._payload("got", len(wire), wire.device)), out)
+
+    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
+        self._check_sum(wire, out)
+        total = self._payload("got", 1, wire.device)
+        self.quantizer.decode_sum(wire, total[0], scale)
+        return self._spread(total, out.unsqueeze(0))[0]
+
+    def _spread(self, payload: Tensor, out: Tensor) -> Tensor:
+        mine = len(out) < len(self.words) and self.owner_row is not None
+        words = self.words[self.owner_row : self.owner_row + 1] if mine and self.owner_row is not None else self.words
+        for columns, part, at in self._parts(words):
+            mask.scatter(payload[:, at], part, out[:, columns])
+        return out
+
+    def _parts(self, words: Tensor) -> Iterator[tuple[slice, Tensor, slice]]:
+        for first, last, k, place in self.segments:
+            yield slice(first * mask.WORD, last * mask.WORD), words[:, first:last], slice(place, place + k)
+
+    def _payload(self, name: str, rows: int, device: torch.device) -> Tensor:
+        """(rows, values with their padding), zeros in the padding."""
+        key = (name, rows, device)
+        if key not in self._kept:
+            self._kept[key] = torch.zeros((rows, self._size), device=device)
+        return self._kept[key]
+
+    def _row(self, name: str, like: Tensor) -> Tensor:
+        key = (name, len(like), like.device)
+        if key not in self._kept:
+            self._kept[key] = torch.zeros(like.shape, device=like.device)
+        return self._kept[key]
 
 
 class TopK(Codec):

@@ -34,7 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.bucket import Bucket, Piece, Segment, Shards, padded
-from thinwire.codecs.mask import Masked
+from thinwire.codecs.intquant import Int4, Int8, Integers
+from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.collectives import Exchange
 from thinwire.comm import Then
 from thinwire.errors import ThinwireError
@@ -64,7 +65,9 @@ class Scape(Method):
             "return": the moment too, and what was clipped off goes back to what waits.
         weights: what is gathered of weights that FSDP2 shards: "masked", the values at the mask (a copy of all weights
             stays in memory, float32), or "dense".
-        payload: dtype of the values, "fp32" or "bf16" (half the bytes, 8 significant bits; the rounding is lost).
+        payload: dtype of the values: "fp32", "bf16" (half the bytes, 8 significant bits; the rounding is lost), or
+            "int8" and "int4" in groups of 64 (what quantization leaves out joins what waits; sent to everybody, so
+            that on DDP and HSDP the bytes grow with the number of ranks).
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
     """
 
@@ -90,14 +93,14 @@ class Scape(Method):
             raise ThinwireError(f"scape: refresh is a number of steps, 1 or more, got {self.refresh}")
         if self.clip not in ("paper", "return"):
             raise ThinwireError(f"scape: clip is 'paper' or 'return', got '{self.clip}'")
-        if self.payload not in ("fp32", "bf16"):
-            raise ThinwireError(f"scape: payload is 'fp32' or 'bf16', got '{self.payload}'")
+        if self.payload not in ("fp32", "bf16", "int8", "int4"):
+            raise ThinwireError(f"scape: payload is fp32, bf16, int8 or int4, got '{self.payload}'")
         if self.weights not in ("masked", "dense"):
             raise ThinwireError(f"scape: weights is 'masked' or 'dense', got '{self.weights}'")
         self._used: dict[str, tuple[int, Tensor | None]] = {}  # step and masks (R, w) of the last exchange; None: ones
         self._keep: dict[str, float] = {}  # what the last step left of a weight off the mask
         self._gathered: dict[object, tuple[int, int]] = {}  # by module: which buffer has the weights of which step
-        self._codecs: dict[object, Masked] = {}
+        self._codecs: dict[object, Masked | MaskedIntegers] = {}
         self._parts: dict[object, tuple[Tensor, ...]] = {}  # the masks that a codec was put together from
         self._given: dict[str, Tensor] = {}  # what the optimizer's moments become, by parameter
         self._clipped: dict[object, tuple[Bucket, Tensor]] = {}  # this step's gradients, before they were clipped
@@ -286,9 +289,12 @@ class Scape(Method):
         columns = columns_of(parameter, exchange, rows)
         if self.density == 1:
             return exchange.sent_bytes(4 * columns, 4 * columns, rows, on_wire=True)
-        item = 4 if self.payload == "fp32" else 2
-        k = self._k(columns, self.warm)
-        payload = exchange.sent_bytes(item * k, 4 * columns, rows, on_wire=True)
+        k, quantizer = self._k(columns, self.warm), self._quantizer()
+        if quantizer is None:
+            row_bytes = (4 if self.payload == "fp32" else 2) * k
+        else:
+            row_bytes = quantizer.wire_bytes(padded(k, quantizer.group))
+        payload = exchange.sent_bytes(row_bytes, 4 * columns, rows, on_wire=True, linear=quantizer is None)
         layout, width = self._layout(self.warm)
         share = layout[parameter.name][2] / sum(size for _, _, size in layout.values())
         return payload + exchange.gather_bytes(width) * share / self.refresh
@@ -372,7 +378,12 @@ class Scape(Method):
             if listed:
                 masks.indices(words, target.view(torch.int32)[:k].view(1, -1))
 
-    def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked | None:
+    def _quantizer(self) -> Integers | None:
+        """Of the payload; a new one each time, because a codec keeps scratch memory."""
+        kinds: dict[str, type[Integers]] = {"int8": Int8, "int4": Int4}
+        return kinds[self.payload](WORD) if self.payload in kinds else None
+
+    def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked | MaskedIntegers | None:
         """The bucket's codec with the masks of its segments side by side; None while they are all ones."""
         assert self.state is not None
         found = [self.state.get("mask", segment.name) for segment in bucket.segments]
@@ -382,14 +393,20 @@ class Scape(Method):
         if len(parts) < len(found):
             raise ThinwireError("scape: some parameters have a mask and some have none: the saved state is not whole")
         step = bucket.step if bucket.step < self.warm else max(self.warm, 1)
-        k = sum(self._k(segment.span, step) for segment in bucket.segments)
+        counts = [self._k(segment.span, step) for segment in bucket.segments]
+        k = sum(counts)
         codec = self._codecs.get(bucket.key)
         if codec is None or codec.k != k:
             if codec is not None:
                 bucket.forget(codec)
             words = torch.zeros((len(bucket.rows), bucket.shape[1] // WORD), dtype=torch.int64, device=bucket.device)
-            dtype = torch.float32 if self.payload == "fp32" else torch.bfloat16
-            codec = Masked(words, k, owner_row=exchange.rank if exchange.owner else None, dtype=dtype)
+            owner, quantizer = exchange.rank if exchange.owner else None, self._quantizer()
+            if quantizer is None:
+                dtype = torch.float32 if self.payload == "fp32" else torch.bfloat16
+                codec = Masked(words, k, owner_row=owner, dtype=dtype)
+            else:
+                widths = [segment.width // WORD for segment in bucket.segments]
+                codec = MaskedIntegers(words, list(zip(widths, counts, strict=True)), quantizer, owner_row=owner)
             self._codecs[bucket.key] = codec
             self._parts.pop(bucket.key, None)
         if any(a is not b for a, b in zip(self._parts.get(bucket.key, (None,) * len(parts)), parts, strict=True)):
@@ -403,7 +420,7 @@ class Scape(Method):
             self._parts[bucket.key] = parts
         return codec
 
-    def _settle(self, bucket: Bucket, exchange: Exchange, codec: Masked | None) -> None:
+    def _settle(self, bucket: Bucket, exchange: Exchange, codec: Masked | MaskedIntegers | None) -> None:
         assert self.state is not None
         common, waiting = self.state.read("common", bucket, rows=1), self.state.write("common", bucket, rows=1)
         given = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
