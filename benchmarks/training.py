@@ -56,6 +56,7 @@ METHODS = {
     "TLq-HS alone": "sdp4bit:tlq-hs",
     "TLq alone": "sdp4bit:tlq",
     "ULq alone": "sdp4bit:ulq",
+    "QSDP": "qsdp(smallest={small})",
     "LoCo": "loco(smallest={small})",
     "1-bit Adam": "onebit-adam(smallest={small})",
     "AdamS dense": "dense --optimizer adams",

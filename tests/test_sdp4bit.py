@@ -16,6 +16,7 @@ from engines import adamw, build, same_on_all_ranks, train
 from independent4 import Int4Group, WeightDifference, gather_parts, sylvester, two_level
 from models import flat
 from thinwire.bucket import Piece, Shards
+from thinwire.codecs.intquant import ShiftedInt8
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.methods import Sdp4Bit, ZeroPp, resolve
@@ -150,6 +151,27 @@ def test_weights_against_the_pseudo_code(size, kind):
             assert np.abs(found - whole).max() < (1 if kind == "plain" else 1e-3)
 
 
+def test_a_shifted_lattice_is_unbiased_and_within_half_a_level():
+    """QSDP's weights: over the shift errors are uniform in half a level; zeros and NaN stay."""
+    rows = torch.randn(2, 2048, generator=torch.Generator().manual_seed(0))
+    rows[0, :1024] = 0
+    codec, total, shifts = ShiftedInt8(1024), torch.zeros(2, 2048), torch.linspace(-0.5, 0.5, 257)[:-1]
+    level = rows.view(2, 2, 1024).abs().amax(2, keepdim=True) / 126.5
+    for shift in shifts:
+        codec.shift = float(shift)
+        wire = codec.encode(rows, torch.empty((2, codec.wire_numel(2048)), dtype=torch.uint8))
+        decoded = codec.decode(wire, torch.full_like(rows, torch.nan))
+        off = (decoded - rows).view(2, 2, 1024)
+        assert (off.abs() <= 0.5001 * level).all()
+        total += decoded
+    assert ((total / 256 - rows).view(2, 2, 1024).abs() <= 0.01 * level).all()
+    summed = codec.decode_sum(wire, torch.empty(2048), 0.5)
+    assert torch.allclose(summed, decoded.mean(0), atol=1e-6)
+    rows[1, 5] = math.inf
+    codec.encode(rows, wire)
+    assert codec.decode(wire, decoded)[1, :1024].isnan().all() and not decoded[0, :1024].any()
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_replicas_stay_bit_equal_and_near_the_masters(rounding):
     """200 steps; an error is never older than one step: up to half a level of the last difference (or a whole one)."""
@@ -258,7 +280,7 @@ def test_bits_per_value_of_a_125m_model():
 
 def _engines(rank, world, kind):
     found = {}
-    for method in ("sdp4bit:paper(weight_group=32)", "zeropp(smallest=100)"):
+    for method in ("sdp4bit:paper(weight_group=32)", "zeropp(smallest=100)", "qsdp(smallest=100)"):
         model = build(kind, world)
         optimizer = adamw(model)
         wire = thinwire.compress(model, optimizer, method)
@@ -275,7 +297,7 @@ def test_resharding_changes_nothing(nodes):
     for method, (losses, equal, sent) in resharded.items():
         assert equal and losses == kept[method][0], method
         assert losses[-1] < 0.9 * losses[0]
-        assert sent == (2 if method.startswith("zeropp") else 1) * kept[method][2]
+        assert sent == (1 if method.startswith("sdp4bit") else 2) * kept[method][2]
 
 
 def _changed(rank, world):

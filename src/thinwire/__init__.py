@@ -20,22 +20,26 @@ if TYPE_CHECKING:
     from thinwire.methods import Fp32 as Fp32
     from thinwire.methods import Int8 as Int8
     from thinwire.methods import Lhc as Lhc
+    from thinwire.methods import LoCo as LoCo
     from thinwire.methods import Method as Method
     from thinwire.methods import NoExchange as NoExchange
     from thinwire.methods import OneBitAdam as OneBitAdam
     from thinwire.methods import PowerSgd as PowerSgd
+    from thinwire.methods import Qsdp as Qsdp
     from thinwire.methods import Radius as Radius
     from thinwire.methods import Scape as Scape
+    from thinwire.methods import Sdp4Bit as Sdp4Bit
     from thinwire.methods import Separate as Separate
     from thinwire.methods import Tagc as Tagc
     from thinwire.methods import TopK as TopK
+    from thinwire.methods import ZeroPp as ZeroPp
     from thinwire.optim import AdamS as AdamS
     from thinwire.wire import Wire as Wire
     from thinwire.wire import compress as compress
 
 _METHODS = (
-    "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "Method", "NoExchange", "OneBitAdam",
-    "PowerSgd", "Radius", "Scape", "Separate", "Tagc", "TopK",
+    "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "LoCo", "Method", "NoExchange", "OneBitAdam",
+    "PowerSgd", "Qsdp", "Radius", "Scape", "Sdp4Bit", "Separate", "Tagc", "TopK", "ZeroPp",
 )  # fmt: skip
 _HOME = {
     "AdamS": "optim",

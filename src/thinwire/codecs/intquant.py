@@ -74,6 +74,41 @@ class Int8(Integers):
         return quant.dequantize_sum_int8(*self._parts(wire, out.shape[0]), self.per_scale, out, scale)
 
 
+class ShiftedInt8(Int8):
+    """8-bit integers on a lattice that is shifted by the same random part of a level for all values (QSDP).
+
+    value = (code + shift) * step with step = max|x| / 126.5 of the group. The error is up to step / 2 and, over the
+    shift, zero on average: unbiased without a random number per value. All who encode and decode take the same shift.
+
+    Attributes:
+        shift: from -1/2 to 1/2, set by the method before each exchange.
+    """
+
+    def __init__(self, group: int = 1024) -> None:
+        super().__init__(group)
+        self.shift = 0.0
+
+    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
+        self._check_encode(rows, out)
+        codes, scales = self._parts(out, rows.shape[1])
+        groups = rows.float().unflatten(1, (-1, self.per_scale))
+        scales.copy_(groups.abs().amax(2).div_(126.5))
+        values = (groups / scales.unsqueeze(2)).sub_(self.shift).round_().clamp_(-127, 127)
+        # A group of zeros has scale 0 and decodes to zeros; one that is not finite decodes to NaN throughout.
+        scales.masked_fill_(~scales.isfinite(), torch.nan)
+        codes.copy_(values.nan_to_num_(0).flatten(1))
+        return out
+
+    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
+        self._check_decode(wire, out)
+        codes, scales = self._parts(wire, out.shape[1])
+        values = codes.float().add_(self.shift).unflatten(1, (-1, self.per_scale)).mul_(scales.unsqueeze(2))
+        return out.copy_(values.flatten(1))
+
+    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
+        return GroupedBytes.decode_sum(self, wire, out, scale)
+
+
 class Int4(Integers):
     """Symmetric integers from -7 to 7 with one float32 scale per group: 1/2 + 4 / group bytes per value.
 

@@ -15,20 +15,20 @@ from thinwire.methods.onebit import OneBitAdam
 from thinwire.methods.powersgd import PowerSgd
 from thinwire.methods.radius import Radius
 from thinwire.methods.scape import Scape
-from thinwire.methods.sdp4bit import Sdp4Bit, ZeroPp
+from thinwire.methods.sdp4bit import Qsdp, Sdp4Bit, ZeroPp
 from thinwire.methods.separate import Separate
 from thinwire.methods.tagc import Lhc, Tagc
 from thinwire.methods.topk import TopK
 
 TABLE: tuple[type[Method], ...] = (
-    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Scape, Separate, Tagc, Sdp4Bit, Lhc, ZeroPp, LoCo, PowerSgd, TopK,
-    Dgc, OneBitAdam, NoExchange,
+    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Scape, Separate, Tagc, Sdp4Bit, Lhc, ZeroPp, Qsdp, LoCo, PowerSgd,
+    TopK, Dgc, OneBitAdam, NoExchange,
 )  # fmt: skip
 
 __all__ = [
     "TABLE", "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "LoCo", "Lossy", "Method", "NoExchange",
-    "OneBitAdam", "Parameter", "PowerSgd", "Radius", "Scape", "Sdp4Bit", "Separate", "Tagc", "TopK", "ZeroPp", "names",
-    "resolve",
+    "OneBitAdam", "Parameter", "PowerSgd", "Qsdp", "Radius", "Scape", "Sdp4Bit", "Separate", "Tagc", "TopK", "ZeroPp",
+    "names", "resolve",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""SDP4Bit: four bits for weight differences, two levels for gradients (arXiv 2410.15526); and ZeRO++, which it betters.
+"""SDP4Bit: four bits for weight differences, two levels for gradients (arXiv 2410.15526); ZeRO++ and QSDP beside it.
 
 Gradients (TLq-HS, Alg. 3), with Q8 and Q4 the quantizers of groups of 128 and H the Hadamard transform of 32 values:
 
@@ -32,7 +32,7 @@ from thinwire.bucket import Bucket, Piece, Shards, padded
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.hadamard import HadamardInt4, HadamardInt8
-from thinwire.codecs.intquant import ROUNDINGS, Int4, Int8, Integers
+from thinwire.codecs.intquant import ROUNDINGS, Int4, Int8, Integers, ShiftedInt8
 from thinwire.collectives import Exchange, TwoLevel
 from thinwire.comm import Then
 from thinwire.errors import ThinwireError
@@ -53,8 +53,8 @@ class Sdp4Bit(Method):
             every rank, n values more memory), "plain" (qW: the weights themselves, whose small changes are rounded
             away) or "dense".
         weight_bits: 4 or 8. weight_group: values that share a scale (larger => fewer bytes, more error).
-        weight_rounding: "nearest" or "stochastic" (the authors'; twice the variance, and differences need no
-            unbiasedness: what is left out comes next).
+        weight_rounding: "nearest", "stochastic" (the authors'; twice the variance, and differences need no
+            unbiasedness: what is left out comes next) or "shift" (QSDP's: 8 bits, one random shift for all values).
         bits: of gradient values across nodes: 4, 8, 16 (bfloat16) or 32. inside_bits: the same inside a node.
         group: gradient values that share a scale, 32 to 512.
         hadamard: transform gradients before they are quantized (halves the error of heavy tails).
@@ -88,20 +88,27 @@ class Sdp4Bit(Method):
     def __post_init__(self) -> None:
         if self.weights not in WEIGHTS:
             raise ThinwireError(f"{self.name}: weights is one of {', '.join(WEIGHTS)}, got '{self.weights}'")
-        for knob in ("rounding", "weight_rounding"):
-            if getattr(self, knob) not in ROUNDINGS:
-                raise ThinwireError(f"{self.name}: {knob} is nearest or stochastic, got '{getattr(self, knob)}'")
+        for knob, allowed in (("rounding", ROUNDINGS), ("weight_rounding", (*ROUNDINGS, "shift"))):
+            if getattr(self, knob) not in allowed:
+                raise ThinwireError(f"{self.name}: {knob} is {' or '.join(allowed)}, got '{getattr(self, knob)}'")
+        if self.weight_rounding == "shift" and self.weight_bits != 8:
+            raise ThinwireError(f"{self.name}: weight_rounding='shift' has 8 bits, got weight_bits={self.weight_bits}")
         if self.weight_bits not in (4, 8):
             raise ThinwireError(f"{self.name}: weight_bits is 4 or 8, got {self.weight_bits} (weights='dense' for all)")
         super().__post_init__()
         self.inside_codec = self._gradients(self.inside_bits)
-        kind = Int4 if self.weight_bits == 4 else Int8
-        self._weight_codec = kind(self.weight_group, self.weight_rounding)
+        self._weight_codec = self.make_weight_codec()
         self._replicas: dict[tuple[str, ...], _Replica] = {}
         self._bits: dict[object, tuple[int, int, int]] = {}  # of each bucket: bits inside and across, values
 
     def make_codec(self) -> Codec:
         return self._gradients(self.bits)
+
+    def make_weight_codec(self) -> Integers:
+        """One for each module's weights, whose gathers overlap."""
+        if self.weight_rounding == "shift":
+            return ShiftedInt8(self.weight_group)
+        return (Int4 if self.weight_bits == 4 else Int8)(self.weight_group, self.weight_rounding)
 
     def _gradients(self, bits: int) -> Codec:
         if bits in (16, 32):
@@ -168,7 +175,10 @@ class Sdp4Bit(Method):
             self._replicas[key] = _Replica(self, shards)
         replica = self._replicas[key]
         name = key[0] if key else ""
-        self._weight_codec.seed = seed_of(self.run.seed, f"weights/{shards.comm.rank}/{name}", shards.step)
+        if isinstance(replica.codec, ShiftedInt8):
+            replica.codec.shift = seed_of(self.run.seed, f"shift/{name}", shards.step) / 2**63 - 0.5
+        else:
+            replica.codec.seed = seed_of(self.run.seed, f"weights/{shards.comm.rank}/{name}", shards.step)
         if self.weights == "plain":
             return replica.send(shards, async_op)
         return replica.follow(shards, async_op)
@@ -212,7 +222,7 @@ class _Replica:
 
     def __init__(self, method: Sdp4Bit, shards: Shards) -> None:
         assert method.run is not None and method.state is not None
-        self.state, self.codec = method.state, method._weight_codec
+        self.state, self.codec = method.state, method.make_weight_codec()
         self.names = [piece.name for piece in shards.pieces]
         self.step: int | None = None
         self.bits = self.values = 0
@@ -348,4 +358,24 @@ class ZeroPp(Sdp4Bit):
     weights: str = "plain"
     weight_bits: int = 8
     inside_bits: int = 4
+    hadamard: bool = False
+
+
+@dataclass
+class Qsdp(Sdp4Bit):
+    """QSDP (arXiv 2302.02390): weights in 8 bits on a randomly shifted lattice, gradients in 8 bits. Knobs: sdp4bit's.
+
+    One level: all-to-all between all ranks.
+    """
+
+    name: ClassVar[str] = "qsdp"
+    two_level: ClassVar[bool] = False
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    weights: str = "plain"
+    weight_bits: int = 8
+    weight_group: int = 1024
+    weight_rounding: str = "shift"
+    bits: int = 8
+    group: int = 1024
     hadamard: bool = False

@@ -57,7 +57,8 @@ class Separate(ErrorFeedback):
 
     name: ClassVar[str] = "separate"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "recommended": {"ratio": 16, "estimator": "cyclic_srht"},
+        # Of all measured the nearest to dense (docs/training.md): in training, feedback costs more than it brings.
+        "recommended": {"ratio": 16, "estimator": "cyclic_srht", "beta": 1.0},
         "paper": {"ratio": 16, "estimator": "paper", "beta": 0.95, "reset": 128, "restart": "zero"},
     }
 
