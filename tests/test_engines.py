@@ -328,6 +328,41 @@ def test_state_resumes_bit_for_bit(kind, world):
         assert step == 8
 
 
+def _inside(rank, world, kind, options):
+    found = []
+    for method, inside in (("int8(smallest=100)", None), ("int8(smallest=100)", "int8(group=64, smallest=100)"),
+                           ("bf16", "bf16")):  # fmt: skip
+        model = build(kind, world)
+        optimizer = adamw(model)
+        wire = thinwire.compress(model, optimizer, method, inside=inside, **options)
+        losses = train(model, optimizer, rank, range(8), wire)
+        stats = wire.stats()
+        surprise = sum(stats["wire_bytes_per_step"].values()) - stats["weight_bytes_per_step"] - wire.plan.wire_bytes
+        gradients = stats["wire_bytes_per_step"]["inside"] - stats["weight_bytes_per_step"]
+        found.append((losses[-1], same_on_all_ranks(model), surprise, gradients))
+        wire.close()
+    errors = []
+    for inside in ("int8(error_feedback=True)", "sdp4bit"):
+        try:
+            thinwire.compress(build(kind, world), adamw(build(kind, world)), "bf16", inside=inside, **options)
+        except thinwire.ThinwireError as error:
+            errors.append(str(error))
+    return found, errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("hsdp", {}), ("ddp", {"two_level": True}), ("fsdp2", {"two_level": True})]
+)
+def test_the_hop_inside_a_node_may_be_cheap_too(kind, options):
+    for found, errors in ranks.run(_inside, 4, kind, options, LOCAL_WORLD_SIZE="2"):
+        assert all("takes a method without state" in error for error in errors) and len(errors) == 2
+        (dense, *_), (_, _, _, before) = found[0], found[0]
+        for loss, equal, surprise, _ in found:
+            assert equal and abs(loss - dense) < 0.02
+            assert 0 <= surprise <= 2 * FLAG_BYTES
+        assert found[1][3] < 0.5 * before
+
+
 def _two_level(rank, world, kind, method):
     stock = build(kind, world)
     reference = train(stock, adamw(stock), rank, range(6))

@@ -200,6 +200,18 @@ def test_a_skipped_step_leaves_no_trace(topology):
         assert torch.equal(whole[0][-1]["weights"][name], skipped[0][-1]["weights"][name])
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_offloading_changes_nothing(topology):
+    """Bit for bit, a skipped step included; the state that is saved is the same."""
+    common = {"density": 0.2, "warmup": 2, "steps": 10, "skip": (6,)}
+    here, there = (run(topology, 2, offload=offload, **common) for offload in (False, True))
+    for ours, theirs in zip(there[1], here[1], strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            if isinstance(ours[key], torch.Tensor):
+                assert torch.equal(ours[key], theirs[key]), key
+
+
 def test_what_does_not_fit_is_refused():
     weight = torch.nn.Parameter(torch.zeros(4))
     with pytest.raises(ThinwireError, match="built on AdamS"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,14 @@ class State:
     after the first step), or after a checkpoint was loaded, values follow their parameters.
 
     One residual of W values costs 2 * 4 * W bytes: the price of skipping a step without a trace.
+
+    Kinds named in ``offload`` live in (pinned) CPU memory: what ``read`` and ``write`` give is then one of two staging
+    buffers on the bucket's device, good until the next ``read``, and ``put_back`` says when the second one is filled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, offload: Collection[str] = ()) -> None:
+        self._offload = frozenset(offload)
+        self._stages: dict[tuple[str, torch.device], Tensor] = {}  # as large as the largest bucket
         self._home: dict[tuple[str, str], tuple[Bucket, Segment]] = {}  # (kind, parameter) -> where its values are
         self._loose: dict[tuple[str, str], Tensor] = {}  # loaded, not yet placed in a bucket: (R, span)
         self._current: dict[tuple[str, object], Tensor] = {}
@@ -55,19 +62,42 @@ class State:
         key = (kind, bucket.key)
         if key not in self._current:
             shape = (rows or bucket.shape[0], bucket.shape[1])
-            self._current[key] = torch.zeros(shape, dtype=torch.float32, device=bucket.device)
+            self._current[key] = self._new(kind, shape, bucket.device)
             for segment in bucket.segments:
                 self._adopt(kind, bucket, segment)
             self._drop_homeless(kind)
-        return self._current[key]
+        if kind not in self._offload:
+            return self._current[key]
+        return self._stage("read", self._current[key], bucket.device).copy_(self._current[key], non_blocking=True)
 
     def write(self, kind: str, bucket: Bucket, rows: int | None = None) -> Tensor:
         """Where the next values go: (R, n) float32, to be filled whole. Nothing changes until ``commit``."""
-        self.read(kind, bucket, rows)
         key = (kind, bucket.key)
+        if key not in self._current:
+            self.read(kind, bucket, rows)
         spare = self._spare.pop(key, None)
-        self._staged[key] = torch.empty_like(self._current[key]) if spare is None else spare
-        return self._staged[key]
+        if spare is None:
+            spare = self._new(kind, self._current[key].shape, bucket.device)
+        self._staged[key] = spare
+        return self._stage("write", spare, bucket.device) if kind in self._offload else spare
+
+    def put_back(self, kind: str, bucket: Bucket) -> None:
+        """What ``write`` gave for ``bucket`` has been filled: an offloaded kind goes back to CPU memory now."""
+        if kind in self._offload:
+            staged = self._staged[kind, bucket.key]
+            staged.copy_(self._stage("write", staged, bucket.device), non_blocking=True)
+
+    def _new(self, kind: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        if kind not in self._offload:
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+        return torch.zeros(shape, dtype=torch.float32, pin_memory=device.type == "cuda")
+
+    def _stage(self, use: str, values: Tensor, device: torch.device) -> Tensor:
+        """A view of ``values``' shape of the staging buffer on ``device``; everything that uses it is on one stream."""
+        stage = self._stages.get((use, device))
+        if stage is None or stage.numel() < values.numel():
+            stage = self._stages[use, device] = torch.empty(values.numel(), dtype=torch.float32, device=device)
+        return stage[: values.numel()].view(values.shape)
 
     def commit(self) -> None:
         """What was written since the last commit becomes current."""
@@ -85,12 +115,17 @@ class State:
 
     def nbytes(self) -> int:
         """Memory held, in bytes."""
-        stores = (self._current, self._staged, self._spare, self._loose, self._small, self._small_staged)
+        stores = (
+            self._current, self._staged, self._spare, self._loose, self._small, self._small_staged, self._stages,
+        )  # fmt: skip
         tensors = [tensor for store in stores for tensor in store.values()]  # type: ignore[attr-defined]
         return sum(tensor.nbytes for tensor in tensors)
 
     def state_dict(self) -> dict[str, Tensor]:
         """``"kind/parameter"`` -> (R, span) this rank's committed values without padding, and what was ``put``."""
+        for use, device in self._stages:
+            if use == "write" and device.type == "cuda":
+                torch.cuda.synchronize(device)  # copies to CPU memory may be under way
         result = {f"{_SMALL}{kind}/{name}": value.clone() for (kind, name), value in self._small.items()}
         result |= {f"{kind}/{name}": values.clone() for (kind, name), values in self._loose.items()}
         for (kind, name), (bucket, segment) in self._home.items():

@@ -188,7 +188,7 @@ def reduce_on_threads(
 
     def body(rank: int) -> list[dict[str, Any]]:
         ledger, method = Ledger(), make()
-        state = method.state = State()
+        state = method.state = State(method.offloads)
         exchange = exchange_on(topology, world, rank, ledger, per_node)
         parameters = parameters_for(exchange, shapes)
         weights = {name: torch.nn.Parameter(torch.zeros(parameter.local)) for name, parameter in parameters.items()}

@@ -188,7 +188,7 @@ class Wire:
     ) -> None:
         """``inner``: the method of the hop inside the node, where that is one of its own."""
         self.engine, self.method, self.ledger = engine, method, ledger
-        self._state = method.state = State()
+        self._state = method.state = State(method.offloads)
         parameters = list(engine.parameters.values())
         hop = None
         if inner is not None:

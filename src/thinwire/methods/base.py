@@ -202,6 +202,11 @@ class Method:
         return {}
 
     @property
+    def offloads(self) -> tuple[str, ...]:
+        """Kinds of its state that live in CPU memory."""
+        return ()
+
+    @property
     def encodes_weights(self) -> bool:
         """Does ``gather`` send anything but the weights themselves?"""
         return False

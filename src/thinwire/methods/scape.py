@@ -68,6 +68,8 @@ class Scape(Method):
         payload: dtype of the values: "fp32", "bf16" (half the bytes, 8 significant bits; the rounding is lost), or
             "int8" and "int4" in groups of 64 (what quantization leaves out joins what waits; sent to everybody, so
             that on DDP and HSDP the bytes grow with the number of ranks).
+        offload: keep what waits on each rank (8 bytes per value) in CPU memory, with two staging buffers of the largest
+            bucket on the device: less device memory, one copy each way over PCIe per step.
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
     """
 
@@ -83,6 +85,7 @@ class Scape(Method):
     clip: str = "paper"
     payload: str = "fp32"
     weights: str = "masked"
+    offload: bool = False
     smallest: int = SMALL
 
     def __post_init__(self) -> None:
@@ -158,6 +161,8 @@ class Scape(Method):
         if codec is not None:
             codec.residual = (residual, self.state.write("residual", bucket))  # l. 11-12
         exchange.mean(bucket, codec)  # l. 13-14
+        if codec is not None:
+            self.state.put_back("residual", bucket)
         self._settle(bucket, exchange, codec)  # l. 16-17
 
     def before_step(self, step: Step) -> None:
@@ -199,6 +204,10 @@ class Scape(Method):
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        return ("residual",) if self.offload else ()
 
     @property
     def encodes_weights(self) -> bool:
