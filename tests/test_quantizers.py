@@ -23,7 +23,7 @@ every_rounding = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 
 def make(kind: type[Integers], group: int = 128, rounding: str = "nearest", seed: int = 11) -> Integers:
     codec = kind(group, rounding)
-    codec.seed = seed
+    codec.streams = [(0, codec.group, seed)]
     return codec
 
 
@@ -32,12 +32,12 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def encoded(codec: Codec, rows: Tensor) -> Tensor:
-    """Always with the codec's present seed, which encoding moves on."""
+    """Always with the codec's present seeds, which encoding moves on."""
     wire = torch.full((len(rows), codec.wire_numel(rows.shape[1])), 255, dtype=torch.uint8)
-    seed = codec.seed if isinstance(codec, Integers) else None
+    streams = codec.streams if isinstance(codec, Integers) else ()
     assert codec.encode(rows, wire) is wire
     if isinstance(codec, Integers):
-        codec.seed = seed
+        codec.streams = streams
     return wire
 
 
@@ -168,13 +168,31 @@ def test_a_seed_decides_every_bit_of_stochastic_rounding(kind: type[Integers]) -
     again = torch.empty_like(wire)
     codec.encode(rows, again)
     assert torch.equal(again, wire)
-    next_seed = codec.seed
-    assert isinstance(next_seed, int) and next_seed != 1  # the hops of one exchange draw different bits
+    ((_, _, next_seed),) = codec.streams  # the hops of one exchange draw different bits
     for seed in (2, 1 << 40, next_seed):
-        codec.seed = seed
+        codec.streams = [(0, codec.group, seed)]
         differs = (encoded(codec, rows) != wire)[:, : n * codec.bits // 8].float().mean()
         assert float(differs) > 0.25
         assert torch.equal(encoded(make(kind, seed=seed), rows), encoded(make(kind, seed=1), rows))
+
+
+@every_kind
+def test_a_parameter_s_random_bits_do_not_depend_on_its_place(kind: type[Integers]) -> None:
+    """Behind another parameter, in front of it, or alone: DDP makes other buckets after its first step."""
+    codec, a, b = make(kind, rounding="stochastic"), gaussian(2, 1024), gaussian(2, 1536, seed=1)
+    decodes = []
+    for rows, streams in (
+        (b, [(0, 1536, 7)]),
+        (torch.cat([a, b], 1), [(0, 1024, 5), (1024, 2560, 7)]),
+        (torch.cat([b, a], 1), [(0, 1536, 7), (1536, 2560, 5)]),
+    ):
+        codec.streams = streams
+        decodes.append(through(codec, rows))
+    alone, behind, before = decodes
+    assert torch.equal(alone, behind[:, 1024:]) and torch.equal(alone, before[:, :1536])
+    codec.streams = [(0, 1536, 7)]
+    twice = through(codec, torch.cat([b, b], 1))  # two levels: the rows of several nodes side by side
+    assert torch.equal(alone, twice[:, :1536]) and not torch.equal(alone, twice[:, 1536:])
 
 
 @every_kind
@@ -186,7 +204,7 @@ def test_stochastic_rounding_is_unbiased_and_its_variance_is_that_of_a_coin(kind
     hadamard = is_transformed(codec)
     target = transformed(x) if hadamard else x
     for seed in range(32):
-        codec.seed = seed * 7919
+        codec.streams = [(0, 512, seed * 7919)]
         values = through(codec, rows.expand(64, 512)).double().numpy()
         values = (transformed(values) if hadamard else values) - target
         total += values.sum(axis=0)
@@ -282,7 +300,7 @@ def test_refuses_what_it_cannot_do(kind: type[Integers]) -> None:
     with pytest.raises(ThinwireError, match="rounding is nearest or stochastic, not up"):
         kind(rounding="up")
     codec = kind(rounding="stochastic")
-    with pytest.raises(ThinwireError, match="set seed"):
+    with pytest.raises(ThinwireError, match="set streams"):
         codec.encode(gaussian(1, 512), torch.empty(1, codec.wire_numel(512), dtype=torch.uint8))
     with pytest.raises(ThinwireError, match="multiple of"):
         codec.encode(gaussian(1, 516), torch.empty(1, codec.wire_numel(516), dtype=torch.uint8))

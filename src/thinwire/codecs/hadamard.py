@@ -37,9 +37,7 @@ class HadamardInt8(_Hadamard):
     """
 
     def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        self._check_encode(rows, out)
-        quant.hadamard_quantize_int8(rows, self.per_scale, *self._parts(out, rows.shape[1]), self._seed())
-        return out
+        return self._quantize(quant.hadamard_quantize_int8, rows, out)
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
         self._check_decode(wire, out)
@@ -57,9 +55,7 @@ class HadamardInt4(_Hadamard):
     bits = 4
 
     def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        self._check_encode(rows, out)
-        quant.hadamard_quantize_int4(rows, self.per_scale, *self._parts(out, rows.shape[1]), self._seed())
-        return out
+        return self._quantize(quant.hadamard_quantize_int4, rows, out)
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
         self._check_decode(wire, out)

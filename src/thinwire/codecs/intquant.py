@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from thinwire.codecs.grouped import GroupedBytes
 from thinwire.errors import ThinwireError
 from thinwire.ops import quant
+from thinwire.streams import seed_of
 
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -16,9 +19,10 @@ class Integers(GroupedBytes):
     """What the integer codecs share: a rounding, and where its random bits come from.
 
     Attributes:
-        seed: of stochastic rounding, set by the method before it encodes: another one for every step, rank and
-            bucket, because the same seed rounds the same places the same way. Every ``encode`` moves it on, so that
-            the hops of one exchange draw different bits. Nearest rounding ignores it.
+        streams: (first column, last column, seed) of each parameter in a row, for stochastic rounding; set by the
+            method before it encodes, another seed for every step and rank, because the same seed rounds the same
+            places the same way. In rows that are longer the parameters come again, with seeds of their own. Every
+            ``encode`` moves the seeds on, so that the hops of one exchange draw different bits.
     """
 
     def __init__(self, group: int = 128, rounding: str = "nearest") -> None:
@@ -27,20 +31,33 @@ class Integers(GroupedBytes):
         if rounding not in ROUNDINGS:
             raise ThinwireError(f"{type(self).__name__}: rounding is nearest or stochastic, not {rounding}")
         self.rounding = rounding
-        self.seed: int | None = None
+        self.streams: Sequence[tuple[int, int, int]] = ()
 
-    def _seed(self) -> int | None:
+    def _quantize(self, quantize: Callable[..., None], rows: Tensor, out: Tensor) -> Tensor:
+        self._check_encode(rows, out)
+        n = rows.shape[1]
+        codes, scales = self._parts(out, n)
         if self.rounding == "nearest":
-            return None
-        if self.seed is None:
-            raise ThinwireError(f"{self}: set seed before encoding: stochastic rounding draws from it")
-        seed, self.seed = self.seed, (self.seed * 0x5851F42D4C957F2D + 0x14057B7EF767814F) % 2**63
-        return seed
+            quantize(rows, self.per_scale, codes, scales, None)
+            return out
+        length = self.streams[-1][1] if self.streams else 0
+        if not length or n % length:
+            raise ThinwireError(f"{self}: set streams for all {n} columns before encoding: stochastic rounding draws")
+        for again in range(n // length):
+            for first, last, seed in self.streams:
+                a, b = first + again * length, last + again * length
+                group, bits = self.per_scale, self.bits
+                quantize(
+                    rows[:, a:b], group, codes[:, a * bits // 8 : b * bits // 8], scales[:, a // group : b // group],
+                    _following(seed, again * 0x9E3779B97F4A7C15),
+                )  # fmt: skip
+        self.streams = [(first, last, _following(seed)) for first, last, seed in self.streams]
+        return out
 
     def try_out(self, device: torch.device) -> None:
-        self.seed = 0
+        self.streams = [(0, self.group, 0)]
         super().try_out(device)
-        self.seed = None
+        self.streams = ()
 
     def _parts(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Codes, int8 or uint8 pairs, and scales: views of ``wire``."""
@@ -52,6 +69,11 @@ class Integers(GroupedBytes):
         return f"{type(self).__name__}(group={self.per_scale}{rounding})"
 
 
+def _following(seed: int, by: int = 1) -> int:
+    """Another seed, unrelated in the 32 bits that the kernels make of it."""
+    return seed_of(seed, str(by)) if by else seed
+
+
 class Int8(Integers):
     """Symmetric integers from -127 to 127 with one float32 scale per group: 1 + 4 / group bytes per value.
 
@@ -61,9 +83,7 @@ class Int8(Integers):
     """
 
     def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        self._check_encode(rows, out)
-        quant.quantize_int8(rows, self.per_scale, *self._parts(out, rows.shape[1]), self._seed())
-        return out
+        return self._quantize(quant.quantize_int8, rows, out)
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
         self._check_decode(wire, out)
@@ -119,9 +139,7 @@ class Int4(Integers):
     bits = 4
 
     def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        self._check_encode(rows, out)
-        quant.quantize_int4(rows, self.per_scale, *self._parts(out, rows.shape[1]), self._seed())
-        return out
+        return self._quantize(quant.quantize_int4, rows, out)
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
         self._check_decode(wire, out)

@@ -141,7 +141,11 @@ class Sdp4Bit(Method):
         codec = self._codec(exchange)
         for hop, of in enumerate((self.inside_codec, codec)):
             if isinstance(of, Integers):
-                of.seed = seed_of(self.run.seed, f"{hop}/{self.run.rank}/{bucket.segments[0].name}", bucket.step)
+                of.streams = [
+                    (part.start, part.start + part.width,
+                     seed_of(self.run.seed, f"{hop}/{self.run.rank}/{part.name}", bucket.step))
+                    for part in bucket.segments
+                ]  # fmt: skip
         assert self.inside_codec is not None
         bits = [8 * len(bucket.rows) * of.wire_bytes(bucket.shape[1]) for of in (self.inside_codec, codec)]
         self._bits[bucket.key] = bits[0], bits[1], sum(segment.piece.numel for segment in bucket.segments)
@@ -174,11 +178,12 @@ class Sdp4Bit(Method):
         if key not in self._replicas:
             self._replicas[key] = _Replica(self, shards)
         replica = self._replicas[key]
-        name = key[0] if key else ""
         if isinstance(replica.codec, ShiftedInt8):
-            replica.codec.shift = seed_of(self.run.seed, f"shift/{name}", shards.step) / 2**63 - 0.5
-        else:
-            replica.codec.seed = seed_of(self.run.seed, f"weights/{shards.comm.rank}/{name}", shards.step)
+            replica.codec.shift = seed_of(self.run.seed, f"shift/{key}", shards.step) / 2**63 - 0.5
+        replica.codec.streams = [
+            (first, last, seed_of(self.run.seed, f"weights/{shards.comm.rank}/{name}", shards.step))
+            for first, last, name in replica.columns
+        ]
         if self.weights == "plain":
             return replica.send(shards, async_op)
         return replica.follow(shards, async_op)
@@ -226,7 +231,8 @@ class _Replica:
         self.names = [piece.name for piece in shards.pieces]
         self.step: int | None = None
         self.bits = self.values = 0
-        self._sent: list[tuple[Piece, int]] = []  # and its first column among the values to encode
+        self.columns: list[tuple[int, int, str]] = []  # of each parameter among the values to encode
+        self._sent: list[tuple[Piece, int]] = []  # and its first column there
         self._kept: list[tuple[Piece, int]] = []  # and its first byte in the message, behind what is encoded
         width = 0
         kept: list[Piece] = []
@@ -234,6 +240,7 @@ class _Replica:
             if method.keep_dense(method.run.parameters[piece.name]) is None:
                 self._sent.append((piece, width))
                 width += padded(piece.numel, method.weight_group)
+                self.columns.append((self._sent[-1][1], width, piece.name))
             else:
                 kept.append(piece)
         place = self._encoded = self.codec.wire_bytes(width)
