@@ -3,9 +3,10 @@
     python benchmarks/memory.py
     python benchmarks/memory.py --preset gpt-125m --device cuda                 # one GPU per rank
 
-Every case runs in processes of its own: some steps, then the peak of some more. On a CPU the peak is the kernel's count
-of resident memory (VmHWM of /proc/self/status, reset after the first steps); on a GPU torch's of allocated memory. What
-was resident before the model was made (torch, compiled kernels) is taken off. glibc is told to return what is freed.
+Every case runs in processes of its own: a few steps of a tiny model, so that kernels are compiled; then some steps of
+the model itself, then the peak of some more, less what there was before the model. On a CPU the peak is the kernel's
+count of resident memory (VmHWM of /proc/self/status, reset after the first steps), and glibc is told to return what is
+freed; on a GPU it is torch's count of allocated memory.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import gc
 import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,6 @@ def measure(rank: int, store: str, engine: str, method: str, stock: bool, option
     from torch.nn.parallel import DistributedDataParallel
 
     import thinwire
-    from thinwire.methods import resolve
     from thinwire.train.models import PRESETS, Decoder
 
     torch.set_num_threads(1)
@@ -44,38 +46,55 @@ def measure(rank: int, store: str, engine: str, method: str, stock: bool, option
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks)
-    resolve(method).warm_up(device)
-    shape = dataclasses.replace(PRESETS[options.preset], vocabulary=256)
-    tokens = torch.randint(0, 256, (options.batch_size, shape.context + 1), device=device)
-    before = resident("VmRSS")
-    torch.manual_seed(0)
-    model: Any = Decoder(shape).to(device)
-    if engine == "ddp":
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    else:
-        mesh = init_device_mesh(options.device, (options.ranks,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks
+    )
     kind = thinwire.AdamS if method.startswith("scape") else torch.optim.AdamW
-    optimizer = kind(model.parameters(), lr=1e-4, foreach=False)
-    wire = None if stock else thinwire.compress(model, optimizer, method)
 
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            model(tokens[:, :-1], tokens[:, 1:]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def prepared(preset: str) -> tuple[Callable[[int], None], Any]:
+        """A function that trains so many steps, and the wire."""
+        torch.manual_seed(0)
+        shape = dataclasses.replace(PRESETS[preset], vocabulary=256)
+        model: Any = Decoder(shape).to(device)
+        if engine == "ddp":
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        else:
+            mesh = init_device_mesh(options.device, (options.ranks,))
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        optimizer = kind(model.parameters(), lr=1e-4, foreach=False)
+        wire = None if stock else thinwire.compress(model, optimizer, method)
+        tokens = torch.randint(0, 256, (options.batch_size, shape.context + 1), device=device)
 
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                model(tokens[:, :-1], tokens[:, 1:]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return train, wire
+
+    def tidy() -> None:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+    train, wire = prepared("tiny")
     train(options.steps)
+    if wire is not None:
+        wire.close()
+    del train, wire
+    tidy()
+    before = torch.cuda.memory_allocated() if cuda else resident("VmRSS")
+    train, wire = prepared(options.preset)
+    train(options.steps)
+    tidy()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     else:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
     train(options.steps)
-    found = {"peak": torch.cuda.max_memory_allocated() if cuda else resident("VmHWM") - before}
+    found = {"peak": (torch.cuda.max_memory_allocated() if cuda else resident("VmHWM")) - before}
     if wire is not None:
         memory = wire.plan.memory
         assert memory is not None
@@ -121,13 +140,15 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", default=["ddp", "fsdp2"])
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4, help="before the peak is counted, and while it is")
+    parser.add_argument("--steps", type=int, default=3, help="before the peak is counted, and while it is")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences per rank")
     options = parser.parse_args()
     os.environ.update({**MALLOC, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "thinwire", "thinwire.train.models"])
-    print("| method | engine | held | planned peak | measured peak | measured / planned |\n|---|---|---:|---:|---:|---:|")
+    print(
+        "| method | engine | held | planned peak | measured peak | measured / planned |\n|---|---|---:|---:|---:|---:|"
+    )
     worst, stock = 0.0, {}
     for engine in options.engines:
         for method in options.methods:

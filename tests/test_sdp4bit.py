@@ -14,7 +14,7 @@ import ranks
 import thinwire
 from engines import adamw, build, same_on_all_ranks, train
 from independent4 import Int4Group, WeightDifference, gather_parts, sylvester, two_level
-from models import flat
+from models import flat, loss_of
 from thinwire.bucket import Piece, Shards
 from thinwire.codecs.intquant import ShiftedInt8
 from thinwire.errors import ThinwireError
@@ -328,6 +328,94 @@ def test_loaded_weights_are_followed_and_thawed_ones_refused():
     for same, errors in ranks.run(_changed, 2):
         assert same
         assert errors and "was frozen when compress() was called" in errors[0]
+
+
+EVERY = (
+    "sdp4bit(weight_group=32, smallest=100)", "zeropp(smallest=100)", "qsdp(smallest=100)",
+    "scape(density=0.1, warmup=2, smallest=100)", "scape(density=0.1, warmup=2, smallest=100, weights='dense')",
+)  # fmt: skip
+
+
+def _optimizer(method, model):
+    if method.startswith("scape"):
+        return thinwire.AdamS([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    return adamw(model)
+
+
+def _swapped(rank, world):
+    """Losses with other weights for an evaluation, with a gradient taken away, and with frozen modules."""
+    found = {}
+
+    def freeze(net):
+        net.embedding.requires_grad_(False)
+        net.blocks[1].requires_grad_(False)
+
+    for method in ("dense", *EVERY):
+        model = build("fsdp2", world)
+        optimizer = _optimizer(method, model)
+        wire = thinwire.compress(model, optimizer, method)
+        train(model, optimizer, rank, range(4), wire)
+        with torch.no_grad():
+            own = [parameter.clone() for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.zero_()
+            evaluated = loss_of(model, 0, 0).item()
+            for parameter, value in zip(model.parameters(), own, strict=True):
+                parameter.copy_(value)
+            back = loss_of(model, 0, 0).item()
+            for parameter in model.parameters():
+                parameter.data.zero_()
+            wire.weights_changed()
+            again = loss_of(model, 0, 0).item()
+            for parameter, value in zip(model.parameters(), own, strict=True):
+                parameter.data.copy_(value)
+            wire.weights_changed()
+            whole = loss_of(model, 0, 0).item()
+        loss_of(model, 4, rank).backward()
+        model.head.weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        losses = train(model, optimizer, rank, range(5, 8), wire)
+        wire.close()
+        model = build("fsdp2", world, prepare=freeze)
+        optimizer = _optimizer(method, model)
+        wire = thinwire.compress(model, optimizer, method)
+        frozen = train(model, optimizer, rank, range(6), wire)
+        wire.close()
+        found[method] = evaluated, again, back, whole, losses, frozen
+    return found
+
+
+def test_other_weights_are_noticed_and_frozen_ones_arrive():
+    for found in ranks.run(_swapped, 2):
+        *_, frozen_dense = found["dense"]
+        for method in EVERY:
+            evaluated, again, back, whole, losses, frozen = found[method]
+            assert evaluated == again == found["dense"][0], method  # of weights that are all zero
+            assert back == whole < evaluated - 0.1, method
+            assert max(losses) < evaluated and all(math.isfinite(loss) for loss in frozen), method
+            assert abs(frozen[-1] - frozen_dense[-1]) < (0.3 if method.startswith("scape") else 0.1), method
+        assert found[EVERY[3]][4] == found[EVERY[4]][4], "masked weights are the weights, stepped or not"
+
+
+def _halves(rank, world):
+    found = {}
+    for method in EVERY:
+        losses = []
+        for reshard in (True, 2):
+            model = build("fsdp2", world, reshard_after_forward=reshard)
+            optimizer = _optimizer(method, model)
+            wire = thinwire.compress(model, optimizer, method)
+            losses.append(train(model, optimizer, rank, range(4), wire))
+            wire.close()
+        found[method] = losses
+    return found
+
+
+def test_resharding_to_fewer_ranks_changes_nothing():
+    for found in ranks.run(_halves, 4):
+        for method, (whole, halves) in found.items():
+            assert whole == halves, method
 
 
 def _low_precision(rank, world):

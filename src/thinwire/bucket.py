@@ -74,9 +74,10 @@ class Shards:
     """The weights of one module of a sharded engine on their way to all N ranks of ``comm``.
 
     Attributes:
-        pieces: where each parameter lies in a shard; the rest are frozen and padding.
+        pieces: where each trained parameter lies in a shard. frozen: where each of the others does.
         own: (n,) this rank's shard, a part of ``out``. out: (N * n,) everybody's, in rank order.
         step: optimizer steps taken so far: while it stays, so do the weights.
+        changed: they were given other values since the last gather, not by an optimizer step.
     """
 
     pieces: tuple[Piece, ...]
@@ -84,6 +85,30 @@ class Shards:
     own: Tensor
     out: Tensor
     step: int
+    frozen: tuple[Piece, ...] = ()
+    changed: bool = False
+
+    @property
+    def module(self) -> tuple[str, ...]:
+        """The names of all parameters, by which a module is known."""
+        return tuple(piece.name for piece in (*self.pieces, *self.frozen))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What an engine will hand out, as far as it knows before the first step.
+
+    Attributes:
+        buffers: where the parameters lie in each flat buffer of a backward pass, in order. dtype: of the buffers.
+        shards: of each sharded module: where the trained and the other parameters lie in this rank's shard, the
+            shard's numel and dtype.
+        comm: the ranks that the weights are sharded over.
+    """
+
+    buffers: Sequence[tuple[Piece, ...]]
+    dtype: torch.dtype
+    shards: Sequence[tuple[tuple[Piece, ...], tuple[Piece, ...], int, torch.dtype]] = ()
+    comm: Comm | None = None
 
 
 class Bucket:
@@ -179,6 +204,10 @@ class Bucket:
                 out[column : column + segment.span].copy_(self.mean[0, segment.start : segment.start + segment.span])
         elif self.rows.data_ptr() != out.data_ptr():
             self.unpack(self.rows, out)
+
+    def release(self) -> None:
+        """Let go of the engine's buffer, which would live on in ``rows`` or ``mean``."""
+        self.rows = self.mean = torch.empty(0)
 
     def pack(self, flat: Tensor, rows: Tensor) -> None:
         """Engine buffer -> rows (R, n), zeros in the padding."""

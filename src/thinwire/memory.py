@@ -1,17 +1,16 @@
 """What a method costs in memory: what it holds now, and, before the first step, what it will take at its peak.
 
-No method says what it needs. The prediction rehearses its steady state: the method's own code, buckets, state and codecs,
-on tensors that have a shape and no storage (torch's "meta" device), with no network and no arithmetic. A watch sees each
-of them come and go.
+No method says what it needs. The prediction rehearses its steady state: the method's own code, buckets, state and
+codecs, on tensors that have a shape and no storage (torch's "meta" device), with no network and no arithmetic. A watch
+sees each of them come and go.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from thinwire.bucket import Piece, Shards
+from thinwire.bucket import Layout, Piece, Shards
 from thinwire.codecs.base import Codec
 from thinwire.collectives import Exchange
 from thinwire.comm import Comm
@@ -36,7 +35,7 @@ E = TypeVar("E", bound=Exchange)
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes beyond what the engine, the model and the optimizer take, on one rank, in the steady state.
+    """Bytes on the device beyond what engine, model and optimizer take, on one rank, in the steady state.
 
     ``held``: from step to step. ``peak``: with what comes and goes inside a step, at its largest.
     """
@@ -45,27 +44,13 @@ class Memory:
     peak: int
 
 
-@dataclass(frozen=True)
-class Engine:
-    """What a rehearsal has to know of an engine.
+def held(device: torch.device, *roots: object) -> int:
+    """Bytes of all tensors on ``device`` that can be reached from ``roots`` by attributes and containers.
 
-    Attributes:
-        buffers: where the parameters lie in each flat buffer of a backward pass, in order. dtype: of the buffers.
-        shards: where they lie in this rank's shard of each module, its numel and dtype; none where nothing is sharded.
+    Each storage counts once. What belongs to others is not entered: models, optimizers and process groups.
     """
-
-    buffers: Sequence[tuple[Piece, ...]]
-    dtype: torch.dtype
-    shards: Sequence[tuple[tuple[Piece, ...], int, torch.dtype]] = ()
-
-
-def held(*roots: object) -> int:
-    """Bytes of all tensors that can be reached from ``roots`` by attributes and containers, each storage once.
-
-    What belongs to others is not entered: models, optimizers and process groups.
-    """
-    storages = {storage._cdata: storage.nbytes() for storage in (t.untyped_storage() for t in _tensors(roots, set()))}
-    return sum(storages.values())
+    storages = [tensor.untyped_storage() for tensor in _tensors(roots, set()) if tensor.device == device]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _tensors(thing: object, seen: set[int]) -> Iterator[Tensor]:
@@ -81,9 +66,10 @@ def _tensors(thing: object, seen: set[int]) -> Iterator[Tensor]:
     elif isinstance(thing, tuple | list | set):
         for value in thing:
             yield from _tensors(value, seen)
+    elif isinstance(thing, Run | Comm | Ledger | type):
+        return
     elif isinstance(thing, Method | Codec) or type(thing).__module__.startswith("thinwire."):
-        if not isinstance(thing, Run | Comm | Ledger | type):
-            yield from _tensors(getattr(thing, "__dict__", {}), seen)
+        yield from _tensors(getattr(thing, "__dict__", {}), seen)
 
 
 class _Watch(TorchDispatchMode):
@@ -101,10 +87,12 @@ class _Watch(TorchDispatchMode):
                 self._note(tensor, tensor.untyped_storage().nbytes())
         return result
 
-    def lent(self, *tensors: Tensor) -> None:
-        """These are the engine's, and outlive the watch: they do not count."""
+    def lend(self, *tensors: Tensor) -> None:
+        """These are the engine's: they do not count."""
         for tensor in tensors:
             self._note(tensor, 0)
+            key = tensor.untyped_storage()._cdata
+            self.live, self._known[key] = self.live - self._known[key], 0
 
     def _note(self, tensor: Tensor, nbytes: int) -> None:
         storage = tensor.untyped_storage()
@@ -134,69 +122,91 @@ class _Mute(Comm):
     def _all_to_all(self, out: Tensor, rows: Tensor) -> None: ...
 
 
-def rehearse(engine: Engine, plans: Sequence[tuple[Method, Plan]], run: Run) -> Memory:
+class _State(State):
+    """The state of a rehearsal. What it keeps elsewhere than on the device does not count."""
+
+    def __init__(self, offload: Collection[str], watch: _Watch | None) -> None:
+        super().__init__(offload)
+        self._watch = watch
+
+    def _new(self, kind: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        values = torch.zeros(shape, dtype=torch.float32, device=device)
+        if kind in self._offload and self._watch is not None:
+            self._watch.lend(values)
+        return values
+
+
+def rehearse(layout: Layout, plans: Sequence[tuple[Method, Plan]], run: Run) -> Memory:
     """The memory of a method in its steady state. Nothing of that size is allocated.
 
     Args:
         plans: the method and its plan; then those of the hop inside the node that comes before, if there is one.
     """
+    watch, on_cpu = _Watch(), all(local(weight).device.type == "cpu" for weight in run.weights.values())
     weights = {name: nn.Parameter(torch.empty_like(local(w), device=META)) for name, w in run.weights.items()}
     optimizer = _stand_in(run, weights)
-    roads, methods = [], []
+    for weight in weights.values():
+        assert weight.grad is not None
+        watch.lend(weight, weight.grad, *optimizer.state[weight].values())
+    roads = []
     for method, plan in plans:
-        exchange, double = _muted(plan.exchange), dataclasses.replace(method)
+        exchange, double = _muted(plan.exchange), replace(method)
         double.inside_codec = copy.deepcopy(method.inside_codec)
-        double.state = State()
-        double.begin(dataclasses.replace(run, exchange=exchange, weights=weights, optimizer=optimizer))
-        methods.append(double)
+        double.state = _State(method.offloads, None if on_cpu else watch)
+        double.begin(replace(run, exchange=exchange, weights=weights, optimizer=optimizer))
         roads.append(Road(double, plan, exchange, Guard([], False), Ledger()))
-    method, state = methods[0], methods[0].state
-    assert state is not None
-    watch = _Watch()
-    lent: list[Tensor] = []
-
-    def lend(numel: int, dtype: torch.dtype) -> Tensor:
-        lent.append(torch.empty(numel, dtype=dtype, device=META))
-        watch.lent(lent[-1])
-        return lent[-1]
-
-    watch.lent(*weights.values())
-    flats = [lend(_numel(pieces), engine.dtype) for pieces in engine.buffers]
-    rows = [lend(pieces[0].stride, engine.dtype) if pieces[0].stride else flat
-            for flat, pieces in zip(flats, engine.buffers, strict=True)]  # fmt: skip
-    across = plans[0][1].exchange
-    sizes = across.ranks if len(plans) == 1 else plans[1][1].exchange.ranks
-    gathered: list[Tensor] = []
-    peak = 0
+    method, peak = roads[0].method, 0
+    buffers = _buffers(layout, watch)
+    gathers: list[Shards] = []
     with torch.no_grad(), watch:
-        if method.encodes_weights:
-            for _, numel, dtype in engine.shards:
-                gathered.append(torch.empty(sizes * numel, dtype=dtype) if method.resident else lend(sizes * numel, dtype))
+        if method.encodes_weights and layout.comm is not None:
+            gathers = _gathers(layout, watch, kept=method.resident)
         for number in range(max(method.steady - 1, 0), method.steady + 3):
             watch.peak = watch.live
-            for out, (pieces, numel, _) in zip(gathered, engine.shards, strict=False):
-                comm = roads[-1].exchange._group()
-                own = out[comm.rank * numel : (comm.rank + 1) * numel]
-                method.gather(Shards(pieces, comm, own, out, number))
-            for flat, row, pieces in zip(flats, rows, engine.buffers, strict=True):
-                parts = pieces
+            for shards in gathers:
+                method.gather(replace(shards, step=number))
+            for flat, out, pieces in buffers:
                 for road in reversed(roads):
                     road.step = number
-                    road.carry(flat, parts, row)
-                    flat, parts = row, tuple(Piece(p.name, p.offset, p.numel // p.rows) for p in pieces)
-            state.commit()
-            step = Step(number, optimizer, weights, torch.ones((), device=META))
-            method.before_step(step)
-            method.after_step(step)
-            state.commit()
-            method.finish()
+                    road.carry(flat, pieces, out)
+                    flat, pieces = out, tuple(Piece(p.name, p.offset, p.numel // p.rows) for p in pieces)
+            _settle(method, Step(number, optimizer, weights, torch.ones((), device=META)))
             if number >= method.steady:
                 peak = max(peak, watch.peak)
         return Memory(watch.live, peak)
 
 
-def _numel(pieces: Sequence[Piece]) -> int:
-    return sum(piece.numel for piece in pieces)
+def _settle(method: Method, step: Step) -> None:
+    """What the wire does around an optimizer's step."""
+    assert method.state is not None
+    method.state.commit()
+    method.before_step(step)
+    method.after_step(step)
+    method.state.commit()
+    method.finish()
+
+
+def _buffers(layout: Layout, watch: _Watch) -> list[tuple[Tensor, Tensor, tuple[Piece, ...]]]:
+    """The engine's buffers, where the means of each go, and what is in it."""
+    found = []
+    for pieces in layout.buffers:
+        flat = torch.empty(sum(piece.numel for piece in pieces), dtype=layout.dtype, device=META)
+        out = torch.empty(pieces[0].stride, dtype=layout.dtype, device=META) if pieces[0].stride else flat
+        watch.lend(flat, out)
+        found.append((flat, out, pieces))
+    return found
+
+
+def _gathers(layout: Layout, watch: _Watch, *, kept: bool) -> list[Shards]:
+    """The weights of every module on their way; ``kept``: in buffers that the engine has for the method's sake."""
+    assert layout.comm is not None
+    comm, found = _Mute(layout.comm), []
+    for pieces, frozen, numel, dtype in layout.shards:
+        out = torch.empty(comm.size * numel, dtype=dtype, device=META)
+        if not kept:
+            watch.lend(out)
+        found.append(Shards(pieces, comm, out[comm.rank * numel : (comm.rank + 1) * numel], out, 0, frozen))
+    return found
 
 
 def _muted(exchange: E) -> E:
@@ -215,7 +225,8 @@ def _stand_in(run: Run, weights: dict[str, nn.Parameter]) -> Any:
     known = {id(weight): weights[name] for name, weight in run.weights.items()}
     assert original is not None
     double.param_groups = [
-        {**group, "params": [known[id(w)] for w in group["params"] if id(w) in known]} for group in original.param_groups
+        {**group, "params": [known[id(weight)] for weight in group["params"] if id(weight) in known]}
+        for group in original.param_groups
     ]
     moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     double.state = {

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from thinwire.collectives import Exchange
+from thinwire.errors import ThinwireError
 from thinwire.methods.base import Method, Parameter, columns_of
 from thinwire.methods.baselines import Fp32
+
+if TYPE_CHECKING:
+    from thinwire.memory import Memory
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -81,6 +87,7 @@ class Plan:
         wire_bytes: sent per step and rank for gradients. dense_bytes: the same for the engine's own dense exchange.
         weight_bytes: sent per rank for one gathering of the weights, where the engine shards them.
         dense_weight_bytes: the same by the engine's own.
+        memory, memory_bytes: beyond the stock engine's, found out by a rehearsal when first asked for.
     """
 
     def __init__(
@@ -106,7 +113,21 @@ class Plan:
         sharded = engine in ("fsdp2", "hsdp")
         self.weight_bytes = sum(self._weights(method, row, ranks) for row in self.rows) if sharded else 0.0
         self.dense_weight_bytes = sum(Method().weight_bytes(row.parameter, ranks) for row in self.rows) * sharded
+        self.rehearsal: Callable[[], Memory] | None = None
         self._why = {row.parameter.name: row.why_dense for row in self.rows}
+
+    @functools.cached_property
+    def memory(self) -> Memory | None:
+        """What the method will hold, and take at its peak; None where it reads values, or refuses: steps will tell."""
+        try:
+            return None if self.rehearsal is None else self.rehearsal()
+        except (NotImplementedError, RuntimeError, ThinwireError):
+            return None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What this rank needs for the method at its peak in the steady state, beyond the stock engine. In bytes."""
+        return None if self.memory is None else self.memory.peak
 
     def why_dense(self, name: str) -> str | None:
         """Why the parameter stays dense, or None if it is compressed."""
@@ -148,6 +169,8 @@ class Plan:
             weights, dense_weights = human(self.weight_bytes), human(self.dense_weight_bytes)
             share = self.weight_bytes / self.dense_weight_bytes
             table.caption += f", {weights} of {dense_weights} ({share:.1%}) to gather the weights"
+        if self.memory is not None:
+            table.caption += f"; {human(self.memory.peak)} of memory beside the engine's"
         out = io.StringIO()
         Console(file=out, width=120, color_system=None).print(table)
         return out.getvalue().rstrip()

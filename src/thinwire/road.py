@@ -42,7 +42,7 @@ class Road:
     closed: bool = False
 
     def __post_init__(self) -> None:
-        self._parts: dict[object, list[tuple[Method, Bucket]]] = {}
+        self._parts: dict[tuple[tuple[Piece, ...], torch.dtype], list[tuple[Method, Bucket]]] = {}
         # What stays dense beside compressed parameters is summed in rank order too: then no bit depends on how the
         # engine happened to cut its buckets, and a resumed run is the same run.
         self._side = Fp32()
@@ -64,17 +64,23 @@ class Road:
             rows = self.exchange.rows if self.exchange.owner else 1
             row_bytes = flat.nbytes / rows
             self.ledger.count_dense(self.exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=True))
-            for method, bucket in self._split(flat, pieces):
-                bucket.step = self.step
-                bucket.load(flat, out)
-                method.reduce(bucket, self.exchange)
-                bucket.store(out)
+            self.carry(flat, pieces, out)
         return out
+
+    def carry(self, flat: Tensor, pieces: tuple[Piece, ...], out: Tensor) -> None:
+        """``reduce``, without what looks at the values and counts."""
+        for method, bucket in self._split(flat, pieces):
+            bucket.step = self.step
+            bucket.load(flat, out)
+            method.reduce(bucket, self.exchange)
+            bucket.store(out)
+            bucket.release()
 
     def _split(self, flat: Tensor, pieces: tuple[Piece, ...]) -> list[tuple[Method, Bucket]]:
         """One bucket for what is compressed, one beside it for what stays dense; made once per composition."""
         key = (pieces, flat.dtype)
         if key not in self._parts:
+            self._forget({piece.name for piece in pieces})
             sent = [piece for piece in pieces if self.plan.why_dense(piece.name) is None]
             kept = [piece for piece in pieces if self.plan.why_dense(piece.name) is not None]
             parts = []
@@ -84,6 +90,12 @@ class Road:
                 parts.append((self._side, self._bucket(kept, flat, self._side)))
             self._parts[key] = parts
         return self._parts[key]
+
+    def _forget(self, names: set[str]) -> None:
+        """Free what is kept for older compositions with any of these parameters: DDP rebuilds its buckets once."""
+        for key in [key for key in self._parts if names & {piece.name for piece in key[0]}]:
+            for method, bucket in self._parts.pop(key):
+                method.forget(bucket)
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
         return Bucket(

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from thinwire.codecs.intquant import Integers
 from thinwire.collectives import TwoLevel
 from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError
@@ -22,6 +23,7 @@ from thinwire.guard import Guard
 from thinwire.integrations.ddp import DDP
 from thinwire.integrations.fsdp2 import FSDP2
 from thinwire.ledger import KINDS, LINKS, Ledger
+from thinwire.memory import held, rehearse
 from thinwire.methods import Method, resolve
 from thinwire.methods.base import Run, Step
 from thinwire.plan import Plan, human
@@ -104,7 +106,8 @@ def _inside(engine: DDP | FSDP2, method: Method, inside: Method | str | None) ->
             raise ThinwireError("inside= is for HSDP, or two_level=True on several nodes of several ranks")
         if inside is not None and type(method.inside()) is not Method:
             raise ThinwireError(f"{method.name} has a hop inside the node of its own: set inside_bits instead")
-        if found.keeps_state or not found.rank_equal or found.encodes_weights:
+        random = isinstance(found.codec, Integers) and found.codec.rounding == "stochastic"
+        if found.keeps_state or not found.rank_equal or found.encodes_weights or (inside is not None and random):
             raise ThinwireError(f"inside={inside}: takes a method without state, such as dense, bf16, fp8 or int8")
     except ThinwireError:
         engine.close()
@@ -213,6 +216,10 @@ class Wire:
             optimizer.register_step_post_hook(self._after_step),
         )
         engine.attach(*self._roads)
+        plans = [(method, self.plan)] + ([] if inner is None or hop is None else [(inner, hop)])
+        assert method.run is not None
+        run = method.run
+        self.plan.rehearsal = lambda: rehearse(engine.layout(), plans, run)
 
     @property
     def step(self) -> int:
@@ -287,6 +294,7 @@ class Wire:
         """The optimizer has moved: the method may look at what it did."""
         if self._step is not None:
             self.method.after_step(self._step)
+            self.engine.stepped()
             self._state.commit()
             self._step = None
             self._end_step(skipped=False)
@@ -300,14 +308,27 @@ class Wire:
             for road in self._roads:
                 road.step += 1
 
+    def weights_changed(self) -> None:
+        """Say that weights were given other values than the optimizer's, on all ranks, through ``.data``.
+
+        Other changes in place, ``load_state_dict`` among them, are noticed. It matters to methods that send only what
+        has changed of sharded weights (sdp4bit, scape): the next forward pass gathers all of them.
+        """
+        self.engine.weights_changed()
+
     def report(self) -> Report:
         """Bytes by link (mean) and time by stage (median) per step since the last ``reset_stats``; ``print`` it."""
         return Report(self)
 
     def stats(self) -> dict:
         """The same as a dict: steps, skipped, wire_bytes_per_step {link: B}, weight_bytes_per_step (of those,
-        for weights), dense_bytes_per_step, encode_ms, ..."""
-        return {**self.ledger.stats(), "method": self.method.facts()}
+        for weights), dense_bytes_per_step, encode_ms, ...; memory_bytes held, memory_planned_bytes at the peak."""
+        memory = {"memory_bytes": self.memory_bytes(), "memory_planned_bytes": self.plan.memory_bytes}
+        return {**self.ledger.stats(), **memory, "method": self.method.facts()}
+
+    def memory_bytes(self) -> int:
+        """What this rank holds now for the method: state, workspaces of buckets and codecs, weights kept for it."""
+        return held(self._device, *self._roads, getattr(self.engine, "resident", None))
 
     def last_step(self) -> dict:
         """As ``stats``, of the last optimizer step alone."""
@@ -344,7 +365,6 @@ class Report:
 
     def __init__(self, wire: Wire) -> None:
         self.stats, self.plan = wire.stats(), wire.plan
-        self.memory = wire._state.nbytes()
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -368,7 +388,9 @@ class Report:
         for name, value in stats["method"].items():
             table.add_row(name, f"{value:.4g}")
         table.add_row("skipped steps (not finite)", str(stats["skipped"]))
-        table.add_row("state held", human(self.memory))
+        table.add_row("memory held", human(stats["memory_bytes"]))
+        if stats["memory_planned_bytes"] is not None:
+            table.add_row("memory at its peak, as planned", human(stats["memory_planned_bytes"]))
         out = io.StringIO()
         Console(file=out, width=100, color_system=None).print(table)
         return out.getvalue().rstrip()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.bucket import Piece
+from thinwire.bucket import Layout, Piece
 from thinwire.collectives import AllReduce, Exchange, TwoLevel
 from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError
@@ -98,6 +98,21 @@ class DDP:
             self._pieces[key] = tuple(pieces)
         return self._pieces[key]
 
+    def layout(self) -> Layout:
+        """The buckets of all steps but the first, if gradients come in the reverse order of the parameters."""
+        order = [p for p in reversed(list(self.model.module.parameters())) if id(p) in self.parameters]
+        sizes = [self.model.bucket_bytes_cap]
+        if getattr(self.model, "bucket_bytes_cap_default", False):
+            sizes.insert(0, dist._DEFAULT_FIRST_BUCKET_BYTES)
+        found = []
+        for indices in dist._compute_bucket_assignment_by_size(order, sizes)[0]:
+            pieces: list[Piece] = []
+            for known in (self.parameters[id(order[index])] for index in indices):
+                offset = pieces[-1].offset + pieces[-1].numel if pieces else 0
+                pieces.append(Piece(known.name, offset, known.numel))
+            found.append(tuple(pieces))
+        return Layout(found, order[0].dtype)
+
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
         """No exchange in this backward pass unless it is the ``last`` of the optimizer step."""
@@ -106,6 +121,12 @@ class DDP:
 
     def gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.model.module.parameters() if parameter.requires_grad]
+
+    def stepped(self) -> None:
+        """Weights are not exchanged: nothing to note."""
+
+    def weights_changed(self) -> None:
+        """As for ``stepped``."""
 
     def close(self) -> None:
         self.worker.close()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from thinwire.bucket import Piece, Shards
+from thinwire.bucket import Layout, Piece, Shards
 from thinwire.collectives import AllReduce, Exchange, ReduceScatter, TwoLevel
 from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError
@@ -73,7 +73,7 @@ class FSDP2:
         }
         self.parameters: dict[int, Parameter] = describe(cast(nn.Module, model), shards)
         self._comms: dict[int, GroupComm] = {}
-        self._loads: Any = None
+        self._gathers: list[_AllGather] = []
         info = self.groups[0][1].mesh_info
         self.wire_dtype = self._reduce_dtype(self.groups[0][1])
         shard = self.comm(info.shard_process_group)
@@ -161,7 +161,8 @@ class FSDP2:
             link = _GroupLink(self, group, inner or road)
             # Duck-typed: torch does not look at the type, and the base classes are private names.
             module.set_custom_reduce_scatter(cast(Any, link.reduce_scatter))
-            module.set_custom_all_gather(cast(Any, _AllGather(link, road)))
+            self._gathers.append(_AllGather(link, road))
+            module.set_custom_all_gather(cast(Any, self._gathers[-1]))
             if inner is not None:
                 # FSDP's own all-reduce cannot be replaced, only left out: it believes that it is 1-D, and our hook
                 # averages across nodes. Parameters keep their (Replicate, Shard) placements.
@@ -171,8 +172,25 @@ class FSDP2:
                     group.post_forward_mesh_info = one_dimensional
                 module.set_all_reduce_hook(link.all_reduce_hook(road))
 
-        method = self.method
-        self._loads = self.model.register_load_state_dict_post_hook(lambda *unused: method.weights_changed())
+    @property
+    def resident(self) -> list[Tensor]:
+        """The gathered weights that are kept for the method."""
+        return [gather._resident for gather in self._gathers if gather._resident is not None]
+
+    def layout(self) -> Layout:
+        """One buffer and one shard per FSDP module, last module first, if every parameter has a gradient."""
+        buffers, shards = [], []
+        comm = self.comm(self.groups[0][1].mesh_info.shard_process_group)
+        for gather in reversed(self._gathers):
+            link = gather.link
+            params = link.group.fsdp_params
+            if trained := [param for param in params if id(param.sharded_param) in self.parameters]:
+                buffers.append(link.place(trained, comm.size))
+            dtype = link.group.mp_policy.param_dtype or params[0].sharded_param.dtype
+            numel = sum(math.prod(param.padded_sharded_param_size) for param in params)
+            shards.append((link.shard(numel), link.frozen(), numel, dtype))
+        dtype = self.wire_dtype or next(iter(self.parameters.values())).dtype
+        return Layout(buffers, dtype, shards, comm)
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -187,10 +205,17 @@ class FSDP2:
         return [parameter.grad for parameter in self.model.parameters() if parameter.requires_grad]
 
     def close(self) -> None:
-        """The communication objects live as long as the model."""
-        if self._loads is not None:
-            self._loads.remove()
-            self._loads = None
+        """Nothing to end: the communication objects live as long as the model."""
+
+    def stepped(self) -> None:
+        """The optimizer has given the weights new values; any others that they get from here on are news."""
+        for gather in self._gathers:
+            gather.version = gather.link.version()
+
+    def weights_changed(self) -> None:
+        """They were, and torch may not have noticed."""
+        for gather in self._gathers:
+            gather.version = None
 
 
 def _shard_only(info: Any) -> Any:
@@ -254,13 +279,32 @@ class _GroupLink:
         """Where each parameter lies in the flat input: columns of (ranks, n), in the group's order."""
         key = self._key()
         if key not in self._pieces:
-            widths = [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in self._active]
-            total, pieces, column = sum(widths), [], 0
-            for fsdp_param, width in zip(self._active, widths, strict=True):
-                pieces.append(Piece(self._name(fsdp_param), column, width * ranks, ranks, total))
-                column += width
-            self._pieces[key] = tuple(pieces)
+            self._pieces[key] = self.place(self._active, ranks)
         return self._pieces[key]
+
+    def place(self, fsdp_params: list[Any], ranks: int) -> tuple[Piece, ...]:
+        """Where ``fsdp_params`` lie in a flat input of theirs."""
+        widths = [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in fsdp_params]
+        total, pieces, column = sum(widths), [], 0
+        for fsdp_param, width in zip(fsdp_params, widths, strict=True):
+            pieces.append(Piece(self._name(fsdp_param), column, width * ranks, ranks, total))
+            column += width
+        return tuple(pieces)
+
+    def version(self) -> int:
+        """Rises with every change of this rank's shard in place that torch counts (not those through ``.data``)."""
+        shards = [fsdp_param.sharded_param for fsdp_param in self.group.fsdp_params]
+        return sum(shard._version + cast(Any, shard)._local_tensor._version for shard in shards)
+
+    def frozen(self) -> tuple[Piece, ...]:
+        """Where each parameter that is not trained lies in this rank's shard."""
+        pieces, column = [], 0
+        for fsdp_param in self.group.fsdp_params:
+            width = math.prod(fsdp_param.padded_sharded_param_size)
+            if id(fsdp_param.sharded_param) not in self.engine.parameters:
+                pieces.append(Piece(self._name(fsdp_param), column, width))
+            column += width
+        return tuple(pieces)
 
     def shard(self, numel: int) -> tuple[Piece, ...]:
         """Where each trained parameter lies in this rank's shard of ``numel`` values."""
@@ -270,7 +314,10 @@ class _GroupLink:
             if id(fsdp_param.sharded_param) in self.engine.parameters:
                 pieces.append(Piece(self._name(fsdp_param), column, width))
             elif fsdp_param.sharded_param.requires_grad:
-                raise ThinwireError(f"{self._name(fsdp_param)} was frozen when compress() was called: thaw it before")
+                raise ThinwireError(
+                    f"{self._name(fsdp_param)} was frozen when compress() was called, or is another object now "
+                    "(load_state_dict(assign=True)): thaw and load it before"
+                )
             column += width
         if column != numel:
             names = ", ".join(piece.name for piece in pieces)
@@ -351,19 +398,14 @@ class _AllGather:
         self.link, self.road = link, road
         self.engine = link.engine
         self._resident: Tensor | None = None
+        self.version: int | None = None  # of the weights, when they were last right
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not self.engine.method.resident or math.prod(size) != self._numel():
+        if not self.engine.method.resident or self.link.group.is_sharded_post_forward:
             return torch.empty(*size, dtype=dtype, device=device)
         if self._resident is None or self._resident.dtype != dtype or self._resident.device != device:
             self._resident = torch.empty(*size, dtype=dtype, device=device)
         return self._resident
-
-    def _numel(self) -> int:
-        """Of a gather over all ranks; after ``reshard_after_forward=<int>`` there are others, over fewer."""
-        group = self.link.group
-        shard = sum(math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in group.fsdp_params)
-        return shard * group.mesh_info.shard_mesh_size
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> dist.Work | None:
         comm, ledger = self.engine.comm(group), self.engine.ledger
@@ -383,9 +425,13 @@ class _AllGather:
                 f"{method} encodes weights, and the parameters of one FSDP module have several dtypes: give them one, "
                 "or MixedPrecisionPolicy(param_dtype=...)"
             )
-        if out.numel() != self._numel() or not method.encodes_weights:
+        # After ``reshard_after_forward=<int>`` fewer ranks gather what the first gather of the step has left them.
+        if self.link.group.is_sharded_post_forward or not method.encodes_weights:
             return comm.all_gather(out, own, async_op=async_op)
-        shards = Shards(self.link.shard(own.numel()), comm, own, out, self.road.step)
+        before, self.version = self.version, self.link.version()
+        shards = Shards(
+            self.link.shard(own.numel()), comm, own, out, self.road.step, self.link.frozen(), before != self.version
+        )
         return method.gather(shards, async_op=async_op)
 
 

@@ -197,6 +197,17 @@ class Method:
     def finish(self) -> None:
         """Wait for what the method has under way between steps; called before its state is read."""
 
+    def forget(self, bucket: Bucket) -> None:
+        """``bucket`` will not come again. What a method keeps by bucket is in dicts with the bucket's ``key``."""
+        for kept in vars(self).values():
+            if isinstance(kept, dict):
+                kept.pop(bucket.key, None)
+
+    @property
+    def steady(self) -> int:
+        """The first optimizer step that is like all that follow: neither start nor warm-up."""
+        return 0
+
     def facts(self) -> dict[str, float]:
         """Figures of the method's own for the report, by what they are called there."""
         return {}
@@ -226,9 +237,6 @@ class Method:
     def weight_bytes(self, parameter: Parameter, ranks: int) -> float:
         """Bytes that one of ``ranks`` ranks sends for ``parameter`` in a ``gather`` of the weights."""
         return (ranks - 1) * parameter.local * parameter.dtype.itemsize
-
-    def weights_changed(self) -> None:
-        """Weights were given other values than the optimizer's (a checkpoint was loaded)."""
 
     def state_changed(self) -> None:
         """``state`` was loaded from a checkpoint."""
@@ -329,6 +337,10 @@ class ErrorFeedback(Method):
     def begin(self, run: Run) -> None:
         super().begin(run)
         self.first = first_step(self.name, "start", self.start, run.steps)
+
+    @property
+    def steady(self) -> int:
+        return self.first
 
     @property
     def native(self) -> bool:

@@ -91,6 +91,10 @@ class OneBitAdam(Method):
     def keeps_state(self) -> bool:
         return True
 
+    @property
+    def steady(self) -> int:
+        return self.first
+
     def policy(self, parameter: Parameter) -> str | None:
         if parameter.role == "embedding":
             return "embedding: unused rows have no variance"

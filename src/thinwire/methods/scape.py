@@ -123,6 +123,10 @@ class Scape(Method):
     def keeps_state(self) -> bool:
         return self.density < 1
 
+    @property
+    def steady(self) -> int:
+        return max(self.warm, 1)
+
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
 
@@ -181,7 +185,10 @@ class Scape(Method):
         for name, given in self._given.items():
             if name in step.weights:
                 step.optimizer.given[step.weights[name]] = given
-        keeps = {id(w): 1 - group["lr"] * group["weight_decay"] for group in step.optimizer.param_groups
+        for name, weight in step.weights.items():
+            if weight.grad is None:  # it is not stepped, and does not decay either
+                self._used.pop(name, None)
+        keeps = {id(w): 1 - float(group["lr"]) * group["weight_decay"] for group in step.optimizer.param_groups
                  for w in group["params"]}  # fmt: skip
         self._keep = {name: keeps[id(weight)] for name, weight in step.weights.items()}
 
@@ -218,16 +225,14 @@ class Scape(Method):
     def resident(self) -> bool:
         return self.encodes_weights
 
-    def weights_changed(self) -> None:
-        self._gathered.clear()
-
     def state_changed(self) -> None:
         self._gathered.clear()
+        self._used.clear()
 
     def weight_bytes(self, parameter: Parameter, ranks: int) -> float:
         if not self.encodes_weights:
             return super().weight_bytes(parameter, ranks)
-        return (ranks - 1) * 4 * self._k(parameter.local, self.warm)
+        return (ranks - 1) * 4 * self._k(parameter.local, self.steady)
 
     def gather(self, shards: Shards, *, async_op: bool = False) -> dist.Work | None:
         if shards.own.dtype != torch.float32:
@@ -235,13 +240,13 @@ class Scape(Method):
                 f"scape keeps gathered weights up to date in float32, and FSDP2 gathers them in {shards.own.dtype}: "
                 "leave param_dtype out of MixedPrecisionPolicy, or use weights='dense'"
             )
-        module = tuple(piece.name for piece in shards.pieces)
-        had, now = self._gathered.get(module), (shards.out.data_ptr(), shards.step)
-        self._gathered[module] = now
-        if had == now:
+        had, now = self._gathered.get(shards.module), (shards.out.data_ptr(), shards.step)
+        if shards.changed:
+            had = None
+        self._gathered[shards.module] = now
+        if had == now or (had is not None and had[0] == now[0] and not shards.pieces):
             return None
         used = [self._used.get(piece.name) for piece in shards.pieces]
-        # A parameter that had no gradient was not stepped, and did not decay either.
         stale = any(found is not None and found[0] != shards.step - 1 for found in used)
         if stale or had != (now[0], shards.step - 1):
             return shards.comm.all_gather(shards.out, shards.own, async_op=async_op)
@@ -298,13 +303,13 @@ class Scape(Method):
         columns = columns_of(parameter, exchange, rows)
         if self.density == 1:
             return exchange.sent_bytes(4 * columns, 4 * columns, rows, on_wire=True)
-        k, quantizer = self._k(columns, self.warm), self._quantizer()
+        k, quantizer = self._k(columns, self.steady), self._quantizer()
         if quantizer is None:
             row_bytes = (4 if self.payload == "fp32" else 2) * k
         else:
             row_bytes = quantizer.wire_bytes(padded(k, quantizer.group))
         payload = exchange.sent_bytes(row_bytes, 4 * columns, rows, on_wire=True, linear=quantizer is None)
-        layout, width = self._layout(self.warm)
+        layout, width = self._layout(self.steady)
         share = layout[parameter.name][2] / sum(size for _, _, size in layout.values())
         return payload + exchange.gather_bytes(width) * share / self.refresh
 

@@ -138,12 +138,12 @@ class Sdp4Bit(Method):
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.run is not None
-        codec = self._codec(exchange)
+        codec, where = self._codec(exchange), type(exchange).__name__  # HSDP has two exchanges, each calls this
         for hop, of in enumerate((self.inside_codec, codec)):
             if isinstance(of, Integers):
                 of.streams = [
                     (part.start, part.start + part.width,
-                     seed_of(self.run.seed, f"{hop}/{self.run.rank}/{part.name}", bucket.step))
+                     seed_of(self.run.seed, f"{where}/{hop}/{self.run.rank}/{part.name}", bucket.step))
                     for part in bucket.segments
                 ]  # fmt: skip
         assert self.inside_codec is not None
@@ -174,7 +174,7 @@ class Sdp4Bit(Method):
 
     def gather(self, shards: Shards, *, async_op: bool = False) -> dist.Work | None:
         assert self.run is not None and self.state is not None
-        key = tuple(piece.name for piece in shards.pieces)
+        key = shards.module
         if key not in self._replicas:
             self._replicas[key] = _Replica(self, shards)
         replica = self._replicas[key]
@@ -187,15 +187,6 @@ class Sdp4Bit(Method):
         if self.weights == "plain":
             return replica.send(shards, async_op)
         return replica.follow(shards, async_op)
-
-    def weights_changed(self) -> None:
-        """Replicas in use are stale: start from the weights as they are (not so those that were just loaded)."""
-        assert self.state is not None
-        for replica in self._replicas.values():
-            if replica.step is not None:
-                replica.step = None
-                for name in replica.names:
-                    self.state.discard("replica", name)
 
     def state_changed(self) -> None:
         for replica in self._replicas.values():
@@ -243,6 +234,8 @@ class _Replica:
                 self.columns.append((self._sent[-1][1], width, piece.name))
             else:
                 kept.append(piece)
+        if not method.resident:
+            kept += shards.frozen
         place = self._encoded = self.codec.wire_bytes(width)
         for piece in kept:
             self._kept.append((piece, place))
@@ -258,10 +251,14 @@ class _Replica:
         """Send the difference, once per optimizer step."""
         if self._own is None or self._out is None or self._out.data_ptr() != shards.out.data_ptr():
             self._own, self._out, self.step = shards.own.clone(), shards.out, None
+        elif shards.changed and self.step is not None:  # a copy that was just loaded, and not used yet, is kept
+            self.step = None
+            for name in self.names:
+                self.state.discard("replica", name)
         if self.step is None and self._share(shards) == shards.step:
             self._remember(shards.step)
             return None
-        if self.step == shards.step:
+        if self.step == shards.step or not self.names:
             shards.own.copy_(self._own)  # the engine has put the master there
             return None
         for piece, column in self._sent:
@@ -312,7 +309,8 @@ class _Replica:
 
     def _exchange(self, shards: Shards, async_op: bool, *, add: bool) -> dist.Work | None:
         ledger, message = shards.comm.ledger, self._message
-        self.bits, self.values = 8 * len(message), sum(piece.numel for piece in shards.pieces)
+        sent = [piece for pieces in (self._sent, self._kept) for piece, _ in pieces]
+        self.bits, self.values = 8 * len(message), sum(piece.numel for piece in sent)
         with ledger.span("encode", message):
             if self._sent:
                 self.codec.encode(self._values, message[: self._encoded].view(1, -1))

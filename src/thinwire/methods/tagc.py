@@ -259,7 +259,7 @@ class Tagc(ErrorFeedback):
         assert self.state is not None
         k = self._k(span)
         measured = self.state.get("union", name)
-        union = min(exchange.rows * k, span) if measured is None else int(measured)
+        union = min(exchange.rows * k, span) if measured is None or measured.is_meta else int(measured)
         cells = math.ceil(union / self.load / 3) + 8  # a few more: small tables fail at lower loads
         return Part(name, start, width, k, cells if 3 * cells < width else 0)
 
@@ -274,6 +274,8 @@ class Tagc(ErrorFeedback):
                     )
         codec = self._codecs.get(bucket.key)
         if not isinstance(codec, CountSketch) or codec.parts != parts:
+            if codec is not None:
+                bucket.forget(codec)
             owner = exchange.rank if exchange.owner else None
             codec = CountSketch(parts, len(bucket.rows), bucket.shape[1], owner, bucket.device)
             self._codecs[bucket.key] = codec
@@ -305,7 +307,7 @@ class Lhc(Tagc):
         flags = ~(magnitudes <= least)  # with infinities and NaN
         masks.pack(flags, words)
         rest.copy_(torch.where(flags, 0, rows))
-        for values, of, to in zip(rows, flags, sent, strict=True):
+        for values, of, to in () if rows.is_meta else zip(rows, flags, sent, strict=True):
             found = values[of]
             to[: len(found)] = found
 

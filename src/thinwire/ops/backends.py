@@ -23,10 +23,22 @@ def _load(family: str, module: str, needs: str) -> ModuleType:
         return importlib.import_module(f"{family}.reference")
 
 
+class _Nothing(ModuleType):
+    """What runs on tensors without storage: every operation writes to tensors that are handed in."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **knobs: None
+
+
+_NOTHING = _Nothing("nothing")
+
+
 def backend(family: str) -> Callable[[Tensor], ModuleType]:
     """For a family of operations, ``"thinwire.ops.quant"``: tensor -> the module that runs them on its device."""
 
     def choose(tensor: Tensor) -> ModuleType:
+        if tensor.is_meta:
+            return _NOTHING
         if tensor.device.type == "cpu":
             return _load(family, "cpu", "numba")
         if tensor.device.type == "cuda":

@@ -336,6 +336,7 @@ def _summary(config, ranks, parameters, losses, times, wall, tokens_per_step, st
         **{kind: stats[kind] for kind in kinds},
         "compute_ms": step_ms - stats["exposed_ms"],
         "peak_memory_mb": float(highest),
+        **{kind: stats[kind] for kind in ("memory_bytes", "memory_planned_bytes")},
         "skipped_steps": wire.skipped,
         "facts": stats["method"],
         "wall_s": wall,

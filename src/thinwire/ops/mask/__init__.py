@@ -102,6 +102,8 @@ def unpack(words: Tensor, flags: Tensor) -> Tensor:
 
 def popcount(words: Tensor) -> Tensor:
     """Set bits of every row of ``words`` (R, w): (R,) int64."""
+    if words.is_meta:
+        return words.new_empty(len(words))
     counts: Tensor = _backend(words).popcount(words)
     return counts
 

@@ -58,7 +58,7 @@ _backend = backend("thinwire.ops.quant")
 
 
 def _backend_fp8(tensor: Tensor) -> ModuleType:
-    return reference if tensor.device.type == "cuda" else _backend(tensor)
+    return reference if tensor.is_cuda else _backend(tensor)
 
 
 def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:

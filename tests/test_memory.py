@@ -1,0 +1,78 @@
+"""The memory that the plan foretells is the memory that is held, and nothing of that size is allocated to find out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thinwire
+from engines import adamw, build, train
+from models import Net
+from ranks import run
+from thinwire.memory import held
+from thinwire.methods import TABLE, resolve
+
+MORE = ("int8(error_feedback=True)", "tagc:recommended", "scape(payload='int8')", "separate:paper", "sdp4bit:qw")
+FEW = ("dense", "int8", "loco", "radius", "sdp4bit", "onebit-adam")
+
+
+def method_of(name: str) -> thinwire.Method:
+    """With small tensors sent, and without a start."""
+    method = resolve(name)
+    for knob, value in (("smallest", 256), ("start", 0), ("warmup", 1)):
+        if hasattr(method, knob):
+            setattr(method, knob, value)
+    return method
+
+
+def net() -> Net:
+    return Net(512, 64, 2)
+
+
+def foretold_and_held(rank: int, world: int, kind: str, names: list[str]) -> dict[str, tuple[int, int, int]]:
+    found = {}
+    for name in names:
+        method = method_of(name)
+        if kind not in method.engines:
+            continue
+        model = build(kind, world, net=net, **({"bucket_cap_mb": 0.2} if kind == "ddp" else {}))
+        optimizer = thinwire.AdamS(model.parameters(), lr=1e-3) if method.name == "scape" else adamw(model)
+        wire = thinwire.compress(model, optimizer, method)
+        assert wire.plan.memory is not None, name
+        assert wire.memory_bytes() < 16384, name
+        train(model, optimizer, rank, range(4), wire)
+        found[name] = wire.plan.memory.held, wire.plan.memory.peak, wire.memory_bytes()
+        wire.close()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_the_plan_knows_what_every_method_holds(kind, world):
+    names = [method.name for method in TABLE] + list(MORE) if world == 2 else list(FEW)
+    for found in run(foretold_and_held, world, kind, names):
+        assert len(found) >= len(FEW)
+        for name, (planned, peak, now) in found.items():
+            assert now == pytest.approx(planned, rel=0.05, abs=2048), name
+            assert peak >= planned, name
+            assert (now > 0) == (name not in ("dense", "none")), name
+
+
+def two_levels(rank: int, world: int) -> tuple[int, int]:
+    model = build("ddp", world, net=net, bucket_cap_mb=0.2)
+    optimizer = adamw(model)
+    wire = thinwire.compress(model, optimizer, method_of("sdp4bit"))
+    train(model, optimizer, rank, range(3), wire)
+    found = wire.plan.memory.held, wire.memory_bytes()
+    wire.close()
+    return found
+
+
+def test_two_levels():
+    for planned, now in run(two_levels, 4, LOCAL_WORLD_SIZE="2"):
+        assert now == pytest.approx(planned, rel=0.05)
+
+
+def test_a_tensor_counts_once_whatever_shows_it():
+    cpu, values = torch.device("cpu"), torch.zeros(100)
+    assert held(cpu, {"a": [values, values[10:20]]}, (values.view(10, 10),)) == 400
+    assert held(torch.device("meta"), values) == 0
