@@ -3,7 +3,8 @@
     python benchmarks/codecs.py [--sizes 1 8] [--rounds 21] [--threads 1] [--device cpu]
 
 Each round times the copy and the three operations of a codec one after another, so that a busy machine slows all alike;
-printed are medians. An operation whose result is wrong is not timed: the program stops with exit status 1.
+printed are medians, and in brackets the share of the copy's bandwidth at which the operation moves its own bytes (what
+it reads and what it writes). An operation whose result is wrong is not timed: the program stops with exit status 1.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
 
     print(f"torch {torch.__version__}, {arguments.device}, {arguments.threads} thread(s), {arguments.rounds} rounds")
-    print(f"{'codec':<46}{'elements':>10}{'bytes/value':>13}{'copy_ ms':>10}{'encode':>9}{'decode':>9}{'sum(4)':>9}")
+    print(f"{'codec':<46}{'elements':>10}{'bytes/value':>13}{'copy_ ms':>10}{'encode':>16}{'decode':>16}{'sum(4)':>16}")
     for codec in codecs():
         try:
             self_check(codec, arguments.device)
@@ -121,7 +122,10 @@ def main() -> int:
         for size in arguments.sizes:
             n = size << 20
             copy, ratios = measure(codec, n, arguments.rounds, arguments.device)
-            columns = "".join(f"{ratio:>8.2f}x" for ratio in ratios)
+            wire = codec.wire_bytes(n)
+            moved = (4 * n + wire, wire + 4 * n, PEERS * wire + 4 * n)
+            shares = [nbytes / (8 * n) / ratio for nbytes, ratio in zip(moved, ratios, strict=True)]
+            columns = "".join(f"{r:>8.2f}x{f'({share:.0%})':>7}" for r, share in zip(ratios, shares, strict=True))
             print(f"{codec!r:<46}{f'{size} Mi':>10}{codec.wire_bytes(n) / n:>13.3f}{copy:>10.3f}{columns}")
     return 0
 

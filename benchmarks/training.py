@@ -150,7 +150,7 @@ def draw(args: argparse.Namespace, methods: dict[str, str]) -> None:
     right.axhline(0, color="black", linewidth=0.8)
     right.set_ylim(-2, 60)
     figure.legend(*left.get_legend_handles_labels(), fontsize=8, loc="lower center", ncol=4)
-    figure.tight_layout(rect=(0, 0.15, 1, 1))
+    figure.tight_layout(rect=(0, 0.03 + 0.023 * -(-len(curves) // 4), 1, 1))  # room for the legend's rows
     figure.savefig(Path(args.out) / f"training-{args.engine}.png", dpi=110)
 
 

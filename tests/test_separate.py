@@ -166,7 +166,7 @@ def test_presets():
     assert isinstance(paper, Separate) and isinstance(ours, Separate)
     assert (paper.ratio, paper.estimator, paper.beta, paper.reset, paper.restart) == (16, "paper", 0.95, 128, "zero")
     assert paper._keep == 0.95  # of the old error
-    assert (ours.ratio, ours.estimator, ours.reset, ours._keep) == (16, "cyclic_srht", 0, 0.0)
+    assert (ours.ratio, ours.estimator, ours.reset, ours._keep) == (16, "cyclic_srht", 0, 1.0)  # no feedback
     for ratio, estimator in ((8, "paper"), (64, "paper")):
         made = Separate(ratio=ratio, estimator=estimator)
         assert made._keep == pytest.approx(1 - 1 / (1 + 513 / (512 // ratio)))

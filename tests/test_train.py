@@ -378,8 +378,9 @@ def test_nothing_is_left_behind(tmp_path, text, how):
         f"{tmp_path}/run",
     ]
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "thinwire", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", "thinwire", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if how == "SIGTERM" else signal.SIG_DFL),
+    )  # fmt: skip
     try:
         metrics = tmp_path / "run/metrics.jsonl"
         deadline = time.monotonic() + 60

@@ -196,7 +196,7 @@ def from_yaml(path: Path) -> Config:
 
 def _words(name: str, value: Any) -> list[str]:
     """A YAML value as the command line writes it: one parser for both, so both accept the same."""
-    if isinstance(value, bool):
+    if isinstance(value, bool) and getattr(Config, name) is not None:  # one with a default of its own is a flag
         return [_flag(name) if value else _flag("no_" + name)]
     if isinstance(value, list | tuple):
         return [_flag(name), *map(str, value)]

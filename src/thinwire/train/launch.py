@@ -38,7 +38,7 @@ def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
     command = [sys.executable, "-m", "thinwire", "train", *arguments]
     processes, relays, shown = [], [], _Shown()
     # SIGTERM as Ctrl-C: the ranks are ended on the way out.
-    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         for rank in range(ranks):
             environment = {
@@ -84,6 +84,10 @@ def _wait(processes: list[subprocess.Popen]) -> int:
         if all(state == 0 for state in states):
             return 0
         time.sleep(0.05)
+
+
+def _interrupt(*unused: object) -> None:
+    raise KeyboardInterrupt  # not by SIGINT, which a shell's background jobs ignore
 
 
 def _die_with_parent() -> None:
