@@ -164,6 +164,7 @@ def test_yaml_command_line_and_object_are_the_same(tmp_path):
         "--lr",
         "1e-4",
         "--two-level",
+        "True",
         "--no-guard",
         "--resume",
         "latest",
