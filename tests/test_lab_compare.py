@@ -62,6 +62,7 @@ if rank == 0:
     rows.append({"step": steps, "valid_loss": 4.0, "wall_s": 1.0})
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
     summary = {"method": method, "step_ms": mean + 50, "exposed_ms": mean, "wire_ms": mean, "train_loss": 5.0,
+               "encode_ms": 3, "decode_ms": 2,
                "valid_loss": 4.0, "wire_bytes_per_step": {"across": payload, "inside": 0}}
     (out / "summary.json").write_text(json.dumps(summary))
 '''

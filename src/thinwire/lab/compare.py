@@ -69,7 +69,9 @@ def compare(
             flags = ["--preset", preset, "--method", method, "--steps", str(steps), "--out", str(directory)]
             print(f"compare: {method} ...", end=" ", file=sys.stderr, flush=True)
             log = out / f"{directory.name}.log"
-            outcome = launch(cluster, [*program, *flags, *extra], log=log, limit_s=limit_s)
+            # Nothing is exchanged on DDP only: sharded weights must be gathered. It is the floor for all engines.
+            engine = ["--engine", "ddp"] if method == SILENT and "--engine" in extra else []
+            outcome = launch(cluster, [*program, *flags, *extra, *engine], log=log, limit_s=limit_s)
             print(f"{outcome.seconds:.1f} s", file=sys.stderr)
             if outcome.failed_rank is not None:
                 tail = log.read_text(errors="replace").splitlines()[-12:]
@@ -96,7 +98,7 @@ def compare(
     pictures = draw(report, out)
     (out / "report.md").write_text(markdown(report, pictures))
     terminal = sys.stdout.isatty()
-    Console(width=None if terminal else 140, color_system="auto" if terminal else None).print(table(report, terminal))
+    Console(width=None if terminal else 160, color_system="auto" if terminal else None).print(table(report, terminal))
     print(f"{out / 'report.md'}, report.json and {len(pictures)} pictures")
     return 0
 
@@ -197,6 +199,7 @@ COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("x none", lambda run: f"{run['step_to_none']:.2f}"),
     ("x dense", lambda run: "-" if run["step_to_dense"] is None else f"{run['step_to_dense']:.2f}"),
     ("exposed, ms", lambda run: f"{run['summary']['exposed_ms']:.0f}"),
+    ("codec, ms", lambda run: f"{run['summary']['encode_ms'] + run['summary']['decode_ms']:.0f}"),
     ("sent/step", lambda run: human(run["bytes_per_step"]["ledger"])),
     ("kernel", lambda run: human((run["bytes_per_step"]["kernel"] or {}).get("tx"))),
     ("kernel/framed", lambda run: _ratio(run["bytes_per_step"]["kernel_to_framed"])),
@@ -239,7 +242,7 @@ def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
         "",
         "* step: median milliseconds per optimizer step. x none, x dense: against the run that exchanges nothing "
         "(its ranks drift apart; it is there for its speed, not for its loss), and against dense.",
-        "* exposed: communication that computation did not hide.",
+        "* exposed: communication that computation did not hide. codec: encoding and decoding, hidden or not.",
         "* sent/step: payload bytes that a node's ranks sent to other nodes, by Thinwire's ledger.",
         f"* kernel: bytes that node 0's interface sent per step ({source}).",
         f"* kernel/framed: against the ledger's bytes in full frames ({framing.FRAME} bytes for {framing.SEGMENT} "
