@@ -32,6 +32,12 @@ EXACT = ("loco", "onebit-adam", "radius", "scape", "sdp4bit", "separate", "power
 FLAG_BYTES = 8
 
 
+def tried(kind):
+    """All on DDP; elsewhere not again those that keep what another one keeps in the same way."""
+    return [method for method in METHODS if kind == "ddp" or not method.startswith(("dgc", "loco", "powersgd", "topk"))]
+
+
+
 def optimizer_for(method, model):
     return thinwire.AdamS(model.parameters(), lr=3e-3) if method.startswith("scape") else adamw(model)
 
@@ -74,7 +80,7 @@ def test_they_train_and_send_what_the_plan_says(kind, world):
 
 def _nan(rank, world, kind):
     found = {}
-    for method in METHODS:
+    for method in tried(kind):
         states = []
         for given, poison in ((range(8), (4, 1)), ([0, 1, 2, 3, 5, 6, 7], None)):
             model = build(kind, world)
@@ -95,12 +101,12 @@ def _nan(rank, world, kind):
 def test_a_step_that_is_not_finite_leaves_no_trace(kind, world):
     """Step 4 is a resample step of Radius: it is due again at the next."""
     for found in ranks.run(_nan, world, kind):
-        assert found == {method: (1, True, True, True) for method in METHODS}
+        assert found == {method: (1, True, True, True) for method in tried(kind)}
 
 
 def _resume(rank, world, kind):
     found = {}
-    for method in METHODS:
+    for method in tried(kind):
         whole = build(kind, world)
         optimizer = optimizer_for(method, whole)
         wire = thinwire.compress(whole, optimizer, method, steps=16)
@@ -125,4 +131,4 @@ def _resume(rank, world, kind):
 def test_state_resumes_bit_for_bit(kind, world):
     # Two ranks on DDP: with more, the network's order of summation follows buckets, which differ in DDP's first step.
     for found in ranks.run(_resume, world, kind):
-        assert found == dict.fromkeys(METHODS, True)
+        assert found == dict.fromkeys(tried(kind), True)
