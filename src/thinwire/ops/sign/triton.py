@@ -13,17 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.ops.quant.triton import _load
+
 PER_PROGRAM = 4096  # elements of one row that one program handles
-
-
-@triton.jit
-def _load(pointers, inside):
-    """float32 as it is; bfloat16 arrives as int16 and is widened by a shift: the interpreter loses its denormals."""
-    values = tl.load(pointers, mask=inside, other=0)
-    if values.dtype == tl.int16:
-        return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return values
 
 
 @triton.jit
