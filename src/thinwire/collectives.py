@@ -249,11 +249,6 @@ class Exchange(ABC):
         return (self._group().size - 1) * nbytes if self.owner else 0.0
 
     @property
-    def ranks(self) -> int:
-        """How many there are."""
-        return self._group().size
-
-    @property
     def rank(self) -> int:
         """This rank among the owners: the row that is its own."""
         return self._group().rank
@@ -324,10 +319,6 @@ class TwoLevel(Exchange):
 
     def __post_init__(self) -> None:
         self.rows = self.inside.size * self.across.size
-
-    @property
-    def ranks(self) -> int:
-        return self.rows
 
     @property
     def rank(self) -> int:

@@ -75,9 +75,9 @@ def compress(
         raise ThinwireError(f"the optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     ledger = Ledger()
     engine = _engine(model, method, ledger, two_level)
-    inner = _inside(engine, method, inside)
     parameters = {parameter.name: parameter for parameter in engine.parameters.values()}
     try:
+        inner = _inside(engine, method, inside)
         if steps is not None and steps < 1:
             raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {steps}")
         run = Run(parameters, engine.exchange, steps, seed, optimizer, _weights(engine, optimizer), engine.rank)
@@ -99,19 +99,15 @@ def compress(
 
 def _inside(engine: DDP | FSDP2, method: Method, inside: Method | str | None) -> Method | None:
     """The method of the hop inside the node, where that is one of its own (HSDP); ``method`` learns its codec."""
-    try:
-        found = method.inside() if inside is None else resolve(inside)
-        two = isinstance(engine.exchange, TwoLevel)
-        if inside is not None and not two and engine.inside is None:
-            raise ThinwireError("inside= is for HSDP, or two_level=True on several nodes of several ranks")
-        if inside is not None and type(method.inside()) is not Method:
-            raise ThinwireError(f"{method.name} has a hop inside the node of its own: set inside_bits instead")
-        random = isinstance(found.codec, Integers) and found.codec.rounding == "stochastic"
-        if found.keeps_state or not found.rank_equal or found.encodes_weights or (inside is not None and random):
-            raise ThinwireError(f"inside={inside}: takes a method without state, such as dense, bf16, fp8 or int8")
-    except ThinwireError:
-        engine.close()
-        raise
+    found = method.inside() if inside is None else resolve(inside)
+    two = isinstance(engine.exchange, TwoLevel)
+    if inside is not None and not two and engine.inside is None:
+        raise ThinwireError("inside= is for HSDP, or two_level=True on several nodes of several ranks")
+    if inside is not None and type(method.inside()) is not Method:
+        raise ThinwireError(f"{method.name} has a hop inside the node of its own: set inside_bits instead")
+    random = isinstance(found.codec, Integers) and found.codec.rounding == "stochastic"
+    if found.keeps_state or not found.rank_equal or found.encodes_weights or (inside is not None and random):
+        raise ThinwireError(f"inside={inside}: takes a method without state, such as dense, bf16, fp8 or int8")
     if two:
         method.inside_codec = found.codec
     return None if engine.inside is None else found

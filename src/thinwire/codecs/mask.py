@@ -51,9 +51,7 @@ class Masked(Codec):
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
         self._check_decode(wire, out)
-        words = self.words
-        if len(wire) < len(words) and self.owner_row is not None:
-            words = words[self.owner_row : self.owner_row + 1]
+        words = _masks_of(self, len(wire))
         if wire.dtype != torch.float32:
             wire = self._payload(len(wire), wire.device).copy_(wire)
         return mask.scatter(wire, words, out)
@@ -63,6 +61,13 @@ class Masked(Codec):
         if key not in self._scratch:
             self._scratch[key] = torch.empty((rows, self.k), dtype=torch.float32, device=device)
         return self._scratch[key]
+
+
+def _masks_of(codec: Masked | MaskedIntegers, rows: int) -> Tensor:
+    """The masks of a wire of ``rows`` rows: all, or the owner's own."""
+    if rows < len(codec.words) and codec.owner_row is not None:
+        return codec.words[codec.owner_row : codec.owner_row + 1]
+    return codec.words
 
 
 class MaskedIntegers(Codec):
@@ -85,7 +90,7 @@ class MaskedIntegers(Codec):
         super().__init__()
         self.words, self.quantizer, self.owner_row = words, quantizer, owner_row
         self.residual: tuple[Tensor, Tensor] | None = None
-        self._kept: dict[tuple[str, int, torch.device], Tensor] = {}
+        self._kept: dict[tuple[str, tuple[int, int], torch.device], Tensor] = {}
         self.segments: list[tuple[int, int, int, int]] = []
         word = place = 0
         for width, k in parts:
@@ -108,7 +113,7 @@ class MaskedIntegers(Codec):
         if new is not None:
             left = self.quantizer.decode(out, self._payload("left", len(rows), rows.device))
             torch.sub(payload, left, out=left)
-            rest = self._row("rest", rows)
+            rest = self._buffer("rest", (rows.shape[0], rows.shape[1]), rows.device)
             for columns, words, at in self._parts(self.words):
                 mask.scatter(left[:, at], words, rest[:, columns])
             new.add_(rest)
@@ -125,9 +130,7 @@ class MaskedIntegers(Codec):
         return self._spread(total, out.unsqueeze(0))[0]
 
     def _spread(self, payload: Tensor, out: Tensor) -> Tensor:
-        mine = len(out) < len(self.words) and self.owner_row is not None
-        words = self.words[self.owner_row : self.owner_row + 1] if mine and self.owner_row is not None else self.words
-        for columns, part, at in self._parts(words):
+        for columns, part, at in self._parts(_masks_of(self, len(out))):
             mask.scatter(payload[:, at], part, out[:, columns])
         return out
 
@@ -137,15 +140,12 @@ class MaskedIntegers(Codec):
 
     def _payload(self, name: str, rows: int, device: torch.device) -> Tensor:
         """(rows, values with their padding), zeros in the padding."""
-        key = (name, rows, device)
-        if key not in self._kept:
-            self._kept[key] = torch.zeros((rows, self._size), device=device)
-        return self._kept[key]
+        return self._buffer(name, (rows, self._size), device)
 
-    def _row(self, name: str, like: Tensor) -> Tensor:
-        key = (name, len(like), like.device)
+    def _buffer(self, name: str, shape: tuple[int, int], device: torch.device) -> Tensor:
+        key = (name, shape, device)
         if key not in self._kept:
-            self._kept[key] = torch.zeros(like.shape, device=like.device)
+            self._kept[key] = torch.zeros(shape, device=device)
         return self._kept[key]
 
 

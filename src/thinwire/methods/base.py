@@ -174,6 +174,10 @@ class Method:
         """The method's rule for parameters that no pattern names. The base class encodes nothing, exempts nothing."""
         return None
 
+    def codec_on(self, exchange: Exchange) -> Codec | None:
+        """The codec of the compressed parameters on ``exchange``: of its only hop, or of the second of two levels."""
+        return self.codec
+
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Write the mean over ranks of ``bucket.rows`` to ``bucket.mean``."""
         exchange.mean(bucket, self.codec, on_wire=self.on_wire, inside=self.inside_codec)
@@ -182,10 +186,11 @@ class Method:
         """Gradient bytes that one rank sends per step for a compressed ``parameter``, in the method's steady state."""
         rows = exchange.bucket_rows(self.on_wire)
         columns, inside = padded(columns_of(parameter, exchange, rows), self.granule), self.inside_codec
-        if self.codec is None:
+        codec = self.codec_on(exchange)
+        if codec is None:
             row_bytes = columns * (parameter.dtype.itemsize if inside is None else 4)
             return exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=self.on_wire, inside=inside)
-        row_bytes, linear = self.codec.wire_bytes(columns), self.codec.linear
+        row_bytes, linear = codec.wire_bytes(columns), codec.linear
         return exchange.sent_bytes(row_bytes, 4 * columns, rows, on_wire=self.on_wire, linear=linear, inside=inside)
 
     def before_step(self, step: Step) -> None:

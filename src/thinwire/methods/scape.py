@@ -346,7 +346,7 @@ class Scape(Method):
         sent = {name: p for name, p in self.run.parameters.items() if self.keep_dense(p) is None}
         sizes = {name: self._mask_bytes(columns_of(p, exchange, rows), step) for name, p in sent.items()}
         if not self._deciders:
-            self._deciders = [[] for _ in range(exchange.ranks)]
+            self._deciders = [[] for _ in range(exchange.rows)]
             # The largest first, each to the rank with the least so far: equal on all ranks.
             load = [0] * len(self._deciders)
             for name in sorted(sent, key=lambda name: (-sent[name].local, name)):

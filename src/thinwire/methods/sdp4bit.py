@@ -36,7 +36,7 @@ from thinwire.codecs.intquant import ROUNDINGS, Int4, Int8, Integers, ShiftedInt
 from thinwire.collectives import Exchange, TwoLevel
 from thinwire.comm import Then
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import SMALL, Method, Parameter, columns_of, exempt_small
+from thinwire.methods.base import SMALL, Method, Parameter, exempt_small
 from thinwire.streams import seed_of
 
 WEIGHTS = ("difference", "plain", "dense")
@@ -130,15 +130,14 @@ class Sdp4Bit(Method):
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
 
-    def _codec(self, exchange: Exchange) -> Codec:
-        """Of the only hop there is, or of the second of two levels."""
+    def codec_on(self, exchange: Exchange) -> Codec:
         codec = self.inside_codec if exchange.one_node else self.codec
         assert codec is not None
         return codec
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.run is not None
-        codec, where = self._codec(exchange), type(exchange).__name__  # HSDP has two exchanges, each calls this
+        codec, where = self.codec_on(exchange), type(exchange).__name__  # HSDP has two exchanges, each calls this
         for hop, of in enumerate((self.inside_codec, codec)):
             if isinstance(of, Integers):
                 of.streams = [
@@ -150,14 +149,6 @@ class Sdp4Bit(Method):
         bits = [8 * len(bucket.rows) * of.wire_bytes(bucket.shape[1]) for of in (self.inside_codec, codec)]
         self._bits[bucket.key] = bits[0], bits[1], sum(segment.piece.numel for segment in bucket.segments)
         exchange.mean(bucket, codec, on_wire=self.on_wire, inside=self.inside_codec)
-
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        codec = self._codec(exchange)
-        columns = padded(columns_of(parameter, exchange, exchange.bucket_rows(self.on_wire)), self.granule)
-        return exchange.sent_bytes(
-            codec.wire_bytes(columns), 4 * columns, exchange.rows, on_wire=self.on_wire, linear=codec.linear,
-            inside=self.inside_codec,
-        )  # fmt: skip
 
     @property
     def encodes_weights(self) -> bool:
