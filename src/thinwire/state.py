@@ -113,14 +113,6 @@ class State:
         self._staged.clear()
         self._small_staged.clear()
 
-    def nbytes(self) -> int:
-        """Memory held, in bytes."""
-        stores = (
-            self._current, self._staged, self._spare, self._loose, self._small, self._small_staged, self._stages,
-        )  # fmt: skip
-        tensors = [tensor for store in stores for tensor in store.values()]  # type: ignore[attr-defined]
-        return sum(tensor.nbytes for tensor in tensors)
-
     def state_dict(self) -> dict[str, Tensor]:
         """``"kind/parameter"`` -> (R, span) this rank's committed values without padding, and what was ``put``."""
         for use, device in self._stages:

@@ -188,7 +188,7 @@ class FSDP2:
                 buffers.append(link.place(trained, comm.size))
             dtype = link.group.mp_policy.param_dtype or params[0].sharded_param.dtype
             numel = sum(math.prod(param.padded_sharded_param_size) for param in params)
-            shards.append((link.shard(numel), link.frozen(), numel, dtype))
+            shards.append((*link.shard(numel), numel, dtype))
         dtype = self.wire_dtype or next(iter(self.parameters.values())).dtype
         return Layout(buffers, dtype, shards, comm)
 
@@ -296,33 +296,26 @@ class _GroupLink:
         shards = [fsdp_param.sharded_param for fsdp_param in self.group.fsdp_params]
         return sum(shard._version + cast(Any, shard)._local_tensor._version for shard in shards)
 
-    def frozen(self) -> tuple[Piece, ...]:
-        """Where each parameter that is not trained lies in this rank's shard."""
-        pieces, column = [], 0
+    def shard(self, numel: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+        """Where each trained parameter, and each of the others, lies in this rank's shard of ``numel`` values."""
+        trained, frozen, column = [], [], 0
         for fsdp_param in self.group.fsdp_params:
             width = math.prod(fsdp_param.padded_sharded_param_size)
-            if id(fsdp_param.sharded_param) not in self.engine.parameters:
-                pieces.append(Piece(self._name(fsdp_param), column, width))
-            column += width
-        return tuple(pieces)
-
-    def shard(self, numel: int) -> tuple[Piece, ...]:
-        """Where each trained parameter lies in this rank's shard of ``numel`` values."""
-        pieces, column = [], 0
-        for fsdp_param in self.group.fsdp_params:
-            width = math.prod(fsdp_param.padded_sharded_param_size)
+            piece = Piece(self._name(fsdp_param), column, width)
             if id(fsdp_param.sharded_param) in self.engine.parameters:
-                pieces.append(Piece(self._name(fsdp_param), column, width))
+                trained.append(piece)
             elif fsdp_param.sharded_param.requires_grad:
                 raise ThinwireError(
-                    f"{self._name(fsdp_param)} was frozen when compress() was called, or is another object now "
+                    f"{piece.name} was frozen when compress() was called, or is another object now "
                     "(load_state_dict(assign=True)): thaw and load it before"
                 )
+            else:
+                frozen.append(piece)
             column += width
         if column != numel:
-            names = ", ".join(piece.name for piece in pieces)
+            names = ", ".join(piece.name for piece in trained)
             raise ThinwireError(f"FSDP2 gathers {numel} values per rank, but the shards of {names} have {column}")
-        return tuple(pieces)
+        return tuple(trained), tuple(frozen)
 
     def _name(self, fsdp_param: Any) -> str:
         known = self.engine.parameters.get(id(fsdp_param.sharded_param))
@@ -429,9 +422,8 @@ class _AllGather:
         if self.link.group.is_sharded_post_forward or not method.encodes_weights:
             return comm.all_gather(out, own, async_op=async_op)
         before, self.version = self.version, self.link.version()
-        shards = Shards(
-            self.link.shard(own.numel()), comm, own, out, self.road.step, self.link.frozen(), before != self.version
-        )
+        trained, frozen = self.link.shard(own.numel())
+        shards = Shards(trained, comm, own, out, self.road.step, frozen, before != self.version)
         return method.gather(shards, async_op=async_op)
 
 

@@ -277,6 +277,12 @@ def first_step(method: str, knob: str, value: float, steps: int | None) -> int:
     return first
 
 
+def check_density(method: str, density: float) -> None:
+    """Refuse a ``density`` that is no share of values."""
+    if not 0 < density <= 1:
+        raise ThinwireError(f"{method}: density is the share of values sent, above 0 and up to 1, got {density}")
+
+
 def exempt_small(parameter: Parameter, smallest: int) -> str | None:
     """The common policy of lossy methods: norms, biases, other 1-D tensors, routers and small tensors stay dense."""
     if parameter.role in ("norm", "bias", "router"):

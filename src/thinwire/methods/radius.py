@@ -29,7 +29,7 @@ from thinwire.bucket import Bucket, padded
 from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Parameter, Step, columns_of, local
+from thinwire.methods.base import ErrorFeedback, Parameter, Step, check_density, columns_of, local
 from thinwire.ops import mask as masks
 
 WORD = 64  # mask bits per int64
@@ -67,8 +67,7 @@ class Radius(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.density <= 1:
-            raise ThinwireError(f"radius: density is the share of values sent, above 0 and up to 1, got {self.density}")
+        check_density("radius", self.density)
         if not isinstance(self.T, int) or self.T < 1:
             raise ThinwireError(f"radius: T is a number of steps, 1 or more, got {self.T}")
         if not 0 < self.residual_scale <= 1:

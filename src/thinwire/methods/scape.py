@@ -39,7 +39,18 @@ from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.collectives import Exchange
 from thinwire.comm import Then
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import SMALL, Method, Parameter, Run, Step, columns_of, exempt_small, first_step, local
+from thinwire.methods.base import (
+    SMALL,
+    Method,
+    Parameter,
+    Run,
+    Step,
+    check_density,
+    columns_of,
+    exempt_small,
+    first_step,
+    local,
+)
 from thinwire.ops import mask as masks
 from thinwire.ops import moments
 from thinwire.optim import AdamS
@@ -90,8 +101,7 @@ class Scape(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.density <= 1:
-            raise ThinwireError(f"scape: density is the share of values sent, above 0 and up to 1, got {self.density}")
+        check_density("scape", self.density)
         if not isinstance(self.refresh, int) or self.refresh < 1:
             raise ThinwireError(f"scape: refresh is a number of steps, 1 or more, got {self.refresh}")
         if self.clip not in ("paper", "return"):

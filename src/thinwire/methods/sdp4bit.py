@@ -213,8 +213,7 @@ class _Replica:
         self.names = [piece.name for piece in shards.pieces]
         self.step: int | None = None
         self.bits = self.values = 0
-        self.columns: list[tuple[int, int, str]] = []  # of each parameter among the values to encode
-        self._sent: list[tuple[Piece, int]] = []  # and its first column there
+        self._sent: list[tuple[Piece, int]] = []  # and its first column among the values to encode
         self._kept: list[tuple[Piece, int]] = []  # and its first byte in the message, behind what is encoded
         width = 0
         kept: list[Piece] = []
@@ -222,7 +221,6 @@ class _Replica:
             if method.keep_dense(method.run.parameters[piece.name]) is None:
                 self._sent.append((piece, width))
                 width += padded(piece.numel, method.weight_group)
-                self.columns.append((self._sent[-1][1], width, piece.name))
             else:
                 kept.append(piece)
         if not method.resident:
@@ -237,6 +235,11 @@ class _Replica:
         self._everybody = torch.zeros((shards.comm.size, len(self._message)), dtype=torch.uint8, device=device)
         self._own: Tensor | None = None  # this rank's row of the replica
         self._out: Tensor | None = None
+
+    @property
+    def columns(self) -> list[tuple[int, int, str]]:
+        """First and last column of each parameter among the values to encode."""
+        return [(first, first + padded(piece.numel, self.codec.group), piece.name) for piece, first in self._sent]
 
     def follow(self, shards: Shards, async_op: bool) -> dist.Work | None:
         """Send the difference, once per optimizer step."""

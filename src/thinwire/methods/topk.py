@@ -11,8 +11,7 @@ from torch import Tensor
 from thinwire.bucket import Bucket, padded
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
-from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Parameter, columns_of
+from thinwire.methods.base import ErrorFeedback, Parameter, check_density, columns_of
 
 
 @dataclass
@@ -35,8 +34,7 @@ class TopK(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.density <= 1:
-            raise ThinwireError(f"topk: density is the share of values sent, above 0 and up to 1, got {self.density}")
+        check_density("topk", self.density)
         self._codecs: dict[object, TopKCodec] = {}
 
     @property
