@@ -19,6 +19,7 @@ from thinwire.errors import ThinwireError
 from thinwire.methods import Scape, resolve
 from thinwire.methods.base import Run
 from thinwire.ops import mask as masks
+from thinwire.ops.mask.reference import flags_of
 from thinwire.ops.moments import cpu, reference
 from thinwire.optim import AdamS
 from thinwire.testing import reduce_on_threads
@@ -89,8 +90,8 @@ def test_against_the_pseudo_code(density, warmup, topology, size, clip):
                 for n in range(size) if rows == 1 else [row]:
                     weights = results[n][step]["weights"][name].double().numpy()
                     assert np.abs(weights - expected[at]).max() < 1e-5 + 2e-4 * np.abs(expected[at]).max()
-                # What waits: ours apart, in what differs by rank and what is common, which only the owner holds.
-                common = results[row if rows > 1 else 0][step][f"common/{name}"][0].double().numpy()
+                # What waits: of sharded rows apart, in what differs by rank and what is common, which the owner holds.
+                common = results[row][step][f"common/{name}"][0].double().numpy() if rows > 1 else 0
                 for n in range(size):
                     residual = results[n][step].get(f"residual/{name}")
                     residual = 0 if residual is None else residual[row].double().numpy()
@@ -126,9 +127,9 @@ def test_nothing_is_lost(topology, density, payload):
         def side_by_side(kind, row, state):
             return torch.cat([state[f"{kind}/{name}"][row] for name in SHAPES])
 
-        waits = torch.stack([side_by_side("common", 0, now[row]) for row in range(rows)])
-        if step:
-            waits += sum(torch.stack([side_by_side("residual", row, s) for row in range(rows)]) for s in now) / size
+        waits = sum(torch.stack([side_by_side("residual", row, s) for row in range(rows)]) for s in now) / size
+        if rows > 1:
+            waits += torch.stack([side_by_side("common", 0, now[row]) for row in range(rows)])
         new = torch.where(arrived != 0, 0.9 * moment + 0.1 * arrived, 0)
         assert torch.allclose(new + waits, 0.9 * moment + waited + 0.1 * given, atol=1e-5)
         moment, waited = new, waits
@@ -234,11 +235,20 @@ def check(module, n: int, m: int, device: str = "cpu") -> None:
     results = []
     for which in (reference, module):
         a, b, c, moment = operands(n, m, device)
-        out, rest, given = (torch.full((k,), math.nan, device=device) for k in (n, n, m))
+        rest, given = (torch.full((k,), math.nan, device=device) for k in (n, m))
         words = torch.randint(-(2**62), 2**62, (n // 64,), generator=torch.Generator().manual_seed(1)).to(device)
-        which.score(a, b, c, moment, 0.9, out)
-        which.settle(a, c, moment, words, 0.9, rest, given)
-        results.append((out, a, rest, given))
+        which.add_up(a, b, moment, 0.9)
+        results.append([a.clone()])
+        if m:  # take() returns before it would
+            which.take(a, moment, words, 0.9)
+        results[-1].append(a.clone())
+        which.rejoin(a, c, moment, words, 0.9, rest)
+        results[-1] += [a.clone(), rest]
+        which.rejoin(b, c, moment, words, 0.9, c)  # in place
+        results[-1] += [b, c]
+        a.mul_(flags_of(words))
+        which.settle(a, moment, words, 0.9, given)
+        results[-1] += [a, given]
     for actual, expected in zip(results[1], results[0], strict=True):
         assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
@@ -269,8 +279,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from thinwire.ops.moments import triton as t
-tensors = ("gradient", "residual", "common", "moment", "out", "mean", "common_out", "given")
-for kernel in (t._score, t._settle):
+tensors = ("gradient", "residual", "common", "moment", "values", "mean", "common_out", "given")
+for kernel in (t._add_up, t._take, t._rejoin, t._settle):
     kinds = {{**dict.fromkeys(tensors, "*fp32"), "words": "*i64", "n": "i32", "m": "i32", "BLOCK": "constexpr"}}
     types = {{name: kinds.get(name, "fp32") for name in kernel.arg_names}}
     source = ASTSource(kernel, types, constexprs={{(kernel.arg_names.index("BLOCK"),): t.BLOCK}})

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -211,6 +212,10 @@ class Exchange(ABC):
         ``on_wire``: the network sums a linear codec (or none); everybody sums those of one that is not ``linear``.
         ``inside``: as for ``mean``.
         """
+
+    def span(self, kind: str, tensor: Tensor) -> AbstractContextManager[None]:
+        """Count what a method does itself to ``tensor`` as ``kind`` ("encode" or "decode") in the ledger."""
+        return self._group().ledger.span(kind, tensor)
 
     def union(self, words: Tensor) -> Tensor:
         """``words`` (R, w) of integers = their bitwise or over all ranks, in place, on every rank."""

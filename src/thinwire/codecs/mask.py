@@ -22,7 +22,7 @@ class Masked(Codec):
         k: values per row.
         owner_row: where each rank keeps one row of the result: the row whose mask a wire of one row is decoded with.
         residual: (read, write), both (R, n): with it, h = rows + read is encoded and what is off the mask goes to
-            write, in the same pass. They may be the same tensor. None: the rows are encoded as they are.
+            write, in the same pass. They may be the same tensor; read None: h = rows. None: nothing is kept.
     """
 
     linear = True
@@ -36,7 +36,7 @@ class Masked(Codec):
         if dtype not in (torch.float32, torch.bfloat16):
             raise ThinwireError(f"values at a mask travel in float32 or bfloat16, not in {dtype}")
         self.words, self.k, self.owner_row, self.wire_dtype = words, k, owner_row, dtype
-        self.residual: tuple[Tensor, Tensor] | None = None
+        self.residual: tuple[Tensor | None, Tensor] | None = None
 
     def wire_numel(self, n: int) -> int:
         return self.k
@@ -89,7 +89,7 @@ class MaskedIntegers(Codec):
         """``parts``: (mask words, values) of each parameter, in the order of the bucket. ``owner_row``: as there."""
         super().__init__()
         self.words, self.quantizer, self.owner_row = words, quantizer, owner_row
-        self.residual: tuple[Tensor, Tensor] | None = None
+        self.residual: tuple[Tensor | None, Tensor] | None = None
         self._kept: dict[tuple[str, tuple[int, int], torch.device], Tensor] = {}
         self.segments: list[tuple[int, int, int, int]] = []
         word = place = 0

@@ -10,11 +10,11 @@ Alg. 1, for each tensor, on rank n, with last step's mask M (all ones at first):
     g^ = (b - b1 m)/(1-b1) on M, 0 off M; clip g^                               (l. 17-18)
     v = b2 m^2 + (1-b2) g^2;  u = m'/(sqrt(v) + eps);  w -= lr (u + decay w)    (l. 19-21: thinwire.AdamS)
 
-Where ours differs in form, not in result. m is the same on all ranks and need not travel: ours sends (1-b1) g_n + e_n,
-and splits the paper's e_n into what differs by rank (e_n here) and what all have in common (x: moments that fell off
-the mask). b is then b1 m + x + mean of what was sent. The same lines hold where weights are sharded (FSDP2), where m
-and x live with the owner of the row alone: the paper's Alg. 2 and its authors' code disagree there, and the code drops
-the other ranks' gradients. An owner of a tensor's mask is a rank (DDP, HSDP) or the owner of the row (FSDP2).
+Where ours differs in form, not in result. m is the same on all ranks and need not travel: (1-b1) g_n + e_n is sent, and
+b is b1 m + the mean of that. Where weights are sharded (FSDP2), m lives with the owner of the row alone. What falls off
+its mask cannot join everybody's e_n there: the owner keeps it apart (x, "common"), and b is b1 m + x + the mean. The
+paper's Alg. 2 and its authors' code disagree at this point, and the code drops the other ranks' gradients. The owner of
+a tensor's mask is a rank (DDP, HSDP) or the owner of the row (FSDP2).
 
 Sharded weights need not be gathered whole: off the mask m' is 0 and w only decays, which every rank can do to what it
 gathered last. The owner sends w at the mask, whose positions all ranks know (Alg. 2, l. 6-7). That every rank took the
@@ -25,7 +25,7 @@ Masks are gathered while the next forward and backward pass run, as bits or, bel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -159,8 +159,11 @@ class Scape(Method):
         masks.scatter(payload, words, values)
         positions = torch.empty((1, 1), dtype=torch.int32, device=device)
         masks.from_indices(masks.indices(words, positions), words)
-        moments.score(values[0], values[0], values[0], values[0], 0.9, values[0])
-        moments.settle(values[0], values[0], values[0], words[0], 0.9, values[0], values[0].clone())
+        value = values[0]
+        moments.add_up(value, value, value, 0.9)
+        moments.take(value, value, words[0], 0.9)
+        moments.rejoin(value, value, value, words[0], 0.9, value.clone())
+        moments.settle(value, value, words[0], 0.9, value.clone())
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         if self.density == 1:
@@ -168,27 +171,35 @@ class Scape(Method):
             return
         assert self.state is not None
         self.finish()
-        bucket.rows.mul_(1 - self.beta1)
-        residual = self.state.read("residual", bucket)
-        self._choose(bucket, exchange, residual)  # l. 10 and 15: from what is there before it is sent
         codec = self._codec(bucket, exchange)
+        with exchange.span("encode", bucket.rows):
+            self._add_up(bucket, exchange)  # l. 10
+            self._choose(bucket, exchange)  # l. 15: from what is there before it is sent
+            if not exchange.owner:
+                for segment, at, words in self._segments(bucket, self._words(bucket, exchange, codec)):
+                    moments.take(bucket.rows[0, at], self._moment(segment), words, self.beta1)
+        waits = self.state.write("residual", bucket)
         if codec is not None:
-            codec.residual = (residual, self.state.write("residual", bucket))  # l. 11-12
+            codec.residual = None, waits  # l. 11-12
+        else:
+            waits.zero_()
         exchange.mean(bucket, codec)  # l. 13-14
-        if codec is not None:
-            self.state.put_back("residual", bucket)
-        self._settle(bucket, exchange, codec)  # l. 16-17
+        self.state.put_back("residual", bucket)
+        with exchange.span("decode", bucket.rows):
+            self._settle(bucket, exchange, codec)  # l. 16-17
 
     def before_step(self, step: Step) -> None:
         """Hand the optimizer its moments (l. 16); with clip="return" as clipped, the rest to what waits."""
         assert self.state is not None and isinstance(step.optimizer, AdamS)
         if self.clip == "return" and step.clip_factor is not None:
             cut = (1 - step.clip_factor) * (1 - self.beta1)
+            kind, rows = self._held
             for bucket, gradient in self._clipped.values():
                 if bucket.step != step.number:  # DDP has made other buckets since
                     continue
-                waiting = self.state.write("common", bucket, rows=1)
-                waiting.copy_(self.state.read("common", bucket, rows=1)).addcmul_(gradient, cut)
+                waiting = self.state.write(kind, bucket, rows)
+                waiting.copy_(self.state.read(kind, bucket, rows)).addcmul_(gradient, cut)
+                self.state.put_back(kind, bucket)
                 for segment in bucket.segments:
                     given = self._given[segment.name]
                     given.addcmul_(gradient[0, segment.start : segment.start + given.numel()], cut, value=-1)
@@ -372,7 +383,37 @@ class Scape(Method):
             width = max(width, place)
         return layout, width
 
-    def _choose(self, bucket: Bucket, exchange: Exchange, residual: Tensor) -> None:
+    @property
+    def _held(self) -> tuple[str, int | None]:
+        """What all ranks have in common waits in this state of so many rows: in every rank's residual, or apart."""
+        assert self.run is not None
+        return ("common", 1) if self.run.exchange.owner else ("residual", None)
+
+    def _segments(self, bucket: Bucket, words: Tensor) -> Iterator[tuple[Segment, slice, Tensor]]:
+        """Each parameter's segment, its columns, and its part of ``words`` (n / 64,)."""
+        for segment in bucket.segments:
+            at = slice(segment.start, segment.start + segment.width)
+            yield segment, at, words[at.start // WORD : at.stop // WORD]
+
+    def _words(self, bucket: Bucket, exchange: Exchange, codec: Masked | MaskedIntegers | None) -> Tensor:
+        """This step's mask of what this rank gets of the mean, (n / 64,)."""
+        if codec is None:
+            return torch.full((bucket.shape[1] // WORD,), -1, dtype=torch.int64, device=bucket.device)
+        return codec.words[exchange.rank if exchange.owner else 0]
+
+    def _add_up(self, bucket: Bucket, exchange: Exchange) -> None:
+        """``bucket.rows`` = m~; of rows whose moment others own, their own part of it."""
+        assert self.state is not None
+        residual = self.state.read("residual", bucket)
+        if exchange.owner:
+            rows = bucket.rows.view(-1)
+            moments.add_up(rows, residual.view(-1), rows[:0], self.beta1)
+            return
+        for segment in bucket.segments:
+            at = slice(segment.start, segment.start + segment.width)
+            moments.add_up(bucket.rows[0, at], residual[0, at], self._moment(segment), self.beta1)
+
+    def _choose(self, bucket: Bucket, exchange: Exchange) -> None:
         """The masks of the next step, of the tensors (DDP) or rows (FSDP2) that are this rank's to choose."""
         assert self.state is not None and self.run is not None
         following = bucket.step + 1
@@ -382,23 +423,24 @@ class Scape(Method):
         layout, width = self._layout(following)
         if self._send is None or len(self._send) < width:
             self._send = torch.zeros(width, dtype=torch.uint8, device=bucket.device)
-        common = self.state.read("common", bucket, rows=1)
         mine = exchange.rank if exchange.owner else 0
         listed = self.density_at(following) < LISTED
+        common = self.state.read("common", bucket, rows=1) if exchange.owner else None
         for segment in bucket.segments:
             decider, place, size = layout[segment.name]
             if not exchange.owner and decider != exchange.rank:
                 continue
             at = slice(segment.start, segment.start + segment.width)
-            scores = bucket.buffer("scores", (1, bucket.shape[1]), torch.float32)[:, : segment.width]
-            moments.score(
-                bucket.rows[mine, at], residual[mine, at], common[0, at], self._moment(segment), self.beta1, scores[0]
-            )
+            values = bucket.rows[mine : mine + 1, at]
+            if common is not None:
+                scores = bucket.buffer("scores", (1, bucket.shape[1]), torch.float32)[:, : segment.width]
+                values, moment = torch.add(values, common[:, at], out=scores), self._moment(segment)
+                values[0, : moment.numel()].add_(moment, alpha=self.beta1)
             k = self._k(segment.span, following)
             target = self._send[place : place + size]
             words = bucket.buffer("words", (1, bucket.shape[1] // WORD), torch.int64)[:, : segment.width // WORD]
             words = words if listed else target.view(torch.int64).view(1, -1)
-            masks.topk_mask(scores, k, words)
+            masks.topk_mask(values, k, words)
             if listed:
                 masks.indices(words, target.view(torch.int32)[:k].view(1, -1))
 
@@ -446,23 +488,17 @@ class Scape(Method):
 
     def _settle(self, bucket: Bucket, exchange: Exchange, codec: Masked | MaskedIntegers | None) -> None:
         assert self.state is not None
-        common, waiting = self.state.read("common", bucket, rows=1), self.state.write("common", bucket, rows=1)
         given = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
-        ones = None
-        if codec is None:
-            ones = torch.full((bucket.shape[1] // WORD,), -1, dtype=torch.int64, device=bucket.device)
-        for segment in bucket.segments:
-            at = slice(segment.start, segment.start + segment.width)
+        if exchange.owner:
+            common, waits = self.state.read("common", bucket, rows=1), self.state.write("common", bucket, rows=1)
+        for segment, at, words in self._segments(bucket, self._words(bucket, exchange, codec)):
             moment = self._moment(segment)
-            words = ones if codec is None else codec.words[exchange.rank if exchange.owner else 0]
-            assert words is not None
             masks_of_all = None if codec is None else codec.words[:, at.start // WORD : at.stop // WORD]
             self._used[segment.name] = bucket.step, masks_of_all
+            if exchange.owner:
+                moments.rejoin(bucket.mean[0, at], common[0, at], moment, words, self.beta1, waits[0, at])
             self._given[segment.name] = given[0, segment.start : segment.start + moment.numel()]
-            moments.settle(
-                bucket.mean[0, at], common[0, at], moment, words[at.start // WORD : at.stop // WORD], self.beta1,
-                waiting[0, at], self._given[segment.name],
-            )  # fmt: skip
+            moments.settle(bucket.mean[0, at], moment, words, self.beta1, self._given[segment.name])
         if self.clip == "return":
             kept = bucket.buffer("gradient", (1, bucket.shape[1]), torch.float32)
             self._clipped[bucket.key] = (bucket, kept.copy_(bucket.mean))

@@ -211,7 +211,7 @@ class Tagc(ErrorFeedback):
                     words = codec.words[:, segment.start // masks.WORD : (segment.start + segment.width) // masks.WORD]
                     masks.topk_mask(bucket.columns(bucket.rows, segment), self._k(segment.span), words)
         exchange.union(codec.words)
-        codec.residual = (torch.zeros_like(acc), acc)
+        codec.residual = None, acc
         exchange.mean(bucket, codec)
 
     def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:

@@ -45,30 +45,33 @@ def _gather_keep(rows, stride, old, old_stride, words, words_stride, payload, pa
         at = row * payload_stride
         end = at + shape[2]
         for i in range(shape[1]):
+            word = words[row * words_stride + i]
+            if word == 0 and not keep:
+                continue
+            if at + np.int64(set_bits(word)) > end:
+                return False
             start = row * stride + WORD * i
             values = rows[start : start + WORD]
+            if keep:
+                to = row * new_stride + WORD * i
+                rest = new[to : to + WORD]
+            else:
+                rest = total
             if feedback:
                 from_old = row * old_stride + WORD * i
                 before = old[from_old : from_old + WORD]
                 for j in range(WORD):
-                    total[j] = values[j] + before[j]
+                    rest[j] = values[j] + before[j]
             else:
                 for j in range(WORD):
-                    total[j] = values[j]
-            word = words[row * words_stride + i]
-            if at + np.int64(set_bits(word)) > end:
-                return False
+                    rest[j] = values[j]
             while word != 0:
                 j = trailing_zeros(word)
-                payload[at] = total[j]
-                total[j] = np.float32(0)
+                payload[at] = rest[j]
+                if keep:
+                    rest[j] = np.float32(0)
                 at += 1
                 word &= word - uint64(1)
-            if keep:
-                to = row * new_stride + WORD * i
-                rest = new[to : to + WORD]
-                for j in range(WORD):
-                    rest[j] = total[j]
         if at != end:
             return False
     return True
@@ -230,10 +233,10 @@ def _kth(bits: np.ndarray, k: int) -> tuple[int, int]:
     sample = np.empty(-(-n // step), np.int32)
     _magnitudes(bits, step, sample)
     if step > 1:
-        sample.sort()
         share, size = k / n, sample.size
         middle, spread = size * (1 - share), 5 * np.sqrt(size * share * (1 - share)) + 2
         first, last = int(middle - spread), int(middle + spread) + 1
+        sample.partition([max(first, 0), min(last, size - 1)])  # a tenth of the time of sorting it
         low = sample[first] if first >= 0 else np.int32(0)
         high = sample[last] if last < size else MAGNITUDE_BITS
         between = np.empty(max(int(2 * n * (last - first + 2) / size), 1024), np.int32)

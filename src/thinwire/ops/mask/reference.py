@@ -26,7 +26,7 @@ def gather_keep(
     rows: Tensor, residual: Tensor | None, words: Tensor, payload: Tensor, residual_out: Tensor | None
 ) -> None:
     total = rows if residual is None else rows + residual
-    flags = _flags(words)
+    flags = flags_of(words)
     if payload.numel():
         payload.copy_(total[flags].view(payload.shape))
     if residual_out is not None:
@@ -35,7 +35,7 @@ def gather_keep(
 
 def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
     out.zero_()
-    out.masked_scatter_(_flags(words), payload)
+    out.masked_scatter_(flags_of(words), payload)
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:
@@ -53,20 +53,21 @@ def pack(flags: Tensor, words: Tensor) -> None:
     words.copy_((grouped << _bits(flags.device)).sum(2))  # each bit once: the sum carries nothing
 
 
-def _flags(words: Tensor) -> Tensor:
-    return ((words.unsqueeze(2) >> _bits(words.device)) & 1).bool().flatten(1)
+def flags_of(words: Tensor) -> Tensor:
+    """Mask words (..., w) as bools (..., 64 w)."""
+    return ((words.unsqueeze(-1) >> _bits(words.device)) & 1).bool().flatten(-2)
 
 
 def unpack(words: Tensor, flags: Tensor) -> None:
-    flags.copy_(_flags(words))
+    flags.copy_(flags_of(words))
 
 
 def popcount(words: Tensor) -> Tensor:
-    return _flags(words).sum(1)
+    return flags_of(words).sum(1)
 
 
 def indices(words: Tensor, out: Tensor) -> None:
-    out.copy_(_flags(words).nonzero()[:, 1].view(out.shape))
+    out.copy_(flags_of(words).nonzero()[:, 1].view(out.shape))
 
 
 def from_indices(positions: Tensor, words: Tensor) -> None:

@@ -8,22 +8,25 @@ from torch import Tensor
 from thinwire.ops.mask import reference as masks
 
 
-def score(gradient: Tensor, residual: Tensor, common: Tensor, moment: Tensor, beta1: float, out: Tensor) -> None:
-    torch.add(gradient, residual, out=out)
-    out.add_(common)
-    out[: moment.numel()].add_(moment, alpha=beta1)
+def add_up(gradient: Tensor, residual: Tensor, moment: Tensor, beta1: float) -> None:
+    gradient.mul_(1 - beta1).add_(residual)
+    gradient[: moment.numel()].add_(moment, alpha=beta1)
 
 
-def settle(
-    mean: Tensor, common: Tensor, moment: Tensor, words: Tensor, beta1: float, common_out: Tensor, given: Tensor
-) -> None:
-    flags = torch.empty((1, mean.numel()), dtype=torch.bool, device=mean.device)
-    masks.unpack(words.view(1, -1), flags)
-    on, m = flags[0], moment.numel()
-    sent = torch.where(on, mean + common, 0)
-    old = beta1 * moment
-    given.copy_(torch.where(on[:m], old + sent[:m], 0))
-    mean.copy_(sent / (1 - beta1))
+def take(values: Tensor, moment: Tensor, words: Tensor, beta1: float) -> None:
+    m = moment.numel()
+    values[:m].sub_(torch.where(masks.flags_of(words)[:m], beta1 * moment, 0))
+
+
+def rejoin(mean: Tensor, common: Tensor, moment: Tensor, words: Tensor, beta1: float, common_out: Tensor) -> None:
+    on = masks.flags_of(words)
+    mean.add_(torch.where(on, common, 0))
     rest = common.clone()
-    rest[:m] += old
+    rest[: moment.numel()].add_(moment, alpha=beta1)
     common_out.copy_(torch.where(on, 0, rest))
+
+
+def settle(mean: Tensor, moment: Tensor, words: Tensor, beta1: float, given: Tensor) -> None:
+    m = moment.numel()
+    given.copy_(torch.where(masks.flags_of(words)[:m], beta1 * moment + mean[:m], 0))
+    mean.div_(1 - beta1)

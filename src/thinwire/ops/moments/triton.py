@@ -11,39 +11,73 @@ BLOCK = 1024
 
 
 @triton.jit
-def _score(gradient, residual, common, moment, beta1, out, m, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    total = tl.load(gradient + at, mask=inside, other=0) + tl.load(residual + at, mask=inside, other=0)
-    total += tl.load(common + at, mask=inside, other=0)
-    tl.store(out + at, total + beta1 * tl.load(moment + at, mask=at < m, other=0), mask=inside)
+def _on(words, at, inside):
+    return (tl.load(words + at // 64, mask=inside, other=0) >> (at % 64)) & 1 != 0
 
 
 @triton.jit
-def _settle(mean, common, moment, words, beta1, rest1, common_out, given, m, n, BLOCK: tl.constexpr):
+def _add_up(gradient, residual, moment, beta1, rest1, m, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    on = (tl.load(words + at // 64, mask=inside, other=0) >> (at % 64)) & 1 != 0
+    total = rest1 * tl.load(gradient + at, mask=inside, other=0) + tl.load(residual + at, mask=inside, other=0)
+    tl.store(gradient + at, total + beta1 * tl.load(moment + at, mask=at < m, other=0), mask=inside)
+
+
+@triton.jit
+def _take(values, moment, words, beta1, m, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    due = (at < m) & _on(words, at, at < m)
+    left = tl.load(values + at, mask=due, other=0) - beta1 * tl.load(moment + at, mask=due, other=0)
+    tl.store(values + at, left, mask=due)
+
+
+@triton.jit
+def _rejoin(mean, common, moment, words, beta1, common_out, m, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    on = _on(words, at, inside)
     left = tl.load(common + at, mask=inside, other=0)
+    tl.store(mean + at, tl.load(mean + at, mask=inside & on, other=0) + left, mask=inside & on)
     old = beta1 * tl.load(moment + at, mask=at < m, other=0)
-    sent = tl.load(mean + at, mask=inside, other=0) + left
-    tl.store(given + at, tl.where(on, old + sent, 0.0), mask=at < m)
-    tl.store(mean + at, tl.where(on, tl.div_rn(sent, tl.full(sent.shape, 1.0, tl.float32) * rest1), 0.0), mask=inside)
     tl.store(common_out + at, tl.where(on, 0.0, left + old), mask=inside)
 
 
-def score(gradient: Tensor, residual: Tensor, common: Tensor, moment: Tensor, beta1: float, out: Tensor) -> None:
-    n = out.numel()
-    _score[(triton.cdiv(n, BLOCK),)](
-        gradient, residual, common, moment, beta1, out, moment.numel(), n, BLOCK=BLOCK, enable_fp_fusion=False
-    )  # fmt: skip
+@triton.jit
+def _settle(mean, moment, words, beta1, rest1, given, m, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    on = inside & _on(words, at, inside)
+    sent = tl.load(mean + at, mask=on, other=0)
+    old = beta1 * tl.load(moment + at, mask=on & (at < m), other=0)
+    tl.store(given + at, tl.where(on, old + sent, 0.0), mask=at < m)
+    tl.store(mean + at, tl.div_rn(sent, tl.full(sent.shape, 1.0, tl.float32) * rest1), mask=on)
 
 
-def settle(
-    mean: Tensor, common: Tensor, moment: Tensor, words: Tensor, beta1: float, common_out: Tensor, given: Tensor
-) -> None:
+def _grid(n: int) -> tuple[int]:
+    return (triton.cdiv(n, BLOCK),)
+
+
+def add_up(gradient: Tensor, residual: Tensor, moment: Tensor, beta1: float) -> None:
+    n = gradient.numel()
+    _add_up[_grid(n)](
+        gradient, residual, moment, beta1, 1 - beta1, moment.numel(), n, BLOCK=BLOCK, enable_fp_fusion=False
+    )
+
+
+def take(values: Tensor, moment: Tensor, words: Tensor, beta1: float) -> None:
+    m = moment.numel()
+    _take[_grid(m)](values, moment, words, beta1, m, BLOCK=BLOCK, enable_fp_fusion=False)
+
+
+def rejoin(mean: Tensor, common: Tensor, moment: Tensor, words: Tensor, beta1: float, common_out: Tensor) -> None:
     n = mean.numel()
-    _settle[(triton.cdiv(n, BLOCK),)](
-        mean, common, moment, words, beta1, 1 - beta1, common_out, given, moment.numel(), n, BLOCK=BLOCK,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    _rejoin[_grid(n)](
+        mean, common, moment, words, beta1, common_out, moment.numel(), n, BLOCK=BLOCK, enable_fp_fusion=False
+    )
+
+
+def settle(mean: Tensor, moment: Tensor, words: Tensor, beta1: float, given: Tensor) -> None:
+    n = mean.numel()
+    _settle[_grid(n)](
+        mean, moment, words, beta1, 1 - beta1, given, moment.numel(), n, BLOCK=BLOCK, enable_fp_fusion=False
+    )
