@@ -57,6 +57,10 @@ def padded(span: int, group: int) -> int:
     return -(-span // group) * group
 
 
+PEERS = 8
+"""Shards of weights that are decoded at once. More => fewer kernel launches, more scratch memory (float32)."""
+
+
 class Rows(Protocol):
     """What an exchange needs to know of a bucket."""
 

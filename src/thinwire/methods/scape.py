@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Piece, Segment, Shards, padded
+from thinwire.bucket import PEERS, Bucket, Piece, Segment, Shards, padded
 from thinwire.codecs.intquant import Int4, Int8, Integers
 from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.collectives import Exchange
@@ -287,24 +287,27 @@ class Scape(Method):
                 if words is None:
                     values[0].copy_(own)
                 else:
-                    masks.gather_keep(self._padded(own), None, words[comm.rank : comm.rank + 1], values, None)
+                    mask = words[comm.rank : comm.rank + 1]
+                    masks.gather_keep(self._padded(own.unsqueeze(0)), None, mask, values, None)
         everybody = torch.empty((comm.size, sum(sizes)), device=device)
         work = comm.all_gather(everybody, message[0], async_op=async_op and not message.is_cuda)
 
         def receive() -> None:
             with comm.ledger.span("decode", message), torch.no_grad():
-                for peer, row in enumerate(shards.out.view(comm.size, -1)):
-                    if peer == comm.rank:  # the engine has put the weights themselves there
-                        continue
-                    for (piece, words), values in zip(parts, everybody[peer : peer + 1].split(sizes, 1), strict=True):
-                        target = row[piece.offset : piece.offset + piece.numel]
+                rows = shards.out.view(comm.size, -1)
+                # Not this rank's own: there the engine has put the weights themselves.
+                spans = [(first, min(first + PEERS, comm.rank)) for first in range(0, comm.rank, PEERS)]
+                spans += [(first, min(first + PEERS, comm.size)) for first in range(comm.rank + 1, comm.size, PEERS)]
+                for peers in (slice(*span) for span in spans):
+                    for (piece, words), values in zip(parts, everybody[peers].split(sizes, 1), strict=True):
+                        target = rows[peers, piece.offset : piece.offset + piece.numel]
                         if words is None:
-                            target.copy_(values[0])
+                            target.copy_(values)
                             continue
-                        mask, rest = words[peer : peer + 1], self._padded(target)
-                        masks.gather_keep(rest, None, mask, torch.empty_like(values), rest)
-                        fresh = masks.scatter(values.contiguous(), mask, torch.empty_like(rest))
-                        target.copy_(fresh.add_(rest, alpha=self._keep[piece.name])[0, : piece.numel])
+                        rest, payload = self._padded(target), torch.empty_like(values)
+                        masks.gather_keep(rest, None, words[peers], payload, rest)
+                        fresh = masks.scatter(payload.copy_(values), words[peers], torch.empty_like(rest))
+                        target.copy_(fresh.add_(rest, alpha=self._keep[piece.name])[:, : piece.numel])
 
         if work is None:
             receive()
@@ -313,10 +316,10 @@ class Scape(Method):
 
     @staticmethod
     def _padded(values: Tensor) -> Tensor:
-        """A copy of ``values`` (n,) as a row of whole mask words, zeros behind."""
-        row = values.new_zeros((1, padded(values.numel(), WORD)))
-        row[0, : values.numel()].copy_(values)
-        return row
+        """A copy of ``values`` (R, n) in rows of whole mask words, zeros behind."""
+        rows = values.new_zeros((len(values), padded(values.shape[1], WORD)))
+        rows[:, : values.shape[1]].copy_(values)
+        return rows
 
     def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
         """Values at the mask, and this parameter's share of the masks, which ranks send padded to the longest."""

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Piece, Shards, padded
+from thinwire.bucket import PEERS, Bucket, Piece, Shards, padded
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.hadamard import HadamardInt4, HadamardInt8
@@ -230,7 +230,7 @@ class _Replica:
             self._kept.append((piece, place))
             place += piece.numel * shards.own.element_size()
         device = shards.own.device
-        self._values = torch.zeros((1, width), device=device)  # float32
+        self._values = torch.zeros((min(PEERS, shards.comm.size), width), device=device)  # float32
         self._message = torch.zeros(padded(place, 4), dtype=torch.uint8, device=device)
         self._everybody = torch.zeros((shards.comm.size, len(self._message)), dtype=torch.uint8, device=device)
         self._own: Tensor | None = None  # this rank's row of the replica
@@ -307,7 +307,7 @@ class _Replica:
         self.bits, self.values = 8 * len(message), sum(piece.numel for piece in sent)
         with ledger.span("encode", message):
             if self._sent:
-                self.codec.encode(self._values, message[: self._encoded].view(1, -1))
+                self.codec.encode(self._values[:1], message[: self._encoded].view(1, -1))
             for piece, place in self._kept:
                 self._as_sent(message, piece, place, shards.own.dtype).copy_(
                     shards.own[piece.offset : piece.offset + piece.numel]
@@ -327,20 +327,24 @@ class _Replica:
     def _receive(self, shards: Shards, add: bool) -> None:
         if add and self._own is not None:
             shards.own.copy_(self._own)
-        for row, message in zip(shards.out.view(shards.comm.size, -1), self._everybody, strict=True):
+        everybody = zip(shards.out.view(shards.comm.size, -1).split(PEERS), self._everybody.split(PEERS), strict=True)
+        for rows, messages in everybody:
+            values = self._values[: len(rows)]
             if self._sent:
-                self.codec.decode(message[: self._encoded].view(1, -1), self._values)
+                self.codec.decode(messages[:, : self._encoded], values)
             for piece, column in self._sent:
-                values, target = self._values[0, column : column + piece.numel], row[piece.offset :][: piece.numel]
-                target.add_(values) if add else target.copy_(values)
+                got, target = values[:, column : column + piece.numel], rows[:, piece.offset :][:, : piece.numel]
+                target.add_(got) if add else target.copy_(got)
             for piece, place in self._kept:
-                row[piece.offset :][: piece.numel].copy_(self._as_sent(message, piece, place, row.dtype))
+                got = self._as_sent(messages, piece, place, rows.dtype)
+                rows[:, piece.offset : piece.offset + piece.numel].copy_(got)
         if add and self._own is not None:
             self._own.copy_(shards.own)
 
     @staticmethod
     def _as_sent(message: Tensor, piece: Piece, place: int, dtype: torch.dtype) -> Tensor:
-        return message[place : place + piece.numel * dtype.itemsize].view(dtype)
+        """``piece`` in ``message`` (..., bytes)."""
+        return message[..., place : place + piece.numel * dtype.itemsize].view(dtype)
 
 
 @dataclass
