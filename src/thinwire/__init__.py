@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from thinwire.errors import ThinwireError as ThinwireError
     from thinwire.methods import Bf16 as Bf16
     from thinwire.methods import Bf16Acc32 as Bf16Acc32
+    from thinwire.methods import DeMo as DeMo
     from thinwire.methods import Dense as Dense
     from thinwire.methods import Dgc as Dgc
     from thinwire.methods import Fp8 as Fp8
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from thinwire.wire import compress as compress
 
 _METHODS = (
-    "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "LoCo", "Method", "NoExchange", "OneBitAdam",
-    "PowerSgd", "Qsdp", "Radius", "Scape", "Sdp4Bit", "Separate", "Tagc", "TopK", "ZeroPp",
+    "Bf16", "Bf16Acc32", "DeMo", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "LoCo", "Method", "NoExchange",
+    "OneBitAdam", "PowerSgd", "Qsdp", "Radius", "Scape", "Sdp4Bit", "Separate", "Tagc", "TopK", "ZeroPp",
 )  # fmt: skip
 _HOME = {
     "AdamS": "optim",

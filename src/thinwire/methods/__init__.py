@@ -9,6 +9,7 @@ from inspect import getdoc
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Lossy, Method, Parameter
 from thinwire.methods.baselines import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, NoExchange
+from thinwire.methods.demo import DeMo
 from thinwire.methods.dgc import Dgc
 from thinwire.methods.loco import LoCo
 from thinwire.methods.onebit import OneBitAdam
@@ -22,13 +23,13 @@ from thinwire.methods.topk import TopK
 
 TABLE: tuple[type[Method], ...] = (
     Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Scape, Separate, Tagc, Sdp4Bit, Lhc, ZeroPp, Qsdp, LoCo, PowerSgd,
-    TopK, Dgc, OneBitAdam, NoExchange,
+    TopK, Dgc, DeMo, OneBitAdam, NoExchange,
 )  # fmt: skip
 
 __all__ = [
-    "TABLE", "Bf16", "Bf16Acc32", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "LoCo", "Lossy", "Method", "NoExchange",
-    "OneBitAdam", "Parameter", "PowerSgd", "Qsdp", "Radius", "Scape", "Sdp4Bit", "Separate", "Tagc", "TopK", "ZeroPp",
-    "names", "resolve",
+    "TABLE", "Bf16", "Bf16Acc32", "DeMo", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "LoCo", "Lossy", "Method",
+    "NoExchange", "OneBitAdam", "Parameter", "PowerSgd", "Qsdp", "Radius", "Scape", "Sdp4Bit", "Separate", "Tagc",
+    "TopK", "ZeroPp", "names", "resolve",
 ]  # fmt: skip
 
 

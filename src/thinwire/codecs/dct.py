@@ -1,0 +1,117 @@
+"""The codec that sends the largest frequencies of every block of values."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec
+from thinwire.errors import ThinwireError
+
+WIDTH = 64
+"""Columns of a block."""
+
+
+class DctTopK(Codec):
+    """The k largest coefficients of each block's discrete cosine transform, with their positions (arXiv 2411.19870).
+
+    A block is ``chunk`` consecutive values of a row, seen as X (chunk / 64, 64) row by row. Its coefficients are
+    A X B^T with A and B the orthonormal DCT-II matrices of its two sides (at 64 values, a transform in one dimension).
+    The wire of a row is that of its blocks: k values each, then k positions in int16, in no order. Not linear: ranks
+    choose different positions. A block with a NaN or an infinity decodes to nothing finite.
+    """
+
+    linear = False
+    wire_dtype = torch.uint8
+
+    def __init__(self, chunk: int = 4096, k: int = 32, dtype: torch.dtype = torch.float32) -> None:
+        """How much of each block travels, and how.
+
+        Args:
+            chunk: values per block, a multiple of 64 up to 32768, as many as int16 counts; larger => fewer bytes for
+                the same k, and frequencies of longer stretches.
+            k: coefficients sent per block, 1 to ``chunk``; higher => more bytes, less left out.
+            dtype: of the values on the wire, float32 or bfloat16 (8 significant bits).
+
+        Raises:
+            ThinwireError: anything else.
+        """
+        super().__init__()
+        if not isinstance(chunk, int) or not WIDTH <= chunk <= 2**15 or chunk % WIDTH:
+            raise ThinwireError(f"DCT: chunk is a multiple of 64 values, from 64 to 32768, got {chunk}; use 4096")
+        if not isinstance(k, int) or not 1 <= k <= chunk:
+            raise ThinwireError(f"DCT: k is a number of coefficients per chunk, from 1 to {chunk}, got {k}")
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ThinwireError(f"DCT: coefficients travel in float32 or bfloat16, not in {dtype}")
+        self.group, self.k, self.dtype = chunk, k, dtype
+
+    def wire_numel(self, n: int) -> int:
+        return n // self.group * sum(self._parts)
+
+    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
+        self._check_encode(rows, out)
+        down, across = self._matrices(rows.device)
+        blocks = rows.float().unflatten(1, (-1, *self._shape))
+        coefficients = (down @ blocks @ across.T).flatten(2)
+        positions = coefficients.abs().topk(self.k, sorted=False).indices
+        values = coefficients.gather(2, positions).to(self.dtype)
+        packed = torch.cat([values.view(torch.uint8), positions.to(torch.int16).view(torch.uint8)], 2)
+        return out.copy_(packed.flatten(1))
+
+    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
+        self._check_decode(wire, out)
+        values, positions = self._open(wire)
+        coefficients = values.new_zeros(*values.shape[:2], self.group).scatter_(2, positions, values)
+        return self._write(coefficients, out)
+
+    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
+        """As for every codec, but one transform of the sum: equal to the sum of the decodes up to float32 rounding."""
+        self._check_sum(wire, out)
+        values, positions = self._open(wire)
+        total = values.new_zeros(values.shape[1], self.group)
+        for theirs, where in zip(values * scale, positions, strict=True):
+            total.scatter_add_(1, where, theirs)  # a peer's positions differ, so the order is that of the peers
+        return self._write(total.unsqueeze(0), out.unsqueeze(0))[0]
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """Of a block."""
+        return self.group // WIDTH, WIDTH
+
+    @property
+    def _parts(self) -> tuple[int, int]:
+        """Bytes of a block's values and of its positions."""
+        return self.dtype.itemsize * self.k, 2 * self.k
+
+    def _matrices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A and B: the transforms along the two sides of a block."""
+        down, across = self._shape
+        return _dct(down, device), _dct(across, device)
+
+    def _open(self, wire: Tensor) -> tuple[Tensor, Tensor]:
+        """Values (R, blocks, k) float32 and positions, int64, of ``wire`` (R, m)."""
+        parts = wire.unflatten(1, (-1, sum(self._parts))).split(self._parts, 2)
+        # k of every chunk's values: a copy costs nothing, and may lie where view() to a wider dtype wants it
+        values, positions = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+        return values.view(self.dtype).float(), positions.view(torch.int16).long()
+
+    def _write(self, coefficients: Tensor, out: Tensor) -> Tensor:
+        """``out`` (R, n) = what ``coefficients`` (R, blocks, chunk) are the transform of."""
+        down, across = self._matrices(out.device)
+        out.unflatten(1, (-1, *self._shape)).copy_(down.T @ coefficients.unflatten(2, self._shape) @ across)
+        return out
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(chunk={self.group}, k={self.k})"
+
+
+@functools.cache
+def _dct(size: int, device: torch.device) -> Tensor:
+    """(size, size) float32, orthonormal: row u is the cosine of frequency u, ``matrix @ x`` the DCT-II of x."""
+    places = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(math.pi / size * torch.outer(places, places + 0.5)) * math.sqrt(2 / size)
+    matrix[0] /= math.sqrt(2)
+    return matrix.to(device, torch.float32)

@@ -1,0 +1,86 @@
+"""DeMo: the fast components of a momentum that every rank keeps for itself (Peng et al., arXiv 2411.19870).
+
+Alg. 1 on rank n, for each tensor, with m_n = 0 at first:
+
+    m_n = beta m_n + g_n                    the rank's own gradient
+    q_n = the k largest coefficients of the DCT of each chunk of m_n
+    m_n = m_n - IDCT(q_n)
+    Q   = IDCT(mean over n of q_n)          all-gathered; with weights sharded, at the owner of each row
+    w   = w - lr sign(Q), or w - lr Q
+
+Ours subtracts q_n as its peers decode it, so that what the wire rounds off stays in m_n. It differs from the paper in
+its chunks, which there are s x s tiles of a matrix: here a chunk is 4096 = 64 x 64 consecutive values of the flattened
+tensor (with FSDP2, of a rank's shard of it), whatever the tensor's shape, and a last chunk that is not full is filled
+up with zeros. The mean is over all N ranks (the authors' code: over those that sent the position), and m_n takes up
+g_n (their code: lr g_n, which differs where lr changes).
+
+A tensor that stays dense is DeMo too, with k = chunk: all of m_n is sent, none of it stays, Q = mean of g_n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from thinwire.bucket import Bucket
+from thinwire.codecs.base import Codec
+from thinwire.codecs.dct import DctTopK
+from thinwire.collectives import Exchange
+from thinwire.errors import ThinwireError
+from thinwire.methods.base import ErrorFeedback, Step, local
+
+PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class DeMo(ErrorFeedback):
+    """Each rank's momentum, of it the k largest DCT coefficients per chunk, all-gathered, for SGD (arXiv 2411.19870).
+
+    What the optimizer receives is a momentum already: take ``torch.optim.SGD`` without one. An optimizer with moments
+    of its own (AdamW) counts it twice.
+
+    Args:
+        beta: decay of the momentum, 0 to below 1; higher => what was not sent waits longer.
+        k: coefficients sent per chunk, 1 to ``chunk``; higher => more bytes, less waits.
+        chunk: values per chunk, a multiple of 64 up to 32768; larger => fewer bytes. A tensor (or a shard of it) is
+            padded to a multiple.
+        sign: the optimizer receives sign(Q), of tensors that stay dense too: every weight moves by lr, so take the
+            learning rate of a sign method. Clipping comes before, and does nothing. False: Q itself.
+        payload: dtype of the coefficients: "fp32", or "bf16" (two thirds of the bytes; the rounding waits).
+    """
+
+    name: ClassVar[str] = "demo"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"smallest": 0, "send": ("*",)}}
+
+    beta: float = 0.999
+    k: int = 32
+    chunk: int = 4096
+    sign: bool = True
+    payload: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < 1:
+            raise ThinwireError(f"demo: beta is the decay of the momentum, from 0 to below 1, got {self.beta}")
+        if self.payload not in PAYLOADS:
+            raise ThinwireError(f"demo: payload is fp32 or bf16, got '{self.payload}'")
+        super().__post_init__()
+
+    def make_codec(self) -> Codec:
+        return DctTopK(self.chunk, self.k, PAYLOADS[self.payload])
+
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        assert self.state is not None
+        bucket.rows.add_(self.state.read("momentum", bucket), alpha=self.beta)
+        rest = self.state.write("momentum", bucket)
+        exchange.mean(bucket, self.codec, residual=rest)
+        bucket.clear_padding(rest)  # nobody reads it: no coefficients for its errors, and saved states do not hold it
+
+    def before_step(self, step: Step) -> None:
+        """The sign is taken here, as late as can be: a vector of signs would be clipped to almost nothing."""
+        if self.sign:
+            for weight in step.weights.values():
+                if weight.grad is not None:
+                    local(weight.grad).sign_()
