@@ -309,6 +309,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, text, engi
         (["--preset", "huge"], "unknown preset 'huge'"),
         (["--corpus", "/no/such/text"], "cannot read the corpus"),
         (["--steps", "0"], "--steps must be 1 or more"),
+        (["--bucket-mb", "5", "--engine", "fsdp2"], "--bucket-mb is for --engine ddp"),
         (["--lr", "fast"], "lr"),
         (["--frobnicate"], "frobnicate"),
         (["--resume", "latest"], "no checkpoint"),

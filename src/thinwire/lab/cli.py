@@ -38,6 +38,8 @@ class LabRun:
     """Ranks on each node; they share its link, and reach each other without it."""
     link: str = "200mbit"
     """Rate of each node's link in each direction: 200mbit, 1gbit, unlimited; or loopback: no network at all."""
+    mtu: int = 1500
+    """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less of the processors (see docs/lab.md)."""
 
 
 @dataclass
@@ -56,6 +58,8 @@ class Compare:
     """Ranks on each node; they share its link, and reach each other without it."""
     link: str = "200mbit"
     """Rate of each node's link in each direction: 200mbit, 1gbit, unlimited; or loopback: no network at all."""
+    mtu: int = 1500
+    """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less of the processors (see docs/lab.md)."""
     preset: str = "tiny"
     """The model and its settings; see thinwire train --help."""
     steps: int = 12
@@ -77,7 +81,7 @@ def lab_main(argv: list[str]) -> int:
     settings = parse(LabRun, own, "thinwire lab run")
     if not command:
         raise ThinwireError("no command to run: write it after --, for example  thinwire lab run -- python train.py")
-    with open_cluster(settings.nodes, settings.ranks_per_node, settings.link) as cluster:
+    with open_cluster(settings.nodes, settings.ranks_per_node, settings.link, settings.mtu) as cluster:
         outcome = launch(cluster, command)
         if outcome.failed_rank is not None:
             status = f"exit status {outcome.returncode}"
@@ -97,7 +101,7 @@ def compare_main(argv: list[str]) -> int:
 
     return compare(
         method_names(settings.methods), settings.preset, settings.steps, settings.out,
-        nodes=settings.nodes, ranks_per_node=settings.ranks_per_node, link=settings.link,
+        nodes=settings.nodes, ranks_per_node=settings.ranks_per_node, link=settings.link, mtu=settings.mtu,
         limit_s=60 * settings.limit_minutes, extra=extra,
     )  # fmt: skip
 

@@ -177,10 +177,11 @@ class Cluster:
             quiet = "for f in /proc/sys/net/ipv6/conf/*/disable_ipv6; do echo 1 > $f || true; done"
             self._call(enter, ["sh", "-c", quiet])
         self._ip(join, ["link add switch type bridge", "link set switch up"])
+        mtu = self.link.mtu
         for node, pid in enumerate(self._holders):
             inside = self._inner_pid(pid)
             self._ip(join, [
-                f"link add port{node} type veth peer name {INTERFACE} netns {inside}",
+                f"link add port{node} mtu {mtu} type veth peer name {INTERFACE} mtu {mtu} netns {inside}",
                 f"link set port{node} master switch",
                 f"link set port{node} up",
             ])  # fmt: skip

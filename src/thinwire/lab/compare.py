@@ -34,6 +34,7 @@ def compare(
     nodes: int = 2,
     ranks_per_node: int = 1,
     link: str = "200mbit",
+    mtu: int = 1500,
     limit_s: float | None = None,
     extra: Sequence[str] = (),
     program: Sequence[str] = ("thinwire", "train"),
@@ -52,7 +53,7 @@ def compare(
     """
     from thinwire.methods import resolve
 
-    Link.parse(link)
+    Link.parse(link, mtu)
     for method in methods:
         resolve(method)
     if steps < 1:
@@ -63,7 +64,7 @@ def compare(
 
     order = [SILENT, *dict.fromkeys(method for method in methods if method != SILENT)]
     runs: list[Run] = []
-    with open_cluster(nodes, ranks_per_node, link) as cluster:
+    with open_cluster(nodes, ranks_per_node, link, mtu) as cluster:
         for method in order:
             directory = out / directory_name(method)
             flags = ["--preset", preset, "--method", method, "--steps", str(steps), "--out", str(directory)]
@@ -86,6 +87,7 @@ def compare(
             "nodes": nodes,
             "ranks_per_node": ranks_per_node,
             "link": link,
+            "mtu": mtu,
             "rate_bits_per_s": cluster.link.rate,
             "emulated_network": cluster.emulated,
             "extra": list(extra),
@@ -138,11 +140,11 @@ def measure(report: dict[str, Any]) -> None:
         kernel, source = kernel_bytes(run, silent, report["steps"])
         run["bytes_per_step"] = {
             "ledger": payload,
-            "framed": framing.frames(payload),
+            "framed": framing.frames(payload, report["mtu"]),
             "kernel": kernel._asdict() if kernel else None,
             "kernel_source": source,
             "kernel_to_ledger": kernel.tx / payload if kernel and exchanges else None,
-            "kernel_to_framed": kernel.tx / framing.frames(payload) if kernel and exchanges else None,
+            "kernel_to_framed": kernel.tx / framing.frames(payload, report["mtu"]) if kernel and exchanges else None,
         }
         busy = summary["wire_ms"] / 1000
         rate = report["rate_bits_per_s"]
@@ -179,7 +181,8 @@ def network(report: dict[str, Any]) -> str:
     world = f"{report['nodes']} nodes x {report['ranks_per_node']}"
     if not report["emulated_network"]:
         return f"{world}, plain loopback, NO rate limit"
-    return f"{world}, {report['link']} per node"
+    frames = f", MTU {report['mtu']}" if report["mtu"] != 1500 else ""
+    return f"{world}, {report['link']} per node{frames}"
 
 
 def human(count: float | None) -> str:
@@ -245,8 +248,8 @@ def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
         "* exposed: communication that computation did not hide. codec: encoding and decoding, hidden or not.",
         "* sent/step: payload bytes that a node's ranks sent to other nodes, by Thinwire's ledger.",
         f"* kernel: bytes that node 0's interface sent per step ({source}).",
-        f"* kernel/framed: against the ledger's bytes in full frames ({framing.FRAME} bytes for {framing.SEGMENT} "
-        "of payload); above 1: acknowledgements and small messages.",
+        f"* kernel/framed: against the ledger's bytes in full frames ({framing.frame(report['mtu'])} bytes for "
+        f"{framing.segment(report['mtu'])} of payload); above 1: acknowledgements and small messages.",
         "* link use: kernel bytes over what the link could carry while a collective was in flight (small messages can "
         "pass 100%: a burst of 66 kB, or 1 ms of the rate, goes through at once).",
         "",

@@ -40,9 +40,9 @@ class Outcome:
 
 
 @contextmanager
-def open_cluster(nodes: int, ranks_per_node: int, link: str) -> Iterator[Cluster]:
+def open_cluster(nodes: int, ranks_per_node: int, link: str, mtu: int = 1500) -> Iterator[Cluster]:
     """A cluster; on a machine that allows no namespaces, plain loopback, and says so on stderr."""
-    cluster = Cluster(nodes, ranks_per_node, link)
+    cluster = Cluster(nodes, ranks_per_node, Link.parse(link, mtu))
     try:
         cluster.__enter__()
     except NoNamespaces as error:

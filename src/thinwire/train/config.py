@@ -45,6 +45,9 @@ class Config:
     """What the hop inside a node sends, on HSDP or with two levels: dense, bf16, int8, ... Default: dense."""
     guard: bool = True
     """Skip a step on all ranks when any gradient is not finite."""
+    bucket_mb: float | None = None
+    """DDP: the exchange takes so many MB of gradients at a time. Lower: it starts earlier, and less is left when the
+    backward pass ends; more messages. Default: torch's (25, the first 1)."""
     reshard: bool = True
     """FSDP2 and HSDP: free the gathered weights after the forward pass (less memory, one more gather per step)."""
     shard_size: int | None = None
@@ -147,6 +150,8 @@ class Config:
         for name in ("warmup", "lr_end"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ThinwireError(f"{_flag(name)} is a share from 0 to 1, got {getattr(self, name)}")
+        if self.bucket_mb is not None and (self.bucket_mb <= 0 or self.engine != "ddp"):
+            raise ThinwireError(f"--bucket-mb is for --engine ddp and above 0, got {self.bucket_mb} on {self.engine}")
         self.shape(vocabulary=256)
         return self
 

@@ -79,8 +79,9 @@ def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
     """The model under torch's engine for data parallelism."""
     if config.engine == "ddp":
         return DistributedDataParallel(
-            model, device_ids=[ranks.device] if ranks.device.type == "cuda" else None, gradient_as_bucket_view=True
-        )
+            model, device_ids=[ranks.device] if ranks.device.type == "cuda" else None, gradient_as_bucket_view=True,
+            bucket_cap_mb=config.bucket_mb,
+        )  # fmt: skip
     size = ranks.comm.size
     if config.engine == "fsdp2":
         mesh = init_device_mesh(ranks.device.type, (size,))
