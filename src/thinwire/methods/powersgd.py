@@ -58,7 +58,6 @@ class PowerSgd(ErrorFeedback):
         assert self.state is not None
         bucket.rows.add_(self.state.read("residual", bucket))
         residual = self.state.write("residual", bucket)
-        ledger = exchange._group().ledger
         sizes = [self._sizes(bucket, segment) for segment in bucket.segments]
         r, whole = self.rank, len(bucket.rows)
         left = bucket.buffer("P", (sum(whole * rows * r for rows, _ in sizes),), torch.float32)
@@ -67,14 +66,14 @@ class PowerSgd(ErrorFeedback):
         ps = [part.view(whole, -1, r) for part in parts]
         qs = [part.view(-1, r) for part in right.split([cols * r for _, cols in sizes])]
         matrices = [self._matrix(bucket.rows, s, cols) for s, (_, cols) in zip(bucket.segments, sizes, strict=True)]
-        with ledger.span("encode", bucket.rows):
+        with exchange.span("encode", bucket.rows):
             for segment, matrix, p, q in zip(bucket.segments, matrices, ps, qs, strict=True):
                 known = self.state.get("q", segment.name)
                 q.copy_(self._start(segment.name, q) if known is None else known)
                 for rows, out in zip(matrix, p, strict=True):
                     torch.mm(rows, q, out=out)
         exchange.all_mean(left)
-        with ledger.span("encode", bucket.rows):
+        with exchange.span("encode", bucket.rows):
             for matrix, p, q in zip(matrices, ps, qs, strict=True):
                 _orthonormalize(p.view(-1, r))
                 q.zero_()
@@ -85,7 +84,7 @@ class PowerSgd(ErrorFeedback):
                 for rows, of, out in zip(matrix, p, rest, strict=True):
                     torch.addmm(rows, of, q.T, alpha=-1, out=out)
         exchange.all_mean(right)
-        with ledger.span("decode", bucket.rows):
+        with exchange.span("decode", bucket.rows):
             mine = slice(exchange.rank, exchange.rank + 1) if exchange.owner else slice(None)
             for segment, p, q in zip(bucket.segments, ps, qs, strict=True):
                 for of, out in zip(p[mine], self._matrix(bucket.mean, segment, q.shape[0]), strict=True):

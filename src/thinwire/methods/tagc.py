@@ -143,8 +143,7 @@ class Tagc(ErrorFeedback):
 
     def _sketched(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
         codec = self._sketch(bucket, exchange)
-        ledger = exchange._group().ledger
-        with ledger.span("encode", bucket.rows):
+        with exchange.span("encode", bucket.rows):
             codec.sent.zero_()
             for part, columns, words, kept, _ in codec.places():
                 values, flags = bucket.rows[:, columns], codec.words[:, words]
@@ -157,7 +156,7 @@ class Tagc(ErrorFeedback):
         codec.estimate = self.leftovers == "median"
         codec.left.zero_()
         exchange.mean(bucket, codec)  # l. 5-8
-        with ledger.span("decode", bucket.rows):
+        with exchange.span("decode", bucket.rows):
             back = codec.left if self.leftovers == "accumulate" else torch.zeros_like(codec.left)
             sketch.settle(codec.sent, codec.rest, codec.words, back, acc)
             self._measure(bucket, codec)
@@ -205,7 +204,7 @@ class Tagc(ErrorFeedback):
             k = sum(self._k(segment.span) for segment in bucket.segments)
             codec = self._codecs[bucket.key] = Masked(words, k, owner_row=exchange.rank if exchange.owner else None)
         codec.words.zero_()
-        with exchange._group().ledger.span("encode", bucket.rows):
+        with exchange.span("encode", bucket.rows):
             for segment in bucket.segments:
                 if seed_of(self._seed, segment.name, bucket.step) % exchange.rows == exchange.rank:
                     words = codec.words[:, segment.start // masks.WORD : (segment.start + segment.width) // masks.WORD]
