@@ -124,6 +124,20 @@ def test_against_the_algorithm(topology, size, chunk, k):
     assert min(paper.gap for by_row in papers.values() for paper in by_row) > 1e-5
 
 
+@pytest.mark.parametrize("chunk", [64, 128, 4096])
+def test_no_bit_depends_on_how_many_blocks_there_are(chunk):
+    """DDP cuts its buckets anew after the first step, and after a resume."""
+    codec, few = DctTopK(chunk, k=9), 5
+    rows = torch.randn(1, 40 * chunk, generator=torch.Generator().manual_seed(0))
+    wire = codec.encode(rows, torch.empty(1, codec.wire_numel(40 * chunk), dtype=torch.uint8))
+    back, total = codec.decode(wire, torch.empty_like(rows)), codec.decode_sum(wire, torch.empty(40 * chunk))
+    for blocks in range(1, few):
+        n = blocks * chunk
+        part = codec.encode(rows[:, :n], torch.empty(1, codec.wire_numel(n), dtype=torch.uint8))
+        assert torch.equal(codec.decode(part, torch.empty(1, n)), back[:, :n])
+        assert torch.equal(codec.decode_sum(part, torch.empty(n)), total[:n])
+
+
 @pytest.mark.parametrize("payload", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("topology", TOPOLOGIES)

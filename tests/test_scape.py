@@ -16,7 +16,7 @@ from test_ops_quant import needs_triton, run_python
 from thinwire.codecs.intquant import Int4, Int8
 from thinwire.codecs.mask import MaskedIntegers
 from thinwire.errors import ThinwireError
-from thinwire.methods import Scape, resolve
+from thinwire.methods import Scape, resolve, scape
 from thinwire.methods.base import Run
 from thinwire.ops import mask as masks
 from thinwire.ops.mask.reference import flags_of
@@ -306,6 +306,7 @@ def _weights(rank, world):
         for kind in ("fsdp2", "fsdp2-keep"):
             model = build(kind, world)
             optimizer = AdamS(model.parameters(), lr=3e-3, weight_decay=0.3)
+            scape.PEERS = 1 if kind == "fsdp2" else 8  # shards decoded at once
             method = f"scape(density=0.1, warmup=3, smallest=100, weights='{weights}')"
             wire = thinwire.compress(model, optimizer, method)
             losses = train(model, optimizer, rank, range(6), wire)

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from thinwire.errors import ThinwireError
+from thinwire.train import loop
 from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.data import Tokenizer, Windows, read_corpus, split
 from thinwire.train.models import PRESETS, Decoder, ModelConfig, parameter_count
@@ -310,6 +311,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, text, engi
         (["--corpus", "/no/such/text"], "cannot read the corpus"),
         (["--steps", "0"], "--steps must be 1 or more"),
         (["--bucket-mb", "5", "--engine", "fsdp2"], "--bucket-mb is for --engine ddp"),
+        (["--optimizer", "lion"], "optimizer"),
         (["--lr", "fast"], "lr"),
         (["--frobnicate"], "frobnicate"),
         (["--resume", "latest"], "no checkpoint"),
@@ -423,6 +425,19 @@ sys.modules["busy"] = sys.modules["__main__"]
 cli.COMMANDS["busy"] = ("busy:busy", "")
 sys.argv[1:] = ["busy"]
 """
+
+
+def test_ddp_s_buckets_and_sgd_are_as_the_config_says(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ranks = loop.Ranks(None, 0, 1, torch.device("cpu"))
+        for size, held in ((None, 25), (0.5, 0.5)):
+            engine = loop.wrap(torch.nn.Linear(4, 4), Config(bucket_mb=size), ranks, False)
+            assert engine.bucket_bytes_cap == held * 2**20
+        optimizer = loop.make_optimizer(engine, Config(optimizer="sgd", lr=0.5))
+        assert isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] == 0
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("end", ["cli.program()", "sys.exit(cli.main())"])

@@ -51,6 +51,10 @@ class Segment:
     span: int
     piece: Piece
 
+    @property
+    def columns(self) -> slice:
+        return slice(self.start, self.start + self.width)
+
 
 def padded(span: int, group: int) -> int:
     """``span`` rounded up to a multiple of ``group``."""

@@ -329,6 +329,9 @@ class TwoLevel(Exchange):
     def rank(self) -> int:
         return self.across.rank * self.inside.size + self.inside.rank
 
+    def span(self, kind, tensor):
+        return self.across.ledger.span(kind, tensor)
+
     def mean(self, bucket, codec=None, *, on_wire=True, residual=None, inside=None):
         local, nodes, n = self.inside.size, self.across.size, bucket.shape[1]
         if bucket.shape[0] != self.rows:

@@ -49,7 +49,7 @@ class Cluster:
         nodes: number of nodes, at least 1.
         ranks_per_node: ranks that ``environment`` places on each node.
         link: rate of each node's link, in each direction: "200mbit", "1gbit", "unlimited"; or "loopback" for no network
-            at all (all nodes on 127.0.0.1, no limit, no counters).
+            at all (all nodes on 127.0.0.1, no limit, no counters). Or a ``Link``, which may have another MTU.
 
     Raises:
         NoNamespaces: namespaces cannot be made; on entry.

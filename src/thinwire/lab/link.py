@@ -35,6 +35,8 @@ class Link:
         word = text.strip().lower()
         if not SMALLEST <= mtu <= LARGEST:
             raise ThinwireError(f"an MTU of {mtu} bytes is not to be had: choose {SMALLEST} to {LARGEST}")
+        if word == "loopback" and mtu != cls.mtu:
+            raise ThinwireError("an MTU is a link's: on loopback leave it out")
         if word in ("unlimited", "loopback"):
             return cls(word, None, word == "loopback", mtu)
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)(?:/s|ps)?", word)

@@ -10,11 +10,12 @@ Alg. 1, for each tensor, on rank n, with last step's mask M (all ones at first):
     g^ = (b - b1 m)/(1-b1) on M, 0 off M; clip g^                               (l. 17-18)
     v = b2 m^2 + (1-b2) g^2;  u = m'/(sqrt(v) + eps);  w -= lr (u + decay w)    (l. 19-21: thinwire.AdamS)
 
-Where ours differs in form, not in result. m is the same on all ranks and need not travel: (1-b1) g_n + e_n is sent, and
-b is b1 m + the mean of that. Where weights are sharded (FSDP2), m lives with the owner of the row alone. What falls off
-its mask cannot join everybody's e_n there: the owner keeps it apart (x, "common"), and b is b1 m + x + the mean. The
-paper's Alg. 2 and its authors' code disagree at this point, and the code drops the other ranks' gradients. The owner of
-a tensor's mask is a rank (DDP, HSDP) or the owner of the row (FSDP2).
+Where ours differs in form, not in result. m is the same on all ranks and need not travel: (1-b1) g_n + e_n is sent (up
+to the rounding of m~, which l. 10 has too), and b is b1 m + the mean of that. Where weights are sharded (FSDP2), m
+lives with the owner of the row alone. What falls off its mask cannot join everybody's e_n there: the owner keeps it
+apart (x, "common"), and b is b1 m + x + the mean. The paper's Alg. 2 and its authors' code disagree at this point, and
+the code drops the other ranks' gradients. The owner of a tensor's mask is a rank (DDP, HSDP) or the owner of the row
+(FSDP2).
 
 Sharded weights need not be gathered whole: off the mask m' is 0 and w only decays, which every rank can do to what it
 gathered last. The owner sends w at the mask, whose positions all ranks know (Alg. 2, l. 6-7). That every rank took the
@@ -78,7 +79,8 @@ class Scape(Method):
             stays in memory, float32), or "dense".
         payload: dtype of the values: "fp32", "bf16" (half the bytes, 8 significant bits; the rounding is lost), or
             "int8" and "int4" in groups of 64 (what quantization leaves out joins what waits; sent to everybody, so
-            that on DDP and HSDP the bytes grow with the number of ranks).
+            that on DDP and HSDP the bytes grow with the number of ranks). On FSDP2 moments that fell off the mask
+            come back without rounding, on DDP and HSDP they come back by the wire.
         offload: keep what waits on each rank (8 bytes per value) in CPU memory, with two staging buffers of the largest
             bucket on the device: less device memory, one copy each way over PCIe per step.
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
@@ -395,7 +397,7 @@ class Scape(Method):
     def _segments(self, bucket: Bucket, words: Tensor) -> Iterator[tuple[Segment, slice, Tensor]]:
         """Each parameter's segment, its columns, and its part of ``words`` (n / 64,)."""
         for segment in bucket.segments:
-            at = slice(segment.start, segment.start + segment.width)
+            at = segment.columns
             yield segment, at, words[at.start // WORD : at.stop // WORD]
 
     def _words(self, bucket: Bucket, exchange: Exchange, codec: Masked | MaskedIntegers | None) -> Tensor:
@@ -405,7 +407,7 @@ class Scape(Method):
         return codec.words[exchange.rank if exchange.owner else 0]
 
     def _add_up(self, bucket: Bucket, exchange: Exchange) -> None:
-        """``bucket.rows`` = m~; of rows whose moment others own, their own part of it."""
+        """``bucket.rows`` = m~; on FSDP2 without b1 m, which only the row's owner has."""
         assert self.state is not None
         residual = self.state.read("residual", bucket)
         if exchange.owner:
@@ -413,7 +415,7 @@ class Scape(Method):
             moments.add_up(rows, residual.view(-1), rows[:0], self.beta1)
             return
         for segment in bucket.segments:
-            at = slice(segment.start, segment.start + segment.width)
+            at = segment.columns
             moments.add_up(bucket.rows[0, at], residual[0, at], self._moment(segment), self.beta1)
 
     def _choose(self, bucket: Bucket, exchange: Exchange) -> None:

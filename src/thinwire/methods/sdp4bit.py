@@ -230,7 +230,7 @@ class _Replica:
             self._kept.append((piece, place))
             place += piece.numel * shards.own.element_size()
         device = shards.own.device
-        self._values = torch.zeros((min(PEERS, shards.comm.size), width), device=device)  # float32
+        self._values = torch.zeros((1, width), device=device)  # float32
         self._message = torch.zeros(padded(place, 4), dtype=torch.uint8, device=device)
         self._everybody = torch.zeros((shards.comm.size, len(self._message)), dtype=torch.uint8, device=device)
         self._own: Tensor | None = None  # this rank's row of the replica
@@ -307,7 +307,7 @@ class _Replica:
         self.bits, self.values = 8 * len(message), sum(piece.numel for piece in sent)
         with ledger.span("encode", message):
             if self._sent:
-                self.codec.encode(self._values[:1], message[: self._encoded].view(1, -1))
+                self.codec.encode(self._values, message[: self._encoded].view(1, -1))
             for piece, place in self._kept:
                 self._as_sent(message, piece, place, shards.own.dtype).copy_(
                     shards.own[piece.offset : piece.offset + piece.numel]
@@ -329,7 +329,7 @@ class _Replica:
             shards.own.copy_(self._own)
         everybody = zip(shards.out.view(shards.comm.size, -1).split(PEERS), self._everybody.split(PEERS), strict=True)
         for rows, messages in everybody:
-            values = self._values[: len(rows)]
+            values = self._values.new_empty((len(rows), self._values.shape[1]))  # not kept: modules take turns
             if self._sent:
                 self.codec.decode(messages[:, : self._encoded], values)
             for piece, column in self._sent:

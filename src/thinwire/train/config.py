@@ -66,8 +66,9 @@ class Config:
     """Sequences per rank and micro-batch."""
     accumulate: int = 1
     """Micro-batches per optimizer step."""
-    optimizer: Literal["adamw", "adams"] = "adamw"
-    """adams: thinwire.AdamS, which keeps no second moment."""
+    optimizer: Literal["adamw", "adams", "sgd"] = "adamw"
+    """adams: thinwire.AdamS, which keeps no second moment. sgd: without momentum, for methods that have one (demo,
+    dgc)."""
     lr: float = 2e-3
     """Learning rate at the top of the schedule."""
     lr_end: float = 0.1
@@ -77,7 +78,7 @@ class Config:
     weight_decay: float = 0.1
     """Decoupled, on tensors of two or more dimensions."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """The optimizer's."""
+    """Of adamw and adams."""
     clip: float = 1.0
     """Largest norm of the gradient (lower: clipped more); 0: not clipped."""
     seed: int = 0

@@ -105,6 +105,8 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr)
     kind = AdamS if config.optimizer == "adams" else torch.optim.AdamW
     return kind(groups, lr=config.lr, betas=config.betas)
 
