@@ -13,6 +13,8 @@ from thinwire.errors import ThinwireError
 
 WIDTH = 64
 """Columns of a block."""
+BLOCKS = 128
+"""Blocks that are transformed at once. More => fewer kernel launches, more memory for a moment."""
 
 
 class DctTopK(Codec):
@@ -54,27 +56,32 @@ class DctTopK(Codec):
     def encode(self, rows: Tensor, out: Tensor) -> Tensor:
         self._check_encode(rows, out)
         down, across = self._matrices(rows.device)
-        blocks = rows.float().unflatten(1, (-1, *self._shape))
-        coefficients = _sandwich(down, blocks, across.T).flatten(2)
-        positions = coefficients.abs().topk(self.k, sorted=False).indices
-        values = coefficients.gather(2, positions).to(self.dtype)
-        packed = torch.cat([values.view(torch.uint8), positions.to(torch.int16).view(torch.uint8)], 2)
-        return out.copy_(packed.flatten(1))
+        for blocks, wire in zip(self._slices(rows, self.group), self._slices(out, sum(self._parts)), strict=True):
+            coefficients = _sandwich(down, blocks.float().unflatten(2, self._shape), across.T).flatten(2)
+            positions = coefficients.abs().topk(self.k, sorted=False).indices
+            values = coefficients.gather(2, positions).to(self.dtype)
+            wire.copy_(torch.cat([values.view(torch.uint8), positions.to(torch.int16).view(torch.uint8)], 2))
+        return out
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
         self._check_decode(wire, out)
-        values, positions = self._open(wire)
-        coefficients = values.new_zeros(*values.shape[:2], self.group).scatter_(2, positions, values)
-        return self._write(coefficients, out)
+        for part, blocks in zip(self._slices(wire, sum(self._parts)), self._slices(out, self.group), strict=True):
+            values, positions = self._open(part)
+            self._write(values.new_zeros(*values.shape[:2], self.group).scatter_(2, positions, values), blocks)
+        return out
 
     def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
         """As for every codec, but one transform of the sum: equal to the sum of the decodes up to float32 rounding."""
         self._check_sum(wire, out)
-        values, positions = self._open(wire)
-        total = values.new_zeros(values.shape[1], self.group)
-        for theirs, where in zip(values * scale, positions, strict=True):
-            total.scatter_add_(1, where, theirs)  # a peer's positions differ, so the order is that of the peers
-        return self._write(total.unsqueeze(0), out.unsqueeze(0))[0]
+        parts = self._slices(wire, sum(self._parts))
+        targets = out.view(1, -1, self.group).split([part.shape[1] for part in parts], 1)
+        for part, blocks in zip(parts, targets, strict=True):
+            values, positions = self._open(part)
+            total = values.new_zeros(values.shape[1], self.group)
+            for theirs, where in zip(values * scale, positions, strict=True):
+                total.scatter_add_(1, where, theirs)  # a peer's positions differ, so the order is that of the peers
+            self._write(total.unsqueeze(0), blocks)
+        return out
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -91,18 +98,22 @@ class DctTopK(Codec):
         down, across = self._shape
         return _dct(down, device), _dct(across, device)
 
+    @staticmethod
+    def _slices(rows: Tensor, size: int) -> tuple[Tensor, ...]:
+        """``rows`` (R, B * size), some blocks at a time: views (R, b, size)."""
+        return rows.unflatten(1, (-1, size)).split(max(BLOCKS // len(rows), 1), 1) if rows.numel() else ()
+
     def _open(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        """Values (R, blocks, k) float32 and positions, int64, of ``wire`` (R, m)."""
-        parts = wire.unflatten(1, (-1, sum(self._parts))).split(self._parts, 2)
+        """Values (R, blocks, k) float32 and positions, int64, of ``wire`` (R, blocks, bytes)."""
+        parts = wire.split(self._parts, 2)
         # k of every chunk's values: a copy costs nothing, and may lie where view() to a wider dtype wants it
         values, positions = (part.clone(memory_format=torch.contiguous_format) for part in parts)
         return values.view(self.dtype).float(), positions.view(torch.int16).long()
 
-    def _write(self, coefficients: Tensor, out: Tensor) -> Tensor:
-        """``out`` (R, n) = what ``coefficients`` (R, blocks, chunk) are the transform of."""
+    def _write(self, coefficients: Tensor, out: Tensor) -> None:
+        """``out`` (R, blocks, chunk) = what ``coefficients``, of the same shape, are the transform of."""
         down, across = self._matrices(out.device)
-        out.unflatten(1, (-1, *self._shape)).copy_(_sandwich(down.T, coefficients.unflatten(2, self._shape), across))
-        return out
+        out.copy_(_sandwich(down.T, coefficients.unflatten(2, self._shape), across).flatten(2))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(chunk={self.group}, k={self.k})"

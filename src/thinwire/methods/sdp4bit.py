@@ -99,6 +99,7 @@ class Sdp4Bit(Method):
         self.inside_codec = self._gradients(self.inside_bits)
         self._weight_codec = self.make_weight_codec()
         self._replicas: dict[tuple[str, ...], _Replica] = {}
+        self._scratch = torch.empty(0)
         self._bits: dict[object, tuple[int, int, int]] = {}  # of each bucket: bits inside and across, values
 
     def make_codec(self) -> Codec:
@@ -198,6 +199,12 @@ class Sdp4Bit(Method):
             found["bits per weight"] = sum(of.bits for of in sent) / sum(of.values for of in sent)
         return found
 
+    def scratch(self, rows: int, width: int, device: torch.device) -> Tensor:
+        """(rows, width) float32 for decoded shards, with which all modules take turns."""
+        if self._scratch.numel() < rows * width or self._scratch.device != device:
+            self._scratch = torch.empty(rows * width, device=device)
+        return self._scratch[: rows * width].view(rows, width)
+
 
 class _Replica:
     """All ranks' weights of one FSDP module as all ranks have them, and the message that moves them on.
@@ -209,7 +216,7 @@ class _Replica:
 
     def __init__(self, method: Sdp4Bit, shards: Shards) -> None:
         assert method.run is not None and method.state is not None
-        self.state, self.codec = method.state, method.make_weight_codec()
+        self._method, self.state, self.codec = method, method.state, method.make_weight_codec()
         self.names = [piece.name for piece in shards.pieces]
         self.step: int | None = None
         self.bits = self.values = 0
@@ -329,7 +336,7 @@ class _Replica:
             shards.own.copy_(self._own)
         everybody = zip(shards.out.view(shards.comm.size, -1).split(PEERS), self._everybody.split(PEERS), strict=True)
         for rows, messages in everybody:
-            values = self._values.new_empty((len(rows), self._values.shape[1]))  # not kept: modules take turns
+            values = self._method.scratch(len(rows), self._values.shape[1], rows.device)
             if self._sent:
                 self.codec.decode(messages[:, : self._encoded], values)
             for piece, column in self._sent:
