@@ -55,6 +55,10 @@ class Segment:
     def columns(self) -> slice:
         return slice(self.start, self.start + self.width)
 
+    def groups(self, size: int) -> slice:
+        """The columns counted in groups of ``size`` values (mask words, scales); their ends are multiples of it."""
+        return slice(self.start // size, (self.start + self.width) // size)
+
 
 def padded(span: int, group: int) -> int:
     """``span`` rounded up to a multiple of ``group``."""
@@ -176,7 +180,7 @@ class Bucket:
 
     def columns(self, values: Tensor, segment: Segment) -> Tensor:
         """``segment``'s columns of ``values`` (R, n): a view (R, width)."""
-        return values[:, segment.start : segment.start + segment.width]
+        return values[:, segment.columns]
 
     def clear_padding(self, values: Tensor) -> Tensor:
         """Zeros in the columns of ``values`` (R, n) that stand for no parameter, where a codec may have written."""

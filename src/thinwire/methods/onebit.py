@@ -196,9 +196,8 @@ class OneBitAdam(Method):
 
     def _parts(self, wires: Tensor, segment: Segment, n: int) -> list[Tensor]:
         """``segment``'s own bits and scales in the wires (R, m) of rows of ``n`` values: together a wire of its own."""
-        start, stop = segment.start, segment.start + segment.width
-        scales = n // 8 + start // self.group * 4, n // 8 + stop // self.group * 4
-        return [wires[:, start // 8 : stop // 8], wires[:, slice(*scales)]]
+        bits, scales = segment.groups(8), segment.groups(self.group)
+        return [wires[:, bits], wires[:, n // 8 + 4 * scales.start : n // 8 + 4 * scales.stop]]
 
     def _moment(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """m of all workers (R, n): as last received; at first the optimizer's own."""
@@ -246,7 +245,7 @@ class OneBitAdam(Method):
             counts = torch.zeros(rows, n // self.group)
             for segment in bucket.segments:
                 places = torch.arange(0, segment.width, self.group)
-                at = slice(segment.start // self.group, (segment.start + segment.width) // self.group)
+                at = segment.groups(self.group)
                 for row in range(rows):
                     counts[row, at] = (_count(segment, row) - places).clamp(1, self.group).float()
             self._shares[key] = (1 / counts).to(bucket.device)

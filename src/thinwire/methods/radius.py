@@ -198,6 +198,6 @@ class Radius(ErrorFeedback):
         if any(a is not b for a, b in zip(self._parts.get(bucket.key, (None,) * len(parts)), parts, strict=True)):
             for segment, part in zip(bucket.segments, parts, strict=True):
                 assert part is not None
-                codec.words[:, segment.start // WORD : (segment.start + segment.width) // WORD].copy_(part)
+                codec.words[:, segment.groups(WORD)].copy_(part)
             self._parts[bucket.key] = parts
         return codec

@@ -397,8 +397,7 @@ class Scape(Method):
     def _segments(self, bucket: Bucket, words: Tensor) -> Iterator[tuple[Segment, slice, Tensor]]:
         """Each parameter's segment, its columns, and its part of ``words`` (n / 64,)."""
         for segment in bucket.segments:
-            at = segment.columns
-            yield segment, at, words[at.start // WORD : at.stop // WORD]
+            yield segment, segment.columns, words[segment.groups(WORD)]
 
     def _words(self, bucket: Bucket, exchange: Exchange, codec: Masked | MaskedIntegers | None) -> Tensor:
         """This step's mask of what this rank gets of the mean, (n / 64,)."""
@@ -435,7 +434,7 @@ class Scape(Method):
             decider, place, size = layout[segment.name]
             if not exchange.owner and decider != exchange.rank:
                 continue
-            at = slice(segment.start, segment.start + segment.width)
+            at = segment.columns
             values = bucket.rows[mine : mine + 1, at]
             if common is not None:
                 scores = bucket.buffer("scores", (1, bucket.shape[1]), torch.float32)[:, : segment.width]
@@ -482,7 +481,7 @@ class Scape(Method):
             self._parts.pop(bucket.key, None)
         if any(a is not b for a, b in zip(self._parts.get(bucket.key, (None,) * len(parts)), parts, strict=True)):
             for segment, part in zip(bucket.segments, parts, strict=True):
-                words = codec.words[:, segment.start // WORD : (segment.start + segment.width) // WORD]
+                words = codec.words[:, segment.groups(WORD)]
                 if self.density_at(step) < LISTED:
                     positions = part.contiguous().view(torch.int32)[:, : self._k(segment.span, step)]
                     words.copy_(masks.from_indices(positions, words.contiguous()))
@@ -498,7 +497,7 @@ class Scape(Method):
             common, waits = self.state.read("common", bucket, rows=1), self.state.write("common", bucket, rows=1)
         for segment, at, words in self._segments(bucket, self._words(bucket, exchange, codec)):
             moment = self._moment(segment)
-            masks_of_all = None if codec is None else codec.words[:, at.start // WORD : at.stop // WORD]
+            masks_of_all = None if codec is None else codec.words[:, segment.groups(WORD)]
             self._used[segment.name] = bucket.step, masks_of_all
             if exchange.owner:
                 moments.rejoin(bucket.mean[0, at], common[0, at], moment, words, self.beta1, waits[0, at])

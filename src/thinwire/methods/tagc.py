@@ -207,7 +207,7 @@ class Tagc(ErrorFeedback):
         with exchange.span("encode", bucket.rows):
             for segment in bucket.segments:
                 if seed_of(self._seed, segment.name, bucket.step) % exchange.rows == exchange.rank:
-                    words = codec.words[:, segment.start // masks.WORD : (segment.start + segment.width) // masks.WORD]
+                    words = codec.words[:, segment.groups(masks.WORD)]
                     masks.topk_mask(bucket.columns(bucket.rows, segment), self._k(segment.span), words)
         exchange.union(codec.words)
         codec.residual = None, acc

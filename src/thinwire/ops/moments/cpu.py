@@ -8,9 +8,7 @@ from numba import uint64
 from torch import Tensor
 
 from thinwire.ops.kernels import njit
-from thinwire.ops.mask.cpu import trailing_zeros
-
-WORD = 64
+from thinwire.ops.mask.cpu import WORD, trailing_zeros
 
 
 @njit

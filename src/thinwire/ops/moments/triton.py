@@ -7,12 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.ops.mask.triton import _bits
+
 BLOCK = 1024
-
-
-@triton.jit
-def _on(words, at, inside):
-    return (tl.load(words + at // 64, mask=inside, other=0) >> (at % 64)) & 1 != 0
 
 
 @triton.jit
@@ -26,7 +23,7 @@ def _add_up(gradient, residual, moment, beta1, rest1, m, n, BLOCK: tl.constexpr)
 @triton.jit
 def _take(values, moment, words, beta1, m, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    due = (at < m) & _on(words, at, at < m)
+    due = (at < m) & (_bits(words, at, at < m) != 0)
     left = tl.load(values + at, mask=due, other=0) - beta1 * tl.load(moment + at, mask=due, other=0)
     tl.store(values + at, left, mask=due)
 
@@ -35,7 +32,7 @@ def _take(values, moment, words, beta1, m, BLOCK: tl.constexpr):
 def _rejoin(mean, common, moment, words, beta1, common_out, m, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    on = _on(words, at, inside)
+    on = _bits(words, at, inside) != 0
     left = tl.load(common + at, mask=inside, other=0)
     tl.store(mean + at, tl.load(mean + at, mask=inside & on, other=0) + left, mask=inside & on)
     old = beta1 * tl.load(moment + at, mask=at < m, other=0)
@@ -46,7 +43,7 @@ def _rejoin(mean, common, moment, words, beta1, common_out, m, n, BLOCK: tl.cons
 def _settle(mean, moment, words, beta1, rest1, given, m, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    on = inside & _on(words, at, inside)
+    on = inside & (_bits(words, at, inside) != 0)
     sent = tl.load(mean + at, mask=on, other=0)
     old = beta1 * tl.load(moment + at, mask=on & (at < m), other=0)
     tl.store(given + at, tl.where(on, old + sent, 0.0), mask=at < m)
