@@ -203,26 +203,31 @@ def test_embeddings_stay_dense_unless_they_are_sent():
     assert resolve("onebit-adam:paper").scale == "rms"
 
 
+def _run_of(optimizer, steps=100):
+    """Two matrices that are large enough to be compressed."""
+    weights = {name: torch.nn.Parameter(torch.zeros(1000, 100)) for name in ("a", "b")}
+    parameters = {name: Parameter(name, (1000, 100), 10**5, "matrix", torch.float32, 10**5) for name in weights}
+    return Run(parameters, None, steps, 0, (optimizer(list(weights.values())),), weights)
+
+
 @pytest.mark.parametrize("optimizer, says", [
     (lambda w: torch.optim.SGD(w), "built on Adam"),
     (lambda w: torch.optim.Adam(w, weight_decay=0.1), "decoupled weight decay"),
     (lambda w: torch.optim.AdamW(w, amsgrad=True), "amsgrad"),
     (lambda w: torch.optim.AdamW(w, maximize=True), "maximize"),
-    (lambda w: torch.optim.AdamW([{"params": w}, {"params": [torch.nn.Parameter(torch.zeros(1))],
-                                                  "betas": (0.8, 0.9)}]), "one beta1"),
+    (lambda w: torch.optim.AdamW([{"params": w[:1]}, {"params": w[1:], "betas": (0.8, 0.9)}]), "one beta1"),
 ])  # fmt: skip
 def test_optimizers_that_do_not_fit_are_refused(optimizer, says):
     with pytest.raises(ThinwireError, match=says):
-        OneBitAdam(warmup=3).begin(Run({}, None, 100, 0, optimizer([torch.nn.Parameter(torch.zeros(4))])))
+        OneBitAdam(warmup=3).begin(_run_of(optimizer))
 
 
 def test_knobs_that_do_not_fit_are_refused():
-    weights = [torch.nn.Parameter(torch.zeros(4))]
-    OneBitAdam().begin(Run({}, None, 100, 0, torch.optim.Adam(weights)))
+    OneBitAdam().begin(_run_of(torch.optim.Adam))
     for warmup, steps, says in ((0, 100, "no variance"), (0.001, 100, "no variance"), (0.15, None, "needs steps"),
                                 (100, 100, "beyond the end")):  # fmt: skip
         with pytest.raises(ThinwireError, match=says):
-            OneBitAdam(warmup=warmup).begin(Run({}, None, steps, 0, torch.optim.AdamW(weights)))
+            OneBitAdam(warmup=warmup).begin(_run_of(torch.optim.AdamW, steps))
     for knobs in ("group=16", "group=100", "scale='max'", "smallest=-1"):
         with pytest.raises(ThinwireError, match=r"onebit-adam|Sign"):
             resolve(f"onebit-adam({knobs})")

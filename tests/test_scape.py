@@ -17,7 +17,7 @@ from thinwire.codecs.intquant import Int4, Int8
 from thinwire.codecs.mask import MaskedIntegers
 from thinwire.errors import ThinwireError
 from thinwire.methods import Scape, resolve, scape
-from thinwire.methods.base import Run
+from thinwire.methods.base import Parameter, Run
 from thinwire.ops import mask as masks
 from thinwire.ops.mask.reference import flags_of
 from thinwire.ops.moments import cpu, reference
@@ -182,7 +182,7 @@ def _planned(topology, size, knobs):
     exchange = exchange_on(topology, Threads(size), 0, Ledger())
     parameters = parameters_for(exchange, SHAPES)
     weights = {name: torch.nn.Parameter(torch.zeros(p.local)) for name, p in parameters.items()}
-    method.begin(Run(parameters, exchange, 12, 0, AdamS(weights.values()), weights))
+    method.begin(Run(parameters, exchange, 12, 0, (AdamS(weights.values()),), weights))
     return sum(method.sent_bytes(parameter, exchange) for parameter in parameters.values())
 
 
@@ -213,13 +213,22 @@ def test_offloading_changes_nothing(topology):
                 assert torch.equal(ours[key], theirs[key]), key
 
 
+def _run_of(weight, optimizer, **others):
+    weights = {"weight": weight, **others}
+    parameters = {
+        name: Parameter(name, tuple(w.shape), w.numel(), "matrix", w.dtype, w.numel()) for name, w in weights.items()
+    }
+    return Run(parameters, None, 100, 0, (optimizer,), weights)
+
+
 def test_what_does_not_fit_is_refused():
-    weight = torch.nn.Parameter(torch.zeros(4))
+    weight = torch.nn.Parameter(torch.zeros(1000, 100))
     with pytest.raises(ThinwireError, match="built on AdamS"):
-        Scape().begin(Run({}, None, 100, 0, torch.optim.AdamW([weight])))
-    two = AdamS([{"params": [weight]}, {"params": [torch.nn.Parameter(torch.zeros(1))], "betas": (0.8, 0.9)}])
+        Scape().begin(_run_of(weight, torch.optim.AdamW([weight])))
+    other = torch.nn.Parameter(torch.zeros(1000, 100))
+    two = AdamS([{"params": [weight]}, {"params": [other], "betas": (0.8, 0.9)}])
     with pytest.raises(ThinwireError, match="one beta1"):
-        Scape().begin(Run({}, None, 100, 0, two))
+        Scape().begin(_run_of(weight, two, other=other))
     for knobs in ("density=0", "refresh=0", "clip='x'", "payload='fp64'"):
         with pytest.raises(ThinwireError, match="scape"):
             resolve(f"scape({knobs})")

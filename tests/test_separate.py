@@ -175,7 +175,7 @@ def test_presets():
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [({"update": "printed", "estimator": "paper"}, "update='printed' needs beta"),
-     ({"beta": math.nan}, "beta is a weight from 0 to 1"), ({"beta": 1.5}, "beta is a weight from 0 to 1"),
+     ({"beta": math.nan}, "beta is a finite number or None"), ({"beta": 1.5}, "beta is a weight from 0 to 1"),
      ({"ratio": 2.0}, "ratio is a whole number, got 2.0"), ({"ratio": "16"}, "ratio is a whole number, got '16'"),
      ({"reset": 1.5}, "reset is a whole number"), ({"smallest": -1}, "smallest must be 0 or more"),
      ({"block": 0}, "a block of 0 values"), ({"block": 1000}, "a power of two"), ({"ratio": 0}, "256/0"),

@@ -251,7 +251,8 @@ def test_lhc_on_gradients_that_are_not_sparse_goes_dense_and_says_so():
 
 @pytest.mark.parametrize(
     ("method", "message"),
-    [("lhc(theta=0.5)", "whatever is not zero: leave theta out"), ("lhc(accumulate=False)", "leave accumulate"),
+    [("lhc(theta=0.5)", "no knob 'theta' .lhc sends whatever is not zero"),
+     ("lhc(accumulate=False)", "no knob 'accumulate'"),
      ("tagc(limit=0)", "limit is a share"), ("tagc(on_overload='x')", "on_overload is dense or refuse")],
 )  # fmt: skip
 def test_refusals(method, message):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire.errors import ThinwireError as ThinwireError
+    from thinwire.errors import ThinwireWarning as ThinwireWarning
     from thinwire.methods import Bf16 as Bf16
     from thinwire.methods import Bf16Acc32 as Bf16Acc32
     from thinwire.methods import DeMo as DeMo
@@ -47,6 +48,7 @@ _HOME = {
     "Wire": "wire",
     "compress": "wire",
     "ThinwireError": "errors",
+    "ThinwireWarning": "errors",
     **dict.fromkeys(_METHODS, "methods"),
 }
 

@@ -32,6 +32,10 @@ class Piece:
 
     ``stride == 0``: ``numel`` consecutive elements from ``offset`` (DDP). Otherwise ``rows`` runs of ``numel // rows``
     elements, run r at ``offset + r * stride`` (FSDP2: run r is rank r's shard).
+
+    ``form``: shape and strides of a DDP gradient that is dense in memory but not contiguous (channels_last,
+    transposed). In a bucket its values are in the order of its indices, as everywhere else: what a method makes of a
+    parameter does not depend on how that lies in memory.
     """
 
     name: str
@@ -39,6 +43,12 @@ class Piece:
     numel: int
     rows: int = 1
     stride: int = 0
+    form: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def strided(self, flat: Tensor) -> Tensor:
+        """The view of ``flat`` that ``form`` describes."""
+        assert self.form is not None
+        return flat.as_strided(*self.form, flat.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
@@ -224,7 +234,7 @@ class Bucket:
     def pack(self, flat: Tensor, rows: Tensor) -> None:
         """Engine buffer -> rows (R, n), zeros in the padding."""
         for segment in self.segments:
-            whole, body, tail = self._parts(flat, segment)
+            whole, body, tail = self._parts(self._ordered(flat, segment), segment)
             target = self.columns(rows, segment)
             if body is not None:
                 target[:whole, : segment.span].copy_(body)
@@ -238,21 +248,34 @@ class Bucket:
     def unpack(self, rows: Tensor, flat: Tensor) -> None:
         """Rows (R, n) -> engine buffer; the padding is left out."""
         for segment in self.segments:
-            whole, body, tail = self._parts(flat, segment)
+            values = self._ordered(flat, segment)
+            whole, body, tail = self._parts(values, segment)
             source = self.columns(rows, segment)
             if body is not None:
                 body.copy_(source[:whole, : segment.span])
             if tail is not None:
                 tail.copy_(source[whole, : len(tail)])
+            if segment.piece.form is not None:
+                segment.piece.strided(flat).copy_(values.reshape(segment.piece.form[0]))
 
-    def _parts(self, flat: Tensor, segment: Segment) -> tuple[int, Tensor | None, Tensor | None]:
-        """How many rows are whole, a view (whole, span) of them in ``flat``, and the rest (the last, shorter row)."""
+    @staticmethod
+    def _ordered(flat: Tensor, segment: Segment) -> Tensor:
+        """The parameter's values in the order of its indices, 1-D; all of ``flat`` where rows are runs."""
+        piece = segment.piece
+        if piece.stride:
+            return flat
+        if piece.form is not None:
+            return piece.strided(flat).reshape(-1)  # a copy
+        return flat[piece.offset : piece.offset + piece.numel]
+
+    @staticmethod
+    def _parts(values: Tensor, segment: Segment) -> tuple[int, Tensor | None, Tensor | None]:
+        """How many rows are whole, a view (whole, span) of them, and the rest (the last, shorter row)."""
         piece, span = segment.piece, segment.span
         if piece.stride:
-            view = flat.as_strided((piece.rows, span), (piece.stride, 1), flat.storage_offset() + piece.offset)
+            view = values.as_strided((piece.rows, span), (piece.stride, 1), values.storage_offset() + piece.offset)
             return piece.rows, view, None
         whole = piece.numel // span if span else 0
-        values = flat[piece.offset : piece.offset + piece.numel]
         body = values[: whole * span].view(whole, span) if whole else None
         return whole, body, values[whole * span :] if piece.numel > whole * span else None
 
@@ -264,4 +287,4 @@ class Bucket:
     @property
     def _contiguous(self) -> bool:
         """Do the segments lie in a row just as they lie in the engine's buffer or shard?"""
-        return all(s.width == s.span and s.piece.offset == s.start for s in self.segments)
+        return all(s.width == s.span and s.piece.offset == s.start and s.piece.form is None for s in self.segments)

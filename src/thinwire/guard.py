@@ -14,8 +14,8 @@ class Guard:
     """Collects, over one step, whether any gradient on any rank was not finite.
 
     ``observe`` reads each buffer once (a sum: no allocation of its size, no host sync) *before* a method sees it, since
-    a mask or a quantizer can hide a NaN. ``agree`` makes one flag of all ranks' flags; it is the step's only host sync
-    of ours.
+    a mask or a quantizer can hide a NaN; and the mean's norm, or the means themselves, *after*, since a sum can
+    overflow. ``agree`` makes one flag of all ranks' flags; it is the step's only host sync of ours.
     """
 
     def __init__(self, comms: Sequence[Comm], enabled: bool = True) -> None:
@@ -34,21 +34,15 @@ class Guard:
         residue = total - total
         self._total = residue if self._total is None else self._total + residue
 
-    @property
-    def observed(self) -> bool:
-        """Has anything been observed since the last :meth:`agree`?"""
-        return self._total is not None
-
     def forget(self) -> None:
         """Drop what was observed: the step that it belongs to was never taken."""
         self._total = None
 
-    def observe_missing(self, gradients: Iterable[Tensor | None]) -> None:
-        """Where the engine never called us (one rank, shard size 1): look at the gradients themselves."""
-        if not self.observed:
-            for gradient in gradients:
-                if gradient is not None:
-                    self.observe(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
+    def observe_all(self, gradients: Iterable[Tensor | None]) -> None:
+        """Look at what came out, which may have overflowed on the way, or never came by (one rank alone)."""
+        for gradient in gradients:
+            if gradient is not None:
+                self.observe(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
 
     def agree(self, device: torch.device) -> bool:
         """True if every value observed on every rank was finite. Collective; forgets what was observed."""

@@ -144,16 +144,19 @@ def rehearse(layout: Layout, plans: Sequence[tuple[Method, Plan]], run: Run) -> 
     """
     watch, on_cpu = _Watch(), all(local(weight).device.type == "cpu" for weight in run.weights.values())
     weights = {name: nn.Parameter(torch.empty_like(local(w), device=META)) for name, w in run.weights.items()}
-    optimizer = _stand_in(run, weights)
+    optimizers = _stand_ins(run, weights)
     for weight in weights.values():
         assert weight.grad is not None
-        watch.lend(weight, weight.grad, *optimizer.state[weight].values())
+        watch.lend(weight, weight.grad)
+    for optimizer in optimizers:
+        for moments in optimizer.state.values():
+            watch.lend(*moments.values())
     roads = []
     for method, plan in plans:
         exchange, double = _muted(plan.exchange), replace(method)
         double.inside_codec = copy.deepcopy(method.inside_codec)
         double.state = _State(method.offloads, None if on_cpu else watch)
-        double.begin(replace(run, exchange=exchange, weights=weights, optimizer=optimizer))
+        double.begin(replace(run, exchange=exchange, weights=weights, optimizers=optimizers))
         roads.append(Road(double, plan, exchange, Guard([], False), Ledger()))
     method, peak = roads[0].method, 0
     buffers = _buffers(layout, watch)
@@ -170,7 +173,7 @@ def rehearse(layout: Layout, plans: Sequence[tuple[Method, Plan]], run: Run) -> 
                     road.step = number
                     road.carry(flat, pieces, out)
                     flat, pieces = out, tuple(Piece(p.name, p.offset, p.numel // p.rows) for p in pieces)
-            _settle(method, Step(number, optimizer, weights, torch.ones((), device=META)))
+            _settle(method, Step(number, optimizers, weights, torch.ones((), device=META)))
             if number >= method.steady:
                 peak = max(peak, watch.peak)
         return Memory(watch.live, peak)
@@ -217,13 +220,17 @@ def _muted(exchange: E) -> E:
     return double
 
 
-def _stand_in(run: Run, weights: dict[str, nn.Parameter]) -> Any:
-    """An optimizer of the user's class that holds ``weights`` and Adam's moments of them, and is never stepped."""
-    original = run.optimizer
+def _stand_ins(run: Run, weights: dict[str, nn.Parameter]) -> tuple[Any, ...]:
+    """Optimizers of the user's classes that hold ``weights`` and Adam's moments of them, and are never stepped."""
+    for weight in weights.values():
+        weight.grad = torch.empty_like(weight)
+    known = {id(weight): weights[name] for name, weight in run.weights.items()}
+    return tuple(_stand_in(optimizer, known) for optimizer in run.optimizers)
+
+
+def _stand_in(original: torch.optim.Optimizer, known: dict[int, nn.Parameter]) -> Any:
     double: Any = object.__new__(type(original))
     double.__dict__.update({name: copy.copy(v) if isinstance(v, dict) else v for name, v in vars(original).items()})
-    known = {id(weight): weights[name] for name, weight in run.weights.items()}
-    assert original is not None
     double.param_groups = [
         {**group, "params": [known[id(weight)] for weight in group["params"] if id(weight) in known]}
         for group in original.param_groups
@@ -231,8 +238,7 @@ def _stand_in(run: Run, weights: dict[str, nn.Parameter]) -> Any:
     moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     double.state = {
         weight: {"step": torch.tensor(1.0), **{name: torch.empty_like(weight) for name in moments}}
-        for weight in weights.values()
+        for group in double.param_groups
+        for weight in group["params"]
     }
-    for weight in weights.values():
-        weight.grad = torch.empty_like(weight)
     return double

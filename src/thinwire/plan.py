@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -79,6 +80,16 @@ class Row:
     dense_bytes: float
 
 
+_HELP = {
+    "small": "lower smallest, or name them in send=",
+    "named in dense=": "take them out of dense=",
+    "rank": "lower rank",
+    "not selected": "widen select, or name them in send=",
+    "attention input": "take select='all', or name them in send=",
+}
+"""The knob that helps, by how a reason to stay dense begins. For any other reason it is ``send``."""
+
+
 class Plan:
     """Every parameter: what is sent, how many bytes, what stays dense and why. ``str(plan)`` is a table.
 
@@ -87,6 +98,10 @@ class Plan:
         wire_bytes: sent per step and rank for gradients. dense_bytes: the same for the engine's own dense exchange.
         weight_bytes: sent per rank for one gathering of the weights, where the engine shards them.
         dense_weight_bytes: the same by the engine's own.
+        compressed: share of the trained values that the method compresses, 0 to 1; None where it is not made to
+            (dense, fp32, none). On HSDP with such a method across nodes: what the hop inside compresses.
+        note: why so little is compressed and which knob helps, in one line; None if what stays dense is neither half
+            of the values nor half of the bytes, and every pattern of names matches one.
         memory, memory_bytes: beyond the stock engine's, found out by a rehearsal when first asked for.
     """
 
@@ -113,8 +128,24 @@ class Plan:
         sharded = engine in ("fsdp2", "hsdp")
         self.weight_bytes = sum(self._weights(method, row, ranks) for row in self.rows) if sharded else 0.0
         self.dense_weight_bytes = sum(Method().weight_bytes(row.parameter, ranks) for row in self.rows) * sharded
+        self.compressed, self._little = self._share(method), self._why_little(method)
+        self._unmatched = method.unmatched(row.parameter.name for row in self.rows)
+        if inside is not None:
+            self._unmatched = self._unmatched or inside._unmatched
+            if self.compressed is None:
+                self.compressed, self._little = inside.compressed, inside._little
         self.rehearsal: Callable[[], Memory] | None = None
         self._why = {row.parameter.name: row.why_dense for row in self.rows}
+
+    @property
+    def note(self) -> str | None:
+        return "; ".join(filter(None, (self._little, self._unmatched))) or None
+
+    @property
+    def warning(self) -> str | None:
+        """``note``, if it has to be said at once: half of the values stay dense, or a pattern of names matches none."""
+        little = self.compressed is not None and self.compressed < 0.5
+        return self.note if little or self._unmatched else None
 
     @functools.cached_property
     def memory(self) -> Memory | None:
@@ -132,6 +163,35 @@ class Plan:
     def why_dense(self, name: str) -> str | None:
         """Why the parameter stays dense, or None if it is compressed."""
         return self._why[name]
+
+    def _share(self, method: Method) -> float | None:
+        """``compressed``, of ``method`` itself."""
+        if method.native or not method.rank_equal or isinstance(method, Fp32):
+            return None
+        return sum(row.parameter.numel for row in self.rows if row.why_dense is None) / self._values
+
+    def _why_little(self, method: Method) -> str | None:
+        """Where what stays dense is half of the values or of the bytes: the reason that keeps most, and its knob."""
+        share, dense = self._share(method), [row for row in self.rows if row.why_dense is not None]
+        if share is None or not dense or (share >= 0.5 and sum(row.wire_bytes for row in dense) <= self.wire_bytes / 2):
+            return None
+        values: Counter[str] = Counter()
+        for row in dense:
+            values[row.why_dense or ""] += row.parameter.numel
+        why, most = values.most_common(1)[0]
+        rows = [row for row in dense if row.why_dense == why]
+        kept = f"{most / self._values:.1%} of the values"
+        if self.wire_bytes:
+            kept += f" and {sum(row.wire_bytes for row in rows) / self.wire_bytes:.1%} of the bytes"
+        helps = next((knob for begins, knob in _HELP.items() if why.startswith(begins)), "name them in send=")
+        return (
+            f"{method.name} compresses {len(self.rows) - len(dense)} of {len(self.rows)} tensors ({share:.1%} of the "
+            f"values): {why} keeps {len(rows)} tensors, {kept}, dense: {helps}"
+        )
+
+    @property
+    def _values(self) -> int:
+        return max(sum(row.parameter.numel for row in self.rows), 1)
 
     @staticmethod
     def _row(method: Method, parameter: Parameter, exchange: Exchange, wire_dtype: torch.dtype | None) -> Row:
@@ -169,8 +229,12 @@ class Plan:
             weights, dense_weights = human(self.weight_bytes), human(self.dense_weight_bytes)
             share = self.weight_bytes / self.dense_weight_bytes
             table.caption += f", {weights} of {dense_weights} ({share:.1%}) to gather the weights"
+        if self.compressed is not None and self._little is None:
+            table.caption += f"; {self.compressed:.1%} of the values compressed"
         if self.memory is not None:
             table.caption += f"; {human(self.memory.peak)} of memory beside the engine's"
+        if self.note is not None:
+            table.caption += f"\n{self.note}"
         out = io.StringIO()
         Console(file=out, width=120, color_system=None).print(table)
         return out.getvalue().rstrip()

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.bound import Bound
 from thinwire.bucket import Bucket, Piece
 from thinwire.collectives import Exchange
-from thinwire.errors import ThinwireError
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method
@@ -30,7 +30,8 @@ class Road:
 
     Attributes:
         step: optimizer steps taken so far; skipped ones do not count.
-        closed: no exchange is due now: micro-batches are being accumulated.
+        bound: of what a step may put into the method's state, if it has any.
+        scale: what a GradScaler multiplies the gradients with now, 0-dim; None: nothing. The method sees them without.
     """
 
     method: Method
@@ -39,7 +40,8 @@ class Road:
     guard: Guard
     ledger: Ledger
     step: int = 0
-    closed: bool = False
+    bound: Bound | None = None
+    scale: Callable[[], Tensor] | None = None
 
     def __post_init__(self) -> None:
         self._parts: dict[tuple[tuple[Piece, ...], torch.dtype], list[tuple[Method, Bucket]]] = {}
@@ -53,18 +55,20 @@ class Road:
         Returns ``flat``, overwritten by the mean; or ``out`` (this rank's row) if the exchange leaves one row to each.
         Neither gradients are recorded nor is anything cast, whatever mode the engine's hook runs in.
         """
-        if self.closed:
-            raise ThinwireError(
-                "gradients were exchanged inside accumulate(last=False), as the end of a pipeline schedule's step() "
-                "does: give one schedule.step() all micro-batches of the optimizer step"
-            )
         out = flat if out is None else out
         with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
             self.guard.observe(flat)
             rows = self.exchange.rows if self.exchange.owner else 1
             row_bytes = flat.nbytes / rows
             self.ledger.count_dense(self.exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=True))
+            scale = None if self.scale is None else self.scale()
+            if scale is not None:
+                flat.div_(scale)
+            if self.bound is not None:
+                self.guard.observe(self.bound.apply(flat, pieces))
             self.carry(flat, pieces, out)
+            if scale is not None:
+                out.mul_(scale)
         return out
 
     def carry(self, flat: Tensor, pieces: tuple[Piece, ...], out: Tensor) -> None:

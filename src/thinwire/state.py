@@ -17,10 +17,15 @@ class State:
     """Named tensors that live in the form of a bucket's rows and are keyed by parameter name.
 
     A method reads the committed values and writes the next ones beside them; ``commit`` makes those current once all
-    ranks agree that the step was finite, ``rollback`` forgets them. When the engine rebuilds its buckets (DDP does,
-    after the first step), or after a checkpoint was loaded, values follow their parameters.
+    ranks agree that the step was finite, ``rollback`` forgets them. When parameters come in other buckets than before
+    (DDP rebuilds its buckets after the first step, FSDP2 leaves out parameters without a gradient), or after a
+    checkpoint was loaded, values follow their parameters.
 
-    One residual of W values costs 2 * 4 * W bytes: the price of skipping a step without a trace.
+    Within one pass over the buckets ``read`` and ``get`` give what was committed. If the same step exchanges a second
+    time, ``again`` says so, and they give what the first exchange wrote: so nothing is lost or sent twice.
+
+    One residual of W values costs 2 * 4 * W bytes: the price of skipping a step without a trace. (A step that exchanges
+    twice needs 4 * W more.)
 
     Kinds named in ``offload`` live in (pinned) CPU memory: what ``read`` and ``write`` give is then one of two staging
     buffers on the bucket's device, good until the next ``read``, and ``put_back`` says when the second one is filled.
@@ -29,17 +34,19 @@ class State:
     def __init__(self, offload: Collection[str] = ()) -> None:
         self._offload = frozenset(offload)
         self._stages: dict[tuple[str, torch.device], Tensor] = {}  # as large as the largest bucket
-        self._home: dict[tuple[str, str], tuple[Bucket, Segment]] = {}  # (kind, parameter) -> where its values are
+        self._home: dict[tuple[str, str], tuple[object, Segment]] = {}  # (kind, parameter) -> bucket's key, and columns
         self._loose: dict[tuple[str, str], Tensor] = {}  # loaded, not yet placed in a bucket: (R, span)
         self._current: dict[tuple[str, object], Tensor] = {}
         self._staged: dict[tuple[str, object], Tensor] = {}
+        self._earlier: dict[tuple[str, object], Tensor] = {}  # of this step's exchanges before the present one
         self._spare: dict[tuple[str, object], Tensor] = {}
         self._small: dict[tuple[str, str], Tensor] = {}
         self._small_staged: dict[tuple[str, str], Tensor] = {}
+        self._small_earlier: dict[tuple[str, str], Tensor] = {}
 
     def get(self, kind: str, name: str) -> Tensor | None:
         """The committed ``kind`` of parameter ``name``, of any shape and dtype; None at first. Not to be written to."""
-        return self._small.get((kind, name))
+        return self._small_earlier.get((kind, name), self._small.get((kind, name)))
 
     def put(self, kind: str, name: str, value: Tensor) -> None:
         """``value`` (kept, not copied) is what ``get`` gives from the next ``commit`` on."""
@@ -51,8 +58,8 @@ class State:
 
     def discard(self, kind: str, name: str) -> None:
         """``get`` finds nothing from now on."""
-        self._small.pop((kind, name), None)
-        self._small_staged.pop((kind, name), None)
+        for store in (self._small, self._small_staged, self._small_earlier):
+            store.pop((kind, name), None)
 
     def read(self, kind: str, bucket: Bucket, rows: int | None = None) -> Tensor:
         """The committed values of ``kind`` for ``bucket``: (R, n) float32, zeros at first. Not to be written to.
@@ -63,22 +70,22 @@ class State:
         if key not in self._current:
             shape = (rows or bucket.shape[0], bucket.shape[1])
             self._current[key] = self._new(kind, shape, bucket.device)
-            for segment in bucket.segments:
-                self._adopt(kind, bucket, segment)
+        moved = [segment for segment in bucket.segments if self._move(kind, bucket, segment)]
+        if moved:
             self._drop_homeless(kind)
+        values = self._earlier.get(key, self._current[key])
         if kind not in self._offload:
-            return self._current[key]
-        return self._stage("read", self._current[key], bucket.device).copy_(self._current[key], non_blocking=True)
+            return values
+        return self._stage("read", values, bucket.device).copy_(values, non_blocking=True)
 
     def write(self, kind: str, bucket: Bucket, rows: int | None = None) -> Tensor:
         """Where the next values go: (R, n) float32, to be filled whole. Nothing changes until ``commit``."""
         key = (kind, bucket.key)
         if key not in self._current:
             self.read(kind, bucket, rows)
-        spare = self._spare.pop(key, None)
+        spare = self._staged.get(key)
         if spare is None:
-            spare = self._new(kind, self._current[key].shape, bucket.device)
-        self._staged[key] = spare
+            spare = self._staged[key] = self._other(key)
         return self._stage("write", spare, bucket.device) if kind in self._offload else spare
 
     def put_back(self, kind: str, bucket: Bucket) -> None:
@@ -99,19 +106,31 @@ class State:
             stage = self._stages[use, device] = torch.empty(values.numel(), dtype=torch.float32, device=device)
         return stage[: values.numel()].view(values.shape)
 
+    def again(self) -> None:
+        """Another exchange of the same step begins: it goes on from what the ones before it wrote."""
+        for key, staged in self._staged.items():
+            if key in self._earlier:
+                self._spare[key] = self._earlier[key]
+            self._earlier[key] = staged
+        self._staged.clear()
+        self._small_earlier.update(self._small_staged)
+        self._small_staged.clear()
+
     def commit(self) -> None:
         """What was written since the last commit becomes current."""
-        for key, staged in self._staged.items():
-            self._spare[key], self._current[key] = self._current[key], staged
-        self._staged.clear()
-        self._small.update(self._small_staged)
-        self._small_staged.clear()
+        self.again()
+        for key, written in self._earlier.items():
+            self._spare[key], self._current[key] = self._current[key], written
+        self._earlier.clear()
+        self._small.update(self._small_earlier)
+        self._small_earlier.clear()
 
     def rollback(self) -> None:
         """What was written since the last commit is forgotten."""
-        self._spare.update(self._staged)
-        self._staged.clear()
-        self._small_staged.clear()
+        self.again()
+        self._spare.update(self._earlier)
+        self._earlier.clear()
+        self._small_earlier.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
         """``"kind/parameter"`` -> (R, span) this rank's committed values without padding, and what was ``put``."""
@@ -120,43 +139,73 @@ class State:
                 torch.cuda.synchronize(device)  # copies to CPU memory may be under way
         result = {f"{_SMALL}{kind}/{name}": value.clone() for (kind, name), value in self._small.items()}
         result |= {f"{kind}/{name}": values.clone() for (kind, name), values in self._loose.items()}
-        for (kind, name), (bucket, segment) in self._home.items():
-            values = bucket.columns(self._current[kind, bucket.key], segment)
-            result[f"{kind}/{name}"] = values[:, : segment.span].clone()
+        for (kind, name), (home, segment) in self._home.items():
+            result[f"{kind}/{name}"] = _columns(self._current[kind, home], segment).clone()
         return result
 
     def load_state_dict(self, values: dict[str, Tensor]) -> None:
-        """Take what ``state_dict`` gave; it moves into buckets as those are next seen."""
-        self._home.clear()
-        self._current.clear()
-        self._staged.clear()
-        self._spare.clear()
-        self._loose, self._small = {}, {}
-        self._small_staged.clear()
+        """Take what ``state_dict`` gave; it moves into buckets as those are next seen.
+
+        Raises:
+            ThinwireError: a value is not finite: it would spoil the weights in the first step.
+        """
+        for key, tensor in values.items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise ThinwireError(
+                    f"state '{key.removeprefix(_SMALL)}' holds values that are not finite: take an older checkpoint, "
+                    "or leave this entry out (what waited there is then lost)"
+                )
+        for store in (self._home, self._current, self._staged, self._earlier, self._spare, self._small_staged,
+                      self._small_earlier, self._loose, self._small):  # fmt: skip
+            store.clear()
         for key, tensor in values.items():
             kind, _, name = key.removeprefix(_SMALL).partition("/")
             store = self._small if key.startswith(_SMALL) else self._loose
             store[kind, name] = tensor.clone()
 
-    def _adopt(self, kind: str, bucket: Bucket, segment: Segment) -> None:
-        """Move the parameter's values into ``bucket`` from wherever they were."""
-        target = bucket.columns(self._current[kind, bucket.key], segment)[:, : segment.span]
-        values = self._loose.pop((kind, segment.name), None)
-        if values is None and (kind, segment.name) in self._home:
-            old, where = self._home[kind, segment.name]
-            values = old.columns(self._current[kind, old.key], where)[:, : where.span]
-        if values is not None:
-            if values.shape != target.shape:
+    def _move(self, kind: str, bucket: Bucket, segment: Segment) -> bool:
+        """Take the parameter's values into ``bucket`` from wherever they were; False if they are there already."""
+        name = (kind, segment.name)
+        home = self._home.get(name)
+        if home is not None and home[0] == bucket.key:
+            return False
+        key, loose = (kind, bucket.key), self._loose.pop(name, None)
+        target = _columns(self._current[key], segment)
+        if loose is not None:
+            if loose.shape != target.shape:
                 raise ThinwireError(
-                    f"state '{kind}' of {segment.name} has shape {tuple(values.shape)}, this run needs "
+                    f"state '{kind}' of {segment.name} has shape {tuple(loose.shape)}, this run needs "
                     f"{tuple(target.shape)}: it was saved with another world size or engine"
                 )
-            target.copy_(values)
-        self._home[kind, segment.name] = (bucket, segment)
+            target.copy_(loose)
+        elif home is not None:
+            old = (kind, home[0])
+            target.copy_(_columns(self._current[old], home[1]))
+            if old in self._earlier:
+                if key not in self._earlier:
+                    self._earlier[key] = self._other(key).copy_(self._current[key])
+                _columns(self._earlier[key], segment).copy_(_columns(self._earlier[old], home[1]))
+        else:
+            target.zero_()
+        if key in self._earlier and (home is None or (kind, home[0]) not in self._earlier):
+            _columns(self._earlier[key], segment).copy_(target)
+        self._home[name] = (bucket.key, segment)
+        return True
+
+    def _other(self, key: tuple[str, object]) -> Tensor:
+        """A buffer like the current one, and not in use."""
+        spare = self._spare.pop(key, None)
+        current = self._current[key]
+        return self._new(key[0], current.shape, current.device) if spare is None else spare
 
     def _drop_homeless(self, kind: str) -> None:
         """Free buffers in which no parameter lives any more."""
-        living = {bucket.key for (of, _), (bucket, _) in self._home.items() if of == kind}
-        for store in (self._current, self._staged, self._spare):
+        living = {home for (of, _), (home, _) in self._home.items() if of == kind}
+        for store in (self._current, self._staged, self._earlier, self._spare):
             for key in [key for key in store if key[0] == kind and key[1] not in living]:
                 del store[key]
+
+
+def _columns(values: Tensor, segment: Segment) -> Tensor:
+    """A parameter's values in a bucket's rows, without padding: a view (R, span)."""
+    return values[:, segment.start : segment.start + segment.span]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -15,25 +16,27 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from thinwire.bound import Bound
 from thinwire.codecs.intquant import Integers
 from thinwire.collectives import TwoLevel
 from thinwire.comm import Comm, GroupComm
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.guard import Guard
 from thinwire.integrations.ddp import DDP
 from thinwire.integrations.fsdp2 import FSDP2
 from thinwire.ledger import KINDS, LINKS, Ledger
 from thinwire.memory import held, rehearse
 from thinwire.methods import Method, resolve
-from thinwire.methods.base import Run, Step
+from thinwire.methods.base import Run, held_by
 from thinwire.plan import Plan, human
 from thinwire.road import Road
 from thinwire.state import State
+from thinwire.turn import Turn
 
 
 def compress(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     method: Method | str = "dense",
     *,
     guard: bool = True,
@@ -42,6 +45,8 @@ def compress(
     steps: int | None = None,
     seed: int = 0,
     stages: dist.ProcessGroup | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    bound: float | None = 10.0,
 ) -> Wire:
     """Exchange ``model``'s gradients with ``method`` from now on.
 
@@ -50,7 +55,9 @@ def compress(
     Args:
         model: a ``DistributedDataParallel``; or a model after ``fully_shard`` on a 1-D mesh (FSDP2) or on a 2-D mesh,
             replicated across dim 0 and sharded along dim 1 (HSDP); compiled or not.
-        optimizer: any ``torch.optim.Optimizer`` over the model's parameters.
+        optimizer: any ``torch.optim.Optimizer``, or several, such as Muon for matrices and AdamW for the rest. Together
+            they hold every parameter that requires a gradient. They make one step together: it counts, or is skipped,
+            for all of them.
         method: a method, or its name: ``"bf16"``, ``"int8(group=64)"``; see ``thinwire.methods.names()``.
         guard: skip a step on all ranks when any gradient on any rank is not finite (one flag of 4 bytes and one host
             sync per step). False: such a gradient goes to the optimizer as it is.
@@ -64,6 +71,12 @@ def compress(
         stages: under pipeline parallelism, the group of the ranks that hold the other stages of this replica
             (``mesh["pp"].get_group()``): a step is skipped on all stages or none, and gradients are clipped by the
             norm of all stages. Other dimensions of the parameters' own mesh (tensor parallelism) are found.
+        scaler: the ``GradScaler`` that scales the loss, if there is one: what a method keeps from step to step is then
+            free of the scale, which changes. Methods that keep nothing do not need to be told.
+        bound: what one step may put into what a method keeps: the gradient of a parameter on a rank is scaled down to
+            this many times its usual norm, where it is larger, so that a spoilt batch does not rule the steps after it.
+            What is cut off is lost, counted and shown. Lower => spoilt batches do less harm, and ordinary large
+            gradients are cut too. None: no bound, nothing is ever cut. Methods that keep nothing have none.
 
     Raises:
         ThinwireError: for everything that cannot be carried, by name, with the alternative.
@@ -71,8 +84,9 @@ def compress(
     method = resolve(method)
     if method.state is not None:
         raise ThinwireError(f"this {method.name} object already serves another model: make one per compress()")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ThinwireError(f"the optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    optimizers = _optimizers(optimizer)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ThinwireError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
     ledger = Ledger()
     engine = _engine(model, method, ledger, two_level)
     parameters = {parameter.name: parameter for parameter in engine.parameters.values()}
@@ -80,7 +94,8 @@ def compress(
         inner = _inside(engine, method, inside)
         if steps is not None and steps < 1:
             raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {steps}")
-        run = Run(parameters, engine.exchange, steps, seed, optimizer, _weights(engine, optimizer), engine.rank)
+        weights, scaled = _weights(engine, optimizers), scaler is not None and scaler.is_enabled()
+        run = Run(parameters, engine.exchange, steps, seed, optimizers, weights, engine.rank, scaled)
         method.begin(run)
         if inner is not None:
             assert engine.inside is not None
@@ -91,10 +106,13 @@ def compress(
                 if made is not None:
                     made.warm_up(device)
         others = None if stages is None else GroupComm(stages, ledger)
-        return Wire(engine, optimizer, method, ledger, guard, inner, others)
+        wire = Wire(engine, run, method, ledger, guard, inner, others, scaler if scaled else None, bound)
     except ThinwireError:
         engine.close()
         raise
+    if wire.plan.warning and engine.rank == 0:
+        warnings.warn(wire.plan.warning, ThinwireWarning, stacklevel=2)
+    return wire
 
 
 def _inside(engine: DDP | FSDP2, method: Method, inside: Method | str | None) -> Method | None:
@@ -151,18 +169,30 @@ def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool | 
     return engine
 
 
-def _weights(engine: DDP | FSDP2, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The trained parameters that the optimizer holds, by name."""
-    names = {key: parameter.name for key, parameter in engine.parameters.items()}
-    found = {
-        names[id(weight)]: weight
-        for group in optimizer.param_groups
-        for weight in group["params"]
-        if id(weight) in names
-    }
-    if not found:
+def _optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
+    several = tuple(given) if isinstance(given, list | tuple) else (given,)
+    for optimizer in several:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ThinwireError(f"an optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if len({id(optimizer) for optimizer in several}) < len(several) or not several:
+        raise ThinwireError("pass each optimizer once, and one at least")
+    return several
+
+
+def _weights(engine: DDP | FSDP2, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The trained parameters by name, all of which the optimizers must hold."""
+    found = {engine.parameters[id(p)].name: p for p in engine.model.parameters() if id(p) in engine.parameters}
+    held = held_by(optimizers, found)
+    missing = [name for name in found if name not in held]
+    if not held:
         raise ThinwireError(
             "the optimizer holds none of the model's parameters: build it after wrapping, from model.parameters()"
+        )
+    if missing:
+        raise ThinwireError(
+            f"no optimizer holds {missing[0]}" + (f" nor {len(missing) - 1} other parameters" if missing[1:] else "")
+            + ", so that nothing would guard its steps: pass all optimizers as a list, or requires_grad_(False) before "
+            "wrapping"
         )
     return found
 
@@ -172,18 +202,19 @@ class Wire:
 
     Attributes:
         plan: what is sent how; ``print(wire.plan)`` shows it.
-        skipped: optimizer steps that were skipped on all ranks because a gradient was not finite.
     """
 
     def __init__(
         self,
         engine: DDP | FSDP2,
-        optimizer: torch.optim.Optimizer,
+        run: Run,
         method: Method,
         ledger: Ledger,
         guard: bool,
         inner: Method | None = None,
         stages: Comm | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        bound: float | None = None,
     ) -> None:
         """``inner``: the method of the hop inside the node, where that is one of its own."""
         self.engine, self.method, self.ledger = engine, method, ledger
@@ -194,27 +225,36 @@ class Wire:
             assert engine.inside is not None
             hop = Plan(inner, parameters, engine.inside, engine.kind, engine.wire_dtype)
         self.plan = Plan(method, parameters, engine.exchange, engine.kind, engine.wire_dtype, hop)
-        self.skipped = 0
         self._stages = stages
+        self._device = next(iter(engine.model.parameters())).device
         self._guard = Guard([*engine.comms, *([] if stages is None else [stages])], guard)
         self._roads = [Road(method, self.plan, engine.exchange, self._guard, ledger)]
         if inner is not None:
             assert engine.inside is not None and hop is not None
             self._roads.append(Road(inner, hop, engine.inside, self._guard, ledger))
         self._road = self._roads[0]
-        self._device = next(iter(engine.model.parameters())).device
-        self._warned = False
-        self._clip_factor: Tensor | None = None
-        self._weights = _weights(engine, optimizer)
-        self._step: Step | None = None
-        self._hooks = (
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        )
-        engine.attach(*self._roads)
+        self._bound = None
+        if bound is not None:
+            sent = {p.name: p.local for p in parameters if method.keeps_state and self.plan.why_dense(p.name) is None}
+            self._bound = Bound(bound, sent, self._device)
+            self._road.bound = self._bound if sent else None
+        if scaler is not None and method.keeps_state:
+            one = torch.ones((), device=self._device)
+            self._road.scale = lambda: scaler.scale(one)
+        self._turn = Turn(
+            engine, method, run.optimizers, run.weights, self._roads, self._guard, self._bound, ledger,
+            scaled=scaler is not None,
+        )  # fmt: skip
+        self._hooks = [
+            hook
+            for optimizer in run.optimizers
+            for hook in (
+                optimizer.register_step_pre_hook(self._turn.before),
+                optimizer.register_step_post_hook(self._turn.after),
+            )
+        ]
+        engine.attach(self._turn, *self._roads)
         plans = [(method, self.plan)] + ([] if inner is None or hop is None else [(inner, hop)])
-        assert method.run is not None
-        run = method.run
         self.plan.rehearsal = lambda: rehearse(engine.layout(), plans, run)
 
     @property
@@ -222,28 +262,28 @@ class Wire:
         """Optimizer steps taken or skipped so far."""
         return self._road.step + self.skipped
 
+    @property
+    def skipped(self) -> int:
+        """Optimizer steps that were skipped on all ranks because a gradient was not finite, or was thrown away."""
+        return self._turn.skipped
+
     def accumulate(self, *, last: bool = True) -> AbstractContextManager[None]:
         """Wrap forward and backward of a micro-batch: gradients are exchanged only in the ``last`` of a step.
 
-        Gradients that were exchanged but never given to ``optimizer.step()`` (a GradScaler skips a step in this way)
-        count as a skipped step: the next ``last`` starts from the state before them.
+        Gradients that were exchanged, and then set to None or zero without ``optimizer.step()`` (a GradScaler skips a
+        step in this way), count as a skipped step: the next micro-batch starts from the state before them.
         """
-        if last and self._guard.observed:
-            self._guard.forget()
-            self._state.rollback()
-            self._end_step(skipped=True)
+        self._turn.begin_micro_batch()
         return self._micro_batch(last)
 
     @contextmanager
     def _micro_batch(self, last: bool) -> Iterator[None]:
-        for road in self._roads:
-            road.closed = not last
+        self._turn.closed = not last
         try:
             with self.engine.accumulate(last):
                 yield
         finally:
-            for road in self._roads:
-                road.closed = False
+            self._turn.closed = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the averaged gradients down to ``max_norm``, on any engine. Returns the norm before, 0-dim.
@@ -263,46 +303,9 @@ class Wire:
             norm = torch.linalg.vector_norm(every, norm_type)
         for parameters in meshes.values():
             clip_grads_with_norm_(parameters, max_norm, norm)
-        self._clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self._turn.norm = norm
+        self._turn.clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """All ranks agree whether the step counts, before the optimizer or any state changes."""
-        if any(callable(value) for value in (*args[1:], *kwargs.values())):
-            raise ThinwireError("optimizer.step(closure) makes gradients after their check: call backward() first")
-        self._guard.observe_missing(self.engine.gradients())
-        finite = self._guard.agree(self._device)
-        if finite:
-            self._state.commit()
-            self._step = Step(self._road.step, optimizer, self._weights, self._clip_factor)
-            self.method.before_step(self._step)
-        else:
-            self._state.rollback()
-            # An optimizer leaves a parameter without gradient, and its moments and step count, as they are.
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-        self._clip_factor = None
-        if not finite:
-            self._end_step(skipped=True)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """The optimizer has moved: the method may look at what it did."""
-        if self._step is not None:
-            self.method.after_step(self._step)
-            self.engine.stepped()
-            self._state.commit()
-            self._step = None
-            self._end_step(skipped=False)
-
-    def _end_step(self, *, skipped: bool) -> None:
-        """A skipped step does not move the methods' clock: it is as if it had not happened."""
-        self.ledger.close_step(skipped=skipped)
-        if skipped:
-            self.skipped += 1
-        else:
-            for road in self._roads:
-                road.step += 1
 
     def weights_changed(self) -> None:
         """Say that weights were given other values than the optimizer's, on all ranks, through ``.data``.
@@ -320,7 +323,10 @@ class Wire:
         """The same as a dict: steps, skipped, wire_bytes_per_step {link: B}, weight_bytes_per_step (of those,
         for weights), dense_bytes_per_step, encode_ms, ...; memory_bytes held, memory_planned_bytes at the peak."""
         memory = {"memory_bytes": self.memory_bytes(), "memory_planned_bytes": self.plan.memory_bytes}
-        return {**self.ledger.stats(), **memory, "method": self.method.facts()}
+        return {**self.ledger.stats(), **memory, "method": self.method.facts(), "bound": self._cut()}
+
+    def _cut(self) -> dict[str, float]:
+        return {} if self._road.bound is None else self._road.bound.facts()
 
     def memory_bytes(self) -> int:
         """What this rank holds now for the method: state, workspaces of buckets and codecs, weights kept for it."""
@@ -338,19 +344,28 @@ class Wire:
         """What this rank has to keep for the method: ``kind/parameter`` -> tensor, and the steps. Differs by rank."""
         self.method.finish()
         counts = {"step": torch.tensor(self._road.step), "skipped": torch.tensor(self.skipped)}
-        return {**counts, **self._state.state_dict()}
+        bound = {} if self._road.bound is None else self._road.bound.state_dict()
+        return {**counts, **{f"bound/{key}": value for key, value in bound.items()}, **self._state.state_dict()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from ``state_dict()`` of the same rank, with the same method and world size."""
+        """Go on from ``state_dict()`` of the same rank, with the same method and world size.
+
+        Raises:
+            ThinwireError: a value is not finite.
+        """
         rest = dict(state)
-        step, self.skipped = int(rest.pop("step")), int(rest.pop("skipped"))
+        step, self._turn.skipped = int(rest.pop("step")), int(rest.pop("skipped"))
         for road in self._roads:
             road.step = step
+        bound = {key.removeprefix("bound/"): rest.pop(key) for key in list(rest) if key.startswith("bound/")}
+        if self._road.bound is not None:
+            self._road.bound.load_state_dict(bound)
         self._state.load_state_dict({name: values.to(self._device) for name, values in rest.items()})
         self.method.state_changed()
 
     def close(self) -> None:
-        """End the worker thread. The model must not train afterwards."""
+        """End the worker thread. A backward pass that would exchange gradients raises from now on."""
+        self._turn.ended = True
         for hook in self._hooks:
             hook.remove()
         self.engine.close()
@@ -383,6 +398,9 @@ class Report:
             table.add_row(kind, f"{stats[f'{kind}_ms']:.2f} ms")
         for name, value in stats["method"].items():
             table.add_row(name, f"{value:.4g}")
+        if stats["bound"].get("cut"):
+            table.add_row("gradients cut by the bound, so far", f"{stats['bound']['cut']}")
+            table.add_row("  norm cut off", f"{stats['bound']['norm']:.4g}")
         table.add_row("skipped steps (not finite)", str(stats["skipped"]))
         table.add_row("memory held", human(stats["memory_bytes"]))
         if stats["memory_planned_bytes"] is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.bucket import Layout, Piece
 from thinwire.collectives import AllReduce, Exchange, TwoLevel
@@ -19,6 +21,9 @@ from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter
 from thinwire.plan import describe
 from thinwire.road import Road, Worker
+
+if TYPE_CHECKING:
+    from thinwire.turn import Turn
 
 
 class DDP:
@@ -46,6 +51,8 @@ class DDP:
             self.exchange = TwoLevel(*split_by_node(comm))
         self.worker = Worker(ledger)
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
+        self._watches: list[RemovableHandle] = []
+        self._fired: dict[str, bool] = {}  # parameters of a second backward pass: was their gradient gone before it?
 
     @staticmethod
     def _check(model: DistributedDataParallel, method: Method) -> None:
@@ -73,14 +80,38 @@ class DDP:
         if getattr(dynamo, "optimize_ddp", None) == "python_reducer":
             raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
 
-    def attach(self, road: Road, inner: Road | None = None) -> None:
+    def attach(self, turn: Turn, road: Road, inner: Road | None = None) -> None:
         """Register the hook. (There is no ``inner`` road: two levels are one exchange here.)"""
 
         def hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
             flat, pieces = bucket.buffer(), self._map(bucket)
+            turn.enter([piece.name for piece in pieces])
             return self.worker.submit(lambda: road.reduce(flat, pieces), flat.device, last=bucket.is_last())
 
         self.model.register_comm_hook(None, hook)
+        self._watch(turn)
+
+    def _watch(self, turn: Turn) -> None:
+        """Know, in a second backward pass, whether the first one's gradients are still there: by the time that the hook
+        is called autograd has added the new ones to them, or put them in their place.
+        """
+
+        def watch(name: str, weight: Tensor) -> None:
+            def arrives(gradient: Tensor) -> None:
+                if turn.seen(name):
+                    self._fired[name] = weight.grad is None or not bool(weight.grad.any())
+
+            self._watches.append(weight.register_hook(arrives))
+
+        for weight in self.model.module.parameters():
+            if id(weight) in self.parameters:
+                watch(self.parameters[id(weight)].name, weight)
+
+    def dropped(self, names: Sequence[str], *, look: bool) -> bool:
+        """Have the gradients of ``names``, exchanged in an earlier backward pass of this step, been thrown away?"""
+        found = [self._fired[name] for name in names if name in self._fired]
+        self._fired.clear()
+        return bool(found) and all(found)
 
     def _map(self, bucket: dist.GradBucket) -> tuple[Piece, ...]:
         """Where each parameter lies in the bucket's buffer; checked against the buffer's own views when first seen."""
@@ -91,7 +122,11 @@ class DDP:
                 known = self.parameters.get(id(parameter))
                 if known is None or gradient.data_ptr() != flat.data_ptr() + offset * flat.element_size():
                     raise ThinwireError("DDP's bucket does not have the layout that torch 2.11 to 2.15 give it")
-                pieces.append(Piece(known.name, offset, parameter.numel()))
+                pieces.append(Piece(known.name, offset, parameter.numel(), form=_form(parameter)))
+                if pieces[-1].form is not None and parameter.grad is not None:
+                    there, gradient = pieces[-1].strided(flat), parameter.grad
+                    if not torch.equal(there.nan_to_num(), gradient.to(flat.dtype).nan_to_num()):
+                        raise ThinwireError(f"DDP laid {known.name} out in a way that Thinwire does not know")
                 offset += parameter.numel()
             if offset != flat.numel():
                 raise ThinwireError(f"DDP's bucket has {flat.numel()} values, its parameters {offset}")
@@ -122,14 +157,28 @@ class DDP:
     def gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.model.module.parameters() if parameter.requires_grad]
 
-    def stepped(self) -> None:
+    exchanges = True
+    """The hook is called whatever the number of ranks."""
+
+    def stepping(self) -> None:
         """Weights are not exchanged: nothing to note."""
 
+    def stepped(self) -> None:
+        """As for ``stepping``."""
+
     def weights_changed(self) -> None:
-        """As for ``stepped``."""
+        """As for ``stepping``."""
 
     def close(self) -> None:
+        for watch in self._watches:
+            watch.remove()
         self.worker.close()
+
+
+def _form(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shape and strides of the gradient in DDP's bucket where they are not plain: the parameter's, if it is dense."""
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return None if parameter.is_contiguous() or not dense else (tuple(parameter.shape), parameter.stride())
 
 
 def wants_two_levels(comm: Comm, method: Method, two_level: bool | None) -> bool:

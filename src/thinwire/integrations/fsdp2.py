@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,15 @@ from thinwire.bucket import Layout, Piece, Shards
 from thinwire.collectives import AllReduce, Exchange, ReduceScatter, TwoLevel
 from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError
+from thinwire.integrations.base import all_zero
 from thinwire.integrations.ddp import split_by_node, wants_two_levels
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter
 from thinwire.plan import clean_name, describe
 from thinwire.road import Road
+
+if TYPE_CHECKING:
+    from thinwire.turn import Turn
 
 
 def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
@@ -74,6 +78,8 @@ class FSDP2:
         self.parameters: dict[int, Parameter] = describe(cast(nn.Module, model), shards)
         self._comms: dict[int, GroupComm] = {}
         self._gathers: list[_AllGather] = []
+        trained = [p for p in cast(nn.Module, model).parameters() if id(p) in self.parameters]
+        self._weights = {self.parameters[id(p)].name: p for p in trained}
         info = self.groups[0][1].mesh_info
         self.wire_dtype = self._reduce_dtype(self.groups[0][1])
         shard = self.comm(info.shard_process_group)
@@ -155,10 +161,10 @@ class FSDP2:
             self._comms[id(group)] = GroupComm(group, self.ledger)
         return self._comms[id(group)]
 
-    def attach(self, road: Road, inner: Road | None = None) -> None:
+    def attach(self, turn: Turn, road: Road, inner: Road | None = None) -> None:
         """Give every FSDP module its communication objects; ``inner`` is the road inside the node (HSDP)."""
         for module, group in self.groups:
-            link = _GroupLink(self, group, inner or road)
+            link = _GroupLink(self, group, turn, inner or road)
             # Duck-typed: torch does not look at the type, and the base classes are private names.
             module.set_custom_reduce_scatter(cast(Any, link.reduce_scatter))
             self._gathers.append(_AllGather(link, road))
@@ -207,15 +213,35 @@ class FSDP2:
     def close(self) -> None:
         """Nothing to end: the communication objects live as long as the model."""
 
+    @property
+    def exchanges(self) -> bool:
+        """Are we called at all? torch leaves out what a single rank would exchange with itself."""
+        return max(self.exchange.rows, 1 if self.inside is None else self.inside.rows) > 1
+
+    def dropped(self, names: Sequence[str], *, look: bool) -> bool:
+        """Have the gradients of ``names``, exchanged in an earlier backward pass of this step, been thrown away?
+
+        ``look``: at their values too, whether they were set to zero. Collective then.
+        """
+        gradients = [self._weights[name].grad for name in names]
+        if all(gradient is None for gradient in gradients):
+            return True
+        return look and all_zero(gradients, self.comms, self._weights[names[0]].device)
+
+    def stepping(self) -> None:
+        """An optimizer is about to give the weights new values; any others that they were given are news."""
+        for gather in self._gathers:
+            gather.look()
+
     def stepped(self) -> None:
-        """The optimizer has given the weights new values; any others that they get from here on are news."""
+        """The optimizer has done so."""
         for gather in self._gathers:
             gather.version = gather.link.version()
 
     def weights_changed(self) -> None:
         """They were, and torch may not have noticed."""
         for gather in self._gathers:
-            gather.version = None
+            gather.changed = True
 
 
 def _shard_only(info: Any) -> Any:
@@ -228,9 +254,10 @@ def _shard_only(info: Any) -> Any:
 class _GroupLink:
     """What stands between one FSDP parameter group and the road."""
 
-    def __init__(self, engine: FSDP2, group: Any, road: Road) -> None:
-        self.engine, self.group, self.road = engine, group, road
+    def __init__(self, engine: FSDP2, group: Any, turn: Turn, road: Road) -> None:
+        self.engine, self.group, self.turn, self.road = engine, group, turn, road
         self.reduce_scatter = _ReduceScatter(self)
+        self.entered = False  # is this reduction known to the turn?
         self._active: list[Any] = []
         self._expected: list[Tensor] | None = None
         self._seen: set[tuple[Piece, ...]] = set()
@@ -352,6 +379,9 @@ class _GroupLink:
             if self._expected is not None and ranks == 1:
                 self.verify(shard, 1)
             across = tuple(Piece(piece.name, piece.offset, piece.numel // ranks) for piece in self.pieces(ranks))
+            if not self.entered:  # torch leaves the reduce-scatter out where one rank has all of the shard
+                self.turn.enter([piece.name for piece in across])
+            self.entered = False
             road.reduce(shard, across)
             if not shard.is_cuda:
                 self.engine.ledger.add("exposed", time.perf_counter() - began)
@@ -375,6 +405,8 @@ class _ReduceScatter:
             )
         began = time.perf_counter()
         pieces = self.link.verify(input_tensor, group.size())
+        self.link.turn.enter([piece.name for piece in pieces])
+        self.link.entered = True
         self.link.road.reduce(input_tensor, pieces, output_tensor)
         if not input_tensor.is_cuda:
             self.link.engine.ledger.add("exposed", time.perf_counter() - began)
@@ -392,6 +424,12 @@ class _AllGather:
         self.engine = link.engine
         self._resident: Tensor | None = None
         self.version: int | None = None  # of the weights, when they were last right
+        self.changed = False  # they were given values by something else than an optimizer since the last gather
+
+    def look(self) -> None:
+        """Note whether something has changed the weights."""
+        now = self.link.version()
+        self.changed, self.version = self.changed or now != self.version, now
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if not self.engine.method.resident or self.link.group.is_sharded_post_forward:
@@ -421,9 +459,10 @@ class _AllGather:
         # After ``reshard_after_forward=<int>`` fewer ranks gather what the first gather of the step has left them.
         if self.link.group.is_sharded_post_forward or not method.encodes_weights:
             return comm.all_gather(out, own, async_op=async_op)
-        before, self.version = self.version, self.link.version()
+        self.look()
+        changed, self.changed = self.changed, False
         trained, frozen = self.link.shard(own.numel())
-        shards = Shards(trained, comm, own, out, self.road.step, frozen, before != self.version)
+        shards = Shards(trained, comm, own, out, self.road.step, frozen, changed)
         return method.gather(shards, async_op=async_op)
 
 

@@ -70,6 +70,17 @@ class Compare:
     """End everything when one method's run takes longer than this."""
 
 
+OURS = {
+    "--preset": "write it before --",
+    "--steps": "write it before --",
+    "--method": "write --methods before --",
+    "--out": "write it before --",
+    "--ranks": "write --nodes and --ranks-per-node before --",
+    "--ranks-per-node": "write it before --",
+}
+"""Flags of ``thinwire train`` that ``thinwire compare`` sets itself, and what to do instead."""
+
+
 def lab_main(argv: list[str]) -> int:
     """``thinwire lab run ... -- COMMAND``. Returns the exit status."""
     if not argv or argv[0] in ("-h", "--help"):
@@ -97,13 +108,28 @@ def compare_main(argv: list[str]) -> int:
     """``thinwire compare ... [-- flags of thinwire train]``. Returns the exit status."""
     own, extra = split(argv)
     settings = parse(Compare, own, "thinwire compare")
+    methods = method_names(settings.methods)
+    check_flags(settings, methods, extra)
     from thinwire.lab.compare import compare
 
     return compare(
-        method_names(settings.methods), settings.preset, settings.steps, settings.out,
+        methods, settings.preset, settings.steps, settings.out,
         nodes=settings.nodes, ranks_per_node=settings.ranks_per_node, link=settings.link, mtu=settings.mtu,
         limit_s=60 * settings.limit_minutes, extra=extra,
     )  # fmt: skip
+
+
+def check_flags(settings: Compare, methods: Sequence[str], extra: Sequence[str]) -> None:
+    """Refuse now what ``thinwire train`` would refuse in the first run, and what a comparison sets itself."""
+    for word in extra:
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag in OURS:
+            raise ThinwireError(f"{flag} after -- is the comparison's own: {OURS[flag]}")
+    from thinwire.train.config import from_arguments
+
+    for method in methods:
+        flags = ["--preset", settings.preset, "--method", method, "--steps", str(settings.steps)]
+        from_arguments([*flags, *extra]).check()
 
 
 def say(line: str) -> None:

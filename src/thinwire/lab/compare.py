@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -53,11 +54,13 @@ def compare(
     """
     from thinwire.methods import resolve
 
-    Link.parse(link, mtu)
+    Cluster(nodes, ranks_per_node, Link.parse(link, mtu))  # refuses what cannot be; nothing is made yet
     for method in methods:
         resolve(method)
     if steps < 1:
         raise ThinwireError(f"{steps} steps cannot be compared: choose 1 or more (5 for usable times)")
+    if limit_s is not None and not 0 < limit_s < math.inf:
+        raise ThinwireError(f"a limit of {limit_s / 60:g} minutes ends nothing in time: choose one above 0")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ThinwireError(f"{out} is not empty: choose a new directory with --out")
     out.mkdir(parents=True, exist_ok=True)
@@ -100,7 +103,9 @@ def compare(
     pictures = draw(report, out)
     (out / "report.md").write_text(markdown(report, pictures))
     terminal = sys.stdout.isatty()
-    Console(width=None if terminal else 160, color_system="auto" if terminal else None).print(table(report, terminal))
+    Console(width=None if terminal else 200, color_system="auto" if terminal else None).print(table(report, terminal))
+    for note in notes(report):
+        print(f"* {note}")
     print(f"{out / 'report.md'}, report.json and {len(pictures)} pictures")
     return 0
 
@@ -203,6 +208,7 @@ COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("x dense", lambda run: "-" if run["step_to_dense"] is None else f"{run['step_to_dense']:.2f}"),
     ("exposed, ms", lambda run: f"{run['summary']['exposed_ms']:.0f}"),
     ("codec, ms", lambda run: f"{run['summary']['encode_ms'] + run['summary']['decode_ms']:.0f}"),
+    ("compressed values", lambda run: _share(run["summary"].get("compressed_values"))),
     ("sent/step", lambda run: human(run["bytes_per_step"]["ledger"])),
     ("kernel", lambda run: human((run["bytes_per_step"]["kernel"] or {}).get("tx"))),
     ("kernel/framed", lambda run: _ratio(run["bytes_per_step"]["kernel_to_framed"])),
@@ -214,6 +220,10 @@ COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
 
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _loss(value: float | None) -> str:
@@ -233,6 +243,12 @@ def table(report: dict[str, Any], terminal: bool = False) -> Table:
     return out
 
 
+def notes(report: dict[str, Any]) -> list[str]:
+    """For each run of which a large part stays dense: what, why, and the knob that helps."""
+    found = ((run["method"], run["summary"].get("note")) for run in report["runs"])
+    return [note if note.startswith(method) else f"{method}: {note}" for method, note in found if note]
+
+
 def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
     """report.md: the table, what its columns mean, the pictures."""
     lines = [f"# {title(report)}", ""]
@@ -240,12 +256,15 @@ def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
         lines += ["**No network was emulated: the ranks ran on plain loopback without a rate limit.**", ""]
     lines += ["| " + " | ".join(name for name, _ in COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
     lines += ["| " + " | ".join(cell(run) for _, cell in COLUMNS) + " |" for run in report["runs"]]
+    if notes(report):
+        lines += ["", *(f"* {note}" for note in notes(report))]
     source = report["runs"][-1]["bytes_per_step"]["kernel_source"]
     lines += [
         "",
         "* step: median milliseconds per optimizer step. x none, x dense: against the run that exchanges nothing "
         "(its ranks drift apart; it is there for its speed, not for its loss), and against dense.",
         "* exposed: communication that computation did not hide. codec: encoding and decoding, hidden or not.",
+        "* compressed values: share of the model's values that the method compresses; the others are sent in fp32.",
         "* sent/step: payload bytes that a node's ranks sent to other nodes, by Thinwire's ledger.",
         f"* kernel: bytes that node 0's interface sent per step ({source}).",
         f"* kernel/framed: against the ledger's bytes in full frames ({framing.frame(report['mtu'])} bytes for "

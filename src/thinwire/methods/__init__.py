@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import fields
 from inspect import getdoc
 
 from thinwire.errors import ThinwireError
@@ -66,10 +65,10 @@ def resolve(method: Method | str) -> Method:
             known_presets = ", ".join(f"{cls.name}:{known}" for known in cls.PRESETS) or "none"
             raise ThinwireError(f"{cls.name} has no preset '{preset.strip()}'; there are: {known_presets}")
         values = {**cls.PRESETS[preset.strip()], **values}
-    known = [field.name for field in fields(cls)]
+    known = [knob.name for knob in cls.knobs()]
     for knob in values:
         if knob not in known:
-            raise ThinwireError(f"{cls.name} has no knob '{knob}'; it has: {', '.join(known)}")
+            raise cls.no_knob(knob)
     try:
         return cls(**values)
     except TypeError as error:
@@ -81,7 +80,7 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] not in ("-h", "--help"):
         raise ThinwireError(f"'thinwire methods' takes no arguments, got '{argv[0]}'")
     for cls in TABLE:
-        knobs = ", ".join(f"{field.name}={field.default!r}" for field in fields(cls))
+        knobs = ", ".join(f"{knob.name}={knob.default!r}" for knob in cls.knobs()) or "none"
         print(f"{cls.name:<12}{(getdoc(cls) or '').splitlines()[0]}\n{'':<12}knobs: {knobs}")
         for preset, values in cls.PRESETS.items():
             print(f"{'':<12}{cls.name}:{preset}: {', '.join(f'{knob}={value!r}' for knob, value in values.items())}")

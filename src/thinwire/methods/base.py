@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from thinwire.bucket import Bucket, Shards, padded
 from thinwire.codecs.base import Codec
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
+from thinwire.knobs import check_types
 
 if TYPE_CHECKING:
     from thinwire.state import State
@@ -48,6 +50,25 @@ class Parameter:
             object.__setattr__(self, "part", self.shape)
 
 
+class Held(NamedTuple):
+    """The optimizer that steps a parameter, and the parameter's group there."""
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+
+
+def held_by(optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor]) -> dict[str, Held]:
+    """For each of ``weights`` that one of ``optimizers`` holds: which, and in which group."""
+    names = {id(weight): name for name, weight in weights.items()}
+    return {
+        names[id(weight)]: Held(optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for weight in group["params"]
+        if id(weight) in names
+    }
+
+
 @dataclass(frozen=True)
 class Run:
     """What ``compress()`` tells a method once.
@@ -55,33 +76,46 @@ class Run:
     Attributes:
         parameters: the trainable parameters by name. exchange: the topology that ``reduce`` will be handed.
         steps: optimizer steps of the whole run, or None if the user did not say. seed: of every random stream.
-        optimizer: the user's. weights: those of its parameters that are trained, by name (DTensors on FSDP2).
+        optimizers: the user's; together they hold all of ``parameters``.
+        weights: the tensors of ``parameters``, by name (DTensors on FSDP2).
         rank: of this process among the data-parallel ones, for streams that must differ by rank: tensor-parallel ranks
             share it, or what they hold in common would drift apart.
+        scaled: gradients reach the optimizer multiplied with a GradScaler's scale, which the optimizer may undo itself.
     """
 
     parameters: Mapping[str, Parameter]
     exchange: Exchange
     steps: int | None = None
     seed: int = 0
-    optimizer: torch.optim.Optimizer | None = None
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     rank: int = 0
+    scaled: bool = False
+
+    @functools.cached_property
+    def held(self) -> dict[str, Held]:
+        """By whom each of ``weights`` is stepped."""
+        return held_by(self.optimizers, self.weights)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step that counts, as ``before_step`` and ``after_step`` see it.
+    """One optimizer step that counts, as ``before_step`` and ``after_step`` see it. Several optimizers make one step.
 
     Attributes:
-        number: optimizer steps taken before this one. weights: the optimizer's parameters by name (DTensors on FSDP2).
+        number: optimizer steps taken before this one. weights: the trained parameters by name (DTensors on FSDP2).
         clip_factor: what ``clip_grad_norm_`` multiplied the averaged gradients with, 0-dim; None if it was not called.
     """
 
     number: int
-    optimizer: torch.optim.Optimizer
+    optimizers: tuple[torch.optim.Optimizer, ...]
     weights: Mapping[str, Tensor]
     clip_factor: Tensor | None = None
+
+    @functools.cached_property
+    def held(self) -> dict[str, Held]:
+        """By whom each of ``weights`` is stepped, in the groups as they are now."""
+        return held_by(self.optimizers, self.weights)
 
 
 @dataclass
@@ -111,20 +145,48 @@ class Method:
     """Made for two levels: used wherever there are several nodes of several ranks, unless the user says no."""
     rank_equal: ClassVar[bool] = True
     """All ranks hold the same weights afterwards. Only a run that does not communicate says no."""
+    adds_up: ClassVar[bool] = True
+    """Two exchanges in one optimizer step give the sum of two means. Not so for a method with a momentum of its own,
+    which would move on twice."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings: ``"radius:paper"`` on the command line, further knobs in parentheses behind it."""
+    ABSENT: ClassVar[Mapping[str, str]] = {}
+    """Knobs of the base class that this method has not, and why: setting one is refused, and they are not listed."""
 
     dense: tuple[str, ...] = ()
     send: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for knob in ("dense", "send"):
-            if isinstance(getattr(self, knob), str):
-                setattr(self, knob, (getattr(self, knob),))
+            patterns = getattr(self, knob)
+            if isinstance(patterns, str | list):
+                setattr(self, knob, (patterns,) if isinstance(patterns, str) else tuple(patterns))
+        check_types(self, lambda knob: f"{self.name}: {knob}")
+        for knob in self.ABSENT:
+            if getattr(self, knob) != getattr(type(self), knob):
+                raise self.no_knob(knob)
         self.state: State | None = None
         self.run: Run | None = None
         self.codec: Codec | None = self.make_codec()
         self.inside_codec: Codec | None = None
+
+    @classmethod
+    def knobs(cls) -> list[Field[Any]]:
+        """The fields that a user can set."""
+        return [knob for knob in fields(cls) if knob.init and knob.name not in cls.ABSENT]
+
+    @classmethod
+    def no_knob(cls, knob: str) -> ThinwireError:
+        """What to raise where ``knob`` was set and there is none of that name."""
+        why = f" ({cls.ABSENT[knob]})" if knob in cls.ABSENT else ""
+        known = ", ".join(known.name for known in cls.knobs()) or "none"
+        return ThinwireError(f"{cls.name} has no knob '{knob}'{why}; it has: {known}")
+
+    def refuse_idle(self, when: str, *knobs: str) -> None:
+        """Refuse those of ``knobs`` that are set: they do nothing ``when`` another is set so."""
+        for knob in knobs:
+            if getattr(self, knob) != getattr(type(self), knob):
+                raise ThinwireError(f"{self.name}: {knob} does nothing with {when}: leave it out")
 
     def make_codec(self) -> Codec | None:
         """The codec of the compressed parameters; None: nothing is encoded."""
@@ -170,6 +232,19 @@ class Method:
             return None
         return self.policy(parameter)
 
+    def unmatched(self, names: Iterable[str]) -> str | None:
+        """A line about the first pattern of the user's that matches none of the parameters ``names``, or None.
+
+        Those of a preset are for any model: with ``dense=("*bias",)`` one without biases is fine.
+        """
+        names = list(names)
+        for knob in ("dense", "send"):
+            preset = {pattern for values in self.PRESETS.values() for pattern in values.get(knob, ())}
+            for pattern in getattr(self, knob):
+                if pattern not in preset and not any(fnmatchcase(name, pattern) for name in names):
+                    return f"{self.name}: {knob}='{pattern}' matches no trained parameter of this rank's model"
+        return None
+
     def policy(self, parameter: Parameter) -> str | None:
         """The method's rule for parameters that no pattern names. The base class encodes nothing, exempts nothing."""
         return None
@@ -198,6 +273,9 @@ class Method:
 
     def after_step(self, step: Step) -> None:
         """Called when that step has been taken. What it puts into the state is kept at once."""
+
+    def undo(self) -> None:
+        """The step under way does not count. What ``reduce`` noted elsewhere than in the state is forgotten."""
 
     def finish(self) -> None:
         """Wait for what the method has under way between steps; called before its state is read."""
@@ -267,14 +345,25 @@ def first_step(method: str, knob: str, value: float, steps: int | None) -> int:
     Raises:
         ThinwireError: the share of an unknown number of steps; a step beyond the end of the run.
     """
-    if value < 0 or (value >= 1 and value != int(value)):
-        raise ThinwireError(f"{method}: {knob} is a share of the run below 1 or a whole number of steps, got {value}")
+    check_start(method, knob, value)
     if 0 < value < 1 and steps is None:
         raise ThinwireError(f"{method}: {knob}={value} is a share of the run: compress() needs steps=")
     first = int(value) if value == 0 or value >= 1 else round(value * (steps or 0))
     if steps is not None and first >= steps:
         raise ThinwireError(f"{method}: {knob}={value} lies beyond the end of the run of {steps} steps")
     return first
+
+
+def check_start(method: str, knob: str, value: float) -> None:
+    """Refuse a ``value`` that ``first_step`` cannot read, whatever the run."""
+    if value < 0 or (value >= 1 and value != int(value)):
+        raise ThinwireError(f"{method}: {knob} is a share of the run below 1 or a whole number of steps, got {value}")
+
+
+def check_smallest(method: str, smallest: int) -> None:
+    """Refuse a ``smallest`` that is no number of elements."""
+    if smallest < 0:
+        raise ThinwireError(f"{method}: smallest must be 0 or more elements, got {smallest}")
 
 
 def check_density(method: str, density: float) -> None:
@@ -308,8 +397,7 @@ class Lossy(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.smallest < 0:
-            raise ThinwireError(f"{self.name}: smallest must be 0 or more elements, got {self.smallest}")
+        check_smallest(self.name, self.smallest)
 
     @property
     def keeps_state(self) -> bool:
@@ -342,8 +430,8 @@ class ErrorFeedback(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.smallest, int) or self.smallest < 0:
-            raise ThinwireError(f"{self.name}: smallest must be 0 or more elements, got {self.smallest}")
+        check_start(self.name, "start", self.start)
+        check_smallest(self.name, self.smallest)
 
     def begin(self, run: Run) -> None:
         super().begin(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +20,8 @@ from thinwire.methods.base import Lossy, Method, Parameter
 class Dense(Method):
     """Everything in the engine's own dtype, summed by the network: bit for bit what the stock engine does."""
 
+    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "nothing is compressed")
+
 
 @dataclass
 class Fp32(Method):
@@ -30,6 +33,7 @@ class Fp32(Method):
 
     name: ClassVar[str] = "fp32"
     on_wire: ClassVar[bool] = False
+    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "everything is sent in fp32")
 
     def make_codec(self) -> Codec:
         return Fp32Codec()
@@ -43,6 +47,7 @@ class Bf16(Lossy):
     """
 
     name: ClassVar[str] = "bf16"
+    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("send", "smallest"), "all is sent that dense= does not name")
 
     def make_codec(self) -> Codec:
         return Bf16Codec()
@@ -98,6 +103,10 @@ class NoExchange(Method):
     name: ClassVar[str] = "none"
     engines: ClassVar[tuple[str, ...]] = ("ddp",)
     rank_equal: ClassVar[bool] = False
+    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "nothing is sent")
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Leave each rank its own gradient."""
+
+    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
+        return 0.0

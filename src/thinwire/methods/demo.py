@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -53,20 +53,19 @@ class DeMo(ErrorFeedback):
     """
 
     name: ClassVar[str] = "demo"
+    adds_up: ClassVar[bool] = False
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"smallest": 0, "send": ("*",)}}
 
     beta: float = 0.999
     k: int = 32
     chunk: int = 4096
     sign: bool = True
-    payload: str = "fp32"
+    payload: Literal["fp32", "bf16"] = "fp32"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.beta < 1:
             raise ThinwireError(f"demo: beta is the decay of the momentum, from 0 to below 1, got {self.beta}")
-        if self.payload not in PAYLOADS:
-            raise ThinwireError(f"demo: payload is fp32 or bf16, got '{self.payload}'")
-        super().__post_init__()
 
     def make_codec(self) -> Codec:
         return DctTopK(self.chunk, self.k, PAYLOADS[self.payload])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +26,8 @@ class Dgc(TopK):
     """
 
     name: ClassVar[str] = "dgc"
+    adds_up: ClassVar[bool] = False
+    ABSENT: ClassVar[Mapping[str, str]] = {"error_feedback": "what waits would be lost: topk has it"}
 
     density: float = 0.001
     momentum: float = 0.9
@@ -33,8 +36,6 @@ class Dgc(TopK):
         super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ThinwireError(f"dgc: momentum is at least 0 and below 1, got {self.momentum}")
-        if not self.error_feedback:
-            raise ThinwireError("dgc: error_feedback=False would lose what waits; use topk(error_feedback=False)")
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.state is not None

@@ -44,7 +44,7 @@ class LoCo(ErrorFeedback):
         super().__post_init__()
         if not 0 <= self.beta < 1:
             raise ThinwireError(f"loco: beta is the weight of the old error, from 0 to below 1, got {self.beta}")
-        if not isinstance(self.reset, int) or self.reset < 0:
+        if self.reset < 0:
             raise ThinwireError(f"loco: reset is a number of steps, or 0 for never, got {self.reset}")
 
     def make_codec(self) -> Codec:

@@ -39,7 +39,19 @@ from thinwire.codecs.base import Codec
 from thinwire.codecs.sign import SCALES, Sign
 from thinwire.collectives import Exchange, mean_reduce_scatter
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import SMALL, Method, Parameter, Run, Step, columns_of, exempt_small, first_step, local
+from thinwire.methods.base import (
+    SMALL,
+    Method,
+    Parameter,
+    Run,
+    Step,
+    check_smallest,
+    check_start,
+    columns_of,
+    exempt_small,
+    first_step,
+    local,
+)
 
 
 @dataclass
@@ -64,6 +76,7 @@ class OneBitAdam(Method):
     """
 
     name: ClassVar[str] = "onebit-adam"
+    adds_up: ClassVar[bool] = False
     on_wire: ClassVar[bool] = False
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"warmup": 0.15, "scale": "rms", "group": 4096, "smallest": 0, "send": ("*",)},
@@ -78,8 +91,8 @@ class OneBitAdam(Method):
         if self.scale not in SCALES:
             raise ThinwireError(f"onebit-adam: scale is 'mean' or 'rms', got '{self.scale}'")
         super().__post_init__()
-        if not isinstance(self.smallest, int) or self.smallest < 0:
-            raise ThinwireError(f"onebit-adam: smallest must be 0 or more elements, got {self.smallest}")
+        check_smallest(self.name, self.smallest)
+        check_start(self.name, "warmup", self.warmup)
         self._shares: dict[object, Tensor] = {}
         self._received: set[str] = set()  # whose gradient is a momentum in this step
         self._held: dict[str, Tensor] = {}  # gradients that the optimizer must not see
@@ -105,19 +118,24 @@ class OneBitAdam(Method):
         self.first = first_step(self.name, "warmup", self.warmup, run.steps)  # T_w
         if self.first < 1:
             raise ThinwireError("onebit-adam: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
-        if not isinstance(run.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            kind = "none" if run.optimizer is None else type(run.optimizer).__name__
-            raise ThinwireError(f"onebit-adam is built on Adam: pass torch.optim.AdamW or Adam, got {kind}")
-        for group in run.optimizer.param_groups:
+        sent = [held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None]
+        for optimizer, group in sent:
+            if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+                kind = type(optimizer).__name__
+                raise ThinwireError(f"onebit-adam is built on Adam: pass torch.optim.AdamW or Adam, got {kind}")
             for knob in ("amsgrad", "maximize", "differentiable"):
                 if group.get(knob):
                     raise ThinwireError(f"onebit-adam cannot freeze the variance with {knob}=True: leave it out")
-            if group["weight_decay"] and not _decoupled(run.optimizer, group):
+            if group["weight_decay"] and not _decoupled(optimizer, group):
                 raise ThinwireError("onebit-adam needs decoupled weight decay: pass torch.optim.AdamW instead of Adam")
-        betas = {float(group["betas"][0]) for group in run.optimizer.param_groups}
+            if run.scaled and group.get("fused"):
+                raise ThinwireError(
+                    "onebit-adam under a GradScaler takes gradients unscaled before the step: leave fused=True out"
+                )
+        betas = {float(group["betas"][0]) for _, group in sent}
         if len(betas) > 1:
             raise ThinwireError(f"onebit-adam needs one beta1 for all parameter groups, got {sorted(betas)}")
-        (self.beta1,) = betas
+        self.beta1 = betas.pop() if betas else 0.0
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         if bucket.step < self.first:
@@ -159,24 +177,23 @@ class OneBitAdam(Method):
         The optimizer leaves a parameter without gradient, and its moments and step count, as they are.
         """
         assert self.state is not None
-        for group in step.optimizer.param_groups:
-            held = {id(weight) for weight in group["params"]}
-            for name in sorted(self._received):
-                weight = step.weights.get(name)
-                if weight is None or id(weight) not in held or weight.grad is None:
-                    continue
-                known = step.optimizer.state.get(weight, {})
-                if "exp_avg_sq" not in known:
-                    raise ThinwireError(f"onebit-adam: {name} had no gradient in the warm-up: name it in dense=")
-                frozen = self.state.get("frozen", name)
-                if frozen is None:
-                    frozen = known["step"].detach().clone()
-                    self.state.put("frozen", name, frozen)
-                known["step"] += 1
-                moment = local(weight.grad)
-                local(known["exp_avg"]).copy_(moment)
-                _frozen_step(local(weight.detach()), moment, local(known["exp_avg_sq"]), known["step"], frozen, group)
-                self._held[name], weight.grad = weight.grad, None
+        for name in sorted(self._received):
+            weight = step.weights[name]
+            if weight.grad is None:
+                continue
+            optimizer, group = step.held[name]
+            known = optimizer.state.get(weight, {})
+            if "exp_avg_sq" not in known:
+                raise ThinwireError(f"onebit-adam: {name} had no gradient in the warm-up: name it in dense=")
+            frozen = self.state.get("frozen", name)
+            if frozen is None:
+                frozen = known["step"].detach().clone()
+                self.state.put("frozen", name, frozen)
+            known["step"] += 1
+            moment = local(weight.grad)
+            local(known["exp_avg"]).copy_(moment)
+            _frozen_step(local(weight.detach()), moment, local(known["exp_avg_sq"]), known["step"], frozen, group)
+            self._held[name], weight.grad = weight.grad, None
         self._received.clear()
 
     def after_step(self, step: Step) -> None:
@@ -184,6 +201,9 @@ class OneBitAdam(Method):
         for name, gradient in self._held.items():
             step.weights[name].grad = gradient
         self._held.clear()
+
+    def undo(self) -> None:
+        self._received.clear()
 
     def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
         """After the warm-up: the rows to their servers, and every server's row to everybody."""
@@ -214,12 +234,12 @@ class OneBitAdam(Method):
 
     def _adam_moment(self, bucket: Bucket, exchange: Exchange, moments: Tensor) -> None:
         """``moments`` (R, n) = what the warm-up left in the optimizer; where it is sharded, sent once, in fp32."""
-        assert self.run is not None and self.run.optimizer is not None
+        assert self.run is not None
         rows = moments[exchange.rank : exchange.rank + 1] if exchange.owner else moments
         rows.zero_()
         for segment in bucket.segments:
-            weight = self.run.weights.get(segment.name)
-            found = None if weight is None else self.run.optimizer.state.get(weight, {}).get("exp_avg")
+            weight = self.run.weights[segment.name]
+            found = self.run.held[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
             if found is None:
                 continue
             values = local(found).reshape(-1)

@@ -42,7 +42,7 @@ class PowerSgd(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if self.rank < 1:
             raise ThinwireError(f"powersgd: rank is a number of columns, 1 or more, got {self.rank}")
 
     def policy(self, parameter: Parameter) -> str | None:

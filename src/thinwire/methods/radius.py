@@ -68,7 +68,7 @@ class Radius(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_density("radius", self.density)
-        if not isinstance(self.T, int) or self.T < 1:
+        if self.T < 1:
             raise ThinwireError(f"radius: T is a number of steps, 1 or more, got {self.T}")
         if not 0 < self.residual_scale <= 1:
             raise ThinwireError(f"radius: residual_scale is a share, above 0 and up to 1, got {self.residual_scale}")
@@ -115,9 +115,11 @@ class Radius(ErrorFeedback):
 
     def before_step(self, step: Step) -> None:
         """An optimizer that is not AdamW shows its direction by the change it makes."""
-        if self._resamples(step.number) and not isinstance(step.optimizer, torch.optim.AdamW):
+        if self._resamples(step.number):
             self._before = {
-                name: local(weight).detach().clone() for name, weight in step.weights.items() if self._is_sent(name)
+                name: local(weight).detach().clone()
+                for name, weight in step.weights.items()
+                if self._is_sent(name) and not isinstance(step.held[name].optimizer, torch.optim.AdamW)
             }
 
     def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
@@ -158,10 +160,10 @@ class Radius(ErrorFeedback):
         now = local(weight).detach()
         if name in self._before:
             return (self._before[name] - now).reshape(-1)
-        moments = step.optimizer.state.get(weight, {})
+        optimizer, group = step.held[name]
+        moments = optimizer.state.get(weight, {})
         if "exp_avg" not in moments:  # never had a gradient
             return torch.zeros_like(now).reshape(-1)
-        group = next(group for group in step.optimizer.param_groups if any(weight is w for w in group["params"]))
         beta1, beta2 = group["betas"]
         t, lr, decay = float(moments["step"]), float(group["lr"]), group["weight_decay"]
         second = local(moments["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])

@@ -47,6 +47,8 @@ from thinwire.methods.base import (
     Run,
     Step,
     check_density,
+    check_smallest,
+    check_start,
     columns_of,
     exempt_small,
     first_step,
@@ -87,6 +89,7 @@ class Scape(Method):
     """
 
     name: ClassVar[str] = "scape"
+    adds_up: ClassVar[bool] = False
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"density": 0.01, "smallest": 0},
         "paper-d0.1": {"density": 0.1, "smallest": 0},
@@ -104,7 +107,9 @@ class Scape(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_density("scape", self.density)
-        if not isinstance(self.refresh, int) or self.refresh < 1:
+        check_smallest("scape", self.smallest)
+        check_start("scape", "warmup", self.warmup)
+        if self.refresh < 1:
             raise ThinwireError(f"scape: refresh is a number of steps, 1 or more, got {self.refresh}")
         if self.clip not in ("paper", "return"):
             raise ThinwireError(f"scape: clip is 'paper' or 'return', got '{self.clip}'")
@@ -112,12 +117,15 @@ class Scape(Method):
             raise ThinwireError(f"scape: payload is fp32, bf16, int8 or int4, got '{self.payload}'")
         if self.weights not in ("masked", "dense"):
             raise ThinwireError(f"scape: weights is 'masked' or 'dense', got '{self.weights}'")
-        self._used: dict[str, tuple[int, Tensor | None]] = {}  # step and masks (R, w) of the last exchange; None: ones
+        # Of a parameter's last exchange: step, masks (R, w) or None for all ones, values at each row's mask.
+        self._used: dict[str, tuple[int, Tensor | None, int]] = {}
+        self._chosen: dict[str, int] = {}  # the step for whose density a parameter's mask was chosen
         self._keep: dict[str, float] = {}  # what the last step left of a weight off the mask
         self._gathered: dict[object, tuple[int, int]] = {}  # by module: which buffer has the weights of which step
         self._codecs: dict[object, Masked | MaskedIntegers] = {}
-        self._parts: dict[object, tuple[Tensor, ...]] = {}  # the masks that a codec was put together from
-        self._given: dict[str, Tensor] = {}  # what the optimizer's moments become, by parameter
+        # The masks that a codec was put together from, None for all ones, and how many values each has in a row.
+        self._parts: dict[object, tuple[tuple[Tensor | None, int], ...]] = {}
+        self._given: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
         self._clipped: dict[object, tuple[Bucket, Tensor]] = {}  # this step's gradients, before they were clipped
         self._send: Tensor | None = None  # the masks that this rank has chosen for the next step
         self._work: dist.Work | None = None  # everybody's, under way
@@ -125,7 +133,7 @@ class Scape(Method):
 
     @property
     def granule(self) -> int:
-        return WORD
+        return 1 if self.native else WORD  # no padding in what goes out as it is
 
     @property
     def native(self) -> bool:
@@ -144,13 +152,17 @@ class Scape(Method):
 
     def begin(self, run: Run) -> None:
         super().begin(run)
-        if not isinstance(run.optimizer, AdamS):
-            kind = "none" if run.optimizer is None else type(run.optimizer).__name__
-            raise ThinwireError(f"scape is built on AdamS: pass thinwire.AdamS as the optimizer, got {kind}")
-        betas = {group["betas"][0] for group in run.optimizer.param_groups}
+        sent = {name: held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None}
+        for name, (optimizer, _) in sent.items():
+            if not isinstance(optimizer, AdamS):
+                raise ThinwireError(
+                    f"scape is built on AdamS: pass thinwire.AdamS as the optimizer of {name}, got "
+                    f"{type(optimizer).__name__}, or name it in dense="
+                )
+        betas = {group["betas"][0] for _, group in sent.values()}
         if len(betas) > 1:
             raise ThinwireError(f"scape needs one beta1 for all parameter groups, got {sorted(betas)}")
-        (self.beta1,) = betas
+        self.beta1 = betas.pop() if betas else 0.0
         self.warm = first_step(self.name, "warmup", self.warmup, run.steps)
 
     def warm_up(self, device: torch.device) -> None:
@@ -192,7 +204,7 @@ class Scape(Method):
 
     def before_step(self, step: Step) -> None:
         """Hand the optimizer its moments (l. 16); with clip="return" as clipped, the rest to what waits."""
-        assert self.state is not None and isinstance(step.optimizer, AdamS)
+        assert self.state is not None
         if self.clip == "return" and step.clip_factor is not None:
             cut = (1 - step.clip_factor) * (1 - self.beta1)
             kind, rows = self._held
@@ -206,28 +218,55 @@ class Scape(Method):
                     given = self._given[segment.name]
                     given.addcmul_(gradient[0, segment.start : segment.start + given.numel()], cut, value=-1)
         for name, given in self._given.items():
-            if name in step.weights:
-                step.optimizer.given[step.weights[name]] = given
+            optimizer = step.held[name].optimizer
+            assert isinstance(optimizer, AdamS)
+            optimizer.given[step.weights[name]] = given
         for name, weight in step.weights.items():
             if weight.grad is None:  # it is not stepped, and does not decay either
                 self._used.pop(name, None)
-        keeps = {id(w): 1 - float(group["lr"]) * group["weight_decay"] for group in step.optimizer.param_groups
-                 for w in group["params"]}  # fmt: skip
-        self._keep = {name: keeps[id(weight)] for name, weight in step.weights.items()}
+        self._keep = {
+            name: 1 - float(group["lr"]) * group["weight_decay"] for name, (_, group) in step.held.items()
+        }
 
     def after_step(self, step: Step) -> None:
-        """Start the gathering of the next step's masks."""
-        if self.density == 1 or not self._refreshes(step.number + 1):
+        """Start the gathering of the next step's masks, of the parameters that took part in this one."""
+        exchanged = set(self._given)
+        self.undo()
+        if self.density == 1 or not exchanged or not self._refreshes(step.number + 1):
             return
         assert self.run is not None and self.state is not None and self._send is not None
+        self.finish()
         layout, width = self._layout(step.number + 1)
         exchange = self.run.exchange
         everybody = torch.empty((len(self._deciders), width), dtype=torch.uint8, device=self._send.device)
         self._work = exchange.gather(everybody, self._send[:width], async_op=True)
         rows = exchange.bucket_rows(True)
         for name, (decider, place, size) in layout.items():
-            deciders = everybody if rows > 1 else everybody[decider : decider + 1]
-            self.state.put("mask", name, deciders[:, place : place + size])
+            if name in exchanged:
+                deciders = everybody if rows > 1 else everybody[decider : decider + 1]
+                self._take_mask(name, deciders[:, place : place + size], step.number + 1)
+            elif (kept := self.state.get("mask", name)) is not None and _is_part(kept):
+                self.state.put("mask", name, kept.clone())  # the gathered masks of that step can then be freed
+
+    def undo(self) -> None:
+        self._given.clear()
+        self._clipped.clear()
+
+    def _take_mask(self, name: str, mask: Tensor, step: int) -> None:
+        """``mask`` (R, bytes), still under way, is ``name``'s from ``step`` on, for as long as no other is chosen."""
+        assert self.state is not None
+        self.state.put("mask", name, mask)
+        self.state.put("chosen", name, torch.tensor(step))
+        self._chosen[name] = step
+
+    def _chosen_for(self, name: str) -> int:
+        """The step for whose density the mask of ``name`` was chosen: while unused, a parameter keeps its last mask."""
+        assert self.state is not None
+        if name not in self._chosen:
+            saved = self.state.get("chosen", name)
+            assert saved is not None
+            self._chosen[name] = int(saved)
+        return self._chosen[name]
 
     def finish(self) -> None:
         """Wait for the masks that are under way."""
@@ -249,6 +288,7 @@ class Scape(Method):
         return self.encodes_weights
 
     def state_changed(self) -> None:
+        self._chosen.clear()
         self._gathered.clear()
         self._used.clear()
 
@@ -274,14 +314,17 @@ class Scape(Method):
         if stale or had != (now[0], shards.step - 1):
             return shards.comm.all_gather(shards.out, shards.own, async_op=async_op)
         parts = [(piece, None if found is None else found[1]) for piece, found in zip(shards.pieces, used, strict=True)]
-        return self._gather_masked(shards, parts, async_op)
+        sizes = [
+            piece.numel if found is None or found[1] is None else found[2]
+            for piece, found in zip(shards.pieces, used, strict=True)
+        ]
+        return self._gather_masked(shards, parts, sizes, async_op)
 
     def _gather_masked(
-        self, shards: Shards, parts: list[tuple[Piece, Tensor | None]], async_op: bool
+        self, shards: Shards, parts: list[tuple[Piece, Tensor | None]], sizes: list[int], async_op: bool
     ) -> dist.Work | None:
         """Values at the mask, and all of what is dense or has no mask yet, in one float32 message."""
         comm, device = shards.comm, shards.own.device
-        sizes = [piece.numel if words is None else self._k(piece.numel, shards.step - 1) for piece, words in parts]
         message = torch.empty((1, sum(sizes)), device=device)
         with comm.ledger.span("encode", message):
             for (piece, words), values in zip(parts, message.split(sizes, 1), strict=True):
@@ -446,7 +489,9 @@ class Scape(Method):
             words = words if listed else target.view(torch.int64).view(1, -1)
             masks.topk_mask(values, k, words)
             if listed:
-                masks.indices(words, target.view(torch.int32)[:k].view(1, -1))
+                positions = target.view(torch.int32)
+                masks.indices(words, positions[:k].view(1, -1))
+                positions[k:].zero_()  # the padding travels and is saved
 
     def _quantizer(self) -> Integers | None:
         """Of the payload; a new one each time, because a codec keeps scratch memory."""
@@ -457,48 +502,57 @@ class Scape(Method):
         """The bucket's codec with the masks of its segments side by side; None while they are all ones."""
         assert self.state is not None
         found = [self.state.get("mask", segment.name) for segment in bucket.segments]
-        parts = tuple(part for part in found if part is not None)
-        if not parts:
+        if all(part is None for part in found):
             return None
-        if len(parts) < len(found):
-            raise ThinwireError("scape: some parameters have a mask and some have none: the saved state is not whole")
-        step = bucket.step if bucket.step < self.warm else max(self.warm, 1)
-        counts = [self._k(segment.span, step) for segment in bucket.segments]
-        k = sum(counts)
+        counts = [
+            segment.span if part is None else self._k(segment.span, self._chosen_for(segment.name))
+            for segment, part in zip(bucket.segments, found, strict=True)
+        ]
+        parts, before = tuple(zip(found, counts, strict=True)), self._parts.get(bucket.key)
         codec = self._codecs.get(bucket.key)
-        if codec is None or codec.k != k:
+        if codec is None or before is None or [count for _, count in before] != counts:
             if codec is not None:
                 bucket.forget(codec)
-            words = torch.zeros((len(bucket.rows), bucket.shape[1] // WORD), dtype=torch.int64, device=bucket.device)
-            owner, quantizer = exchange.rank if exchange.owner else None, self._quantizer()
-            if quantizer is None:
-                dtype = torch.float32 if self.payload == "fp32" else torch.bfloat16
-                codec = Masked(words, k, owner_row=owner, dtype=dtype)
-            else:
-                widths = [segment.width // WORD for segment in bucket.segments]
-                codec = MaskedIntegers(words, list(zip(widths, counts, strict=True)), quantizer, owner_row=owner)
+            codec, before = self._make_codec(bucket, exchange, counts), None
             self._codecs[bucket.key] = codec
-            self._parts.pop(bucket.key, None)
-        if any(a is not b for a, b in zip(self._parts.get(bucket.key, (None,) * len(parts)), parts, strict=True)):
-            for segment, part in zip(bucket.segments, parts, strict=True):
-                words = codec.words[:, segment.groups(WORD)]
-                if self.density_at(step) < LISTED:
-                    positions = part.contiguous().view(torch.int32)[:, : self._k(segment.span, step)]
-                    words.copy_(masks.from_indices(positions, words.contiguous()))
-                else:
-                    words.copy_(part.contiguous().view(torch.int64))
-            self._parts[bucket.key] = parts
+        for i, (segment, (part, count)) in enumerate(zip(bucket.segments, parts, strict=True)):
+            if before is None or before[i][0] is not part:
+                self._unfold(part, count, segment, codec.words[:, segment.groups(WORD)])
+        self._parts[bucket.key] = parts
         return codec
+
+    def _make_codec(self, bucket: Bucket, exchange: Exchange, counts: list[int]) -> Masked | MaskedIntegers:
+        """For ``counts`` values at the masks of the bucket's segments."""
+        words = torch.zeros((len(bucket.rows), bucket.shape[1] // WORD), dtype=torch.int64, device=bucket.device)
+        owner, quantizer = exchange.rank if exchange.owner else None, self._quantizer()
+        if quantizer is None:
+            dtype = torch.float32 if self.payload == "fp32" else torch.bfloat16
+            return Masked(words, sum(counts), owner_row=owner, dtype=dtype)
+        widths = [segment.width // WORD for segment in bucket.segments]
+        return MaskedIntegers(words, list(zip(widths, counts, strict=True)), quantizer, owner_row=owner)
+
+    def _unfold(self, mask: Tensor | None, count: int, segment: Segment, words: Tensor) -> None:
+        """``words`` (R, w) = the bits of ``mask`` as it was gathered; None: all of the parameter's values."""
+        if mask is None:
+            flags = torch.zeros((len(words), segment.width), dtype=torch.bool, device=words.device)
+            flags[:, : segment.span] = True
+            words.copy_(masks.pack(flags, torch.empty_like(words)))
+        elif self.density_at(self._chosen_for(segment.name)) < LISTED:
+            positions = mask.contiguous().view(torch.int32)[:, :count]
+            words.copy_(masks.from_indices(positions, words.contiguous()))
+        else:
+            words.copy_(mask.contiguous().view(torch.int64))
 
     def _settle(self, bucket: Bucket, exchange: Exchange, codec: Masked | MaskedIntegers | None) -> None:
         assert self.state is not None
         given = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
         if exchange.owner:
             common, waits = self.state.read("common", bucket, rows=1), self.state.write("common", bucket, rows=1)
-        for segment, at, words in self._segments(bucket, self._words(bucket, exchange, codec)):
+        for i, (segment, at, words) in enumerate(self._segments(bucket, self._words(bucket, exchange, codec))):
             moment = self._moment(segment)
             masks_of_all = None if codec is None else codec.words[:, segment.groups(WORD)]
-            self._used[segment.name] = bucket.step, masks_of_all
+            count = segment.span if codec is None else self._parts[bucket.key][i][1]
+            self._used[segment.name] = bucket.step, masks_of_all, count
             if exchange.owner:
                 moments.rejoin(bucket.mean[0, at], common[0, at], moment, words, self.beta1, waits[0, at])
             self._given[segment.name] = given[0, segment.start : segment.start + moment.numel()]
@@ -509,9 +563,14 @@ class Scape(Method):
 
     def _moment(self, segment: Segment) -> Tensor:
         """m, this rank's part of it, (numel,) float32; zeros before the first step."""
-        assert self.run is not None and self.run.optimizer is not None
+        assert self.run is not None
         weight = self.run.weights[segment.name]
-        found = self.run.optimizer.state.get(weight, {}).get("exp_avg")
+        found = self.run.held[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
         if found is None:
             return torch.zeros(local(weight).numel(), device=local(weight).device)
         return local(found).reshape(-1).float()
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """Does ``tensor`` keep more memory alive than its own?"""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes

@@ -36,7 +36,7 @@ from thinwire.codecs.intquant import ROUNDINGS, Int4, Int8, Integers, ShiftedInt
 from thinwire.collectives import Exchange, TwoLevel
 from thinwire.comm import Then
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import SMALL, Method, Parameter, exempt_small
+from thinwire.methods.base import SMALL, Method, Parameter, check_smallest, exempt_small
 from thinwire.streams import seed_of
 
 WEIGHTS = ("difference", "plain", "dense")
@@ -96,6 +96,9 @@ class Sdp4Bit(Method):
         if self.weight_bits not in (4, 8):
             raise ThinwireError(f"{self.name}: weight_bits is 4 or 8, got {self.weight_bits} (weights='dense' for all)")
         super().__post_init__()
+        check_smallest(self.name, self.smallest)
+        if self.group < 1:
+            raise ThinwireError(f"{self.name}: group must be 1 value or more, got {self.group}")
         self.inside_codec = self._gradients(self.inside_bits)
         self._weight_codec = self.make_weight_codec()
         self._replicas: dict[tuple[str, ...], _Replica] = {}

@@ -78,12 +78,10 @@ class Separate(ErrorFeedback):
         ):  # fmt: skip
             if getattr(self, knob) not in allowed:
                 raise ThinwireError(f"separate: {knob} is one of {', '.join(allowed)}, got '{getattr(self, knob)}'")
-        for knob in ("ratio", "block", "reset"):
-            value = getattr(self, knob)
-            if not isinstance(value, int) and not (knob == "block" and value is None):
-                raise ThinwireError(f"separate: {knob} is a whole number, got {value!r}")
         if self.reset < 0:
             raise ThinwireError(f"separate: reset is a number of steps, 0 for never, got {self.reset}")
+        if not self.reset:
+            self.refuse_idle("reset=0", "restart")
         self._block = (256 if self.estimator in SRHT else 512) if self.block is None else self.block
         Projection([], ratio=self.ratio, block=self._block, estimator=self.estimator, seed=0)  # refuses what cannot be
         self._keep = self._weight_of_old()

@@ -99,6 +99,8 @@ class Tagc(ErrorFeedback):
         for knob, allowed in (choices | {"on_overload": ("dense", "refuse")}).items():
             if getattr(self, knob) not in allowed:
                 raise ThinwireError(f"{self.name}: {knob} is {' or '.join(allowed)}, got '{getattr(self, knob)}'")
+        if self.mask == "shared":
+            self.refuse_idle("mask='shared' (no sketch)", "load", "resize", "limit", "on_overload", "leftovers")
         self._codecs: dict[object, CountSketch | Masked] = {}
 
     @property
@@ -131,9 +133,9 @@ class Tagc(ErrorFeedback):
         if self.theta == 0:
             exchange.mean(bucket)
             return
-        acc = self.state.write("residual", bucket)
         if self.accumulate:
             bucket.rows.add_(self.state.read("residual", bucket))  # h, l. 1
+        acc = self.state.write("residual", bucket)
         if self.mask == "shared":
             self._at_shared_mask(bucket, exchange, acc)
         else:
@@ -158,7 +160,11 @@ class Tagc(ErrorFeedback):
         exchange.mean(bucket, codec)  # l. 5-8
         with exchange.span("decode", bucket.rows):
             back = codec.left if self.leftovers == "accumulate" else torch.zeros_like(codec.left)
-            sketch.settle(codec.sent, codec.rest, codec.words, back, acc)
+            # Part by part: where a rank sends fewer than k values of one (LHC), its slots of the payload are not full.
+            for _, columns, words, kept, _ in codec.places():
+                sketch.settle(
+                    codec.sent[:, kept], codec.rest[:, kept], codec.words[:, words], back[:, words], acc[:, columns]
+                )
             self._measure(bucket, codec)
 
     def _sparsify(self, rows: Tensor, part: Part, words: Tensor, sent: Tensor, rest: Tensor) -> None:
@@ -286,19 +292,16 @@ class Lhc(Tagc):
     """LHC on plain DDP: index and sketch of whatever is not zero, without a sparsification of its own.
 
     For gradients that are sparse by themselves (LHC's paper names 80-95% zeros; those of embeddings are). Others go
-    dense, at 1/32 more than dense itself for the index that finds this out, and are counted. ``theta``, ``accumulate``
-    and ``mask`` are no choice here. The accumulator holds what peeling left, what rounding to exact sums cut off, and
-    values below 2^-14 of the rank's largest until they have grown: else the rounding would fill every zero.
+    dense, at 1/32 more than dense itself for the index that finds this out, and are counted. The accumulator holds what
+    peeling left, what rounding to exact sums cut off, and values below 2^-14 of the rank's largest until they have
+    grown: else the rounding would fill every zero.
     """
 
     name: ClassVar[str] = "lhc"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for knob, only in (("theta", Lhc.theta), ("accumulate", True), ("mask", "local")):
-            if getattr(self, knob) != only:
-                raise ThinwireError(f"lhc sends whatever is not zero: leave {knob} out, or take tagc")
+    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("theta", "accumulate", "mask"), "lhc sends whatever is not zero: tagc has it"
+    )
 
     def _sparsify(self, rows: Tensor, part: Part, words: Tensor, sent: Tensor, rest: Tensor) -> None:
         magnitudes = rows.abs()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import warnings
+from typing import Any
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, ThinwireWarning
 
 
 def main(argv: list[str]) -> int:
@@ -23,8 +25,14 @@ def main(argv: list[str]) -> int:
         return start_ranks(argv, ranks, per_node)
     from thinwire.train.loop import train
 
+    warnings.formatwarning = _one_line
     train(config)
     return 0
+
+
+def _one_line(message: Any, category: type[Warning], *place: Any, usual: Any = warnings.formatwarning) -> str:
+    """Ours as one line, without a place in our own code; others as ever."""
+    return f"thinwire: {message}\n" if issubclass(category, ThinwireWarning) else usual(message, category, *place)
 
 
 def _default_ranks(device: str) -> int:

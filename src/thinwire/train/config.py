@@ -13,7 +13,18 @@ import tyro
 import yaml
 
 from thinwire.errors import ThinwireError
+from thinwire.knobs import check_types
 from thinwire.train.models import PRESETS, ModelConfig
+
+COUNTS = (
+    "steps", "batch_size", "accumulate", "threads", "keep", "ranks", "ranks_per_node", "shard_size", "seq_len",
+    "layers", "width", "heads", "kv_heads", "hidden",
+)  # fmt: skip
+"""Settings that are 1 or more, or left out."""
+LARGEST_BUCKET_MB = 1_000_000
+LONGEST_S = 1_000_000_000
+LARGEST_SEED = 2**43
+"""Of each epoch's shuffle the seed is about a million times as large, and torch takes 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -134,27 +145,36 @@ class Config:
 
     def check(self) -> Config:
         """Refuse what cannot be, in one line."""
+        check_types(self, _flag)
         if self.preset not in PRESETS:
             raise ThinwireError(f"unknown preset '{self.preset}'; there are: {', '.join(PRESETS)}")
         from thinwire.methods import resolve
 
         resolve(self.method)
-        for name in ("steps", "batch_size", "accumulate", "threads", "keep"):
-            if getattr(self, name) < 1:
-                raise ThinwireError(f"{_flag(name)} must be 1 or more, got {getattr(self, name)}")
-        for name in ("ranks", "shard_size", "seq_len", "layers", "width", "heads", "kv_heads", "hidden"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ThinwireError(f"{_flag(name)} must be 1 or more, got {getattr(self, name)}")
-        for name in ("eval_every", "eval_sequences", "checkpoint_every", "clip", "weight_decay", "lr", "timeout"):
-            if getattr(self, name) < 0:
-                raise ThinwireError(f"{_flag(name)} must not be negative, got {getattr(self, name)}")
-        for name in ("warmup", "lr_end"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ThinwireError(f"{_flag(name)} is a share from 0 to 1, got {getattr(self, name)}")
-        if self.bucket_mb is not None and (self.bucket_mb <= 0 or self.engine != "ddp"):
-            raise ThinwireError(f"--bucket-mb is for --engine ddp and above 0, got {self.bucket_mb} on {self.engine}")
+        if self.inside is not None:
+            resolve(self.inside)
+        self._check_ranges()
         self.shape(vocabulary=256)
         return self
+
+    def _check_ranges(self) -> None:
+        def must(good: bool, name: str, be: str) -> None:
+            if not good:
+                raise ThinwireError(f"{_flag(name)} {be}, got {getattr(self, name)}")
+
+        for name in COUNTS:
+            must(getattr(self, name) is None or getattr(self, name) >= 1, name, "must be 1 or more")
+        for name in ("eval_every", "eval_sequences", "checkpoint_every", "clip", "weight_decay", "lr"):
+            must(getattr(self, name) >= 0, name, "must not be negative")
+        for name in ("warmup", "lr_end"):
+            must(0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1")
+        must(all(0 <= beta < 1 for beta in self.betas), "betas", "are two numbers from 0 to below 1")
+        must(0 < self.timeout <= LONGEST_S, "timeout", f"is in seconds, above 0 and up to {LONGEST_S:,}")
+        must(abs(self.seed) <= LARGEST_SEED, "seed", f"is a whole number up to {LARGEST_SEED:,} in size")
+        must(bool(self.corpus) and all(self.corpus), "corpus", "needs a file or more, 'stdlib' or hub:NAME")
+        if self.bucket_mb is not None:
+            must(0 < self.bucket_mb <= LARGEST_BUCKET_MB, "bucket_mb", f"is above 0 and up to {LARGEST_BUCKET_MB:,}")
+            must(self.engine == "ddp", "bucket_mb", f"is for --engine ddp, not {self.engine}")
 
     def to_yaml(self) -> str:
         """As a YAML file that ``--config`` reads."""
@@ -183,7 +203,7 @@ def from_yaml(path: Path) -> Config:
         read = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ThinwireError(f"cannot read {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, dates that are none
         raise ThinwireError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(read, dict | None):
         raise ThinwireError(f"{path} must hold 'name: value' lines, got {type(read).__name__}")

@@ -336,6 +336,8 @@ def _summary(config, ranks, parameters, losses, times, wall, tokens_per_step, st
         "step_ms": step_ms,
         "wire_bytes_per_step": stats["wire_bytes_per_step"],
         "dense_bytes_per_step": stats["dense_bytes_per_step"],
+        "compressed_values": wire.plan.compressed,
+        "note": wire.plan.note,
         **{kind: stats[kind] for kind in kinds},
         "compute_ms": step_ms - stats["exposed_ms"],
         "peak_memory_mb": float(highest),

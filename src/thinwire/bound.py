@@ -1,0 +1,126 @@
+"""What one step may put into a method's state: a spoilt batch must not rule the steps after it.
+
+Dense training forgets a spoilt batch (a loss ten thousand times too large, once): clipping scales its gradient down,
+and the next step is an ordinary one. A method that keeps a residual or a momentum takes the gradient up *before* it is
+averaged and clipped, and sends it for a hundred steps. So the gradient of each parameter on each rank is first scaled
+down to ``times`` its usual norm, where it is larger. What that cuts off is lost, on purpose, and counted: for the rest,
+sent + kept = input holds as before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.bucket import Piece
+from thinwire.errors import ThinwireError
+
+MEMORY = 0.9
+"""Of the usual norm: a norm counts for about ten steps."""
+COMPOSITIONS = 256
+"""Compositions of buffers whose parameters' places are kept. A model of experts can have any number."""
+
+
+class Bound:
+    """Scales gradients down to ``times`` the norm that is usual for their parameter on this rank.
+
+    With r the running mean of a parameter's norms (each taken as scaled down), R the norm of all r together, and s the
+    parameter's share of all values, the bound is ``times`` * max(r, sqrt(s) R): a parameter whose gradients begin small
+    (behind a layer that starts at zero) may grow up to what is usual in the model at once. Where nothing is usual yet,
+    in the first step, nothing is cut.
+
+    No host sync, and one pass over the gradients (two on CUDA).
+    """
+
+    def __init__(self, times: float, sizes: Mapping[str, int], device: torch.device) -> None:
+        """``sizes``: name -> values on this rank, of the parameters that a method with state compresses.
+
+        Raises:
+            ThinwireError: ``times`` is not a finite number from 1 on.
+        """
+        if isinstance(times, bool) or not isinstance(times, int | float) or not 1 <= times < math.inf:
+            raise ThinwireError(f"bound is a number of usual norms, 1 or more, or None for no bound, got {times!r}")
+        self.times = times
+        self._index = {name: i for i, name in enumerate(sorted(sizes))}
+        total = max(sum(sizes.values()), 1)
+        shares = [math.sqrt(sizes[name] / total) for name in sorted(sizes)]
+        self._shares = torch.tensor(shares, device=device)
+        self._usual = torch.zeros(len(shares), device=device)
+        self._cut = torch.zeros(2, device=device)  # how many parameters' gradients, and the norm cut off
+        self._next: tuple[Tensor, Tensor] | None = None
+        self._places: dict[tuple[Piece, ...], tuple[list[Piece], Tensor]] = {}
+
+    def apply(self, flat: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
+        """Scale the parameters in ``flat`` (1-D) down where they exceed their bound. Returns their norms before, (P,).
+
+        A norm that overflows is infinite: the caller must not let such a step count.
+        """
+        mine, places = self._find(pieces, flat.device)
+        if not mine:
+            return flat.new_zeros(0)
+        views = [_values(flat, piece) for piece in mine]
+        norms = torch.stack(torch._foreach_norm(views)).float()
+        if self._next is None:
+            self._next = self._usual.clone(), self._cut.clone()
+        usual, cut = self._next
+        before = self._usual[places]
+        bound = self.times * torch.maximum(before, self._shares[places] * torch.linalg.vector_norm(self._usual))
+        over = (norms > bound) & (bound > 0) & norms.isfinite()
+        factors = torch.where(over, bound / norms, 1.0)
+        # On CPU a look costs nothing and mostly saves a pass; on CUDA it would wait for the device.
+        if flat.is_cuda or bool(over.any()):
+            torch._foreach_mul_(views, list(factors.to(flat.dtype).unbind()))
+        kept = torch.where(norms.isfinite(), norms * factors, before)
+        usual[places] = torch.where(before > 0, MEMORY * before + (1 - MEMORY) * kept, kept)
+        cut += torch.stack([over.sum().float(), torch.where(over, norms * (1 - factors), 0.0).sum()])
+        return norms
+
+    def commit(self) -> None:
+        """The step counts."""
+        if self._next is not None:
+            self._usual, self._cut = self._next
+            self._next = None
+
+    def rollback(self) -> None:
+        """The step does not count."""
+        self._next = None
+
+    def facts(self) -> dict[str, float]:
+        """``cut``: gradients of parameters cut on this rank so far; ``norm``: the sum of the norms cut off."""
+        count, norm = self._cut.tolist()
+        return {"cut": int(count), "norm": norm}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Usual norms by parameter, and what was cut."""
+        usual = {f"usual norm/{name}": self._usual[i].clone() for name, i in self._index.items()}
+        return {**usual, "cut": self._cut.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take what ``state_dict`` gave. A parameter that is not in it starts without a usual norm."""
+        self._next = None
+        for name, i in self._index.items():
+            found = state.get(f"usual norm/{name}")
+            self._usual[i] = 0.0 if found is None else found
+        if "cut" in state:
+            self._cut.copy_(state["cut"])
+
+    def _find(self, pieces: tuple[Piece, ...], device: torch.device) -> tuple[list[Piece], Tensor]:
+        """Those of ``pieces`` that are bounded, and their numbers."""
+        if pieces not in self._places:
+            if len(self._places) >= COMPOSITIONS:
+                self._places.clear()
+            mine = [piece for piece in pieces if piece.name in self._index]
+            numbers: Sequence[int] = [self._index[piece.name] for piece in mine]
+            self._places[pieces] = mine, torch.tensor(numbers, dtype=torch.int64, device=device)
+        return self._places[pieces]
+
+
+def _values(flat: Tensor, piece: Piece) -> Tensor:
+    """A view of all of a parameter's values in an engine's buffer, in whatever order."""
+    if piece.stride:
+        size, strides = (piece.rows, piece.numel // piece.rows), (piece.stride, 1)
+        return flat.as_strided(size, strides, flat.storage_offset() + piece.offset)
+    return flat[piece.offset : piece.offset + piece.numel]

@@ -1,0 +1,231 @@
+"""One optimizer step after another: what has been exchanged for it, whether it counts, who has stepped.
+
+    exchange (engine) -> before (the first optimizer of the step: one agreed flag) -> optimizers -> after (the last one)
+
+Everything that makes a step more than that line is decided here: several optimizers, a second exchange before the step,
+gradients that were thrown away in between (a GradScaler does that), a step without an exchange, a step that is skipped.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from thinwire.bound import Bound
+from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.guard import Guard
+from thinwire.integrations.base import all_zero
+from thinwire.ledger import Ledger
+from thinwire.methods.base import Method, Step
+from thinwire.road import Road
+from thinwire.state import State
+
+if TYPE_CHECKING:
+    from thinwire.integrations.ddp import DDP
+    from thinwire.integrations.fsdp2 import FSDP2
+
+FRAMES = 12
+"""How far up the callers of ``optimizer.step()`` a GradScaler is looked for."""
+
+
+class Turn:
+    """The steps of one model.
+
+    Attributes:
+        skipped: steps that were skipped on all ranks.
+        norm, clip_factor: of the averaged gradients, 0-dim, once the user has clipped them in this step.
+        closed: no exchange is due now: micro-batches are being accumulated.
+        ended: there will be no more steps.
+    """
+
+    def __init__(
+        self,
+        engine: DDP | FSDP2,
+        method: Method,
+        optimizers: Sequence[torch.optim.Optimizer],
+        weights: Mapping[str, Tensor],
+        roads: Sequence[Road],
+        guard: Guard,
+        bound: Bound | None,
+        ledger: Ledger,
+        *,
+        scaled: bool,
+    ) -> None:
+        """``roads``: the method's first. ``weights``: the trained parameters. ``scaled``: a GradScaler was given."""
+        assert method.state is not None
+        self.engine, self.method, self.optimizers, self.weights = engine, method, tuple(optimizers), weights
+        self.roads, self.guard, self.bound, self.ledger = roads, guard, bound, ledger
+        self.state: State = method.state
+        self.skipped = 0
+        self.norm: Tensor | None = None
+        self.clip_factor: Tensor | None = None
+        self.closed = self.ended = False
+        self._device = next(iter(weights.values())).device
+        self._seen: dict[str, None] = {}  # parameters exchanged since the last step, in order
+        self._open: Step | None = None  # begun by one optimizer, others are to follow
+        self._waiting: set[int] = set()  # for these
+        self._skipping: set[int] = set()  # optimizers whose part of a skipped step is still to come
+        self._warned = False
+        self._knows_scaler = scaled or not method.keeps_state
+
+    # What the engines say.
+
+    def enter(self, names: Sequence[str]) -> None:
+        """The gradients of ``names`` are about to be exchanged. Collective, in the same order on all ranks."""
+        if self.ended:
+            raise ThinwireError("gradients were exchanged after wire.close(): wrap the model anew, and compress() it")
+        if self.closed:
+            raise ThinwireError(
+                "gradients were exchanged inside accumulate(last=False), as the end of a pipeline schedule's step() "
+                "does: give one schedule.step() all micro-batches of the optimizer step"
+            )
+        if self._open is not None:
+            self._finish()  # some optimizer does not step this time
+        if self._seen:
+            again = [name for name in names if name in self._seen]
+            if self.engine.dropped(again or [next(iter(self._seen))], look=bool(again)):
+                self._abandon()
+            elif again:
+                self._again(again[0])
+        else:
+            self._skipping.clear()
+        self.norm = self.clip_factor = None
+        self._seen.update(dict.fromkeys(names))
+
+    def seen(self, name: str) -> bool:
+        """Has the parameter been exchanged since the last step?"""
+        return name in self._seen
+
+    def begin_micro_batch(self) -> None:
+        """Forward and backward of a micro-batch are about to begin."""
+        if self._open is not None:
+            self._finish()
+        elif self._seen and all_zero(self.engine.gradients(), self.engine.comms, self._device):
+            self._abandon()
+
+    def _again(self, name: str) -> None:
+        """``name`` is exchanged a second time in one step."""
+        what = (
+            f"{name} is exchanged a second time before optimizer.step(): put every backward pass of a step but the "
+            "last into `with wire.accumulate(last=False):`"
+        )
+        if not self.method.adds_up:
+            raise ThinwireError(
+                f"{self.method.name}: {what}, or shard a module that runs twice together with its parent; "
+                f"{self.method.name} keeps a momentum, which would move on twice"
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{what}, or each sends as many bytes as a step", ThinwireWarning, stacklevel=2)
+        self.state.again()
+        self._seen.clear()
+
+    # What the optimizers say.
+
+    def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """``optimizer`` is about to step. The first of a step agrees with all ranks on whether the step counts."""
+        if any(callable(value) for value in (*args[1:], *kwargs.values())):
+            raise ThinwireError("optimizer.step(closure) makes gradients after their check: call backward() first")
+        self._look_for_scaler()
+        if id(optimizer) in self._skipping or (self._open is None and not self._begin()):
+            # An optimizer leaves a parameter without gradient, and its moments and step count, as they are.
+            for parameter in _parameters(optimizer):
+                parameter.grad = None
+            self._skipping.discard(id(optimizer))
+            return
+        if id(optimizer) not in self._waiting and _has_gradients(optimizer):
+            raise ThinwireError(f"{type(optimizer).__name__} steps a second time after one exchange of gradients")
+        self.engine.stepping()
+
+    def after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """``optimizer`` has moved. The last one of a step lets the method look at what they did."""
+        if self._open is not None:
+            self.engine.stepped()
+            self._waiting.discard(id(optimizer))
+            if not self._waiting:
+                self._finish()
+
+    def _begin(self) -> bool:
+        """All ranks agree whether the step counts, before any optimizer or state changes."""
+        gradients = self.engine.gradients()
+        if not self._seen and self.engine.exchanges and any(gradient is not None for gradient in gradients):
+            raise ThinwireError(
+                "optimizer.step() without an exchange of gradients since the last one, so each rank has its own: the "
+                "last backward pass of a step must not be inside no_sync() or accumulate(last=False)"
+            )
+        self.guard.observe_all(gradients if self.norm is None else [self.norm])
+        if not self.guard.agree(self._device):
+            self._skip()
+            return False
+        self._commit()
+        self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
+        self._open = Step(self.roads[0].step, self.optimizers, self.weights, self.clip_factor)
+        self.method.before_step(self._open)
+        return True
+
+    def _finish(self) -> None:
+        assert self._open is not None
+        self.method.after_step(self._open)
+        self._commit()
+        for road in self.roads:
+            road.step += 1
+        self._end(skipped=False)
+
+    def _skip(self) -> None:
+        """A skipped step does not move the methods' clock: it is as if it had not happened."""
+        self._skipping = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
+        self.state.rollback()
+        if self.bound is not None:
+            self.bound.rollback()
+        self.method.undo()
+        self.skipped += 1
+        self._end(skipped=True)
+
+    def _abandon(self) -> None:
+        """Gradients were exchanged, and thrown away instead of stepped with."""
+        self.guard.forget()
+        self._skip()
+        self._skipping.clear()
+
+    def _end(self, *, skipped: bool) -> None:
+        self.ledger.close_step(skipped=skipped)
+        self._seen.clear()
+        self._waiting.clear()
+        if not skipped:
+            self._skipping.clear()
+        self._open = self.norm = self.clip_factor = None
+
+    def _commit(self) -> None:
+        self.state.commit()
+        if self.bound is not None:
+            self.bound.commit()
+
+    def _look_for_scaler(self) -> None:
+        """A GradScaler that ``compress()`` was not told of leaves no trace but itself among the callers of ``step``."""
+        if self._knows_scaler:
+            return
+        frame = sys._getframe(1)
+        for _ in range(FRAMES):
+            caller: Any = frame.f_locals.get("self")
+            if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
+                raise ThinwireError(
+                    f"{self.method.name} keeps values from step to step, and a GradScaler changes their unit: "
+                    "pass it as compress(..., scaler=scaler)"
+                )
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        self._knows_scaler = True
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(parameter.grad is not None for parameter in _parameters(optimizer))
