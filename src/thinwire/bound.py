@@ -2,9 +2,9 @@
 
 Dense training forgets a spoilt batch (a loss ten thousand times too large, once): clipping scales its gradient down,
 and the next step is an ordinary one. A method that keeps a residual or a momentum takes the gradient up *before* it is
-averaged and clipped, and sends it for a hundred steps. So the gradient of each parameter on each rank is first scaled
-down to ``times`` its usual norm, where it is larger. What that cuts off is lost, on purpose, and counted: for the rest,
-sent + kept = input holds as before.
+averaged and clipped, and sends it for a hundred steps. So a gradient of a parameter on a rank that is more than
+``times`` as large as usual is first scaled down to its usual norm. What that cuts off is lost, on purpose, and counted:
+for the rest, sent + kept = input holds as before.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ COMPOSITIONS = 256
 
 
 class Bound:
-    """Scales gradients down to ``times`` the norm that is usual for their parameter on this rank.
+    """Scales gradients that are more than ``times`` as large as usual for their parameter on this rank down to that.
 
-    With r the running mean of a parameter's norms (each taken as scaled down), R the norm of all r together, and s the
-    parameter's share of all values, the bound is ``times`` * max(r, sqrt(s) R): a parameter whose gradients begin small
-    (behind a layer that starts at zero) may grow up to what is usual in the model at once. Where nothing is usual yet,
-    in the first step, nothing is cut.
+    With r the running mean of a parameter's norms, R the norm of all r together, and s the parameter's share of all
+    values, usual is max(r, sqrt(s) R): a parameter whose gradients begin small (behind a layer that starts at zero) may
+    grow at once. Where nothing is usual yet, in the first step, nothing is cut. A norm that is too large counts as
+    ``times`` the usual one: if gradients stay as large, that is what is usual after a few steps.
+
+    Parameters that stay dense are bounded too. They would forget by themselves, but one norm clips all: left as it is,
+    theirs would shrink what the others send to nothing in that step.
 
     No host sync, and one pass over the gradients (two on CUDA).
     """
 
     def __init__(self, times: float, sizes: Mapping[str, int], device: torch.device) -> None:
-        """``sizes``: name -> values on this rank, of the parameters that a method with state compresses.
+        """``sizes``: name -> values on this rank, of all trained parameters.
 
         Raises:
             ThinwireError: ``times`` is not a finite number from 1 on.
@@ -67,14 +70,14 @@ class Bound:
             self._next = self._usual.clone(), self._cut.clone()
         usual, cut = self._next
         before = self._usual[places]
-        bound = self.times * torch.maximum(before, self._shares[places] * torch.linalg.vector_norm(self._usual))
-        over = (norms > bound) & (bound > 0) & norms.isfinite()
-        factors = torch.where(over, bound / norms, 1.0)
+        size = torch.maximum(before, self._shares[places] * torch.linalg.vector_norm(self._usual))
+        over = (norms > self.times * size) & (size > 0) & norms.isfinite()
+        factors = torch.where(over, size / norms, 1.0)
         # On CPU a look costs nothing and mostly saves a pass; on CUDA it would wait for the device.
         if flat.is_cuda or bool(over.any()):
             torch._foreach_mul_(views, list(factors.to(flat.dtype).unbind()))
-        kept = torch.where(norms.isfinite(), norms * factors, before)
-        usual[places] = torch.where(before > 0, MEMORY * before + (1 - MEMORY) * kept, kept)
+        found = torch.where(over, self.times * size, torch.where(norms.isfinite(), norms, before))
+        usual[places] = torch.where(before > 0, MEMORY * before + (1 - MEMORY) * found, found)
         cut += torch.stack([over.sum().float(), torch.where(over, norms * (1 - factors), 0.0).sum()])
         return norms
 

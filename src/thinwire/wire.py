@@ -73,10 +73,11 @@ def compress(
             norm of all stages. Other dimensions of the parameters' own mesh (tensor parallelism) are found.
         scaler: the ``GradScaler`` that scales the loss, if there is one: what a method keeps from step to step is then
             free of the scale, which changes. Methods that keep nothing do not need to be told.
-        bound: what one step may put into what a method keeps: the gradient of a parameter on a rank is scaled down to
-            this many times its usual norm, where it is larger, so that a spoilt batch does not rule the steps after it.
-            What is cut off is lost, counted and shown. Lower => spoilt batches do less harm, and ordinary large
-            gradients are cut too. None: no bound, nothing is ever cut. Methods that keep nothing have none.
+        bound: what one step may put into what a method keeps: the gradient of a parameter on a rank that is more than
+            this many times as large as usual (by its running norm) is scaled down to what is usual, so that a spoilt
+            batch does not rule the steps after it. What is cut off is lost, counted and shown. Lower => smaller
+            excesses are cut, and more ordinary gradients are. None: nothing is ever cut. Methods that keep nothing have
+            no bound.
 
     Raises:
         ThinwireError: for everything that cannot be carried, by name, with the alternative.
@@ -235,9 +236,9 @@ class Wire:
         self._road = self._roads[0]
         self._bound = None
         if bound is not None:
-            sent = {p.name: p.local for p in parameters if method.keeps_state and self.plan.why_dense(p.name) is None}
-            self._bound = Bound(bound, sent, self._device)
-            self._road.bound = self._bound if sent else None
+            self._bound = Bound(bound, {p.name: p.local for p in parameters}, self._device)
+            compresses = any(self.plan.why_dense(p.name) is None for p in parameters)
+            self._road.bound = self._bound if method.keeps_state and compresses else None
         if scaler is not None and method.keeps_state:
             one = torch.ones((), device=self._device)
             self._road.scale = lambda: scaler.scale(one)
