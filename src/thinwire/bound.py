@@ -56,14 +56,14 @@ class Bound:
         self._next: tuple[Tensor, Tensor] | None = None
         self._places: dict[tuple[Piece, ...], tuple[list[Piece], Tensor]] = {}
 
-    def apply(self, flat: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
-        """Scale the parameters in ``flat`` (1-D) down where they exceed their bound. Returns their norms before, (P,).
+    def apply(self, flat: Tensor, pieces: tuple[Piece, ...]) -> None:
+        """Scale the parameters in ``flat`` (1-D) down where they exceed their bound.
 
-        A norm that overflows is infinite: the caller must not let such a step count.
+        Where a norm is not finite nothing is scaled: such a step is the guard's.
         """
         mine, places = self._find(pieces, flat.device)
         if not mine:
-            return flat.new_zeros(0)
+            return
         views = [_values(flat, piece) for piece in mine]
         norms = torch.stack(torch._foreach_norm(views)).float()
         if self._next is None:
@@ -79,7 +79,6 @@ class Bound:
         found = torch.where(over, self.times * size, torch.where(norms.isfinite(), norms, before))
         usual[places] = torch.where(before > 0, MEMORY * before + (1 - MEMORY) * found, found)
         cut += torch.stack([over.sum().float(), torch.where(over, norms * (1 - factors), 0.0).sum()])
-        return norms
 
     def commit(self) -> None:
         """The step counts."""

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Comm
+from thinwire.methods.base import local
 
 
 class Guard:
     """Collects, over one step, whether any gradient on any rank was not finite.
 
-    ``observe`` reads each buffer once (a sum: no allocation of its size, no host sync) *before* a method sees it, since
+    ``observe`` reads each buffer once (a norm: no allocation of its size, no host sync) *before* a method sees it, since
     a mask or a quantizer can hide a NaN; and the mean's norm, or the means themselves, *after*, since a sum can
     overflow. ``agree`` makes one flag of all ranks' flags; it is the step's only host sync of ours.
     """
@@ -23,13 +24,14 @@ class Guard:
         self._total: Tensor | None = None
 
     def observe(self, values: Tensor) -> None:
-        """Note whether ``values`` (any shape) are finite.
+        """Note whether ``values`` (any shape) are finite, by their norm.
 
-        A sum of finite values that overflows float32 counts as not finite: no optimizer survives such a gradient.
+        A norm of finite values that overflows counts as not finite: no optimizer survives such a gradient, nor does what
+        a method keeps of it.
         """
         if not self.enabled or values.numel() == 0:
             return
-        total = values.sum(dtype=torch.float32)
+        total = torch.linalg.vector_norm(values, dtype=_wide([values])).float()
         # inf - inf is NaN and NaN stays NaN: a running sum of (x - x) is 0 while everything is finite, NaN after.
         residue = total - total
         self._total = residue if self._total is None else self._total + residue
@@ -39,10 +41,14 @@ class Guard:
         self._total = None
 
     def observe_all(self, gradients: Iterable[Tensor | None]) -> None:
-        """Look at what came out, which may have overflowed on the way, or never came by (one rank alone)."""
-        for gradient in gradients:
-            if gradient is not None:
-                self.observe(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
+        """Look at what came out, which may have overflowed on the way, or never came by (one rank alone).
+
+        By their norms, as clipping does: a gradient whose square is infinite stops Adam's second moment for good.
+        """
+        there = [local(gradient) for gradient in gradients if gradient is not None]
+        if self.enabled and there:
+            norms = torch._foreach_norm(there, dtype=_wide(there))
+            self.observe(torch.stack([norm.float() for norm in norms]))
 
     def agree(self, device: torch.device) -> bool:
         """True if every value observed on every rank was finite. Collective; forgets what was observed."""
@@ -54,3 +60,8 @@ class Guard:
         for comm in self.comms:
             comm.all_reduce(flag, "max")
         return not bool(flag.item())
+
+
+def _wide(values: Sequence[Tensor]) -> torch.dtype | None:
+    """The dtype of a norm: float16 has no room for one."""
+    return torch.float32 if any(tensor.dtype == torch.float16 for tensor in values) else None

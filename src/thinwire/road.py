@@ -65,7 +65,7 @@ class Road:
             if scale is not None:
                 flat.div_(scale)
             if self.bound is not None:
-                self.guard.observe(self.bound.apply(flat, pieces))
+                self.bound.apply(flat, pieces)
             self.carry(flat, pieces, out)
             if scale is not None:
                 out.mul_(scale)

@@ -144,17 +144,7 @@ class State:
         return result
 
     def load_state_dict(self, values: dict[str, Tensor]) -> None:
-        """Take what ``state_dict`` gave; it moves into buckets as those are next seen.
-
-        Raises:
-            ThinwireError: a value is not finite: it would spoil the weights in the first step.
-        """
-        for key, tensor in values.items():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise ThinwireError(
-                    f"state '{key.removeprefix(_SMALL)}' holds values that are not finite: take an older checkpoint, "
-                    "or leave this entry out (what waited there is then lost)"
-                )
+        """Take what ``state_dict`` gave; it moves into buckets as those are next seen."""
         for store in (self._home, self._current, self._staged, self._earlier, self._spare, self._small_staged,
                       self._small_earlier, self._loose, self._small):  # fmt: skip
             store.clear()

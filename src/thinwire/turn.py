@@ -22,6 +22,7 @@ from thinwire.guard import Guard
 from thinwire.integrations.base import all_zero
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Step
+from thinwire.plan import clean_name
 from thinwire.road import Road
 from thinwire.state import State
 
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
 
 FRAMES = 12
 """How far up the callers of ``optimizer.step()`` a GradScaler is looked for."""
+
+
+_LATE = (
+    "{name} was frozen when compress() was called, and has a gradient now: thaw it before, or wrap the model anew and "
+    "compress() it"
+)
 
 
 class Turn:
@@ -66,6 +73,11 @@ class Turn:
         self.clip_factor: Tensor | None = None
         self.closed = self.ended = False
         self._device = next(iter(weights.values())).device
+        self._frozen = {
+            clean_name(name).removeprefix("module."): weight
+            for name, weight in engine.model.named_parameters()
+            if id(weight) not in engine.parameters
+        }
         self._seen: dict[str, None] = {}  # parameters exchanged since the last step, in order
         self._open: Step | None = None  # begun by one optimizer, others are to follow
         self._waiting: set[int] = set()  # for these
@@ -84,6 +96,9 @@ class Turn:
                 "gradients were exchanged inside accumulate(last=False), as the end of a pipeline schedule's step() "
                 "does: give one schedule.step() all micro-batches of the optimizer step"
             )
+        for name in names:
+            if name not in self.weights:
+                raise ThinwireError(_LATE.format(name=name))
         if self._open is not None:
             self._finish()  # some optimizer does not step this time
         if self._seen:
@@ -152,13 +167,13 @@ class Turn:
 
     def _begin(self) -> bool:
         """All ranks agree whether the step counts, before any optimizer or state changes."""
-        gradients = self.engine.gradients()
-        if not self._seen and self.engine.exchanges and any(gradient is not None for gradient in gradients):
+        self._look_for_thawed()
+        if not self._seen and self.engine.exchanges and self.engine.unexchanged():
             raise ThinwireError(
                 "optimizer.step() without an exchange of gradients since the last one, so each rank has its own: the "
                 "last backward pass of a step must not be inside no_sync() or accumulate(last=False)"
             )
-        self.guard.observe_all(gradients if self.norm is None else [self.norm])
+        self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
         if not self.guard.agree(self._device):
             self._skip()
             return False
@@ -204,6 +219,12 @@ class Turn:
         self.state.commit()
         if self.bound is not None:
             self.bound.commit()
+
+    def _look_for_thawed(self) -> None:
+        """DDP does not exchange what was frozen when it was made: each rank would go its own way."""
+        for name, weight in self._frozen.items():
+            if weight.grad is not None and any(weight is p for o in self.optimizers for p in _parameters(o)):
+                raise ThinwireError(_LATE.format(name=name))
 
     def _look_for_scaler(self) -> None:
         """A GradScaler that ``compress()`` was not told of leaves no trace but itself among the callers of ``step``."""

@@ -352,8 +352,14 @@ class Wire:
         """Go on from ``state_dict()`` of the same rank, with the same method and world size.
 
         Raises:
-            ThinwireError: a value is not finite.
+            ThinwireError: a value is not finite: it would spoil the weights in the first step.
         """
+        for key, values in state.items():
+            if values.is_floating_point() and not bool(values.isfinite().all()):
+                raise ThinwireError(
+                    f"the state '{key}' holds values that are not finite: take an older checkpoint, or leave this entry "
+                    "out (what waited there is then lost)"
+                )
         rest = dict(state)
         step, self._turn.skipped = int(rest.pop("step")), int(rest.pop("skipped"))
         for road in self._roads:

@@ -107,6 +107,10 @@ class DDP:
             if id(weight) in self.parameters:
                 watch(self.parameters[id(weight)].name, weight)
 
+    def unexchanged(self) -> bool:
+        """Are there gradients, if only of this rank's own?"""
+        return any(gradient is not None for gradient in self.gradients())
+
     def dropped(self, names: Sequence[str], *, look: bool) -> bool:
         """Have the gradients of ``names``, exchanged in an earlier backward pass of this step, been thrown away?"""
         found = [self._fired[name] for name in names if name in self._fired]

@@ -218,6 +218,11 @@ class FSDP2:
         """Are we called at all? torch leaves out what a single rank would exchange with itself."""
         return max(self.exchange.rows, 1 if self.inside is None else self.inside.rows) > 1
 
+    def unexchanged(self) -> bool:
+        """Are there gradients, if only of this rank's own? torch keeps those until a backward pass that exchanges."""
+        own = (fsdp_param for _, group in self.groups for fsdp_param in group.fsdp_params)
+        return any(gradient is not None for gradient in self.gradients()) or any(_has_own_gradient(p) for p in own)
+
     def dropped(self, names: Sequence[str], *, look: bool) -> bool:
         """Have the gradients of ``names``, exchanged in an earlier backward pass of this step, been thrown away?
 
@@ -242,6 +247,13 @@ class FSDP2:
         """They were, and torch may not have noticed."""
         for gather in self._gathers:
             gather.changed = True
+
+
+def _has_own_gradient(fsdp_param: Any) -> bool:
+    """Has this rank a gradient of the whole parameter that has not been reduced?"""
+    return hasattr(fsdp_param, "_unsharded_param") and (
+        fsdp_param.unsharded_accumulated_grad is not None or fsdp_param._unsharded_param.grad is not None
+    )
 
 
 def _shard_only(info: Any) -> Any:
@@ -276,12 +288,8 @@ class _GroupLink:
             self._active = [
                 fsdp_param
                 for fsdp_param in self.group.fsdp_params
-                if hasattr(fsdp_param, "_unsharded_param")
-                and (
-                    fsdp_param.unsharded_accumulated_grad is not None
-                    or fsdp_param._unsharded_param.grad is not None
-                    or (zeros and fsdp_param._unsharded_param.requires_grad)
-                )
+                if _has_own_gradient(fsdp_param)
+                or (zeros and hasattr(fsdp_param, "_unsharded_param") and fsdp_param._unsharded_param.requires_grad)
             ]
             # Read when first seen only: under tensor parallelism, reading may cost an all-reduce.
             known = self._key() in self._pieces

@@ -16,6 +16,9 @@ from thinwire.collectives import Exchange
 from thinwire.methods.base import Lossy, Method, Parameter
 
 
+_SENT_WHOLE = dict.fromkeys(("send", "smallest"), "all is sent that dense= does not name")
+
+
 @dataclass
 class Dense(Method):
     """Everything in the engine's own dtype, summed by the network: bit for bit what the stock engine does."""
@@ -43,11 +46,15 @@ class Fp32(Method):
 class Bf16(Lossy):
     """Everything in bfloat16, summed by the network in bfloat16: half the bytes (torch's ``bf16_compress_hook``).
 
-    The rounding error of the sum grows with the number of ranks: see :class:`Bf16Acc32`.
+    The rounding error of the sum grows with the number of ranks, and no rank can see it, let alone feed it back: see
+    :class:`Bf16Acc32`.
     """
 
     name: ClassVar[str] = "bf16"
-    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("send", "smallest"), "all is sent that dense= does not name")
+    ABSENT: ClassVar[Mapping[str, str]] = {
+        **_SENT_WHOLE,
+        "error_feedback": "the network's sum rounds where no rank can see it: bf16-acc32 has it",
+    }
 
     def make_codec(self) -> Codec:
         return Bf16Codec()
@@ -61,6 +68,7 @@ class Bf16Acc32(Bf16):
     """Everything in bfloat16 on the wire, summed in fp32 in rank order: the bytes of ``bf16``, two roundings in all."""
 
     name: ClassVar[str] = "bf16-acc32"
+    ABSENT: ClassVar[Mapping[str, str]] = _SENT_WHOLE
     on_wire: ClassVar[bool] = False
 
 

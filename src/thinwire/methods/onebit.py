@@ -118,11 +118,13 @@ class OneBitAdam(Method):
         self.first = first_step(self.name, "warmup", self.warmup, run.steps)  # T_w
         if self.first < 1:
             raise ThinwireError("onebit-adam: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
-        sent = [held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None]
-        for optimizer, group in sent:
+        sent = {name: held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None}
+        for name, (optimizer, group) in sent.items():
             if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-                kind = type(optimizer).__name__
-                raise ThinwireError(f"onebit-adam is built on Adam: pass torch.optim.AdamW or Adam, got {kind}")
+                raise ThinwireError(
+                    f"onebit-adam is built on Adam: pass torch.optim.AdamW or Adam as the optimizer of {name}, got "
+                    f"{type(optimizer).__name__}, or name it in dense="
+                )
             for knob in ("amsgrad", "maximize", "differentiable"):
                 if group.get(knob):
                     raise ThinwireError(f"onebit-adam cannot freeze the variance with {knob}=True: leave it out")
@@ -132,7 +134,7 @@ class OneBitAdam(Method):
                 raise ThinwireError(
                     "onebit-adam under a GradScaler takes gradients unscaled before the step: leave fused=True out"
                 )
-        betas = {float(group["betas"][0]) for _, group in sent}
+        betas = {float(group["betas"][0]) for _, group in sent.values()}
         if len(betas) > 1:
             raise ThinwireError(f"onebit-adam needs one beta1 for all parameter groups, got {sorted(betas)}")
         self.beta1 = betas.pop() if betas else 0.0

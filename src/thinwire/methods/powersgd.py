@@ -7,6 +7,9 @@ Alg. 1 and 2 on rank n, for each gradient seen as a matrix M (rows, cols):
 
 With weights sharded (FSDP2) a rank has the whole gradient before the exchange: P and Q are averaged as on DDP, and the
 owner multiplies out its own rows. With HSDP each shard is a matrix of its own.
+
+Where M has a rank below r, a column of P is zero, not the direction of its rounding errors, and the next step starts
+that column where this one did: from a column of zeros nothing would ever be sent again.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from thinwire.errors import ThinwireError
 from thinwire.methods.base import ErrorFeedback, Parameter, columns_of
 from thinwire.streams import random_normal, seed_of
 
-TINY = 1e-30
-"""Added to squared norms: the direction of a zero column is zero, not NaN."""
+NOISE = 2.0**-16
+"""What is left of a column of length 1, without the columns before it, below which it is their rounding errors."""
 
 
 @dataclass
@@ -66,10 +69,12 @@ class PowerSgd(ErrorFeedback):
         ps = [part.view(whole, -1, r) for part in parts]
         qs = [part.view(-1, r) for part in right.split([cols * r for _, cols in sizes])]
         matrices = [self._matrix(bucket.rows, s, cols) for s, (_, cols) in zip(bucket.segments, sizes, strict=True)]
+        starts = []
         with exchange.span("encode", bucket.rows):
             for segment, matrix, p, q in zip(bucket.segments, matrices, ps, qs, strict=True):
                 known = self.state.get("q", segment.name)
-                q.copy_(self._start(segment.name, q) if known is None else known)
+                starts.append(self._start(segment.name, q) if known is None else known)
+                _scale(q.copy_(starts[-1]))  # else M Q squares the size of M, which leaves float32 earlier
                 for rows, out in zip(matrix, p, strict=True):
                     torch.mm(rows, q, out=out)
         exchange.all_mean(left)
@@ -86,10 +91,10 @@ class PowerSgd(ErrorFeedback):
         exchange.all_mean(right)
         with exchange.span("decode", bucket.rows):
             mine = slice(exchange.rank, exchange.rank + 1) if exchange.owner else slice(None)
-            for segment, p, q in zip(bucket.segments, ps, qs, strict=True):
+            for segment, p, q, start in zip(bucket.segments, ps, qs, starts, strict=True):
                 for of, out in zip(p[mine], self._matrix(bucket.mean, segment, q.shape[0]), strict=True):
                     torch.mm(of, q.T, out=out)
-                self.state.put("q", segment.name, q.clone())
+                self.state.put("q", segment.name, torch.where(q.abs().amax(0) == 0, start, q))
 
     def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
         rows, cols = exchange.bucket_rows(True), self._cols(parameter)
@@ -118,10 +123,30 @@ class PowerSgd(ErrorFeedback):
 
 
 def _orthonormalize(matrix: Tensor) -> None:
-    """Modified Gram-Schmidt on the columns of ``matrix`` (rows, r), in place: the same bits on ranks of one kind."""
-    for column in range(matrix.shape[1]):
-        this = matrix[:, column : column + 1]
-        this.mul_(this.square().sum().add_(TINY).rsqrt())
-        rest = matrix[:, column + 1 :]
-        if rest.shape[1]:
-            rest.sub_(this @ (this.T @ rest))
+    """Gram-Schmidt on the columns of ``matrix`` (rows, r), in place: the same bits on ranks of one kind.
+
+    What each column has in common with those before it is taken out twice, which is enough (Parlett 1980): once leaves
+    rounding errors that, where the column was almost in their span, are no longer small beside what is left.
+    """
+    _scale(matrix)
+    matrix.div_(_or_one(_lengths(matrix)))
+    for column in range(1, matrix.shape[1]):
+        this, before = matrix[:, column : column + 1], matrix[:, :column]
+        for least in (NOISE, 0.0):
+            this.sub_(before @ (before.T @ this))
+            length = _lengths(this)
+            this.div_(_or_one(length)).mul_(length > least)
+
+
+def _scale(matrix: Tensor) -> None:
+    """Divide each column by its largest magnitude, in place: then squares neither overflow nor vanish."""
+    matrix.div_(_or_one(matrix.abs().amax(0)))
+
+
+def _lengths(matrix: Tensor) -> Tensor:
+    return matrix.square().sum(0).sqrt_()
+
+
+def _or_one(sizes: Tensor) -> Tensor:
+    """What a column may be divided by: one of zeros stays one."""
+    return torch.where(sizes == 0, 1.0, sizes)

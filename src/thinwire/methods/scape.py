@@ -371,7 +371,7 @@ class Scape(Method):
         rows = exchange.bucket_rows(True)
         columns = columns_of(parameter, exchange, rows)
         if self.density == 1:
-            return exchange.sent_bytes(4 * columns, 4 * columns, rows, on_wire=True)
+            return super().sent_bytes(parameter, exchange)
         k, quantizer = self._k(columns, self.steady), self._quantizer()
         if quantizer is None:
             row_bytes = (4 if self.payload == "fp32" else 2) * k

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Any
 
 from thinwire.errors import ThinwireError, ThinwireWarning
 
@@ -30,9 +29,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _one_line(message: Any, category: type[Warning], *place: Any, usual: Any = warnings.formatwarning) -> str:
-    """Ours as one line, without a place in our own code; others as ever."""
-    return f"thinwire: {message}\n" if issubclass(category, ThinwireWarning) else usual(message, category, *place)
+_usual = warnings.formatwarning
+
+
+def _one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Ours without the place, which is in our own code; others as ever."""
+    if issubclass(category, ThinwireWarning):
+        return f"thinwire: {message}\n"
+    return _usual(message, category, filename, lineno, line)
 
 
 def _default_ranks(device: str) -> int:
