@@ -14,8 +14,8 @@ from thinwire.methods.base import local
 class Guard:
     """Collects, over one step, whether any gradient on any rank was not finite.
 
-    ``observe`` reads each buffer once (a norm: no allocation of its size, no host sync) *before* a method sees it, since
-    a mask or a quantizer can hide a NaN; and the mean's norm, or the means themselves, *after*, since a sum can
+    ``observe`` reads each buffer once (a norm: no allocation of its size, no host sync) *before* a method sees it,
+    since a mask or a quantizer can hide a NaN; and the mean's norm, or the means themselves, *after*, since a sum can
     overflow. ``agree`` makes one flag of all ranks' flags; it is the step's only host sync of ours.
     """
 
@@ -26,8 +26,8 @@ class Guard:
     def observe(self, values: Tensor) -> None:
         """Note whether ``values`` (any shape) are finite, by their norm.
 
-        A norm of finite values that overflows counts as not finite: no optimizer survives such a gradient, nor does what
-        a method keeps of it.
+        A norm of finite values that overflows counts as not finite: no optimizer survives such a gradient, nor does
+        what a method keeps of it.
         """
         if not self.enabled or values.numel() == 0:
             return

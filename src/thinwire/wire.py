@@ -357,8 +357,8 @@ class Wire:
         for key, values in state.items():
             if values.is_floating_point() and not bool(values.isfinite().all()):
                 raise ThinwireError(
-                    f"the state '{key}' holds values that are not finite: take an older checkpoint, or leave this entry "
-                    "out (what waited there is then lost)"
+                    f"the state '{key}' holds values that are not finite: take an older checkpoint, or leave this "
+                    "entry out (what waited there is then lost)"
                 )
         rest = dict(state)
         step, self._turn.skipped = int(rest.pop("step")), int(rest.pop("skipped"))
@@ -401,6 +401,8 @@ class Report:
         dense = stats["dense_bytes_per_step"]
         table.add_row("dense would send", human(dense))
         table.add_row("share of dense", f"{sent / dense:.1%}" if dense else "-")
+        if self.plan.compressed is not None:
+            table.add_row("values compressed", f"{self.plan.compressed:.1%}")
         for kind in KINDS:
             table.add_row(kind, f"{stats[f'{kind}_ms']:.2f} ms")
         for name, value in stats["method"].items():
@@ -412,6 +414,7 @@ class Report:
         table.add_row("memory held", human(stats["memory_bytes"]))
         if stats["memory_planned_bytes"] is not None:
             table.add_row("memory at its peak, as planned", human(stats["memory_planned_bytes"]))
+        table.caption = self.plan.note
         out = io.StringIO()
         Console(file=out, width=100, color_system=None).print(table)
         return out.getvalue().rstrip()

@@ -10,27 +10,25 @@ from thinwire.ops import quant
 
 
 class _Hadamard(Integers):
-    """Rows are cut into tiles of 32 x 16 values, each of whose columns is transformed (``ops.quant``).
-
-    ``group`` (elements, 32 to 512) is that of the scales; segments are padded to 512 values, a tile.
+    """Every 32 neighbours are transformed (``ops.quant``). ``group`` (elements, a power of two from 32 to 4096) holds
+    whole ones, so that an outlier stays within the values that share its scale.
     """
 
     def __init__(self, group: int = 128, rounding: str = "nearest") -> None:
         super().__init__(group, rounding)
-        if not 32 <= group <= quant.TILE:
+        if group % quant.ORDER:
             raise ThinwireError(
-                f"{type(self).__name__}: group must be a power of two from 32 to {quant.TILE} elements, got {group}; "
-                "use 128"
+                f"{type(self).__name__}: group must be a power of two from {quant.ORDER} to 4096 elements, "
+                f"got {group}; use 128"
             )
-        self.group = quant.TILE
 
 
 class HadamardInt8(_Hadamard):
-    """:class:`Int8` of the Hadamard transform of the values (SDP4Bit, arXiv 2410.15526, section 3.2).
+    """:class:`Int8` of the Hadamard transform of the values (SDP4Bit, arXiv 2410.15526, sections 3.2 and 3.3).
 
-    The transform makes a tile's values alike in size: the error of heavy-tailed values falls, that of Gaussian values
+    The transform makes 32 neighbours alike in size: the error of heavy-tailed values falls, that of Gaussian values
     stays. It is orthonormal, so errors have the same length on either side, but an error bound holds for the
-    transformed values only. A tile with a NaN or an infinity decodes to NaN throughout.
+    transformed values only. A group with a NaN or an infinity decodes to NaN throughout.
 
     The wire is that of :class:`Int8` with the same ``group``: where that decodes or sums it, the result is
     transformed values, which another hop may quantize with :class:`Int8` or :class:`Int4` as they are.

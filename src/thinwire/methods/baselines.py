@@ -15,7 +15,6 @@ from thinwire.codecs.intquant import Int8 as Int8Codec
 from thinwire.collectives import Exchange
 from thinwire.methods.base import Lossy, Method, Parameter
 
-
 _SENT_WHOLE = dict.fromkeys(("send", "smallest"), "all is sent that dense= does not name")
 
 

@@ -8,8 +8,8 @@ Alg. 1 and 2 on rank n, for each gradient seen as a matrix M (rows, cols):
 With weights sharded (FSDP2) a rank has the whole gradient before the exchange: P and Q are averaged as on DDP, and the
 owner multiplies out its own rows. With HSDP each shard is a matrix of its own.
 
-Where M has a rank below r, a column of P is zero, not the direction of its rounding errors, and the next step starts
-that column where this one did: from a column of zeros nothing would ever be sent again.
+Where M has a rank below r, a column of P is zero, not the direction of its rounding errors. The next step starts that
+column as the first one did: from a column of zeros nothing would ever be sent again.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class PowerSgd(ErrorFeedback):
         super().__post_init__()
         if self.rank < 1:
             raise ThinwireError(f"powersgd: rank is a number of columns, 1 or more, got {self.rank}")
+        self._starts: dict[str, Tensor] = {}
 
     def policy(self, parameter: Parameter) -> str | None:
         why = super().policy(parameter)
@@ -69,12 +70,11 @@ class PowerSgd(ErrorFeedback):
         ps = [part.view(whole, -1, r) for part in parts]
         qs = [part.view(-1, r) for part in right.split([cols * r for _, cols in sizes])]
         matrices = [self._matrix(bucket.rows, s, cols) for s, (_, cols) in zip(bucket.segments, sizes, strict=True)]
-        starts = []
         with exchange.span("encode", bucket.rows):
             for segment, matrix, p, q in zip(bucket.segments, matrices, ps, qs, strict=True):
                 known = self.state.get("q", segment.name)
-                starts.append(self._start(segment.name, q) if known is None else known)
-                _scale(q.copy_(starts[-1]))  # else M Q squares the size of M, which leaves float32 earlier
+                q.copy_(self._start(segment.name, q) if known is None else known)
+                _scale(q)  # else M Q squares the size of M, which leaves float32 earlier
                 for rows, out in zip(matrix, p, strict=True):
                     torch.mm(rows, q, out=out)
         exchange.all_mean(left)
@@ -91,10 +91,10 @@ class PowerSgd(ErrorFeedback):
         exchange.all_mean(right)
         with exchange.span("decode", bucket.rows):
             mine = slice(exchange.rank, exchange.rank + 1) if exchange.owner else slice(None)
-            for segment, p, q, start in zip(bucket.segments, ps, qs, starts, strict=True):
+            for segment, p, q in zip(bucket.segments, ps, qs, strict=True):
                 for of, out in zip(p[mine], self._matrix(bucket.mean, segment, q.shape[0]), strict=True):
                     torch.mm(of, q.T, out=out)
-                self.state.put("q", segment.name, torch.where(q.abs().amax(0) == 0, start, q))
+                self.state.put("q", segment.name, torch.where(q.abs().amax(0) == 0, self._start(segment.name, q), q))
 
     def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
         rows, cols = exchange.bucket_rows(True), self._cols(parameter)
@@ -118,8 +118,11 @@ class PowerSgd(ErrorFeedback):
         return values[:, segment.start : segment.start + segment.span].unflatten(1, (-1, cols))
 
     def _start(self, name: str, q: Tensor) -> Tensor:
-        seed = 0 if self.run is None else self.run.seed
-        return random_normal(seed_of(seed, name), q.numel(), q.device).view(q.shape)
+        """Random columns, (cols, r); drawn once."""
+        if name not in self._starts:
+            seed = 0 if self.run is None else self.run.seed
+            self._starts[name] = random_normal(seed_of(seed, name), q.numel(), q.device).view(q.shape)
+        return self._starts[name]
 
 
 def _orthonormalize(matrix: Tensor) -> None:

@@ -1,6 +1,7 @@
 """SDP4Bit: four bits for weight differences, two levels for gradients (arXiv 2410.15526); ZeRO++ and QSDP beside it.
 
-Gradients (TLq-HS, Alg. 3), with Q8 and Q4 the quantizers of groups of 128 and H the Hadamard transform of 32 values:
+Gradients (TLq-HS, Alg. 3), with Q8 and Q4 the quantizers of groups of 128 and H the Hadamard transform of 32 values,
+one behind the other:
 
     inside the node:   all-to-all of Q8(H g_n);  g' = mean of what arrived          (l. 2-8)
     across nodes:      all-to-all of Q4(H g') between equal local ranks;  G = mean of what arrived      (l. 9-13)
@@ -56,7 +57,7 @@ class Sdp4Bit(Method):
         weight_rounding: "nearest", "stochastic" (the authors'; twice the variance, and differences need no
             unbiasedness: what is left out comes next) or "shift" (QSDP's: 8 bits, one random shift for all values).
         bits: of gradient values across nodes: 4, 8, 16 (bfloat16) or 32. inside_bits: the same inside a node.
-        group: gradient values that share a scale, 32 to 512.
+        group: gradient values that share a scale, a power of two from 32.
         hadamard: transform gradients before they are quantized (halves the error of heavy tails).
         rounding: of gradients, "stochastic" (unbiased) or "nearest" (half the variance, and a bias that adds up).
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).

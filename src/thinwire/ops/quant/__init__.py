@@ -14,12 +14,12 @@ mean of many roundings is the value. The 16 random bits of an element are half o
 end to end and of ``seed``: the same seed and shape give the same bits, on any device. Take another seed for every
 step, rank and bucket. ``seed=None`` rounds to the nearest, ties to even.
 
-*hadamard_*: the values are multiplied with the orthonormal Hadamard matrix of order 32 before they are quantized, and
-again after, which undoes it (H H = 1): a single large value is spread over 32 (SDP4Bit, section 3.2). A *tile* is 32 x
-16 neighbouring values, transformed down its columns by adding whole vectors of 16; the five levels of butterflies
-run from neighbouring rows to rows 16 apart, after a multiplication with 32^-1/2 (and the caller's ``scale``). Rows are
-a multiple of 512 long and groups are from 32 to 512. A tile with a NaN or an infinity decodes to NaN throughout. The
-layout is the one without the transform: ``dequantize_sum_int8`` reads a ``hadamard_quantize_int8`` wire as transformed
+*hadamard_*: every 32 neighbours, from the first of a row on, are multiplied with the orthonormal Hadamard matrix of
+order 32 before they are quantized, and again after, which undoes it (H H = 1): a single large value is spread over 32
+and stays within its group (SDP4Bit, sections 3.2 and 3.3). Groups are a multiple of 32. The values are multiplied with
+32^-1/2 (and the caller's ``scale``); then five levels of butterflies (a + b, a - b) run from elements 1 apart to
+elements 16 apart, in Sylvester's order. A group with a NaN or an infinity decodes to NaN throughout. The layout of the
+wire is the one without the transform: ``dequantize_sum_int8`` reads a ``hadamard_quantize_int8`` wire as transformed
 values, and the sum of transformed values is the transform of the sum.
 """
 
@@ -31,10 +31,10 @@ from torch import Tensor
 
 from thinwire.ops.backends import backend
 from thinwire.ops.quant import reference
-from thinwire.ops.quant.reference import TILE
+from thinwire.ops.quant.reference import ORDER
 
 __all__ = [
-    "TILE",
+    "ORDER",
     "dequantize_fp8",
     "dequantize_int4",
     "dequantize_int8",

@@ -1,16 +1,26 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, call-arg"
 """Numba kernels for CPU tensors, the same bits as ``reference``.
 
 Without ``fastmath``: reordering or fusing would change results. A kernel sees each tensor as one flat array and the
 distance between its rows, because LLVM vectorises only where it knows that neighbours are adjacent. bfloat16, which
 numba lacks, arrives as uint16 and is widened by a shift. One thread: ranks share the machine's cores, and every kernel
 releases the GIL.
+
+What runs once per group is compiled into its caller: a call would count references to every slice that it is handed,
+which costs as much as quantizing 128 values. Hence also the kernels' flags, constants by which each becomes one
+straight loop.
 """
 
 from __future__ import annotations
 
+import itertools
+
+import numba
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from thinwire.ops.kernels import flat, njit
@@ -18,12 +28,11 @@ from thinwire.ops.quant.reference import (
     FP8_LEVELS,
     INT4_LEVELS,
     INT8_LEVELS,
-    LANES,
     MIX_1,
     MIX_2,
     NORM,
+    ORDER,
     SMALLEST_SCALE,
-    TILE,
     key_of,
 )
 
@@ -44,12 +53,20 @@ FP8_SMALLEST_NORMAL_BITS = np.int32(0x3C800000)  # 2^-6
 FP8_PER_SUBNORMAL = np.float32(2**9)
 
 
-@njit
-def _scale_of(bits, per_level, word, real):
-    """Scale of a group from the bit patterns of its values: as int32 the maximum vectorises, and NaN is largest.
+LANES = 16  # values in a vector of _rotate_32: as many as AVX-512 holds; LLVM cuts them up for other machines
+VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
-    ``word`` and ``real`` are one element of memory seen as int32 and as float32.
-    """
+inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
+
+
+@inlined
+def _real(bits):
+    return np.int32(bits).view(np.float32)
+
+
+@inlined
+def _scale_of(bits, per_level):
+    """Scale of a group from the bit patterns of its values: as int32 the maximum vectorises, and NaN is largest."""
     largest = np.int32(0)
     for i in range(bits.size):
         largest = max(largest, np.int32(bits[i] & MAGNITUDE_BITS))
@@ -57,16 +74,16 @@ def _scale_of(bits, per_level, word, real):
         return NAN
     if largest == 0:
         return ONE
-    word[0] = largest
-    return max(real[0] * per_level, TINY)
+    return max(_real(largest) * per_level, TINY)
 
 
-@njit
+@inlined
 def _nearest(value, per_scale):
-    return np.int32((value * per_scale + ROUND) - ROUND)
+    """The integer in the lowest byte: it is what ends the mantissa of a number of the size of ROUND."""
+    return np.float32(value * per_scale + ROUND).view(np.int32)
 
 
-@njit
+@inlined
 def _random(pair):
     """32 random bits: the high 16 for the pair's second element."""
     word = np.uint32(pair)
@@ -75,20 +92,20 @@ def _random(pair):
     return np.uint32(word ^ (word >> np.uint32(16)))
 
 
-@njit
+@inlined
 def _stochastic(value, per_scale, bits, levels):
     fine = np.int32(np.floor(value * per_scale * FINE + HALF))
     fine = max(min(fine, np.int32(levels << 16)), np.int32(-(levels << 16)))
     return np.int32(fine + np.int32(bits)) >> np.int32(16)
 
 
-@njit
+@inlined
 def _encode_int8(values, per_scale, codes):
     for i in range(codes.size):
         codes[i] = np.uint8(_nearest(values[i], per_scale))
 
 
-@njit
+@inlined
 def _encode_int4(values, per_scale, codes):
     half = codes.size
     for i in range(half):
@@ -96,7 +113,7 @@ def _encode_int4(values, per_scale, codes):
         codes[i] = np.uint8(np.int32(low + (high << np.int32(4))) + np.int32(0x88))
 
 
-@njit
+@inlined
 def _encode_int8_stochastic(values, per_scale, codes, key, first):
     half = codes.size // 2
     for i in range(half):
@@ -105,7 +122,7 @@ def _encode_int8_stochastic(values, per_scale, codes, key, first):
         codes[half + i] = np.uint8(_stochastic(values[half + i], per_scale, word >> np.uint32(16), INT8_LEVELS))
 
 
-@njit
+@inlined
 def _encode_int4_stochastic(values, per_scale, codes, key, first):
     half = codes.size
     for i in range(half):
@@ -115,27 +132,17 @@ def _encode_int4_stochastic(values, per_scale, codes, key, first):
         codes[i] = np.uint8(np.int32(low + (high << np.int32(4))) + np.int32(0x88))
 
 
-@njit
-def _encode(values, bits, group, codes, scales, four, stochastic, key, first):
-    """Quantize the groups of ``values``, the first of which begins with pair number ``first``."""
-    word = np.empty(1, np.int32)
-    real = word.view(np.float32)
-    per_level = PER_LEVEL_INT4 if four else PER_LEVEL_INT8
-    size = group // 2 if four else group
-    for g in range(scales.size):
-        scale = _scale_of(bits[g * group : (g + 1) * group], per_level, word, real)
-        scales[g] = scale
-        groups_values, groups_codes = values[g * group : (g + 1) * group], codes[g * size : (g + 1) * size]
-        if np.isnan(scale):
-            groups_codes[:] = np.uint8(0x88 if four else 0)
-        elif four and stochastic:
-            _encode_int4_stochastic(groups_values, ONE / scale, groups_codes, key, first + np.uint32(g * group // 2))
-        elif four:
-            _encode_int4(groups_values, ONE / scale, groups_codes)
-        elif stochastic:
-            _encode_int8_stochastic(groups_values, ONE / scale, groups_codes, key, first + np.uint32(g * group // 2))
-        else:
-            _encode_int8(groups_values, ONE / scale, groups_codes)
+@inlined
+def _encode(four, stochastic, values, per_scale, codes, key, first):
+    """Quantize one group, whose first pair has number ``first``."""
+    if four and stochastic:
+        _encode_int4_stochastic(values, per_scale, codes, key, first)
+    elif four:
+        _encode_int4(values, per_scale, codes)
+    elif stochastic:
+        _encode_int8_stochastic(values, per_scale, codes, key, first)
+    else:
+        _encode_int8(values, per_scale, codes)
 
 
 @njit
@@ -157,103 +164,128 @@ def _encode_fp8(values, scale, codes, scaled, scaled_bits):
         codes[i] = np.uint8(code | ((bits >> 24) & 0x80))
 
 
-@njit
+@inlined
 def _widen(narrow, bits):
     for i in range(narrow.size):
         bits[i] = np.int32(np.uint32(narrow[i]) << np.uint32(16))
 
 
-@njit
+@inlined
 def _scaled(values, factor, out):
     for i in range(out.size):
         out[i] = values[i] * factor
 
 
-@njit
-def _rotate(values, factor, between, out):
-    """The Hadamard matrix of +-1 down the columns of ``factor`` * ``values`` (TILE,) -> ``out``.
+def _shuffled(builder, vector, places):
+    """Element i is element ``places[i]`` of ``vector``."""
+    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(ir.IntType(32), LANES), places))
 
-    Three levels within each quarter, then two across the quarters. Neither reads and writes the same array, which
-    LLVM would not vectorise; ``out`` may be ``values``.
+
+def _butterflies(builder, vector, step):
+    """a + b and a - b of the elements ``step`` apart: each one's partner, plus or minus itself.
+
+    The product with +-1 is exact, so that it may be fused into the addition.
     """
-    for quarter in range(0, TILE, TILE // 4):
-        for i in range(quarter, quarter + LANES):
-            a, b = values[i] * factor, values[i + LANES] * factor
-            c, d = values[i + 2 * LANES] * factor, values[i + 3 * LANES] * factor
-            e, f = values[i + 4 * LANES] * factor, values[i + 5 * LANES] * factor
-            g, h = values[i + 6 * LANES] * factor, values[i + 7 * LANES] * factor
-            a, b, c, d, e, f, g, h = a + b, a - b, c + d, c - d, e + f, e - f, g + h, g - h
-            a, b, c, d, e, f, g, h = a + c, b + d, a - c, b - d, e + g, f + h, e - g, f - h
-            between[i], between[i + LANES] = a + e, b + f
-            between[i + 2 * LANES], between[i + 3 * LANES] = c + g, d + h
-            between[i + 4 * LANES], between[i + 5 * LANES] = a - e, b - f
-            between[i + 6 * LANES], between[i + 7 * LANES] = c - g, d - h
-    step = TILE // 4
-    for i in range(step):
-        a, b, c, d = between[i], between[i + step], between[i + 2 * step], between[i + 3 * step]
-        a, b, c, d = a + b, a - b, c + d, c - d
-        out[i], out[i + step], out[i + 2 * step], out[i + 3 * step] = a + c, b + d, a - c, b - d
+    sign = ir.Constant(VECTOR, [-1.0 if i & step else 1.0 for i in range(LANES)])
+    partner = _shuffled(builder, vector, [i ^ step for i in range(LANES)])
+    return builder.fadd(builder.fmul(vector, sign, flags=("contract",)), partner, flags=("contract",))
 
 
-@njit
-def _quantize(values, bits, stride, rows, n, group, codes, to_stride, scales, scales_stride, four, stochastic, key,
-              rotated):  # fmt: skip
-    tile_bits = np.empty(TILE, np.int32)
-    tile = tile_bits.view(np.float32)
-    between = np.empty(TILE, np.float32)
-    piece = TILE if rotated else n
-    size, pieces = (piece // 2 if four else piece), n // piece
+def _vectors(context, builder, kind, array, first):
+    """Where the vectors of the 32 values from ``array[first]`` are."""
+    data = context.make_array(kind)(context, builder, array).data
+    start = builder.bitcast(builder.gep(data, [first]), VECTOR.as_pointer())
+    return [builder.gep(start, [ir.IntType(32)(i)]) for i in range(ORDER // LANES)]
+
+
+@intrinsic
+def _rotate_32(typing_context, values, first, factor, out, to):
+    """The Hadamard matrix of +-1 times ``factor`` * 32 ``values`` from ``first`` -> ``out`` from ``to``.
+
+    In LLVM's own vectors: loops over neighbours that are 1 to 8 apart compile to something 8 times slower.
+    """
+
+    def generate(context, builder, signature, arguments):
+        values, first, factor, out, to = arguments
+        factors = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), factor, ir.IntType(32)(0))
+        factors = _shuffled(builder, factors, [0] * LANES)
+        sources = _vectors(context, builder, signature.args[0], values, first)
+        targets = _vectors(context, builder, signature.args[3], out, to)
+        low, high = (builder.fmul(builder.load(source, align=4), factors) for source in sources)
+        for step in (1, 2, 4, 8):
+            low, high = _butterflies(builder, low, step), _butterflies(builder, high, step)
+        builder.store(builder.fadd(low, high), targets[0], align=4)
+        builder.store(builder.fsub(low, high), targets[1], align=4)
+        return context.get_dummy_value()
+
+    return types.void(values, first, factor, out, to), generate
+
+
+@inlined
+def _rotate(values, factor, out):
+    """The transform of every 32 of ``factor`` * ``values`` -> ``out``, which may be ``values``."""
+    for first in range(0, out.size, ORDER):
+        _rotate_32(values, first, factor, out, first)
+
+
+@inlined
+def _load(narrow, rotated, values, bits, own):
+    """One group as float32, transformed if ``rotated``, -> ``own``, whose bits are ``bits``."""
+    if narrow:
+        _widen(values, bits)
+        if rotated:
+            _rotate(own, NORM_32, own)
+    elif rotated:
+        _rotate(values, NORM_32, own)
+    else:
+        _scaled(values, ONE, own)
+
+
+@inlined
+def _quantize(narrow, four, stochastic, rotated, values, stride, rows, n, group, codes, to_stride, scales,
+              scales_stride, key):  # fmt: skip
+    bits = np.empty(group, np.int32)
+    own = bits.view(np.float32)
+    size = group // 2 if four else group
     for row in range(rows):
-        for p in range(pieces):
-            at, first = row * stride + p * piece, np.uint32((row * n + p * piece) // 2)
-            to = codes[row * to_stride + p * size : row * to_stride + (p + 1) * size]
-            g = row * scales_stride + p * (piece // group)
-            to_scales = scales[g : g + piece // group]
-            if rotated:
-                _rotate(values[at : at + TILE], NORM_32, between, tile)
-                _encode(tile, tile_bits, group, to, to_scales, four, stochastic, key, first)
-            else:
-                _encode(values[at : at + n], bits[at : at + n], group, to, to_scales, four, stochastic, key, first)
+        for g in range(n // group):
+            at, to = row * stride + g * group, row * to_stride + g * size
+            _load(narrow, rotated, values[at : at + group], bits, own)
+            scale = _scale_of(bits, PER_LEVEL_INT4 if four else PER_LEVEL_INT8)
+            scales[row * scales_stride + g] = scale
+            if np.isnan(scale):
+                own.fill(0)
+            per_scale = ONE if np.isnan(scale) else ONE / scale
+            first = np.uint32((row * n + g * group) // 2)
+            _encode(four, stochastic, own, per_scale, codes[to : to + size], key, first)
 
 
-@njit
-def _quantize_bf16(narrow, stride, rows, n, group, codes, to_stride, scales, scales_stride, four, stochastic, key,
-                   rotated):  # fmt: skip
-    piece = TILE if rotated else group
-    bits = np.empty(piece, np.int32)
-    values = bits.view(np.float32)
-    between = np.empty(TILE, np.float32)
-    size = piece // 2 if four else piece
-    for row in range(rows):
-        for p in range(n // piece):
-            at, first = row * stride + p * piece, np.uint32((row * n + p * piece) // 2)
-            to = codes[row * to_stride + p * size : row * to_stride + (p + 1) * size]
-            g = row * scales_stride + p * (piece // group)
-            _widen(narrow[at : at + piece], bits)
-            if rotated:
-                _rotate(values, NORM_32, between, values)
-            _encode(values, bits, group, to, scales[g : g + piece // group], four, stochastic, key, first)
+def _kernel(narrow, four, stochastic, rotated):
+    @njit
+    def quantize(*arguments):
+        _quantize(narrow, four, stochastic, rotated, *arguments)
+
+    return quantize
+
+
+QUANTIZE = {flags: _kernel(*flags) for flags in itertools.product((False, True), repeat=4)}
 
 
 @njit
 def _quantize_fp8(values, bits, stride, rows, n, group, codes, to_stride, scales, scales_stride):
-    word = np.empty(1, np.int32)
-    real = word.view(np.float32)
     scaled = np.empty(group, np.float32)
     scaled_bits = scaled.view(np.int32)
     for row in range(rows):
         for g in range(n // group):
             start = row * stride + g * group
             to = row * to_stride + g * group
-            scale = _scale_of(bits[start : start + group], PER_LEVEL_FP8, word, real)
+            scale = _scale_of(bits[start : start + group], PER_LEVEL_FP8)
             scales[row * scales_stride + g] = scale
             _encode_fp8(values[start : start + group], scale, codes[to : to + group], scaled, scaled_bits)
 
 
 @njit
 def _quantize_fp8_bf16(narrow, stride, rows, n, group, codes, to_stride, scales, scales_stride):
-    word = np.empty(1, np.int32)
-    real = word.view(np.float32)
     bits = np.empty(group, np.int32)
     values = bits.view(np.float32)
     scaled = np.empty(group, np.float32)
@@ -263,18 +295,18 @@ def _quantize_fp8_bf16(narrow, stride, rows, n, group, codes, to_stride, scales,
             start = row * stride + g * group
             to = row * to_stride + g * group
             _widen(narrow[start : start + group], bits)
-            scale = _scale_of(bits, PER_LEVEL_FP8, word, real)
+            scale = _scale_of(bits, PER_LEVEL_FP8)
             scales[row * scales_stride + g] = scale
             _encode_fp8(values, scale, codes[to : to + group], scaled, scaled_bits)
 
 
-@njit
+@inlined
 def _decode_int8(codes, scale, out):
     for i in range(codes.size):
         out[i] = np.float32(np.int8(codes[i])) * scale
 
 
-@njit
+@inlined
 def _decode_int4(codes, scale, out):
     half = codes.size
     for i in range(half):
@@ -316,13 +348,13 @@ def _dequantize_fp8(codes, stride, scales, scales_stride, rows, n, group, out, t
             _decode_fp8(codes[start : start + group], scales[row * scales_stride + g], out[to : to + group], table)
 
 
-@njit
+@inlined
 def _add_int8(codes, scale, total):
     for i in range(codes.size):
         total[i] += np.float32(np.int8(codes[i])) * scale
 
 
-@njit
+@inlined
 def _add_int4(codes, scale, total):
     half = codes.size
     for i in range(half):
@@ -330,7 +362,7 @@ def _add_int4(codes, scale, total):
         total[half + i] += np.float32(np.int32(codes[i] >> 4) - np.int32(8)) * scale
 
 
-@njit
+@inlined
 def _sum_int8(codes, stride, scales, scales_stride, peers, g, group, total):
     """The sum over peers of group number ``g`` -> ``total`` (group,)."""
     at = g * group
@@ -340,7 +372,7 @@ def _sum_int8(codes, stride, scales, scales_stride, peers, g, group, total):
         _add_int8(codes[start : start + group], scales[row * scales_stride + g], total)
 
 
-@njit
+@inlined
 def _sum_int4(codes, stride, scales, scales_stride, peers, g, group, total):
     """The sum over peers of group number ``g`` -> ``total`` (group,)."""
     size = group // 2
@@ -376,29 +408,25 @@ def _dequantize_sum_int4(codes, stride, scales, scales_stride, peers, n, group, 
 @njit
 def _dequantize_rotate_int8(codes, stride, scales, scales_stride, rows, peers, n, group, out, to_stride, factor):
     """``rows`` results, each of the sum over ``peers`` rows of codes."""
-    tile, between = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    total = np.empty(group, np.float32)
     for row in range(rows):
         row_codes, row_scales = codes[row * stride :], scales[row * scales_stride :]
-        for at in range(0, n, TILE):
-            for g in range(TILE // group):
-                number, total = at // group + g, tile[g * group : (g + 1) * group]
-                _sum_int8(row_codes, stride, row_scales, scales_stride, peers, number, group, total)
-            to = row * to_stride + at
-            _rotate(tile, factor, between, out[to : to + TILE])
+        for g in range(n // group):
+            to = row * to_stride + g * group
+            _sum_int8(row_codes, stride, row_scales, scales_stride, peers, g, group, total)
+            _rotate(total, factor, out[to : to + group])
 
 
 @njit
 def _dequantize_rotate_int4(codes, stride, scales, scales_stride, rows, peers, n, group, out, to_stride, factor):
     """``rows`` results, each of the sum over ``peers`` rows of codes."""
-    tile, between = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    total = np.empty(group, np.float32)
     for row in range(rows):
         row_codes, row_scales = codes[row * stride :], scales[row * scales_stride :]
-        for at in range(0, n, TILE):
-            for g in range(TILE // group):
-                number, total = at // group + g, tile[g * group : (g + 1) * group]
-                _sum_int4(row_codes, stride, row_scales, scales_stride, peers, number, group, total)
-            to = row * to_stride + at
-            _rotate(tile, factor, between, out[to : to + TILE])
+        for g in range(n // group):
+            to = row * to_stride + g * group
+            _sum_int4(row_codes, stride, row_scales, scales_stride, peers, g, group, total)
+            _rotate(total, factor, out[to : to + group])
 
 
 @njit
@@ -465,12 +493,9 @@ def _integers(
     rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None, *, four: bool, rotated: bool
 ) -> None:
     values, stride = flat(rows)
-    rounding = four, seed is not None, np.uint32(key_of(seed or 0) & 0xFFFFFFFF), rotated
-    arguments = (stride, *rows.shape, group, *flat(codes.view(torch.uint8)), *flat(scales), *rounding)
-    if rows.dtype == torch.bfloat16:
-        _quantize_bf16(values, *arguments)
-    else:
-        _quantize(values, values.view(np.int32), *arguments)
+    kernel = QUANTIZE[rows.dtype == torch.bfloat16, four, seed is not None, rotated]
+    key = np.uint32(key_of(seed or 0) & 0xFFFFFFFF)
+    kernel(values, stride, *rows.shape, group, *flat(codes.view(torch.uint8)), *flat(scales), key)
 
 
 def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:

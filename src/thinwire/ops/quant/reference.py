@@ -11,8 +11,6 @@ FP8_LEVELS = 448  # the largest E4M3 number
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: a denormal scale would have an infinite reciprocal
 
 ORDER = 32  # of the Hadamard matrix
-LANES = 16  # columns of a tile, transformed side by side
-TILE = ORDER * LANES
 NORM = ORDER**-0.5
 
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
@@ -82,14 +80,14 @@ def _dequantize(values: Tensor, scales: Tensor, group: int) -> Tensor:
 
 
 def _rotated(rows: Tensor) -> Tensor:
-    """The Hadamard matrix of +-1, Sylvester's order, down the columns of every tile of ``rows`` (R, n) float32."""
-    tiles = rows.reshape(-1, ORDER, LANES)
+    """The Hadamard matrix of +-1, Sylvester's order, times every 32 neighbours of ``rows`` (R, n) float32."""
+    blocks = rows.reshape(-1, ORDER)
     step = 1
     while step < ORDER:
-        a, b = tiles.reshape(-1, ORDER // (2 * step), 2, step, LANES).unbind(2)
-        tiles = torch.stack([a + b, a - b], 2)
+        a, b = blocks.reshape(-1, ORDER // (2 * step), 2, step).unbind(2)
+        blocks = torch.stack([a + b, a - b], 2)
         step *= 2
-    return tiles.reshape(rows.shape)
+    return blocks.reshape(rows.shape)
 
 
 def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:

@@ -17,7 +17,7 @@ from thinwire.ops.quant import reference
 
 PER_PROGRAM = 4096  # elements of one row that one program handles
 
-ORDER, LANES = tl.constexpr(reference.ORDER), tl.constexpr(reference.LANES)
+ORDER = tl.constexpr(reference.ORDER)
 INT4_LEVELS, INT8_LEVELS = tl.constexpr(reference.INT4_LEVELS), tl.constexpr(reference.INT8_LEVELS)
 NORM = tl.constexpr(reference.NORM)
 MIX_1, MIX_2 = tl.constexpr(reference.MIX_1), tl.constexpr(reference.MIX_2)
@@ -106,10 +106,24 @@ def _places(BLOCK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr):
     return g, g[:, None] * GROUP + lane, g[:, None] * (GROUP // 2 if FOUR else GROUP) + lane
 
 
+@triton.jit
+def _rotate(low, high, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """The Hadamard matrix of +-1 times every 32 neighbours of groups (BLOCK, GROUP), which come and go as halves.
+
+    Five times the same level: butterflies of neighbours, whose sums become the first half and whose differences the
+    second one. This moves the last bit of an element's place to the front, so that each bit has its turn.
+    """
+    x = tl.permute(tl.join(low, high), (0, 2, 1))
+    for _ in tl.static_range(5):
+        a, b = tl.split(tl.reshape(x, (BLOCK * GROUP // ORDER, ORDER // 2, 2)))
+        x = tl.permute(tl.join(a + b, a - b), (0, 2, 1))
+    return tl.split(tl.permute(tl.reshape(x, (BLOCK, 2, GROUP // 2)), (0, 2, 1)))
+
+
 @triton.jit(do_not_specialize=["key"])
 def _quantize(
     rows, rows_stride, codes, codes_stride, scales, scales_stride, groups, key,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = GROUP // 2
     row = tl.program_id(1).to(tl.int64)
@@ -117,6 +131,8 @@ def _quantize(
     inside = (g < groups)[:, None]
     low = _load(rows + row * rows_stride + at, inside)
     high = _load(rows + row * rows_stride + at + HALF, inside)
+    if ROTATED:
+        low, high = _rotate(low * NORM, high * NORM, BLOCK, GROUP)
     largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
     scale, per_scale = _scale_of(largest, FOUR)
     finite = (largest < 0x7F800000)[:, None]
@@ -129,9 +145,9 @@ def _quantize(
 @triton.jit
 def _dequantize(
     codes, codes_stride, scales, scales_stride, out, out_stride, factor, peers, groups,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """Every row of ``out``: ``factor`` * the sum of ``peers`` rows of codes from there on."""
+    """Every row of ``out``: ``factor`` * the sum of ``peers`` rows of codes from there on, or its transform."""
     HALF: tl.constexpr = GROUP // 2
     row = tl.program_id(1).to(tl.int64)
     g, at, to = _places(BLOCK, GROUP, FOUR)
@@ -148,97 +164,11 @@ def _dequantize(
         more_low, more_high = _load_codes(codes, to, inside, HALF, FOUR)
         low += more_low * scale
         high += more_high * scale
-    tl.store(out + row * out_stride + at, low * factor, mask=inside)
-    tl.store(out + row * out_stride + at + HALF, high * factor, mask=inside)
-
-
-@triton.jit
-def _rotate(x):
-    """The Hadamard matrix of +-1 down the rows of tiles, a tuple of ORDER tensors: no data moves between threads."""
-    for level in tl.static_range(5):
-        y = ()
-        for i in tl.static_range(ORDER):
-            if i & (1 << level):
-                y = y + (x[i ^ (1 << level)] - x[i],)
-            else:
-                y = y + (x[i] + x[i ^ (1 << level)],)
-        x = y
-    return x
-
-
-@triton.jit
-def _tiles(tiles, BLOCK: tl.constexpr):
-    """Of the program's tiles: numbers, which there are, and the columns of a row."""
-    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return t, (t < tiles)[:, None], tl.arange(0, LANES)[None, :]
-
-
-@triton.jit(do_not_specialize=["key"])
-def _quantize_rotated(
-    rows, rows_stride, codes, codes_stride, scales, scales_stride, tiles, key,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip
-    HALF: tl.constexpr = GROUP // 2
-    TILE: tl.constexpr = ORDER * LANES
-    PART: tl.constexpr = GROUP // LANES  # rows of a tile that make a group
-    row = tl.program_id(1).to(tl.int64)
-    t, inside, lane = _tiles(tiles, BLOCK)
-    rows += row * rows_stride
-    codes += row * codes_stride
-    scales += row * scales_stride
-    x = ()
-    for i in tl.static_range(ORDER):
-        x = x + (_load(rows + t[:, None] * TILE + i * LANES + lane, inside) * NORM,)
-    x = _rotate(x)
-    for j in tl.static_range(ORDER // PART):
-        largest = _magnitude(x[j * PART])
-        for r in tl.static_range(1, PART):
-            largest = tl.maximum(largest, _magnitude(x[j * PART + r]))
-        largest = tl.max(largest, axis=1)
-        scale, per_scale = _scale_of(largest, FOUR)
-        finite = (largest < 0x7F800000)[:, None]
-        tl.store(scales + t * (ORDER // PART) + j, scale, mask=t < tiles)
-        for r in tl.static_range(PART // 2):
-            pair = (row * tiles + t)[:, None] * (TILE // 2) + j * HALF + r * LANES + lane
-            to = (t[:, None] * TILE + j * GROUP) // (2 if FOUR else 1) + r * LANES + lane
-            low, high = x[j * PART + r], x[j * PART + r + PART // 2]
-            _store_codes(codes, to, inside, low, high, finite, per_scale[:, None], pair, key, HALF, FOUR, STOCHASTIC)
-
-
-@triton.jit
-def _dequantize_rotated(
-    codes, codes_stride, scales, scales_stride, out, out_stride, factor, peers, tiles,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
-):  # fmt: skip
-    """Every row of ``out``: ``factor`` * the transform of the sum of ``peers`` rows of codes from there on."""
-    HALF: tl.constexpr = GROUP // 2
-    TILE: tl.constexpr = ORDER * LANES
-    PART: tl.constexpr = GROUP // LANES
-    row = tl.program_id(1).to(tl.int64)
-    t, inside, lane = _tiles(tiles, BLOCK)
-    codes += row * codes_stride
-    scales += row * scales_stride
-    x = ()
-    for j in tl.static_range(ORDER // PART):
-        highs = ()
-        for r in tl.static_range(PART // 2):
-            at = (t[:, None] * TILE + j * GROUP) // (2 if FOUR else 1) + r * LANES + lane
-            scale_at = t * (ORDER // PART) + j
-            scale = tl.load(scales + scale_at, mask=t < tiles, other=0.0)[:, None]
-            low, high = _load_codes(codes, at, inside, HALF, FOUR)
-            low, high = low * scale, high * scale
-            for peer in range(1, peers):
-                scale = tl.load(scales + peer * scales_stride + scale_at, mask=t < tiles, other=0.0)[:, None]
-                more_low, more_high = _load_codes(codes + peer * codes_stride, at, inside, HALF, FOUR)
-                low += more_low * scale
-                high += more_high * scale
-            x = x + (low * factor,)
-            highs = highs + (high * factor,)
-        x = x + highs
-    x = _rotate(x)
-    out += row * out_stride
-    for i in tl.static_range(ORDER):
-        tl.store(out + t[:, None] * TILE + i * LANES + lane, x[i], mask=inside)
+    low, high = low * factor, high * factor
+    if ROTATED:
+        low, high = _rotate(low, high, BLOCK, GROUP)
+    tl.store(out + row * out_stride + at, low, mask=inside)
+    tl.store(out + row * out_stride + at + HALF, high, mask=inside)
 
 
 @triton.jit
@@ -267,21 +197,16 @@ def _blocks(n: int, group: int) -> tuple[int, int]:
     return block, triton.cdiv(n // group, block)
 
 
-TILES = 8  # tiles of one row that one program handles: one column for each of 128 threads
-
-
 def _encode(
     rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None, *, four: bool, rotated: bool
 ) -> None:
     count, n = rows.shape
-    block, programs = (TILES, triton.cdiv(n // reference.TILE, TILES)) if rotated else _blocks(n, group)
-    key = reference.key_of(seed or 0)
+    block, programs = _blocks(n, group)
     strides = rows.stride(0), codes.stride(0), scales.stride(0)
-    numbers = n // (reference.TILE if rotated else group), key
+    numbers = n // group, reference.key_of(seed or 0)
     arguments = _words(rows), strides[0], codes, strides[1], scales, strides[2], *numbers
-    kernel = _quantize_rotated if rotated else _quantize
-    constants = {"GROUP": group, "BLOCK": block, "FOUR": four, "STOCHASTIC": seed is not None}
-    _launch(kernel, (programs, count), codes, *arguments, **constants)
+    constants = {"GROUP": group, "BLOCK": block, "FOUR": four, "STOCHASTIC": seed is not None, "ROTATED": rotated}
+    _launch(_quantize, (programs, count), codes, *arguments, **constants)
 
 
 def _decode(
@@ -289,12 +214,10 @@ def _decode(
 ) -> None:
     """``out`` (R, n) of ``peers`` rows of codes each; R or ``peers`` is 1."""
     count, n = out.shape
-    block, programs = (TILES, triton.cdiv(n // reference.TILE, TILES)) if rotated else _blocks(n, group)
+    block, programs = _blocks(n, group)
     strides = codes.stride(0), scales.stride(0), out.stride(0)
-    numbers = factor, peers, n // (reference.TILE if rotated else group)
-    arguments = codes, strides[0], scales, strides[1], out, strides[2], *numbers
-    kernel = _dequantize_rotated if rotated else _dequantize
-    _launch(kernel, (programs, count), out, *arguments, GROUP=group, BLOCK=block, FOUR=four)
+    arguments = codes, strides[0], scales, strides[1], out, strides[2], factor, peers, n // group
+    _launch(_dequantize, (programs, count), out, *arguments, GROUP=group, BLOCK=block, FOUR=four, ROTATED=rotated)
 
 
 def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
