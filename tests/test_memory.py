@@ -20,7 +20,7 @@ def method_of(name: str) -> thinwire.Method:
     """With small tensors sent, and without a start."""
     method = resolve(name)
     for knob, value in (("smallest", 256), ("start", 0), ("warmup", 1)):
-        if hasattr(method, knob):
+        if knob in {field.name for field in method.knobs()}:
             setattr(method, knob, value)
     return method
 
