@@ -1,0 +1,176 @@
+"""What one step may put into a method's state, and the state of a step that exchanges twice: in one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from thinwire.bound import MEMORY, Bound
+from thinwire.bucket import Bucket, Piece
+from thinwire.errors import ThinwireError
+from thinwire.state import State
+
+CPU = torch.device("cpu")
+PIECES = (Piece("a", 0, 30), Piece("b", 30, 70))
+
+
+def bound(times: float = 10.0) -> Bound:
+    return Bound(times, {"a": 30, "b": 70}, CPU)
+
+
+def step(of: Bound, a: float, b: float) -> tuple[float, float]:
+    """One step that counts, with gradients of these norms; the norms that it lets through."""
+    flat = torch.cat([torch.full((30,), a / math.sqrt(30)), torch.full((70,), b / math.sqrt(70))])
+    of.apply(flat, PIECES)
+    of.commit()
+    return float(flat[:30].norm()), float(flat[30:].norm())
+
+
+def test_a_gradient_many_times_as_large_as_usual_becomes_a_usual_one_and_is_counted():
+    of = bound()
+    assert step(of, 1e6, 1e6) == pytest.approx((1e6, 1e6))  # nothing is usual in the first step
+    of = bound()
+    for _ in range(20):
+        assert step(of, 2.0, 1.0) == pytest.approx((2.0, 1.0))
+    assert of.facts() == {"cut": 0, "norm": 0}
+    assert step(of, 19.9, 1.0) == pytest.approx((19.9, 1.0))
+    usual = 2 * MEMORY + 19.9 * (1 - MEMORY)
+    # b's share of what is usual in the model is more than its own norm was
+    share = math.sqrt(0.7) * math.hypot(usual, 1.0)
+    assert step(of, 1e4, 1e5) == pytest.approx((usual, share), rel=1e-5)
+    assert of.facts()["cut"] == 2
+    assert of.facts()["norm"] == pytest.approx(1e4 - usual + 1e5 - share, rel=1e-5)
+
+
+def test_gradients_that_stay_large_are_usual_after_a_few_steps():
+    of = bound()
+    for _ in range(5):
+        step(of, 1.0, 1.0)
+    let_through = [step(of, 1000.0, 1000.0)[0] for _ in range(12)]
+    assert let_through[0] < 2 and let_through[-1] == pytest.approx(1000.0)
+
+
+def test_a_parameter_whose_gradients_begin_at_zero_may_grow_at_once():
+    of = bound()
+    for _ in range(5):
+        step(of, 1.0, 0.0)
+    assert step(of, 1.0, 5.0) == pytest.approx((1.0, 5.0))
+
+
+def test_a_step_that_does_not_count_leaves_no_trace():
+    of, plain = bound(), bound()
+    for both in (of, plain):
+        step(both, 1.0, 2.0)
+    of.apply(torch.full((100,), 1e5), PIECES)
+    of.rollback()
+    assert step(of, 500.0, 2.0) == step(plain, 500.0, 2.0)
+    assert of.facts() == plain.facts()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_left_to_the_guard_and_does_not_become_usual(bad):
+    of = bound()
+    step(of, 1.0, 1.0)
+    flat = torch.ones(100)
+    flat[3] = bad
+    of.apply(flat, PIECES)
+    assert not bool(flat.isfinite().all())
+    of.commit()  # as without a guard
+    assert step(of, 1.0, 1.0) == pytest.approx((1.0, 1.0))
+
+
+def test_it_is_saved_by_parameter_and_goes_on_from_there():
+    of, other = bound(), bound()
+    for _ in range(3):
+        step(of, 1.0, 3.0)
+    step(of, 100.0, 3.0)
+    saved = of.state_dict()
+    assert set(saved) == {"usual norm/a", "usual norm/b", "cut"}
+    other.load_state_dict(saved)
+    assert other.facts() == of.facts()
+    assert step(other, 77.0, 3.0) == step(of, 77.0, 3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_are_bounded_where_they_lie(dtype):
+    """FSDP2: two ranks' rows of a (2, 5) buffer; the columns of the other parameter are not touched."""
+    pieces = (Piece("a", 0, 6, 2, 5), Piece("b", 3, 4, 2, 5))
+    of = Bound(10.0, {"a": 3, "b": 2}, CPU)
+    of.apply(torch.ones(10, dtype=dtype), pieces)
+    of.commit()
+    flat = torch.ones(2, 5, dtype=dtype)
+    flat[:, :3] = 1e4
+    of.apply(flat.view(-1), pieces)
+    assert torch.equal(flat[:, 3:], torch.ones(2, 2, dtype=dtype))
+    assert flat[:, :3].float().norm().item() == pytest.approx(math.sqrt(6), rel=0.01)
+
+
+@pytest.mark.parametrize("times", [0.5, math.nan, math.inf, True, "10"])
+def test_a_bound_that_makes_no_sense_is_refused(times):
+    with pytest.raises(ThinwireError, match="bound is a number of usual norms"):
+        bound(times)
+
+
+def bucket(*names: str) -> Bucket:
+    pieces = [Piece(name, 10 * i, 10) for i, name in enumerate(names)]
+    return Bucket(pieces, rows=1, owner=False, group=4, dtype=torch.float32, device=CPU)
+
+
+def add(state: State, of: Bucket, values: dict[str, float]) -> None:
+    """What a method with a residual does: the next one is the last one plus something."""
+    old, new = state.read("residual", of), state.write("residual", of)
+    new.copy_(old)
+    for segment in of.segments:
+        new[:, segment.columns] += values[segment.name]
+
+
+def values(state: State) -> dict[str, float]:
+    found = {key.removeprefix("residual/"): value for key, value in state.state_dict().items()}
+    assert all(bool((value == value[0, 0]).all()) for value in found.values())
+    return {name: float(value[0, 0]) for name, value in found.items()}
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_second_exchange_of_a_step_goes_on_from_the_first_in_whatever_buckets(counts):
+    state = State()
+    for of in (bucket("a", "b"), bucket("c")):
+        add(state, of, {"a": 1, "b": 2, "c": 3})
+    state.commit()
+    add(state, bucket("a", "b"), {"a": 10, "b": 10})
+    state.again()
+    add(state, bucket("b", "c"), {"b": 100, "c": 100})  # b was exchanged before, c was not
+    state.again()
+    add(state, bucket("a"), {"a": 1000})
+    add(state, bucket("c", "b"), {"b": 1000, "c": 1000})
+    if counts:
+        state.commit()
+        assert values(state) == {"a": 1011, "b": 1112, "c": 1103}
+    else:
+        state.rollback()
+        assert values(state) == {"a": 1, "b": 2, "c": 3}
+    add(state, bucket("a", "b", "c"), {"a": 1, "b": 1, "c": 1})
+    state.commit()
+    assert values(state) == ({"a": 1012, "b": 1113, "c": 1104} if counts else {"a": 2, "b": 3, "c": 4})
+
+
+def test_values_follow_their_parameters_through_buckets_that_alternate():
+    state, whole, part = State(), bucket("a", "b", "c"), bucket("a", "c")
+    expected = dict.fromkeys("abc", 0.0)
+    for of in (whole, part, part, whole, bucket("b"), part, bucket("a", "b", "c"), part, whole):
+        for segment in of.segments:
+            expected[segment.name] += 1
+        add(state, of, dict.fromkeys("abc", 1.0))
+        state.commit()
+        assert values(state) == {name: value for name, value in expected.items()}
+
+
+def test_small_state_of_a_second_exchange():
+    state = State()
+    state.put("n", "w", torch.tensor(1.0))
+    assert state.get("n", "w") is None
+    state.again()
+    assert state.get("n", "w") == 1
+    state.rollback()
+    assert state.get("n", "w") is None
