@@ -17,7 +17,7 @@ PIECES = (Piece("a", 0, 30), Piece("b", 30, 70))
 
 
 def bound(times: float = 10.0) -> Bound:
-    return Bound(times, {"a": 30, "b": 70}, CPU)
+    return Bound(times, {"a": 30, "b": 70})
 
 
 def step(of: Bound, a: float, b: float) -> tuple[float, float]:
@@ -97,7 +97,7 @@ def test_it_is_saved_by_parameter_and_goes_on_from_there():
 def test_shards_are_bounded_where_they_lie(dtype):
     """FSDP2: two ranks' rows of a (2, 5) buffer; the columns of the other parameter are not touched."""
     pieces = (Piece("a", 0, 6, 2, 5), Piece("b", 3, 4, 2, 5))
-    of = Bound(10.0, {"a": 3, "b": 2}, CPU)
+    of = Bound(10.0, {"a": 3, "b": 2})
     of.apply(torch.ones(10, dtype=dtype), pieces)
     of.commit()
     flat = torch.ones(2, 5, dtype=dtype)

@@ -29,8 +29,8 @@ class Bound:
 
     With r the running mean of a parameter's norms, R the norm of all r together, and s the parameter's share of all
     values, usual is max(r, sqrt(s) R): a parameter whose gradients begin small (behind a layer that starts at zero) may
-    grow at once. Where nothing is usual yet, in the first step, nothing is cut. A norm that is too large counts as
-    ``times`` the usual one: if gradients stay as large, that is what is usual after a few steps.
+    grow at once. Where nothing is usual yet, in a parameter's first step, nothing is cut. A norm that is too large
+    counts as ``times`` the usual one: if gradients stay as large, that is what is usual after a few steps.
 
     Parameters that stay dense are bounded too. They would forget by themselves, but one norm clips all: left as it is,
     theirs would shrink what the others send to nothing in that step.
@@ -38,7 +38,7 @@ class Bound:
     No host sync, and one pass over the gradients (two on CUDA).
     """
 
-    def __init__(self, times: float, sizes: Mapping[str, int], device: torch.device) -> None:
+    def __init__(self, times: float, sizes: Mapping[str, int]) -> None:
         """``sizes``: name -> values on this rank, of all trained parameters.
 
         Raises:
@@ -49,10 +49,10 @@ class Bound:
         self.times = times
         self._index = {name: i for i, name in enumerate(sorted(sizes))}
         total = max(sum(sizes.values()), 1)
-        shares = [math.sqrt(sizes[name] / total) for name in sorted(sizes)]
-        self._shares = torch.tensor(shares, device=device)
-        self._usual = torch.zeros(len(shares), device=device)
-        self._cut = torch.zeros(2, device=device)  # how many parameters' gradients, and the norm cut off
+        # On CPU until the first gradients are seen: the model may not be on its device yet.
+        self._shares = torch.tensor([math.sqrt(sizes[name] / total) for name in sorted(sizes)])
+        self._usual = torch.zeros(len(sizes))
+        self._cut = torch.zeros(2)  # how many parameters' gradients, and the norm cut off
         self._next: tuple[Tensor, Tensor] | None = None
         self._places: dict[tuple[Piece, ...], tuple[list[Piece], Tensor]] = {}
 
@@ -61,6 +61,10 @@ class Bound:
 
         Where a norm is not finite nothing is scaled: such a step is the guard's.
         """
+        if self._usual.device != flat.device:
+            self._shares, self._usual, self._cut = (
+                values.to(flat.device) for values in (self._shares, self._usual, self._cut)
+            )
         mine, places = self._find(pieces, flat.device)
         if not mine:
             return
@@ -71,7 +75,7 @@ class Bound:
         usual, cut = self._next
         before = self._usual[places]
         size = torch.maximum(before, self._shares[places] * torch.linalg.vector_norm(self._usual))
-        over = (norms > self.times * size) & (size > 0) & norms.isfinite()
+        over = (norms > self.times * size) & (before > 0) & norms.isfinite()
         factors = torch.where(over, size / norms, 1.0)
         # On CPU a look costs nothing and mostly saves a pass; on CUDA it would wait for the device.
         if flat.is_cuda or bool(over.any()):

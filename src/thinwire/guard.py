@@ -50,16 +50,20 @@ class Guard:
             norms = torch._foreach_norm(there, dtype=_wide(there))
             self.observe(torch.stack([norm.float() for norm in norms]))
 
-    def agree(self, device: torch.device) -> bool:
-        """True if every value observed on every rank was finite. Collective; forgets what was observed."""
+    def agree(self, device: torch.device, trouble: bool = False) -> tuple[bool, bool]:
+        """Was every value observed on every rank finite; is any rank in ``trouble``?
+
+        Collective; forgets what was observed. One host sync. Switched off, it knows of this rank alone.
+        """
         if not self.enabled:
-            return True
+            return True, trouble
         total = torch.zeros((), device=device) if self._total is None else self._total
         self._total = None
-        flag = total.isnan().to(torch.float32).reshape(1)
+        flags = torch.stack([total.isnan().float(), torch.full((), float(trouble), device=total.device)])
         for comm in self.comms:
-            comm.all_reduce(flag, "max")
-        return not bool(flag.item())
+            comm.all_reduce(flags, "max")
+        broken, trouble = (bool(flag) for flag in flags.tolist())
+        return not broken, trouble
 
 
 def _wide(values: Sequence[Tensor]) -> torch.dtype | None:

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Road:
     ledger: Ledger
     step: int = 0
     bound: Bound | None = None
-    scale: Callable[[], Tensor] | None = None
+    scale: Callable[[torch.device], Tensor] | None = None
 
     def __post_init__(self) -> None:
         self._parts: dict[tuple[tuple[Piece, ...], torch.dtype], list[tuple[Method, Bucket]]] = {}
@@ -61,7 +61,7 @@ class Road:
             rows = self.exchange.rows if self.exchange.owner else 1
             row_bytes = flat.nbytes / rows
             self.ledger.count_dense(self.exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=True))
-            scale = None if self.scale is None else self.scale()
+            scale = None if self.scale is None else self.scale(flat.device)
             if scale is not None:
                 flat.div_(scale)
             if self.bound is not None:
@@ -102,6 +102,8 @@ class Road:
                 method.forget(bucket)
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
+        if method.native:  # the buffer goes out as it is
+            pieces = [replace(piece, form=None) for piece in pieces]
         return Bucket(
             pieces,
             rows=self.exchange.bucket_rows(method.on_wire),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from thinwire.integrations.ddp import DDP
     from thinwire.integrations.fsdp2 import FSDP2
 
-FRAMES = 12
+FRAMES = 16
 """How far up the callers of ``optimizer.step()`` a GradScaler is looked for."""
 
 
@@ -72,7 +72,6 @@ class Turn:
         self.norm: Tensor | None = None
         self.clip_factor: Tensor | None = None
         self.closed = self.ended = False
-        self._device = next(iter(weights.values())).device
         self._frozen = {
             clean_name(name).removeprefix("module."): weight
             for name, weight in engine.model.named_parameters()
@@ -82,6 +81,7 @@ class Turn:
         self._open: Step | None = None  # begun by one optimizer, others are to follow
         self._waiting: set[int] = set()  # for these
         self._skipping: set[int] = set()  # optimizers whose part of a skipped step is still to come
+        self._settled = False  # the last exchange has been stepped with, or skipped
         self._warned = False
         self._knows_scaler = scaled or not method.keeps_state
 
@@ -99,29 +99,60 @@ class Turn:
         for name in names:
             if name not in self.weights:
                 raise ThinwireError(_LATE.format(name=name))
-        if self._open is not None:
-            self._finish()  # some optimizer does not step this time
-        if self._seen:
-            again = [name for name in names if name in self._seen]
-            if self.engine.dropped(again or [next(iter(self._seen))], look=bool(again)):
-                self._abandon()
-            elif again:
-                self._again(again[0])
-        else:
-            self._skipping.clear()
+        self._leave()
+        again = next((name for name in names if name in self._seen), None)
+        if self._seen and self.engine.dropped([self.weights[name] for name in self._seen], look=again is not None):
+            self._abandon()
+        elif again is not None:
+            self._again(again)
+        self._settled = False
+        self._skipping.clear()
         self.norm = self.clip_factor = None
         self._seen.update(dict.fromkeys(names))
+
+    @property
+    def open(self) -> bool:
+        """Have some optimizers stepped, and others not yet?"""
+        return self._open is not None
 
     def seen(self, name: str) -> bool:
         """Has the parameter been exchanged since the last step?"""
         return name in self._seen
 
+    def exchanged(self) -> list[Tensor]:
+        """The parameters that have been exchanged since the last step."""
+        return [self.weights[name] for name in self._seen]
+
     def begin_micro_batch(self) -> None:
         """Forward and backward of a micro-batch are about to begin."""
+        self._leave()
+        if self._seen and all_zero(self.engine.gradients(), self.engine.comms):
+            self._abandon()
+
+    def finish(self) -> None:
+        """End a step that some optimizer has not joined: its state is about to be saved."""
         if self._open is not None:
             self._finish()
-        elif self._seen and all_zero(self.engine.gradients(), self.engine.comms, self._device):
-            self._abandon()
+
+    def reset(self) -> None:
+        """Forget the step under way: another state is about to be loaded."""
+        self.guard.forget()
+        self.state.rollback()
+        self.method.undo()
+        self._skipping.clear()
+        self._forget()
+
+    def _leave(self) -> None:
+        """The next step begins: an optimizer that has not stepped does not step this time."""
+        if self._open is None:
+            return
+        if self._waiting and not self.method.adds_up:
+            missing = next(type(o).__name__ for o in self.optimizers if id(o) in self._waiting)
+            raise ThinwireError(
+                f"{missing} has not stepped after the last exchange, and {self.method.name} has moved on its momentum: "
+                "step all optimizers after each exchange"
+            )
+        self._finish()
 
     def _again(self, name: str) -> None:
         """``name`` is exchanged a second time in one step."""
@@ -147,10 +178,11 @@ class Turn:
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
             raise ThinwireError("optimizer.step(closure) makes gradients after their check: call backward() first")
         self._look_for_scaler()
+        idle = not _has_gradients(optimizer) and not self.engine.accumulated()
+        if self._settled and self._open is None and idle:
+            return  # the others have stepped already, and this one has nothing to do
         if id(optimizer) in self._skipping or (self._open is None and not self._begin()):
-            # An optimizer leaves a parameter without gradient, and its moments and step count, as they are.
-            for parameter in _parameters(optimizer):
-                parameter.grad = None
+            _drop_gradients(optimizer)
             self._skipping.discard(id(optimizer))
             return
         if id(optimizer) not in self._waiting and _has_gradients(optimizer):
@@ -167,15 +199,16 @@ class Turn:
 
     def _begin(self) -> bool:
         """All ranks agree whether the step counts, before any optimizer or state changes."""
-        self._look_for_thawed()
-        if not self._seen and self.engine.exchanges and self.engine.unexchanged():
-            raise ThinwireError(
-                "optimizer.step() without an exchange of gradients since the last one, so each rank has its own: the "
-                "last backward pass of a step must not be inside no_sync() or accumulate(last=False)"
-            )
+        trouble = self._trouble()
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
-        if not self.guard.agree(self._device):
+        finite, somewhere = self.guard.agree(next(iter(self.weights.values())).device, trouble is not None)
+        if somewhere:
+            raise ThinwireError(trouble or "another rank cannot take this step: see its message")
+        if not finite:
             self._skip()
+            if not self._under_scaler():  # it wants to see the gradients of each optimizer
+                for other in self.optimizers:
+                    _drop_gradients(other)
             return False
         self._commit()
         self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
@@ -209,43 +242,67 @@ class Turn:
 
     def _end(self, *, skipped: bool) -> None:
         self.ledger.close_step(skipped=skipped)
-        self._seen.clear()
-        self._waiting.clear()
         if not skipped:
             self._skipping.clear()
+        self._forget()
+        self._settled = True
+
+    def _forget(self) -> None:
+        self._seen.clear()
+        self._waiting.clear()
         self._open = self.norm = self.clip_factor = None
+        self.engine.settled()
 
     def _commit(self) -> None:
         self.state.commit()
         if self.bound is not None:
             self.bound.commit()
 
-    def _look_for_thawed(self) -> None:
-        """DDP does not exchange what was frozen when it was made: each rank would go its own way."""
+    def _trouble(self) -> str | None:
+        """Why this rank cannot step."""
+        there = any(gradient is not None for gradient in self.engine.gradients()) or self.engine.accumulated()
+        if there and not self._seen and self.engine.exchanges:
+            return (
+                "optimizer.step() without an exchange of gradients since the last one, so each rank has its own: the "
+                "last backward pass of a step must not be inside no_sync() or accumulate(last=False)"
+            )
+        # DDP does not exchange what was frozen when it was made: each rank would go its own way.
         for name, weight in self._frozen.items():
-            if weight.grad is not None and any(weight is p for o in self.optimizers for p in _parameters(o)):
-                raise ThinwireError(_LATE.format(name=name))
+            late = weight.requires_grad and weight.grad is not None
+            if late and any(weight is held for optimizer in self.optimizers for held in _parameters(optimizer)):
+                return _LATE.format(name=name)
+        return None
 
     def _look_for_scaler(self) -> None:
-        """A GradScaler that ``compress()`` was not told of leaves no trace but itself among the callers of ``step``."""
-        if self._knows_scaler:
-            return
+        if not self._knows_scaler and self._under_scaler():
+            raise ThinwireError(
+                f"{self.method.name} keeps values from step to step, and a GradScaler changes their unit: "
+                "pass it as compress(..., scaler=scaler)"
+            )
+        self._knows_scaler = True
+
+    @staticmethod
+    def _under_scaler() -> bool:
+        """Is it a GradScaler that steps the optimizer? It leaves no trace but itself among the callers of ``step``."""
         frame = sys._getframe(1)
         for _ in range(FRAMES):
             caller: Any = frame.f_locals.get("self")
-            if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
-                raise ThinwireError(
-                    f"{self.method.name} keeps values from step to step, and a GradScaler changes their unit: "
-                    "pass it as compress(..., scaler=scaler)"
-                )
+            if isinstance(caller, torch.amp.GradScaler):
+                return caller.is_enabled()
             if frame.f_back is None:
                 break
             frame = frame.f_back
-        self._knows_scaler = True
+        return False
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer leaves a parameter without gradient, and its moments and step count, as they are."""
+    for parameter in _parameters(optimizer):
+        parameter.grad = None
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

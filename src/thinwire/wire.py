@@ -234,16 +234,14 @@ class Wire:
             assert engine.inside is not None and hop is not None
             self._roads.append(Road(inner, hop, engine.inside, self._guard, ledger))
         self._road = self._roads[0]
-        self._bound = None
         if bound is not None:
-            self._bound = Bound(bound, {p.name: p.local for p in parameters}, self._device)
-            compresses = any(self.plan.why_dense(p.name) is None for p in parameters)
-            self._road.bound = self._bound if method.keeps_state and compresses else None
+            usual = Bound(bound, {parameter.name: parameter.local for parameter in parameters})
+            compresses = any(self.plan.why_dense(parameter.name) is None for parameter in parameters)
+            self._road.bound = usual if method.keeps_state and compresses else None
         if scaler is not None and method.keeps_state:
-            one = torch.ones((), device=self._device)
-            self._road.scale = lambda: scaler.scale(one)
+            self._road.scale = lambda device: scaler.scale(torch.ones((), device=device))
         self._turn = Turn(
-            engine, method, run.optimizers, run.weights, self._roads, self._guard, self._bound, ledger,
+            engine, method, run.optimizers, run.weights, self._roads, self._guard, self._road.bound, ledger,
             scaled=scaler is not None,
         )  # fmt: skip
         self._hooks = [
@@ -343,6 +341,7 @@ class Wire:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank has to keep for the method: ``kind/parameter`` -> tensor, and the steps. Differs by rank."""
+        self._turn.finish()
         self.method.finish()
         counts = {"step": torch.tensor(self._road.step), "skipped": torch.tensor(self.skipped)}
         bound = {} if self._road.bound is None else self._road.bound.state_dict()
@@ -360,6 +359,7 @@ class Wire:
                     f"the state '{key}' holds values that are not finite: take an older checkpoint, or leave this "
                     "entry out (what waited there is then lost)"
                 )
+        self._turn.reset()
         rest = dict(state)
         step, self._turn.skipped = int(rest.pop("step")), int(rest.pop("skipped"))
         for road in self._roads:
@@ -410,7 +410,7 @@ class Report:
         if stats["bound"].get("cut"):
             table.add_row("gradients cut by the bound, so far", f"{stats['bound']['cut']}")
             table.add_row("  norm cut off", f"{stats['bound']['norm']:.4g}")
-        table.add_row("skipped steps (not finite)", str(stats["skipped"]))
+        table.add_row("skipped steps", str(stats["skipped"]))
         table.add_row("memory held", human(stats["memory_bytes"]))
         if stats["memory_planned_bytes"] is not None:
             table.add_row("memory at its peak, as planned", human(stats["memory_planned_bytes"]))

@@ -11,17 +11,15 @@ from thinwire.comm import Comm
 from thinwire.methods.base import local
 
 
-def all_zero(gradients: Iterable[Tensor | None], comms: Sequence[Comm], device: torch.device) -> bool:
+def all_zero(gradients: Iterable[Tensor | None], comms: Sequence[Comm] = ()) -> bool:
     """Have these ``gradients`` been thrown away, by None or by zeros?
 
     Collective over ``comms`` unless all are None, because a rank may own nothing but zeros. Waits for the device.
     """
-    there = [gradient for gradient in gradients if gradient is not None]
+    there = [local(gradient) for gradient in gradients if gradient is not None]
     if not there:
         return True
-    found = torch.zeros(1, device=device)
-    for gradient in there:
-        found += local(gradient).any()
+    found = torch.stack([gradient.any() for gradient in there]).any().float().reshape(1)
     for comm in comms:
         comm.all_reduce(found, "max")
     return not bool(found)

@@ -17,6 +17,7 @@ from thinwire.bucket import Layout, Piece
 from thinwire.collectives import AllReduce, Exchange, TwoLevel
 from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError
+from thinwire.integrations.base import all_zero
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter
 from thinwire.plan import describe
@@ -52,7 +53,8 @@ class DDP:
         self.worker = Worker(ledger)
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
         self._watches: list[RemovableHandle] = []
-        self._fired: dict[str, bool] = {}  # parameters of a second backward pass: was their gradient gone before it?
+        self._gone = False  # what this step has exchanged was thrown away before another backward pass
+        self._looked = False  # at its values, whether they are zeros
 
     @staticmethod
     def _check(model: DistributedDataParallel, method: Method) -> None:
@@ -98,8 +100,8 @@ class DDP:
 
         def watch(name: str, weight: Tensor) -> None:
             def arrives(gradient: Tensor) -> None:
-                if turn.seen(name):
-                    self._fired[name] = weight.grad is None or not bool(weight.grad.any())
+                if not self._gone and turn.seen(name):
+                    self._look(weight, turn)
 
             self._watches.append(weight.register_hook(arrives))
 
@@ -107,15 +109,26 @@ class DDP:
             if id(weight) in self.parameters:
                 watch(self.parameters[id(weight)].name, weight)
 
-    def unexchanged(self) -> bool:
-        """Are there gradients, if only of this rank's own?"""
-        return any(gradient is not None for gradient in self.gradients())
+    def _look(self, weight: Tensor, turn: Turn) -> None:
+        if weight.grad is None:
+            self._gone = all(other.grad is None for other in turn.exchanged())
+        elif not self._looked:  # once, because it waits for the device
+            self._looked = True
+            self._gone = all_zero(other.grad for other in turn.exchanged())
 
-    def dropped(self, names: Sequence[str], *, look: bool) -> bool:
-        """Have the gradients of ``names``, exchanged in an earlier backward pass of this step, been thrown away?"""
-        found = [self._fired[name] for name in names if name in self._fired]
-        self._fired.clear()
-        return bool(found) and all(found)
+    def accumulated(self) -> bool:
+        """Has this rank gradients that torch keeps from the optimizer? DDP keeps none."""
+        return False
+
+    def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
+        """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?"""
+        gone = self._gone
+        self.settled()
+        return gone
+
+    def settled(self) -> None:
+        """The step is over."""
+        self._gone = self._looked = False
 
     def _map(self, bucket: dist.GradBucket) -> tuple[Piece, ...]:
         """Where each parameter lies in the bucket's buffer; checked against the buffer's own views when first seen."""

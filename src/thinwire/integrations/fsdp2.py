@@ -78,8 +78,6 @@ class FSDP2:
         self.parameters: dict[int, Parameter] = describe(cast(nn.Module, model), shards)
         self._comms: dict[int, GroupComm] = {}
         self._gathers: list[_AllGather] = []
-        trained = [p for p in cast(nn.Module, model).parameters() if id(p) in self.parameters]
-        self._weights = {self.parameters[id(p)].name: p for p in trained}
         info = self.groups[0][1].mesh_info
         self.wire_dtype = self._reduce_dtype(self.groups[0][1])
         shard = self.comm(info.shard_process_group)
@@ -218,20 +216,21 @@ class FSDP2:
         """Are we called at all? torch leaves out what a single rank would exchange with itself."""
         return max(self.exchange.rows, 1 if self.inside is None else self.inside.rows) > 1
 
-    def unexchanged(self) -> bool:
-        """Are there gradients, if only of this rank's own? torch keeps those until a backward pass that exchanges."""
-        own = (fsdp_param for _, group in self.groups for fsdp_param in group.fsdp_params)
-        return any(gradient is not None for gradient in self.gradients()) or any(_has_own_gradient(p) for p in own)
+    def accumulated(self) -> bool:
+        """Has this rank gradients that torch keeps from the optimizer, until a backward pass that exchanges them?"""
+        return any(_has_own_gradient(fsdp_param) for _, group in self.groups for fsdp_param in group.fsdp_params)
 
-    def dropped(self, names: Sequence[str], *, look: bool) -> bool:
-        """Have the gradients of ``names``, exchanged in an earlier backward pass of this step, been thrown away?
+    def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
+        """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?
 
         ``look``: at their values too, whether they were set to zero. Collective then.
         """
-        gradients = [self._weights[name].grad for name in names]
-        if all(gradient is None for gradient in gradients):
-            return True
-        return look and all_zero(gradients, self.comms, self._weights[names[0]].device)
+        if not look:
+            return weights[0].grad is None and all(weight.grad is None for weight in weights)
+        return all_zero((weight.grad for weight in weights), self.comms)
+
+    def settled(self) -> None:
+        """The step is over: nothing to forget."""
 
     def stepping(self) -> None:
         """An optimizer is about to give the weights new values; any others that they were given are news."""
@@ -468,7 +467,8 @@ class _AllGather:
         if self.link.group.is_sharded_post_forward or not method.encodes_weights:
             return comm.all_gather(out, own, async_op=async_op)
         self.look()
-        changed, self.changed = self.changed, False
+        # While some optimizers have stepped and others have not, the weights change without a step being over.
+        changed, self.changed = self.changed or self.link.turn.open, self.link.turn.open
         trained, frozen = self.link.shard(own.numel())
         shards = Shards(trained, comm, own, out, self.road.step, frozen, changed)
         return method.gather(shards, async_op=async_op)

@@ -339,6 +339,14 @@ def local(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
+def refuse_scaled_apart(method: str, run: Run) -> None:
+    """For a ``method`` that reads gradients before the first optimizer steps: a GradScaler unscales one by one."""
+    if run.scaled and len(run.optimizers) > 1:
+        raise ThinwireError(
+            f"{method} under a GradScaler takes one optimizer: the scaler unscales the gradients of several one by one"
+        )
+
+
 def first_step(method: str, knob: str, value: float, steps: int | None) -> int:
     """The optimizer step that ``value`` means: a share of the run's ``steps`` below 1, a number of steps from 1 on.
 

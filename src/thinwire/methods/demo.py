@@ -30,7 +30,7 @@ from thinwire.codecs.base import Codec
 from thinwire.codecs.dct import DctTopK
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Step, local
+from thinwire.methods.base import ErrorFeedback, Run, Step, local, refuse_scaled_apart
 
 PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -66,6 +66,11 @@ class DeMo(ErrorFeedback):
         super().__post_init__()
         if not 0 <= self.beta < 1:
             raise ThinwireError(f"demo: beta is the decay of the momentum, from 0 to below 1, got {self.beta}")
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        if self.sign:
+            refuse_scaled_apart(self.name, run)
 
     def make_codec(self) -> Codec:
         return DctTopK(self.chunk, self.k, PAYLOADS[self.payload])

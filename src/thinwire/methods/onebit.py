@@ -51,6 +51,7 @@ from thinwire.methods.base import (
     exempt_small,
     first_step,
     local,
+    refuse_scaled_apart,
 )
 
 
@@ -118,6 +119,7 @@ class OneBitAdam(Method):
         self.first = first_step(self.name, "warmup", self.warmup, run.steps)  # T_w
         if self.first < 1:
             raise ThinwireError("onebit-adam: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
+        refuse_scaled_apart(self.name, run)
         sent = {name: held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None}
         for name, (optimizer, group) in sent.items():
             if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):

@@ -131,23 +131,21 @@ def _orthonormalize(matrix: Tensor) -> None:
     What each column has in common with those before it is taken out twice, which is enough (Parlett 1980): once leaves
     rounding errors that, where the column was almost in their span, are no longer small beside what is left.
     """
-    _scale(matrix)
-    matrix.div_(_or_one(_lengths(matrix)))
-    for column in range(1, matrix.shape[1]):
-        this, before = matrix[:, column : column + 1], matrix[:, :column]
+    columns = matrix.T.contiguous()
+    _scale(columns.T)
+    columns.div_(_or_one(columns.square().sum(1, keepdim=True).sqrt_()))
+    for i in range(1, len(columns)):
+        this, before = columns[i], columns[:i]
         for least in (NOISE, 0.0):
-            this.sub_(before @ (before.T @ this))
-            length = _lengths(this)
-            this.div_(_or_one(length)).mul_(length > least)
+            this.addmv_(before.T, before @ this, alpha=-1)
+            length = this.square().sum().sqrt_()
+            this.mul_((length > least) / _or_one(length))
+    matrix.copy_(columns.T)
 
 
 def _scale(matrix: Tensor) -> None:
     """Divide each column by its largest magnitude, in place: then squares neither overflow nor vanish."""
     matrix.div_(_or_one(matrix.abs().amax(0)))
-
-
-def _lengths(matrix: Tensor) -> Tensor:
-    return matrix.square().sum(0).sqrt_()
 
 
 def _or_one(sizes: Tensor) -> Tensor:

@@ -264,7 +264,8 @@ class Scape(Method):
         assert self.state is not None
         if name not in self._chosen:
             saved = self.state.get("chosen", name)
-            assert saved is not None
+            if saved is None:
+                raise ThinwireError(f"scape: the saved state has a mask of {name}, but not when it was chosen")
             self._chosen[name] = int(saved)
         return self._chosen[name]
 

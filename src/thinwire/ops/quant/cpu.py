@@ -244,6 +244,7 @@ def _load(narrow, rotated, values, bits, own):
 @inlined
 def _quantize(narrow, four, stochastic, rotated, values, stride, rows, n, group, codes, to_stride, scales,
               scales_stride, key):  # fmt: skip
+    """The first four are constants: ``narrow`` for bfloat16, ``four`` for int4."""
     bits = np.empty(group, np.int32)
     own = bits.view(np.float32)
     size = group // 2 if four else group
@@ -254,18 +255,22 @@ def _quantize(narrow, four, stochastic, rotated, values, stride, rows, n, group,
             scale = _scale_of(bits, PER_LEVEL_INT4 if four else PER_LEVEL_INT8)
             scales[row * scales_stride + g] = scale
             if np.isnan(scale):
-                own.fill(0)
+                own.fill(0)  # its codes are 0
             per_scale = ONE if np.isnan(scale) else ONE / scale
             first = np.uint32((row * n + g * group) // 2)
             _encode(four, stochastic, own, per_scale, codes[to : to + size], key, first)
 
 
-def _kernel(narrow, four, stochastic, rotated):
-    @njit
+def _kernel(*flags):
+    narrow, four, stochastic, rotated = flags
+
     def quantize(*arguments):
         _quantize(narrow, four, stochastic, rotated, *arguments)
 
-    return quantize
+    # An index file of its own in numba's cache: in one that several kernels share, ranks that save two of them at the
+    # same time can leave the one under the other's name.
+    quantize.__qualname__ += "".join(str(int(flag)) for flag in flags)
+    return njit(quantize)
 
 
 QUANTIZE = {flags: _kernel(*flags) for flags in itertools.product((False, True), repeat=4)}
