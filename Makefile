@@ -3,6 +3,7 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 OUT    ?= runs/first
+JOBS   ?= 2
 
 BIN   := .venv/bin
 STAMP := .venv/.ready
@@ -11,7 +12,7 @@ STAMP := .venv/.ready
 
 help:
 	@echo "make train     train a small language model on two ranks of this machine, into $(OUT)"
-	@echo "make test      run the tests"
+	@echo "make test      run the tests, $(JOBS) at a time (JOBS=1: one after the other)"
 	@echo "make test-gpu  run the tests that need a CUDA device"
 	@echo "make check     ruff and mypy"
 	@echo "make format    let ruff repair what it can"
@@ -35,7 +36,7 @@ train: $(STAMP)
 
 test: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

@@ -1,10 +1,13 @@
 """Time of every codec on this machine, as a ratio to ``Tensor.copy_`` of the same float32 tensor.
 
     python benchmarks/codecs.py [--sizes 1 8] [--rounds 21] [--threads 1] [--device cpu]
+    python benchmarks/codecs.py --errors
 
 Each round times the copy and the three operations of a codec one after another, so that a busy machine slows all alike;
 printed are medians, and in brackets the share of the copy's bandwidth at which the operation moves its own bytes (what
 it reads and what it writes). An operation whose result is wrong is not timed: the program stops with exit status 1.
+
+``--errors``: what int4 loses, with SDP4Bit's Hadamard transform and without, by how the values are distributed.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from thinwire.codecs import Bf16, Codec, Fp8, Fp32
@@ -59,9 +63,9 @@ def self_check(codec: Codec, device: torch.device) -> None:
         bound *= 2
     errors = values - rows
     if isinstance(codec, (HadamardInt4, HadamardInt8)):
-        # a transformed value is at most the length of its column, and a tile's error as long as its transform
-        columns = rows.view(-1, 32, 16).norm(dim=1).amax(1)
-        within = errors.view(-1, 512).norm(dim=1) <= columns * bound * 512**0.5
+        # a transformed value is at most as long as its 32 neighbours, and a group's error as long as its transform's
+        lengths = rows.view(-1, codec.group // 32, 32).norm(dim=2).amax(1)
+        within = errors.view(-1, codec.group).norm(dim=1) <= lengths * bound * codec.group**0.5
     else:
         groups = rows.view(PEERS, -1, codec.per_scale if isinstance(codec, Integers) else 128)
         within = errors.view_as(groups).abs() <= groups.abs().amax(2, keepdim=True) * bound
@@ -102,14 +106,37 @@ def measure(codec: Codec, n: int, rounds: int, device: torch.device) -> tuple[fl
     return statistics.median(copies), [statistics.median(samples) for samples in ratios]
 
 
+def print_errors() -> None:
+    """Relative L2 error of int4 in groups of 128, to the nearest."""
+    draw, n = np.random.default_rng(0), 512 * 256
+    samples = {
+        "Gauss": draw.standard_normal(n),
+        "Student-t(3)": draw.standard_t(3, n),
+        "Student-t(2)": draw.standard_t(2, n),
+        "Gauss, one in 512 x100": np.where(np.arange(n) % 512 == 5, 100.0, 1.0) * draw.standard_normal(n),
+    }
+    print("| values | without | with the transform |\n|---|---:|---:|")
+    for name, values in samples.items():
+        rows = torch.from_numpy(values).float().unsqueeze(0)
+        errors = []
+        for codec in (Int4(), HadamardInt4()):
+            wire = codec.encode(rows, torch.empty(1, codec.wire_numel(n), dtype=codec.wire_dtype))
+            errors.append(float((codec.decode(wire, torch.empty_like(rows)) - rows).norm() / rows.norm()))
+        print(f"| {name} | {errors[0]:.3f} | {errors[1]:.3f} |")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Ratios of codec times to Tensor.copy_ of the float32 tensor.")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8], help="Mi elements of the tensor")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--threads", type=int, default=1, help="torch threads (the copy's, too)")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--errors", action="store_true", help="print errors of int4 instead of times")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.errors:
+        print_errors()
+        return 0
 
     print(f"torch {torch.__version__}, {arguments.device}, {arguments.threads} thread(s), {arguments.rounds} rounds")
     print(f"{'codec':<46}{'elements':>10}{'bytes/value':>13}{'copy_ ms':>10}{'encode':>16}{'decode':>16}{'sum(4)':>16}")

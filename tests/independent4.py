@@ -229,15 +229,11 @@ def sylvester(size: int) -> Array:
 
 
 def hadamard(x: Any, size: int = 32) -> Array:
-    """H on each run of `size` neighbours of a flat x whose length `size` divides."""
+    """H on each run of `size` neighbours of a flat x whose length `size` divides (SDP4Bit section 3.3: 32 x 32)."""
     values = flat(x)
     if values.size % size:
-        raise ValueError("the tile does not divide the length")
-    h = sylvester(size)
-    out = np.zeros_like(values)
-    for start in range(0, values.size, size):
-        out[start : start + size] = h @ values[start : start + size]
-    return out
+        raise ValueError("the size of the matrix does not divide the length")
+    return (values.reshape(-1, size) @ sylvester(size).T).reshape(-1)
 
 
 class Int4Group:

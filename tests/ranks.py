@@ -5,25 +5,45 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from typing import Any
+from unittest import mock
+
+from patience import PATIENCE
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "thinwire", "models"])
+_context.set_forkserver_preload(["warm"])
+
+
+def _start_fork_server() -> None:
+    """By hand: it finds ``warm`` along PYTHONPATH only, and must not have more than one thread."""
+    here = os.path.dirname(__file__)
+    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+
+
+def _end_with_pytest() -> None:
+    """However pytest ends, its ranks end too: they would wait for each other, and the fork server for them."""
+    mp.parent_process().join()
+    os._exit(1)
 
 
 def _rank(rank: int, world: int, store: str, function: Callable, args: tuple, environment: dict, results: Any) -> None:
+    threading.Thread(target=_end_with_pytest, daemon=True).start()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "WORLD_SIZE": str(world), **environment})
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
+        limit = timedelta(seconds=240 * PATIENCE)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
         results.put((rank, function(rank, world, *args), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
@@ -32,12 +52,30 @@ def _rank(rank: int, world: int, store: str, function: Callable, args: tuple, en
             dist.destroy_process_group()
 
 
-def run(function: Callable, world: int, *args: Any, seconds: float = 90, **environment: str) -> list[Any]:
+def _collect(ranks: list[Any], results: Any, seconds: float, name: str) -> list[Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(ranks):
+        missing = [rank for rank in range(len(ranks)) if rank not in found]
+        if not wait([results._reader, *(ranks[rank].sentinel for rank in missing)], seconds):
+            raise TimeoutError(f"{name}: ranks {missing} did not finish")
+        if not results._reader.poll():  # one has ended, and whatever it had put here before has been read
+            dead = {rank: ranks[rank].exitcode for rank in missing if not ranks[rank].is_alive()}
+            raise AssertionError(f"{name} returned nothing; exit status by rank: {dead}")
+        rank, value, error = results.get()
+        if error:
+            raise AssertionError(f"rank {rank}:\n{error}")
+        found[rank] = value
+    return [found[rank] for rank in range(len(ranks))]
+
+
+def run(function: Callable, world: int, *args: Any, seconds: float = 300, **environment: str) -> list[Any]:
     """``[function(rank, world, *args) for rank in range(world)]``, each in its own process.
 
     ``function`` lives at a module's top level; what it returns is pickled (no tensors that share memory: ``.tolist()``,
-    numpy, or ``.clone()``d tensors are converted by the caller). Raises with the first rank's traceback.
+    numpy, or ``.clone()``d tensors are converted by the caller). Raises with the first rank's traceback, and when no
+    rank has finished for ``seconds`` times THINWIRE_PATIENCE.
     """
+    _start_fork_server()
     results = _context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -48,20 +86,12 @@ def run(function: Callable, world: int, *args: Any, seconds: float = 90, **envir
         for process in ranks:
             process.start()
         try:
-            found: dict[int, Any] = {}
-            while len(found) < world:
-                if not results._reader.poll(seconds):
-                    missing = sorted(set(range(world)) - set(found))
-                    raise TimeoutError(f"{function.__name__}: ranks {missing} did not finish")
-                rank, value, error = results.get()
-                if error:
-                    raise AssertionError(f"rank {rank}:\n{error}")
-                found[rank] = value
+            found = _collect(ranks, results, seconds * PATIENCE, function.__name__)
             for process in ranks:
-                process.join(seconds)
+                process.join(seconds * PATIENCE)
         finally:
             for process in ranks:
                 if process.is_alive():
                     process.kill()
                 process.join()
-    return [found[rank] for rank in range(world)]
+    return found

@@ -1,4 +1,7 @@
-"""``compare`` from end to end, with a training program that writes the contract's files and sends what it claims."""
+"""``compare`` from end to end, with a training program that writes the contract's files and sends what it claims.
+
+The times it writes are those of a link that is used in full: what ``compare`` makes of them is then known.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,6 @@ from thinwire.errors import ThinwireError
 from thinwire.lab import compare as module
 from thinwire.lab.cli import compare_main
 from thinwire.lab.cluster import Cluster, NoNamespaces
-
-pytestmark = pytest.mark.timeout(120)
 
 FAKE = '''
 import json, os, socket, sys, time
@@ -39,9 +40,8 @@ def link():
         name, _, rest = line.partition(":")
         if name.strip() == os.environ["GLOO_SOCKET_IFNAME"]:
             return int(rest.split()[8]), int(rest.split()[0])
-rows, began = [], time.monotonic()
+rows, wire = [], 1000 * payload * 1514 / 1448 * 8 / 200e6  # ms at 200 Mbit/s
 for step in range(1, steps + 1):
-    start = time.monotonic()
     if rank == 0:
         peer.sendall(bytes(payload))
         peer.recv(1)
@@ -50,18 +50,16 @@ for step in range(1, steps + 1):
         while left:
             left -= len(peer.recv(min(left, 1 << 16)))
         peer.sendall(b"x")
-    wire = 1000 * (time.monotonic() - start)
-    row = {"step": step, "loss": 5.5 - 0.2 * step + 0.01 * len(method), "wall_s": time.monotonic() - began,
+    row = {"step": step, "loss": 5.5 - 0.2 * step + 0.01 * len(method), "wall_s": step * (wire + 50) / 1000,
            "step_ms": wire + 50, "wire_ms": wire, "exposed_ms": wire}
     if "--noted" in flags:
         row["link_tx_bytes"], row["link_rx_bytes"] = link()
     rows.append(row)
 if rank == 0:
     out.mkdir(parents=True)
-    mean = sum(row["wire_ms"] for row in rows) / steps
     rows.append({"step": steps, "valid_loss": 4.0, "wall_s": 1.0})
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
-    summary = {"method": method, "step_ms": mean + 50, "exposed_ms": mean, "wire_ms": mean, "train_loss": 5.0,
+    summary = {"method": method, "step_ms": wire + 50, "exposed_ms": wire, "wire_ms": wire, "train_loss": 5.0,
                "encode_ms": 3, "decode_ms": 2,
                "valid_loss": 4.0, "wire_bytes_per_step": {"across": payload, "inside": 0}}
     (out / "summary.json").write_text(json.dumps(summary))
@@ -99,9 +97,10 @@ def test_compare(tmp_path: Path, program: list[str], extra: list[str], source: s
         assert counted["kernel_to_framed"] == pytest.approx(1, abs=0.01), counted
         assert source in counted["kernel_source"]
     assert runs["none"]["bytes_per_step"]["kernel_to_framed"] is None
-    assert runs["dense"]["step_to_dense"] == 1 and runs["dense"]["step_to_none"] > 1.3
-    assert runs["bf16"]["step_to_dense"] < 1
-    assert 0.7 < runs["dense"]["link_use"] < 1.15
+    assert runs["dense"]["step_to_dense"] == 1
+    assert runs["dense"]["step_to_none"] == pytest.approx((50 + 41.823) / 50, abs=1e-3)
+    assert runs["bf16"]["step_to_dense"] == pytest.approx((50 + 20.912) / (50 + 41.823), abs=1e-3)
+    assert runs["dense"]["link_use"] == pytest.approx(1, abs=0.01)
     written = (out / "report.md").read_text()
     for picture in ("loss_by_step", "loss_by_time", "bytes_per_step", "step_time"):
         assert (out / f"{picture}.png").read_bytes()[:4] == b"\x89PNG" and picture in written

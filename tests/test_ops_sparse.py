@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from patience import PATIENCE
 from thinwire.codecs import Masked, TopK
 from thinwire.codecs.projection import ESTIMATORS, Projection
 from thinwire.errors import ThinwireError
@@ -285,7 +286,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     paths = os.pathsep.join([os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": paths, **environment}
     return subprocess.run(
-        [sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True, timeout=300 * PATIENCE
     )
 
 

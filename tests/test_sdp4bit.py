@@ -13,7 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import ranks
 import thinwire
 from engines import adamw, build, same_on_all_ranks, train
-from independent4 import Int4Group, WeightDifference, gather_parts, sylvester, two_level
+from independent4 import Int4Group, WeightDifference, gather_parts, two_level
+from independent4 import hadamard as rotate
 from models import flat, loss_of
 from thinwire.bucket import Piece, Shards
 from thinwire.codecs.intquant import ShiftedInt8
@@ -26,17 +27,12 @@ from thinwire.state import State
 from thinwire.testing import ThreadComm, Threads, exchange_on, parameters_for, reduce_on_threads
 from thinwire.train.models import PRESETS, Decoder
 
-TILE = 512
+GROUP = 128
 
 
 def gradients(rank: int, step: int, numel: int) -> torch.Tensor:
     """Heavy-tailed, as gradients are."""
     return torch.from_numpy(np.random.default_rng([rank, step]).standard_t(4, numel).astype(np.float32))
-
-
-def rotate(x: np.ndarray) -> np.ndarray:
-    """Our tiles: the transform runs along columns of 32 x 16 values."""
-    return np.einsum("ij,tjk->tik", sylvester(32), x.reshape(-1, 32, 16)).reshape(-1)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +44,7 @@ def rotate(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("hadamard", [True, False])
 def test_gradients_against_the_pseudo_code(topology, size, per_node, hadamard):
     """50 steps; one node, one rank per node, two and three nodes of two ranks."""
-    numel = size * TILE * 3
+    numel = size * GROUP * 12
     results = reduce_on_threads(
         lambda: Sdp4Bit(rounding="nearest", hadamard=hadamard, send=("*",)), gradients,
         topology=topology, size=size, per_node=per_node, shapes={"w": (numel // 8, 8)}, steps=50,
@@ -453,7 +449,7 @@ def test_what_does_not_fit_is_refused():
         ({"weight_bits": 3}, "weight_bits is 4 or 8"),
         ({"bits": 5}, "bits and inside_bits are 4, 8, 16 or 32"),
         ({"rounding": "up"}, "rounding is nearest or stochastic"),
-        ({"group": 16}, "from 32 to 512"),
+        ({"group": 16}, "from 32 to 4096"),
     ):
         with pytest.raises(ThinwireError, match=message):
             Sdp4Bit(**knobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import io
 import json
 import lzma
 import os
@@ -11,16 +12,21 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import ranks
+from patience import PATIENCE
+from thinwire import cli
 from thinwire.errors import ThinwireError
 from thinwire.train import loop
 from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.data import Tokenizer, Windows, read_corpus, split
+from thinwire.train.launch import free_port
 from thinwire.train.models import PRESETS, Decoder, ModelConfig, parameter_count
 
 SIZES = {
@@ -206,11 +212,11 @@ def test_the_learning_rate_rises_and_falls():
     assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.1, abs=0.01)
 
 
-def thinwire(*words: str, seconds: float = 100, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "thinwire", *words]
+def thinwire(*words: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=seconds, env={**os.environ, **environment}, check=False
-    )
+        [sys.executable, "-m", "thinwire", *words],
+        capture_output=True, text=True, timeout=300 * PATIENCE, env={**os.environ, **environment}, check=False,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -221,12 +227,10 @@ def text(tmp_path) -> Path:
 
 
 def test_the_smallest_full_run(tmp_path):
-    began = time.perf_counter()
     done = thinwire(
         "train", "--preset", "tiny", "--method", "bf16", "--ranks", "2", "--steps", "20", "--out", f"{tmp_path}/run"
     )
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - began < 40
     assert f"{tmp_path}/run" in done.stdout
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -251,73 +255,59 @@ def test_the_smallest_full_run(tmp_path):
     assert 100 < summary["peak_memory_mb"] < 4000
 
 
+def _train(rank: int, world: int, port: int, words: tuple[str, ...]) -> tuple[int, str]:
+    torch.distributed.destroy_process_group()  # that of ranks.py: the program makes its own
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as said:
+        status = cli.main(["train", *words])
+    return status, said.getvalue()
+
+
+def train(world: int, *words: str) -> list[tuple[int, str]]:
+    """``thinwire train`` as torchrun starts it, on ranks that have torch already: what each ends with, and says."""
+    return ranks.run(_train, world, free_port(), words, LOCAL_WORLD_SIZE=str(world))
+
+
+def refused(found: list[tuple[int, str]], line: str) -> bool:
+    """By every rank, with one line that says so."""
+    return all(status == 2 and line in said and len(said.splitlines()) == 1 for status, said in found)
+
+
 @pytest.mark.parametrize(
-    ("engine", "ranks", "method"),
+    ("engine", "world", "method"),
     [("ddp", 3, "dense"), ("fsdp2", 2, "int8(smallest=1000, error_feedback=True)"), ("hsdp", 4, "bf16")],
 )
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, text, engine, ranks, method):
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, text, engine, world, method):
     common = [
-        "train",
-        "--preset",
-        "tiny",
-        "--layers",
-        "1",
-        "--width",
-        "64",
-        "--corpus",
-        str(text),
-        "--engine",
-        engine,
-        "--method",
-        method,
-        "--shard-size",
-        "2",
-        "--ranks",
-        str(ranks),
-        "--steps",
-        "6",
-        "--checkpoint-every",
-        "3",
-        "--eval-sequences",
-        "0",
-        "--batch-size",
-        "2",
-    ]
-    done = thinwire(*common, "--out", f"{tmp_path}/whole")
-    assert done.returncode == 0, done.stderr
-    whole = tmp_path / "whole/checkpoints"
-    done = thinwire(*common, "--resume", str(whole / "step-000003"), "--out", f"{tmp_path}/again")
-    assert done.returncode == 0, done.stderr
-    again = tmp_path / "again/checkpoints"
-    files = sorted(path.name for path in (whole / "step-000006").glob("*.safetensors"))
-    assert len(files) == ranks + (engine == "ddp")
+        "--preset", "tiny", "--layers", "1", "--width", "64", "--corpus", str(text), "--engine", engine,
+        "--method", method, "--shard-size", "2", "--steps", "6", "--checkpoint-every", "3",
+        "--eval-sequences", "0", "--batch-size", "2",
+    ]  # fmt: skip
+    whole, again = tmp_path / "whole/checkpoints", tmp_path / "again/checkpoints"
+    third, last = "step-000003", "step-000006"
+    for more in (["--out", f"{tmp_path}/whole"], ["--resume", str(whole / third), "--out", f"{tmp_path}/again"]):
+        found = train(world, *common, *more)
+        assert all(status == 0 for status, _ in found), found
+    files = sorted(path.name for path in (whole / last).glob("*.safetensors"))
+    assert len(files) == world + (engine == "ddp")
     for name in files:
-        one, other = load_file(whole / "step-000006" / name), load_file(again / "step-000006" / name)
+        one, other = load_file(whole / last / name), load_file(again / last / name)
         assert one.keys() == other.keys()
         for key in one:
             assert torch.equal(one[key], other[key]), f"{name}: {key}"
-    beyond = thinwire(*common, "--resume", str(whole / "step-000006"), "--out", f"{tmp_path}/beyond")
-    assert beyond.returncode == 2 and "nothing is left to do" in beyond.stderr
+    beyond = train(world, *common, "--resume", str(whole / last), "--out", f"{tmp_path}/beyond")
+    assert refused(beyond, "nothing is left to do")
     if engine == "ddp":
-        fewer = thinwire(*common, "--ranks", "2", "--resume", str(whole / "step-000003"), "--out", f"{tmp_path}/fewer")
-        assert fewer.returncode == 2 and "made by 3 ranks, this run has 2" in fewer.stderr
+        fewer = train(2, *common, "--resume", str(whole / third), "--out", f"{tmp_path}/fewer")
+        assert refused(fewer, "made by 3 ranks, this run has 2")
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (["--method", "int9"], "unknown method 'int9'"),
-        (["--preset", "huge"], "unknown preset 'huge'"),
-        (["--corpus", "/no/such/text"], "cannot read the corpus"),
-        (["--steps", "0"], "--steps must be 1 or more"),
-        (["--bucket-mb", "5", "--engine", "fsdp2"], "--bucket-mb is for --engine ddp"),
-        (["--optimizer", "lion"], "optimizer"),
-        (["--lr", "fast"], "lr"),
-        (["--frobnicate"], "frobnicate"),
-        (["--resume", "latest"], "no checkpoint"),
-        (["--tokenizer", "words"], "unknown tokenizer"),
-        (["--method", "none", "--engine", "fsdp2"], "runs on ddp only"),
-        (["--engine", "hsdp", "--shard-size", "3"], "does not divide"),
+        (["--corpus", "/no/such/text"], "cannot read the corpus"),  # all ranks say so
+        (["--tokenizer", "words"], "unknown tokenizer"),  # one does, and the others wait for it
     ],
 )
 def test_bad_input_gets_one_line_and_a_status(tmp_path, text, words, line):
@@ -330,10 +320,39 @@ def test_bad_input_gets_one_line_and_a_status(tmp_path, text, words, line):
     assert all(message.startswith("thinwire: ") for message in done.stderr.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--method", "int9"], "unknown method 'int9'"),
+        (["--preset", "huge"], "unknown preset 'huge'"),
+        (["--steps", "0"], "--steps must be 1 or more"),
+        (["--bucket-mb", "5", "--engine", "fsdp2"], "--bucket-mb is for --engine ddp"),
+        (["--optimizer", "lion"], "optimizer"),
+        (["--lr", "fast"], "lr"),
+        (["--frobnicate"], "frobnicate"),
+    ],
+)
+def test_bad_settings_are_refused_before_a_rank_is_started(tmp_path, monkeypatch, capsys, words, line):
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # the program sets it where it is not
+    monkeypatch.setattr("thinwire.train.launch.start_ranks", None)
+    status = cli.main(["train", "--preset", "tiny", "--ranks", "2", "--out", f"{tmp_path}/run", *words])
+    assert refused([(status, capsys.readouterr().err)], line)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--resume", "latest"], "no checkpoint"),
+        (["--method", "none", "--engine", "fsdp2"], "runs on ddp only"),
+        (["--engine", "hsdp", "--shard-size", "3"], "does not divide"),
+    ],
+)
+def test_ranks_refuse_what_only_they_can_see(tmp_path, text, words, line):
+    assert refused(train(2, "--preset", "tiny", "--corpus", str(text), "--out", f"{tmp_path}/run", *words), line)
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_rank_that_cannot_reach_the_others_says_so(tmp_path, rank):
-    from thinwire.train.launch import free_port
-
     done = thinwire(
         "train",
         "--preset",
@@ -342,7 +361,6 @@ def test_a_rank_that_cannot_reach_the_others_says_so(tmp_path, rank):
         "3",
         "--out",
         f"{tmp_path}/run",
-        seconds=60,
         RANK=rank,
         WORLD_SIZE="2",
         LOCAL_RANK=rank,
@@ -369,25 +387,16 @@ def _ranks_of(launcher: int) -> list[int]:
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL", "rank dies"])
 def test_nothing_is_left_behind(tmp_path, text, how):
     words = [
-        "train",
-        "--preset",
-        "tiny",
-        "--ranks",
-        "2",
-        "--steps",
-        "100000",
-        "--corpus",
-        str(text),
-        "--out",
-        f"{tmp_path}/run",
-    ]
+        "train", "--preset", "tiny", "--layers", "1", "--width", "64", "--eval-sequences", "0", "--ranks", "2",
+        "--steps", "100000", "--corpus", str(text), "--out", f"{tmp_path}/run",
+    ]  # fmt: skip
     launcher = subprocess.Popen(
         [sys.executable, "-m", "thinwire", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if how == "SIGTERM" else signal.SIG_DFL),
     )  # fmt: skip
     try:
         metrics = tmp_path / "run/metrics.jsonl"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240 * PATIENCE
         while not (metrics.exists() and metrics.read_text().count("\n") > 3):
             assert time.monotonic() < deadline and launcher.poll() is None
             time.sleep(0.1)
@@ -397,8 +406,8 @@ def test_nothing_is_left_behind(tmp_path, text, how):
             os.kill(ranks[1], signal.SIGKILL)
         else:
             launcher.send_signal(getattr(signal, how))
-        assert launcher.wait(timeout=30) != 0
-        deadline = time.monotonic() + 10
+        assert launcher.wait(timeout=60 * PATIENCE) != 0
+        deadline = time.monotonic() + 60 * PATIENCE
         while any(Path(f"/proc/{rank}").exists() for rank in ranks):
             assert time.monotonic() < deadline, "a rank is still there"
             time.sleep(0.1)
@@ -442,7 +451,8 @@ def test_ddp_s_buckets_and_sgd_are_as_the_config_says(tmp_path):
 
 @pytest.mark.parametrize("end", ["cli.program()", "sys.exit(cli.main())"])
 def test_the_program_ends_with_its_own_status_whatever_torch_s_threads_still_hold(end):
-    done = subprocess.run([sys.executable, "-c", f"{AT_THE_END}\n{end}"], capture_output=True, text=True, timeout=120)
+    program = [sys.executable, "-c", f"{AT_THE_END}\n{end}"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300 * PATIENCE)
     assert done.stdout == "all work is done\n"
     if end == "cli.program()":
         assert (done.returncode, done.stderr) == (3, "")

@@ -1,0 +1,300 @@
+"""Backward passes and what becomes of them: two in a step, none before a step, after the end; weights in any order."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ranks
+import thinwire
+from engines import build, same_on_all_ranks
+from models import flat
+from test_edges import LAW, SHAPES, STATEFUL, Case, Given, conserve, each, error_of, findings, on, same, tensors
+
+OWN_MOMENTUM = ("scape", "onebit-adam", "dgc", "demo")
+
+
+def _given(step: int, rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+# ------------------------------------------------------------------------------------------ two exchanged passes a step
+
+PAIRS = {"ddp": ["AA", "AA", "AA"], "fsdp2": ["AA", "AB", "BA", "CB", "AA"]}
+
+
+def _pairs(rank, world, engine):
+    """Two passes per step, outside ``accumulate()`` and each inside it with last=True: the same thing."""
+
+    def look(case):
+        bare, wrapped = (conserve(rank, world, engine, case, PAIRS[engine], wrap=wrap) for wrap in (False, True))
+        return {
+            "broken": max(bare["broken"], wrapped["broken"]), "alike": bare["weights"] == wrapped["weights"],
+            "skipped": (bare["skipped"], wrapped["skipped"]), "warned": (bare["warned"], wrapped["warned"]),
+            "steps": (bare["steps"], wrapped["steps"]),
+        }  # fmt: skip
+
+    return findings([c for c in on(engine, STATEFUL) if c.law and c.name not in OWN_MOMENTUM], look)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_two_exchanged_passes_in_a_step_lose_nothing_and_are_warned_of_once(engine):
+    """sum over ranks of the inputs of both passes = N * sum of gradients + sum over ranks of what waits."""
+
+    def check(method, what):
+        wrong = [f"{what['broken']:.2g} of the inputs is lost or sent twice"] * (what["broken"] > LAW)
+        wrong += ["with accumulate() around each pass other weights"] * (not what["alike"])
+        wrong += [f"steps skipped without a reason: {what['skipped']}"] * (what["skipped"] != (0, 0))
+        wrong += [f"took {what['steps']} steps"] * (what["steps"] != (len(PAIRS[engine]),) * 2)
+        for heard in what["warned"]:
+            about = [message for message in heard if "accumulate" in message]
+            wrong += [f"warned {len(about)} times of it: {heard}"] * (len(about) != 1)
+        return wrong
+
+    each(ranks.run(_pairs, 2, engine), engine, check)
+
+
+def _spoilt_pairs(rank, world, engine):
+    """A NaN in the first or the second of a step's two passes, on one rank: as if the step had not been."""
+
+    def trained(case, steps, poison):
+        model = build(engine, world, net=Given)
+        optimizer = case.make(model.parameters())
+        wire = thinwire.compress(model, optimizer, case.method, steps=8)
+        for step in steps:
+            for half in (0, 1):
+                factor = float("nan") if (step, half) == poison and rank == 1 else 1.0
+                (model(_given(2 * step + half, rank)) * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = wire.state_dict()
+        counts = int(state.pop("step")), int(state.pop("skipped"))
+        kept = [flat(model), *tensors(optimizer), *(values for _, values in sorted(state.items()))]
+        wire.close()
+        return kept, counts
+
+    def look(case):
+        without, _ = trained(case, [0, 1, 3, 4], None)
+        found: dict[str, Any] = {}
+        for half in (0, 1):
+            kept, counts = trained(case, range(5), (2, half))
+            found[f"pass {half}"] = same(kept, without), counts
+        return found
+
+    names = ("int8", "radius", "topk", "powersgd")
+    return findings([case for case in STATEFUL if case.name in names], look)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_nan_in_either_of_two_passes_leaves_no_trace(engine):
+    def check(method, what):
+        return [f"NaN in {key}: as if not is {alike}, steps that count and skipped are {counts}"
+                for key, (alike, counts) in ((k, v) for k, v in what.items() if k != "error")
+                if (alike, counts) != (True, (4, 1))]  # fmt: skip
+
+    each(ranks.run(_spoilt_pairs, 2, engine), engine, check)
+
+
+def _dense_pairs(rank, world, engine):
+    found = []
+    for compressed in (False, True):
+        model = build(engine, world, net=Given)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        wire = thinwire.compress(model, optimizer, "dense") if compressed else None
+        generator = torch.Generator().manual_seed(100 + rank)
+        for _ in range(3):
+            for _ in range(2):
+                model({n: torch.randn(shape, generator=generator) for n, shape in SHAPES.items()}).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(flat(model))
+        if wire is not None:
+            wire.close()
+    return torch.equal(*found)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_two_exchanged_passes_under_dense_are_the_stock_engine_bit_for_bit(engine):
+    assert ranks.run(_dense_pairs, 2, engine) == [True, True], f"dense on {engine}"
+
+
+def _refused_pairs(rank, world, engine):
+    """Three ordinary steps, so that the warm-up is over; then two passes in one."""
+
+    def look(case):
+        return {"raised": error_of(lambda: conserve(rank, world, engine, case, ["A", "A", "A", "AA"], wrap=False))}
+
+    first = {case.name: case for case in on(engine) if case.name in OWN_MOMENTUM}
+    return findings(first.values(), look)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_methods_with_a_momentum_of_their_own_refuse_a_second_exchange(engine):
+    def check(method, what):
+        refused = what["raised"].startswith(("ThinwireError", "RuntimeError")) and "accumulate" in what["raised"]
+        return [] if refused else [f"two passes in one step: {what['raised'] or 'taken without a word'}"]
+
+    each(ranks.run(_refused_pairs, 2, engine), engine, check)
+
+
+# ------------------------------------------------------------------------------ weights that are not contiguous, on DDP
+
+
+class Ordered(nn.Module):
+    """The same weights in two orders in memory. Their gradients follow the weights, element by element."""
+
+    def __init__(self, *, contiguous: bool) -> None:
+        super().__init__()
+        kernel, matrix, plain = torch.randn(24, 8, 3, 3), torch.randn(40, 48), torch.randn(16, 32)
+        if not contiguous:
+            kernel, matrix = kernel.to(memory_format=torch.channels_last), matrix.t().contiguous().t()
+        self.kernel, self.matrix, self.plain = nn.Parameter(kernel), nn.Parameter(matrix), nn.Parameter(plain)
+
+    def forward(self, step: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        total = torch.zeros(())
+        for parameter in self.parameters():
+            given = torch.randn(parameter.shape, generator=generator)
+            total = total + (parameter * given).sum() + (parameter * parameter).sum() / 4
+        return total
+
+
+def _ordered(rank, world):
+    def look(case):
+        found, strides = [], []
+        for contiguous in (True, False):
+            model = build("ddp", world, net=lambda: Ordered(contiguous=contiguous))  # noqa: B023
+            optimizer = case.make(model.parameters(), lr=0.05)
+            wire = thinwire.compress(model, optimizer, case.method, steps=8)
+            for step in range(8):
+                with wire.accumulate():
+                    model(step, rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(flat(model))
+            strides.append([parameter.is_contiguous() for parameter in model.parameters()])
+            wire.close()
+        return {"apart": float((found[0] - found[1]).abs().max()), "strides": strides}
+
+    return findings(on("ddp"), look)
+
+
+def test_the_order_of_a_weight_in_memory_changes_no_bit():
+    def check(method, what):
+        assert what["strides"] == [[True, True, True], [False, False, True]]
+        return [f"weights differ by {what['apart']:.2g} from those in order"] * (what["apart"] > 0)
+
+    each(ranks.run(_ordered, 2), "ddp", check)
+
+
+# --------------------------------------------------------------------------------- optimizer.step() without an exchange
+
+
+def _unsynced(model: nn.Module, engine: str):
+    """The engine's own way to leave the exchange out."""
+    if engine == "ddp":
+        return model.no_sync()
+
+    @contextlib.contextmanager
+    def off():
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    return off()
+
+
+UNEXCHANGED = [
+    Case("dense"), Case("int8(smallest=0)"), Case("topk(smallest=0, density=0.1)"),
+    Case("scape(smallest=0, density=0.1, warmup=2)", "", "adams"),
+]  # fmt: skip
+
+
+def _unexchanged(rank, world, engine):
+    """After two ordinary steps, one is tried on micro-batches none of which was the last."""
+
+    def look(case):
+        found: dict[str, Any] = {}
+        for label, own, guard in (("accumulate", False, True), ("own", True, True), ("no guard", False, False)):
+            ends = []
+            for tried in (True, False):
+                model = build(engine, world, net=Given)
+                optimizer = case.make(model.parameters())
+                wire = thinwire.compress(model, optimizer, case.method, steps=8, guard=guard)
+                for step in (0, 1):
+                    with wire.accumulate():
+                        model(_given(step, rank)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                with _unsynced(model, engine) if own else wire.accumulate(last=False):
+                    model(_given(2, rank)).backward()
+                if tried:
+                    before = flat(model)
+                    found[f"{label}: raised"] = error_of(optimizer.step)
+                    found[f"{label}: untouched"] = torch.equal(before, flat(model))
+                with wire.accumulate():  # the last one comes after all
+                    model(_given(3, rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with wire.accumulate():
+                    model(_given(4, rank)).backward()
+                optimizer.step()
+                ends.append((flat(model), wire.step, wire.skipped))
+                wire.close()
+            found[f"{label}: goes on"] = torch.equal(ends[0][0], ends[1][0]) and ends[0][1:] == ends[1][1:] == (4, 0)
+        return found
+
+    return findings(UNEXCHANGED, look)
+
+
+@pytest.mark.parametrize(("engine", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_a_step_without_an_exchange_is_refused_on_every_rank_and_the_next_one_works(engine, world):
+    def check(method, what):
+        wrong = []
+        for label in ("accumulate", "own", "no guard"):
+            raised = what[f"{label}: raised"]
+            named = raised.startswith("ThinwireError") and "without an exchange" in raised
+            wrong += [f"{label}: optimizer.step() {raised or 'took it without a word'}"] * (not named)
+            wrong += [f"{label}: weights moved"] * (not what[f"{label}: untouched"])
+            wrong += [f"{label}: with the last micro-batch it is not the step that it would have been"] * (
+                not what[f"{label}: goes on"]
+            )
+        return wrong
+
+    each(ranks.run(_unexchanged, world, engine), engine, check)
+
+
+# ------------------------------------------------------------------------------------------------------- after close()
+
+
+def _closed(rank, world, engine):
+    def look(case):
+        model = build(engine, world, net=Given)
+        optimizer = case.make(model.parameters())
+        wire = thinwire.compress(model, optimizer, case.method, steps=8)
+        with wire.accumulate():
+            model(_given(0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        equal = same_on_all_ranks(model)
+        wire.close()
+        with torch.no_grad():
+            value = float(model(_given(1, rank)))
+        return {"equal": equal, "value": value, "raised": error_of(lambda: model(_given(1, rank)).backward())}
+
+    return findings(UNEXCHANGED, look)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_backward_pass_after_close_raises_and_a_forward_pass_does_not(engine):
+    def check(method, what):
+        kinds = ("ThinwireError", "RuntimeError") if engine == "ddp" else ("ThinwireError",)
+        named = what["raised"].startswith(kinds) and "close()" in what["raised"]
+        return [] if named else [f"backward: {what['raised'] or 'trained on without a word'}"]
+
+    each(ranks.run(_closed, 2, engine), engine, check)

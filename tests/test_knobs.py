@@ -1,0 +1,356 @@
+"""Every knob does something and takes no value that it cannot; the plan says how much is compressed, and what helps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import ClassVar, get_args, get_type_hints
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import thinwire
+from thinwire import cli, methods
+from thinwire.errors import ThinwireError
+from thinwire.lab import compare as comparison
+from thinwire.lab.cli import compare_main, lab_main
+from thinwire.ledger import Ledger
+from thinwire.methods import TABLE
+from thinwire.methods.base import Lossy, Method, Parameter
+from thinwire.plan import Plan, describe
+from thinwire.testing import Threads, exchange_on
+from thinwire.train import cli as train_cli
+from thinwire.train.config import Config, from_arguments, from_yaml
+from thinwire.train.models import PRESETS, Decoder
+
+KNOBS = [(cls, knob.name) for cls in TABLE for knob in cls.knobs()]
+NAMED = [f"{cls.name}-{knob}" for cls, knob in KNOBS]
+
+
+def refused(make, *words: str) -> None:
+    with pytest.raises(ThinwireError) as caught:
+        make()
+    line = str(caught.value)
+    assert "\n" not in line and len(line) < 300
+    assert all(word in line for word in words), line
+
+
+# knobs that do nothing
+
+
+@pytest.mark.parametrize(
+    ("text", "knob"),
+    [
+        ("dense(send='*')", "send"), ("dense(dense='*')", "dense"), ("fp32(send='*')", "send"),
+        ("fp32(dense='*')", "dense"), ("none(dense='*')", "dense"), ("none(send='*')", "send"),
+        ("bf16(smallest=3)", "smallest"), ("bf16(send='*')", "send"), ("bf16-acc32(smallest=3)", "smallest"),
+        ("bf16-acc32(send='*')", "send"), ("lhc(theta=0.5)", "theta"), ("lhc(accumulate=False)", "accumulate"),
+        ("lhc(mask='shared')", "mask"), ("dgc(error_feedback=False)", "error_feedback"),
+    ],
+)  # fmt: skip
+def test_a_knob_that_does_nothing_does_not_exist(text, knob, capsys):
+    cls = type(methods.resolve(text.partition("(")[0]))
+    value = {"smallest": 3, "theta": 0.5, "mask": "shared"}.get(knob, "*" if knob in ("send", "dense") else False)
+    refused(lambda: methods.resolve(text), f"{cls.name} has no knob '{knob}'", "it has: ")
+    refused(lambda: cls(**{knob: value}), f"{cls.name} has no knob '{knob}'", "it has: ")
+    methods.main([])
+    listed = capsys.readouterr().out.split(f"\n{cls.name} " if cls is not TABLE[0] else "dense ", 1)[1]
+    assert f"{knob}=" not in listed.split("knobs: ", 1)[1].split("\n", 1)[0]
+
+
+@pytest.mark.parametrize(("cls", "knob"), [(c, k) for c, k in KNOBS if k in ("dense", "send", "smallest")])
+def test_a_knob_that_chooses_parameters_chooses_parameters(cls, knob):
+    parameters = [Parameter("a", (n, 8), 8 * n, role, torch.float32, 8 * n)
+                  for n in (16, 64, 2**16) for role in ("matrix", "norm")]  # fmt: skip
+    value = 0 if knob == "smallest" else "*"
+    changed, default = cls(**{knob: value}), cls()
+    assert [changed.keep_dense(p) for p in parameters] != [default.keep_dense(p) for p in parameters]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("separate(restart='zero')", "restart does nothing with reset=0"),
+        ("tagc(mask='shared', load=0.5)", "load does nothing with mask='shared'"),
+        ("tagc:recommended(leftovers='median')", "leftovers does nothing with mask='shared'"),
+        ("tagc:recommended(resize=7)", "resize does nothing"), ("tagc:recommended(limit=0.5)", "limit does nothing"),
+        ("tagc:recommended(on_overload='refuse')", "on_overload does nothing"),
+    ],
+)  # fmt: skip
+def test_a_knob_that_does_nothing_beside_another_is_refused(text, words):
+    refused(lambda: methods.resolve(text), words)
+
+
+def test_defaults_presets_and_what_they_print_are_accepted():
+    for cls in TABLE:
+        for name in (cls.name, *(f"{cls.name}:{preset}" for preset in cls.PRESETS)):
+            made = methods.resolve(name)
+            assert methods.resolve(str(made)) == made
+            assert not {knob.name for knob in cls.knobs()} & set(cls.ABSENT)
+
+
+# values that a knob cannot take
+
+JUNK = {
+    int: ("3", 1.5, True, None, math.nan, (3,)),
+    float: ("0.5", True, None, math.nan, math.inf, -math.inf, (0.5,)),
+    bool: (3, 1, "True", None, 0.0),
+    str: (3, True, None, ("a",)),
+    tuple: (5, ("a", 3), (None,), {"a"}, True, None, b"a"),
+}
+
+
+def kind_of(cls: type, knob: str) -> set[type]:
+    """The types of the values that ``knob`` takes."""
+    hint = get_type_hints(cls)[knob]
+    parts = get_args(hint) if isinstance(hint, UnionType) or "Literal" in str(hint) else (hint,)
+    kinds = {part if isinstance(part, type) else type(part) for part in parts}
+    return {tuple} if knob in ("dense", "send") else kinds
+
+
+@pytest.mark.parametrize(("cls", "knob"), KNOBS, ids=NAMED)
+def test_values_of_another_type_are_refused_by_name(cls, knob):
+    kinds = kind_of(cls, knob)
+    allowed = tuple(kinds | ({int} if float in kinds else set()))
+    for kind in kinds - {NoneType}:
+        for value in JUNK[kind]:
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if (value is None and NoneType in kinds) or (number and isinstance(value, allowed)):
+                continue
+            refused(lambda value=value: cls(**{knob: value}), cls.name, knob)
+            if "nan" not in repr(value) and "inf" not in repr(value):
+                refused(lambda value=value: methods.resolve(f"{cls.name}({knob}={value!r})"), cls.name, knob)
+
+
+ANYTHING = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-3, 70), st.just(10**400), st.floats(), st.text(max_size=3),
+    st.binary(max_size=2), st.lists(st.text(max_size=2), max_size=2),
+    st.tuples(st.one_of(st.text(max_size=2), st.integers())), st.dictionaries(st.text(max_size=1), st.integers()),
+)  # fmt: skip
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.sampled_from(KNOBS), ANYTHING)
+def test_any_value_is_taken_or_refused_in_one_line(knob, value):
+    try:
+        made = knob[0](**{knob[1]: value})
+    except ThinwireError as error:
+        assert "\n" not in str(error)
+    else:
+        held = getattr(made, knob[1])
+        assert not isinstance(held, float) or math.isfinite(held)
+
+
+@pytest.mark.parametrize("cls", TABLE)
+def test_ranges_hold_for_all_that_share_a_knob(cls):
+    for knob, values in (("smallest", (-1,)), ("group", (0, -8, 10)), ("start", (-1, 1.5)), ("warmup", (-0.1, 2.5)),
+                         ("density", (0, -1, 1.1))):  # fmt: skip
+        for value in values if knob in {known.name for known in cls.knobs()} else ():
+            refused(lambda knob=knob, value=value: cls(**{knob: value}), knob)
+    if hasattr(cls, "bits"):
+        refused(lambda: cls(bits=32, inside_bits=32, group=0), "group")
+
+
+@dataclass
+class Fresh(Lossy):
+    """A method of today."""
+
+    name: ClassVar[str] = "fresh"
+    share: float = 0.5
+    tries: int | None = None
+
+
+def test_a_new_method_is_checked_on_the_day_it_is_written():
+    refused(lambda: Fresh(share=math.nan), "fresh: share is a finite number, got nan")
+    refused(lambda: Fresh(share="0.5"), "fresh: share is a finite number, got '0.5'")
+    refused(lambda: Fresh(tries=1.5), "fresh: tries is a whole number or None, got 1.5")
+    refused(lambda: Fresh(dense=("a", 3)), "fresh: dense is a string or several, got ('a', 3)")
+    assert Fresh(share=1, tries=3, dense=["a", "b"], send="c") == Fresh(("a", "b"), ("c",), tries=3, share=1.0)
+
+
+# configuration and command lines
+
+BAD_SETTINGS = [
+    ("lr: .nan", "--lr"), ("lr: -.inf", "--lr"), ("lr: 1e400", "--lr"), ("lr: -0.1", "--lr"),
+    ("betas: [2,3]", "--betas"), ("betas: [.nan, 0.9]", "--betas"), ("betas: [0.9, -1]", "--betas"),
+    ("betas: [0.9, 1]", "--betas"), ("timeout: 0", "--timeout"), ("timeout: -3", "--timeout"),
+    ("timeout: 1e15", "--timeout"), ("timeout: .inf", "--timeout"), ("clip: .inf", "--clip"), ("clip: .nan", "--clip"),
+    ("clip: -1", "--clip"), ("weight_decay: .nan", "--weight-decay"), ("warmup: .nan", "--warmup"),
+    ("lr_end: .nan", "--lr-end"), ("bucket_mb: .nan", "--bucket-mb"), ("bucket_mb: 0", "--bucket-mb"),
+    ("bucket_mb: 1e300", "--bucket-mb"), ("ranks_per_node: 0", "--ranks-per-node"), ("batch_size: 0", "--batch-size"),
+    ("ranks_per_node: -2", "--ranks-per-node"), ("seed: 99999999999999999999", "--seed"), ("hidden: 0", "--hidden"),
+    ("corpus: []", "--corpus"), ("corpus: ''", "--corpus"), ("inside: int9", "int9"), ("layers: 1.5", "layers"),
+    ("method: scape(warmup='x')", "scape: warmup"), ("method: bf16(smallest=3)", "smallest"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words"), BAD_SETTINGS, ids=[text for text, _ in BAD_SETTINGS])
+def test_settings_that_mean_nothing_are_refused_in_one_line(tmp_path, text, words, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    status = cli.main(["train", "--config", str(path), "--out", f"{tmp_path}/run"])
+    error = capsys.readouterr().err
+    assert status == 2 and words in error
+    assert error.startswith("thinwire: ") and error.count("\n") == 1 and "Traceback" not in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe\x00", b"seed: 2020-13-45"])
+def test_a_file_that_is_no_yaml_is_refused(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(text)
+    refused(lambda: from_yaml(path), "is not YAML")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--lr", "nan"], ["--betas", "2", "3"], ["--timeout", "0"], ["--clip", "inf"], ["--ranks-per-node", "-2"],
+     ["--corpus"], ["--seed", "9" * 20]],
+)  # fmt: skip
+def test_the_command_line_is_checked_like_the_file(words):
+    refused(lambda: from_arguments(words).check(), words[0])
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Config)])
+def test_a_config_made_in_python_is_checked_too(name):
+    refused(lambda: Config(**{name: object()}).check(), "--" + name.replace("_", "-"))
+    assert Config().check() == Config()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--limit-minutes", "nan"], "limit"), (["--limit-minutes", "0"], "limit"),
+        (["--nodes", "0"], "nodes"), (["--ranks-per-node", "0"], "ranks per node"), (["--preset", "huge"], "preset"),
+        (["--methods", "bf16(smallest=3)"], "smallest"), (["--", "--lr", "nan"], "--lr"),
+        (["--", "--frobnicate"], "frobnicate"), (["--", "--steps", "3"], "--steps"), (["--", "--out=a"], "--out"),
+        (["--", "--ranks", "4"], "--nodes"), (["--", "--method", "int8"], "--methods"), (["--mtu", "0"], "MTU"),
+    ],
+)  # fmt: skip
+def test_a_comparison_is_refused_before_anything_is_made(tmp_path, words, said):
+    refused(lambda: compare_main(["--out", str(tmp_path / "out"), *words]), said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_lab_is_refused_before_anything_is_made():
+    for words in (["--nodes", "0"], ["--ranks-per-node", "0"], ["--nodes", "251"], ["--link", "nan"], ["--mtu", "1"]):
+        refused(lambda words=words: lab_main(["run", *words, "--", "true"]))
+
+
+# is it on?
+
+
+def plan_of(model: nn.Module, method: Method | str, *, size: int = 2, inside: str | None = None) -> Plan:
+    exchange = exchange_on("all_reduce", Threads(size), 0, Ledger())
+    parameters = list(describe(model).values())
+    hop = None if inside is None else Plan(methods.resolve(inside), parameters, exchange, "hsdp", None)
+    return Plan(methods.resolve(method), parameters, exchange, "ddp" if hop is None else "hsdp", None, hop)
+
+
+def unfolded(plan: Plan) -> str:
+    return " ".join(str(plan).split())
+
+
+def adapters() -> nn.Module:
+    """Four frozen layers with adapters of rank 8, as LoRA has them."""
+    model = nn.ModuleDict()
+    for layer in range(4):
+        model[f"frozen{layer}"] = nn.Linear(512, 512).requires_grad_(False)
+        model[f"down{layer}"], model[f"up{layer}"] = nn.Linear(512, 8, bias=False), nn.Linear(8, 512, bias=False)
+    return model
+
+
+def test_a_method_that_compresses_nothing_says_why_and_what_helps():
+    plan = plan_of(adapters(), "int8")
+    assert plan.compressed == 0
+    assert plan.warning == plan.note == (
+        "int8 compresses 0 of 8 tensors (0.0% of the values): small (< 65536) keeps 8 tensors, "
+        "100.0% of the values and 100.0% of the bytes, dense: lower smallest, or name them in send="
+    )
+    assert plan.note in unfolded(plan)
+    for helped in ("int8(smallest=0)", "int8(send='*')"):
+        plan = plan_of(adapters(), helped)
+        assert (plan.compressed, plan.warning, plan.note) == (1, None, None)
+        assert "100.0% of the values compressed" in unfolded(plan)
+    assert "100.0% of the values, dense: " in plan_of(adapters(), "int8", size=1).warning, "one rank sends no bytes"
+
+
+@pytest.mark.parametrize(
+    ("method", "why", "helps"),
+    [
+        ("int8(dense='*', smallest=0)", "named in dense=", "take them out of dense="),
+        ("powersgd(rank=8, smallest=0)", "rank 8 saves nothing", "lower rank"),
+        ("tagc(select='x', smallest=0)", "not selected", "select"), ("topk", "small (< 65536)", "lower smallest"),
+    ],
+)  # fmt: skip
+def test_the_knob_that_helps_is_that_of_the_reason_that_keeps_most(method, why, helps):
+    warning = plan_of(adapters(), method).warning
+    assert f"{why} keeps 8 tensors" in warning and helps in warning.rpartition("dense: ")[2]
+
+
+@pytest.mark.parametrize("method", ["dense", "fp32", "none", "scape(density=1)"])
+def test_methods_that_are_not_made_to_compress_warn_of_nothing(method):
+    plan = plan_of(adapters(), method)
+    assert (plan.compressed, plan.warning, plan.note) == (None, None, None)
+    assert "compress" not in str(plan)
+
+
+def test_the_hop_inside_a_node_speaks_where_the_method_across_is_dense():
+    plan = plan_of(adapters(), "dense", inside="int8")
+    assert plan.compressed == 0 and plan.warning.startswith("int8 compresses 0 of 8 tensors")
+    assert plan_of(adapters(), "bf16", inside="int8").compressed == 1
+
+
+def test_int8_sends_more_than_bf16_at_preset_tiny_and_the_note_says_why():
+    """The comparison in README: 60% of the values are compressed, no cause for alarm; the rest is most of the bytes."""
+    with torch.device("meta"):
+        model = Decoder(PRESETS["tiny"])
+    int8, bf16 = plan_of(model, "int8"), plan_of(model, "bf16")
+    assert int8.wire_bytes > bf16.wire_bytes
+    assert int8.warning is None and bf16.note is None
+    assert "small (< 65536) keeps 10 tensors, 39.3% of the values and 70.7% of the bytes" in int8.note
+    assert plan_of(model, "int8(smallest=0)").wire_bytes < bf16.wire_bytes
+    assert plan_of(model, "int8(smallest=0)").note is None
+
+
+def test_a_pattern_that_matches_nothing_is_told():
+    model = adapters()
+    for knob in ("dense", "send"):
+        plan = plan_of(model, f"int8(smallest=0, {knob}=('down0*', '*head'))")
+        line = f"int8: {knob}='*head' matches no trained parameter of this rank's model"
+        assert plan.warning == plan.note == line and line in unfolded(plan)
+    assert plan_of(model, "int8(smallest=0, dense='frozen0*')").warning, "it is not trained"
+    for preset in ("radius:paper", "demo:paper", "sdp4bit:paper"):
+        assert plan_of(model, preset).warning is None, "biases, of which there are none, are dense in a preset"
+    assert "matches no" in plan_of(model, "dense", inside="int8(smallest=0, send='*head')").warning
+
+
+def test_the_warning_has_a_name_of_its_own():
+    assert issubclass(thinwire.ThinwireWarning, UserWarning) and "ThinwireWarning" in thinwire.__all__
+    assert train_cli._one_line("why", thinwire.ThinwireWarning, "wire.py", 3) == "thinwire: why\n"
+    assert "wire.py:3: UserWarning: why" in train_cli._one_line("why", UserWarning, "wire.py", 3)
+
+
+def test_a_comparison_shows_what_is_compressed_and_why_so_little():
+    counted = {"ledger": 1, "kernel": None, "kernel_to_framed": None, "kernel_source": "-"}
+    common = {"step_ms": 1, "exposed_ms": 1, "encode_ms": 1, "decode_ms": 1, "train_loss": 1, "valid_loss": 1}
+
+    def run(method: str, **more) -> dict:
+        return {"method": method, "summary": {**common, **more}, "step_to_none": 1, "step_to_dense": 1,
+                "bytes_per_step": counted, "link_use": None}  # fmt: skip
+
+    note = plan_of(adapters(), "int8").note
+    report = {"preset": "tiny", "steps": 5, "nodes": 2, "ranks_per_node": 1, "emulated_network": False, "mtu": 1500,
+              "runs": [run("none"), run("int8", compressed_values=0.0, note=note),
+                       run("int8(group=64)", compressed_values=0.0, note=note)]}  # fmt: skip
+    written = comparison.markdown(report, [Path("a.png")])
+    rows = [line for line in written.splitlines() if line.startswith("| ")]
+    column = rows[0].split(" | ").index("compressed values")
+    assert [row.split(" | ")[column] for row in rows[1:]] == ["-", "0.0%", "0.0%"]
+    assert f"\n* {note}\n" in written and f"\n* int8(group=64): {note}\n" in written
+    assert "compressed values" in [column.header for column in comparison.table(report).columns]
