@@ -11,6 +11,7 @@ hold is in ``adversarial_laws``; what is searched and why in docs/adversarial.md
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 import adversarial_laws as laws
+import adversarial_weights as weights
 from adversarial_laws import Array, Played, Taken, View
 from thinwire import AdamS, methods
 from thinwire.errors import ThinwireError
@@ -155,6 +157,15 @@ def _levels(pick: Pick) -> Knobs:
     }  # fmt: skip
 
 
+def _weights(pick: Pick) -> Knobs:
+    bits = pick(4, 8)
+    return {
+        "weights": pick("difference", "plain"), "weight_bits": bits, "weight_group": pick(16, 64, 2048),
+        "weight_rounding": pick("nearest", "stochastic", "shift") if bits == 8 else pick("nearest", "stochastic"),
+        "dense": pick((), "a"),
+    }  # fmt: skip
+
+
 def _topk(pick: Pick) -> Knobs:
     return {
         "density": pick(0.003, 0.01, 0.1, 0.5, 1.0), "start": pick(0, 0, 1), "error_feedback": pick(True, True, False),
@@ -215,7 +226,7 @@ class Case:
     """One case; all of it follows from ``seed``.
 
     Attributes:
-        method: as ``methods.resolve`` reads it. per_node: ranks on a node.
+        method: as ``methods.resolve`` reads it. topology: of gradients, or "weights". per_node: ranks on a node.
         kinds: of the input, by step, rank and tensor. same: every step has the first one's values. opposed: the last
             rank holds the opposite of the first's.
         dtype: of the engine's buffer.
@@ -240,7 +251,7 @@ class Case:
 
     @property
     def owner(self) -> bool:
-        return self.topology in ("reduce_scatter", "two_level_owner")
+        return self.topology in ("reduce_scatter", "two_level_owner", "weights")
 
     @property
     def only_zeros(self) -> bool:
@@ -274,10 +285,15 @@ def draw(seed: int, only: str = "") -> Case:
     if only:
         cls = next(method for method in methods.TABLE if method.name == only)
     knobs = DRAWS.get(cls.name, lambda pick: {})(pick)
+    gathers = issubclass(cls, methods.Sdp4Bit) and pick(True, False, False, False)
+    if gathers:
+        knobs |= _weights(pick)
     if any(knob.name == "send" for knob in cls.knobs()):
         knobs["send"] = "*"  # small tensors, too
     method = f"{cls.name}({', '.join(f'{knob}={value!r}' for knob, value in knobs.items() if value is not None)})"
     topology, size, per_node = _place(cls, methods.resolve(method).keeps_state, pick)
+    if gathers:
+        topology = "weights"
     shapes: Shapes = {name: _shape(random, pick) for name in "abc"[: pick(1, 2, 2, 3)]}
     palette = [pick(*KINDS) for _ in range(pick(1, 2, 3))]
     if random.random() < 0.04:
@@ -365,6 +381,13 @@ def poisoned(case: Case, ranks: list[Array]) -> list[Array]:
     if poison.where == "both" and case.size > 1:
         spoilt[(poison.rank + 1) % case.size][place] = -poison.value
     return [values.reshape(-1) for values in spoilt]
+
+
+def weights_of(case: Case) -> list[Array]:
+    """By step: the sharded weights (N, n). One rank's last ones are not finite."""
+    inputs = inputs_of(case)
+    inputs.append(poisoned(case, inputs[-1]))
+    return [np.stack([flat.reshape(case.size, -1)[rank] for rank, flat in enumerate(ranks)]) for ranks in inputs]
 
 
 @dataclass(frozen=True)
@@ -512,6 +535,9 @@ def judge(case: Case, spoil: Callable[[Method], Method] = lambda method: method)
         return spoil(methods.resolve(case.method))
 
     try:
+        if case.topology == "weights":
+            verdict.problems += weights.problems_of(case, make, weights_of(case))
+            return verdict
         disturbed = View(case, play(case, make, disturbed=True))
         plain = View(case, play(case, make, disturbed=False)) if case.seed % AGAIN == 0 else None
     except ThinwireError as error:
@@ -585,7 +611,7 @@ def main(argv: list[str] | None = None) -> int:
         print(verdict if verdict.problems else f"{verdict.case}\n  {verdict.refusal or 'nothing wrong'}")
         return bool(verdict.problems)
     first = given.seed * 10**9
-    found = search(range(first, first + given.cases), given.method, say=print)
+    found = search(range(first, first + given.cases), given.method, say=functools.partial(print, flush=True))
     print(f"{found.table()}\n{found.seconds:.0f} s")
     return bool(found.failures)
 

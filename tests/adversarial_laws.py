@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp8, Fp32
 from thinwire.codecs.hadamard import HadamardInt4, HadamardInt8
-from thinwire.codecs.intquant import Integers
+from thinwire.codecs.intquant import Integers, ShiftedInt8
 from thinwire.codecs.projection import SRHT, Projection
 from thinwire.collectives import Exchange
 from thinwire.methods.base import Method
 from thinwire.ops.projection import LANES
+from thinwire.ops.quant import ORDER
 
 if TYPE_CHECKING:
     from adversarial import Case
@@ -170,6 +171,14 @@ def by_group(values: Array, group: int) -> Array:
     return np.repeat(largest, group, -1)[..., :size]
 
 
+def _group_sum(values: Array, group: int) -> Array:
+    """(..., S) -> the sum of each group of columns, in every column of the group."""
+    size = values.shape[-1]
+    padded = np.zeros((*values.shape[:-1], -(-size // group) * group))
+    padded[..., :size] = values
+    return np.repeat(padded.reshape(*values.shape[:-1], -1, group).sum(-1), group, -1)[..., :size]
+
+
 def nothing(values: Array) -> Array:
     return np.zeros_like(values)
 
@@ -182,6 +191,8 @@ def rounding_of(codec: Codec | None) -> Rounding:
         return lambda values: U8 * values + LEAST8
     if isinstance(codec, Fp8):
         return lambda values: _fp8(values, codec.per_scale)
+    if isinstance(codec, ShiftedInt8):  # whose scale may be subnormal, or too small even for that
+        return lambda values: _integers(by_group(values, codec.per_scale), 126.5, 0.5) + 2 * 127 * LEAST
     assert isinstance(codec, Integers), codec
     # A code is right to half a level, or, stochastically, to one and the 2^-17 to which its random bits reach; four
     # float32 roundings: of the scale, its reciprocal, the quotient and the product.
@@ -204,10 +215,10 @@ def _fp8(values: Array, group: int) -> Array:
 
 
 def _hadamard(values: Array, group: int, levels: int, part: float) -> Array:
-    """Of 32 neighbours: a transformed value is below the sum of their magnitudes / sqrt(32), and the transform back of
-    32 errors below sqrt(32) of the largest. Five additions and one product each way."""
-    largest = by_group(_group_sum(values, 32) / 32**0.5, group)
-    return 32**0.5 * (_integers(largest, levels, part) + 2 * 6 * U * largest + 6 * LEAST)
+    """Of the transform of every 32 neighbours, which is below the sum of their magnitudes / sqrt(32); transformed back,
+    32 errors are below sqrt(32) of the largest. Five additions and one product each way."""
+    largest = by_group(_group_sum(values, ORDER) / ORDER**0.5, group)
+    return ORDER**0.5 * (_integers(largest, levels, part) + 2 * 6 * U * largest + 6 * LEAST)
 
 
 def exchanged(
@@ -380,14 +391,6 @@ def demo(view: View, turn: int, name: str) -> Iterator[Claim]:
     count = 2 * (64 + method.chunk // 64 + view.size + 4)
     error = (count * U * length).sum(0) + 4 * U * (np.abs(h) + np.abs(old) + np.abs(new)).sum(0)
     yield _kept(view, turn, name, h - new, error + count * view.size * LEAST * method.chunk)
-
-
-def _group_sum(values: Array, group: int) -> Array:
-    """(..., S) -> the sum of each group of columns, in every column of the group."""
-    size = values.shape[-1]
-    padded = np.zeros((*values.shape[:-1], -(-size // group) * group))
-    padded[..., :size] = values
-    return np.repeat(padded.reshape(*values.shape[:-1], -1, group).sum(-1), group, -1)[..., :size]
 
 
 def radius(view: View, turn: int, name: str) -> Iterator[Claim]:

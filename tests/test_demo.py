@@ -215,7 +215,8 @@ def test_a_constant_gradient_arrives_in_the_end():
     ("knobs", "message"),
     [("beta=1", "demo: beta is the decay"), ("beta=-0.1", "demo: beta is the decay"),
      ("k=0", "k is a number of coefficients per chunk, from 1 to 4096"), ("k=65, chunk=64", "from 1 to 64"),
-     ("k=1.5", "k is a whole number"), ("chunk=100", "chunk is a multiple of 64 values"), ("chunk=0", "chunk is a multiple"),
+     ("k=1.5", "k is a whole number"), ("chunk=100", "chunk is a multiple of 64 values"),
+     ("chunk=0", "chunk is a multiple"),
      ("chunk=65536", "from 64 to 32768"), ("payload='int8'", "demo: payload is fp32 or bf16"),
      ("smallest=-1", "demo: smallest must be")],
 )  # fmt: skip
