@@ -384,10 +384,12 @@ def poisoned(case: Case, ranks: list[Array]) -> list[Array]:
 
 
 def weights_of(case: Case) -> list[Array]:
-    """By step: the sharded weights (N, n). One rank's last ones are not finite."""
-    inputs = inputs_of(case)
-    inputs.append(poisoned(case, inputs[-1]))
-    return [np.stack([flat.reshape(case.size, -1)[rank] for rank, flat in enumerate(ranks)]) for ranks in inputs]
+    """By step: the sharded weights (N, n). One of a rank's last ones is not finite."""
+    steps = [np.stack([flat.reshape(case.size, -1)[0] for flat in ranks]) for ranks in inputs_of(case)]
+    numels, (_, rank, tensor, value, _) = numels_of(case), case.poison
+    last = steps[-1].copy()
+    last[rank, sum(numels[:tensor]) + case.seed % numels[tensor]] = value
+    return [*steps, last]
 
 
 @dataclass(frozen=True)

@@ -390,7 +390,33 @@ def demo(view: View, turn: int, name: str) -> Iterator[Claim]:
     length = np.sqrt(_group_sum(h**2, method.chunk)) * (1 + U8)  # as it travels in bfloat16
     count = 2 * (64 + method.chunk // 64 + view.size + 4)
     error = (count * U * length).sum(0) + 4 * U * (np.abs(h) + np.abs(old) + np.abs(new)).sum(0)
-    yield _kept(view, turn, name, h - new, error + count * view.size * LEAST * method.chunk)
+    least = count * LEAST * method.chunk
+    yield _kept(view, turn, name, h - new, error + view.size * least)
+    # What waits is no longer than all coefficients but the k largest (shorter, where part of it is padding).
+    kept = np.sqrt(_group_sum(new**2, method.chunk))
+    rest = _without_the_largest(h, method)
+    rounded = U8 * length if method.payload == "bf16" else 0.0
+    slack = rounded + (count + 8) * U * length * method.chunk**0.5 + least * method.chunk
+    yield "the length of what waits", np.maximum(kept, rest), rest, slack
+
+
+def _without_the_largest(h: Array, method: Any) -> Array:
+    """The length of each chunk of ``h`` without its k largest coefficients, at each of its places."""
+    size, chunk = h.shape[-1], method.chunk
+    padded = np.zeros((*h.shape[:-1], -(-size // chunk) * chunk))
+    padded[..., :size] = h
+    blocks = padded.reshape(*h.shape[:-1], -1, chunk // 64, 64)
+    coefficients = (_dct(chunk // 64) @ blocks @ _dct(64).T).reshape(*h.shape[:-1], -1, chunk)
+    smallest = np.sort(np.abs(coefficients), -1)[..., : chunk - method.k]
+    return np.repeat(np.sqrt((smallest**2).sum(-1)), chunk, -1)[..., :size]
+
+
+def _dct(size: int) -> Array:
+    """The orthonormal DCT-II."""
+    places = np.arange(size)
+    matrix = np.cos(np.pi / size * np.outer(places, places + 0.5)) * (2 / size) ** 0.5
+    matrix[0] /= 2**0.5
+    return matrix
 
 
 def radius(view: View, turn: int, name: str) -> Iterator[Claim]:
@@ -552,6 +578,22 @@ def onebit(view: View, turn: int, name: str) -> Iterator[Claim]:
     if view.case.dtype == torch.bfloat16:
         error = error + view.size * (2 * U8 * np.abs(mean) + LEAST8)
     yield "momentum and what waited = momentum and what waits", view.size * mean, came, error
+    yield from _one_scale_a_group((1 - b1) * given + b1 * m + old, new, where, method)
+
+
+def _one_scale_a_group(h: Array, new: Array, where: Array, method: Any) -> Iterator[Claim]:
+    """|C(h)| is the mean of |h|, or its root mean square, over the values of the group.
+
+    A product with 1 / count and log2(group) + 1 additions of positive numbers, and six roundings of h and e'.
+    """
+    power = 2 if method.scale == "rms" else 1
+    counts = np.maximum(_group_sum(where.astype(float), method.group), 1)
+    scale = (_group_sum(np.abs(h) ** power * where, method.group) / counts) ** (1 / power)
+    sizes = by_group((np.abs(h) + np.abs(new)) * where, method.group)
+    # squares of less than 2^-75 vanish
+    least = (2.0**-70 if power == 2 else 4 * LEAST) * np.ones_like(scale)
+    error = (method.group.bit_length() + 8 + SPARE) * U * (scale + sizes) + least
+    yield "the scale of a group", np.abs(h - new) * where, scale * where, error
 
 
 def _momentum(view: View, turn: int, name: str) -> Array:

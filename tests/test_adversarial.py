@@ -75,6 +75,24 @@ def with_codec(kind: type[Int8]) -> Callable[[Method], Method]:
     return spoil
 
 
+def forgets_a_weight(method: Method) -> Method:
+    make = method.make_weight_codec
+
+    def made():
+        codec = make()
+        decode = codec.decode
+
+        def spoilt(wire, out):
+            decode(wire, out)[:, 0] = 0
+            return out
+
+        codec.decode = spoilt
+        return codec
+
+    method.make_weight_codec = made
+    return method
+
+
 def after(change: Callable[[Method, Bucket, Exchange], object]) -> Callable[[Method], Method]:
     """Do ``change`` when the mean is there."""
 
@@ -142,6 +160,7 @@ FAULTS = [
     ("dense", after(sends_more), "announced"),
     ("fp8", after(remembers_a_step_that_was_taken_back), "taken back"),
     ("fp32", after(depends_on_the_past), "another mean"),
+    ("sdp4bit", forgets_a_weight, "(+- "),
 ]
 
 

@@ -268,7 +268,7 @@ def _spoilt(rank, world):
     def look(case):
         found: dict[str, Any] = {}
         for label, spoilt in (("plain", -1), ("spoilt", SPOILT)):
-            model = build("ddp", world, net=lambda: Net(layers=1), bucket_cap_mb=1)
+            model = build("ddp", world, net=lambda: Net(layers=0), bucket_cap_mb=1)
             optimizer = case.make(model.parameters(), lr=1e-2 if case.name == "demo" else LEARNING[case.optimizer])
             wire = thinwire.compress(model, optimizer, case.method, steps=STEPS)
             losses = torch.zeros(STEPS)

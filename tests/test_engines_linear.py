@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 
+import engines
 import ranks
 import thinwire
-from engines import adamw, build, same_on_all_ranks, train
-from models import flat
+from engines import adamw, same_on_all_ranks, train
+from models import Net, flat
 from thinwire import methods
 
 METHODS = [
@@ -39,6 +41,9 @@ def tried(kind):
     return [method for method in METHODS if kind == "ddp" or not method.startswith(again)]
 
 
+def build(kind, world):
+    return engines.build(kind, world, net=functools.partial(Net, layers=2))
+
 
 def optimizer_for(method, model):
     return thinwire.AdamS(model.parameters(), lr=3e-3) if method.startswith("scape") else adamw(model)
@@ -52,7 +57,7 @@ def _train(rank, world, kind):
         wire = thinwire.compress(model, optimizer, method, steps=16)
         losses = train(model, optimizer, rank, range(8), wire)
         wire.reset_stats()
-        losses += train(model, optimizer, rank, range(8, 16), wire)
+        losses += train(model, optimizer, rank, range(8, 12), wire)
         stats = wire.stats()
         weights = stats["weight_bytes_per_step"]
         found[method] = {
@@ -62,7 +67,7 @@ def _train(rank, world, kind):
             "weights": (weights, wire.plan.weight_bytes),
             "share": wire.plan.wire_bytes / wire.plan.dense_bytes,
         }
-        assert str(wire.plan) and str(wire.report())
+        assert rank or (str(wire.plan) and str(wire.report()))
         wire.close()
     return found
 
@@ -84,7 +89,7 @@ def _nan(rank, world, kind):
     found = {}
     for method in tried(kind):
         states = []
-        for given, poison in ((range(8), (4, 1)), ([0, 1, 2, 3, 5, 6, 7], None)):
+        for given, poison in ((range(7), (4, 1)), ([0, 1, 2, 3, 5, 6], None)):
             model = build(kind, world)
             optimizer = optimizer_for(method, model)
             wire = thinwire.compress(model, optimizer, method, steps=16)
@@ -115,7 +120,7 @@ def _resume(rank, world, kind):
         train(whole, optimizer, rank, range(5), wire)
         weights = {name: value.detach().clone() for name, value in whole.state_dict().items()}
         moments, state = copy.deepcopy(optimizer.state_dict()), wire.state_dict()
-        train(whole, optimizer, rank, range(5, 10), wire)
+        train(whole, optimizer, rank, range(5, 9), wire)
         wire.close()
         again = build(kind, world)
         optimizer = optimizer_for(method, again)
@@ -123,7 +128,7 @@ def _resume(rank, world, kind):
         optimizer.load_state_dict(moments)
         wire = thinwire.compress(again, optimizer, method, steps=16)
         wire.load_state_dict(state)
-        train(again, optimizer, rank, range(5, 10), wire)
+        train(again, optimizer, rank, range(5, 9), wire)
         found[method] = torch.equal(flat(whole), flat(again))
         wire.close()
     return found

@@ -176,7 +176,7 @@ def test_counters_agree_with_the_framing(rate: str, mtu: int) -> None:
     assert receiver.tx > 0
     if sent == payload:
         assert receiver.rx > 0.999 * sender.tx
-        assert receiver.tx < 1.1 * framing.acks(payload, mtu)
+        assert receiver.tx < 2.2 * framing.acks(payload, mtu)  # one for each segment from a receiver that lags
 
 
 GLOO = """

@@ -59,11 +59,13 @@ class Guard:
             return True, trouble
         total = torch.zeros((), device=device) if self._total is None else self._total
         self._total = None
-        flags = torch.stack([total.isnan().float(), torch.full((), float(trouble), device=total.device)])
+        flag = total.isnan().float().reshape(1)
+        if trouble:  # in which case nobody asks for the rest
+            flag.fill_(2.0)
         for comm in self.comms:
-            comm.all_reduce(flags, "max")
-        broken, trouble = (bool(flag) for flag in flags.tolist())
-        return not broken, trouble
+            comm.all_reduce(flag, "max")
+        found = flag.item()
+        return found == 0, found == 2
 
 
 def _wide(values: Sequence[Tensor]) -> torch.dtype | None:
