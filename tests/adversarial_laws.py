@@ -590,8 +590,8 @@ def _one_scale_a_group(h: Array, new: Array, where: Array, method: Any) -> Itera
     counts = np.maximum(_group_sum(where.astype(float), method.group), 1)
     scale = (_group_sum(np.abs(h) ** power * where, method.group) / counts) ** (1 / power)
     sizes = by_group((np.abs(h) + np.abs(new)) * where, method.group)
-    # squares of less than 2^-75 vanish
-    least = (2.0**-70 if power == 2 else 4 * LEAST) * np.ones_like(scale)
+    # each product may be subnormal; squares of less than 2^-75 vanish
+    least = (2.0**-70 if power == 2 else (method.group + 8) * LEAST) * np.ones_like(scale)
     error = (method.group.bit_length() + 8 + SPARE) * U * (scale + sizes) + least
     yield "the scale of a group", np.abs(h - new) * where, scale * where, error
 
