@@ -27,6 +27,8 @@ from thinwire.errors import ThinwireError
 from thinwire.methods.base import ErrorFeedback, Parameter, columns_of
 from thinwire.streams import random_normal, seed_of
 
+TINY = 2.0**-126
+"""What a column is divided by at least: one of zeros stays one."""
 NOISE = 2.0**-16
 """What is left of a column of length 1, without the columns before it, below which it is their rounding errors."""
 
@@ -74,7 +76,7 @@ class PowerSgd(ErrorFeedback):
             for segment, matrix, p, q in zip(bucket.segments, matrices, ps, qs, strict=True):
                 known = self.state.get("q", segment.name)
                 q.copy_(self._start(segment.name, q) if known is None else known)
-                _scale(q)  # else M Q squares the size of M, which leaves float32 earlier
+                q.div_(_largest(q).clamp_(min=TINY))  # else M Q squares the size of M, which leaves float32 earlier
                 for rows, out in zip(matrix, p, strict=True):
                     torch.mm(rows, q, out=out)
         exchange.all_mean(left)
@@ -94,7 +96,7 @@ class PowerSgd(ErrorFeedback):
             for segment, p, q in zip(bucket.segments, ps, qs, strict=True):
                 for of, out in zip(p[mine], self._matrix(bucket.mean, segment, q.shape[0]), strict=True):
                     torch.mm(of, q.T, out=out)
-                self.state.put("q", segment.name, torch.where(q.abs().amax(0) == 0, self._start(segment.name, q), q))
+                self.state.put("q", segment.name, torch.where(_largest(q) == 0, self._start(segment.name, q), q))
 
     def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
         rows, cols = exchange.bucket_rows(True), self._cols(parameter)
@@ -132,22 +134,17 @@ def _orthonormalize(matrix: Tensor) -> None:
     rounding errors that, where the column was almost in their span, are no longer small beside what is left.
     """
     columns = matrix.T.contiguous()
-    _scale(columns.T)
-    columns.div_(_or_one(columns.square().sum(1, keepdim=True).sqrt_()))
+    for order in (torch.inf, 2):  # the largest is 1 first, so that squares neither overflow nor vanish
+        columns.div_(torch.linalg.vector_norm(columns, order, 1, keepdim=True).clamp_(min=TINY))
     for i in range(1, len(columns)):
         this, before = columns[i], columns[:i]
-        for least in (NOISE, 0.0):
+        for _ in range(2):
             this.addmv_(before.T, before @ this, alpha=-1)
-            length = this.square().sum().sqrt_()
-            this.mul_((length > least) / _or_one(length))
+        length = torch.linalg.vector_norm(this)
+        this.div_(torch.where(length > NOISE, length, torch.inf))
     matrix.copy_(columns.T)
 
 
-def _scale(matrix: Tensor) -> None:
-    """Divide each column by its largest magnitude, in place: then squares neither overflow nor vanish."""
-    matrix.div_(_or_one(matrix.abs().amax(0)))
-
-
-def _or_one(sizes: Tensor) -> Tensor:
-    """What a column may be divided by: one of zeros stays one."""
-    return torch.where(sizes == 0, 1.0, sizes)
+def _largest(matrix: Tensor) -> Tensor:
+    """Of each column, the largest magnitude."""
+    return torch.linalg.vector_norm(matrix, torch.inf, 0)
