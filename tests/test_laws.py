@@ -79,7 +79,7 @@ def _per_parameter(flat: torch.Tensor, topology: str, size: int) -> dict[str, to
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("method", FEEDBACK)
 def test_nothing_is_lost(method, topology):
-    """Sum over ranks of input + last residual - residual = N * mean, value by value, whatever was rounded on the way."""
+    """Sum over ranks of input + last residual - residual = N * mean, value by value, whatever was rounded."""
     size, steps = 3, 4
     results = run(method, topology, size, steps=steps)
     for step in range(steps):
