@@ -22,13 +22,13 @@ from collections.abc import Callable
 import torch
 
 from thinwire.codecs.projection import ESTIMATORS, Feedback, Projection
-from thinwire.methods import Separate
+from thinwire.methods import SEPARATE
 
 N, STEPS, TURN = 16384, 1024, 200
 SIZE, ROUNDS = 8 * 2**20, 7
 
 
-def study(method: Separate, strength: float, feedback: bool) -> str:
+def study(method: SEPARATE, strength: float, feedback: bool) -> str:
     generator = torch.Generator().manual_seed(0)
     steady = torch.randn(1, N, generator=generator)
     codec: Projection = method._make([("w", 0, N)])
@@ -66,7 +66,7 @@ def accuracy(ratio: int) -> None:
     print(f"ratio {ratio}, {STEPS} steps, {N} values: error, projection, |e| / |g|\n")
     print("| estimator | white | strong mean | weak mean |\n|---|---:|---:|---:|")
     for label, knobs, feedback in rows:
-        method = Separate(ratio=ratio, force=True, **knobs)  # type: ignore[arg-type]
+        method = SEPARATE(ratio=ratio, force=True, **knobs)  # type: ignore[arg-type]
         cells = [study(method, strength, feedback) for strength in (0.0, 1.0, 0.2)]
         print(f"| {label} | {' | '.join(cells)} |", flush=True)
 
@@ -84,7 +84,7 @@ def timing(ratio: int) -> None:
     labels = []
     for estimator in ESTIMATORS:
         for block in (256, 512, 1024):
-            method = Separate(ratio=ratio, estimator=estimator, block=block)
+            method = SEPARATE(ratio=ratio, estimator=estimator, block=block)
             codec = method._make([("w", 0, SIZE)])
             codec.feedback = Feedback(error, error, method._keep)
 

@@ -152,7 +152,7 @@ def _lhc(pick: Pick) -> Knobs:
 def _levels(pick: Pick) -> Knobs:
     hadamard = pick(True, False)
     return {
-        "hadamard": hadamard, "bits": pick(4, 8, 16, 32), "inside_bits": pick(4, 8, 16, 32),
+        "hadamard": hadamard, "bits": pick(4, 8, 16, 32), "intra_bits": pick(4, 8, 16, 32),
         "group": pick(32, 128) if hadamard else pick(16, 32, 128), "rounding": pick("stochastic", "nearest"),
     }  # fmt: skip
 
@@ -285,7 +285,7 @@ def draw(seed: int, only: str = "") -> Case:
     if only:
         cls = next(method for method in methods.TABLE if method.name == only)
     knobs = DRAWS.get(cls.name, lambda pick: {})(pick)
-    gathers = issubclass(cls, methods.Sdp4Bit) and pick(True, False, False, False)
+    gathers = issubclass(cls, methods.SDP4Bit) and pick(True, False, False, False)
     if gathers:
         knobs |= _weights(pick)
     if any(knob.name == "send" for knob in cls.knobs()):

@@ -222,7 +222,7 @@ def _hadamard(values: Array, group: int, levels: int, part: float) -> Array:
 
 
 def exchanged(
-    view: View, x: Array, rounding: Rounding, *, inside: Rounding = nothing, on_wire: bool = False, unit: float = U
+    view: View, x: Array, rounding: Rounding, *, intra: Rounding = nothing, on_wire: bool = False, unit: float = U
 ) -> tuple[Array, Array]:
     """The mean of ``x`` (N, R, S), and how far from it an exchange may end: hop by hop.
 
@@ -232,7 +232,7 @@ def exchanged(
     error = np.zeros_like(x)
     if view.case.topology.startswith("two_level"):
         nodes = x.reshape(-1, view.case.per_node, *x.shape[1:])
-        error = _sum_error(np.abs(nodes), inside, unit, least, axis=1)
+        error = _sum_error(np.abs(nodes), intra, unit, least, axis=1)
         x = nodes.mean(1)
     sizes = np.abs(x) + error
     error = error.mean(0) + _sum_error(sizes, rounding, unit, least, axis=0)
@@ -306,8 +306,8 @@ def _kept(view: View, turn: int, name: str, sent: Array, error: Array) -> Claim:
 def integers(view: View, turn: int, name: str) -> Iterator[Claim]:
     """SDP4Bit, ZeRO++, QSDP: bounded error on each hop."""
     method: Any = view.method
-    codec, inside = method.codec_on(view.played.exchange), method.inside_codec
-    mean, error = exchanged(view, view.inputs(turn, name), rounding_of(codec), inside=rounding_of(inside))
+    codec, intra = method.codec_on(view.played.exchange), method.intra_codec
+    mean, error = exchanged(view, view.inputs(turn, name), rounding_of(codec), intra=rounding_of(intra))
     yield "the mean", view.mean(turn, name), mean, error
 
 

@@ -138,7 +138,7 @@ class Radius:
             self.weights[i] = self.weights[i] - self.lr * full
 
 
-class Separate:
+class SEPARATE:
     """SEPARATE (ICLR 2025), Algorithm 1, on blocks, with the error update of the method description.
 
     `keep` is the paper's beta, read as the weight of the old error; with `printed` it weights the new error, as
@@ -189,7 +189,7 @@ class Separate:
         return estimate
 
 
-class Tagc:
+class TAGC:
     """TAGC (EuroMLSys 2025), Algorithm 1, with exact top-k, a true OR and left-overs put back."""
 
     def __init__(self, n: int, workers: int, keep: int, shared: bool = False) -> None:

@@ -89,7 +89,7 @@ def top_mask(x: Array, density: float) -> Mask:
     return mask
 
 
-class Scape:
+class SCAPE:
     """SCAPE Alg. 1 on several flat tensors with replicated weights; `replicas` follows Alg. 2 lines 3-5.
 
     clip: "paper" clips only the g^ inside v (Alg. 1 lines 16-19); "code" rebuilds m from the clipped g^ and loses the

@@ -17,7 +17,7 @@ from thinwire.codecs.intquant import Int8
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
-from thinwire.methods import Lhc, PowerSgd, Scape
+from thinwire.methods import LHC, SCAPE, PowerSGD
 from thinwire.methods.base import Method
 from thinwire.testing import LockStep, Threads, bucket_for, exchange_on, reduce_on_threads
 
@@ -232,7 +232,7 @@ def sent(make: Callable[[], Method], shape: tuple[int, ...], gradients: list[Ten
 def test_powersgd_goes_on_after_a_gradient_of_zeros():
     noise = torch.randn(9, 16, 16, generator=torch.Generator().manual_seed(0))
     noise[0] = 0
-    means = sent(lambda: PowerSgd(rank=2), (16, 16), list(noise))
+    means = sent(lambda: PowerSGD(rank=2), (16, 16), list(noise))
     assert all(mean.any() for mean in means[1:])
 
 
@@ -241,14 +241,14 @@ def test_powersgd_goes_on_after_a_gradient_of_zeros():
 def test_powersgd_of_a_gradient_of_rank_one(rank, scale):
     """It is sent whole, whatever the rank and the size; never more of it than there is."""
     gradient = torch.outer(torch.arange(1.0, 18.0), torch.ones(16)) * scale
-    for mean in sent(lambda: PowerSgd(rank=rank), (17, 16), [gradient] * 5):
+    for mean in sent(lambda: PowerSGD(rank=rank), (17, 16), [gradient] * 5):
         torch.testing.assert_close(mean / scale, gradient / scale, rtol=1e-4, atol=0)
 
 
 def test_powersgd_finds_a_column_that_the_last_gradients_had_not():
     first, second = torch.zeros(8, 4), torch.zeros(8, 4)
     first[:, 0], second[:, 2] = 1, 1
-    means = sent(lambda: PowerSgd(rank=1), (8, 4), [first, second, second])
+    means = sent(lambda: PowerSGD(rank=1), (8, 4), [first, second, second])
     assert means[2][:, 2].any()
 
 
@@ -257,7 +257,7 @@ def test_lhc_keeps_what_rounding_cut_off_of_every_tensor():
     gradient = torch.zeros(512)
     gradient[[3, 300, 301]] = torch.tensor([1.0, 1 / 3, 2.0])
     results = reduce_on_threads(
-        Lhc, lambda rank, step, numel: gradient * (1 + rank), topology="all_reduce", size=2,
+        LHC, lambda rank, step, numel: gradient * (1 + rank), topology="all_reduce", size=2,
         shapes={"a": (16, 16), "b": (16, 16)}, steps=2,
     )  # fmt: skip
     before, waits = (sum(rank[step]["residual/b"].double().view(-1) for rank in results) for step in (0, 1))
@@ -267,14 +267,14 @@ def test_lhc_keeps_what_rounding_cut_off_of_every_tensor():
 
 def test_scape_at_density_one_pads_nothing():
     """What goes out as it is has the bytes that the plan announces."""
-    bucket, numel = bucket_for(Scape(density=1), exchange_on("all_reduce", Threads(1), 0, Ledger()), {"a": 7, "b": 65})
+    bucket, numel = bucket_for(SCAPE(density=1), exchange_on("all_reduce", Threads(1), 0, Ledger()), {"a": 7, "b": 65})
     assert bucket.shape[1] == numel
 
 
 def test_scape_lists_positions_with_zeros_behind_them():
     """Masks travel as positions, in rows of 8 bytes: what fills up an odd number of them is the same every time."""
     results = reduce_on_threads(
-        lambda: Scape(density=0.02, warmup=1, send=("*",)),
+        lambda: SCAPE(density=0.02, warmup=1, send=("*",)),
         lambda rank, step, numel: torch.randn(numel, generator=torch.Generator().manual_seed(step)),
         topology="all_reduce", size=2, shapes={"w": (15, 10)}, steps=4, optimizer=lambda weights: AdamS(weights),
     )  # fmt: skip

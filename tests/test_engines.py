@@ -334,17 +334,17 @@ def _inside(rank, world, kind, options):
                            ("bf16", "bf16")):  # fmt: skip
         model = build(kind, world)
         optimizer = adamw(model)
-        wire = thinwire.compress(model, optimizer, method, inside=inside, **options)
+        wire = thinwire.compress(model, optimizer, method, intra=inside, **options)
         losses = train(model, optimizer, rank, range(8), wire)
         stats = wire.stats()
         surprise = sum(stats["wire_bytes_per_step"].values()) - stats["weight_bytes_per_step"] - wire.plan.wire_bytes
-        gradients = stats["wire_bytes_per_step"]["inside"] - stats["weight_bytes_per_step"]
+        gradients = stats["wire_bytes_per_step"]["intra"] - stats["weight_bytes_per_step"]
         found.append((losses[-1], same_on_all_ranks(model), surprise, gradients))
         wire.close()
     errors = []
     for inside in ("int8(error_feedback=True)", "sdp4bit"):
         try:
-            thinwire.compress(build(kind, world), adamw(build(kind, world)), "bf16", inside=inside, **options)
+            thinwire.compress(build(kind, world), adamw(build(kind, world)), "bf16", intra=inside, **options)
         except thinwire.ThinwireError as error:
             errors.append(str(error))
     return found, errors
@@ -372,7 +372,7 @@ def _two_level(rank, world, kind, method):
         optimizer = adamw(model)
         wire = thinwire.compress(model, optimizer, method, two_level=two_level)
         losses = train(model, optimizer, rank, range(6), wire)
-        sent.append(wire.stats()["wire_bytes_per_step"]["across"])
+        sent.append(wire.stats()["wire_bytes_per_step"]["inter"])
         apart = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
         equal = same_on_all_ranks(model)
         wire.close()

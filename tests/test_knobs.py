@@ -153,7 +153,7 @@ def test_ranges_hold_for_all_that_share_a_knob(cls):
         for value in values if knob in {known.name for known in cls.knobs()} else ():
             refused(lambda knob=knob, value=value: cls(**{knob: value}), knob)
     if hasattr(cls, "bits"):
-        refused(lambda: cls(bits=32, inside_bits=32, group=0), "group")
+        refused(lambda: cls(bits=32, intra_bits=32, group=0), "group")
 
 
 @dataclass
@@ -184,7 +184,7 @@ BAD_SETTINGS = [
     ("lr_end: .nan", "--lr-end"), ("bucket_mb: .nan", "--bucket-mb"), ("bucket_mb: 0", "--bucket-mb"),
     ("bucket_mb: 1e300", "--bucket-mb"), ("ranks_per_node: 0", "--ranks-per-node"), ("batch_size: 0", "--batch-size"),
     ("ranks_per_node: -2", "--ranks-per-node"), ("seed: 99999999999999999999", "--seed"), ("hidden: 0", "--hidden"),
-    ("corpus: []", "--corpus"), ("corpus: ''", "--corpus"), ("inside: int9", "int9"), ("layers: 1.5", "layers"),
+    ("corpus: []", "--corpus"), ("corpus: ''", "--corpus"), ("intra: int9", "int9"), ("layers: 1.5", "layers"),
     ("method: scape(warmup='x')", "scape: warmup"), ("method: bf16(smallest=3)", "smallest"),
 ]  # fmt: skip
 
@@ -245,10 +245,10 @@ def test_a_lab_is_refused_before_anything_is_made():
 # is it on?
 
 
-def plan_of(model: nn.Module, method: Method | str, *, size: int = 2, inside: str | None = None) -> Plan:
+def plan_of(model: nn.Module, method: Method | str, *, size: int = 2, intra: str | None = None) -> Plan:
     exchange = exchange_on("all_reduce", Threads(size), 0, Ledger())
     parameters = list(describe(model).values())
-    hop = None if inside is None else Plan(methods.resolve(inside), parameters, exchange, "hsdp", None)
+    hop = None if intra is None else Plan(methods.resolve(intra), parameters, exchange, "hsdp", None)
     return Plan(methods.resolve(method), parameters, exchange, "ddp" if hop is None else "hsdp", None, hop)
 
 
@@ -301,9 +301,9 @@ def test_methods_that_are_not_made_to_compress_warn_of_nothing(method):
 
 
 def test_the_hop_inside_a_node_speaks_where_the_method_across_is_dense():
-    plan = plan_of(adapters(), "dense", inside="int8")
+    plan = plan_of(adapters(), "dense", intra="int8")
     assert plan.compressed == 0 and plan.warning.startswith("int8 compresses 0 of 8 tensors")
-    assert plan_of(adapters(), "bf16", inside="int8").compressed == 1
+    assert plan_of(adapters(), "bf16", intra="int8").compressed == 1
 
 
 def test_int8_sends_more_than_bf16_at_preset_tiny_and_the_note_says_why():
@@ -327,7 +327,7 @@ def test_a_pattern_that_matches_nothing_is_told():
     assert plan_of(model, "int8(smallest=0, dense='frozen0*')").warning, "it is not trained"
     for preset in ("radius:paper", "demo:paper", "sdp4bit:paper"):
         assert plan_of(model, preset).warning is None, "biases, of which there are none, are dense in a preset"
-    assert "matches no" in plan_of(model, "dense", inside="int8(smallest=0, send='*head')").warning
+    assert "matches no" in plan_of(model, "dense", intra="int8(smallest=0, send='*head')").warning
 
 
 def test_the_warning_has_a_name_of_its_own():

@@ -61,7 +61,7 @@ if rank == 0:
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
     summary = {"method": method, "step_ms": wire + 50, "exposed_ms": wire, "wire_ms": wire, "train_loss": 5.0,
                "encode_ms": 3, "decode_ms": 2,
-               "valid_loss": 4.0, "wire_bytes_per_step": {"across": payload, "inside": 0}}
+               "valid_loss": 4.0, "wire_bytes_per_step": {"inter": payload, "intra": 0}}
     (out / "summary.json").write_text(json.dumps(summary))
 '''
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire import methods
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
-from thinwire.methods import Radius, Separate, Tagc
+from thinwire.methods import SEPARATE, TAGC, Radius
 from thinwire.methods.base import Parameter, Run, first_step
 from thinwire.state import State
 from thinwire.testing import Threads, exchange_on, parameters_for, reduce_on_threads
@@ -181,21 +181,21 @@ def test_the_printed_update_overflows_and_ours_is_bounded(ratio):
     kw = {"size": 2, "shapes": {"w": 2048}, "steps": 128, "optimizer": None}
     block = 512
     printed = run(
-        lambda: Separate(ratio=ratio, estimator="paper", block=block, beta=0.95, update="printed", force=True,
+        lambda: SEPARATE(ratio=ratio, estimator="paper", block=block, beta=0.95, update="printed", force=True,
                          smallest=0, send=("*",)), **kw,
     )  # fmt: skip
     assert not math.isfinite(norm(printed[0][-1])) and norm(printed[0][5]) > 100
     for estimator, bound in (("paper", 1.2), ("shrunk", 12), ("cyclic_srht", 8)):
-        ours = run(lambda e=estimator: Separate(ratio=ratio, estimator=e, block=block, smallest=0, send=("*",)), **kw)
+        ours = run(lambda e=estimator: SEPARATE(ratio=ratio, estimator=e, block=block, smallest=0, send=("*",)), **kw)
         assert max(norm(step) for step in ours[0]) < bound * max(1.0, math.sqrt(ratio / 16)) * 1.3
 
 
 def test_an_unstable_weight_is_refused_with_the_bound():
     with pytest.raises(ThinwireError, match=r"diverges from 2 / \(1 \+ w\) = 0.117 .*take beta above 0.883, or force"):
-        Separate(estimator="paper", beta=0.80)
+        SEPARATE(estimator="paper", beta=0.80)
     with pytest.raises(ThinwireError, match=r"gives the new error the weight 0.950.*take beta below 0.117"):
-        Separate(estimator="paper", beta=0.95, update="printed")
-    assert Separate(estimator="paper", beta=0.80, force=True).beta == 0.80
+        SEPARATE(estimator="paper", beta=0.95, update="printed")
+    assert SEPARATE(estimator="paper", beta=0.80, force=True).beta == 0.80
     assert methods.resolve("separate:paper").beta == 0.95
 
 
@@ -218,20 +218,20 @@ def disjoint(size: int, numel: int):
 def test_disjoint_supports_lose_nothing_whatever_the_load(size):
     numel = 6400
     kw = {"size": size, "shapes": {"w": numel}, "steps": 5, "gradients": disjoint(size, numel), "optimizer": None}
-    results = run(lambda: Tagc(theta=0.95, resize=100, smallest=0, send=("*",)), **kw)
+    results = run(lambda: TAGC(theta=0.95, resize=100, smallest=0, send=("*",)), **kw)
     assert lost(results, "all_reduce", {"w": numel}) < 1e-4
     left = [step["facts"]["left-overs so far"] for step in results[0]]
     assert left[1] == 0  # sized for disjoint masks at first, then from the union that was measured
     assert left[2] > 0.3 * size * numel / 20  # the union has grown by a factor of N since
     # resizing at once ends it
-    again = run(lambda: Tagc(theta=0.95, resize=1, smallest=0, send=("*",)), **kw)
+    again = run(lambda: TAGC(theta=0.95, resize=1, smallest=0, send=("*",)), **kw)
     assert again[0][-1]["facts"]["left-overs so far"] == again[0][3]["facts"]["left-overs so far"]
 
 
 def test_the_median_of_the_paper_loses_what_ours_keeps():
     numel, size = 6400, 4
     kw = {"size": size, "shapes": {"w": numel}, "steps": 3, "gradients": disjoint(size, numel), "optimizer": None}
-    results = run(lambda: Tagc(theta=0.95, resize=100, smallest=0, leftovers="median", send=("*",)), **kw)
+    results = run(lambda: TAGC(theta=0.95, resize=100, smallest=0, leftovers="median", send=("*",)), **kw)
     assert lost(results, "all_reduce", {"w": numel}) > 1
 
 
@@ -250,7 +250,7 @@ def test_a_shared_mask_sends_as_many_values_on_any_number_of_ranks():
 
 def test_selection():
     def why(select, name, role="matrix"):
-        return Tagc(select=select).keep_dense(Parameter(name, (512, 512), 512 * 512, role, torch.float32, 512 * 512))
+        return TAGC(select=select).keep_dense(Parameter(name, (512, 512), 512 * 512, role, torch.float32, 512 * 512))
 
     assert why("all", "blocks.0.attention.query.weight") is None
     for name in ("blocks.0.attention.query.weight", "h.1.attn.c_attn.weight", "layers.0.self_attn.k_proj.weight"):

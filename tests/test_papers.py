@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from independent import SEPARATE as SeparatePaper
+from independent import TAGC as TagcPaper
 from independent import Radius as RadiusPaper
-from independent import Separate as SeparatePaper
-from independent import Tagc as TagcPaper
 from independent import one_bit_index
 from papers import PowerSgdPaper, peel, top
-from thinwire.methods import Dgc, PowerSgd, Radius, Separate, Tagc, TopK
+from thinwire.methods import DGC, SEPARATE, TAGC, PowerSGD, Radius, TopK
 from thinwire.ops.sketch.reference import hashes
 from thinwire.streams import random_normal, seed_of
 from thinwire.testing import reduce_on_threads
@@ -90,14 +90,14 @@ def test_separate(estimator, topology, size):
     method = {"ratio": ratio, "estimator": estimator, "block": block, "smallest": 0, "send": ("*",)}
     if estimator == "paper":
         method |= {"beta": 0.95, "reset": 20, "restart": "zero"}
-    results = run(lambda: Separate(**method), topology, size, {"w": numel})
+    results = run(lambda: SEPARATE(**method), topology, size, {"w": numel})
     lanes = 16 if "srht" in estimator else 1
     kept = block // ratio
     scale = {"paper": 1 / kept, "shrunk": 1 / (kept + block + 1)}.get(estimator, 1.0)
     beta = 0.95 if estimator == "paper" else 0.0
     paper = SeparatePaper(numel // block, block, size, scale, beta, method.get("reset", 0))
     paper.steps = -1  # ours counts k from 0, so that "k % T = 0" is true of the first step
-    codec = Separate(**method)._make([("w", 0, numel)])
+    codec = SEPARATE(**method)._make([("w", 0, numel)])
 
     def blocks(flat):
         return flat.reshape(-1, block, lanes).transpose(0, 2, 1).ravel()
@@ -137,7 +137,7 @@ def test_tagc(mask, topology, size):
     method = {"theta": 0.95, "mask": mask, "smallest": 0, "send": ("*",)}
     if mask == "local":  # else there is no sketch
         method |= {"load": load, "resize": resize}
-    results = run(lambda: Tagc(**method), topology, size, {"w": columns * rows})
+    results = run(lambda: TAGC(**method), topology, size, {"w": columns * rows})
     papers = [TagcPaper(columns, size, keep, shared=mask == "shared") for _ in range(rows)]
     union, peak = min(size * keep, columns), 0
     for step in range(STEPS):
@@ -166,7 +166,7 @@ def test_tagc(mask, topology, size):
 def test_topk_and_dgc(topology, size, momentum):
     columns = 600 // size if topology == "reduce_scatter" else 600
     knobs = {"density": 0.1, "smallest": 0, "send": ("*",)}
-    make = (lambda: Dgc(momentum=momentum, **knobs)) if momentum else (lambda: TopK(**knobs))
+    make = (lambda: DGC(momentum=momentum, **knobs)) if momentum else (lambda: TopK(**knobs))
     results = run(make, topology, size, {"w": 600})
     papers = [[np.zeros(columns) for _ in range(size)] for _ in range(600 // columns)]
     velocities = [[np.zeros(columns) for _ in range(size)] for _ in papers]
@@ -189,7 +189,7 @@ def test_topk_and_dgc(topology, size, momentum):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_powersgd(topology, size):
     shape = (24, 20)
-    results = run(lambda: PowerSgd(rank=3, smallest=0), topology, size, {"w": shape})
+    results = run(lambda: PowerSGD(rank=3, smallest=0), topology, size, {"w": shape})
     start = random_normal(seed_of(0, "w"), 60).double().numpy().reshape(20, 3)
     paper = PowerSgdPaper(start, size, shape)
     for step in range(STEPS):

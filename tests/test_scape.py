@@ -11,12 +11,12 @@ import torch
 import ranks
 import thinwire
 from engines import build, train
-from independent4 import Scape as ScapePaper
+from independent4 import SCAPE as ScapePaper
 from test_ops_quant import needs_triton, run_python
 from thinwire.codecs.intquant import Int4, Int8
 from thinwire.codecs.mask import MaskedIntegers
 from thinwire.errors import ThinwireError
-from thinwire.methods import Scape, resolve, scape
+from thinwire.methods import SCAPE, resolve, scape
 from thinwire.methods.base import Parameter, Run
 from thinwire.ops import mask as masks
 from thinwire.ops.mask.reference import flags_of
@@ -43,7 +43,7 @@ def run(topology, size, steps=STEPS, optimizer=None, shapes=SHAPES, **knobs):
     more = {name: knobs.pop(name) for name in ("max_norm", "skip") if name in knobs}
     made = {"smallest": 0, "send": ("*",), **knobs}
     return reduce_on_threads(
-        lambda: Scape(**made), gradients, topology=topology, size=size, shapes=shapes, steps=steps,
+        lambda: SCAPE(**made), gradients, topology=topology, size=size, shapes=shapes, steps=steps,
         optimizer=optimizer or adams(weight_decay=0.1), **more,
     )  # fmt: skip
 
@@ -178,7 +178,7 @@ def _planned(topology, size, knobs):
     from thinwire.ledger import Ledger
     from thinwire.testing import Threads, exchange_on, parameters_for
 
-    method = Scape(smallest=0, send=("*",), warmup=3, **knobs)
+    method = SCAPE(smallest=0, send=("*",), warmup=3, **knobs)
     exchange = exchange_on(topology, Threads(size), 0, Ledger())
     parameters = parameters_for(exchange, SHAPES)
     weights = {name: torch.nn.Parameter(torch.zeros(p.local)) for name, p in parameters.items()}
@@ -193,7 +193,7 @@ def test_a_skipped_step_leaves_no_trace(topology):
     def shifted(rank, step, numel):
         return gradients(rank, step if step < 6 else step - 1, numel) if step != 6 else torch.full((numel,), math.nan)
 
-    make = lambda: Scape(density=0.2, warmup=0, smallest=0, send=("*",))  # noqa: E731
+    make = lambda: SCAPE(density=0.2, warmup=0, smallest=0, send=("*",))  # noqa: E731
     common = {"topology": topology, "size": 2, "shapes": SHAPES, "optimizer": adams()}
     whole = reduce_on_threads(make, gradients, steps=12, **common)
     skipped = reduce_on_threads(make, shifted, steps=13, skip=(6,), **common)
@@ -224,11 +224,11 @@ def _run_of(weight, optimizer, **others):
 def test_what_does_not_fit_is_refused():
     weight = torch.nn.Parameter(torch.zeros(1000, 100))
     with pytest.raises(ThinwireError, match="built on AdamS"):
-        Scape().begin(_run_of(weight, torch.optim.AdamW([weight])))
+        SCAPE().begin(_run_of(weight, torch.optim.AdamW([weight])))
     other = torch.nn.Parameter(torch.zeros(1000, 100))
     two = AdamS([{"params": [weight]}, {"params": [other], "betas": (0.8, 0.9)}])
     with pytest.raises(ThinwireError, match="one beta1"):
-        Scape().begin(_run_of(weight, two, other=other))
+        SCAPE().begin(_run_of(weight, two, other=other))
     for knobs in ("density=0", "refresh=0", "clip='x'", "payload='fp64'"):
         with pytest.raises(ThinwireError, match="scape"):
             resolve(f"scape({knobs})")

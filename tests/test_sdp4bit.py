@@ -20,7 +20,7 @@ from thinwire.bucket import Piece, Shards
 from thinwire.codecs.intquant import ShiftedInt8
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
-from thinwire.methods import Sdp4Bit, ZeroPp, resolve, sdp4bit
+from thinwire.methods import SDP4Bit, ZeROPP, resolve, sdp4bit
 from thinwire.methods.base import Run
 from thinwire.plan import describe
 from thinwire.state import State
@@ -46,7 +46,7 @@ def test_gradients_against_the_pseudo_code(topology, size, per_node, hadamard):
     """50 steps; one node, one rank per node, two and three nodes of two ranks."""
     numel = size * GROUP * 12
     results = reduce_on_threads(
-        lambda: Sdp4Bit(rounding="nearest", hadamard=hadamard, send=("*",)), gradients,
+        lambda: SDP4Bit(rounding="nearest", hadamard=hadamard, send=("*",)), gradients,
         topology=topology, size=size, per_node=per_node, shapes={"w": (numel // 8, 8)}, steps=50,
     )  # fmt: skip
     inside, across = Int4Group(8, 128, scale_type=np.float32), Int4Group(4, 128, scale_type=np.float32)
@@ -127,7 +127,7 @@ def test_weights_against_the_pseudo_code(size, kind):
     group, numel = 64, size * 4096
     masters = walk(numel, size)
     results = weights_on_threads(
-        lambda: Sdp4Bit(weights=kind, weight_group=group, send=("*",)), masters, size=size, steps=50
+        lambda: SDP4Bit(weights=kind, weight_group=group, send=("*",)), masters, size=size, steps=50
     )
     quantizer = Int4Group(4, group, scale_type=np.float32)
     papers = [WeightDifference(masters(0).astype(float), size, quantizer, plain=kind == "plain") for _ in range(2)]
@@ -173,7 +173,7 @@ def test_replicas_stay_bit_equal_and_near_the_masters(rounding):
     """200 steps; an error is never older than one step: up to half a level of the last difference (or a whole one)."""
     masters = walk(4 * 2048)
     results = weights_on_threads(
-        lambda: Sdp4Bit(weight_group=128, weight_rounding=rounding, send=("*",)), masters, size=4, steps=200
+        lambda: SDP4Bit(weight_group=128, weight_rounding=rounding, send=("*",)), masters, size=4, steps=200
     )
     for step in range(1, 200):
         replica = results[0][step][0]
@@ -189,7 +189,7 @@ def test_replicas_stay_bit_equal_and_near_the_masters(rounding):
 def test_it_is_sent_once_per_step_however_often_it_is_asked_for():
     masters = walk(2 * 4096)
     once, thrice = (
-        weights_on_threads(lambda: Sdp4Bit(weight_group=64, send=("*",)), masters, size=2, steps=5, asks=asks)
+        weights_on_threads(lambda: SDP4Bit(weight_group=64, send=("*",)), masters, size=2, steps=5, asks=asks)
         for asks in (1, 3)
     )
     for rank in range(2):
@@ -200,7 +200,7 @@ def test_it_is_sent_once_per_step_however_often_it_is_asked_for():
 def test_what_stays_dense_travels_as_it_is_in_the_same_message():
     masters = walk(2 * 4096)
     results = weights_on_threads(
-        lambda: Sdp4Bit(weight_group=64, send=("p0",), dense=("p1", "p2")), masters, size=2, steps=4
+        lambda: SDP4Bit(weight_group=64, send=("p0",), dense=("p1", "p2")), masters, size=2, steps=4
     )
     half, sent = 2048, results[0][3][1]
     for step in range(4):
@@ -215,7 +215,7 @@ def test_with_fp32_codecs_it_is_dense(topology):
     shapes = {"w": (64, 64), "b": (64, 16)}
     exact, dense = (
         reduce_on_threads(lambda m=method: resolve(m), gradients, topology=topology, size=4, shapes=shapes, steps=3)
-        for method in ("sdp4bit(bits=32, inside_bits=32, weights='dense', send='*')", "dense")
+        for method in ("sdp4bit(bits=32, intra_bits=32, weights='dense', send='*')", "dense")
     )
     for ours, theirs in zip(exact, dense, strict=True):
         assert all(torch.equal(a["mean"], b["mean"]) for a, b in zip(ours, theirs, strict=True))
@@ -225,7 +225,7 @@ def test_with_fp32_codecs_it_is_dense(topology):
 def test_the_mean_is_unbiased(topology, per_node):
     """The mean of 400 roundings of one gradient: its error falls to that of one over the root of 400."""
     results = reduce_on_threads(
-        lambda: Sdp4Bit(send=("*",)), lambda rank, step, numel: gradients(rank, 0, numel), topology=topology, size=4,
+        lambda: SDP4Bit(send=("*",)), lambda rank, step, numel: gradients(rank, 0, numel), topology=topology, size=4,
         per_node=per_node, shapes={"w": (2048, 4)}, steps=400,
     )  # fmt: skip
     exact = sum(gradients(rank, 0, 8192).double() for rank in range(4)) / 4
@@ -239,15 +239,15 @@ def test_the_mean_is_unbiased(topology, per_node):
     ("all_reduce", 3, 1), ("all_reduce", 3, 3), ("reduce_scatter", 4, 1), ("two_level", 4, 2), ("two_level", 6, 2),
     ("two_level_owner", 4, 2), ("two_level_owner", 6, 2),
 ])  # fmt: skip
-@pytest.mark.parametrize("knobs", [{}, {"bits": 16}, {"hadamard": False, "inside_bits": 4}])
+@pytest.mark.parametrize("knobs", [{}, {"bits": 16}, {"hadamard": False, "intra_bits": 4}])
 def test_bytes_are_the_plans(topology, size, per_node, knobs):
     shapes = {"w": (170, 7), "b": (31, 50)}
     results = reduce_on_threads(
-        lambda: Sdp4Bit(send=("*",), **knobs), gradients, topology=topology, size=size, per_node=per_node,
+        lambda: SDP4Bit(send=("*",), **knobs), gradients, topology=topology, size=size, per_node=per_node,
         shapes=shapes, steps=2,
     )  # fmt: skip
     exchange = exchange_on(topology, Threads(size), 0, Ledger(), per_node)
-    method = Sdp4Bit(send=("*",), **knobs)
+    method = SDP4Bit(send=("*",), **knobs)
     planned = sum(method.sent_bytes(p, exchange) for p in parameters_for(exchange, shapes).values())
     assert all(step["bytes"].item() == planned for rank in results for step in rank)
 
@@ -259,8 +259,8 @@ def test_bits_per_value_of_a_125m_model():
     """
     with torch.device("meta"):
         model = Decoder(PRESETS["gpt-125m"])
-    method, exact, padded, values = Sdp4Bit(), [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], 0
-    codecs = (method._weight_codec, method.codec, method.inside_codec)
+    method, exact, padded, values = SDP4Bit(), [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], 0
+    codecs = (method._weight_codec, method.codec, method.intra_codec)
     for parameter, weight in zip(describe(model).values(), model.parameters(), strict=True):
         if method.keep_dense(parameter):
             continue
@@ -447,16 +447,16 @@ def test_what_does_not_fit_is_refused():
     for knobs, message in (
         ({"weights": "deltas"}, "weights is one of difference, plain, dense"),
         ({"weight_bits": 3}, "weight_bits is 4 or 8"),
-        ({"bits": 5}, "bits and inside_bits are 4, 8, 16 or 32"),
+        ({"bits": 5}, "bits and intra_bits are 4, 8, 16 or 32"),
         ({"rounding": "up"}, "rounding is nearest or stochastic"),
         ({"group": 16}, "from 32 to 4096"),
     ):
         with pytest.raises(ThinwireError, match=message):
-            Sdp4Bit(**knobs)
-    assert ZeroPp().weights == "plain" and resolve("zeropp:w4").weight_bits == 4
+            SDP4Bit(**knobs)
+    assert ZeROPP().weights == "plain" and resolve("zeropp:w4").weight_bits == 4
     for preset, (weights, bits, inside, hadamard) in {
         "paper": ("difference", 4, 8, True), "qwd": ("difference", 32, 32, True), "qw": ("plain", 32, 32, True),
         "tlq-hs": ("dense", 4, 8, True), "tlq": ("dense", 4, 8, False), "ulq": ("dense", 4, 4, False),
     }.items():  # fmt: skip
         made = resolve(f"sdp4bit:{preset}")
-        assert (made.weights, made.bits, made.inside_bits, made.hadamard) == (weights, bits, inside, hadamard)
+        assert (made.weights, made.bits, made.intra_bits, made.hadamard) == (weights, bits, inside, hadamard)

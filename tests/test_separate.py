@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire import methods
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
-from thinwire.methods import Separate
+from thinwire.methods import SEPARATE
 from thinwire.methods.base import Run
 from thinwire.testing import Threads, exchange_on, parameters_for, reduce_on_threads
 
@@ -30,7 +30,7 @@ def gradients(rank: int, step: int, numel: int) -> Tensor:
 def run(topology: str = "all_reduce", size: int = 2, shapes=SHAPES, steps: int = 12, skip=(), **knobs):
     knobs = {"ratio": 4, "block": 16, "smallest": 0, "send": ("*",), **knobs}
     return reduce_on_threads(
-        lambda: Separate(**knobs), gradients, topology=topology, size=size, shapes=shapes, steps=steps, skip=skip
+        lambda: SEPARATE(**knobs), gradients, topology=topology, size=size, shapes=shapes, steps=steps, skip=skip
     )
 
 
@@ -132,7 +132,7 @@ def test_the_gaussian_estimator_is_not_dense_at_ratio_one():
 def test_a_constant_gradient_arrives_whole_in_every_cycle():
     """Cyclic, one rank: from one cycle's end to the next the same error waits, so all that came in went out."""
     results = reduce_on_threads(
-        lambda: Separate(ratio=4, block=16, smallest=0, send=("*",)), lambda rank, step, n: gradients(0, 0, n),
+        lambda: SEPARATE(ratio=4, block=16, smallest=0, send=("*",)), lambda rank, step, n: gradients(0, 0, n),
         topology="all_reduce", size=1, shapes={"w": 1024}, steps=80,
     )  # fmt: skip
     whole = gradients(0, 0, 1024).double()
@@ -163,12 +163,12 @@ def test_bytes_of_the_presets_to_the_byte(preset, topology, size):
 
 def test_presets():
     paper, ours = methods.resolve("separate:paper"), methods.resolve("separate:recommended")
-    assert isinstance(paper, Separate) and isinstance(ours, Separate)
+    assert isinstance(paper, SEPARATE) and isinstance(ours, SEPARATE)
     assert (paper.ratio, paper.estimator, paper.beta, paper.reset, paper.restart) == (16, "paper", 0.95, 128, "zero")
     assert paper._keep == 0.95  # of the old error
     assert (ours.ratio, ours.estimator, ours.reset, ours._keep) == (16, "cyclic_srht", 0, 1.0)  # no feedback
     for ratio, estimator in ((8, "paper"), (64, "paper")):
-        made = Separate(ratio=ratio, estimator=estimator)
+        made = SEPARATE(ratio=ratio, estimator=estimator)
         assert made._keep == pytest.approx(1 - 1 / (1 + 513 / (512 // ratio)))
 
 
@@ -185,5 +185,5 @@ def test_presets():
 )  # fmt: skip
 def test_knobs_that_mean_nothing_are_refused_in_one_line(knobs, message):
     with pytest.raises(ThinwireError, match=message) as refused:
-        Separate(**knobs)
+        SEPARATE(**knobs)
     assert "\n" not in str(refused.value)

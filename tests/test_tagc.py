@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from independent import Tagc as TagcPaper
+from independent import TAGC as TagcPaper
 from papers import peel
 from thinwire import methods
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
-from thinwire.methods import Lhc, Tagc
+from thinwire.methods import LHC, TAGC
 from thinwire.methods.base import Parameter, Run
 from thinwire.ops.sketch.reference import hashes
 from thinwire.state import State
@@ -52,7 +52,7 @@ def run(make, gradients, size, topology="all_reduce", shapes=None, **more):
 
 
 def tagc(**knobs):
-    return lambda: Tagc(**{"smallest": 0, "send": ("*",), **knobs})
+    return lambda: TAGC(**{"smallest": 0, "send": ("*",), **knobs})
 
 
 def left(results) -> list[int]:
@@ -164,7 +164,7 @@ def test_bytes_of_sketch_dense_fallback_and_lhc(topology):
     size = 4  # ring shares of whole bytes
     shapes = {"a": size * 1500, "b": size * 260, "c": size * 1600}
     for make, gradients in ((tagc(theta=0.9, resize=2), noise), (tagc(theta=0.5), noise),
-                            (lambda: Lhc(smallest=0, send=("*",), resize=2), sparse)):  # fmt: skip
+                            (lambda: LHC(smallest=0, send=("*",), resize=2), sparse)):  # fmt: skip
         results = run(make, gradients, size, topology, shapes, steps=5)
         for step in range(1, 5):
             method, exchange = make(), exchange_on(topology, Threads(size), 0, Ledger())
@@ -221,7 +221,7 @@ def test_a_skipped_overload_leaves_the_size_as_it_was():
 )  # fmt: skip
 def test_attention_inputs_of_the_usual_models(name, attention):
     parameter = Parameter(name, (512, 512), 512 * 512, "matrix", torch.float32, 512 * 512)
-    assert Tagc(select="non-attention").keep_dense(parameter) == ("attention input" if attention else None)
+    assert TAGC(select="non-attention").keep_dense(parameter) == ("attention input" if attention else None)
 
 
 # LHC
@@ -231,7 +231,7 @@ def test_attention_inputs_of_the_usual_models(name, attention):
 def test_lhc_sends_what_is_not_zero_and_all_of_it(topology):
     size, shapes = 3, {"a": 64 * 3 * 20, "b": 64 * 3 * 7}
     numel = sum(shapes.values())
-    results = run(lambda: Lhc(smallest=0, send=("*",)), sparse, size, topology, shapes, steps=4)
+    results = run(lambda: LHC(smallest=0, send=("*",)), sparse, size, topology, shapes, steps=4)
     assert left(results) == [0] * 4 and results[0][-1]["facts"]["tensors sent dense"] == 0
     for step in range(1, 4):
         mean = sum(sparse(n, step, numel) for n in range(size)) / size
@@ -243,7 +243,7 @@ def test_lhc_sends_what_is_not_zero_and_all_of_it(topology):
 
 
 def test_lhc_on_gradients_that_are_not_sparse_goes_dense_and_says_so():
-    results = run(lambda: Lhc(smallest=0, send=("*",)), noise, 2, steps=2)
+    results = run(lambda: LHC(smallest=0, send=("*",)), noise, 2, steps=2)
     assert results[0][-1]["facts"]["tensors sent dense"] == 1
     mean = sum(rank[1]["input"] for rank in results) / 2
     assert torch.allclose(results[0][1]["mean"], mean, atol=1e-6)

@@ -188,11 +188,11 @@ class Exchange(ABC):
         *,
         on_wire: bool = True,
         residual: Tensor | None = None,
-        inside: Codec | None = None,
+        intra: Codec | None = None,
     ) -> None:
         """``bucket.mean`` = the mean over ranks of ``bucket.rows``; ``residual`` (R, n) = what the codec left out.
 
-        ``inside``: the codec of the first hop of two levels, inside the node (None: the bucket's dtype); not for the
+        ``intra``: the codec of the first hop of two levels, inside the node (None: the bucket's dtype); not for the
         exchanges that have one hop.
         """
 
@@ -205,12 +205,12 @@ class Exchange(ABC):
         *,
         on_wire: bool,
         linear: bool = True,
-        inside: Codec | None = None,
+        intra: Codec | None = None,
     ) -> float:
         """Bytes that one rank sends for ``rows`` rows of ``row_bytes`` encoded, ``dense_row_bytes`` as they are.
 
         ``on_wire``: the network sums a linear codec (or none); everybody sums those of one that is not ``linear``.
-        ``inside``: as for ``mean``.
+        ``intra``: as for ``mean``.
         """
 
     def span(self, kind: str, tensor: Tensor) -> AbstractContextManager[None]:
@@ -274,10 +274,10 @@ class AllReduce(Exchange):
     def bucket_rows(self, on_wire):
         return 1 if on_wire else self.rows
 
-    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, inside=None):
+    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, intra=None):
         mean_all_reduce(self.comm, bucket, codec, on_wire=on_wire, divide=self.divide, residual=residual)
 
-    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True, inside=None):
+    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True, intra=None):
         if on_wire and not linear:
             return (self.comm.size - 1) * row_bytes
         return _all_reduce_bytes(self.comm, row_bytes, rows, on_wire)
@@ -294,10 +294,10 @@ class ReduceScatter(Exchange):
     def __init__(self, comm: Comm) -> None:
         self.comm, self.rows = comm, comm.size
 
-    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, inside=None):
+    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, intra=None):
         mean_reduce_scatter(self.comm, bucket, codec, on_wire=on_wire, residual=residual)
 
-    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True, inside=None):
+    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True, intra=None):
         return _reduce_scatter_bytes(self.comm, row_bytes, on_wire and linear)
 
     def _group(self):
@@ -317,23 +317,23 @@ class TwoLevel(Exchange):
         owner: rank r keeps row r (FSDP2) instead of everything (DDP).
     """
 
-    inside: Comm
-    across: Comm
+    intra: Comm
+    inter: Comm
     owner: bool = False
     one_node = False
 
     def __post_init__(self) -> None:
-        self.rows = self.inside.size * self.across.size
+        self.rows = self.intra.size * self.inter.size
 
     @property
     def rank(self) -> int:
-        return self.across.rank * self.inside.size + self.inside.rank
+        return self.inter.rank * self.intra.size + self.intra.rank
 
     def span(self, kind, tensor):
-        return self.across.ledger.span(kind, tensor)
+        return self.inter.ledger.span(kind, tensor)
 
-    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, inside=None):
-        local, nodes, n = self.inside.size, self.across.size, bucket.shape[1]
+    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, intra=None):
+        local, nodes, n = self.intra.size, self.inter.size, bucket.shape[1]
         if bucket.shape[0] != self.rows:
             raise ThinwireError(f"a two-level exchange of {self.rows} ranks needs as many rows, got {bucket.shape[0]}")
         if residual is not None:
@@ -344,49 +344,49 @@ class TwoLevel(Exchange):
         # Row node * L + l belongs to local rank l: put the rows of one local rank side by side.
         sorted_rows = bucket.buffer("by local rank", (local, nodes * n), bucket.dtype)
         sorted_rows.view(local, nodes, n).copy_(bucket.rows.view(nodes, local, n).transpose(0, 1))
-        first = self._stage(bucket, "inside", sorted_rows, owner=True)
-        mean_reduce_scatter(self.inside, first, inside, on_wire=False)
+        first = self._stage(bucket, "intra", sorted_rows, owner=True)
+        mean_reduce_scatter(self.intra, first, intra, on_wire=False)
         by_ranks = codec is not None and not (codec.linear and on_wire)
-        second = self._stage(bucket, "across", first.mean.view(nodes, n), owner=self.owner or by_ranks)
+        second = self._stage(bucket, "inter", first.mean.view(nodes, n), owner=self.owner or by_ranks)
         if self.owner:
-            mean_reduce_scatter(self.across, second, codec, on_wire=on_wire)
+            mean_reduce_scatter(self.inter, second, codec, on_wire=on_wire)
             bucket.mean.copy_(second.mean)
             return
         if codec is not None and by_ranks:
-            mean_reduce_scatter(self.across, second, codec, on_wire=on_wire)
+            mean_reduce_scatter(self.inter, second, codec, on_wire=on_wire)
             self._share(second, codec, sorted_rows)
         else:
-            mean_all_reduce(self.across, second, codec, on_wire=on_wire, divide="after")
-            self.inside.all_gather(sorted_rows, second.mean.reshape(-1))
+            mean_all_reduce(self.inter, second, codec, on_wire=on_wire, divide="after")
+            self.intra.all_gather(sorted_rows, second.mean.reshape(-1))
         bucket.mean.view(nodes, local, n).copy_(sorted_rows.view(local, nodes, n).transpose(0, 1))
 
     def _share(self, second: _Stage, codec: Codec, sorted_rows: Tensor) -> None:
         """``sorted_rows`` (L, M * n) = everybody's row of the mean, encoded once: across nodes, then inside."""
-        local, nodes = self.inside.size, self.across.size
-        mine = _encode(self.across, second, second.mean, codec, "again")
+        local, nodes = self.intra.size, self.inter.size
+        mine = _encode(self.inter, second, second.mean, codec, "again")
         same_local = second.buffer(("same local rank", codec), (nodes, mine.shape[1]), mine.dtype)
-        self.across.all_gather(same_local, mine[0])
+        self.inter.all_gather(same_local, mine[0])
         everybody = second.buffer(("everybody", codec), (local, same_local.numel()), mine.dtype)
-        self.inside.all_gather(everybody, same_local.view(-1))
-        _decode(self.inside, everybody.view(local * nodes, -1), codec, sorted_rows.view(local * nodes, -1))
+        self.intra.all_gather(everybody, same_local.view(-1))
+        _decode(self.intra, everybody.view(local * nodes, -1), codec, sorted_rows.view(local * nodes, -1))
 
     @staticmethod
     def _stage(bucket: Bucket, name: str, rows: Tensor, *, owner: bool) -> _Stage:
         mean = bucket.buffer((name, "mean"), (1, rows.shape[1]), bucket.dtype) if owner else rows
         return _Stage(bucket, name, rows, mean)
 
-    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True, inside=None):
-        local, nodes = self.inside.size, self.across.size
-        first = dense_row_bytes if inside is None else inside.wire_bytes(int(dense_row_bytes) // 4)
-        scatter = _reduce_scatter_bytes(self.inside, nodes * first, inside is None)
+    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True, intra=None):
+        local, nodes = self.intra.size, self.inter.size
+        first = dense_row_bytes if intra is None else intra.wire_bytes(int(dense_row_bytes) // 4)
+        scatter = _reduce_scatter_bytes(self.intra, nodes * first, intra is None)
         if self.owner:
-            return scatter + _reduce_scatter_bytes(self.across, row_bytes, on_wire and linear)
+            return scatter + _reduce_scatter_bytes(self.inter, row_bytes, on_wire and linear)
         if not (on_wire and linear):
             gather = (nodes - 1) * row_bytes + (local - 1) * nodes * row_bytes
-            return scatter + _reduce_scatter_bytes(self.across, row_bytes, False) + gather
+            return scatter + _reduce_scatter_bytes(self.inter, row_bytes, False) + gather
         return (
             scatter
-            + _all_reduce_bytes(self.across, row_bytes, nodes, on_wire)
+            + _all_reduce_bytes(self.inter, row_bytes, nodes, on_wire)
             + (local - 1) * nodes * dense_row_bytes
         )
 

@@ -42,7 +42,7 @@ class Comm(ABC):
 
     def link(self, peer: int) -> str:
         """The link from this rank to ``peer``."""
-        return "inside" if self.nodes[peer] == self.nodes[self.rank] else "across"
+        return "intra" if self.nodes[peer] == self.nodes[self.rank] else "inter"
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce ``tensor`` over all ranks, in place; ``op`` is "sum", "mean", "max" or "or" (integers)."""
@@ -207,7 +207,7 @@ class Then(dist.Work):
 def node_numbers(group: dist.ProcessGroup) -> list[int]:
     """The node of each rank of ``group``, from torchrun's environment (LOCAL_WORLD_SIZE ranks per node, in order).
 
-    Without that variable every rank counts as a node of its own: all links are ``across``.
+    Without that variable every rank counts as a node of its own: all links are ``inter``.
     """
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return [rank // per_node for rank in dist.get_process_group_ranks(group)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-LINKS = ("across", "inside")
+LINKS = ("inter", "intra")
 KINDS = ("encode", "wire", "decode", "exposed")
 
 
@@ -37,7 +37,7 @@ class Step:
 class Ledger:
     """Bytes sent by this rank and time spent, per step.
 
-    ``across`` are links between nodes, ``inside`` links within one. Bytes are payload: what the collective's algorithm
+    ``inter`` are links between nodes, ``intra`` links within one. Bytes are payload: what the collective's algorithm
     hands to the network for this rank, without TCP/IP framing (``thinwire.lab.framing`` has that arithmetic).
     Times: *encode*, *wire*, *decode* are spent in those stages (on another thread or stream than the backward pass
     where the engine allows it); *exposed* is what of them the training loop had to wait for.

@@ -154,7 +154,7 @@ def rehearse(layout: Layout, plans: Sequence[tuple[Method, Plan]], run: Run) -> 
     roads = []
     for method, plan in plans:
         exchange, double = _muted(plan.exchange), replace(method)
-        double.inside_codec = copy.deepcopy(method.inside_codec)
+        double.intra_codec = copy.deepcopy(method.intra_codec)
         double.state = _State(method.offloads, None if on_cpu else watch)
         double.begin(replace(run, exchange=exchange, weights=weights, optimizers=optimizers))
         roads.append(Road(double, plan, exchange, Guard([], False), Ledger()))

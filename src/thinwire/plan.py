@@ -112,28 +112,28 @@ class Plan:
         exchange: Exchange,
         engine: str,
         wire_dtype: torch.dtype | None,
-        inside: Plan | None = None,
+        intra: Plan | None = None,
     ) -> None:
-        """``inside``: the plan of a hop inside the node that comes before this one; its bytes are added."""
+        """``intra``: the plan of a hop inside the node that comes before this one; its bytes are added."""
         self.method, self.engine, self.exchange = str(method), engine, exchange
         self.rows = [self._row(method, parameter, exchange, wire_dtype) for parameter in parameters]
-        if inside is not None:
+        if intra is not None:
             self.rows = [
                 replace(row, wire_bytes=row.wire_bytes + hop.wire_bytes, dense_bytes=row.dense_bytes + hop.dense_bytes)
-                for row, hop in zip(self.rows, inside.rows, strict=True)
+                for row, hop in zip(self.rows, intra.rows, strict=True)
             ]
         self.wire_bytes = sum(row.wire_bytes for row in self.rows)
         self.dense_bytes = sum(row.dense_bytes for row in self.rows)
-        ranks = (exchange if inside is None else inside.exchange).rows
+        ranks = (exchange if intra is None else intra.exchange).rows
         sharded = engine in ("fsdp2", "hsdp")
         self.weight_bytes = sum(self._weights(method, row, ranks) for row in self.rows) if sharded else 0.0
         self.dense_weight_bytes = sum(Method().weight_bytes(row.parameter, ranks) for row in self.rows) * sharded
         self.compressed, self._little = self._share(method), self._why_little(method)
         self._unmatched = method.unmatched(row.parameter.name for row in self.rows)
-        if inside is not None:
-            self._unmatched = self._unmatched or inside._unmatched
+        if intra is not None:
+            self._unmatched = self._unmatched or intra._unmatched
             if self.compressed is None:
-                self.compressed, self._little = inside.compressed, inside._little
+                self.compressed, self._little = intra.compressed, intra._little
         self.rehearsal: Callable[[], Memory] | None = None
         self._why = {row.parameter.name: row.why_dense for row in self.rows}
 

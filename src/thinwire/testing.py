@@ -160,9 +160,9 @@ def exchange_on(topology: str, world: Threads, rank: int, ledger: Ledger, per_no
     if topology == "reduce_scatter":
         return ReduceScatter(ThreadComm(world, rank, ledger, per_node=per_node))
     node, local = divmod(rank, per_node)
-    inside = ThreadComm(world, rank, ledger, range(node * per_node, (node + 1) * per_node), per_node)
-    across = ThreadComm(world, rank, ledger, range(local, world.size, per_node), per_node)
-    return TwoLevel(inside, across, owner=topology == "two_level_owner")
+    intra = ThreadComm(world, rank, ledger, range(node * per_node, (node + 1) * per_node), per_node)
+    inter = ThreadComm(world, rank, ledger, range(local, world.size, per_node), per_node)
+    return TwoLevel(intra, inter, owner=topology == "two_level_owner")
 
 
 Shapes = dict[str, int | tuple[int, ...]]

@@ -41,7 +41,7 @@ def compress(
     *,
     guard: bool = True,
     two_level: bool | None = None,
-    inside: Method | str | None = None,
+    intra: Method | str | None = None,
     steps: int | None = None,
     seed: int = 0,
     stages: dist.ProcessGroup | None = None,
@@ -92,15 +92,15 @@ def compress(
     engine = _engine(model, method, ledger, two_level)
     parameters = {parameter.name: parameter for parameter in engine.parameters.values()}
     try:
-        inner = _inside(engine, method, inside)
+        inner = _inside(engine, method, intra)
         if steps is not None and steps < 1:
             raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {steps}")
         weights, scaled = _weights(engine, optimizers), scaler is not None and scaler.is_enabled()
         run = Run(parameters, engine.exchange, steps, seed, optimizers, weights, engine.rank, scaled)
         method.begin(run)
         if inner is not None:
-            assert engine.inside is not None
-            inner.begin(replace(run, exchange=engine.inside))
+            assert engine.intra is not None
+            inner.begin(replace(run, exchange=engine.intra))
         device = next(model.parameters()).device
         if device.type != "meta":
             for made in (method, inner):
@@ -116,20 +116,20 @@ def compress(
     return wire
 
 
-def _inside(engine: DDP | FSDP2, method: Method, inside: Method | str | None) -> Method | None:
+def _inside(engine: DDP | FSDP2, method: Method, intra: Method | str | None) -> Method | None:
     """The method of the hop inside the node, where that is one of its own (HSDP); ``method`` learns its codec."""
-    found = method.inside() if inside is None else resolve(inside)
+    found = method.intra() if intra is None else resolve(intra)
     two = isinstance(engine.exchange, TwoLevel)
-    if inside is not None and not two and engine.inside is None:
-        raise ThinwireError("inside= is for HSDP, or two_level=True on several nodes of several ranks")
-    if inside is not None and type(method.inside()) is not Method:
-        raise ThinwireError(f"{method.name} has a hop inside the node of its own: set inside_bits instead")
+    if intra is not None and not two and engine.intra is None:
+        raise ThinwireError("intra= is for HSDP, or two_level=True on several nodes of several ranks")
+    if intra is not None and type(method.intra()) is not Method:
+        raise ThinwireError(f"{method.name} has a hop inside the node of its own: set intra_bits instead")
     random = isinstance(found.codec, Integers) and found.codec.rounding == "stochastic"
-    if found.keeps_state or not found.rank_equal or found.encodes_weights or (inside is not None and random):
-        raise ThinwireError(f"inside={inside}: takes a method without state, such as dense, bf16, fp8 or int8")
+    if found.keeps_state or not found.rank_equal or found.encodes_weights or (intra is not None and random):
+        raise ThinwireError(f"intra={intra}: takes a method without state, such as dense, bf16, fp8 or int8")
     if two:
-        method.inside_codec = found.codec
-    return None if engine.inside is None else found
+        method.intra_codec = found.codec
+    return None if engine.intra is None else found
 
 
 def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool | None) -> DDP | FSDP2:
@@ -223,16 +223,16 @@ class Wire:
         parameters = list(engine.parameters.values())
         hop = None
         if inner is not None:
-            assert engine.inside is not None
-            hop = Plan(inner, parameters, engine.inside, engine.kind, engine.wire_dtype)
+            assert engine.intra is not None
+            hop = Plan(inner, parameters, engine.intra, engine.kind, engine.wire_dtype)
         self.plan = Plan(method, parameters, engine.exchange, engine.kind, engine.wire_dtype, hop)
         self._stages = stages
         self._device = next(iter(engine.model.parameters())).device
         self._guard = Guard([*engine.comms, *([] if stages is None else [stages])], guard)
         self._roads = [Road(method, self.plan, engine.exchange, self._guard, ledger)]
         if inner is not None:
-            assert engine.inside is not None and hop is not None
-            self._roads.append(Road(inner, hop, engine.inside, self._guard, ledger))
+            assert engine.intra is not None and hop is not None
+            self._roads.append(Road(inner, hop, engine.intra, self._guard, ledger))
         self._road = self._roads[0]
         if bound is not None:
             usual = Bound(bound, {parameter.name: parameter.local for parameter in parameters})
@@ -394,7 +394,7 @@ class Report:
         table.add_column("per step (times: median)", justify="right")
         sent = sum(stats["wire_bytes_per_step"].values())
         for link in LINKS:
-            where = "across nodes" if link == "across" else "inside the node"
+            where = "across nodes" if link == "inter" else "inside the node"
             table.add_row(f"sent {where}", human(stats["wire_bytes_per_step"][link]))
         if stats["weight_bytes_per_step"]:
             table.add_row("  of that for weights", human(stats["weight_bytes_per_step"]))

@@ -81,17 +81,17 @@ class FSDP2:
         info = self.groups[0][1].mesh_info
         self.wire_dtype = self._reduce_dtype(self.groups[0][1])
         shard = self.comm(info.shard_process_group)
-        self.inside: Exchange | None = None
+        self.intra: Exchange | None = None
         self.comms: list[Comm] = [shard]
         self.rank = shard.rank
         self.exchange: Exchange = ReduceScatter(shard)
         if hasattr(info, "replicate_process_group"):
             self.kind = "hsdp"
-            across = self.comm(info.replicate_process_group)
-            self.inside = self.exchange
-            self.exchange = AllReduce(across, divide="after")
-            self.comms.append(across)
-            self.rank += shard.size * across.rank
+            inter = self.comm(info.replicate_process_group)
+            self.intra = self.exchange
+            self.exchange = AllReduce(inter, divide="after")
+            self.comms.append(inter)
+            self.rank += shard.size * inter.rank
             if two_level:
                 raise ThinwireError("two_level=True is what HSDP does anyway: leave it out")
         elif wants_two_levels(shard, method, two_level):
@@ -214,7 +214,7 @@ class FSDP2:
     @property
     def exchanges(self) -> bool:
         """Are we called at all? torch leaves out what a single rank would exchange with itself."""
-        return max(self.exchange.rows, 1 if self.inside is None else self.inside.rows) > 1
+        return max(self.exchange.rows, 1 if self.intra is None else self.intra.rows) > 1
 
     def accumulated(self) -> bool:
         """Has this rank gradients that torch keeps from the optimizer, until a backward pass that exchanges them?"""
@@ -381,15 +381,15 @@ class _GroupLink:
             if shard.is_cuda:
                 # torch 2.11 to 2.13 let go of the buffer while this stream still reads it.
                 shard.record_stream(torch.cuda.current_stream(shard.device))
-            assert self.engine.inside is not None
-            ranks = self.engine.inside.rows
+            assert self.engine.intra is not None
+            ranks = self.engine.intra.rows
             if self._expected is not None and ranks == 1:
                 self.verify(shard, 1)
-            across = tuple(Piece(piece.name, piece.offset, piece.numel // ranks) for piece in self.pieces(ranks))
+            inter = tuple(Piece(piece.name, piece.offset, piece.numel // ranks) for piece in self.pieces(ranks))
             if not self.entered:  # torch leaves the reduce-scatter out where one rank has all of the shard
-                self.turn.enter([piece.name for piece in across])
+                self.turn.enter([piece.name for piece in inter])
             self.entered = False
-            road.reduce(shard, across)
+            road.reduce(shard, inter)
             if not shard.is_cuda:
                 self.engine.ledger.add("exposed", time.perf_counter() - began)
 

@@ -140,7 +140,7 @@ def measure(report: dict[str, Any]) -> None:
         summary = run["summary"]
         run["step_to_dense"] = summary["step_ms"] / dense["summary"]["step_ms"] if dense else None
         run["step_to_none"] = summary["step_ms"] / silent["summary"]["step_ms"]
-        payload = summary["wire_bytes_per_step"]["across"] * report["ranks_per_node"]
+        payload = summary["wire_bytes_per_step"]["inter"] * report["ranks_per_node"]
         exchanges = run is not silent and payload > 0  # the silent run sends a flag of a few bytes, no gradients
         kernel, source = kernel_bytes(run, silent, report["steps"])
         run["bytes_per_step"] = {

@@ -9,26 +9,26 @@ from thinwire.errors import ThinwireError
 from thinwire.methods.base import Lossy, Method, Parameter
 from thinwire.methods.baselines import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, NoExchange
 from thinwire.methods.demo import DeMo
-from thinwire.methods.dgc import Dgc
+from thinwire.methods.dgc import DGC
 from thinwire.methods.loco import LoCo
 from thinwire.methods.onebit import OneBitAdam
-from thinwire.methods.powersgd import PowerSgd
+from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.radius import Radius
-from thinwire.methods.scape import Scape
-from thinwire.methods.sdp4bit import Qsdp, Sdp4Bit, ZeroPp
-from thinwire.methods.separate import Separate
-from thinwire.methods.tagc import Lhc, Tagc
+from thinwire.methods.scape import SCAPE
+from thinwire.methods.sdp4bit import QSDP, SDP4Bit, ZeROPP
+from thinwire.methods.separate import SEPARATE
+from thinwire.methods.tagc import LHC, TAGC
 from thinwire.methods.topk import TopK
 
 TABLE: tuple[type[Method], ...] = (
-    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, Scape, Separate, Tagc, Sdp4Bit, Lhc, ZeroPp, Qsdp, LoCo, PowerSgd,
-    TopK, Dgc, DeMo, OneBitAdam, NoExchange,
+    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, SCAPE, SEPARATE, TAGC, SDP4Bit, LHC, ZeROPP, QSDP, LoCo, PowerSGD,
+    TopK, DGC, DeMo, OneBitAdam, NoExchange,
 )  # fmt: skip
 
 __all__ = [
-    "TABLE", "Bf16", "Bf16Acc32", "DeMo", "Dense", "Dgc", "Fp8", "Fp32", "Int8", "Lhc", "LoCo", "Lossy", "Method",
-    "NoExchange", "OneBitAdam", "Parameter", "PowerSgd", "Qsdp", "Radius", "Scape", "Sdp4Bit", "Separate", "Tagc",
-    "TopK", "ZeroPp", "names", "resolve",
+    "TABLE", "Bf16", "Bf16Acc32", "DeMo", "Dense", "DGC", "Fp8", "Fp32", "Int8", "LHC", "LoCo", "Lossy", "Method",
+    "NoExchange", "OneBitAdam", "Parameter", "PowerSGD", "QSDP", "Radius", "SCAPE", "SDP4Bit", "SEPARATE", "TAGC",
+    "TopK", "ZeROPP", "names", "resolve",
 ]  # fmt: skip
 
 

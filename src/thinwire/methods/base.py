@@ -168,7 +168,7 @@ class Method:
         self.state: State | None = None
         self.run: Run | None = None
         self.codec: Codec | None = self.make_codec()
-        self.inside_codec: Codec | None = None
+        self.intra_codec: Codec | None = None
 
     @classmethod
     def knobs(cls) -> list[Field[Any]]:
@@ -192,7 +192,7 @@ class Method:
         """The codec of the compressed parameters; None: nothing is encoded."""
         return None
 
-    def inside(self) -> Method:
+    def intra(self) -> Method:
         """The method for the hop inside a node where that is one of its own (HSDP): the base class stays dense there.
 
         Its codec is also that of the first of two levels.
@@ -205,19 +205,19 @@ class Method:
 
     def warm_up(self, device: torch.device) -> None:
         """Compile kernels now, on a little data, rather than in the first step while the other ranks wait."""
-        for codec in (self.codec, self.inside_codec):
+        for codec in (self.codec, self.intra_codec):
             if codec is not None:
                 codec.try_out(device)
 
     @property
     def granule(self) -> int:
         """Elements that the codecs take together: a parameter's columns are padded to a multiple."""
-        return math.lcm(*(codec.group for codec in (self.codec, self.inside_codec) if codec is not None))
+        return math.lcm(*(codec.group for codec in (self.codec, self.intra_codec) if codec is not None))
 
     @property
     def native(self) -> bool:
         """The engine's own buffer goes out as it is, in its own dtype: nothing to split, nothing to encode."""
-        return self.codec is None and self.inside_codec is None
+        return self.codec is None and self.intra_codec is None
 
     @property
     def keeps_state(self) -> bool:
@@ -255,18 +255,18 @@ class Method:
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Write the mean over ranks of ``bucket.rows`` to ``bucket.mean``."""
-        exchange.mean(bucket, self.codec, on_wire=self.on_wire, inside=self.inside_codec)
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire, intra=self.intra_codec)
 
     def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
         """Gradient bytes that one rank sends per step for a compressed ``parameter``, in the method's steady state."""
         rows = exchange.bucket_rows(self.on_wire)
-        columns, inside = padded(columns_of(parameter, exchange, rows), self.granule), self.inside_codec
+        columns, intra = padded(columns_of(parameter, exchange, rows), self.granule), self.intra_codec
         codec = self.codec_on(exchange)
         if codec is None:
-            row_bytes = columns * (parameter.dtype.itemsize if inside is None else 4)
-            return exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=self.on_wire, inside=inside)
+            row_bytes = columns * (parameter.dtype.itemsize if intra is None else 4)
+            return exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=self.on_wire, intra=intra)
         row_bytes, linear = codec.wire_bytes(columns), codec.linear
-        return exchange.sent_bytes(row_bytes, 4 * columns, rows, on_wire=self.on_wire, linear=linear, inside=inside)
+        return exchange.sent_bytes(row_bytes, 4 * columns, rows, on_wire=self.on_wire, linear=linear, intra=intra)
 
     def before_step(self, step: Step) -> None:
         """Called once per optimizer step, when its gradients are known to be finite, before the step is taken."""
@@ -420,7 +420,7 @@ class Lossy(Method):
             assert self.state is not None
             bucket.rows.add_(self.state.read("residual", bucket))
             residual = self.state.write("residual", bucket)
-        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual, inside=self.inside_codec)
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual, intra=self.intra_codec)
 
 
 @dataclass

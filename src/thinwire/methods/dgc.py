@@ -13,7 +13,7 @@ from thinwire.methods.topk import TopK
 
 
 @dataclass
-class Dgc(TopK):
+class DGC(TopK):
     """Top-k with momentum correction and momentum factor masking, for SGD without a momentum of its own.
 
     For each tensor, on rank n: u = m u + g_n; v = v + u; send the k largest |v|; at what was sent, u = v = 0 (sections

@@ -34,7 +34,7 @@ NOISE = 2.0**-16
 
 
 @dataclass
-class PowerSgd(ErrorFeedback):
+class PowerSGD(ErrorFeedback):
     """Low-rank gradients with error feedback: r (rows + cols) values instead of rows * cols.
 
     Args:

@@ -64,7 +64,7 @@ LISTED = 1 / 32
 
 
 @dataclass
-class Scape(Method):
+class SCAPE(Method):
     """First moments at a mask of the last step's largest, for AdamS; the rest waits in a residual (arXiv 2607.01678).
 
     The optimizer must be ``thinwire.AdamS``. Recommended betas: (0.9, 0.95); see AdamS for why not 0.999.

@@ -42,11 +42,11 @@ from thinwire.streams import seed_of
 
 WEIGHTS = ("difference", "plain", "dense")
 _EVERYTHING = {"send": ("*",)}
-_DENSE = {"bits": 32, "inside_bits": 32}
+_DENSE = {"bits": 32, "intra_bits": 32}
 
 
 @dataclass
-class Sdp4Bit(Method):
+class SDP4Bit(Method):
     """Weight differences in 4 bits, gradients in 8 bits inside a node and 4 across (arXiv 2410.15526).
 
     Args:
@@ -56,7 +56,7 @@ class Sdp4Bit(Method):
         weight_bits: 4 or 8. weight_group: values that share a scale (larger => fewer bytes, more error).
         weight_rounding: "nearest", "stochastic" (the authors'; twice the variance, and differences need no
             unbiasedness: what is left out comes next) or "shift" (QSDP's: 8 bits, one random shift for all values).
-        bits: of gradient values across nodes: 4, 8, 16 (bfloat16) or 32. inside_bits: the same inside a node.
+        bits: of gradient values across nodes: 4, 8, 16 (bfloat16) or 32. intra_bits: the same inside a node.
         group: gradient values that share a scale, a power of two from 32.
         hadamard: transform gradients before they are quantized (halves the error of heavy tails).
         rounding: of gradients, "stochastic" (unbiased) or "nearest" (half the variance, and a bias that adds up).
@@ -72,7 +72,7 @@ class Sdp4Bit(Method):
         "qw": {**_EVERYTHING, **_DENSE, "weights": "plain"},
         "tlq-hs": {**_EVERYTHING, "weights": "dense"},
         "tlq": {**_EVERYTHING, "weights": "dense", "hadamard": False},
-        "ulq": {**_EVERYTHING, "weights": "dense", "hadamard": False, "inside_bits": 4},
+        "ulq": {**_EVERYTHING, "weights": "dense", "hadamard": False, "intra_bits": 4},
     }
 
     weights: str = "difference"
@@ -80,7 +80,7 @@ class Sdp4Bit(Method):
     weight_group: int = 2048
     weight_rounding: str = "nearest"
     bits: int = 4
-    inside_bits: int = 8
+    intra_bits: int = 8
     group: int = 128
     hadamard: bool = True
     rounding: str = "stochastic"
@@ -100,7 +100,7 @@ class Sdp4Bit(Method):
         check_smallest(self.name, self.smallest)
         if self.group < 1:
             raise ThinwireError(f"{self.name}: group must be 1 value or more, got {self.group}")
-        self.inside_codec = self._gradients(self.inside_bits)
+        self.intra_codec = self._gradients(self.intra_bits)
         self._weight_codec = self.make_weight_codec()
         self._replicas: dict[tuple[str, ...], _Replica] = {}
         self._scratch = torch.empty(0)
@@ -121,11 +121,11 @@ class Sdp4Bit(Method):
         kinds: dict[tuple[int, bool], type[Integers]]
         kinds = {(4, False): Int4, (8, False): Int8, (4, True): HadamardInt4, (8, True): HadamardInt8}
         if (bits, self.hadamard) not in kinds:
-            raise ThinwireError(f"{self.name}: bits and inside_bits are 4, 8, 16 or 32, got {bits}")
+            raise ThinwireError(f"{self.name}: bits and intra_bits are 4, 8, 16 or 32, got {bits}")
         return kinds[bits, self.hadamard](self.group, self.rounding)
 
-    def inside(self) -> Sdp4Bit:
-        return replace(self, bits=self.inside_bits, weights="dense")
+    def intra(self) -> SDP4Bit:
+        return replace(self, bits=self.intra_bits, weights="dense")
 
     def warm_up(self, device: torch.device) -> None:
         super().warm_up(device)
@@ -136,24 +136,24 @@ class Sdp4Bit(Method):
         return exempt_small(parameter, self.smallest)
 
     def codec_on(self, exchange: Exchange) -> Codec:
-        codec = self.inside_codec if exchange.one_node else self.codec
+        codec = self.intra_codec if exchange.one_node else self.codec
         assert codec is not None
         return codec
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.run is not None
         codec, where = self.codec_on(exchange), type(exchange).__name__  # HSDP has two exchanges, each calls this
-        for hop, of in enumerate((self.inside_codec, codec)):
+        for hop, of in enumerate((self.intra_codec, codec)):
             if isinstance(of, Integers):
                 of.streams = [
                     (part.start, part.start + part.width,
                      seed_of(self.run.seed, f"{where}/{hop}/{self.run.rank}/{part.name}", bucket.step))
                     for part in bucket.segments
                 ]  # fmt: skip
-        assert self.inside_codec is not None
-        bits = [8 * len(bucket.rows) * of.wire_bytes(bucket.shape[1]) for of in (self.inside_codec, codec)]
+        assert self.intra_codec is not None
+        bits = [8 * len(bucket.rows) * of.wire_bytes(bucket.shape[1]) for of in (self.intra_codec, codec)]
         self._bits[bucket.key] = bits[0], bits[1], sum(segment.piece.numel for segment in bucket.segments)
-        exchange.mean(bucket, codec, on_wire=self.on_wire, inside=self.inside_codec)
+        exchange.mean(bucket, codec, on_wire=self.on_wire, intra=self.intra_codec)
 
     @property
     def encodes_weights(self) -> bool:
@@ -192,11 +192,11 @@ class Sdp4Bit(Method):
         """Bits per value, with scales and padding; of weights also what stays dense among them."""
         found = {}
         if self._bits:
-            inside, only, values = (sum(column) for column in zip(*self._bits.values(), strict=True))
+            intra, only, values = (sum(column) for column in zip(*self._bits.values(), strict=True))
             assert self.run is not None
             two = isinstance(self.run.exchange, TwoLevel)
             if two:
-                found["bits per gradient, inside"] = inside / values
+                found["bits per gradient, inside"] = intra / values
             found["bits per gradient, across" if two else "bits per gradient"] = only / values
         sent = [replica for replica in self._replicas.values() if replica.bits]
         if sent:
@@ -218,7 +218,7 @@ class _Replica:
         bits, values: of the last message.
     """
 
-    def __init__(self, method: Sdp4Bit, shards: Shards) -> None:
+    def __init__(self, method: SDP4Bit, shards: Shards) -> None:
         assert method.run is not None and method.state is not None
         self._method, self.state, self.codec = method, method.state, method.make_weight_codec()
         self.names = [piece.name for piece in shards.pieces]
@@ -359,7 +359,7 @@ class _Replica:
 
 
 @dataclass
-class ZeroPp(Sdp4Bit):
+class ZeROPP(SDP4Bit):
     """ZeRO++ (arXiv 2306.10209): weights in 8 bits, gradients in 4 bits on both levels. All knobs are sdp4bit's.
 
     What it rounds away of small weight changes is lost. Its secondary copy of the weights inside each node (hpZ) is
@@ -371,12 +371,12 @@ class ZeroPp(Sdp4Bit):
 
     weights: str = "plain"
     weight_bits: int = 8
-    inside_bits: int = 4
+    intra_bits: int = 4
     hadamard: bool = False
 
 
 @dataclass
-class Qsdp(Sdp4Bit):
+class QSDP(SDP4Bit):
     """QSDP (arXiv 2302.02390): weights in 8 bits on a randomly shifted lattice, gradients in 8 bits. Knobs: sdp4bit's.
 
     One level: all-to-all between all ranks.

@@ -34,7 +34,7 @@ from thinwire.methods.base import ErrorFeedback, Parameter, columns_of
 
 
 @dataclass
-class Separate(ErrorFeedback):
+class SEPARATE(ErrorFeedback):
     """A random projection of every block, the same on all ranks, with error feedback: 32 / ratio bits per value.
 
     Args:

@@ -48,7 +48,7 @@ SMALLEST_EXPONENT = -126
 
 
 @dataclass
-class Tagc(ErrorFeedback):
+class TAGC(ErrorFeedback):
     """Each rank's own largest values, merged by the network in one count sketch and one index of bits.
 
     Args:
@@ -288,7 +288,7 @@ class Tagc(ErrorFeedback):
 
 
 @dataclass
-class Lhc(Tagc):
+class LHC(TAGC):
     """LHC on plain DDP: index and sketch of whatever is not zero, without a sparsification of its own.
 
     For gradients that are sparse by themselves (LHC's paper names 80-95% zeros; those of embeddings are). Others go

@@ -52,7 +52,7 @@ class Config:
     """torch's engine for data parallelism."""
     two_level: bool | None = None
     """Reduce inside each node before going across (several ranks per node). Default: if the method was made for it."""
-    inside: str | None = None
+    intra: str | None = None
     """What the hop inside a node sends, on HSDP or with two levels: dense, bf16, int8, ... Default: dense."""
     guard: bool = True
     """Skip a step on all ranks when any gradient is not finite."""
@@ -151,8 +151,8 @@ class Config:
         from thinwire.methods import resolve
 
         resolve(self.method)
-        if self.inside is not None:
-            resolve(self.inside)
+        if self.intra is not None:
+            resolve(self.intra)
         self._check_ranges()
         self.shape(vocabulary=256)
         return self

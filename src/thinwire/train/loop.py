@@ -203,7 +203,7 @@ def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
         config.method,
         guard=config.guard,
         two_level=config.two_level,
-        inside=config.inside,
+        intra=config.intra,
         steps=config.steps,
         seed=config.seed,
     )
