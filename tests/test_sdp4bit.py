@@ -24,7 +24,7 @@ from thinwire.methods import SDP4Bit, ZeROPP, resolve, sdp4bit
 from thinwire.methods.base import Run
 from thinwire.plan import describe
 from thinwire.state import State
-from thinwire.testing import ThreadComm, Threads, exchange_on, parameters_for, reduce_on_threads
+from thinwire.testing import ThreadComm, Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 from thinwire.train.models import PRESETS, Decoder
 
 GROUP = 128
@@ -248,7 +248,7 @@ def test_bytes_are_the_plans(topology, size, per_node, knobs):
     )  # fmt: skip
     exchange = exchange_on(topology, Threads(size), 0, Ledger(), per_node)
     method = SDP4Bit(send=("*",), **knobs)
-    planned = sum(method.sent_bytes(p, exchange) for p in parameters_for(exchange, shapes).values())
+    planned = plan_of(method, parameters_for(exchange, shapes).values(), exchange).wire_bytes
     assert all(step["bytes"].item() == planned for rank in results for step in rank)
 
 

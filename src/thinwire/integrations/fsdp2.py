@@ -94,7 +94,8 @@ class FSDP2:
             self.rank += shard.size * inter.rank
             if two_level:
                 raise ThinwireError("two_level=True is what HSDP does anyway: leave it out")
-        elif wants_two_levels(shard, method, two_level):
+        self.stock: Exchange = self.exchange
+        if not hasattr(info, "replicate_process_group") and wants_two_levels(shard, method, two_level):
             self.exchange = TwoLevel(*split_by_node(shard), owner=True)
         self.comms += self._beside()
 

@@ -127,11 +127,6 @@ class SDP4Bit(Method):
     def intra(self) -> SDP4Bit:
         return replace(self, bits=self.intra_bits, weights="dense")
 
-    def warm_up(self, device: torch.device) -> None:
-        super().warm_up(device)
-        if self.encodes_weights:
-            self._weight_codec.try_out(device)
-
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
 
@@ -141,7 +136,6 @@ class SDP4Bit(Method):
         return codec
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.run is not None
         codec, where = self.codec_on(exchange), type(exchange).__name__  # HSDP has two exchanges, each calls this
         for hop, of in enumerate((self.intra_codec, codec)):
             if isinstance(of, Integers):
@@ -163,13 +157,7 @@ class SDP4Bit(Method):
     def resident(self) -> bool:
         return self.weights == "difference"
 
-    def weight_bytes(self, parameter: Parameter, ranks: int) -> float:
-        if not self.encodes_weights:
-            return super().weight_bytes(parameter, ranks)
-        return (ranks - 1) * self._weight_codec.wire_bytes(padded(parameter.local, self.weight_group))
-
     def gather(self, shards: Shards, *, async_op: bool = False) -> dist.Work | None:
-        assert self.run is not None and self.state is not None
         key = shards.module
         if key not in self._replicas:
             self._replicas[key] = _Replica(self, shards)
@@ -193,7 +181,6 @@ class SDP4Bit(Method):
         found = {}
         if self._bits:
             intra, only, values = (sum(column) for column in zip(*self._bits.values(), strict=True))
-            assert self.run is not None
             two = isinstance(self.run.exchange, TwoLevel)
             if two:
                 found["bits per gradient, inside"] = intra / values
@@ -219,7 +206,6 @@ class _Replica:
     """
 
     def __init__(self, method: SDP4Bit, shards: Shards) -> None:
-        assert method.run is not None and method.state is not None
         self._method, self.state, self.codec = method, method.state, method.make_weight_codec()
         self.names = [piece.name for piece in shards.pieces]
         self.step: int | None = None

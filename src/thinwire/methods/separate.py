@@ -24,13 +24,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
-from thinwire.bucket import Bucket, padded
+from thinwire.bucket import Bucket
 from thinwire.codecs.projection import ESTIMATORS, SRHT, UNBIASED, Feedback, Projection, granule
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Parameter, columns_of
+from thinwire.methods.base import ErrorFeedback
 
 
 @dataclass
@@ -112,15 +110,7 @@ class SEPARATE(ErrorFeedback):
     def granule(self) -> int:
         return granule(self.estimator, self._block)
 
-    def warm_up(self, device: torch.device) -> None:
-        codec = self._make([("warm-up", 0, self.granule)])
-        codec.set_step(0)
-        values = torch.zeros((1, self.granule), device=device)
-        codec.feedback = Feedback(values, values, self._keep)
-        codec.decode(codec.encode(values, torch.zeros((1, codec.wire_numel(self.granule)), device=device)), values)
-
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         old = self.state.read("residual", bucket)
         new = self.state.write("residual", bucket)
         restart = bool(self.reset) and bucket.step % self.reset == 0
@@ -138,13 +128,12 @@ class SEPARATE(ErrorFeedback):
         else:
             bucket.clear_padding(new)  # a projection spreads over whole blocks; padding has no gradient to wait for
 
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        rows = exchange.bucket_rows(True)
-        width = padded(columns_of(parameter, exchange, rows), self.granule)
-        dense = exchange.sent_bytes(4 * width, 4 * width, rows, on_wire=True)
-        if self.reset and self.restart == "send":
-            return dense / self.reset + dense / self.ratio * (1 - 1 / self.reset)
-        return dense / self.ratio
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        if not self.reset or self.restart == "zero":
+            return super().cycle
+        dense = self.reset * max(-(-self.first // self.reset), 1)
+        return {dense: 1 / self.reset} | ({dense + 1: 1 - 1 / self.reset} if self.reset > 1 else {})
 
     def _codec(self, bucket: Bucket) -> Projection:
         if bucket.key not in self._codecs:
@@ -152,5 +141,6 @@ class SEPARATE(ErrorFeedback):
         return self._codecs[bucket.key]
 
     def _make(self, segments: list[tuple[str, int, int]]) -> Projection:
-        seed = 0 if self.run is None else self.run.seed
-        return Projection(segments, ratio=self.ratio, block=self._block, estimator=self.estimator, seed=seed)
+        return Projection(
+            segments, ratio=self.ratio, block=self._block, estimator=self.estimator, seed=self.run.seed
+        )

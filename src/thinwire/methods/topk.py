@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.bucket import Bucket, padded
+from thinwire.bucket import Bucket
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import ErrorFeedback, Parameter, check_density, columns_of
+from thinwire.methods.base import ErrorFeedback, check_density
 
 
 @dataclass
@@ -52,18 +52,10 @@ class TopK(ErrorFeedback):
         """``compress``; the new residual, (R, n) float32 with zeros where values were sent, unless none is kept."""
         residual: Tensor | None = None
         if self.error_feedback:
-            assert self.state is not None
             bucket.rows.add_(self.state.read("residual", bucket))
             residual = self.state.write("residual", bucket)
         exchange.mean(bucket, self._codec(bucket), residual=residual)
         return residual
-
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        rows = exchange.bucket_rows(True)
-        columns = columns_of(parameter, exchange, rows)
-        width = padded(columns, self.granule)
-        wire = self._make([(0, width, self._k(columns))]).wire_bytes(width)
-        return exchange.sent_bytes(wire, 4 * width, rows, on_wire=True, linear=False)
 
     def _k(self, columns: int) -> int:
         return max(int(self.density * columns), 1)
