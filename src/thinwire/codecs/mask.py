@@ -40,7 +40,7 @@ class _AtMask(Codec):
         return self.words
 
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
-        self._gather(rows.float(), out, None, None, seed, space)
+        self._gather(rows, out, None, None, seed, space)
 
     def _encode_and_keep(
         self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
@@ -121,7 +121,7 @@ class MaskedIntegers(_AtMask):
     def _gather(
         self, rows: Tensor, out: Tensor, old: Tensor | None, new: Tensor | None, seed: Seeds | None, space: Space
     ) -> None:
-        payload = self._payload("sent", len(rows), space)
+        rows, payload = rows.float(), self._payload("sent", len(rows), space)
         for columns, words, at in self._places(self.words):
             kept = None if new is None else new[:, columns]
             mask.gather_keep(rows[:, columns], None if old is None else old[:, columns], words, payload[:, at], kept)
