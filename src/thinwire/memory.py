@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec
 from thinwire.comm import Comm
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Run
@@ -49,5 +48,5 @@ def _tensors(thing: object, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors(value, seen)
     elif isinstance(thing, Run | Comm | Ledger | type):
         return
-    elif isinstance(thing, Method | Codec) or type(thing).__module__.startswith("thinwire."):
+    elif isinstance(thing, Method) or type(thing).__module__.startswith("thinwire."):
         yield from _tensors(getattr(thing, "__dict__", {}), seen)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thinwire.bucket import Bucket, Shards
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, Residual
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
@@ -267,12 +267,6 @@ class Method:
     def finish(self) -> None:
         """Wait for what the method has under way between steps; called before its state is read."""
 
-    def forget(self, bucket: Bucket) -> None:
-        """``bucket`` will not come again. What a method keeps by bucket is in dicts with the bucket's ``key``."""
-        for kept in vars(self).values():
-            if isinstance(kept, dict):
-                kept.pop(bucket.key, None)
-
     @property
     def steady(self) -> int:
         """The first optimizer step that is like all that follow: neither start nor warm-up."""
@@ -406,8 +400,7 @@ class Lossy(Method):
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = None
         if self.error_feedback:
-            bucket.rows.add_(self.state.read("residual", bucket))
-            residual = self.state.write("residual", bucket)
+            residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
         exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual, intra=self.intra_codec)
 
 
