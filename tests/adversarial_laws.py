@@ -221,7 +221,7 @@ def _hadamard(values: Array, group: int, levels: int, part: float) -> Array:
 
 
 def exchanged(
-    view: View, x: Array, rounding: Rounding, *, intra: Rounding = nothing, on_wire: bool = False, unit: float = U
+    view: View, x: Array, rounding: Rounding, *, on_wire: bool = False, unit: float = U
 ) -> tuple[Array, Array]:
     """The mean of ``x`` (N, R, S), and how far from it an exchange may end: hop by hop.
 
@@ -229,10 +229,6 @@ def exchanged(
     """
     least = LEAST if unit == U else LEAST8
     error = np.zeros_like(x)
-    if view.case.topology.startswith("two_level"):
-        nodes = x.reshape(-1, view.case.per_node, *x.shape[1:])
-        error = _sum_error(np.abs(nodes), intra, unit, least, axis=1)
-        x = nodes.mean(1)
     sizes = np.abs(x) + error
     error = error.mean(0) + _sum_error(sizes, rounding, unit, least, axis=0)
     mean = x.mean(0)
@@ -305,8 +301,8 @@ def _kept(view: View, turn: int, name: str, sent: Array, error: Array) -> Claim:
 def integers(view: View, turn: int, name: str) -> Iterator[Claim]:
     """SDP4Bit, ZeRO++, QSDP: bounded error on each hop."""
     method: Any = view.method
-    codec, intra = method.codec_on(view.played.exchange), method.intra_codec
-    mean, error = exchanged(view, view.inputs(turn, name), rounding_of(codec), intra=rounding_of(intra))
+    codec = method._intra_codec if view.played.exchange.one_node else method.codec
+    mean, error = exchanged(view, view.inputs(turn, name), rounding_of(codec))
     yield "the mean", view.mean(turn, name), mean, error
 
 
@@ -336,8 +332,6 @@ def topk(view: View, turn: int, name: str) -> Iterator[Claim]:
     method: Any = view.method
     given = view.inputs(turn, name)
     if not method.error_feedback:
-        if view.case.topology.startswith("two_level"):  # the largest of sums, and of those again
-            return
         chosen = np.stack([_largest(rows, method) for rows in given])
         yield _elementwise(view, turn, name, chosen, np.abs(chosen), 0)
         return

@@ -143,11 +143,6 @@ def test_two_levels_give_the_mean_too(method, topology, size, per_node):
         assert (result[0]["mean"].double() - mine).abs().max() < TOLERANCE[method.split("(")[0]]
 
 
-def test_two_levels_refuse_a_residual_that_belongs_to_nobody():
-    with pytest.raises(ThinwireError, match="one-level"):
-        run("int8(error_feedback=True)", "two_level", 4, per_node=2)
-
-
 def test_groups_never_straddle_parameters():
     """A parameter's huge values do not touch its neighbour's precision."""
     def spiky(rank, step, numel):

@@ -13,7 +13,7 @@ from thinwire.comm import CountingComm
 from thinwire.ledger import Ledger
 from thinwire.methods import TABLE, Method, resolve
 from thinwire.rehearsal import Rehearsal, apart, compile_kernels, rehearse, stand_in
-from thinwire.testing import parameters_for, plan_of, roads_of
+from thinwire.testing import parameters_for, plan_of, road_of
 
 SHAPES = {"a": (512, 256), "b": (384, 512), "c": (64,)}
 NAMES = [cls.name for cls in TABLE]
@@ -28,7 +28,8 @@ def rehearsed(method: Method, kind: str, size: int) -> Rehearsal:
     exchange = exchange_of(kind, size)
     parameters = parameters_for(exchange, SHAPES).values()
     run = stand_in(method, parameters, exchange)
-    return rehearse(apart(parameters, exchange, None), roads_of(method, parameters, exchange), run)
+    road = road_of(method, parameters, exchange)
+    return rehearse(apart(parameters, road, None), road, run)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,5 +81,5 @@ def test_kernels_are_compiled_by_the_same_steps(name):
     parameters = parameters_for(exchange, SHAPES).values()
     run = stand_in(method, parameters, exchange)
     before = dict(vars(method))
-    compile_kernels(roads_of(method, parameters, exchange), run, torch.device("cpu"))
+    compile_kernels(road_of(method, parameters, exchange), run, torch.device("cpu"))
     assert vars(method) == before

@@ -155,10 +155,14 @@ class Bucket:
         group: int,
         dtype: torch.dtype,
         device: torch.device,
+        spans: Sequence[int] = (),
     ) -> None:
-        """``rows`` owners; ``owner``: this rank keeps one row only; ``group``: elements that a codec takes together."""
+        """``rows`` owners; ``owner``: this rank keeps one row only; ``group``: elements that a codec takes together.
+
+        ``spans``: of the pieces in a row, where they are not to be as short as can be.
+        """
         self.group, self.owner = group, owner
-        self.segments = self._place(pieces, rows, group)
+        self.segments = self._place(pieces, rows, group, spans)
         self.key = (tuple(segment.name for segment in self.segments), rows, group)
         self.shape: Sequence[int] = (rows, sum(segment.width for segment in self.segments))
         self.dtype, self.device = dtype, device
@@ -169,12 +173,12 @@ class Bucket:
         self._made: dict[object, tuple[tuple[object, ...], object]] = {}
 
     @staticmethod
-    def _place(pieces: Sequence[Piece], rows: int, group: int) -> tuple[Segment, ...]:
+    def _place(pieces: Sequence[Piece], rows: int, group: int, spans: Sequence[int]) -> tuple[Segment, ...]:
         segments, start = [], 0
-        for piece in pieces:
+        for i, piece in enumerate(pieces):
             if piece.stride and piece.rows != rows:
                 raise ThinwireError(f"{piece.name}: the engine has {piece.rows} shards, the bucket {rows} rows")
-            span = piece.numel // rows if piece.stride else -(-piece.numel // rows)
+            span = piece.numel // rows if piece.stride else spans[i] if spans else -(-piece.numel // rows)
             segments.append(Segment(piece.name, start, padded(span, group), span, piece))
             start += segments[-1].width
         return tuple(segments)

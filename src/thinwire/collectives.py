@@ -2,7 +2,6 @@
 
 * ``mean_all_reduce``: every rank gets every row of the mean (DDP; HSDP across nodes).
 * ``mean_reduce_scatter``: rank r gets row r of the mean (FSDP2).
-* ``TwoLevel``: one codec inside the node, another across nodes.
 
 A *linear* codec rides the network's own sum. The others, and the linear ones if the sum is wanted in fp32, go
 all-to-all, are decoded and summed in fp32 in rank order, and, for an all-reduce, are encoded again and all-gathered:
@@ -215,13 +214,10 @@ class Exchange(ABC):
         on_wire: bool = True,
         residual: Residual | None = None,
         seed: Seeds | None = None,
-        intra: Codec | None = None,
-        intra_seed: Seeds | None = None,
     ) -> None:
         """``bucket.mean`` = the mean over ranks of ``bucket.rows`` + ``residual.old``; ``residual.new`` = what is left.
 
-        ``seed``: of a codec that draws. ``intra``: the codec of the first hop of two levels, inside the node (None: the
-        bucket's dtype), and ``intra_seed`` its seed; not for the exchanges that have one hop.
+        ``seed``: of a codec that draws random bits.
         """
 
     def serve(self, bucket: Bucket, codec: Codec, *, residual: Residual | None = None) -> Tensor:
@@ -267,11 +263,8 @@ class Exchange(ABC):
         """This rank among the owners: the row that is its own."""
         return self._group().rank
 
-    def _group(self) -> Comm:
-        raise ThinwireError(
-            "this method needs all ranks of its exchange in one group, which a two-level exchange has not: "
-            "leave two_level=True out, or use HSDP"
-        )
+    @abstractmethod
+    def _group(self) -> Comm: ...
 
 
 class AllReduce(Exchange):
@@ -287,7 +280,7 @@ class AllReduce(Exchange):
     def bucket_rows(self, on_wire):
         return 1 if on_wire else self.rows
 
-    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None, intra=None, intra_seed=None):
+    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None):
         mean_all_reduce(
             self.comm, bucket, codec, on_wire=on_wire, divide=self.divide, residual=residual, seed=seed
         )
@@ -308,84 +301,11 @@ class ReduceScatter(Exchange):
     def rows(self):
         return self.comm.size
 
-    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None, intra=None, intra_seed=None):
+    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None):
         mean_reduce_scatter(self.comm, bucket, codec, on_wire=on_wire, residual=residual, seed=seed)
 
     def _group(self):
         return self.comm
-
-
-@dataclass
-class TwoLevel(Exchange):
-    """Reduce inside the node first, so that each value crosses the slow link once per node, not once per rank.
-
-    With L ranks per node and M nodes, rank (node a, local l): the rows that local rank l of any node owns are summed at
-    local rank l (reduce-scatter inside), then averaged between the M ranks of equal l (across, with the method's
-    codec); for an all-reduce the node's ranks then share their rows (all-gather inside).
-
-    Attributes:
-        inside: the L ranks of this node. across: the M ranks with this local rank, in node order.
-        owner: rank r keeps row r (FSDP2) instead of everything (DDP).
-    """
-
-    intra: Comm
-    inter: Comm
-    owner: bool = False
-    one_node = False
-
-    @property
-    def rows(self) -> int:
-        return self.intra.size * self.inter.size
-
-    @property
-    def rank(self) -> int:
-        return self.inter.rank * self.intra.size + self.intra.rank
-
-    def span(self, kind, tensor):
-        return self.inter.ledger.span(kind, tensor)
-
-    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None, intra=None, intra_seed=None):
-        local, nodes, n = self.intra.size, self.inter.size, bucket.shape[1]
-        if bucket.shape[0] != self.rows:
-            raise ThinwireError(f"a two-level exchange of {self.rows} ranks needs as many rows, got {bucket.shape[0]}")
-        if residual is not None:
-            raise ThinwireError(
-                "a two-level exchange encodes sums of several ranks, whose residual belongs to no one rank: "
-                "use error_feedback=False here, or a one-level exchange"
-            )
-        # Row node * L + l belongs to local rank l: put the rows of one local rank side by side.
-        sorted_rows = bucket.buffer("by local rank", (local, nodes * n), bucket.dtype)
-        sorted_rows.view(local, nodes, n).copy_(bucket.rows.view(nodes, local, n).transpose(0, 1))
-        first = self._stage(bucket, "intra", sorted_rows, owner=True)
-        mean_reduce_scatter(self.intra, first, intra, on_wire=False, seed=intra_seed)
-        by_ranks = codec is not None and not (codec.linear and on_wire)
-        second = self._stage(bucket, "inter", first.mean.view(nodes, n), owner=self.owner or by_ranks)
-        if self.owner:
-            mean_reduce_scatter(self.inter, second, codec, on_wire=on_wire, seed=seed)
-            bucket.mean.copy_(second.mean)
-            return
-        if codec is not None and by_ranks:
-            mean_reduce_scatter(self.inter, second, codec, on_wire=on_wire, seed=seed)
-            self._share(second, codec, sorted_rows, None if seed is None else seed.next())
-        else:
-            mean_all_reduce(self.inter, second, codec, on_wire=on_wire, divide="after", seed=seed)
-            self.intra.all_gather(sorted_rows, second.mean.reshape(-1))
-        bucket.mean.view(nodes, local, n).copy_(sorted_rows.view(local, nodes, n).transpose(0, 1))
-
-    def _share(self, second: _Stage, codec: Codec, sorted_rows: Tensor, seed: Seeds | None) -> None:
-        """``sorted_rows`` (L, M * n) = everybody's row of the mean, encoded once: across nodes, then inside."""
-        local, nodes = self.intra.size, self.inter.size
-        mine = _encode(self.inter, second, second.mean, codec, "again", seed=seed)
-        same_local = second.buffer("same local rank", (nodes, mine.shape[1]), mine.dtype)
-        self.inter.all_gather(same_local, mine[0])
-        everybody = second.buffer("everybody", (local, same_local.numel()), mine.dtype)
-        self.intra.all_gather(everybody, same_local.view(-1))
-        _decode(self.intra, second, everybody.view(local * nodes, -1), codec, sorted_rows.view(local * nodes, -1))
-
-    @staticmethod
-    def _stage(bucket: Bucket, name: str, rows: Tensor, *, owner: bool) -> _Stage:
-        mean = bucket.buffer((name, "mean"), (1, rows.shape[1]), bucket.dtype) if owner else rows
-        return _Stage(bucket, name, rows, mean)
 
 
 @dataclass

@@ -51,11 +51,13 @@ def role_of(name: str, module: nn.Module | None, shape: Sequence[int]) -> str:
 Shape = tuple[int, ...]
 
 
-def describe(model: nn.Module, shards: Mapping[int, tuple[Shape, Shape]] | None = None) -> dict[int, Parameter]:
+def describe(
+    model: nn.Module, shards: Mapping[int, tuple[Shape, Shape]] | None = None, *, chunks: int = 1
+) -> dict[int, Parameter]:
     """id(parameter) -> what is known of it, for every trainable parameter; tied ones once, under their first name.
 
     ``shards``: id(parameter) -> its shape on this rank before the engine shards it, and the shape of the engine's
-    padded shard; without it, nothing is sharded.
+    padded shard; without it, nothing is sharded, or only what travels: in so many ``chunks`` of dim 0.
     """
     modules = dict(model.named_modules())
     found: dict[int, Parameter] = {}
@@ -65,7 +67,8 @@ def describe(model: nn.Module, shards: Mapping[int, tuple[Shape, Shape]] | None 
         name = clean_name(full)
         role = role_of(name, modules.get(full.rpartition(".")[0]), tensor.shape)
         shape: Shape = tuple(tensor.shape)
-        part, shard = (shards or {}).get(id(tensor), (shape, shape))
+        chunk = (-(-shape[0] // chunks), *shape[1:]) if shape else ()
+        part, shard = (shards or {}).get(id(tensor), (shape, chunk))
         found[id(tensor)] = Parameter(name, shape, tensor.numel(), role, tensor.dtype, math.prod(shard), part)
     return found
 
@@ -107,7 +110,7 @@ class Plan:
 
     def __init__(
         self,
-        roads: Sequence[Road],
+        road: Road,
         run: Run,
         engine: str = "ddp",
         wire_dtype: torch.dtype | None = None,
@@ -118,19 +121,19 @@ class Plan:
         """What the table says of bytes and memory is rehearsed when it is asked for.
 
         Args:
-            roads: the method's; then that of the hop inside the node that comes before, if there is one.
             run: what the method was told. wire_dtype: of the engine's buffers; None: as the parameters.
             layout: of the engine; None: not known, and with it neither memory nor what the weights cost.
             guards: the groups on which ranks agree whether a step counts.
         """
-        method = roads[0].method
-        self.method, self.engine, self.exchange = str(method), engine, roads[0].exchange
-        self._roads, self._run, self._wire_dtype, self._layout, self._guards = roads, run, wire_dtype, layout, guards
+        method = road.last.method
+        self.method, self.engine, self.exchange = str(method), engine, road.last.exchange
+        self._road, self._run, self._wire_dtype, self._layout, self._guards = road, run, wire_dtype, layout, guards
+        self.ranks = math.prod({id(stage): stage.exchange.rows for stage in road.stages}.values())
         self._parameters = list(run.parameters.values())
         self._why = {parameter.name: method.keep_dense(parameter) for parameter in self._parameters}
-        named = [road.method.unmatched(self._why) for road in roads]
-        self._unmatched = next(filter(None, named), None)
-        self._speaks = next((road.method for road in roads if self._share(road.method) is not None), method)
+        stages = [stage.method for stage in reversed(road.stages)]
+        self._unmatched = next(filter(None, (of.unmatched(self._why) for of in stages)), None)
+        self._speaks = next((of for of in stages if self._share(of) is not None), method)
         self.compressed = self._share(self._speaks)
 
     @functools.cached_property
@@ -139,7 +142,7 @@ class Plan:
         dtypes = {p.name: self._wire_dtype or p.dtype for p in self._parameters}
         sent = self._apart.parameters
         return [
-            Row(p, self._why[p.name], sent[p.name], sum(road.stock_bytes(p, dtypes[p.name]) for road in self._roads))
+            Row(p, self._why[p.name], sent[p.name], self._road.dense_bytes(p, dtypes[p.name]))
             for p in self._parameters
         ]
 
@@ -155,7 +158,7 @@ class Plan:
     def weight_bytes(self) -> float:
         if self._layout is None:
             return 0.0
-        return self.rehearsal.weights if self._roads[0].method.encodes_weights else self.dense_weight_bytes
+        return self.rehearsal.weights if self._road.last.method.encodes_weights else self.dense_weight_bytes
 
     @functools.cached_property
     def dense_weight_bytes(self) -> float:
@@ -173,13 +176,13 @@ class Plan:
         """
         if self._layout is None:
             raise ThinwireError("a plan without an engine's layout has no rehearsal of its buffers")
-        return rehearse(self._layout(), self._roads, self._run, self._guards)
+        return rehearse(self._layout(), self._road, self._run, self._guards)
 
     @functools.cached_property
     def _apart(self) -> Rehearsal:
         """With a buffer for each parameter."""
-        layout = apart(self._parameters, self._roads[-1].exchange, self._wire_dtype)
-        return rehearse(layout, self._roads, self._run, self._guards)
+        layout = apart(self._parameters, self._road, self._wire_dtype)
+        return rehearse(layout, self._road, self._run, self._guards)
 
     @property
     def note(self) -> str | None:
@@ -242,7 +245,7 @@ class Plan:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=f"{self.method} on {self.engine}, {self.exchange.rows} ranks: sent per step and rank")
+        table = Table(title=f"{self.method} on {self.engine}, {self.ranks} ranks: sent per step and rank")
         for column in ("parameter", "shape", "role", "sent as"):
             table.add_column(column, overflow="fold")
         for column in ("wire", "dense"):

@@ -30,7 +30,7 @@ from thinwire.ledger import Step as Account
 from thinwire.memory import Memory
 from thinwire.methods.base import Method, Parameter, Run, Step, local
 from thinwire.ops.backends import launches
-from thinwire.road import Road
+from thinwire.road import Road, Stage
 from thinwire.state import State
 
 META = torch.device("meta")
@@ -57,12 +57,11 @@ class Rehearsal:
     memory: Memory
 
 
-def rehearse(layout: Layout, roads: Sequence[Road], run: Run, guards: Sequence[Comm] = ()) -> Rehearsal:
-    """What the method of ``roads`` needs in its steady state. Nothing of that size is allocated.
+def rehearse(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = ()) -> Rehearsal:
+    """What the method of ``road`` needs in its steady state. Nothing of that size is allocated.
 
     Args:
         layout: the buffers that will come; what is sent is told by parameter where each holds one (:func:`apart`).
-        roads: the method's; then that of the hop inside the node that comes before, if there is one.
         guards: the groups on which ranks agree whether a step counts.
 
     Raises:
@@ -70,17 +69,17 @@ def rehearse(layout: Layout, roads: Sequence[Road], run: Run, guards: Sequence[C
     """
     on_cpu = all(local(weight).device.type == "cpu" for weight in run.weights.values())
     watch, ledger = _Watch(), Ledger()
-    stage = _Stage(layout, roads, run, ledger, watch, None if on_cpu else watch)
-    method, average, peak = stage.method, _Average(), 0
+    play = _Play(layout, road, run, ledger, watch, None if on_cpu else watch)
+    method, average, peak = play.method, _Average(), 0
     with torch.no_grad(), watch.counting():
-        stage.open()
+        play.open()
         for number in _steps(method):
             watch.peak, ledger.now = watch.live, Account()
             watch.launches.clear()
-            weights, parameters = stage.gather(number), stage.exchange(number)
+            weights, parameters = play.gather(number), play.exchange(number)
             for comm in guards:
                 CountingComm.like(comm, ledger).all_reduce(torch.empty(1, device=META), "max")
-            stage.step(number)
+            play.step(number)
             average.add(method.cycle.get(number, 0.0), ledger.now, watch.launches, weights, parameters)
             if number >= method.steady:
                 peak = max(peak, watch.peak)
@@ -88,33 +87,32 @@ def rehearse(layout: Layout, roads: Sequence[Road], run: Run, guards: Sequence[C
         return average.result(sizes, Memory(watch.live, peak))
 
 
-def compile_kernels(roads: Sequence[Road], run: Run, device: torch.device) -> None:
+def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     """Play the steady state on ``device`` with the smallest parameter that the method compresses, and zeros.
 
     So no rank compiles in the first steps, while the others wait. Costs nothing where nothing is compressed.
     """
-    method = roads[0].method
+    method = road.last.method
     sent = [parameter for parameter in run.parameters.values() if method.keep_dense(parameter) is None]
     if method.native or not sent:
         return
     smallest = min(sent, key=lambda parameter: (parameter.local, parameter.name))
     only = replace(run, parameters={smallest.name: smallest}, weights={smallest.name: run.weights[smallest.name]})
-    # A group of one rank: others would have to choose masks and scales that fit.
-    one = roads[-1].exchange.on(lambda comm: CountingComm(0, 1, [0], Ledger()))
-    layout = apart(only.parameters.values(), one, torch.float32)
-    stage = _Stage(layout, roads, only, Ledger(), None, None, device, alone=True)
+    # Groups of one rank: others would have to choose masks and scales that fit.
+    ledger, one = Ledger(), CountingComm(0, 1, [0], Ledger())
+    alone = Road([replace(stage, exchange=stage.exchange.on(lambda comm: one)) for stage in road.stages])
+    play = _Play(apart(only.parameters.values(), alone, torch.float32), alone, only, ledger, None, None, device)
     with torch.no_grad():
-        for number in _steps(stage.method):
-            stage.exchange(number)
-            stage.step(number)
+        for number in _steps(play.method):
+            play.exchange(number)
+            play.step(number)
 
 
-def apart(parameters: Iterable[Parameter], exchange: Exchange, dtype: torch.dtype | None) -> Layout:
-    """A layout with one buffer for each of ``parameters``, as the engine of ``exchange`` would hand them out."""
-    found, rows = [], exchange.rows
+def apart(parameters: Iterable[Parameter], road: Road, dtype: torch.dtype | None) -> Layout:
+    """A layout with one buffer for each of ``parameters``, as the engine would hand them out."""
+    found = []
     for parameter in parameters:
-        name, width = parameter.name, parameter.local
-        found.append((Piece(name, 0, width * rows, rows, width) if exchange.owner else Piece(name, 0, width),))
+        found.append((road.piece(parameter),))
         dtype = dtype or parameter.dtype
     return Layout(found, dtype or torch.float32)
 
@@ -165,23 +163,20 @@ class _Average:
         return Rehearsal(dict(self._sent), parameters, self._weights, calls, dict(self._launches), memory)
 
 
-class _Stage:
-    """Doubles of roads, buffers, weights and optimizers, on which steps are played."""
+class _Play:
+    """Doubles of a road, buffers, weights and optimizers, on which steps are played."""
 
     def __init__(
         self,
         layout: Layout,
-        roads: Sequence[Road],
+        road: Road,
         run: Run,
         ledger: Ledger,
         watch: _Watch | None,
         offloads: _Watch | None,
         device: torch.device = META,
-        *,
-        alone: bool = False,
     ) -> None:
         """``watch`` is told what is the engine's own; ``offloads`` also what state lives elsewhere than on the device.
-        ``alone``: in groups of one rank.
         """
         self._layout, self._watch, self._device, self._ledger = layout, watch, device, ledger
         self._weights = {
@@ -193,8 +188,8 @@ class _Stage:
         for optimizer in self._optimizers:
             for moments in optimizer.state.values():
                 self._lend(*moments.values())
-        self._roads = [self._double(road, run, offloads, alone) for road in roads]
-        self.method = self._roads[0].method
+        self._road = self._double(road, run, offloads)
+        self.method = self._road.last.method
         self._buffers = [self._buffer(pieces) for pieces in layout.buffers]
         self._gathers: list[Shards] = []
 
@@ -220,10 +215,8 @@ class _Stage:
         found: dict[str, float] = Counter()  # type: ignore[assignment]
         for flat, out, pieces in self._buffers:
             before = sum(self._ledger.now.bytes.values())
-            for road in reversed(self._roads):
-                road.step = number
-                road.carry(flat, pieces, out)
-                flat, pieces = out, tuple(Piece(p.name, p.offset, p.numel // p.rows) for p in pieces)
+            self._road.step = number
+            self._road.carry(flat, pieces, out)
             found[pieces[0].name] += sum(self._ledger.now.bytes.values()) - before
         return found
 
@@ -243,14 +236,21 @@ class _Stage:
         if self._watch is not None:
             self._watch.lend(*tensors)
 
-    def _double(self, road: Road, run: Run, offloads: _Watch | None, alone: bool) -> Road:
-        method, ledger = replace(road.method), self._ledger
-        one = CountingComm(0, 1, [0], ledger)
-        exchange = road.exchange.on(lambda comm: one if alone else CountingComm.like(comm, ledger))
-        method.intra_codec = copy.deepcopy(road.method.intra_codec)
-        method.state = _State(method.offloads, offloads)
-        method.begin(replace(run, exchange=exchange, weights=self._weights, optimizers=self._optimizers))
-        return Road(method, road.dense, exchange, Guard([], False), ledger)
+    def _double(self, road: Road, run: Run, offloads: _Watch | None) -> Road:
+        ledger = self._ledger
+
+        def double(comm: Comm) -> Comm:
+            return CountingComm.like(comm, ledger)
+
+        stages = []
+        for hop, stage in enumerate(road.stages, 1):
+            method, exchange = replace(stage.method), stage.exchange.on(double)
+            method.state = _State(method.offloads, offloads)
+            method.begin(
+                replace(run, exchange=exchange, weights=self._weights, optimizers=self._optimizers, hop=hop)
+            )
+            stages.append(Stage(method, stage.dense, exchange, Guard([], False), ledger))
+        return Road(stages, None if road.levels is None else road.levels.on(double))
 
     def _buffer(self, pieces: tuple[Piece, ...]) -> tuple[Tensor, Tensor, tuple[Piece, ...]]:
         """A buffer of the engine's, where the means of it go, and what is in it."""

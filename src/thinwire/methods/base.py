@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -78,6 +77,9 @@ class Run:
         weights: the tensors of ``parameters``, by name (DTensors on FSDP2).
         rank: of this process among the data-parallel ones, for streams that must differ by rank: tensor-parallel ranks
             share it, or what they hold in common would drift apart.
+        hop: 1, or 2 where a hop inside the node has averaged what comes to the method.
+        chunk: (which, of how many) of a parameter's equal chunks of dim 0 travels here, where the rank holds all of its
+            weight (two levels on DDP). None: what travels is what the rank holds.
         scaled: gradients reach the optimizer multiplied with a GradScaler's scale, which the optimizer may undo itself.
     """
 
@@ -89,11 +91,20 @@ class Run:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     rank: int = 0
     scaled: bool = False
+    hop: int = 1
+    chunk: tuple[int, int] | None = None
 
     @functools.cached_property
     def held(self) -> dict[str, Held]:
         """By whom each of ``weights`` is stepped."""
         return held_by(self.optimizers, self.weights)
+
+    def travels(self, name: str, values: Tensor) -> Tensor:
+        """Of this rank's ``values`` (1-D) of parameter ``name``, those that its exchange is about."""
+        if self.chunk is None:
+            return values
+        first = self.chunk[0] * self.parameters[name].local
+        return values[first : first + self.parameters[name].local]
 
 
 @dataclass(frozen=True)
@@ -168,7 +179,6 @@ class Method:
             if getattr(self, knob) != getattr(type(self), knob):
                 raise self.no_knob(knob)
         self.codec: Codec | None = self.make_codec()
-        self.intra_codec: Codec | None = None
 
     @classmethod
     def knobs(cls) -> list[Field[Any]]:
@@ -193,10 +203,7 @@ class Method:
         return None
 
     def intra(self) -> Method:
-        """The method for the hop inside a node where that is one of its own (HSDP): the base class stays dense there.
-
-        Its codec is also that of the first of two levels.
-        """
+        """The method for the hop inside a node, where there are two: the base class stays dense there."""
         return Method()
 
     def begin(self, run: Run) -> None:
@@ -206,12 +213,12 @@ class Method:
     @property
     def granule(self) -> int:
         """Elements that the codecs take together: a parameter's columns are padded to a multiple."""
-        return math.lcm(*(codec.group for codec in (self.codec, self.intra_codec) if codec is not None))
+        return 1 if self.codec is None else self.codec.group
 
     @property
     def native(self) -> bool:
         """The engine's own buffer goes out as it is, in its own dtype: nothing to split, nothing to encode."""
-        return self.codec is None and self.intra_codec is None
+        return self.codec is None
 
     @property
     def keeps_state(self) -> bool:
@@ -247,13 +254,9 @@ class Method:
         """The method's rule for parameters that no pattern names. The base class encodes nothing, exempts nothing."""
         return None
 
-    def codec_on(self, exchange: Exchange) -> Codec | None:
-        """The codec of the compressed parameters on ``exchange``: of its only hop, or of the second of two levels."""
-        return self.codec
-
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Write the mean over ranks of ``bucket.rows`` to ``bucket.mean``."""
-        exchange.mean(bucket, self.codec, on_wire=self.on_wire, intra=self.intra_codec)
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire)
 
     def before_step(self, step: Step) -> None:
         """Called once per optimizer step, when its gradients are known to be finite, before the step is taken."""
@@ -330,6 +333,15 @@ def refuse_scaled_apart(method: str, run: Run) -> None:
         )
 
 
+def refuse_chunks(method: str, run: Run) -> None:
+    """For a ``method`` that works on the optimizer's moments: DDP has them whole, and two levels carry chunks there."""
+    if run.chunk is not None:
+        raise ThinwireError(
+            f"{method} on DDP takes one level: leave two_level=True out, or use fully_shard on a ('replicate', "
+            "'shard') mesh (HSDP), whose ranks hold the chunk that they send"
+        )
+
+
 def first_step(method: str, knob: str, value: float, steps: int | None) -> int:
     """The optimizer step that ``value`` means: a share of the run's ``steps`` below 1, a number of steps from 1 on.
 
@@ -401,7 +413,7 @@ class Lossy(Method):
         residual = None
         if self.error_feedback:
             residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
-        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual, intra=self.intra_codec)
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual)
 
 
 @dataclass

@@ -50,6 +50,7 @@ from thinwire.methods.base import (
     exempt_small,
     first_step,
     local,
+    refuse_chunks,
     refuse_scaled_apart,
 )
 
@@ -118,6 +119,7 @@ class OneBitAdam(Method):
 
     def begin(self, run: Run) -> None:
         super().begin(run)
+        refuse_chunks(self.name, run)
         self.first = first_step(self.name, "warmup", self.warmup, run.steps)  # T_w
         if self.first < 1:
             raise ThinwireError("onebit-adam: warmup=0 leaves no variance to freeze: warm up for 1 step or more")

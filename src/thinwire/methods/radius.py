@@ -158,6 +158,7 @@ class Radius(ErrorFeedback):
         rows = exchange.bucket_rows(True)
         columns = columns_of(self.run.parameters[name], exchange, rows)
         values = torch.zeros((1, padded(columns, WORD)), device=direction.device)
+        direction = self.run.travels(name, direction)
         values[0, : direction.numel()].copy_(direction)
         words = torch.zeros((rows, values.shape[1] // WORD), dtype=torch.int64, device=direction.device)
         mine = exchange.rank if exchange.owner else 0

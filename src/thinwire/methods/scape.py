@@ -55,6 +55,7 @@ from thinwire.methods.base import (
     exempt_small,
     first_step,
     local,
+    refuse_chunks,
 )
 from thinwire.ops import mask as masks
 from thinwire.ops import moments
@@ -152,6 +153,7 @@ class SCAPE(Method):
 
     def begin(self, run: Run) -> None:
         super().begin(run)
+        refuse_chunks(self.name, run)
         sent = {name: held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None}
         for name, (optimizer, _) in sent.items():
             if not isinstance(optimizer, AdamS):
@@ -260,7 +262,7 @@ class SCAPE(Method):
     @property
     def encodes_weights(self) -> bool:
         """On HSDP a rank does not know the masks of the other shards of its node: there they are gathered whole."""
-        return self.weights == "masked" and self.density < 1 and self.run.exchange.owner
+        return self.weights == "masked" and self.density < 1 and self.run.exchange.owner and self.run.hop == 1
 
     @property
     def resident(self) -> bool:

@@ -34,7 +34,7 @@ from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.grouped import GroupedBytes
 from thinwire.codecs.intquant import ROUNDINGS, Integers, ShiftedInt8
-from thinwire.collectives import Exchange, TwoLevel
+from thinwire.collectives import Exchange
 from thinwire.comm import Then
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import SMALL, Method, Parameter, check_smallest, exempt_small
@@ -100,11 +100,11 @@ class SDP4Bit(Method):
         check_smallest(self.name, self.smallest)
         if self.group < 1:
             raise ThinwireError(f"{self.name}: group must be 1 value or more, got {self.group}")
-        self.intra_codec = self._gradients(self.intra_bits)
+        self._intra_codec = self._gradients(self.intra_bits)
         self._weight_codec = self.make_weight_codec()
         self._replicas: dict[tuple[str, ...], _Replica] = {}
         self._scratch = torch.empty(0)
-        self._bits: dict[str, tuple[int, int, int]] = {}  # of each parameter: bits inside and across, values
+        self._bits: dict[str, tuple[int, int]] = {}  # of each parameter: bits sent, values
 
     def make_codec(self) -> Codec:
         return self._gradients(self.bits)
@@ -128,23 +128,16 @@ class SDP4Bit(Method):
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
 
-    def codec_on(self, exchange: Exchange) -> Codec:
-        codec = self.intra_codec if exchange.one_node else self.codec
-        assert codec is not None
-        return codec
-
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        intra, codec = self.intra_codec, self.codec_on(exchange)
-        assert intra is not None
+        codec = self._intra_codec if exchange.one_node else self.codec
+        assert codec is not None
         for part in bucket.segments:
-            first, second = (8 * len(bucket.rows) * of.wire_bytes(part.width) for of in (intra, codec))
-            self._bits[part.name] = first, second, part.piece.numel
-        seeds = [self._seeds(bucket, exchange, hop) if of.draws else None for hop, of in enumerate((intra, codec))]
-        exchange.mean(bucket, codec, on_wire=self.on_wire, seed=seeds[1], intra=intra, intra_seed=seeds[0])
+            self._bits[part.name] = 8 * len(bucket.rows) * codec.wire_bytes(part.width), part.piece.numel
+        seed = self._seeds(bucket, exchange) if codec.draws else None
+        exchange.mean(bucket, codec, on_wire=self.on_wire, seed=seed)
 
-    def _seeds(self, bucket: Bucket, exchange: Exchange, hop: int) -> Seeds:
-        # HSDP has two exchanges, each of which comes here
-        stream = f"{type(exchange).__name__}/{hop}/{self.run.rank}"
+    def _seeds(self, bucket: Bucket, exchange: Exchange) -> Seeds:
+        stream = f"{type(exchange).__name__}/{self.run.hop}/{self.run.rank}"
         return Seeds(tuple(
             (part.start, part.start + part.width, seed_of(self.run.seed, f"{stream}/{part.name}", bucket.step))
             for part in bucket.segments
@@ -181,11 +174,8 @@ class SDP4Bit(Method):
         """Bits per value, with scales and padding; of weights also what stays dense among them."""
         found = {}
         if self._bits:
-            intra, only, values = (sum(column) for column in zip(*self._bits.values(), strict=True))
-            two = isinstance(self.run.exchange, TwoLevel)
-            if two:
-                found["bits per gradient, inside"] = intra / values
-            found["bits per gradient, across" if two else "bits per gradient"] = only / values
+            bits, values = (sum(column) for column in zip(*self._bits.values(), strict=True))
+            found["bits per gradient" if self.run.hop == 1 else "bits per gradient, across"] = bits / values
         sent = [replica for replica in self._replicas.values() if replica.bits]
         if sent:
             found["bits per weight"] = sum(of.bits for of in sent) / sum(of.values for of in sent)
