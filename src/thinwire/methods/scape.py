@@ -26,7 +26,7 @@ Masks are gathered while the next forward and backward pass run, as bits or, bel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,9 +41,12 @@ from thinwire.collectives import Exchange
 from thinwire.comm import Then
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import (
+    EXACT,
     SMALL,
     Method,
     Parameter,
+    Promise,
+    Rounding,
     Run,
     Step,
     check_density,
@@ -90,6 +93,7 @@ class SCAPE(Method):
 
     name: ClassVar[str] = "scape"
     adds_up: ClassVar[bool] = False
+    OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = AdamS
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"density": 0.01, "smallest": 0},
         "paper-d0.1": {"density": 0.1, "smallest": 0},
@@ -134,6 +138,16 @@ class SCAPE(Method):
     @property
     def granule(self) -> int:
         return 1 if self.native else WORD  # no padding in what goes out as it is
+
+    @property
+    def promise(self) -> Promise:
+        if self.density == 1:
+            return EXACT
+        waits = {"residual": 1.0, "common": 1.0}
+        if self.payload != "bf16":
+            return Promise("conserves", waits=waits, of="moments")
+        what = "what bfloat16 cannot hold of the moments is not returned: payload='int8' returns it"
+        return Promise("rounds", what, waits, "moments", Rounding("bfloat16", value=2.0**-8))
 
     @property
     def native(self) -> bool:

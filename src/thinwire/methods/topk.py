@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.bucket import Bucket, padded
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import ErrorFeedback, Parameter, check_density, columns_of
+from thinwire.methods.base import CONSERVES, ErrorFeedback, Parameter, Promise, check_density, columns_of
 
 
 @dataclass
@@ -40,6 +40,12 @@ class TopK(ErrorFeedback):
     @property
     def granule(self) -> int:
         return TopKCodec.group
+
+    @property
+    def promise(self) -> Promise:
+        if self.error_feedback:
+            return CONSERVES
+        return Promise("lossy", "what is not among the largest values is dropped: error_feedback=True keeps it")
 
     @property
     def keeps_state(self) -> bool:
