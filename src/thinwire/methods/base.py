@@ -77,8 +77,9 @@ class Promise:
     rounding: Rounding | None = None
 
     def __str__(self) -> str:
-        words = {"exact": "the stock engine's mean, bit for bit", "conserves": "nothing is lost; what is not sent waits"}
-        return f"{self.kind}: {self.lost or words[self.kind]}"
+        if self.kind == "exact":
+            return "exact: the stock engine's mean, bit for bit"
+        return f"{self.kind}: {self.lost or 'nothing is lost; what is not sent waits'}"
 
 
 EXACT, CONSERVES = Promise("exact"), Promise("conserves")
