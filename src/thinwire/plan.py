@@ -102,6 +102,7 @@ class Plan:
             (dense, fp32, none). On HSDP with such a method across nodes: what the hop inside compresses.
         note: why so little is compressed and which knob helps, in one line; None if what stays dense is neither half
             of the values nor half of the bytes, and every pattern of names matches one.
+        lost: what is not returned of the values that are compressed, in one phrase; "" where nothing is lost.
         memory, memory_bytes: beyond the stock engine's, found out by a rehearsal when first asked for.
     """
 
@@ -129,9 +130,11 @@ class Plan:
         self.weight_bytes = sum(self._weights(method, row, ranks) for row in self.rows) if sharded else 0.0
         self.dense_weight_bytes = sum(Method().weight_bytes(row.parameter, ranks) for row in self.rows) * sharded
         self.compressed, self._little = self._share(method), self._why_little(method)
+        self.lost = method.promise.lost if any(row.why_dense is None for row in self.rows) else ""
         self._unmatched = method.unmatched(row.parameter.name for row in self.rows)
         if intra is not None:
             self._unmatched = self._unmatched or intra._unmatched
+            self.lost = "; ".join(filter(None, dict.fromkeys((self.lost, intra.lost))))
             if self.compressed is None:
                 self.compressed, self._little = intra.compressed, intra._little
         self.rehearsal: Callable[[], Memory] | None = None
@@ -233,6 +236,8 @@ class Plan:
             table.caption += f"; {self.compressed:.1%} of the values compressed"
         if self.memory is not None:
             table.caption += f"; {human(self.memory.peak)} of memory beside the engine's"
+        if self.lost:
+            table.caption += f"\n{self.lost}"
         if self.note is not None:
             table.caption += f"\n{self.note}"
         out = io.StringIO()
