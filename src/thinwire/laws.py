@@ -4,7 +4,7 @@
 
     check_laws(MyMethod)                    # raises AssertionError with a line for each law that is broken
 
-On every engine that the method names, between 1 and 8 ranks, once and twice over:
+On every engine that the method names, with 1 to 8 ranks, and on two levels where ``compress()`` allows that:
 
 * ``ranks``: all ranks hold the same bits where they must, and send as many bytes.
 * ``promise``: what :class:`thinwire.methods.base.Promise` says.
