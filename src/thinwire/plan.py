@@ -105,6 +105,7 @@ class Plan:
             (dense, fp32, none). On HSDP with such a method across nodes: what the hop inside compresses.
         note: why so little is compressed and which knob helps, in one line; None if what stays dense is neither half
             of the values nor half of the bytes, and every pattern of names matches one.
+        lost: what is not returned of the values that are compressed, in one phrase; "" where nothing is lost.
         memory, memory_bytes: beyond the stock engine's; None where the engine's layout is not known.
     """
 
@@ -135,6 +136,8 @@ class Plan:
         self._unmatched = next(filter(None, (of.unmatched(self._why) for of in stages)), None)
         self._speaks = next((of for of in stages if self._share(of) is not None), method)
         self.compressed = self._share(self._speaks)
+        losses = [stage.method.promise.lost for stage in reversed(road.stages) if len(stage.dense) < len(self._why)]
+        self.lost = "; ".join(filter(None, dict.fromkeys(losses)))
 
     @functools.cached_property
     def rows(self) -> list[Row]:
@@ -265,6 +268,8 @@ class Plan:
             table.caption += f"; {self.compressed:.1%} of the values compressed"
         if self.memory is not None:
             table.caption += f"; {human(self.memory.peak)} of memory beside the engine's"
+        if self.lost:
+            table.caption += f"\n{self.lost}"
         if self.note is not None:
             table.caption += f"\n{self.note}"
         out = io.StringIO()

@@ -30,7 +30,7 @@ from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.dct import DctTopK
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Run, Step, local, refuse_scaled_apart
+from thinwire.methods.base import ErrorFeedback, Promise, Run, Step, local, refuse_scaled_apart
 
 PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -67,6 +67,11 @@ class DeMo(ErrorFeedback):
         super().__post_init__()
         if not 0 <= self.beta < 1:
             raise ThinwireError(f"demo: beta is the decay of the momentum, from 0 to below 1, got {self.beta}")
+
+    @property
+    def promise(self) -> Promise:
+        what = f"a share of {1 - self.beta:.3g} of what waits is dropped every step"
+        return Promise("lossy", what + (", and the optimizer sees signs only" if self.sign else ""))
 
     def begin(self, run: Run) -> None:
         super().begin(run)

@@ -11,6 +11,7 @@ import torch
 from thinwire.bucket import Bucket
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
+from thinwire.methods.base import CONSERVES, Promise
 from thinwire.methods.topk import TopK
 
 
@@ -39,6 +40,12 @@ class DGC(TopK):
         super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ThinwireError(f"dgc: momentum is at least 0 and below 1, got {self.momentum}")
+
+    @property
+    def promise(self) -> Promise:
+        if self.momentum == 0:
+            return CONSERVES
+        return Promise("lossy", "where a value is sent, its momentum is dropped: momentum=0 has none to drop")
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         old, velocity = self.state.read("velocity", bucket), self.state.write("velocity", bucket)

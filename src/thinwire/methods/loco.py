@@ -20,7 +20,7 @@ from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Int4
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback
+from thinwire.methods.base import ErrorFeedback, Promise
 
 
 @dataclass
@@ -46,6 +46,12 @@ class LoCo(ErrorFeedback):
             raise ThinwireError(f"loco: beta is the weight of the old error, from 0 to below 1, got {self.beta}")
         if self.reset < 0:
             raise ThinwireError(f"loco: reset is a number of steps, or 0 for never, got {self.reset}")
+
+    @property
+    def promise(self) -> Promise:
+        if self.reset:
+            return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it")
+        return Promise("conserves", waits={"error": 1 / (1 - self.beta)})
 
     def make_codec(self) -> Codec:
         return Int4(self.group)

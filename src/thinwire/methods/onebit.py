@@ -43,6 +43,7 @@ from thinwire.methods.base import (
     SMALL,
     Method,
     Parameter,
+    Promise,
     Run,
     Step,
     check_smallest,
@@ -99,6 +100,10 @@ class OneBitAdam(Method):
 
     def make_codec(self) -> Codec:
         return Sign(self.group, self.scale)
+
+    @property
+    def promise(self) -> Promise:
+        return Promise("conserves", waits={"residual": 1.0, "server": 1.0}, of="moments")
 
     @property
     def keeps_state(self) -> bool:

@@ -43,9 +43,12 @@ from thinwire.collectives import Exchange
 from thinwire.comm import Then
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import (
+    EXACT,
     SMALL,
     Method,
     Parameter,
+    Promise,
+    Rounding,
     Run,
     Step,
     check_density,
@@ -135,6 +138,16 @@ class SCAPE(Method):
     @property
     def granule(self) -> int:
         return 1 if self.native else WORD  # no padding in what goes out as it is
+
+    @property
+    def promise(self) -> Promise:
+        if self.density == 1:
+            return EXACT
+        waits = {"residual": 1.0, "common": 1.0}
+        if self.payload != "bf16":
+            return Promise("conserves", waits=waits, of="moments")
+        what = "what bfloat16 cannot hold of the moments is not returned: payload='int8' returns it"
+        return Promise("rounds", what, waits, "moments", Rounding("bfloat16", value=2.0**-8))
 
     @property
     def native(self) -> bool:

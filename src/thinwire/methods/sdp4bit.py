@@ -37,7 +37,8 @@ from thinwire.codecs.intquant import ROUNDINGS, Integers, ShiftedInt8
 from thinwire.collectives import Exchange
 from thinwire.comm import Then
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import SMALL, Method, Parameter, check_smallest, exempt_small
+from thinwire.methods.base import CONSERVES, SMALL, Method, Parameter, Promise, Rounding, check_smallest, exempt_small
+from thinwire.ops.quant import ORDER
 from thinwire.streams import Seeds, seed_of
 
 WEIGHTS = ("difference", "plain", "dense")
@@ -105,6 +106,26 @@ class SDP4Bit(Method):
         self._replicas: dict[tuple[str, ...], _Replica] = {}
         self._scratch = torch.empty(0)
         self._bits: dict[str, tuple[int, int]] = {}  # of each parameter: bits sent, values
+
+    @property
+    def promise(self) -> Promise:
+        fewest, plain = min(self.bits, self.intra_bits), self.weights == "plain"
+        if fewest == 32 and not plain:
+            return CONSERVES
+        named = [f"{self.weight_bits} bits cannot hold of the weights"] if plain else []
+        if fewest < 32:
+            named.append(f"{self._rounding().bits} cannot hold of the gradients")
+        returned = ": weights='difference' returns it" if fewest == 32 else ""
+        return Promise("rounds", f"what {' and '.join(named)} is not returned{returned}", rounding=self._rounding())
+
+    def _rounding(self) -> Rounding:
+        """Of gradients, on the coarser of the two hops."""
+        bits = min(self.bits, self.intra_bits)
+        if bits >= 16:
+            return Rounding("bfloat16", value=2.0**-8) if bits == 16 else Rounding("float32")
+        # A code is right to half a step or, stochastically, to one and the 2^-17 to which its random bits reach.
+        step = (0.5 if self.rounding == "nearest" else 1 + 2.0**-17) / (7 if bits == 4 else 127)
+        return Rounding(f"{bits} bits", step=step, group=self.group, block=ORDER if self.hadamard else 1)
 
     def make_codec(self) -> Codec:
         return self._gradients(self.bits)

@@ -31,7 +31,7 @@ from thinwire.codecs.base import Residual
 from thinwire.codecs.projection import ESTIMATORS, SRHT, UNBIASED, Estimator, Projection
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback
+from thinwire.methods.base import ErrorFeedback, Promise
 
 
 @dataclass
@@ -107,6 +107,16 @@ class SEPARATE(ErrorFeedback):
                 "or force=True"
             )
         return 1 - new
+
+    @property
+    def promise(self) -> Promise:
+        if self._keep == 1:
+            return Promise("lossy", "what a projection leaves out is not returned: beta below 1 returns it")
+        if self.reset and self.restart == "zero":
+            return Promise("lossy", f"every {self.reset} steps what waits is dropped: restart='send' sends it")
+        if self.reset and self._keep:
+            return Promise("lossy", f"a reset sends {1 - self._keep:.2g} of what was still to come: reset=0 drops none")
+        return Promise("conserves", waits={"residual": 1 / (1 - self._keep)})
 
     @property
     def granule(self) -> int:

@@ -32,7 +32,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.codecs.sketch import CountSketch, Part, places
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Parameter, columns_of
+from thinwire.methods.base import CONSERVES, ErrorFeedback, Parameter, Promise, columns_of
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 from thinwire.streams import seed_of
@@ -102,6 +102,18 @@ class TAGC(ErrorFeedback):
                 raise ThinwireError(f"{self.name}: {knob} is {' or '.join(allowed)}, got '{getattr(self, knob)}'")
         if self.mask == "shared":
             self.refuse_idle("mask='shared' (no sketch)", "load", "resize", "limit", "on_overload", "leftovers")
+
+    @property
+    def promise(self) -> Promise:
+        if not self.accumulate and self.theta:
+            return Promise("lossy", "what is not among the largest values is dropped: accumulate=True keeps it")
+        if self.leftovers == "median" and self.theta:
+            return Promise("lossy", "values that cannot be recovered are guessed: leftovers='accumulate' returns them")
+        return CONSERVES
+
+    @property
+    def adapts(self) -> bool:
+        return self.mask == "local" and self.theta > 0
 
     @property
     def granule(self) -> int:
