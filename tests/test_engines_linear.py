@@ -11,7 +11,7 @@ import torch
 import engines
 import ranks
 import thinwire
-from engines import adamw, same_on_all_ranks, train
+from engines import adamw, same_on_all_ranks, shown, stats_of, train
 from models import Net, flat
 from thinwire import methods
 
@@ -58,7 +58,7 @@ def _train(rank, world, kind):
         losses = train(model, optimizer, rank, range(8), wire)
         wire.reset_stats()
         losses += train(model, optimizer, rank, range(8, 12), wire)
-        stats = wire.stats()
+        stats = stats_of(wire)
         weights = stats["weight_bytes_per_step"]
         found[method] = {
             "losses": losses,
@@ -67,7 +67,7 @@ def _train(rank, world, kind):
             "weights": (weights, wire.plan.weight_bytes),
             "share": wire.plan.wire_bytes / wire.plan.dense_bytes,
         }
-        assert rank or (str(wire.plan) and str(wire.report()))
+        assert shown(wire)
         wire.close()
     return found
 
