@@ -403,7 +403,7 @@ def test_nothing_is_left_behind(tmp_path, text, how):
     ]  # fmt: skip
     if not real:
         rank = tmp_path / "rank"
-        rank.write_text("#!/bin/sh\nexec sleep 600\n")
+        rank.write_text("#!/bin/sh\nexec sleep 600 >/dev/null 2>&1\n")
         rank.chmod(0o755)
         words = ["-c", SLEEPING, str(rank)]
     launcher = subprocess.Popen(
