@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import thinwire
-from engines import adamw
+from engines import adamw, shown, stats_of
 from models import Net, batch, flat
 
 METHODS = [
@@ -100,7 +100,7 @@ def same_on(group: torch.distributed.ProcessGroup, tensors: list[torch.Tensor]) 
 
 def sent_beside_the_plan(wire) -> float:
     """Bytes per step that are neither the plan's nor gathered weights."""
-    stats = wire.stats()
+    stats = stats_of(wire)
     return sum(stats["wire_bytes_per_step"].values()) - stats["weight_bytes_per_step"] - wire.plan.wire_bytes
 
 
@@ -143,7 +143,7 @@ def _beside(rank, world, style, vocabulary, methods):
             "share": wire.plan.wire_bytes / wire.plan.dense_bytes,
             "rows": {row.parameter.name: (row.parameter.shape, row.parameter.part) for row in wire.plan.rows},
         }
-        assert str(wire.plan) and str(wire.report())
+        assert shown(wire)
         wire.close()
     return found
 

@@ -321,7 +321,7 @@ def _weights(rank, world):
             losses = train(model, optimizer, rank, range(6), wire)
             wire.reset_stats()
             losses += train(model, optimizer, rank, range(6, 9), wire, poison=(7, 1))
-            found[weights, kind] = losses, wire.stats()["weight_bytes_per_step"] * 3 / 2, wire.plan.weight_bytes
+            found[weights, kind] = losses, wire.ledger.stats()["weight_bytes_per_step"] * 3 / 2, wire.plan.weight_bytes
             before = {name: value.clone() for name, value in model.state_dict().items()}
             model.load_state_dict({name: value * 1.5 for name, value in before.items()})
             found[weights, kind][0].extend(train(model, optimizer, rank, range(9, 11), wire))

@@ -282,7 +282,7 @@ def _engines(rank, world, kind):
         optimizer = adamw(model)
         wire = thinwire.compress(model, optimizer, method)
         losses = train(model, optimizer, rank, range(8), wire)
-        found[method] = losses, same_on_all_ranks(model), wire.stats()["weight_bytes_per_step"]
+        found[method] = losses, same_on_all_ranks(model), wire.ledger.stats()["weight_bytes_per_step"]
         wire.close()
     return found
 
