@@ -335,6 +335,22 @@ def _add_int4(codes, scale, total):
 
 
 @inlined
+def _decode(four, codes, scale, out):
+    if four:
+        _decode_int4(codes, scale, out)
+    else:
+        _decode_int8(codes, scale, out)
+
+
+@inlined
+def _add_decoded(four, codes, scale, total):
+    if four:
+        _add_int4(codes, scale, total)
+    else:
+        _add_int8(codes, scale, total)
+
+
+@inlined
 def _dequantize(four, rotated, summed, codes, stride, scales, scales_stride, rows, peers, n, group, out, to_stride,
                 factor):  # fmt: skip
     """``rows`` results, each ``factor`` * the sum of ``peers`` rows of codes. The first three are constants.
@@ -345,25 +361,19 @@ def _dequantize(four, rotated, summed, codes, stride, scales, scales_stride, row
     size = group // 2 if four else group
     for row in range(rows):
         for g in range(n // group):
-            to, start = row * to_stride + g * group, row * stride + g * size
-            result = out[to : to + group]
-            target = total if summed else result
-            scale = scales[row * scales_stride + g]
-            if four:
-                _decode_int4(codes[start : start + size], scale, target)
+            result = out[row * to_stride + g * group : row * to_stride + (g + 1) * group]
+            start, scale = row * stride + g * size, scales[row * scales_stride + g]
+            if not summed:
+                _decode(four, codes[start : start + size], scale, result)
+                continue
+            _decode(four, codes[start : start + size], scale, total)
+            for peer in range(row + 1, row + peers):
+                start, scale = peer * stride + g * size, scales[peer * scales_stride + g]
+                _add_decoded(four, codes[start : start + size], scale, total)
+            if rotated:
+                _rotate(total, factor, result)
             else:
-                _decode_int8(codes[start : start + size], scale, target)
-            if summed:
-                for peer in range(row + 1, row + peers):
-                    start, scale = peer * stride + g * size, scales[peer * scales_stride + g]
-                    if four:
-                        _add_int4(codes[start : start + size], scale, total)
-                    else:
-                        _add_int8(codes[start : start + size], scale, total)
-                if rotated:
-                    _rotate(total, factor, result)
-                else:
-                    _scaled(total, factor, result)
+                _scaled(total, factor, result)
 
 
 def _quantizer(*flags):
@@ -468,14 +478,14 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:
-    _decode(codes, scales, 1, format, out, 1.0, summed=False)
+    _values(codes, scales, 1, format, out, 1.0, summed=False)
 
 
 def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, scale: float) -> None:
-    _decode(codes, scales, len(codes), format, out.unsqueeze(0), scale, summed=True)
+    _values(codes, scales, len(codes), format, out.unsqueeze(0), scale, summed=True)
 
 
-def _decode(
+def _values(
     codes: Tensor, scales: Tensor, peers: int, format: Format, out: Tensor, scale: float, *, summed: bool
 ) -> None:
     kernel = DEQUANTIZE[format.bits == 4, format.hadamard, summed or format.hadamard]
