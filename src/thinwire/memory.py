@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from thinwire.bucket import Layout, Piece, Shards
+from thinwire.bucket import Layout, Piece
 from thinwire.codecs.base import Codec
 from thinwire.collectives import Exchange
-from thinwire.comm import Comm
+from thinwire.comm import Comm, local
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
-from thinwire.methods.base import Method, Run, Step, local
+from thinwire.methods.base import Method, Run, Step
 from thinwire.plan import Plan
 from thinwire.road import Road
 from thinwire.state import State
+from thinwire.weights import Replica
 
 META = torch.device("meta")
 E = TypeVar("E", bound=Exchange)
@@ -160,14 +161,12 @@ def rehearse(layout: Layout, plans: Sequence[tuple[Method, Plan]], run: Run) -> 
         roads.append(Road(double, plan, exchange, Guard([], False), Ledger()))
     method, peak = roads[0].method, 0
     buffers = _buffers(layout, watch)
-    gathers: list[Shards] = []
     with torch.no_grad(), watch:
-        if method.encodes_weights and layout.comm is not None:
-            gathers = _gathers(layout, watch, kept=method.resident)
+        replicas = _replicas(layout, method, watch)
         for number in range(max(method.steady - 1, 0), method.steady + 3):
             watch.peak = watch.live
-            for shards in gathers:
-                method.gather(replace(shards, step=number))
+            for replica, out in replicas:
+                replica.gather(out, number)
             for flat, out, pieces in buffers:
                 for road in reversed(roads):
                     road.step = number
@@ -200,15 +199,16 @@ def _buffers(layout: Layout, watch: _Watch) -> list[tuple[Tensor, Tensor, tuple[
     return found
 
 
-def _gathers(layout: Layout, watch: _Watch, *, kept: bool) -> list[Shards]:
-    """The weights of every module on their way; ``kept``: in buffers that the engine has for the method's sake."""
-    assert layout.comm is not None
+def _replicas(layout: Layout, method: Method, watch: _Watch) -> list[tuple[Replica, Tensor]]:
+    """The weights of every module, and where they are gathered: in the engine's memory, unless the method needs it."""
+    if layout.comm is None or not method.encodes_weights:
+        return []
     comm, found = _Mute(layout.comm), []
-    for pieces, frozen, numel, dtype in layout.shards:
-        out = torch.empty(comm.size * numel, dtype=dtype, device=META)
-        if not kept:
-            watch.lend(out)
-        found.append(Shards(pieces, comm, out[comm.rank * numel : (comm.rank + 1) * numel], out, 0, frozen))
+    for shard in layout.shards:
+        replica = Replica(method, shard, comm, META)
+        found.append((replica, replica.allocate()))
+        if not replica.message.resident:
+            watch.lend(found[-1][1])
     return found
 
 

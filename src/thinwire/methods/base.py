@@ -10,15 +10,14 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from thinwire.bucket import Bucket, Shards, padded
+from thinwire.bucket import Bucket, Shard, padded
 from thinwire.codecs.base import Codec
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
+from thinwire.weights import Message
 
 if TYPE_CHECKING:
     from thinwire.state import State
@@ -127,7 +126,7 @@ class Method:
 
     * ``reduce(bucket, exchange)``: gradients. Compensate, choose a codec, exchange.
     * ``before_step(step)`` and ``after_step(step)``: around each optimizer step whose gradients were finite.
-    * ``gather(shards)``: weights, where the engine shards them.
+    * ``weight_message(shard, rank)``: weights, where the engine shards them.
 
     What it remembers between steps goes to ``self.state``, which forgets a step that turned out not to be finite.
 
@@ -302,19 +301,11 @@ class Method:
 
     @property
     def encodes_weights(self) -> bool:
-        """Does ``gather`` send anything but the weights themselves?"""
+        """Does anything but the weights themselves travel where the engine shards them?"""
         return False
 
-    @property
-    def resident(self) -> bool:
-        """Does what ``gather`` wrote last have to be there the next time? Costs a copy of the weights in memory."""
-        return False
-
-    def gather(self, shards: Shards, *, async_op: bool = False) -> dist.Work | None:
-        """``shards.out`` = everybody's ``shards.own`` of the weights; called only if ``encodes_weights``.
-
-        With ``async_op`` it may return a work instead, whose ``wait`` completes it. ``own`` lies in ``out``.
-        """
+    def weight_message(self, shard: Shard, rank: int) -> Message:
+        """What travels of a module's weights, of which ``rank`` owns ``shard``; called only if ``encodes_weights``."""
         raise NotImplementedError
 
     def weight_bytes(self, parameter: Parameter, ranks: int) -> float:
@@ -332,11 +323,6 @@ class Method:
 def columns_of(parameter: Parameter, exchange: Exchange, rows: int) -> int:
     """Values of ``parameter`` in one of a bucket's ``rows`` rows, before padding."""
     return parameter.local if exchange.owner else -(-parameter.local // rows)
-
-
-def local(weight: Tensor) -> Tensor:
-    """This rank's part of a parameter or of its moments: itself, or a DTensor's shard."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def refuse_scaled_apart(method: str, run: Run) -> None:

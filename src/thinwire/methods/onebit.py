@@ -38,6 +38,7 @@ from thinwire.bucket import Bucket, Segment, padded
 from thinwire.codecs.base import Codec
 from thinwire.codecs.sign import SCALES, Sign
 from thinwire.collectives import Exchange, mean_reduce_scatter
+from thinwire.comm import local
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import (
     SMALL,
@@ -50,7 +51,6 @@ from thinwire.methods.base import (
     columns_of,
     exempt_small,
     first_step,
-    local,
     refuse_scaled_apart,
 )
 
