@@ -328,8 +328,7 @@ def test_layout_and_scales():
     assert wire[0, :16].tolist() == [0, 0b11] + [0] * 14
     assert values[0, :32].tolist() == [0.5, -0.5, 0.5, 0.5, 0.5, -0.5] + [0.5] * 26
     assert not values[0, 32:96].isfinite().any() and (values[0, 96:] == 0).all()
-    codec = Sign(group=32, scale="rms")
-    codec.shares = torch.tensor([[1 / 26, 1 / 32, 1 / 32, 1.0]])
+    codec = Sign(group=32, scale="rms", shares=torch.tensor([[1 / 26, 1 / 32, 1 / 32, 1.0]]))
     codec.decode(codec.encode(rows, wire), values)
     assert values[0, :2].tolist() == [2.0, -2.0]
     with pytest.raises(ThinwireError, match="shares"):

@@ -14,7 +14,7 @@ from engines import build, train
 from independent4 import SCAPE as ScapePaper
 from test_ops_quant import needs_triton, run_python
 from thinwire import weights as replicas
-from thinwire.codecs.intquant import Int4, Int8
+from thinwire.codecs import Int4, Int8, Residual
 from thinwire.codecs.mask import MaskedIntegers
 from thinwire.errors import ThinwireError
 from thinwire.methods import SCAPE, resolve
@@ -140,7 +140,7 @@ def test_nothing_is_lost(topology, density, payload):
 @pytest.mark.parametrize("kind", [Int4, Int8])
 def test_quantized_values_at_a_mask_lose_nothing_either(kind):
     """decode(wire) + what is kept = values + what was kept; groups do not straddle parameters."""
-    draw, parts = torch.Generator().manual_seed(0), [(3, 40), (5, 7), (2, 128)]
+    draw, parts = torch.Generator().manual_seed(0), ((3, 40), (5, 7), (2, 128))
     rows, old = (torch.randn(2, 640, generator=draw) for _ in range(2))
     words, column = torch.zeros((2, 10), dtype=torch.int64), 0
     for width, k in parts:
@@ -149,8 +149,8 @@ def test_quantized_values_at_a_mask_lose_nothing_either(kind):
         column += width
     new = torch.full_like(old, torch.nan)
     codec = MaskedIntegers(words, parts, kind(64))
-    codec.residual = old, new
-    wire = codec.encode(rows, torch.empty((2, codec.wire_numel(640)), dtype=torch.uint8))
+    wire = torch.empty((2, codec.wire_numel(640)), dtype=torch.uint8)
+    codec.encode(rows, wire, residual=Residual(old, new))
     assert codec.wire_numel(640) == kind(64).wire_numel(64 + 64 + 128)
     decoded = codec.decode(wire, torch.full_like(rows, torch.nan))
     assert torch.allclose(decoded + new, rows + old, atol=1e-6)

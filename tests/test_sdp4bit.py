@@ -154,10 +154,10 @@ def test_a_shifted_lattice_is_unbiased_and_within_half_a_level():
     """QSDP's weights: over the shift errors are uniform in half a level; zeros and NaN stay."""
     rows = torch.randn(2, 2048, generator=torch.Generator().manual_seed(0))
     rows[0, :1024] = 0
-    codec, total, shifts = ShiftedInt8(1024), torch.zeros(2, 2048), torch.linspace(-0.5, 0.5, 257)[:-1]
+    total, shifts = torch.zeros(2, 2048), torch.linspace(-0.5, 0.5, 257)[:-1]
     level = rows.view(2, 2, 1024).abs().amax(2, keepdim=True) / 126.5
     for shift in shifts:
-        codec.shift = float(shift)
+        codec = ShiftedInt8(1024, float(shift))
         wire = codec.encode(rows, torch.empty((2, codec.wire_numel(2048)), dtype=torch.uint8))
         decoded = codec.decode(wire, torch.full_like(rows, torch.nan))
         off = (decoded - rows).view(2, 2, 1024)
@@ -270,7 +270,7 @@ def test_bits_per_value_of_a_125m_model():
         shard = -(-weight.shape[0] // 16) * math.prod(weight.shape[1:])
         values += shard
         for i, codec in enumerate(codecs):
-            exact[i] += shard * (codec.bits + 32 / codec.per_scale)
+            exact[i] += shard * (codec.bits + 32 / codec.group)
             group = method.weight_group if i == 0 else method.granule
             padded[i] += 8 * codec.wire_bytes(-(-shard // group) * group)
     assert [round(bits / values, 3) for bits in exact] == [4.016, 4.25, 8.25]

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from thinwire.bucket import Layout, Piece
-from thinwire.codecs.base import Codec
 from thinwire.collectives import Exchange
 from thinwire.comm import Comm, local
 from thinwire.guard import Guard
@@ -69,7 +68,7 @@ def _tensors(thing: object, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors(value, seen)
     elif isinstance(thing, Run | Comm | Ledger | type):
         return
-    elif isinstance(thing, Method | Codec) or type(thing).__module__.startswith("thinwire."):
+    elif isinstance(thing, Method) or type(thing).__module__.startswith("thinwire."):
         yield from _tensors(getattr(thing, "__dict__", {}), seen)
 
 
@@ -155,7 +154,7 @@ def rehearse(layout: Layout, plans: Sequence[tuple[Method, Plan]], run: Run) -> 
     roads = []
     for method, plan in plans:
         exchange, double = _muted(plan.exchange), replace(method)
-        double.intra_codec = copy.deepcopy(method.intra_codec)
+        double.intra_codec = method.intra_codec
         double.state = _State(method.offloads, None if on_cpu else watch)
         double.begin(replace(run, exchange=exchange, weights=weights, optimizers=optimizers))
         roads.append(Road(double, plan, exchange, Guard([], False), Ledger()))

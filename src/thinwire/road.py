@@ -98,8 +98,7 @@ class Road:
     def _forget(self, names: set[str]) -> None:
         """Free what is kept for older compositions with any of these parameters: DDP rebuilds its buckets once."""
         for key in [key for key in self._parts if names & {piece.name for piece in key[0]}]:
-            for method, bucket in self._parts.pop(key):
-                method.forget(bucket)
+            del self._parts[key]
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
         if method.native:  # the buffer goes out as it is

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from thinwire.bound import Bound
-from thinwire.codecs.intquant import Integers
 from thinwire.collectives import TwoLevel
 from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError, ThinwireWarning
@@ -124,7 +123,7 @@ def _inside(engine: DDP | FSDP2, method: Method, intra: Method | str | None) -> 
         raise ThinwireError("intra= is for HSDP, or two_level=True on several nodes of several ranks")
     if intra is not None and type(method.intra()) is not Method:
         raise ThinwireError(f"{method.name} has a hop inside the node of its own: set intra_bits instead")
-    random = isinstance(found.codec, Integers) and found.codec.rounding == "stochastic"
+    random = found.codec is not None and found.codec.draws
     if found.keeps_state or not found.rank_equal or found.encodes_weights or (intra is not None and random):
         raise ThinwireError(f"intra={intra}: takes a method without state, such as dense, bf16, fp8 or int8")
     if two:

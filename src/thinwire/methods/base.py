@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.bucket import Bucket, Shard, padded
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, Residual
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
@@ -279,12 +279,6 @@ class Method:
     def finish(self) -> None:
         """Wait for what the method has under way between steps; called before its state is read."""
 
-    def forget(self, bucket: Bucket) -> None:
-        """``bucket`` will not come again. What a method keeps by bucket is in dicts with the bucket's ``key``."""
-        for kept in vars(self).values():
-            if isinstance(kept, dict):
-                kept.pop(bucket.key, None)
-
     @property
     def steady(self) -> int:
         """The first optimizer step that is like all that follow: neither start nor warm-up."""
@@ -404,8 +398,7 @@ class Lossy(Method):
         residual = None
         if self.error_feedback:
             assert self.state is not None
-            bucket.rows.add_(self.state.read("residual", bucket))
-            residual = self.state.write("residual", bucket)
+            residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
         exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual, intra=self.intra_codec)
 
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from thinwire.bucket import Bucket
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.dct import DctTopK
 from thinwire.collectives import Exchange
 from thinwire.comm import local
@@ -80,7 +80,7 @@ class DeMo(ErrorFeedback):
         assert self.state is not None
         bucket.rows.add_(self.state.read("momentum", bucket), alpha=self.beta)
         rest = self.state.write("momentum", bucket)
-        exchange.mean(bucket, self.codec, residual=rest)
+        exchange.mean(bucket, self.codec, residual=Residual(None, rest))
         bucket.clear_padding(rest)  # nobody reads it: no coefficients for its errors, and saved states do not hold it
 
     def before_step(self, step: Step) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from thinwire.bucket import Bucket
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Int4
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
@@ -53,8 +53,7 @@ class LoCo(ErrorFeedback):
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.state is not None
         old, new = self.state.read("error", bucket), self.state.write("error", bucket)
-        bucket.rows.add_(old)
-        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=new)
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=Residual(old, new))
         if self.reset and (bucket.step + 1) % self.reset == 0:
             new.zero_()
         elif self.beta:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from thinwire.bucket import Bucket, padded
+from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
 from thinwire.comm import local
@@ -73,8 +74,6 @@ class Radius(ErrorFeedback):
             raise ThinwireError(f"radius: T is a number of steps, 1 or more, got {self.T}")
         if not 0 < self.residual_scale <= 1:
             raise ThinwireError(f"radius: residual_scale is a share, above 0 and up to 1, got {self.residual_scale}")
-        self._codecs: dict[object, Masked] = {}
-        self._parts: dict[object, tuple[Tensor | None, ...]] = {}  # the masks that a codec was put together from
         self._before: dict[str, Tensor] = {}
 
     @property
@@ -97,9 +96,7 @@ class Radius(ErrorFeedback):
             torch.mul(old, 1 - self.residual_scale, out=new)  # l. 10
             exchange.mean(bucket)  # l. 9
         else:  # l. 13-17
-            codec = self._codec(bucket, exchange)
-            codec.residual = (old, new)
-            exchange.mean(bucket, codec)
+            exchange.mean(bucket, self._codec(bucket, exchange), residual=Residual(old, new))
 
     def after_step(self, step: Step) -> None:
         """At a resample step: the mask of the next T steps, from the direction that the optimizer took (l. 21-24)."""
@@ -187,20 +184,15 @@ class Radius(ErrorFeedback):
         return exchange.share(words)
 
     def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked:
-        """The bucket's codec, with the masks of its segments side by side, put together once per resample."""
+        """For the masks of the bucket's segments side by side, put together once per resample."""
         assert self.state is not None
-        parts = tuple(self.state.get("mask", segment.name) for segment in bucket.segments)
-        for segment, part in zip(bucket.segments, parts, strict=True):
-            if part is None:
-                raise ThinwireError(f"radius: {segment.name} has no mask: the optimizer does not hold it")
-        codec = self._codecs.get(bucket.key)
-        if codec is None:
-            k = sum(self._k(segment.span) for segment in bucket.segments)
-            words = torch.zeros((len(bucket.rows), bucket.shape[1] // WORD), dtype=torch.int64, device=bucket.device)
-            codec = self._codecs[bucket.key] = Masked(words, k, owner_row=exchange.rank if exchange.owner else None)
-        if any(a is not b for a, b in zip(self._parts.get(bucket.key, (None,) * len(parts)), parts, strict=True)):
+        parts = [self.state.get("mask", segment.name) for segment in bucket.segments]
+
+        def joined() -> Tensor:
             for segment, part in zip(bucket.segments, parts, strict=True):
-                assert part is not None
-                codec.words[:, segment.groups(WORD)].copy_(part)
-            self._parts[bucket.key] = parts
-        return codec
+                if part is None:
+                    raise ThinwireError(f"radius: {segment.name} has no mask: the optimizer does not hold it")
+            return torch.cat([part for part in parts if part is not None], 1)
+
+        k = sum(self._k(segment.span) for segment in bucket.segments)
+        return Masked(bucket.once("mask", joined, *parts), k, owner_row=exchange.rank if exchange.owner else None)

@@ -28,13 +28,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire.bucket import Bucket, Piece, Segment, Shard, padded
-from thinwire.codecs.intquant import Int4, Int8, Integers
+from thinwire.codecs.base import Residual
+from thinwire.codecs.intquant import Integers
 from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.collectives import Exchange
 from thinwire.comm import Work, local
@@ -120,9 +122,6 @@ class SCAPE(Method):
         self.used: dict[str, tuple[int, Tensor | None, int]] = {}
         self._chosen: dict[str, int] = {}  # the step for whose density a parameter's mask was chosen
         self.keep: dict[str, float] = {}  # what the last step left of a weight off the mask
-        self._codecs: dict[object, Masked | MaskedIntegers] = {}
-        # The masks that a codec was put together from, None for all ones, and how many values each has in a row.
-        self._parts: dict[object, tuple[tuple[Tensor | None, int], ...]] = {}
         self._given: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
         self._clipped: dict[object, tuple[Bucket, Tensor]] = {}  # this step's gradients, before they were clipped
         self._send: Tensor | None = None  # the masks that this rank has chosen for the next step
@@ -191,11 +190,7 @@ class SCAPE(Method):
                 for segment, at, words in self._segments(bucket, self._words(bucket, exchange, codec)):
                     moments.take(bucket.rows[0, at], self._moment(segment), words, self.beta1)
         waits = self.state.write("residual", bucket)
-        if codec is not None:
-            codec.residual = None, waits  # l. 11-12
-        else:
-            waits.zero_()
-        exchange.mean(bucket, codec)  # l. 13-14
+        exchange.mean(bucket, codec, residual=Residual(None, waits))  # l. 11-14
         self.state.put_back("residual", bucket)
         with exchange.span("decode", bucket.rows):
             self._settle(bucket, exchange, codec)  # l. 16-17
@@ -427,42 +422,34 @@ class SCAPE(Method):
                 positions[k:].zero_()  # the padding travels and is saved
 
     def _quantizer(self) -> Integers | None:
-        """Of the payload; a new one each time, because a codec keeps scratch memory."""
-        kinds: dict[str, type[Integers]] = {"int8": Int8, "int4": Int4}
-        return kinds[self.payload](WORD) if self.payload in kinds else None
+        """Of the payload."""
+        bits = {"int8": 8, "int4": 4}.get(self.payload)
+        return None if bits is None else Integers(WORD, bits)
 
     def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked | MaskedIntegers | None:
-        """The bucket's codec with the masks of its segments side by side; None while they are all ones."""
+        """For the masks of the bucket's segments side by side; None while they are all ones."""
         assert self.state is not None
         found = [self.state.get("mask", segment.name) for segment in bucket.segments]
         if all(part is None for part in found):
             return None
-        counts = [
-            segment.span if part is None else self._k(segment.span, self._chosen_for(segment.name))
-            for segment, part in zip(bucket.segments, found, strict=True)
-        ]
-        parts, before = tuple(zip(found, counts, strict=True)), self._parts.get(bucket.key)
-        codec = self._codecs.get(bucket.key)
-        if codec is None or before is None or [count for _, count in before] != counts:
-            if codec is not None:
-                bucket.forget(codec)
-            codec, before = self._make_codec(bucket, exchange, counts), None
-            self._codecs[bucket.key] = codec
-        for i, (segment, (part, count)) in enumerate(zip(bucket.segments, parts, strict=True)):
-            if before is None or before[i][0] is not part:
-                self._unfold(part, count, segment, codec.words[:, segment.groups(WORD)])
-        self._parts[bucket.key] = parts
-        return codec
-
-    def _make_codec(self, bucket: Bucket, exchange: Exchange, counts: list[int]) -> Masked | MaskedIntegers:
-        """For ``counts`` values at the masks of the bucket's segments."""
-        words = torch.zeros((len(bucket.rows), bucket.shape[1] // WORD), dtype=torch.int64, device=bucket.device)
+        words = bucket.buffer("mask", (bucket.shape[0], bucket.shape[1] // WORD), torch.int64)
+        counts = [self._count(segment) for segment in bucket.segments]
+        for segment, part, count in zip(bucket.segments, found, counts, strict=True):
+            at = words[:, segment.groups(WORD)]
+            bucket.once(("mask", segment.name), partial(self._unfold, part, count, segment, at), part, count)
         owner, quantizer = exchange.rank if exchange.owner else None, self._quantizer()
         if quantizer is None:
             dtype = torch.float32 if self.payload == "fp32" else torch.bfloat16
             return Masked(words, sum(counts), owner_row=owner, dtype=dtype)
         widths = [segment.width // WORD for segment in bucket.segments]
-        return MaskedIntegers(words, list(zip(widths, counts, strict=True)), quantizer, owner_row=owner)
+        return MaskedIntegers(words, tuple(zip(widths, counts, strict=True)), quantizer, owner_row=owner)
+
+    def _count(self, segment: Segment) -> int:
+        """Values at the mask in one of the bucket's rows."""
+        assert self.state is not None
+        if self.state.get("mask", segment.name) is None:
+            return segment.span
+        return self._k(segment.span, self._chosen_for(segment.name))
 
     def _unfold(self, mask: Tensor | None, count: int, segment: Segment, words: Tensor) -> None:
         """``words`` (R, w) = the bits of ``mask`` as it was gathered; None: all of the parameter's values."""
@@ -481,11 +468,10 @@ class SCAPE(Method):
         given = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
         if exchange.owner:
             common, waits = self.state.read("common", bucket, rows=1), self.state.write("common", bucket, rows=1)
-        for i, (segment, at, words) in enumerate(self._segments(bucket, self._words(bucket, exchange, codec))):
+        for segment, at, words in self._segments(bucket, self._words(bucket, exchange, codec)):
             moment = self._moment(segment)
             masks_of_all = None if codec is None else codec.words[:, segment.groups(WORD)]
-            count = segment.span if codec is None else self._parts[bucket.key][i][1]
-            self.used[segment.name] = bucket.step, masks_of_all, count
+            self.used[segment.name] = bucket.step, masks_of_all, self._count(segment)
             if exchange.owner:
                 moments.rejoin(bucket.mean[0, at], common[0, at], moment, words, self.beta1, waits[0, at])
             self._given[segment.name] = given[0, segment.start : segment.start + moment.numel()]

@@ -31,12 +31,12 @@ from torch import Tensor
 from thinwire.bucket import Bucket, Piece, Shard, padded
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
-from thinwire.codecs.hadamard import HadamardInt4, HadamardInt8
-from thinwire.codecs.intquant import ROUNDINGS, Int4, Int8, Integers, ShiftedInt8
+from thinwire.codecs.grouped import GroupedBytes
+from thinwire.codecs.intquant import ROUNDINGS, Integers, ShiftedInt8
 from thinwire.collectives import Exchange, TwoLevel
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import SMALL, Method, Parameter, check_smallest, exempt_small
-from thinwire.streams import seed_of
+from thinwire.streams import Seeds, seed_of
 from thinwire.weights import Message
 
 WEIGHTS = ("difference", "plain", "dense")
@@ -102,25 +102,23 @@ class SDP4Bit(Method):
         self.intra_codec = self._gradients(self.intra_bits)
         self._weight_codec = self.make_weight_codec()
         self._messages: dict[tuple[str, ...], _Quantized] = {}  # by module
-        self._bits: dict[object, tuple[int, int, int]] = {}  # of each bucket: bits inside and across, values
+        self._bits: dict[str, tuple[int, int, int]] = {}  # of each parameter: bits inside and across, values
 
     def make_codec(self) -> Codec:
         return self._gradients(self.bits)
 
-    def make_weight_codec(self) -> Integers:
-        """One for each module's weights, whose gathers overlap."""
+    def make_weight_codec(self, shift: float = 0.0) -> GroupedBytes:
+        """``shift``: of a gathering's lattice, with weight_rounding="shift"."""
         if self.weight_rounding == "shift":
-            return ShiftedInt8(self.weight_group)
-        return (Int4 if self.weight_bits == 4 else Int8)(self.weight_group, self.weight_rounding)
+            return ShiftedInt8(self.weight_group, shift)
+        return Integers(self.weight_group, self.weight_bits, rounding=self.weight_rounding)
 
     def _gradients(self, bits: int) -> Codec:
         if bits in (16, 32):
             return Bf16() if bits == 16 else Fp32()
-        kinds: dict[tuple[int, bool], type[Integers]]
-        kinds = {(4, False): Int4, (8, False): Int8, (4, True): HadamardInt4, (8, True): HadamardInt8}
-        if (bits, self.hadamard) not in kinds:
+        if bits not in (4, 8):
             raise ThinwireError(f"{self.name}: bits and intra_bits are 4, 8, 16 or 32, got {bits}")
-        return kinds[bits, self.hadamard](self.group, self.rounding)
+        return Integers(self.group, bits, self.hadamard, self.rounding)
 
     def intra(self) -> SDP4Bit:
         return replace(self, bits=self.intra_bits, weights="dense")
@@ -140,18 +138,22 @@ class SDP4Bit(Method):
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.run is not None
-        codec, where = self.codec_on(exchange), type(exchange).__name__  # HSDP has two exchanges, each calls this
-        for hop, of in enumerate((self.intra_codec, codec)):
-            if isinstance(of, Integers):
-                of.streams = [
-                    (part.start, part.start + part.width,
-                     seed_of(self.run.seed, f"{where}/{hop}/{self.run.rank}/{part.name}", bucket.step))
-                    for part in bucket.segments
-                ]  # fmt: skip
-        assert self.intra_codec is not None
-        bits = [8 * len(bucket.rows) * of.wire_bytes(bucket.shape[1]) for of in (self.intra_codec, codec)]
-        self._bits[bucket.key] = bits[0], bits[1], sum(segment.piece.numel for segment in bucket.segments)
-        exchange.mean(bucket, codec, on_wire=self.on_wire, intra=self.intra_codec)
+        intra, codec = self.intra_codec, self.codec_on(exchange)
+        assert intra is not None
+        for part in bucket.segments:
+            first, second = (8 * len(bucket.rows) * of.wire_bytes(part.width) for of in (intra, codec))
+            self._bits[part.name] = first, second, part.piece.numel
+        seeds = [self._seeds(bucket, exchange, hop) if of.draws else None for hop, of in enumerate((intra, codec))]
+        exchange.mean(bucket, codec, on_wire=self.on_wire, seed=seeds[1], intra=intra, intra_seed=seeds[0])
+
+    def _seeds(self, bucket: Bucket, exchange: Exchange, hop: int) -> Seeds:
+        assert self.run is not None
+        # HSDP has two exchanges, each of which comes here
+        stream = f"{type(exchange).__name__}/{hop}/{self.run.rank}"
+        return Seeds(tuple(
+            (part.start, part.start + part.width, seed_of(self.run.seed, f"{stream}/{part.name}", bucket.step))
+            for part in bucket.segments
+        ))  # fmt: skip
 
     @property
     def encodes_weights(self) -> bool:
@@ -193,8 +195,9 @@ class _Quantized(Message):
         assert method.run is not None
         self.resident = method.weights == "difference"
         self.bits = self.values = 0
-        self._codec, self._seed = method.make_weight_codec(), method.run.seed
+        self._make_codec, self._seed = method.make_weight_codec, method.run.seed
         self._rank, self._module = rank, shard.names
+        self._codec = method.make_weight_codec()  # of the last message
         encoded = [piece for piece in shard.pieces if method.keep_dense(method.run.parameters[piece.name]) is None]
         kept = [piece for piece in shard.pieces if piece not in encoded]
         kept += [] if self.resident else shard.frozen
@@ -212,14 +215,7 @@ class _Quantized(Message):
 
     def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
         """d = Q(w - r), or Q(w) (Alg. 4, l. 7)."""
-        codec = self._codec
-        if isinstance(codec, ShiftedInt8):
-            codec.shift = seed_of(self._seed, f"shift/{self._module}", step) / 2**63 - 0.5
-        codec.streams = [
-            (first, first + padded(piece.numel, codec.group),
-             seed_of(self._seed, f"weights/{self._rank}/{piece.name}", step))
-            for piece, first in self._encoded
-        ]  # fmt: skip
+        self._codec = self._make_codec(seed_of(self._seed, f"shift/{self._module}", step) / 2**63 - 0.5)
         values = torch.zeros((1, self._width), device=own.device)  # float32
         for piece, first in self._encoded:
             target = values[0, first : first + piece.numel]
@@ -229,11 +225,20 @@ class _Quantized(Message):
                 torch.sub(own[piece.columns], held[piece.columns], out=target)
         message = torch.zeros(self._length, dtype=torch.uint8, device=own.device)
         if self._encoded:
-            codec.encode(values, message[: self._head].view(1, -1))
+            self._codec.encode(values, message[: self._head].view(1, -1), seed=self._seeds(step))
         for piece, at in self._kept:
             message[at].view(own.dtype).copy_(own[piece.columns])
         self.bits, self.values = 8 * len(message), sum(piece.numel for piece, _ in (*self._encoded, *self._kept))
         return message
+
+    def _seeds(self, step: int) -> Seeds | None:
+        if not self._codec.draws:
+            return None
+        return Seeds(tuple(
+            (first, first + padded(piece.numel, self._codec.group),
+             seed_of(self._seed, f"weights/{self._rank}/{piece.name}", step))
+            for piece, first in self._encoded
+        ))  # fmt: skip
 
     def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
         """r += d, at the owner too (l. 8), or r = Q(w)."""
