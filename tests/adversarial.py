@@ -29,7 +29,7 @@ from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Run, Step
 from thinwire.state import State
-from thinwire.testing import LockStep, Shapes, bucket_for, exchange_on, parameters_for
+from thinwire.testing import LockStep, Shapes, bucket_for, exchange_on, parameters_for, plan_of
 
 Random = np.random.Generator
 AGAIN = 3
@@ -473,7 +473,7 @@ class VirtualRank:
 
     def plan(self) -> float:
         """Bytes of a step that the method announces."""
-        return sum(self.method.sent_bytes(parameter, self.exchange) for parameter in self.parameters.values())
+        return plan_of(self.method, self.parameters.values(), self.exchange).wire_bytes
 
 
 def _optimizer(kind: str, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:

@@ -18,8 +18,6 @@ METHODS = [
     "dense", "fp32", "bf16", "bf16-acc32", "int8(smallest=100)", "fp8(smallest=100)",
     "int8(smallest=100, error_feedback=True)", "bf16-acc32(error_feedback=True)",
 ]  # fmt: skip
-FLAG_BYTES = 8
-"""The guard's flag: 4 bytes, all-reduced once per mesh dimension."""
 
 
 def _dense(rank, world, kind):
@@ -72,10 +70,11 @@ def test_methods_train_alike_and_send_what_the_plan_says(kind, world):
             # Logits of a small net after 8 steps of lr 3e-3: an 8-bit wire moves the loss in the fourth digit.
             assert what["apart"] < (5e-3 if "8" in method else 1e-3), method
             assert what["equal"], method
-            assert 0 <= what["surprise"] <= FLAG_BYTES, method
+            assert abs(what["surprise"]) < 1e-6, method  # to the byte; parts of a ring are no whole bytes
             assert what["exposed"] > 0
         # On HSDP the hop inside the node stays dense: 2 ranks send twice as much there as across, on gloo.
-        assert found["bf16"]["share"] == pytest.approx(0.5 if kind != "hsdp" else 5 / 6)
+        # The flag of 4 bytes comes on top.
+        assert found["bf16"]["share"] == pytest.approx(0.5 if kind != "hsdp" else 5 / 6, rel=1e-3)
         assert found["int8(smallest=100)"]["share"] < (0.4 if kind != "hsdp" else 0.8)
 
 
@@ -257,7 +256,7 @@ def test_accumulation_exchanges_once_per_step(kind, world):
     for dense, int8 in ranks.run(_accumulate, world, kind):
         assert dense[0]
         assert int8[1] < 0.02
-        assert all(0 <= surprise <= FLAG_BYTES for *_, surprise in (dense, int8))
+        assert all(abs(surprise) < 1e-6 for *_, surprise in (dense, int8))
 
 
 def _sizes(rank, world, kind):
@@ -359,7 +358,7 @@ def test_the_hop_inside_a_node_may_be_cheap_too(kind, options):
         (dense, *_), (_, _, _, before) = found[0], found[0]
         for loss, equal, surprise, _ in found:
             assert equal and abs(loss - dense) < 0.02
-            assert 0 <= surprise <= 2 * FLAG_BYTES
+            assert abs(surprise) < 1e-6
         assert found[1][3] < 0.5 * before
 
 

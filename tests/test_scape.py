@@ -177,14 +177,14 @@ def test_bytes_are_the_plans(topology, knobs):
 
 def _planned(topology, size, knobs):
     from thinwire.ledger import Ledger
-    from thinwire.testing import Threads, exchange_on, parameters_for
+    from thinwire.testing import Threads, exchange_on, parameters_for, plan_of
 
     method = SCAPE(smallest=0, send=("*",), warmup=3, **knobs)
     exchange = exchange_on(topology, Threads(size), 0, Ledger())
     parameters = parameters_for(exchange, SHAPES)
     weights = {name: torch.nn.Parameter(torch.zeros(p.local)) for name, p in parameters.items()}
     method.begin(Run(parameters, exchange, 12, 0, (AdamS(weights.values()),), weights))
-    return sum(method.sent_bytes(parameter, exchange) for parameter in parameters.values())
+    return plan_of(method, parameters.values(), exchange).wire_bytes
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

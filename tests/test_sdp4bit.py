@@ -25,7 +25,7 @@ from thinwire.methods import SDP4Bit, ZeROPP, resolve
 from thinwire.methods.base import Run
 from thinwire.plan import describe
 from thinwire.state import State
-from thinwire.testing import ThreadComm, Threads, exchange_on, parameters_for, reduce_on_threads
+from thinwire.testing import ThreadComm, Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 from thinwire.train.models import PRESETS, Decoder
 from thinwire.weights import Replica
 
@@ -100,7 +100,9 @@ def weights_on_threads(method_of, masters, *, size: int, steps: int, asks: int =
         for name, count in zip(names, sizes, strict=True):
             pieces.append(Piece(name, column, count))
             column += count
-        replica, found = Replica(method, Shard(tuple(pieces), (), n, torch.float32), comm, torch.device("cpu")), []
+        shard = Shard(tuple(pieces), (), n, torch.float32)
+        message, found = method.weight_message(shard, rank), []
+        replica = Replica(message, method.state, shard, comm, torch.device("cpu"))
         for step in range(steps):
             for _ in range(asks):
                 out = replica.allocate()
@@ -251,7 +253,7 @@ def test_bytes_are_the_plans(topology, size, per_node, knobs):
     )  # fmt: skip
     exchange = exchange_on(topology, Threads(size), 0, Ledger(), per_node)
     method = SDP4Bit(send=("*",), **knobs)
-    planned = sum(method.sent_bytes(p, exchange) for p in parameters_for(exchange, shapes).values())
+    planned = plan_of(method, parameters_for(exchange, shapes).values(), exchange).wire_bytes
     assert all(step["bytes"].item() == planned for rank in results for step in rank)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from thinwire.bucket import Piece, Shard
 from thinwire.comm import Work
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
-from thinwire.methods.base import Method
 from thinwire.state import State
 from thinwire.testing import ThreadComm, Threads
 from thinwire.weights import Message, Replica
@@ -63,25 +61,14 @@ class Exact(Alone):
         return since == step - 1
 
 
-class Sends(Method):
-    encodes_weights: ClassVar[bool] = True  # type: ignore[assignment]
-
-    def __init__(self, kind: type[Alone], state: State | None = None) -> None:
-        super().__init__()
-        self.kind, self.state = kind, state or State()
-
-    def weight_message(self, shard: Shard, rank: int) -> Message:
-        return self.kind()
-
-
 class Rank:
     """One rank's weights, an optimizer that moves them, and what each gather sent."""
 
     def __init__(self, world: Threads, rank: int, kind: type[Alone], *, pieces=PIECES, state: State | None = None):
-        self.ledger, self.method, self.version = Ledger(), Sends(kind, state), 0
+        self.ledger, self.state, self.version = Ledger(), state or State(), 0
         self.comm = ThreadComm(world, rank, self.ledger)
         shard = Shard(pieces, () if pieces else PIECES, N, torch.float32)
-        self.replica = Replica(self.method, shard, self.comm, CPU, lambda: self.version)
+        self.replica = Replica(kind(), self.state, shard, self.comm, CPU, lambda: self.version)
         self.master = torch.arange(float(N)) - rank
 
     def moves(self, by: float) -> None:
@@ -105,7 +92,7 @@ class Rank:
             self.master -= 3.0
             self.replica.changed = True
         elif what == "l":
-            self.method.state.load_state_dict(self.method.state.state_dict())
+            self.state.load_state_dict(self.state.state_dict())
         else:
             return self.gathers(step, unsettled=what == "u")
         return None
@@ -183,7 +170,7 @@ def test_a_saved_row_is_gone_on_with():
         one = Rank(world, rank, Follows)
         for event in ["g0", "o", "g1", "o", "g2"]:
             one.does(event)
-        saved, state = one.method.state.state_dict(), State()
+        saved, state = one.state.state_dict(), State()
         state.load_state_dict(saved)
         other = Rank(world, rank, Follows, state=state)
         other.master.copy_(one.master)
@@ -201,7 +188,7 @@ def test_a_saved_row_is_gone_on_with():
 
     keys = ["=replica step/a", "=replica step/b", "=replica/a", "=replica/b"]
     assert world.run(body) == [keys] * SIZE
-    assert not any(Rank(Threads(1), 0, kind).method.state.state_dict() for kind in (Exact, Alone))
+    assert not any(Rank(Threads(1), 0, kind).state.state_dict() for kind in (Exact, Alone))
 
 
 @pytest.mark.parametrize("peers", [1, 2, 8])

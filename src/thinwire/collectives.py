@@ -16,8 +16,9 @@ divides it by N again). So the sum over ranks of input + old - new is N times th
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -26,8 +27,9 @@ from torch import Tensor
 
 from thinwire.bucket import Bucket, Rows
 from thinwire.codecs.base import Codec, Residual, Space
-from thinwire.comm import Comm, Work
+from thinwire.comm import Comm, CountingComm, Work
 from thinwire.errors import ThinwireError
+from thinwire.ledger import Ledger
 from thinwire.streams import Seeds
 
 
@@ -165,16 +167,6 @@ def mean_reduce_scatter(
         _sum_of_peers(comm, bucket, wire, codec, mean[0], 1 / comm.size)
 
 
-def _all_reduce_bytes(comm: Comm, row_bytes: float, rows: int, on_wire: bool) -> float:
-    peers = comm.size - 1
-    return 2 * peers / comm.size * rows * row_bytes if on_wire else 2 * peers * row_bytes
-
-
-def _reduce_scatter_bytes(comm: Comm, row_bytes: float, on_wire: bool) -> float:
-    twice = 2 if on_wire and comm.reduce_scatter_is_all_reduce else 1
-    return twice * (comm.size - 1) * row_bytes
-
-
 class Exchange(ABC):
     """A topology, handed to the method by the engine: a method is written once and does not ask which it is.
 
@@ -183,13 +175,31 @@ class Exchange(ABC):
         owner: this rank keeps one row of the result only.
     """
 
-    rows: int
     owner: bool = False
+
+    @property
+    @abstractmethod
+    def rows(self) -> int: ...
 
     @property
     def one_node(self) -> bool:
         """Are all ranks on one node, so that nothing crosses a slow link?"""
         return len(set(self._group().nodes)) == 1
+
+    def on(self, double: Callable[[Comm], Comm]) -> Exchange:
+        """The same topology on ``double`` of each of its groups."""
+        found = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Comm):
+                setattr(found, name, double(value))
+        return found
+
+    def dense_bytes(self, numel: int, dtype: torch.dtype) -> float:
+        """Bytes that one rank sends for ``numel`` values of an engine's buffer that goes out as it is."""
+        ledger, rows = Ledger(), self.rows if self.owner else 1
+        values = torch.empty((rows, numel // rows), dtype=dtype, device="meta")
+        self.on(lambda comm: CountingComm.like(comm, ledger)).mean(_Bare(values, values[:1] if self.owner else values))
+        return sum(ledger.now.bytes.values())
 
     def bucket_rows(self, on_wire: bool) -> int:
         """How many rows a bucket needs here, if the network sums (``on_wire``) or the ranks do."""
@@ -198,7 +208,7 @@ class Exchange(ABC):
     @abstractmethod
     def mean(
         self,
-        bucket: Bucket,
+        bucket: Rows,
         codec: Codec | None = None,
         *,
         on_wire: bool = True,
@@ -223,23 +233,6 @@ class Exchange(ABC):
         mean_reduce_scatter(self._group(), stage, codec, on_wire=False, residual=residual)
         return mean
 
-    @abstractmethod
-    def sent_bytes(
-        self,
-        row_bytes: float,
-        dense_row_bytes: float,
-        rows: int,
-        *,
-        on_wire: bool,
-        linear: bool = True,
-        intra: Codec | None = None,
-    ) -> float:
-        """Bytes that one rank sends for ``rows`` rows of ``row_bytes`` encoded, ``dense_row_bytes`` as they are.
-
-        ``on_wire``: the network sums a linear codec (or none); everybody sums those of one that is not ``linear``.
-        ``intra``: as for ``mean``.
-        """
-
     def span(self, kind: str, tensor: Tensor) -> AbstractContextManager[None]:
         """Count what a method does itself to ``tensor`` as ``kind`` ("encode" or "decode") in the ledger."""
         return self._group().ledger.span(kind, tensor)
@@ -259,10 +252,6 @@ class Exchange(ABC):
         """``out`` (N, m) = everybody's ``row`` (m,). With ``async_op``, wait for the work before reading it."""
         return self._group().all_gather(out, row, async_op=async_op)
 
-    def gather_bytes(self, nbytes: float) -> float:
-        """Bytes that one rank sends for a ``gather`` of ``nbytes``."""
-        return (self._group().size - 1) * nbytes
-
     def all_mean(self, values: Tensor) -> Tensor:
         """``values`` (any shape, float32) = their mean over all ranks, in place, the same bits on every rank."""
         _dense_all_reduce(self._group(), values, "before")
@@ -271,14 +260,6 @@ class Exchange(ABC):
     def all_max(self, values: Tensor) -> Tensor:
         """``values`` (any shape, float32) = their maximum over all ranks, in place."""
         return self._group().all_reduce(values, "max")
-
-    def union_bytes(self, nbytes: float) -> float:
-        """Bytes that one rank sends for the ``union``, ``all_mean`` or ``all_max`` of ``nbytes``."""
-        return _all_reduce_bytes(self._group(), nbytes, 1, True)
-
-    def share_bytes(self, nbytes: float) -> float:
-        """Bytes that one rank sends to ``share`` rows of ``nbytes`` each."""
-        return (self._group().size - 1) * nbytes if self.owner else 0.0
 
     @property
     def rank(self) -> int:
@@ -296,7 +277,11 @@ class AllReduce(Exchange):
     """Every rank gets the whole mean. ``divide``: see :func:`mean_all_reduce`."""
 
     def __init__(self, comm: Comm, divide: str = "before") -> None:
-        self.comm, self.divide, self.rows = comm, divide, comm.size
+        self.comm, self.divide = comm, divide
+
+    @property
+    def rows(self):
+        return self.comm.size
 
     def bucket_rows(self, on_wire):
         return 1 if on_wire else self.rows
@@ -305,11 +290,6 @@ class AllReduce(Exchange):
         mean_all_reduce(
             self.comm, bucket, codec, on_wire=on_wire, divide=self.divide, residual=residual, seed=seed
         )
-
-    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True, intra=None):
-        if on_wire and not linear:
-            return (self.comm.size - 1) * row_bytes
-        return _all_reduce_bytes(self.comm, row_bytes, rows, on_wire)
 
     def _group(self):
         return self.comm
@@ -321,13 +301,14 @@ class ReduceScatter(Exchange):
     owner = True
 
     def __init__(self, comm: Comm) -> None:
-        self.comm, self.rows = comm, comm.size
+        self.comm = comm
+
+    @property
+    def rows(self):
+        return self.comm.size
 
     def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None, intra=None, intra_seed=None):
         mean_reduce_scatter(self.comm, bucket, codec, on_wire=on_wire, residual=residual, seed=seed)
-
-    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True, intra=None):
-        return _reduce_scatter_bytes(self.comm, row_bytes, on_wire and linear)
 
     def _group(self):
         return self.comm
@@ -351,8 +332,9 @@ class TwoLevel(Exchange):
     owner: bool = False
     one_node = False
 
-    def __post_init__(self) -> None:
-        self.rows = self.intra.size * self.inter.size
+    @property
+    def rows(self) -> int:
+        return self.intra.size * self.inter.size
 
     @property
     def rank(self) -> int:
@@ -404,20 +386,20 @@ class TwoLevel(Exchange):
         mean = bucket.buffer((name, "mean"), (1, rows.shape[1]), bucket.dtype) if owner else rows
         return _Stage(bucket, name, rows, mean)
 
-    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True, intra=None):
-        local, nodes = self.intra.size, self.inter.size
-        first = dense_row_bytes if intra is None else intra.wire_bytes(int(dense_row_bytes) // 4)
-        scatter = _reduce_scatter_bytes(self.intra, nodes * first, intra is None)
-        if self.owner:
-            return scatter + _reduce_scatter_bytes(self.inter, row_bytes, on_wire and linear)
-        if not (on_wire and linear):
-            gather = (nodes - 1) * row_bytes + (local - 1) * nodes * row_bytes
-            return scatter + _reduce_scatter_bytes(self.inter, row_bytes, False) + gather
-        return (
-            scatter
-            + _all_reduce_bytes(self.inter, row_bytes, nodes, on_wire)
-            + (local - 1) * nodes * dense_row_bytes
-        )
+
+@dataclass
+class _Bare:
+    """Values that are exchanged as they are, and need no workspace."""
+
+    rows: Tensor
+    mean: Tensor
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.rows.shape
+
+    def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError
 
 
 @dataclass

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -19,9 +20,8 @@ from thinwire.bucket import Bucket, Piece
 from thinwire.collectives import Exchange
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
-from thinwire.methods.base import Method
+from thinwire.methods.base import Method, Parameter
 from thinwire.methods.baselines import Fp32
-from thinwire.plan import Plan
 
 
 @dataclass
@@ -29,16 +29,19 @@ class Road:
     """Everything that an engine needs to send a buffer, and nothing of the engine.
 
     Attributes:
+        dense: names of the parameters that travel beside the compressed ones, in fp32.
+        stock: what the engine would do by itself, if that is not ``exchange``.
         step: optimizer steps taken so far; skipped ones do not count.
         bound: of what a step may put into the method's state, if it has any.
         scale: what a GradScaler multiplies the gradients with now, 0-dim; None: nothing. The method sees them without.
     """
 
     method: Method
-    plan: Plan
+    dense: frozenset[str]
     exchange: Exchange
     guard: Guard
     ledger: Ledger
+    stock: Exchange | None = None
     step: int = 0
     bound: Bound | None = None
     scale: Callable[[torch.device], Tensor] | None = None
@@ -48,6 +51,7 @@ class Road:
         # What stays dense beside compressed parameters is summed in rank order too: then no bit depends on how the
         # engine happened to cut its buckets, and a resumed run is the same run.
         self._side = Fp32()
+        self._stock_bytes = functools.cache((self.stock or self.exchange).dense_bytes)
 
     def reduce(self, flat: Tensor, pieces: tuple[Piece, ...], out: Tensor | None = None) -> Tensor:
         """Average ``flat`` (1-D, the parameters of ``pieces``) over the ranks.
@@ -58,9 +62,7 @@ class Road:
         out = flat if out is None else out
         with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
             self.guard.observe(flat)
-            rows = self.exchange.rows if self.exchange.owner else 1
-            row_bytes = flat.nbytes / rows
-            self.ledger.count_dense(self.exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=True))
+            self.ledger.count_dense(self._stock_bytes(flat.numel(), flat.dtype))
             scale = None if self.scale is None else self.scale(flat.device)
             if scale is not None:
                 flat.div_(scale)
@@ -70,6 +72,11 @@ class Road:
             if scale is not None:
                 out.mul_(scale)
         return out
+
+    def stock_bytes(self, parameter: Parameter, dtype: torch.dtype) -> float:
+        """Bytes that the engine by itself would send of ``parameter`` on this hop."""
+        stock = self.stock or self.exchange
+        return stock.dense_bytes(parameter.local * (stock.rows if stock.owner else 1), dtype)
 
     def carry(self, flat: Tensor, pieces: tuple[Piece, ...], out: Tensor) -> None:
         """``reduce``, without what looks at the values and counts."""
@@ -85,8 +92,8 @@ class Road:
         key = (pieces, flat.dtype)
         if key not in self._parts:
             self._forget({piece.name for piece in pieces})
-            sent = [piece for piece in pieces if self.plan.why_dense(piece.name) is None]
-            kept = [piece for piece in pieces if self.plan.why_dense(piece.name) is not None]
+            sent = [piece for piece in pieces if piece.name not in self.dense]
+            kept = [piece for piece in pieces if piece.name in self.dense]
             parts = []
             if sent:
                 parts.append((self.method, self._bucket(sent, flat, self.method)))

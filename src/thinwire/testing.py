@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,8 +16,12 @@ from torch import Tensor
 from thinwire.bucket import Bucket, Piece
 from thinwire.collectives import AllReduce, Exchange, ReduceScatter, TwoLevel
 from thinwire.comm import Comm
+from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter, Run, Step
+from thinwire.plan import Plan
+from thinwire.rehearsal import stand_in
+from thinwire.road import Road
 from thinwire.state import State
 
 T = TypeVar("T")
@@ -198,6 +202,27 @@ def bucket_for(method: Method, exchange: Exchange, shapes: Shapes) -> tuple[Buck
         pieces, rows=rows, owner=exchange.owner, group=method.granule, dtype=torch.float32, device=device
     )
     return bucket, numel
+
+
+def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Plan:
+    """The plan of ``method`` on the last of ``exchanges``, and of ``intra`` on the one before, if there are two.
+
+    As ``compress()`` makes it, for a method that may or may not have begun; without an engine and its layout.
+    """
+    known = list(parameters)
+    run = method.run if hasattr(method, "run") else stand_in(method, known, exchanges[-1])
+    return Plan(roads_of(method, known, *exchanges, intra=intra), run, "ddp" if intra is None else "hsdp")
+
+
+def roads_of(
+    method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None
+) -> list[Road]:
+    """The roads of ``method`` and, if there is one, of ``intra``; arguments as for :func:`plan_of`."""
+    known, made = list(parameters), [method] if intra is None else [method, intra]
+    return [
+        Road(of, of.dense_among(known), exchange, Guard([], False), Ledger())
+        for of, exchange in zip(made, reversed(exchanges), strict=True)
+    ]
 
 
 def reduce_on_threads(

@@ -64,7 +64,6 @@ class Turn:
         scaled: bool,
     ) -> None:
         """``roads``: the method's first. ``weights``: the trained parameters. ``scaled``: a GradScaler was given."""
-        assert method.state is not None
         self.engine, self.method, self.optimizers, self.weights = engine, method, tuple(optimizers), weights
         self.roads, self.guard, self.bound, self.ledger = roads, guard, bound, ledger
         self.state: State = method.state

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from torch import Tensor
 from thinwire.bucket import Shard
 from thinwire.comm import Comm, Then, Work
 from thinwire.errors import ThinwireError
-
-if TYPE_CHECKING:
-    from thinwire.methods.base import Method
+from thinwire.state import State
 
 PEERS = 8
 """Shards that are read at once. More => fewer kernel launches, more scratch memory (float32)."""
@@ -69,7 +67,7 @@ class Message(ABC):
 class Replica:
     """The weights of one module of a sharded engine as this rank has them: its own shard, and everybody else's.
 
-        replica = Replica(method, shard, comm, device)
+        replica = Replica(method.weight_message(shard, comm.rank), method.state, shard, comm, device)
         out = replica.allocate()            # (N * n,); put this rank's weights into its row
         work = replica.gather(out, step)    # the others' are there when that is over
 
@@ -83,14 +81,19 @@ class Replica:
     """
 
     def __init__(
-        self, method: Method, shard: Shard, comm: Comm, device: torch.device, version: Callable[[], int] = lambda: 0
+        self,
+        message: Message,
+        state: State,
+        shard: Shard,
+        comm: Comm,
+        device: torch.device,
+        version: Callable[[], int] = lambda: 0,
     ) -> None:
         """``version``: rises with every change of this rank's weights that the engine can see."""
-        assert method.state is not None
-        self.message, self.shard, self.comm, self.device = method.weight_message(shard, comm.rank), shard, comm, device
+        self.message, self.shard, self.comm, self.device = message, shard, comm, device
         self.step: int | None = None
         self.changed = False
-        self._state, self._loads = method.state, method.state.loads
+        self._state, self._loads = state, state.loads
         self._version, self._seen = version, version()
         self._row: Tensor | None = None  # what the others hold of this rank's weights, where that is not these
         self._out = self._empty() if self.message.resident else None

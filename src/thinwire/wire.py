@@ -17,17 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from thinwire.bound import Bound
-from thinwire.collectives import TwoLevel
+from thinwire.collectives import Exchange, TwoLevel
 from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.guard import Guard
 from thinwire.integrations.ddp import DDP
 from thinwire.integrations.fsdp2 import FSDP2
 from thinwire.ledger import KINDS, LINKS, Ledger
-from thinwire.memory import held, rehearse
+from thinwire.memory import held
 from thinwire.methods import Method, resolve
 from thinwire.methods.base import Run, held_by
 from thinwire.plan import Plan, human
+from thinwire.rehearsal import compile_kernels
 from thinwire.road import Road
 from thinwire.state import State
 from thinwire.turn import Turn
@@ -82,7 +83,7 @@ def compress(
         ThinwireError: for everything that cannot be carried, by name, with the alternative.
     """
     method = resolve(method)
-    if method.state is not None:
+    if hasattr(method, "state"):
         raise ThinwireError(f"this {method.name} object already serves another model: make one per compress()")
     optimizers = _optimizers(optimizer)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -100,17 +101,12 @@ def compress(
         if inner is not None:
             assert engine.intra is not None
             inner.begin(replace(run, exchange=engine.intra))
-        device = next(model.parameters()).device
-        if device.type != "meta":
-            for made in (method, inner):
-                if made is not None:
-                    made.warm_up(device)
         others = None if stages is None else GroupComm(stages, ledger)
         wire = Wire(engine, run, method, ledger, guard, inner, others, scaler if scaled else None, bound)
     except ThinwireError:
         engine.close()
         raise
-    if wire.plan.warning and engine.rank == 0:
+    if engine.rank == 0 and wire.plan.warning:
         warnings.warn(wire.plan.warning, ThinwireWarning, stacklevel=2)
     return wire
 
@@ -219,23 +215,24 @@ class Wire:
         """``inner``: the method of the hop inside the node, where that is one of its own."""
         self.engine, self.method, self.ledger = engine, method, ledger
         self._state = method.state = State(method.offloads)
-        parameters = list(engine.parameters.values())
-        hop = None
-        if inner is not None:
-            assert engine.intra is not None
-            hop = Plan(inner, parameters, engine.intra, engine.kind, engine.wire_dtype)
-        self.plan = Plan(method, parameters, engine.exchange, engine.kind, engine.wire_dtype, hop)
         self._stages = stages
         self._device = next(iter(engine.model.parameters())).device
         self._guard = Guard([*engine.comms, *([] if stages is None else [stages])], guard)
-        self._roads = [Road(method, self.plan, engine.exchange, self._guard, ledger)]
-        if inner is not None:
-            assert engine.intra is not None and hop is not None
-            self._roads.append(Road(inner, hop, engine.intra, self._guard, ledger))
+        hops: list[tuple[Method, Exchange, Exchange | None]] = [(method, engine.exchange, engine.stock)]
+        if inner is not None and engine.intra is not None:
+            hops.append((inner, engine.intra, None))
+        self._roads = [
+            Road(of, of.dense_among(run.parameters.values()), exchange, self._guard, ledger, stock)
+            for of, exchange, stock in hops
+        ]
         self._road = self._roads[0]
+        self.plan = Plan(
+            self._roads, run, engine.kind, engine.wire_dtype, layout=engine.layout,
+            guards=self._guard.comms if guard else (),
+        )  # fmt: skip
         if bound is not None:
-            usual = Bound(bound, {parameter.name: parameter.local for parameter in parameters})
-            compresses = any(self.plan.why_dense(parameter.name) is None for parameter in parameters)
+            usual = Bound(bound, {parameter.name: parameter.local for parameter in run.parameters.values()})
+            compresses = len(self._road.dense) < len(run.parameters)
             self._road.bound = usual if method.keeps_state and compresses else None
         if scaler is not None and method.keeps_state:
             self._road.scale = lambda device: scaler.scale(torch.ones((), device=device))
@@ -252,8 +249,8 @@ class Wire:
             )
         ]
         engine.attach(self._turn, *self._roads)
-        plans = [(method, self.plan)] + ([] if inner is None or hop is None else [(inner, hop)])
-        self.plan.rehearsal = lambda: rehearse(engine.layout(), plans, run)
+        if self._device.type != "meta":
+            compile_kernels(self._roads, run, self._device)
 
     @property
     def step(self) -> int:

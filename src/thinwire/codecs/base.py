@@ -129,14 +129,6 @@ class Codec(ABC):
         if scale != 1.0:
             out.mul_(scale)
 
-    def try_out(self, device: torch.device) -> None:
-        """Compile kernels now, on a little data."""
-        values = torch.zeros((1, self.group), device=device)
-        wire = torch.zeros((1, self.wire_numel(self.group)), dtype=self.wire_dtype, device=device)
-        self.encode(values, wire, seed=Seeds(((0, self.group, 0),)))
-        self.decode(wire, values)
-        self.decode_sum(wire, values[0])
-
     def _check(self, values: Tensor, wire: Tensor) -> None:
         """Refuse shapes and dtypes that do not belong together, before a kernel writes out of bounds."""
         if values.dim() != 2 or values.shape[1] % self.group:

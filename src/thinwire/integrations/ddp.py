@@ -47,6 +47,7 @@ class DDP:
         self.comms: list[Comm] = [comm]
         self.rank = comm.rank
         self.exchange: Exchange = AllReduce(comm)
+        self.stock: Exchange = self.exchange
         self.intra: Exchange | None = None
         if wants_two_levels(comm, method, two_level):
             self.exchange = TwoLevel(*split_by_node(comm))

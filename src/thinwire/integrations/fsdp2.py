@@ -95,7 +95,8 @@ class FSDP2:
             self.rank += shard.size * inter.rank
             if two_level:
                 raise ThinwireError("two_level=True is what HSDP does anyway: leave it out")
-        elif wants_two_levels(shard, method, two_level):
+        self.stock: Exchange = self.exchange
+        if not hasattr(info, "replicate_process_group") and wants_two_levels(shard, method, two_level):
             self.exchange = TwoLevel(*split_by_node(shard), owner=True)
         self.comms += self._beside()
 
@@ -443,7 +444,8 @@ class _AllGather:
         comm = self.engine.comm(self.link.group.mesh_info.shard_process_group)
         shard = self.link.shard(math.prod(size) // comm.size, dtype)
         if self.replica is None or (self.replica.shard, self.replica.device) != (shard, device):
-            self.replica = Replica(method, shard, comm, device, self.link.version)
+            message = method.weight_message(shard, comm.rank)
+            self.replica = Replica(message, method.state, shard, comm, device, self.link.version)
         return self.replica.allocate()
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> Work | None:

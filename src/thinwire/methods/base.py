@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Shard, padded
+from thinwire.bucket import Bucket, Shard
 from thinwire.codecs.base import Codec, Residual
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
+from thinwire.state import State
 from thinwire.weights import Message
-
-if TYPE_CHECKING:
-    from thinwire.state import State
 
 SMALL = 64 * 1024
 """Elements below which a tensor is not worth compressing: 0.3% of a model's values, most of an 8-bit wire's error."""
@@ -147,6 +145,8 @@ class Method:
     adds_up: ClassVar[bool] = True
     """Two exchanges in one optimizer step give the sum of two means. Not so for a method with a momentum of its own,
     which would move on twice."""
+    OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.AdamW
+    """What it is made for, where nobody says otherwise."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings: ``"radius:paper"`` on the command line, further knobs in parentheses behind it."""
     ABSENT: ClassVar[Mapping[str, str]] = {}
@@ -154,6 +154,8 @@ class Method:
 
     dense: tuple[str, ...] = ()
     send: tuple[str, ...] = ()
+    state: State = field(init=False, repr=False, compare=False)
+    run: Run = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for knob in ("dense", "send"):
@@ -164,8 +166,6 @@ class Method:
         for knob in self.ABSENT:
             if getattr(self, knob) != getattr(type(self), knob):
                 raise self.no_knob(knob)
-        self.state: State | None = None
-        self.run: Run | None = None
         self.codec: Codec | None = self.make_codec()
         self.intra_codec: Codec | None = None
 
@@ -202,12 +202,6 @@ class Method:
         """Called once by ``compress()``, before the plan is made. Raises ThinwireError for what cannot be done."""
         self.run = run
 
-    def warm_up(self, device: torch.device) -> None:
-        """Compile kernels now, on a little data, rather than in the first step while the other ranks wait."""
-        for codec in (self.codec, self.intra_codec):
-            if codec is not None:
-                codec.try_out(device)
-
     @property
     def granule(self) -> int:
         """Elements that the codecs take together: a parameter's columns are padded to a multiple."""
@@ -230,6 +224,10 @@ class Method:
         if any(fnmatchcase(parameter.name, pattern) for pattern in self.send):
             return None
         return self.policy(parameter)
+
+    def dense_among(self, parameters: Iterable[Parameter]) -> frozenset[str]:
+        """The names of those of ``parameters`` that are not compressed."""
+        return frozenset(parameter.name for parameter in parameters if self.keep_dense(parameter) is not None)
 
     def unmatched(self, names: Iterable[str]) -> str | None:
         """A line about the first pattern of the user's that matches none of the parameters ``names``, or None.
@@ -256,17 +254,6 @@ class Method:
         """Write the mean over ranks of ``bucket.rows`` to ``bucket.mean``."""
         exchange.mean(bucket, self.codec, on_wire=self.on_wire, intra=self.intra_codec)
 
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        """Gradient bytes that one rank sends per step for a compressed ``parameter``, in the method's steady state."""
-        rows = exchange.bucket_rows(self.on_wire)
-        columns, intra = padded(columns_of(parameter, exchange, rows), self.granule), self.intra_codec
-        codec = self.codec_on(exchange)
-        if codec is None:
-            row_bytes = columns * (parameter.dtype.itemsize if intra is None else 4)
-            return exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=self.on_wire, intra=intra)
-        row_bytes, linear = codec.wire_bytes(columns), codec.linear
-        return exchange.sent_bytes(row_bytes, 4 * columns, rows, on_wire=self.on_wire, linear=linear, intra=intra)
-
     def before_step(self, step: Step) -> None:
         """Called once per optimizer step, when its gradients are known to be finite, before the step is taken."""
 
@@ -283,6 +270,11 @@ class Method:
     def steady(self) -> int:
         """The first optimizer step that is like all that follow: neither start nor warm-up."""
         return 0
+
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        """Steps that stand for all steps of the steady state, and each one's share of them: a plan is their average."""
+        return {self.steady: 1.0}
 
     def facts(self) -> dict[str, float]:
         """Figures of the method's own for the report, by what they are called there."""
@@ -302,15 +294,12 @@ class Method:
         """What travels of a module's weights, of which ``rank`` owns ``shard``; called only if ``encodes_weights``."""
         raise NotImplementedError
 
-    def weight_bytes(self, parameter: Parameter, ranks: int) -> float:
-        """Bytes that one of ``ranks`` ranks sends for ``parameter`` in a ``gather`` of the weights."""
-        return (ranks - 1) * parameter.local * parameter.dtype.itemsize
-
     def state_changed(self) -> None:
         """``state`` was loaded from a checkpoint."""
 
     def __str__(self) -> str:
-        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        knobs = [knob for knob in fields(self) if knob.init]
+        changed = [f"{knob.name}={value!r}" for knob in knobs if (value := getattr(self, knob.name)) != knob.default]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
 
 
@@ -397,7 +386,6 @@ class Lossy(Method):
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = None
         if self.error_feedback:
-            assert self.state is not None
             residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
         exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual, intra=self.intra_codec)
 

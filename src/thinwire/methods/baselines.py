@@ -114,6 +114,3 @@ class NoExchange(Method):
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Leave each rank its own gradient."""
-
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        return 0.0

@@ -19,7 +19,7 @@ A tensor that stays dense is DeMo too, with k = chunk: all of m_n is sent, none 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -55,6 +55,7 @@ class DeMo(ErrorFeedback):
 
     name: ClassVar[str] = "demo"
     adds_up: ClassVar[bool] = False
+    OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"smallest": 0, "send": ("*",)}}
 
     beta: float = 0.999
@@ -77,7 +78,6 @@ class DeMo(ErrorFeedback):
         return DctTopK(self.chunk, self.k, PAYLOADS[self.payload])
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         bucket.rows.add_(self.state.read("momentum", bucket), alpha=self.beta)
         rest = self.state.write("momentum", bucket)
         exchange.mean(bucket, self.codec, residual=Residual(None, rest))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 from thinwire.bucket import Bucket
 from thinwire.collectives import Exchange
@@ -27,6 +29,7 @@ class DGC(TopK):
 
     name: ClassVar[str] = "dgc"
     adds_up: ClassVar[bool] = False
+    OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
     ABSENT: ClassVar[Mapping[str, str]] = {"error_feedback": "what waits would be lost: topk has it"}
 
     density: float = 0.001
@@ -38,7 +41,6 @@ class DGC(TopK):
             raise ThinwireError(f"dgc: momentum is at least 0 and below 1, got {self.momentum}")
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         old, velocity = self.state.read("velocity", bucket), self.state.write("velocity", bucket)
         velocity.copy_(old).mul_(self.momentum).add_(bucket.rows)
         bucket.rows.copy_(velocity)

@@ -51,7 +51,6 @@ class LoCo(ErrorFeedback):
         return Int4(self.group)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         old, new = self.state.read("error", bucket), self.state.write("error", bucket)
         exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=Residual(old, new))
         if self.reset and (bucket.step + 1) % self.reset == 0:

@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Segment, padded
+from thinwire.bucket import Bucket, Segment
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.sign import SCALES, Sign
 from thinwire.collectives import Exchange
@@ -48,7 +48,6 @@ from thinwire.methods.base import (
     Step,
     check_smallest,
     check_start,
-    columns_of,
     exempt_small,
     first_step,
     refuse_scaled_apart,
@@ -108,6 +107,10 @@ class OneBitAdam(Method):
     def steady(self) -> int:
         return self.first
 
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        return {self.first + 1: 1.0}  # in the first of all, Adam's own moment is sent besides where it is sharded
+
     def policy(self, parameter: Parameter) -> str | None:
         if parameter.role == "embedding":
             return "embedding: unused rows have no variance"
@@ -144,7 +147,7 @@ class OneBitAdam(Method):
         if bucket.step < self.first:
             exchange.mean(bucket)
             return
-        assert self.state is not None and isinstance(self.codec, Sign)
+        assert isinstance(self.codec, Sign)
         rank, n = exchange.rank, bucket.shape[1]
         bucket.rows.mul_(1 - self.beta1).add_(self._moment(bucket, exchange), alpha=self.beta1)  # l. 6
         bucket.rows.add_(self.state.read("residual", bucket))
@@ -170,7 +173,6 @@ class OneBitAdam(Method):
 
         The optimizer leaves a parameter without gradient, and its moments and step count, as they are.
         """
-        assert self.state is not None
         for name in sorted(self._received):
             weight = step.weights[name]
             if weight.grad is None:
@@ -199,15 +201,6 @@ class OneBitAdam(Method):
     def undo(self) -> None:
         self._received.clear()
 
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        """After the warm-up: the rows to their servers, and every server's row to everybody."""
-        assert self.codec is not None
-        rows = exchange.bucket_rows(self.on_wire)
-        width = padded(columns_of(parameter, exchange, rows), self.group)
-        wire = self.codec.wire_bytes(width)
-        sent = exchange.sent_bytes(wire, 4 * width, rows, on_wire=False, linear=False)
-        return sent + exchange.gather_bytes(wire) if exchange.owner else sent
-
     def _parts(self, wires: Tensor, segment: Segment, n: int) -> list[Tensor]:
         """``segment``'s own bits and scales in the wires (R, m) of rows of ``n`` values: together a wire of its own."""
         bits, scales = segment.groups(8), segment.groups(self.group)
@@ -215,7 +208,7 @@ class OneBitAdam(Method):
 
     def _moment(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """m of all workers (R, n): as last received; at first the optimizer's own."""
-        assert self.state is not None and self.codec is not None
+        assert self.codec is not None
         moments = bucket.buffer("moment", bucket.shape, torch.float32)
         wires = {segment.name: self.state.get("moment", segment.name) for segment in bucket.segments}
         if any(wire is None for wire in wires.values()):
@@ -228,7 +221,6 @@ class OneBitAdam(Method):
 
     def _adam_moment(self, bucket: Bucket, exchange: Exchange, moments: Tensor) -> None:
         """``moments`` (R, n) = what the warm-up left in the optimizer; where it is sharded, sent once, in fp32."""
-        assert self.run is not None
         rows = moments[exchange.rank : exchange.rank + 1] if exchange.owner else moments
         rows.zero_()
         for segment in bucket.segments:

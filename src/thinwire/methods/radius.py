@@ -31,7 +31,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Parameter, Step, check_density, columns_of
+from thinwire.methods.base import ErrorFeedback, Step, check_density, columns_of
 from thinwire.ops import mask as masks
 
 WORD = 64  # mask bits per int64
@@ -80,15 +80,7 @@ class Radius(ErrorFeedback):
     def granule(self) -> int:
         return WORD
 
-    def warm_up(self, device: torch.device) -> None:
-        values, words = torch.ones((1, WORD), device=device), torch.zeros((1, 1), dtype=torch.int64, device=device)
-        masks.topk_mask(values, 1, words)
-        payload = torch.empty((1, 1), device=device)
-        masks.gather_keep(values, values, words, payload, values)
-        masks.scatter(payload, words, values)
-
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         old = self.state.read("residual", bucket)
         new = self.state.write("residual", bucket)
         if self._resamples(bucket.step):  # l. 7
@@ -100,7 +92,6 @@ class Radius(ErrorFeedback):
 
     def after_step(self, step: Step) -> None:
         """At a resample step: the mask of the next T steps, from the direction that the optimizer took (l. 21-24)."""
-        assert self.state is not None
         if not self._resamples(step.number):
             return
         for name, weight in step.weights.items():
@@ -120,17 +111,11 @@ class Radius(ErrorFeedback):
                 if self._is_sent(name) and not isinstance(step.held[name].optimizer, torch.optim.AdamW)
             }
 
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        """Mean over T steps: T - 1 of values at the mask, one dense; where weights are sharded, one of masks."""
-        rows = exchange.bucket_rows(True)
-        columns = columns_of(parameter, exchange, rows)
-        sparse = exchange.sent_bytes(4 * self._k(columns), 4 * columns, rows, on_wire=True)
-        width = padded(columns, WORD)
-        resample = exchange.sent_bytes(4 * width, 4 * width, rows, on_wire=True) + exchange.share_bytes(width // 8)
-        return ((self.T - 1) * sparse + resample) / self.T
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        return {self.first: 1 / self.T} | ({self.first + 1: 1 - 1 / self.T} if self.T > 1 else {})
 
     def facts(self) -> dict[str, float]:
-        assert self.state is not None
         found = {}
         if (last := self.state.get("resampled", "")) is not None:
             found["last resample, step"] = float(last)
@@ -142,12 +127,10 @@ class Radius(ErrorFeedback):
         return max(int(self.density * columns), 1)
 
     def _is_sent(self, name: str) -> bool:
-        assert self.run is not None
         return self.keep_dense(self.run.parameters[name]) is None
 
     def _resamples(self, number: int) -> bool:
         """A resample step that was skipped, because a gradient was not finite, is due again at the next."""
-        assert self.state is not None
         if number < self.first:  # l. 3
             return False
         last = self.state.get("resampled", "")
@@ -172,7 +155,6 @@ class Radius(ErrorFeedback):
 
     def _mask(self, name: str, direction: Tensor) -> Tensor:
         """Mask words (R, width / 64) of the k largest |u| of every row; every rank has all rows."""
-        assert self.run is not None
         exchange = self.run.exchange
         rows = exchange.bucket_rows(True)
         columns = columns_of(self.run.parameters[name], exchange, rows)
@@ -185,7 +167,6 @@ class Radius(ErrorFeedback):
 
     def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked:
         """For the masks of the bucket's segments side by side, put together once per resample."""
-        assert self.state is not None
         parts = [self.state.get("mask", segment.name) for segment in bucket.segments]
 
         def joined() -> Tensor:

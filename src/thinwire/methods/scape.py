@@ -26,7 +26,7 @@ Masks are gathered while the next forward and backward pass run, as bits or, bel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -91,6 +91,7 @@ class SCAPE(Method):
 
     name: ClassVar[str] = "scape"
     adds_up: ClassVar[bool] = False
+    OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = AdamS
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"density": 0.01, "smallest": 0},
         "paper-d0.1": {"density": 0.1, "smallest": 0},
@@ -162,25 +163,10 @@ class SCAPE(Method):
         self.beta1 = betas.pop() if betas else 0.0
         self.warm = first_step(self.name, "warmup", self.warmup, run.steps)
 
-    def warm_up(self, device: torch.device) -> None:
-        values, words = torch.ones((1, WORD), device=device), torch.zeros((1, 1), dtype=torch.int64, device=device)
-        masks.topk_mask(values, 1, words)
-        payload = torch.empty((1, 1), device=device)
-        masks.gather_keep(values, values, words, payload, values)
-        masks.scatter(payload, words, values)
-        positions = torch.empty((1, 1), dtype=torch.int32, device=device)
-        masks.from_indices(masks.indices(words, positions), words)
-        value = values[0]
-        moments.add_up(value, value, value, 0.9)
-        moments.take(value, value, words[0], 0.9)
-        moments.rejoin(value, value, value, words[0], 0.9, value.clone())
-        moments.settle(value, value, words[0], 0.9, value.clone())
-
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         if self.density == 1:
             exchange.mean(bucket)
             return
-        assert self.state is not None
         self.finish()
         codec = self._codec(bucket, exchange)
         with exchange.span("encode", bucket.rows):
@@ -197,7 +183,6 @@ class SCAPE(Method):
 
     def before_step(self, step: Step) -> None:
         """Hand the optimizer its moments (l. 16); with clip="return" as clipped, the rest to what waits."""
-        assert self.state is not None
         if self.clip == "return" and step.clip_factor is not None:
             cut = (1 - step.clip_factor) * (1 - self.beta1)
             kind, rows = self._held
@@ -227,7 +212,7 @@ class SCAPE(Method):
         self.undo()
         if self.density == 1 or not exchanged or not self._refreshes(step.number + 1):
             return
-        assert self.run is not None and self.state is not None and self._send is not None
+        assert self._send is not None
         self.finish()
         layout, width = self._layout(step.number + 1)
         exchange = self.run.exchange
@@ -247,14 +232,12 @@ class SCAPE(Method):
 
     def _take_mask(self, name: str, mask: Tensor, step: int) -> None:
         """``mask`` (R, bytes), still under way, is ``name``'s from ``step`` on, for as long as no other is chosen."""
-        assert self.state is not None
         self.state.put("mask", name, mask)
         self.state.put("chosen", name, torch.tensor(step))
         self._chosen[name] = step
 
     def _chosen_for(self, name: str) -> int:
         """The step for whose density the mask of ``name`` was chosen: while unused, a parameter keeps its last mask."""
-        assert self.state is not None
         if name not in self._chosen:
             saved = self.state.get("chosen", name)
             if saved is None:
@@ -275,16 +258,11 @@ class SCAPE(Method):
     @property
     def encodes_weights(self) -> bool:
         """On HSDP a rank does not know the masks of the other shards of its node: there they are gathered whole."""
-        return self.weights == "masked" and self.density < 1 and self.run is not None and self.run.exchange.owner
+        return self.weights == "masked" and self.density < 1 and self.run.exchange.owner
 
     def state_changed(self) -> None:
         self._chosen.clear()
         self.used.clear()
-
-    def weight_bytes(self, parameter: Parameter, ranks: int) -> float:
-        if not self.encodes_weights:
-            return super().weight_bytes(parameter, ranks)
-        return (ranks - 1) * 4 * self._k(parameter.local, self.steady)
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
         if shard.dtype != torch.float32:
@@ -294,24 +272,13 @@ class SCAPE(Method):
             )
         return _AtMask(self, shard.pieces, rank)
 
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        """Values at the mask, and this parameter's share of the masks, which ranks send padded to the longest."""
-        rows = exchange.bucket_rows(True)
-        columns = columns_of(parameter, exchange, rows)
-        if self.density == 1:
-            return super().sent_bytes(parameter, exchange)
-        k, quantizer = self._k(columns, self.steady), self._quantizer()
-        if quantizer is None:
-            row_bytes = (4 if self.payload == "fp32" else 2) * k
-        else:
-            row_bytes = quantizer.wire_bytes(padded(k, quantizer.group))
-        payload = exchange.sent_bytes(row_bytes, 4 * columns, rows, on_wire=True, linear=quantizer is None)
-        layout, width = self._layout(self.steady)
-        share = layout[parameter.name][2] / sum(size for _, _, size in layout.values())
-        return payload + exchange.gather_bytes(width) * share / self.refresh
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        # Masks are sent at the end of the step before the one that they are for.
+        rest = {self.steady: 1 - 1 / self.refresh} if self.refresh > 1 else {}
+        return {**rest, self.steady + self.refresh - 1: 1 / self.refresh}
 
     def facts(self) -> dict[str, float]:
-        assert self.run is not None
         return {"density": self.density_at(self._step)} if self.density < 1 else {}
 
     _step = 0
@@ -337,7 +304,6 @@ class SCAPE(Method):
 
     def _layout(self, step: int) -> tuple[dict[str, tuple[int, int, int]], int]:
         """For the masks of ``step``: parameter -> (rank that chooses, first byte, bytes) of its message; its length."""
-        assert self.run is not None
         exchange = self.run.exchange
         rows = exchange.bucket_rows(True)
         sent = {name: p for name, p in self.run.parameters.items() if self.keep_dense(p) is None}
@@ -362,7 +328,6 @@ class SCAPE(Method):
     @property
     def _held(self) -> tuple[str, int | None]:
         """What all ranks have in common waits in this state of so many rows: in every rank's residual, or apart."""
-        assert self.run is not None
         return ("common", 1) if self.run.exchange.owner else ("residual", None)
 
     def _segments(self, bucket: Bucket, words: Tensor) -> Iterator[tuple[Segment, slice, Tensor]]:
@@ -378,7 +343,6 @@ class SCAPE(Method):
 
     def _add_up(self, bucket: Bucket, exchange: Exchange) -> None:
         """``bucket.rows`` = m~; on FSDP2 without b1 m, which only the row's owner has."""
-        assert self.state is not None
         residual = self.state.read("residual", bucket)
         if exchange.owner:
             rows = bucket.rows.view(-1)
@@ -390,7 +354,6 @@ class SCAPE(Method):
 
     def _choose(self, bucket: Bucket, exchange: Exchange) -> None:
         """The masks of the next step, of the tensors (DDP) or rows (FSDP2) that are this rank's to choose."""
-        assert self.state is not None and self.run is not None
         following = bucket.step + 1
         self._step = bucket.step
         if not self._refreshes(following):
@@ -428,7 +391,6 @@ class SCAPE(Method):
 
     def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked | MaskedIntegers | None:
         """For the masks of the bucket's segments side by side; None while they are all ones."""
-        assert self.state is not None
         found = [self.state.get("mask", segment.name) for segment in bucket.segments]
         if all(part is None for part in found):
             return None
@@ -446,7 +408,6 @@ class SCAPE(Method):
 
     def _count(self, segment: Segment) -> int:
         """Values at the mask in one of the bucket's rows."""
-        assert self.state is not None
         if self.state.get("mask", segment.name) is None:
             return segment.span
         return self._k(segment.span, self._chosen_for(segment.name))
@@ -464,7 +425,6 @@ class SCAPE(Method):
             words.copy_(mask.contiguous().view(torch.int64))
 
     def _settle(self, bucket: Bucket, exchange: Exchange, codec: Masked | MaskedIntegers | None) -> None:
-        assert self.state is not None
         given = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
         if exchange.owner:
             common, waits = self.state.read("common", bucket, rows=1), self.state.write("common", bucket, rows=1)
@@ -482,7 +442,6 @@ class SCAPE(Method):
 
     def _moment(self, segment: Segment) -> Tensor:
         """m, this rank's part of it, (numel,) float32; zeros before the first step."""
-        assert self.run is not None
         weight = self.run.weights[segment.name]
         found = self.run.held[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
         if found is None:

@@ -123,11 +123,6 @@ class SDP4Bit(Method):
     def intra(self) -> SDP4Bit:
         return replace(self, bits=self.intra_bits, weights="dense")
 
-    def warm_up(self, device: torch.device) -> None:
-        super().warm_up(device)
-        if self.encodes_weights:
-            self._weight_codec.try_out(device)
-
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
 
@@ -137,7 +132,6 @@ class SDP4Bit(Method):
         return codec
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.run is not None
         intra, codec = self.intra_codec, self.codec_on(exchange)
         assert intra is not None
         for part in bucket.segments:
@@ -147,7 +141,6 @@ class SDP4Bit(Method):
         exchange.mean(bucket, codec, on_wire=self.on_wire, seed=seeds[1], intra=intra, intra_seed=seeds[0])
 
     def _seeds(self, bucket: Bucket, exchange: Exchange, hop: int) -> Seeds:
-        assert self.run is not None
         # HSDP has two exchanges, each of which comes here
         stream = f"{type(exchange).__name__}/{hop}/{self.run.rank}"
         return Seeds(tuple(
@@ -159,11 +152,6 @@ class SDP4Bit(Method):
     def encodes_weights(self) -> bool:
         return self.weights != "dense"
 
-    def weight_bytes(self, parameter: Parameter, ranks: int) -> float:
-        if not self.encodes_weights:
-            return super().weight_bytes(parameter, ranks)
-        return (ranks - 1) * self._weight_codec.wire_bytes(padded(parameter.local, self.weight_group))
-
     def weight_message(self, shard: Shard, rank: int) -> Message:
         self._messages[shard.names] = _Quantized(self, shard, rank)
         return self._messages[shard.names]
@@ -173,7 +161,6 @@ class SDP4Bit(Method):
         found = {}
         if self._bits:
             intra, only, values = (sum(column) for column in zip(*self._bits.values(), strict=True))
-            assert self.run is not None
             two = isinstance(self.run.exchange, TwoLevel)
             if two:
                 found["bits per gradient, inside"] = intra / values
@@ -192,7 +179,6 @@ class _Quantized(Message):
     """
 
     def __init__(self, method: SDP4Bit, shard: Shard, rank: int) -> None:
-        assert method.run is not None
         self.resident = method.weights == "difference"
         self.bits = self.values = 0
         self._make_codec, self._seed = method.make_weight_codec, method.run.seed

@@ -26,12 +26,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from thinwire.bucket import Bucket, padded
+from thinwire.bucket import Bucket
 from thinwire.codecs.base import Residual
 from thinwire.codecs.projection import ESTIMATORS, SRHT, UNBIASED, Estimator, Projection
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Parameter, columns_of
+from thinwire.methods.base import ErrorFeedback
 
 
 @dataclass
@@ -112,11 +112,7 @@ class SEPARATE(ErrorFeedback):
     def granule(self) -> int:
         return self._estimator.granule
 
-    def warm_up(self, device: torch.device) -> None:
-        self.codec_for([("warm-up", 0, self.granule)], 0, device).try_out(device)
-
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         old = self.state.read("residual", bucket)
         new = self.state.write("residual", bucket)
         restart = bool(self.reset) and bucket.step % self.reset == 0
@@ -124,7 +120,7 @@ class SEPARATE(ErrorFeedback):
             exchange.mean(bucket, residual=Residual(old, new))  # STEP 1; h_n goes out as it is: nothing is left over
             return
         segments = [(s.name, s.start, s.width) for s in bucket.segments]
-        codec = self.codec_for(segments, bucket.step, bucket.device, bucket.once)
+        codec = self.codec_for(segments, bucket.step, bucket.device, bucket.once, self.run.seed)
         exchange.mean(bucket, codec, residual=Residual(old, new))  # STEP 1 to 4
         if restart and self.restart == "zero":
             new.zero_()  # STEP 5, k % T = 0
@@ -133,13 +129,12 @@ class SEPARATE(ErrorFeedback):
             new.lerp_(old, self._keep)  # STEP 5
         bucket.clear_padding(new)  # a projection spreads over whole blocks; padding has no gradient to wait for
 
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        rows = exchange.bucket_rows(True)
-        width = padded(columns_of(parameter, exchange, rows), self.granule)
-        dense = exchange.sent_bytes(4 * width, 4 * width, rows, on_wire=True)
-        if self.reset and self.restart == "send":
-            return dense / self.reset + dense / self.ratio * (1 - 1 / self.reset)
-        return dense / self.ratio
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        if not self.reset or self.restart == "zero":
+            return super().cycle
+        dense = self.reset * max(-(-self.first // self.reset), 1)
+        return {dense: 1 / self.reset} | ({dense + 1: 1 - 1 / self.reset} if self.reset > 1 else {})
 
     def codec_for(
         self,
@@ -147,9 +142,9 @@ class SEPARATE(ErrorFeedback):
         step: int,
         device: torch.device | str = "cpu",
         once: Callable[..., Any] | None = None,
+        seed: int = 0,
     ) -> Projection:
         """Of optimizer step ``step`` for ``segments`` (name, start, width). ``once``: a bucket's, which keeps draws."""
-        seed = 0 if self.run is None else self.run.seed
         draw, where = self._estimator.draw, torch.device(device)
         drawn = tuple((start, width, draw(seed, name, step, where, once)) for name, start, width in segments)
         return Projection(self._estimator, drawn)

@@ -107,18 +107,6 @@ class TAGC(ErrorFeedback):
     def granule(self) -> int:
         return masks.WORD
 
-    def warm_up(self, device: torch.device) -> None:
-        values = torch.ones((1, masks.WORD), device=device)
-        words = torch.zeros((1, 1), dtype=torch.int64, device=device)
-        masks.topk_mask(values, 1, words)
-        payload, wire = torch.ones((1, 1), device=device), torch.zeros((1, 6), device=device)
-        masks.gather_keep(values, None, words, payload, values)
-        masks.popcount(words)
-        masks.scatter(payload, words, values)
-        sketch.sketch_encode(payload, words, 0, wire)
-        sketch.sketch_peel(wire, words, 0, values, words.clone())
-        sketch.settle(payload, payload, words, words, values)
-
     def policy(self, parameter: Parameter) -> str | None:
         why = super().policy(parameter)
         if why or self.select == "all":
@@ -129,7 +117,6 @@ class TAGC(ErrorFeedback):
         return "attention input" if any(ATTENTION_INPUTS.fullmatch(part) for part in parts) else None
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         if self.theta == 0:
             exchange.mean(bucket)
             return
@@ -193,7 +180,6 @@ class TAGC(ErrorFeedback):
 
     def _measure(self, bucket: Bucket, parts: tuple[Part, ...], index: Tensor, remains: Tensor) -> None:
         """Count what was left, and the union: now and then its peak decides how large the next sketches are."""
-        assert self.state is not None
         for part in parts:
             left, union = masks.popcount(remains[:, part.words]), masks.popcount(index[:, part.words])
             total, peak, sized = (self.state.get(kind, part.name) for kind in ("left", "peak", "union"))
@@ -211,7 +197,7 @@ class TAGC(ErrorFeedback):
         words = bucket.buffer("words", (bucket.shape[0], bucket.shape[1] // masks.WORD), torch.int64).zero_()
         with exchange.span("encode", bucket.rows):
             for segment in bucket.segments:
-                if seed_of(self._seed, segment.name, bucket.step) % exchange.rows == exchange.rank:
+                if seed_of(self.run.seed, segment.name, bucket.step) % exchange.rows == exchange.rank:
                     mine = words[:, segment.groups(masks.WORD)]
                     masks.topk_mask(bucket.columns(bucket.rows, segment), self._k(segment.span), mine)
         exchange.union(words)
@@ -219,21 +205,7 @@ class TAGC(ErrorFeedback):
         codec = Masked(words, k, owner_row=exchange.rank if exchange.owner else None)
         exchange.mean(bucket, codec, residual=Residual(None, acc))
 
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        """With sketches of their present size: they follow the union."""
-        rows = exchange.bucket_rows(True)
-        columns = columns_of(parameter, exchange, rows)
-        width = padded(columns, masks.WORD)
-        if self.theta == 0:
-            return exchange.sent_bytes(4 * width, 4 * width, rows, on_wire=True)
-        index = exchange.union_bytes(rows * width / 8)
-        if self.mask == "shared":
-            return index + exchange.sent_bytes(4 * self._k(columns), 4 * width, rows, on_wire=True)
-        part = self._part(parameter.name, 0, width, columns, exchange)
-        return index + exchange.union_bytes(4) + exchange.sent_bytes(4 * part.sent, 4 * width, rows, on_wire=True)
-
     def facts(self) -> dict[str, float]:
-        assert self.state is not None and self.run is not None
         if self.mask == "shared" or self.theta == 0:
             return {}
         found: dict[str, float] = {"left-overs so far": 0, "union, share of values": 0, "tensors sent dense": 0}
@@ -252,21 +224,16 @@ class TAGC(ErrorFeedback):
         found["union, share of values"] /= max(values, 1)
         return found
 
-    @property
-    def _seed(self) -> int:
-        return 0 if self.run is None else self.run.seed
-
     def _k(self, columns: int) -> int:
         return max(columns - int(self.theta * columns), 1)
 
     def _part(self, name: str, start: int, width: int, span: int, exchange: Exchange, step: int = 0) -> Part:
         """A parameter's sketch: for the union last measured, or for disjoint masks before any was."""
-        assert self.state is not None
         k = self._k(span)
         measured = self.state.get("union", name)
         union = min(exchange.rows * k, span) if measured is None or measured.is_meta else int(measured)
         cells = math.ceil(union / self.load / 3) + 8  # a few more: small tables fail at lower loads
-        return Part(name, start, width, k, cells if 3 * cells < width else 0, seed_of(self._seed, name, step))
+        return Part(name, start, width, k, cells if 3 * cells < width else 0, seed_of(self.run.seed, name, step))
 
     def _refuse_overload(self, parts: tuple[Part, ...]) -> None:
         for part in parts if self.on_overload == "refuse" else ():

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.bucket import Bucket, padded
+from thinwire.bucket import Bucket
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import ErrorFeedback, Parameter, check_density, columns_of
+from thinwire.methods.base import ErrorFeedback, check_density
 from thinwire.ops import mask as masks
 
 
@@ -52,18 +52,10 @@ class TopK(ErrorFeedback):
         """``compress``; the new residual, (R, n) float32 with zeros where values were sent, unless none is kept."""
         residual: Residual | None = None
         if self.error_feedback:
-            assert self.state is not None
             residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
         segments = [(segment.start, segment.width, self._k(segment.span)) for segment in bucket.segments]
         exchange.mean(bucket, self._codec(segments), residual=residual)
         return None if residual is None else residual.new
-
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        rows = exchange.bucket_rows(True)
-        columns = columns_of(parameter, exchange, rows)
-        width = padded(columns, self.granule)
-        wire = self._codec([(0, width, self._k(columns))]).wire_bytes(width)
-        return exchange.sent_bytes(wire, 4 * width, rows, on_wire=True, linear=False)
 
     def _k(self, columns: int) -> int:
         return max(int(self.density * columns), 1)
