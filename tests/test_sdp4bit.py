@@ -16,16 +16,18 @@ from engines import adamw, build, same_on_all_ranks, train
 from independent4 import Int4Group, WeightDifference, gather_parts, two_level
 from independent4 import hadamard as rotate
 from models import flat, loss_of
-from thinwire.bucket import Piece, Shards
+from thinwire import weights as replicas
+from thinwire.bucket import Piece, Shard
 from thinwire.codecs.intquant import ShiftedInt8
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
-from thinwire.methods import SDP4Bit, ZeROPP, resolve, sdp4bit
+from thinwire.methods import SDP4Bit, ZeROPP, resolve
 from thinwire.methods.base import Run
 from thinwire.plan import describe
 from thinwire.state import State
 from thinwire.testing import ThreadComm, Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 from thinwire.train.models import PRESETS, Decoder
+from thinwire.weights import Replica
 
 GROUP = 128
 
@@ -98,12 +100,15 @@ def weights_on_threads(method_of, masters, *, size: int, steps: int, asks: int =
         for name, count in zip(names, sizes, strict=True):
             pieces.append(Piece(name, column, count))
             column += count
-        out, found = torch.empty(numel), []
+        shard = Shard(tuple(pieces), (), n, torch.float32)
+        message, found = method.weight_message(shard, rank), []
+        replica = Replica(message, method.state, shard, comm, torch.device("cpu"))
         for step in range(steps):
             for _ in range(asks):
+                out = replica.allocate()
                 own = out[rank * n : (rank + 1) * n]
                 own.copy_(torch.from_numpy(masters(step)[rank * n : (rank + 1) * n]))
-                method.gather(Shards(tuple(pieces), comm, own, out, step))
+                replica.gather(out, step)
             found.append((out.clone(), sum(ledger.now.bytes.values())))
             ledger.close_step()
         return found
@@ -276,7 +281,7 @@ def test_bits_per_value_of_a_125m_model():
 
 def _engines(rank, world, kind):
     found = {}
-    sdp4bit.PEERS = 3 if kind == "fsdp2" else 8  # shards decoded at once: of 4, so that some are left over
+    replicas.PEERS = 3 if kind == "fsdp2" else 8  # shards decoded at once: of 4, so that some are left over
     for method in ("sdp4bit:paper(weight_group=32)", "zeropp(smallest=100)", "qsdp(smallest=100)"):
         model = build(kind, world)
         optimizer = adamw(model)
