@@ -21,6 +21,7 @@ with. It is sent to once per optimizer step, whatever the engine asks for; a ski
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -143,6 +144,10 @@ class SDP4Bit(Method):
 
     def intra(self) -> SDP4Bit:
         return replace(self, bits=self.intra_bits, weights="dense")
+
+    @property
+    def granule(self) -> int:
+        return math.lcm(1 if self.codec is None else self.codec.group, self._intra_codec.group)  # either may be due
 
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
