@@ -168,7 +168,7 @@ class SCAPE(Method):
             moments.take(bucket.rows[0, at], moment, words[segment.groups(WORD)], self.beta1)
 
     def _add_up_apart(self, bucket: Bucket, mine: int) -> None:
-        """``bucket.rows`` = m~ less b1 m + x (l. 10), which this rank has for its own row and chooses with (l. 15)."""
+        """``bucket.rows`` = m~ without b1 m + x (l. 10), which a row's owner alone has, and chooses with (l. 15)."""
         rows, residual = bucket.rows.view(-1), self.state.read("residual", bucket)
         moments.add_up(rows, residual.view(-1), rows[:0], self.beta1)
         if not self._schedule.refreshes(bucket.step + 1):
