@@ -154,7 +154,6 @@ def tradeoff(points: Sequence[tuple[str, float, float, bool]]) -> Figure:
 def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]]) -> None:
     """A name beside each dot, at the first of eight places where it meets neither a dot nor another name."""
     axes.figure.canvas.draw()
-    renderer = axes.figure.canvas.get_renderer()
     dots = [axes.transData.transform(spot[:2]) for spot in spots]
     reach = 7 * axes.figure.dpi / 72
     taken = [Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach) for x, y in dots]
@@ -164,7 +163,7 @@ def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]]) -> No
                 name, (x, y), xytext=(across, up), textcoords="offset points", ha=side, va=level, color=tint,
                 fontweight="bold", annotation_clip=False,
             )  # fmt: skip
-            box = text.get_window_extent(renderer)
+            box = text.get_window_extent()
             if not any(box.overlaps(other) for i, other in enumerate(taken) if i != at):
                 break
             if (across, up, side, level) != PLACES[-1]:
