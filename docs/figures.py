@@ -212,7 +212,7 @@ def speeds(name: str) -> str:
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in of("speed", name):
-        codec = f"{row['codec_ms']} ms ({float(row['codec_ms']) / float(row['step_ms']):.0%})"
+        codec = f"{row['codec_ms']} ms ({row['codec_percent']}%)"
         use = f"{row['link_use_percent']}%" if row["link_use_percent"] else "-"
         lines.append(
             f"| `{row['method']}` | {row['step_ms']} ms | {row['speed_percent']}% | {row['exposed_ms']} ms | {codec} | "
@@ -394,10 +394,11 @@ def take(name: str, folder: Path) -> None:
     kept = [row for row in read("speed") if row["setting"] != name]
     for run in report["runs"]:
         summary, use, sent = run["summary"], run["link_use"], run["bytes_per_step"]
+        codec = summary["encode_ms"] + summary["decode_ms"]
         kept.append({
             "setting": name, "method": run["method"], "step_ms": f"{summary['step_ms']:.0f}",
             "speed_percent": f"{100 / run['step_to_none']:.0f}", "exposed_ms": f"{summary['exposed_ms']:.0f}",
-            "codec_ms": f"{summary['encode_ms'] + summary['decode_ms']:.0f}",
+            "codec_ms": f"{codec:.0f}", "codec_percent": f"{100 * codec / summary['step_ms']:.0f}",
             "sent_mb": f"{((sent['kernel'] or {}).get('tx') or sent['ledger']) / 1e6:.2f}",
             "link_use_percent": "" if use is None else f"{100 * use:.0f}",
         })  # fmt: skip
