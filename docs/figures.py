@@ -128,15 +128,15 @@ def percent(row: Row | None, column: str, mark: bool = False) -> str:
 
 def methods() -> str:
     """One row per entry of TABLE: its name and class, its docstring's first line, its promise, its figures."""
-    promises = any(hasattr(cls, "promise") for cls in TABLE)
+    promises = {cls: cls().promise.kind for cls in TABLE if hasattr(cls, "promise")}
     head = ["method", "what travels", *(["promise"] if promises else []), "speed", "loss"]
     lines = ["| " + " | ".join(head) + " |", "|---" * (len(head) - 2) + "|---:|---:|"]
     for cls in TABLE:
         what = (inspect.getdoc(cls) or "").splitlines()[0].replace("``", "`").rstrip(".")
         found, gap, mark = speed(cls.name), loss(cls.name), odd(cls.name)
-        cells = [f"`{cls.name}` {cls.__name__}", what, *([str(getattr(cls, "promise", "-"))] if promises else [])]
-        speed_mark = mark and found is not None and found["setting"] != SPEED[0]
-        cells += [percent(found, "speed_percent", speed_mark), percent(gap, "gap_percent", mark and not speed_mark)]
+        elsewhere = mark and found is not None and found["setting"] != SPEED[0]
+        cells = [f"`{cls.name}` {cls.__name__}", what, *([promises[cls]] if promises else [])]
+        cells += [percent(found, "speed_percent", elsewhere), percent(gap, "gap_percent", mark and not elsewhere)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
