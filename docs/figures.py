@@ -66,10 +66,10 @@ POINTS = {
 }
 
 CHOICES = (
-    ("a step that hardly waits for the network (`exposed` in `wire.report()` is small under `dense`)", (), ""),
+    ("a step that hardly waits for the network under `dense`", (), ""),
     ("any engine and any optimizer, and a first try", ("bf16", "int8"), SPEED[0]),
     ("DDP with Adam or AdamW, and a slower network", ("loco", "onebit-adam"), SPEED[0]),
-    ("FSDP2 or HSDP across several nodes (weights travel too)", ("sdp4bit",), "fsdp2-500mbit"),
+    ("FSDP2 across several nodes (weights travel too)", ("sdp4bit",), "fsdp2-500mbit"),
     ("a very slow network, a long run, and time to compare the loss with dense", ("powersgd", "separate"), SPEED[0]),
 )
 """README's decision table: what you have, what to take, and the setting whose speed is shown."""

@@ -95,19 +95,22 @@ def loss(report: dict[str, Any], x: str, label: str) -> Figure:
     room = MOST - len(grey)
     panels = [grey + rest[at : at + room] for at in range(0, max(len(rest), 1), room)]
     figure, several = plt.subplots(len(panels), sharex=True, figsize=(8.5, 4.8 * len(panels)), squeeze=False)
+    ends = []
     for axes, panel in zip(several[:, 0], panels, strict=True):
-        curves(axes, panel, x)
+        ends.append(curves(axes, panel, x))
         axes.set_ylabel("training loss, mean over ranks\n(nats per token)")
         axes.margins(x=0.02)
         if x == "step":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     several[0, 0].set_title(f"Training loss: {subtitle(report)}", pad=12)
     several[-1, 0].set_xlabel(label)
+    for axes, spots in zip(several[:, 0], ends, strict=True):  # now that no limit moves any more
+        label_ends(axes, spots)
     return figure
 
 
-def curves(axes: Axes, runs: Sequence[dict[str, Any]], x: str) -> None:
-    """One panel of :func:`loss`."""
+def curves(axes: Axes, runs: Sequence[dict[str, Any]], x: str) -> list[tuple[float, float, str, str]]:
+    """One panel of :func:`loss`; returns what ``label_ends`` takes."""
     ends: list[tuple[float, float, str, str]] = []
     seen: list[str] = []
     for at, run in enumerate(runs):
@@ -116,12 +119,12 @@ def curves(axes: Axes, runs: Sequence[dict[str, Any]], x: str) -> None:
         tint, silent = colour(run["method"]), run["method"] == "none"
         dashes = "--" if silent else DASHES[seen.count(tint) % len(DASHES)]
         seen.append(tint)
-        width = 1.4 if silent else 1.8 + 0.6 * (len(runs) - 1 - at) if x == "step" else 2.0
+        width = 1.4 if silent else 1.6 + 0.35 * (len(runs) - 1 - at) if x == "step" else 2.0
         axes.plot(xs, ys, color=tint, linewidth=width, linestyle=dashes, zorder=3 - 0.01 * width)
         axes.plot(xs[-1], ys[-1], "o", color=tint, markersize=4 + width, zorder=3 - 0.01 * width)
         name = "none (no exchange)" if silent else run["method"]
         ends.append((xs[-1], ys[-1], name if x == "step" else f"{name}, {xs[-1]:.3g} s", tint))
-    label_ends(axes, ends)
+    return ends
 
 
 def tradeoff(points: Sequence[tuple[str, float, float, bool]]) -> Figure:
