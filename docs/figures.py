@@ -40,27 +40,34 @@ LOSS = ("small-ddp", "small-fsdp2", "small-ddp-adams")
 
 
 class Point(NamedTuple):
-    """One method in README: which measured row has its speed, and which its loss."""
+    """One method in README: which measured row has its speed, and which its loss ("": none)."""
 
     speed: str
     loss: str
-    alike: bool = True
-    """False: the two rows ran with different settings of the method (README carries a mark)."""
+    instead: str = ""
+    """The row whose speed is shown, with a mark, where ``speed`` was not measured."""
 
 
 POINTS = {
     "dense": Point("dense", "dense"),
+    "fp32": Point("fp32", ""),
     "bf16": Point("bf16", "bf16"),
-    "int8": Point("int8", "int8, error feedback", alike=False),
+    "bf16-acc32": Point("bf16-acc32", ""),
+    "int8": Point("int8(error_feedback=True)", "int8, error feedback", instead="int8"),
+    "fp8": Point("fp8(error_feedback=True)", ""),
     "radius": Point("radius(density=0.4,start=0)", "Radius d=0.4, T=200 (paper)"),
     "scape": Point("scape(warmup=1)", "SCAPE d=0.01 (paper)"),
     "separate": Point("separate:recommended", "SEPARATE 16x, cyclic SRHT, no feedback"),
     "tagc": Point("tagc:recommended", "TAGC d=0.05, shared mask"),
     "sdp4bit": Point("sdp4bit", "SDP4Bit (ours)"),
+    "lhc": Point("lhc", ""),
     "zeropp": Point("zeropp", "ZeRO++ (8-bit weights)"),
+    "qsdp": Point("qsdp", ""),
     "loco": Point("loco", "LoCo"),
     "powersgd": Point("powersgd", "PowerSGD rank 4"),
     "topk": Point("topk(density=0.01)", "top-k d=0.01, error feedback"),
+    "dgc": Point("dgc(density=0.01)", ""),
+    "demo": Point("demo", ""),
     "onebit-adam": Point("onebit-adam(warmup=1)", "1-bit Adam"),
     "none": Point("none", ""),
 }
@@ -98,21 +105,29 @@ def setting(name: str) -> Row:
 
 def speed(method: str, settings: tuple[str, ...] = SPEED) -> Row | None:
     """The first row of ``settings`` that has the point's speed."""
-    point = POINTS.get(method)
-    rows = (row for name in settings for row in of("speed", name) if point and row["method"] == point.speed)
-    return next(rows, None)
+    point = POINTS.get(method, Point("", ""))
+    for spec in (point.speed, point.instead):
+        for row in (row for name in settings for row in of("speed", name)):
+            if row["method"] == spec:
+                return row
+    return None
 
 
 def loss(method: str) -> Row | None:
-    point = POINTS.get(method)
-    rows = (row for name in LOSS for row in of("loss", name) if point and row["label"] == point.loss)
-    return next(rows, None)
+    point = POINTS.get(method, Point("", ""))
+    return next((row for name in LOSS for row in of("loss", name) if row["label"] == point.loss), None)
 
 
-def odd(method: str) -> bool:
-    """Was one of the method's two figures measured elsewhere than the others'?"""
-    at = (speed(method) or {}).get("setting", SPEED[0]), (loss(method) or {}).get("setting", LOSS[0])
-    return at != (SPEED[0], LOSS[0]) or not POINTS.get(method, Point("", "")).alike
+def aside(method: str) -> str:
+    """Why one of the method's two figures cannot be compared with the others'; "" if both can."""
+    found, gap = speed(method), loss(method)
+    if found and found["setting"] != SPEED[0]:
+        return f"speed with {OPTIMIZERS[setting(found['setting'])['optimizer']]}"
+    if found and found["method"] != POINTS[method].speed:
+        return f"speed of `{found['method']}`, loss of `{POINTS[method].speed}`"
+    if gap and gap["setting"] != LOSS[0]:
+        return f"loss on {ENGINES[setting(gap['setting'])['engine']]}"
+    return ""
 
 
 def percent(row: Row | None, column: str, mark: bool = False) -> str:
@@ -133,10 +148,12 @@ def methods() -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * (len(head) - 2) + "|---:|---:|"]
     for cls in TABLE:
         what = (inspect.getdoc(cls) or "").splitlines()[0].replace("``", "`").rstrip(".")
-        found, gap, mark = speed(cls.name), loss(cls.name), odd(cls.name)
-        elsewhere = mark and found is not None and found["setting"] != SPEED[0]
+        found, gap, why = speed(cls.name), loss(cls.name), aside(cls.name)
         cells = [f"`{cls.name}` {cls.__name__}", what, *([promises[cls]] if promises else [])]
-        cells += [percent(found, "speed_percent", elsewhere), percent(gap, "gap_percent", mark and not elsewhere)]
+        cells += [
+            percent(found, "speed_percent", why.startswith("speed")),
+            percent(gap, "gap_percent", why[:4] == "loss"),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -148,8 +165,12 @@ def choices() -> str:
             lines.append(f"| {have} | nothing: compression cannot help | - | - |")
             continue
         dense = next(row for row in of("speed", where) if row["method"] == "dense")
-        speeds = ", ".join(percent(speed(method, (where,)), "speed_percent") for method in take)
-        gaps = ", ".join(percent(loss(method), "gap_percent", not POINTS[method].alike) for method in take)
+        speeds = ", ".join(
+            percent(fast, "speed_percent", bool(fast) and fast["method"] != POINTS[method].speed)
+            for method in take
+            for fast in [speed(method, (where,))]
+        )
+        gaps = ", ".join(percent(loss(method), "gap_percent") for method in take)
         names = ", ".join(f"`{TAKE.get(method, method)}`" for method in take)
         lines.append(f"| {have} | {names} | {speeds} (dense: {percent(dense, 'speed_percent')}) | {gaps} |")
     return "\n".join(lines)
@@ -191,18 +212,8 @@ def world(where: Row) -> str:
 
 
 def marks() -> str:
-    """The methods with a figure from another setting, and which."""
-    why = []
-    for method in POINTS:
-        found, gap = speed(method), loss(method)
-        if found and found["setting"] != SPEED[0]:
-            why.append(f"`{method}` (speed with {OPTIMIZERS[setting(found['setting'])['optimizer']]})")
-        elif found and gap and gap["setting"] != LOSS[0]:
-            where = setting(gap["setting"])
-            why.append(f"`{method}` (loss on {ENGINES[where['engine']]})")
-        elif found and gap and not POINTS[method].alike:
-            why.append(f"`{method}` (speed without, loss with error feedback)")
-    return ", ".join(why)
+    """The methods with a mark, and why."""
+    return ", ".join(f"`{method}` ({aside(method)})" for method in POINTS if aside(method))
 
 
 def speeds(name: str) -> str:
@@ -293,7 +304,7 @@ def tradeoff() -> list[tuple[Any, ...]]:
     """(method, speed, gap, is it a ring) of README's picture."""
     found = [(method, speed(method), loss(method)) for method in POINTS if method != "none"]
     return [
-        (method, float(fast["speed_percent"]), float(gap["gap_percent"]), odd(method))
+        (method, float(fast["speed_percent"]), float(gap["gap_percent"]), bool(aside(method)))
         for method, fast, gap in found
         if fast and gap
     ]

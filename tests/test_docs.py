@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -88,9 +90,47 @@ def test_every_method_has_its_row_and_every_measurement_its_command(figures: Mod
         for row in figures.read(name):
             assert known[row["setting"]]["command"] and known[row["setting"]]["commit"], row
             resolve(row["method"])
-    for method, point in figures.POINTS.items():
-        assert method in {cls.name for cls in TABLE}
-        assert figures.speed(method) or not point.speed or figures.loss(method), method
+    assert set(figures.POINTS) <= {cls.name for cls in TABLE}
+    for point in figures.POINTS.values():
+        resolve(point.speed)
+        assert not point.loss or any(row["label"] == point.loss for row in figures.read("loss")), point
+
+
+def test_a_comparison_is_taken_over_with_its_command(figures: ModuleType, tmp_path: Path) -> None:
+    data = shutil.copytree(figures.DATA, tmp_path / "data")
+    summary = {"exposed_ms": 20.0, "encode_ms": 3.0, "decode_ms": 2.0}
+    times = {"none": 100.0, "dense": 400.0, "int8(group=64)": 125.0}
+    runs = [
+        {
+            "method": method, "directory": "run", "summary": {"step_ms": step, **summary}, "step_to_none": step / 100,
+            "link_use": None, "bytes_per_step": {"ledger": 2e6, "kernel": None},
+        }
+        for method, step in times.items()
+    ]  # fmt: skip
+    extra = ["--batch-size", "16", "--optimizer", "adams"]
+    where = {
+        "preset": "net20m",
+        "nodes": 2,
+        "ranks_per_node": 1,
+        "link": "1gbit",
+        "mtu": 9000,
+        "steps": 8,
+        "extra": extra,
+    }
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 8, "tokens": 8 * 2 * 1024}) + "\n")
+    (tmp_path / "report.json").write_text(json.dumps({**where, "runs": runs}))
+    with mock.patch.object(figures, "DATA", data):
+        for _ in range(2):  # a second time it replaces the first
+            figures.take("new", tmp_path)
+        taken, rows = figures.setting("new"), figures.of("speed", "new")
+    assert [(row["method"], row["speed_percent"], row["sent_mb"]) for row in rows] == [
+        ("none", "100", "2.00"), ("dense", "25", "2.00"), ("int8(group=64)", "80", "2.00"),
+    ]  # fmt: skip
+    assert (taken["optimizer"], taken["engine"], taken["tokens_per_rank"]) == ("adams", "ddp", "1024")
+    words = shlex.split(taken["command"])
+    check_flags(words[1:], flags_of(Config))
+    assert "dense,int8(group=64)" in words and "9000" in words and words[-1] == "adams"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
