@@ -17,28 +17,26 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from thinwire.codecs import Bf16, Codec, Fp8, Fp32
-from thinwire.codecs.hadamard import HadamardInt4, HadamardInt8
-from thinwire.codecs.intquant import Int4, Int8, Integers
+from thinwire.codecs import Bf16, Codec, Fp8, Fp32, Int4, Int8, Integers
+from thinwire.streams import Seeds
 
 PEERS = 4
 # Largest error over the largest value of a group: half a step of each format, with room for float32 rounding.
-BOUNDS: dict[str, float] = {
-    "Fp32": 0.0, "Bf16": 2.0**-8, "Fp8": 1.0001 / 28, "Int8": 0.5001 / 127, "Int4": 0.5001 / 7,
-    "HadamardInt8": 0.5001 / 127, "HadamardInt4": 0.5001 / 7,
+BOUNDS: dict[str | int, float] = {
+    "Fp32": 0.0, "Bf16": 2.0**-8, "Fp8": 1.0001 / 28, 8: 0.5001 / 127, 4: 0.5001 / 7,
 }  # fmt: skip
 
 
 def codecs() -> list[Codec]:
     """One of each, and stochastic rounding."""
-    rounded = [kind(rounding="stochastic") for kind in (Int8, Int4, HadamardInt8, HadamardInt4)]
-    for codec in rounded:
-        codec.streams = [(0, 4096, 1)]
-    return [Fp32(), Bf16(), Fp8(), Int8(), Int4(), Int4(2048), HadamardInt8(), HadamardInt4(), *rounded]
+    integers = [kind(hadamard=hadamard) for hadamard in (False, True) for kind in (Int8, Int4)]
+    rounded = [replace(codec, rounding="stochastic") for codec in integers]
+    return [Fp32(), Bf16(), Fp8(), Int4(2048), *integers, *rounded]
 
 
 def timed(function: Callable[[], object], device: torch.device) -> float:
@@ -56,18 +54,20 @@ def self_check(codec: Codec, device: torch.device) -> None:
     """Raise where a result is outside the error bound of the format, or decode_sum is not the sum of the decodes."""
     n = 8 * 4096
     rows = torch.randn(PEERS, n, generator=torch.Generator().manual_seed(1)).to(device)
-    wire = codec.encode(rows, torch.empty(PEERS, codec.wire_numel(n), dtype=codec.wire_dtype, device=device))
+    wire = torch.empty(PEERS, codec.wire_numel(n), dtype=codec.wire_dtype, device=device)
+    codec.encode(rows, wire, seed=Seeds(((0, 4096, 1),)))
     values = codec.decode(wire, torch.full_like(rows, torch.nan))
-    bound = BOUNDS[type(codec).__name__]
-    if isinstance(codec, Integers) and codec.rounding == "stochastic":
+    transformed = isinstance(codec, Integers) and codec.hadamard
+    bound = BOUNDS[codec.bits if isinstance(codec, Integers) else type(codec).__name__]
+    if codec.draws:
         bound *= 2
     errors = values - rows
-    if isinstance(codec, (HadamardInt4, HadamardInt8)):
+    if transformed:
         # a transformed value is at most as long as its 32 neighbours, and a group's error as long as its transform's
         lengths = rows.view(-1, codec.group // 32, 32).norm(dim=2).amax(1)
         within = errors.view(-1, codec.group).norm(dim=1) <= lengths * bound * codec.group**0.5
     else:
-        groups = rows.view(PEERS, -1, codec.per_scale if isinstance(codec, Integers) else 128)
+        groups = rows.view(PEERS, -1, codec.group if isinstance(codec, Integers) else 128)
         within = errors.view_as(groups).abs() <= groups.abs().amax(2, keepdim=True) * bound
     if not bool(within.all()):
         raise AssertionError(f"{codec}: decode(encode(x)) is outside the error bound")
@@ -76,7 +76,7 @@ def self_check(codec: Codec, device: torch.device) -> None:
     for row in values[1:]:
         expected += row
     # one transform of the sum is a sum of transforms up to rounding
-    rounding = 1e-5 if isinstance(codec, (HadamardInt4, HadamardInt8)) else 0.0
+    rounding = 1e-5 if transformed else 0.0
     if not torch.allclose(total, expected * (1 / PEERS), rtol=0, atol=rounding):
         raise AssertionError(f"{codec}: decode_sum is not the sum of the decodes in rank order")
 
@@ -85,12 +85,11 @@ def measure(codec: Codec, n: int, rounds: int, device: torch.device) -> tuple[fl
     """Median milliseconds of the copy, and the median ratios of encode, decode and decode_sum to it."""
     row = torch.randn(1, n, device=device)
     target = torch.zeros_like(row)
-    if isinstance(codec, Integers):
-        codec.streams = [(0, n, 1)]
+    seed = Seeds(((0, n, 1),))
     wire = torch.zeros(PEERS, codec.wire_numel(n), dtype=codec.wire_dtype, device=device)
-    codec.encode(row.expand(PEERS, n), wire)
+    codec.encode(row.expand(PEERS, n), wire, seed=seed)
     operations: list[Callable[[], object]] = [
-        lambda: codec.encode(row, wire[:1]),
+        lambda: codec.encode(row, wire[:1], seed=seed),
         lambda: codec.decode(wire[:1], target),
         lambda: codec.decode_sum(wire, target[0], 1 / PEERS),
     ]
@@ -119,7 +118,7 @@ def print_errors() -> None:
     for name, values in samples.items():
         rows = torch.from_numpy(values).float().unsqueeze(0)
         errors = []
-        for codec in (Int4(), HadamardInt4()):
+        for codec in (Int4(), Int4(hadamard=True)):
             wire = codec.encode(rows, torch.empty(1, codec.wire_numel(n), dtype=codec.wire_dtype))
             errors.append(float((codec.decode(wire, torch.empty_like(rows)) - rows).norm() / rows.norm()))
         print(f"| {name} | {errors[0]:.3f} | {errors[1]:.3f} |")
@@ -139,7 +138,7 @@ def main() -> int:
         return 0
 
     print(f"torch {torch.__version__}, {arguments.device}, {arguments.threads} thread(s), {arguments.rounds} rounds")
-    print(f"{'codec':<46}{'elements':>10}{'bytes/value':>13}{'copy_ ms':>10}{'encode':>16}{'decode':>16}{'sum(4)':>16}")
+    print(f"{'codec':<74}{'elements':>10}{'bytes/value':>13}{'copy_ ms':>10}{'encode':>16}{'decode':>16}{'sum(4)':>16}")
     for codec in codecs():
         try:
             self_check(codec, arguments.device)
@@ -153,7 +152,7 @@ def main() -> int:
             moved = (4 * n + wire, wire + 4 * n, PEERS * wire + 4 * n)
             shares = [nbytes / (8 * n) / ratio for nbytes, ratio in zip(moved, ratios, strict=True)]
             columns = "".join(f"{r:>8.2f}x{f'({share:.0%})':>7}" for r, share in zip(ratios, shares, strict=True))
-            print(f"{codec!r:<46}{f'{size} Mi':>10}{codec.wire_bytes(n) / n:>13.3f}{copy:>10.3f}{columns}")
+            print(f"{codec!r:<74}{f'{size} Mi':>10}{codec.wire_bytes(n) / n:>13.3f}{copy:>10.3f}{columns}")
     return 0
 
 

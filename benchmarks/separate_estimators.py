@@ -14,14 +14,17 @@ interleaved rounds, so that a busy machine slows all alike.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from thinwire.codecs.projection import ESTIMATORS, Feedback, Projection
+from thinwire.bucket import Bucket
+from thinwire.codecs import Residual
+from thinwire.codecs.projection import ESTIMATORS, Projection
 from thinwire.methods import SEPARATE
 
 N, STEPS, TURN = 16384, 1024, 200
@@ -31,7 +34,6 @@ SIZE, ROUNDS = 8 * 2**20, 7
 def study(method: SEPARATE, strength: float, feedback: bool) -> str:
     generator = torch.Generator().manual_seed(0)
     steady = torch.randn(1, N, generator=generator)
-    codec: Projection = method._make([("w", 0, N)])
     error, gradient = torch.zeros(1, N), torch.empty(1, N)
     given, got = torch.zeros(1, N, dtype=torch.float64), torch.zeros(1, N, dtype=torch.float64)
     wire, out = torch.empty(1, N // method.ratio), torch.empty(1, N)
@@ -39,9 +41,11 @@ def study(method: SEPARATE, strength: float, feedback: bool) -> str:
         turn = torch.randn(1, N, generator=generator)
         steady = steady * math.sqrt(1 - 2 / TURN) + turn * math.sqrt(2 / TURN)
         gradient = torch.randn(1, N, generator=generator) + strength * steady
-        codec.set_step(step)
-        codec.feedback = Feedback(error, error, method._keep) if feedback else None
-        codec.decode(codec.encode(gradient, wire), out)
+        codec, rest = method.codec_for([("w", 0, N)], step), torch.empty_like(error)
+        codec.encode(gradient.clone(), wire, residual=Residual(error, rest) if feedback else None)
+        codec.decode(wire, out)
+        if feedback:
+            error = rest.lerp_(error, method._keep)
         if not math.isfinite(float(error.norm())):
             return f"overflow, step {step}"
         if method.reset and step % method.reset == 0:
@@ -79,21 +83,26 @@ def seconds(function: Callable[[], object]) -> float:
 
 def timing(ratio: int) -> None:
     gradient, error, out = torch.randn(1, SIZE), torch.randn(1, SIZE), torch.empty(1, SIZE)
+    rows, rest = gradient.clone(), torch.empty(1, SIZE)
     wire = torch.empty(1, SIZE // ratio)
     tasks: dict[str, Callable[[], object]] = {"copy_": lambda: out.copy_(gradient)}
     labels = []
     for estimator in ESTIMATORS:
         for block in (256, 512, 1024):
             method = SEPARATE(ratio=ratio, estimator=estimator, block=block)
-            codec = method._make([("w", 0, SIZE)])
-            codec.feedback = Feedback(error, error, method._keep)
+            bucket = Bucket([], rows=1, owner=False, group=1, dtype=torch.float32, device=out.device)
+            steps = itertools.count()
 
-            def encode(codec: Projection = codec) -> None:
-                codec.set_step(codec._step + 1)
-                codec.encode(gradient, wire)
+            def encode(method: SEPARATE = method, steps: Iterator[int] = steps, bucket: Bucket = bucket) -> None:
+                codec = method.codec_for([("w", 0, SIZE)], next(steps), once=bucket.once)
+                codec.encode(rows, wire, residual=Residual(error, rest), space=bucket.buffer)
+                if method._keep:
+                    rest.lerp_(error, method._keep)
 
-            def decode(codec: Projection = codec) -> None:
-                codec.decode(wire, out)
+            codec = method.codec_for([("w", 0, SIZE)], 0)
+
+            def decode(codec: Projection = codec, bucket: Bucket = bucket) -> None:
+                codec.decode(wire, out, space=bucket.buffer)
 
             label = f"{estimator} | {block}"
             labels.append(label)
@@ -104,7 +113,7 @@ def timing(ratio: int) -> None:
             taken = seconds(task)
             if round_:  # the first one compiles and takes memory
                 times[name].append(taken)
-        error.normal_()  # the unbiased estimator's error would grow from round to round
+        rows.copy_(gradient)  # or what the matrices' encoding adds to them would grow from round to round
     copy = statistics.median(times["copy_"])
     print(f"\n{SIZE} values, ratio {ratio}; copy_: {1e3 * copy:.1f} ms\n")
     print("| estimator | block | encode + feedback | decode | both, ms |\n|---|---:|---:|---:|---:|")

@@ -29,7 +29,7 @@ from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Run, Step
 from thinwire.state import State
-from thinwire.testing import LockStep, Shapes, bucket_for, exchange_on, parameters_for
+from thinwire.testing import LockStep, Shapes, bucket_for, exchange_on, parameters_for, plan_of
 
 Random = np.random.Generator
 AGAIN = 3
@@ -251,7 +251,7 @@ class Case:
 
     @property
     def owner(self) -> bool:
-        return self.topology in ("reduce_scatter", "two_level_owner", "weights")
+        return self.topology in ("reduce_scatter", "weights")
 
     @property
     def only_zeros(self) -> bool:
@@ -291,7 +291,7 @@ def draw(seed: int, only: str = "") -> Case:
     if any(knob.name == "send" for knob in cls.knobs()):
         knobs["send"] = "*"  # small tensors, too
     method = f"{cls.name}({', '.join(f'{knob}={value!r}' for knob, value in knobs.items() if value is not None)})"
-    topology, size, per_node = _place(cls, methods.resolve(method).keeps_state, pick)
+    topology, size, per_node = _place(cls, pick)
     if gathers:
         topology = "weights"
     shapes: Shapes = {name: _shape(random, pick) for name in "abc"[: pick(1, 2, 2, 3)]}
@@ -314,17 +314,10 @@ def draw(seed: int, only: str = "") -> Case:
     )  # fmt: skip
 
 
-def _place(cls: type[Method], keeps_state: bool, pick: Pick) -> tuple[str, int, int]:
+def _place(cls: type[Method], pick: Pick) -> tuple[str, int, int]:
     """Topology, ranks, ranks on a node."""
     topologies = ["all_reduce", "all_reduce"] + ["reduce_scatter", "reduce_scatter"] * ("fsdp2" in cls.engines)
-    if cls.rank_equal and not keeps_state:
-        topologies += ["two_level", "two_level_owner"] * (2 if cls.two_level else 1)
-    elif issubclass(cls, methods.Lossy):
-        topologies += ["two_level"]  # refused by the exchange; all others' state by compress()
     topology = pick(*topologies)
-    if topology.startswith("two_level"):
-        size, per_node = pick((2, 1), (2, 2), (3, 3), (3, 1), (4, 2), (4, 2), (6, 2), (6, 3))
-        return topology, size, per_node
     size = pick(1, 2, 2, 2, 2, 3, 3, 3, 5, 7)
     return topology, size, pick(1, 1, size)
 
@@ -473,7 +466,7 @@ class VirtualRank:
 
     def plan(self) -> float:
         """Bytes of a step that the method announces."""
-        return sum(self.method.sent_bytes(parameter, self.exchange) for parameter in self.parameters.values())
+        return plan_of(self.method, self.parameters.values(), self.exchange).wire_bytes
 
 
 def _optimizer(kind: str, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:

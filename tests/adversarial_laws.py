@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp8, Fp32
-from thinwire.codecs.hadamard import HadamardInt4, HadamardInt8
 from thinwire.codecs.intquant import Integers, ShiftedInt8
 from thinwire.codecs.projection import SRHT, Projection
 from thinwire.collectives import Exchange
@@ -190,17 +189,17 @@ def rounding_of(codec: Codec | None) -> Rounding:
     if isinstance(codec, Bf16):
         return lambda values: U8 * values + LEAST8
     if isinstance(codec, Fp8):
-        return lambda values: _fp8(values, codec.per_scale)
+        return lambda values: _fp8(values, codec.group)
     if isinstance(codec, ShiftedInt8):  # whose scale may be subnormal, or too small even for that
-        return lambda values: _integers(by_group(values, codec.per_scale), 126.5, 0.5) + 2 * 127 * LEAST
+        return lambda values: _integers(by_group(values, codec.group), 126.5, 0.5) + 2 * 127 * LEAST
     assert isinstance(codec, Integers), codec
     # A code is right to half a level, or, stochastically, to one and the 2^-17 to which its random bits reach; four
     # float32 roundings: of the scale, its reciprocal, the quotient and the product.
     part = 0.5 if codec.rounding == "nearest" else 1 + 2.0**-17
     levels = {4: 7, 8: 127}[codec.bits]
-    if isinstance(codec, HadamardInt4 | HadamardInt8):
-        return lambda values: _hadamard(values, codec.per_scale, levels, part)
-    return lambda values: _integers(by_group(values, codec.per_scale), levels, part)
+    if codec.hadamard:
+        return lambda values: _hadamard(values, codec.group, levels, part)
+    return lambda values: _integers(by_group(values, codec.group), levels, part)
 
 
 def _integers(largest: Array, levels: int, part: float) -> Array:
@@ -222,7 +221,7 @@ def _hadamard(values: Array, group: int, levels: int, part: float) -> Array:
 
 
 def exchanged(
-    view: View, x: Array, rounding: Rounding, *, intra: Rounding = nothing, on_wire: bool = False, unit: float = U
+    view: View, x: Array, rounding: Rounding, *, on_wire: bool = False, unit: float = U
 ) -> tuple[Array, Array]:
     """The mean of ``x`` (N, R, S), and how far from it an exchange may end: hop by hop.
 
@@ -230,10 +229,6 @@ def exchanged(
     """
     least = LEAST if unit == U else LEAST8
     error = np.zeros_like(x)
-    if view.case.topology.startswith("two_level"):
-        nodes = x.reshape(-1, view.case.per_node, *x.shape[1:])
-        error = _sum_error(np.abs(nodes), intra, unit, least, axis=1)
-        x = nodes.mean(1)
     sizes = np.abs(x) + error
     error = error.mean(0) + _sum_error(sizes, rounding, unit, least, axis=0)
     mean = x.mean(0)
@@ -280,7 +275,7 @@ def lossy(view: View, turn: int, name: str) -> Iterator[Claim]:
     mean, error = exchanged(view, h, rounding, on_wire=method.on_wire, unit=unit)
     yield "the mean", view.mean(turn, name), mean, error + (U * np.abs(h) + LEAST).mean(0)
     if method.error_feedback:
-        group = getattr(method.codec, "per_scale", 1)
+        group = method.codec.group
         sizes = by_group((np.abs(h) + np.abs(new)).sum(0), group)
         yield _kept(view, turn, name, h - new, feedback_error(view.size, sizes))
 
@@ -306,8 +301,8 @@ def _kept(view: View, turn: int, name: str, sent: Array, error: Array) -> Claim:
 def integers(view: View, turn: int, name: str) -> Iterator[Claim]:
     """SDP4Bit, ZeRO++, QSDP: bounded error on each hop."""
     method: Any = view.method
-    codec, intra = method.codec_on(view.played.exchange), method.intra_codec
-    mean, error = exchanged(view, view.inputs(turn, name), rounding_of(codec), intra=rounding_of(intra))
+    codec = method._intra_codec if view.played.exchange.one_node else method.codec
+    mean, error = exchanged(view, view.inputs(turn, name), rounding_of(codec))
     yield "the mean", view.mean(turn, name), mean, error
 
 
@@ -337,8 +332,6 @@ def topk(view: View, turn: int, name: str) -> Iterator[Claim]:
     method: Any = view.method
     given = view.inputs(turn, name)
     if not method.error_feedback:
-        if view.case.topology.startswith("two_level"):  # the largest of sums, and of those again
-            return
         chosen = np.stack([_largest(rows, method) for rows in given])
         yield _elementwise(view, turn, name, chosen, np.abs(chosen), 0)
         return
@@ -470,11 +463,9 @@ def _projected(view: View, turn: int, name: str, h: Array) -> tuple[Array, Array
     for the same sums, but of partial sums of other terms, which are all below sum|x| / sqrt(block).
     """
     method: Any = view.method
-    width, block, srht = view.played.spans[name][1], method._block, method.estimator in SRHT
-    knobs = {"ratio": method.ratio, "block": block, "estimator": method.estimator}
-    codec = Projection([(name, 0, width)], **knobs, seed=view.case.seed)
-    codec.set_step(view.played.numbers[turn])
-    matrix = codec.matrix(name).double().numpy()
+    width, block, srht = view.played.spans[name][1], method._estimator.block, method.estimator in SRHT
+    drawn = method._estimator.draw(view.case.seed, name, view.played.numbers[turn], torch.device("cpu"))
+    matrix = Projection(method._estimator, [(0, width, drawn)]).matrix().double().numpy()
     kept = matrix.shape[1]
     scale = {"paper": 1 / kept, "shrunk": 1 / (kept + block + 1)}.get(method.estimator, 1.0)
 

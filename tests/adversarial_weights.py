@@ -12,9 +12,12 @@ import numpy as np
 import torch
 
 from adversarial_laws import LEAST, ROOM, TOP, Array, U, rounding_of
-from thinwire.bucket import Piece, Shards
+from thinwire.bucket import Layout, Piece, Shards
+from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Run
+from thinwire.rehearsal import rehearse
+from thinwire.road import Road
 from thinwire.state import State
 from thinwire.testing import LockStep, exchange_on, parameters_for
 
@@ -51,9 +54,11 @@ class Shard:
 
     def planned(self) -> float:
         """Bytes of one gathering."""
-        of = {name: self.method if self.method.keep_dense(parameter) is None else Method()
-              for name, parameter in self.parameters.items()}  # fmt: skip
-        return sum(of[name].weight_bytes(self.parameters[name], self.comm.size) for name in of)
+        numel = sum(piece.numel for piece in self.pieces)
+        layout = Layout((), torch.float32, [(self.pieces, (), numel, torch.float32)], self.comm)
+        dense = self.method.dense_among(self.parameters.values())
+        road = Road(self.method, dense, self.method.run.exchange, Guard([], False), Ledger())
+        return rehearse(layout, [road], self.method.run).weights
 
 
 def problems_of(case: Case, make: Callable[[], Method], masters: list[Array]) -> list[str]:

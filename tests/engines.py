@@ -66,6 +66,16 @@ def train(model, optimizer, rank: int, steps, wire=None, *, poison: tuple[int, i
     return losses
 
 
+def stats_of(wire) -> dict:
+    """``wire.stats()``; on other ranks than 0 without the memory, which takes as long to find out as some steps."""
+    return wire.stats() if torch.distributed.get_rank() == 0 else wire.ledger.stats()
+
+
+def shown(wire) -> bool:
+    """Are plan and report there to print? Rank 0 tries, as programs do: drawing them takes as long as some steps."""
+    return torch.distributed.get_rank() > 0 or bool(str(wire.plan) and str(wire.report()))
+
+
 def same_on_all_ranks(model: nn.Module) -> bool:
     low = flat(model)
     high = low.clone()

@@ -21,7 +21,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """``vocabulary`` 51 and ``width`` 18 divide by nothing in use; ``tied`` shares the head with the embedding."""
 
-    def __init__(self, vocabulary: int = 51, width: int = 18, layers: int = 3, *, tied: bool = False) -> None:
+    def __init__(self, vocabulary: int = 51, width: int = 18, layers: int = 2, *, tied: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codecs import WIRE_DTYPES, Bf16, Codec, Fp8, Fp32, Int8, Sign
+from thinwire.codecs import WIRE_DTYPES, Bf16, Codec, Fp8, Fp32, Int8, Integers, Residual, Sign
 from thinwire.errors import ThinwireError
 
 CODECS: list[Codec] = [
@@ -55,7 +56,7 @@ def error_bound(codec: Codec, rows: Tensor) -> Tensor:
     largest = groups.abs().amax(2, keepdim=True)
     if isinstance(codec, Sign):  # a value and the mean of all have the same sign: the larger of the two is the bound
         bound = torch.maximum(groups.abs(), groups.abs().double().mean(2, keepdim=True).float())
-    elif isinstance(codec, Int8):
+    elif isinstance(codec, Integers):
         bound = (largest / 127 / 2).expand_as(groups)
     else:  # 4 significant bits, and below the smallest normal number 2^-6 a step of 2^-9
         bound = torch.maximum(groups.abs() * 2.0**-4, largest / 448 * 2.0**-10)
@@ -104,8 +105,30 @@ def test_decode_sum_is_the_sum_of_the_decodes(codec: Codec, peers: int, scale: f
     assert codec.decode_sum(wire, out, scale) is out
     assert torch.equal(out, expected)
     base = torch.full((n,), torch.nan)
-    Codec.decode_sum(codec, wire, base, scale)
+    Codec._decode_sum(codec, wire, base, scale, lambda use, shape, dtype: torch.empty(shape, dtype=dtype))
     assert torch.equal(base, expected)
+
+
+@every_codec
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_is_left_out_is_kept(codec: Codec, in_place: bool) -> None:
+    """h = rows + old goes out, h - decode stays."""
+    rows, old = gaussian(2, 6 * codec.group), gaussian(2, 6 * codec.group, seed=1)
+    h, new = rows + old, old if in_place else torch.full_like(old, torch.nan)
+    wire = wire_for(codec, h)
+    assert codec.encode(rows.clone(), wire, residual=Residual(old, new)) is wire
+    assert torch.equal(wire, encoded(codec, h))
+    assert torch.equal(new, h - decoded(codec, wire, h.shape[1]))
+    codec.encode(h.clone(), wire, residual=Residual(None, new.fill_(torch.nan)))
+    assert torch.equal(new, h - decoded(codec, wire, h.shape[1]))
+
+
+@every_codec
+def test_a_codec_is_a_value(codec: Codec) -> None:
+    assert codec == dataclasses.replace(codec) and hash(codec) == hash(dataclasses.replace(codec))
+    assert sum(codec == other for other in CODECS) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        codec.anything = 1  # type: ignore[attr-defined]
 
 
 @every_codec

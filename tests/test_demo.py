@@ -15,8 +15,7 @@ from thinwire.codecs.dct import DctTopK
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.methods import DeMo, resolve
-from thinwire.methods.base import Run
-from thinwire.testing import Threads, exchange_on, parameters_for, reduce_on_threads
+from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
 SHAPES = {"a": (24, 50), "b": (6, 40)}  # chunks that are not full; values in one line of a chunk alone would make ties
@@ -175,8 +174,7 @@ def test_bytes_are_what_the_plan_says(knobs, topology, size):
     results = run(topology, size, **{knob: getattr(method, knob) for knob in ("k", "chunk", "payload")})
     exchange = exchange_on(topology, Threads(size), 0, Ledger())
     parameters = parameters_for(exchange, SHAPES)
-    method.begin(Run(parameters, exchange))
-    planned = sum(method.sent_bytes(parameter, exchange) for parameter in parameters.values())
+    planned = plan_of(method, parameters.values(), exchange).wire_bytes
     rows = size if topology == "reduce_scatter" else 1
     chunks = sum(-(-math.prod(shape) // rows // method.chunk) for shape in SHAPES.values())
     assert planned == (size - 1) * chunks * method.k * (4 if method.payload == "bf16" else 6)
@@ -267,7 +265,7 @@ def test_laws_of_a_codec(codec):
     assert torch.equal(out[:, :n], values) and not out[:, n:].any()
     total, base = torch.empty(n), torch.empty(n)
     codec.decode_sum(wide, total, 1 / 3)
-    Codec.decode_sum(codec, wire, base, 1 / 3)
+    Codec._decode_sum(codec, wire, base, 1 / 3, lambda use, shape, dtype: torch.empty(shape, dtype=dtype))
     assert torch.allclose(total, base, atol=1e-6 * math.sqrt(codec.k))
     assert torch.allclose(codec.decode_sum(wire[:1], base), values[0], atol=1e-6)
     # the parts that are left out are orthogonal to those that were sent

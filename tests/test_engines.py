@@ -11,24 +11,24 @@ from torch.nn import functional as F
 import engines
 import ranks
 import thinwire
-from engines import adamw, build, same_on_all_ranks, train
+from engines import adamw, build, same_on_all_ranks, shown, stats_of, train
 from models import Net, batch, flat, loss_of
 
 METHODS = [
     "dense", "fp32", "bf16", "bf16-acc32", "int8(smallest=100)", "fp8(smallest=100)",
     "int8(smallest=100, error_feedback=True)", "bf16-acc32(error_feedback=True)",
 ]  # fmt: skip
-FLAG_BYTES = 8
-"""The guard's flag: 4 bytes, all-reduced once per mesh dimension."""
+FEW = [METHODS[i] for i in (0, 2, 4, 6)]
+"""For HSDP, whose two hops are a reduce-scatter as FSDP2's and then an all-reduce as DDP's: one method of each kind."""
 
 
 def _dense(rank, world, kind):
     stock = build(kind, world)
-    train(stock, adamw(stock), rank, range(20))
+    train(stock, adamw(stock), rank, range(8))
     ours = build(kind, world)
     optimizer = adamw(ours)
     wire = thinwire.compress(ours, optimizer, "dense")
-    train(ours, optimizer, rank, range(20), wire)
+    train(ours, optimizer, rank, range(8), wire)
     wire.close()
     return torch.equal(flat(stock), flat(ours))
 
@@ -46,12 +46,12 @@ def _methods(rank, world, kind):
     stock = build(kind, world)
     reference = train(stock, adamw(stock), rank, range(8))
     found = {}
-    for method in METHODS:
+    for method in METHODS if kind != "hsdp" else FEW:
         model = build(kind, world)
         optimizer = adamw(model)
         wire = thinwire.compress(model, optimizer, method)
         losses = train(model, optimizer, rank, range(8), wire)
-        stats = wire.stats()
+        stats = stats_of(wire)
         gathers = stats["weight_bytes_per_step"]
         found[method] = {
             "apart": max(abs(a - b) for a, b in zip(losses, reference, strict=True)),
@@ -60,7 +60,7 @@ def _methods(rank, world, kind):
             "share": wire.plan.wire_bytes / wire.plan.dense_bytes,
             "exposed": stats["exposed_ms"],
         }
-        assert str(wire.plan) and str(wire.report())
+        assert shown(wire)
         wire.close()
     return found
 
@@ -72,10 +72,11 @@ def test_methods_train_alike_and_send_what_the_plan_says(kind, world):
             # Logits of a small net after 8 steps of lr 3e-3: an 8-bit wire moves the loss in the fourth digit.
             assert what["apart"] < (5e-3 if "8" in method else 1e-3), method
             assert what["equal"], method
-            assert 0 <= what["surprise"] <= FLAG_BYTES, method
+            assert abs(what["surprise"]) < 1e-6, method  # to the byte; parts of a ring are no whole bytes
             assert what["exposed"] > 0
         # On HSDP the hop inside the node stays dense: 2 ranks send twice as much there as across, on gloo.
-        assert found["bf16"]["share"] == pytest.approx(0.5 if kind != "hsdp" else 5 / 6)
+        # The flag of 4 bytes comes on top.
+        assert found["bf16"]["share"] == pytest.approx(0.5 if kind != "hsdp" else 5 / 6, rel=1e-3)
         assert found["int8(smallest=100)"]["share"] < (0.4 if kind != "hsdp" else 0.8)
 
 
@@ -83,14 +84,14 @@ def _nan(rank, world, kind, method):
     poisoned = build(kind, world)
     optimizer = adamw(poisoned)
     wire = thinwire.compress(poisoned, optimizer, method)
-    train(poisoned, optimizer, rank, range(10), wire, poison=(5, 1))
-    skipped = wire.skipped, wire.stats()["skipped"], wire.step
+    train(poisoned, optimizer, rank, range(7), wire, poison=(4, 1))
+    skipped = wire.skipped, stats_of(wire)["skipped"], wire.step
     state = wire.state_dict()
     wire.close()
     without = build(kind, world)
     optimizer = adamw(without)
     wire = thinwire.compress(without, optimizer, method)
-    train(without, optimizer, rank, [0, 1, 2, 3, 4, 6, 7, 8, 9], wire)
+    train(without, optimizer, rank, [0, 1, 2, 3, 5, 6], wire)
     other = wire.state_dict()
     wire.close()
     assert state.pop("skipped") == 1 and other.pop("skipped") == 0
@@ -103,7 +104,7 @@ def _nan(rank, world, kind, method):
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
 def test_one_nan_on_one_rank_skips_the_step_everywhere_and_leaves_no_trace(kind, world, method):
     for skipped, same, finite, same_state, states in ranks.run(_nan, world, kind, method):
-        assert skipped == (1, 1, 10)
+        assert skipped == (1, 1, 7)
         assert finite
         assert same
         assert same_state
@@ -196,9 +197,9 @@ def _bf16(rank, world, kind):
 
     found = []
     for options in ({"prepare": to_bf16}, {"policy": policy}) if kind != "ddp" else ({"prepare": to_bf16},):
+        stock = build(kind, world, **options)
+        reference = train(stock, adamw(stock), rank, range(5))
         for method in ("dense", "int8(smallest=100)", "fp32"):
-            stock = build(kind, world, **options)
-            reference = train(stock, adamw(stock), rank, range(5))
             model = build(kind, world, **options)
             optimizer = adamw(model)
             wire = thinwire.compress(model, optimizer, method)
@@ -245,8 +246,9 @@ def _accumulate(rank, world, kind):
                     (loss_of(model, 3 * step + micro, rank) / 3).backward()
             optimizer.step()
             optimizer.zero_grad()
-        gathers = wire.stats()["weight_bytes_per_step"]
-        surprise = sum(wire.stats()["wire_bytes_per_step"].values()) - gathers - wire.plan.wire_bytes
+        stats = stats_of(wire)
+        gathers = stats["weight_bytes_per_step"]
+        surprise = sum(stats["wire_bytes_per_step"].values()) - gathers - wire.plan.wire_bytes
         found.append((torch.equal(flat(stock), flat(model)), float((flat(stock) - flat(model)).abs().max()), surprise))
         wire.close()
     return found
@@ -257,7 +259,7 @@ def test_accumulation_exchanges_once_per_step(kind, world):
     for dense, int8 in ranks.run(_accumulate, world, kind):
         assert dense[0]
         assert int8[1] < 0.02
-        assert all(0 <= surprise <= FLAG_BYTES for *_, surprise in (dense, int8))
+        assert all(abs(surprise) < 1e-6 for *_, surprise in (dense, int8))
 
 
 def _sizes(rank, world, kind):
@@ -265,7 +267,7 @@ def _sizes(rank, world, kind):
     optimizer = adamw(model)
     wire = thinwire.compress(model, optimizer, "int8(smallest=100, error_feedback=True)")
     losses = train(model, optimizer, rank, range(4), wire)
-    result = same_on_all_ranks(model), losses[-1] < losses[0], sum(wire.stats()["wire_bytes_per_step"].values())
+    result = same_on_all_ranks(model), losses[-1] < losses[0], sum(stats_of(wire)["wire_bytes_per_step"].values())
     wire.close()
     return result
 
@@ -300,13 +302,13 @@ def _resume(rank, world, kind):
     whole = build(kind, world)
     optimizer = adamw(whole)
     wire = thinwire.compress(whole, optimizer, method)
-    train(whole, optimizer, rank, range(4), wire)
+    train(whole, optimizer, rank, range(3), wire)
     weights = {n: p.detach().clone() for n, p in whole.state_dict().items()}
     moments = {k: v for k, v in optimizer.state_dict().items()}
     import copy
 
     moments, state = copy.deepcopy(moments), wire.state_dict()
-    train(whole, optimizer, rank, range(4, 8), wire)
+    train(whole, optimizer, rank, range(3, 6), wire)
     wire.close()
     again = build(kind, world)
     optimizer = adamw(again)
@@ -314,7 +316,7 @@ def _resume(rank, world, kind):
     optimizer.load_state_dict(moments)
     wire = thinwire.compress(again, optimizer, method)
     wire.load_state_dict(state)
-    train(again, optimizer, rank, range(4, 8), wire)
+    train(again, optimizer, rank, range(3, 6), wire)
     result = torch.equal(flat(whole), flat(again)), wire.step
     wire.close()
     return result
@@ -325,7 +327,7 @@ def test_state_resumes_bit_for_bit(kind, world):
     # Sums are taken in rank order, so that not even the buckets that DDP has in its first step change a bit.
     for identical, step in ranks.run(_resume, world, kind):
         assert identical
-        assert step == 8
+        assert step == 6
 
 
 def _inside(rank, world, kind, options):
@@ -336,7 +338,7 @@ def _inside(rank, world, kind, options):
         optimizer = adamw(model)
         wire = thinwire.compress(model, optimizer, method, intra=inside, **options)
         losses = train(model, optimizer, rank, range(8), wire)
-        stats = wire.stats()
+        stats = stats_of(wire)
         surprise = sum(stats["wire_bytes_per_step"].values()) - stats["weight_bytes_per_step"] - wire.plan.wire_bytes
         gradients = stats["wire_bytes_per_step"]["intra"] - stats["weight_bytes_per_step"]
         found.append((losses[-1], same_on_all_ranks(model), surprise, gradients))
@@ -359,7 +361,7 @@ def test_the_hop_inside_a_node_may_be_cheap_too(kind, options):
         (dense, *_), (_, _, _, before) = found[0], found[0]
         for loss, equal, surprise, _ in found:
             assert equal and abs(loss - dense) < 0.02
-            assert 0 <= surprise <= 2 * FLAG_BYTES
+            assert abs(surprise) < 1e-6
         assert found[1][3] < 0.5 * before
 
 
@@ -372,7 +374,7 @@ def _two_level(rank, world, kind, method):
         optimizer = adamw(model)
         wire = thinwire.compress(model, optimizer, method, two_level=two_level)
         losses = train(model, optimizer, rank, range(6), wire)
-        sent.append(wire.stats()["wire_bytes_per_step"]["inter"])
+        sent.append(stats_of(wire)["wire_bytes_per_step"]["inter"])
         apart = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
         equal = same_on_all_ranks(model)
         wire.close()

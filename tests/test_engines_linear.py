@@ -11,7 +11,7 @@ import torch
 import engines
 import ranks
 import thinwire
-from engines import adamw, same_on_all_ranks, train
+from engines import adamw, same_on_all_ranks, shown, stats_of, train
 from models import Net, flat
 from thinwire import methods
 
@@ -32,7 +32,6 @@ METHODS = [
 ]
 EXACT = ("demo", "loco", "onebit-adam", "radius", "scape", "sdp4bit", "separate", "powersgd")
 """What sends the same bytes in every period of 4 steps, whatever the data: the plan is then exact."""
-FLAG_BYTES = 8
 
 
 def tried(kind):
@@ -51,14 +50,14 @@ def optimizer_for(method, model):
 
 def _train(rank, world, kind):
     found = {}
-    for method in METHODS:
+    for method in METHODS if kind != "hsdp" else tried(kind):  # of the others test_edges.py says that nothing is lost
         model = build(kind, world)
         optimizer = optimizer_for(method, model)
         wire = thinwire.compress(model, optimizer, method, steps=16)
         losses = train(model, optimizer, rank, range(8), wire)
         wire.reset_stats()
         losses += train(model, optimizer, rank, range(8, 12), wire)
-        stats = wire.stats()
+        stats = stats_of(wire)
         weights = stats["weight_bytes_per_step"]
         found[method] = {
             "losses": losses,
@@ -67,7 +66,7 @@ def _train(rank, world, kind):
             "weights": (weights, wire.plan.weight_bytes),
             "share": wire.plan.wire_bytes / wire.plan.dense_bytes,
         }
-        assert rank or (str(wire.plan) and str(wire.report()))
+        assert shown(wire)
         wire.close()
     return found
 
@@ -79,7 +78,7 @@ def test_they_train_and_send_what_the_plan_says(kind, world):
             assert what["equal"], method
             assert sum(what["losses"][-4:]) < 0.97 * sum(what["losses"][:4]), method
             if methods.resolve(method).name in EXACT:
-                assert 0 <= what["surprise"] <= FLAG_BYTES, method
+                assert abs(what["surprise"]) < 1e-6, method
             if method.startswith("sdp4bit") or (method.startswith("scape") and kind == "fsdp2"):
                 assert what["weights"][0] == what["weights"][1], "sent once per step, resharded or not"
             assert what["share"] < 1, method

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import thinwire
-from thinwire import cli, methods
+from thinwire import cli, methods, testing
 from thinwire.errors import ThinwireError
 from thinwire.lab import compare as comparison
 from thinwire.lab.cli import compare_main, lab_main
@@ -248,8 +248,9 @@ def test_a_lab_is_refused_before_anything_is_made():
 def plan_of(model: nn.Module, method: Method | str, *, size: int = 2, intra: str | None = None) -> Plan:
     exchange = exchange_on("all_reduce", Threads(size), 0, Ledger())
     parameters = list(describe(model).values())
-    hop = None if intra is None else Plan(methods.resolve(intra), parameters, exchange, "hsdp", None)
-    return Plan(methods.resolve(method), parameters, exchange, "ddp" if hop is None else "hsdp", None, hop)
+    if intra is None:
+        return testing.plan_of(methods.resolve(method), parameters, exchange)
+    return testing.plan_of(methods.resolve(method), parameters, exchange, exchange, intra=methods.resolve(intra))
 
 
 def unfolded(plan: Plan) -> str:

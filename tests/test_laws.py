@@ -127,7 +127,7 @@ def test_bytes_are_what_the_exchange_says(method, topology, size):
     rows = exchange.bucket_rows(made.on_wire)
     width = sum(padded(padded(numel, rows) // rows, made.granule) for numel in SHAPES.values())
     row_bytes = 4 * width if made.codec is None else made.codec.wire_bytes(width)
-    expected = exchange.sent_bytes(row_bytes, 4 * width, rows, on_wire=made.on_wire)
+    expected = (1 if exchange.owner else 2) * (size - 1) / size * rows * row_bytes
     for result in results:
         assert float(result[0]["bytes"]) == pytest.approx(expected, abs=1e-2)
 
@@ -141,11 +141,6 @@ def test_two_levels_give_the_mean_too(method, topology, size, per_node):
     for rank, result in enumerate(results):
         mine = expected if topology == "two_level" else expected.view(size, -1)[rank]
         assert (result[0]["mean"].double() - mine).abs().max() < TOLERANCE[method.split("(")[0]]
-
-
-def test_two_levels_refuse_a_residual_that_belongs_to_nobody():
-    with pytest.raises(ThinwireError, match="one-level"):
-        run("int8(error_feedback=True)", "two_level", 4, per_node=2)
 
 
 def test_groups_never_straddle_parameters():

@@ -12,9 +12,8 @@ from thinwire import methods
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.methods import SEPARATE, TAGC, Radius
-from thinwire.methods.base import Parameter, Run, first_step
-from thinwire.state import State
-from thinwire.testing import Threads, exchange_on, parameters_for, reduce_on_threads
+from thinwire.methods.base import Parameter, first_step
+from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 
 SHAPES = {"a.weight": (50, 30), "b.weight": (13, 20), "c.weight": (7, 64)}
 METHODS = [
@@ -117,19 +116,19 @@ def test_all_ranks_hold_the_same_bits_after_100_steps(method):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("method", METHODS)
 def test_bytes_are_what_the_plan_says(method, topology):
-    """To the byte: over the steps of one period, or with the present size of TAGC's sketches."""
+    """To the byte, over the steps of one period; TAGC's sketches shrink from what is planned for disjoint masks."""
     size, steps = 3, 23
     results = run(method, topology, size, steps=steps)
     made = methods.resolve(method)
-    made.state = State()
-    made.state.load_state_dict({k: v for k, v in results[0][-2].items() if k.startswith("=")})
     exchange = exchange_on(topology, Threads(size), 0, Ledger())
     parameters = parameters_for(exchange, SHAPES)
-    made.begin(Run(parameters, exchange, steps))
-    planned = sum(made.sent_bytes(parameter, exchange) for parameter in parameters.values())
+    planned = plan_of(made, parameters.values(), exchange).wire_bytes
     period = getattr(made, "T", 0) or getattr(made, "reset", 0) or 1
     sent = sum(float(step["bytes"]) for step in results[0][-period:]) / period
-    assert sent == pytest.approx(planned, abs=1e-3)  # ring shares of a third are no whole bytes
+    if isinstance(made, TAGC) and made.mask == "local":
+        assert sent <= planned
+    else:
+        assert sent == pytest.approx(planned, abs=1e-3)  # ring shares of a third are no whole bytes
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -17,7 +17,7 @@ from thinwire.ledger import Ledger
 from thinwire.methods import OneBitAdam, resolve
 from thinwire.methods.base import Parameter, Run
 from thinwire.ops.sign import cpu, reference
-from thinwire.testing import Threads, exchange_on, parameters_for, reduce_on_threads
+from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 
 STEPS, WARMUP, LR, DECAY = 50, 6, 1e-2, 0.1
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
@@ -131,7 +131,7 @@ def test_bytes_are_the_plans(topology, size):
     """Signs both ways; once, where the optimizer is sharded, the momentum of the warm-up in fp32."""
     results = run(topology, size, steps=WARMUP + 3)
     exchange = exchange_on(topology, Threads(size), 0, Ledger())
-    planned = sum(make().sent_bytes(parameter, exchange) for parameter in parameters_for(exchange, SHAPES).values())
+    planned = plan_of(make(), parameters_for(exchange, SHAPES).values(), exchange).wire_bytes
     once, *later = [step["bytes"].item() for step in results[0][WARMUP:]]
     assert later == [planned, planned]
     width = sum(-(-columns // 32) * 32 for columns in
@@ -328,8 +328,7 @@ def test_layout_and_scales():
     assert wire[0, :16].tolist() == [0, 0b11] + [0] * 14
     assert values[0, :32].tolist() == [0.5, -0.5, 0.5, 0.5, 0.5, -0.5] + [0.5] * 26
     assert not values[0, 32:96].isfinite().any() and (values[0, 96:] == 0).all()
-    codec = Sign(group=32, scale="rms")
-    codec.shares = torch.tensor([[1 / 26, 1 / 32, 1 / 32, 1.0]])
+    codec = Sign(group=32, scale="rms", shares=torch.tensor([[1 / 26, 1 / 32, 1 / 32, 1.0]]))
     codec.decode(codec.encode(rows, wire), values)
     assert values[0, :2].tolist() == [2.0, -2.0]
     with pytest.raises(ThinwireError, match="shares"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from test_ops_quant import needs_triton, run_python
-from thinwire.codecs import Masked, TopK
+from thinwire.codecs import Masked, Residual, TopK
 from thinwire.errors import ThinwireError
 from thinwire.ops import mask
 from thinwire.ops.mask import cpu, reference
@@ -126,8 +126,7 @@ def test_limits_of_k():
         words = mask.topk_mask(x, k, torch.full((2, 2), -7))
         codec = Masked(words, k)
         rest = torch.full_like(x, math.nan)
-        codec.residual = (torch.zeros_like(x), rest)
-        wire = codec.encode(x, torch.full((2, k), math.nan))
+        wire = codec.encode(x, torch.full((2, k), math.nan), residual=Residual(torch.zeros_like(x), rest))
         out = codec.decode(wire, torch.full_like(x, math.nan))
         assert torch.equal(out, x if k else torch.zeros_like(x)) and torch.equal(out + rest, x)
     assert torch.equal(mask.topk_mask(x, 1000, torch.zeros(2, 2, dtype=torch.int64)), torch.full((2, 2), -1))

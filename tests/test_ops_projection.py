@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from test_ops_sparse import run_python
-from thinwire.codecs.projection import ESTIMATORS, SRHT, Feedback, Projection
+from thinwire.bucket import Bucket
+from thinwire.codecs import Residual
+from thinwire.codecs.projection import ESTIMATORS, SRHT, Estimator, Projection
 from thinwire.errors import ThinwireError
 from thinwire.ops import projection
 from thinwire.ops.projection import cpu, reference
@@ -36,10 +38,11 @@ def margin(rows: Tensor) -> Tensor:
     return rows.as_strided((count, rows.stride(0) - n), rows.stride(), rows.storage_offset() + n)
 
 
-def made(estimator: str, segments: list[tuple[str, int, int]], block: int = 32, ratio: int = 8) -> Projection:
-    codec = Projection(segments, ratio=ratio, block=block, estimator=estimator, seed=5)
-    codec.set_step(3)
-    return codec
+def made(
+    estimator: str, segments: list[tuple[str, int, int]], block: int = 32, ratio: int = 8, seed: int = 5, step: int = 3
+) -> Projection:
+    of, cpu_ = Estimator(estimator, ratio, block), torch.device("cpu")
+    return Projection(of, [(start, width, of.draw(seed, name, step, cpu_)) for name, start, width in segments])
 
 
 @pytest.mark.parametrize(("block", "kept"), [(2, 2), (32, 1), (128, 128), (2048, 33)])
@@ -84,20 +87,18 @@ def test_what_is_not_finite_is_seen_by_the_guard_and_stays_in_its_block(bad):
     assert (~rest.isfinite()).sum() <= 64
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.25])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_encoding_with_feedback(estimator, keep):
-    """h = g + e goes out, keep * e + (1 - keep) (h - C(h)) stays, for several segments and rows, also in place."""
+def test_encoding_with_a_residual(estimator):
+    """h = g + e goes out, h - C(h) stays, for several segments and rows, also in place."""
     segments = [("a", 0, 1024), ("b", 1024, 512)]
     g, e = normal(2, 1536), normal(2, 1536, 1)
     codec = made(estimator, segments)
     plain = codec.encode(g + e, apart(2, 192))
     decoded = codec.decode(plain, apart(2, 1536))
-    expected = keep * e + (1 - keep) * (g + e - decoded)
+    expected = g + e - decoded
     for write in (apart(2, 1536), apart(2, 1536, e)):
         in_place = not write.isnan().any()
-        codec.feedback = Feedback(write if in_place else e, write, keep)
-        sent = codec.encode(apart(2, 1536, g), apart(2, 192))
+        sent = codec.encode(apart(2, 1536, g), apart(2, 192), residual=Residual(write if in_place else e, write))
         assert torch.allclose(sent, plain, atol=1e-4)
         assert torch.allclose(write, expected, atol=1e-4)
 
@@ -113,24 +114,24 @@ def test_bfloat16_rows_are_widened(estimator):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_numbers_depend_on_seed_name_and_step_alone(estimator):
     """Not on the bucket, nor on what was drawn before: ranks that come from a checkpoint draw what the others draw."""
-    fresh, old = made(estimator, [("b", 0, 512)]), made(estimator, [("a", 0, 512), ("b", 512, 512)])
+    device, of = torch.device("cpu"), Estimator(estimator, 8, 32)
+    bucket = Bucket([], rows=1, owner=False, group=1, dtype=torch.float32, device=device)
     for step in (0, 7, 8, 3):
-        old.set_step(step)
-        old.matrix("b")
-    assert torch.equal(fresh.matrix("b"), old.matrix("b"))
-    other = Projection([("b", 0, 512)], ratio=8, block=32, estimator=estimator, seed=6)
-    other.set_step(3)
-    assert not torch.equal(fresh.matrix("b"), other.matrix("b"))
+        drawn = [of.draw(5, name, step, device, bucket.once) for name in ("a", "b")]
+        again = of.draw(5, "b", step, device, bucket.once)
+        assert all(a.data_ptr() == b.data_ptr() for a, b in zip(again, drawn[1], strict=True))
+    old = Projection(of, [(0, 512, drawn[0]), (512, 512, drawn[1])])
+    fresh = made(estimator, [("b", 0, 512)])
+    assert torch.equal(fresh.matrix(), old.matrix(1)) and not torch.equal(fresh.matrix(), old.matrix())
+    assert not torch.equal(fresh.matrix(), made(estimator, [("b", 0, 512)], seed=6).matrix())
 
 
 @pytest.mark.parametrize("estimator", SRHT)
 def test_a_scaled_subsample_of_rows_is_unbiased(estimator):
     """The projection has mean 1 / ratio of the identity: what E C(h) = h / ratio asks for."""
-    codec = Projection([("a", 0, 256)], ratio=4, block=16, estimator=estimator, seed=1)
     mean, steps = torch.zeros(16, 16), 2000
     for step in range(steps):
-        codec.set_step(step)
-        matrix = codec.matrix("a")
+        matrix = made(estimator, [("a", 0, 256)], block=16, ratio=4, seed=1, step=step).matrix()
         mean += matrix @ matrix.T / steps
     assert (mean - torch.eye(16) / 4).abs().max() < 5 * (0.25 * 0.75 / steps) ** 0.5
 
@@ -142,10 +143,10 @@ def test_nothing_to_send(estimator):
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ThinwireError, match=r"set_step\(\) first"):
-        Projection([("a", 0, 512)], ratio=8, block=32, estimator="srht", seed=0).matrix("a")
     with pytest.raises(ThinwireError, match="no estimator 'x'"):
-        Projection([], ratio=8, block=32, estimator="x", seed=0)
+        Estimator("x", 8, 32)
+    with pytest.raises(ThinwireError, match="block of 48 values"):
+        Estimator("srht", 8, 48)
     codec = made("srht", [("a", 0, 512)])
     with pytest.raises(ThinwireError, match="multiple of 512"):
         codec.encode(torch.zeros(1, 256), torch.zeros(1, 32))

@@ -72,23 +72,26 @@ def margin(rows: Tensor) -> Tensor:
     return whole.contiguous().view(torch.uint8)
 
 
-def kinds(n: int, group: int, fp8: bool) -> list[tuple[str, torch.dtype, int, int | None]]:
-    """Suffix of an operation's name, dtype and number of its codes, seed."""
-    formats = (("int8", torch.int8, n), ("int4", torch.uint8, n // 2))
-    found: list[tuple[str, torch.dtype, int, int | None]] = [
-        (prefix + name, dtype, size, seed)
-        for name, dtype, size in formats
+Kind = tuple[ops.Format | None, torch.dtype, int, int | None]
+"""A format (None: fp8), dtype and number of its codes, seed."""
+
+
+def kinds(n: int, group: int, fp8: bool) -> list[Kind]:
+    codes = ((8, torch.int8, n), (4, torch.uint8, n // 2))
+    found: list[Kind] = [
+        (ops.Format(bits, group, hadamard), dtype, size, seed)
+        for bits, dtype, size in codes
         for seed in (None, SEED)
-        for prefix in ("", "hadamard_")
-        if not prefix or group % ops.ORDER == 0
+        for hadamard in (False, True)
+        if not hadamard or group % ops.ORDER == 0
     ]
-    return [*found, ("fp8", torch.uint8, n, None)] if fp8 else found
+    return [*found, (None, torch.uint8, n, None)] if fp8 else found
 
 
-def operations(module: ModuleType, kind: str) -> tuple[Callable[..., object], ...]:
-    """quantize, dequantize and dequantize_sum of ``kind``, "int4" or "hadamard_int4"."""
-    prefix, name = ("hadamard_", kind.removeprefix("hadamard_")) if kind.startswith("hadamard_") else ("", kind)
-    return tuple(getattr(module, f"{prefix}{verb}_{name}") for verb in ("quantize", "dequantize", "dequantize_sum"))
+def operations(module: ModuleType, kind: ops.Format | None) -> tuple[Callable[..., object], ...]:
+    """quantize, dequantize and dequantize_sum."""
+    name = "_fp8" if kind is None else ""
+    return tuple(getattr(module, verb + name) for verb in ("quantize", "dequantize", "dequantize_sum"))
 
 
 def check_all(fast: ModuleType, count: int, n: int, group: int, dtype: torch.dtype, fp8: bool = True) -> None:
@@ -102,9 +105,10 @@ def check_all(fast: ModuleType, count: int, n: int, group: int, dtype: torch.dty
             out = poisoned(count, n, torch.float32)
             total = torch.full((n,), torch.nan)
             quantize, dequantize, dequantize_sum = operations(module, kind)
-            quantize(rows, group, codes, scales, *(() if seed is None else (seed,)))
-            dequantize(codes, scales, group, out)
-            dequantize_sum(codes, scales, group, total, 1 / 3)
+            what = group if kind is None else kind
+            quantize(rows, what, codes, scales, *(() if seed is None else (seed,)))
+            dequantize(codes, scales, what, out)
+            dequantize_sum(codes, scales, what, total, 1 / 3)
             for x in (codes, scales, out):
                 assert bool((margin(x) == 255).all()), f"{kind}: wrote between the rows"
             results.append((codes, scales, out, total))
@@ -136,7 +140,7 @@ def test_int4_layout() -> None:
     """Byte i of a group: element i in the low half, element i + group / 2 in the high half, both plus 8."""
     rows = torch.tensor([[7.0, -7.0, 1.0, 0.0, -3.0, 2.5, 3.5, -0.5, *[0.0] * 8]])
     codes, scales = torch.empty(1, 8, dtype=torch.uint8), torch.empty(1, 2)
-    ops.quantize_int4(rows, 8, codes, scales)
+    ops.quantize(rows, ops.Format(4, 8), codes, scales)
     assert scales.tolist() == [[1.0, 1.0]]
     assert codes[0].tolist() == [15 | 5 << 4, 1 | 10 << 4, 9 | 12 << 4, 8 | 8 << 4, *[0x88] * 4]
 
@@ -148,11 +152,11 @@ def test_the_transform_is_a_hadamard_matrix_times_32_neighbours() -> None:
     expected = (rows.double().view(2, -1, 32) @ (1 - 2 * parity).double() / 32**0.5).flatten(1)
     codes, scales = torch.empty(2, 12 * 128, dtype=torch.int8), torch.empty(2, 12)
     transformed, back = torch.empty_like(rows), torch.empty_like(rows)
-    ops.hadamard_quantize_int8(rows, 128, codes, scales)
-    ops.dequantize_int8(codes, scales, 128, transformed)
+    ops.quantize(rows, ops.Format(8, 128, hadamard=True), codes, scales)
+    ops.dequantize(codes, scales, ops.Format(8, 128), transformed)
     step = scales.double().repeat_interleave(128, 1)
     assert bool(((transformed.double() - expected).abs() <= step * 0.5001).all())
-    ops.hadamard_dequantize_int8(codes, scales, 128, back)
+    ops.dequantize(codes, scales, ops.Format(8, 128, hadamard=True), back)
     assert torch.allclose((back - rows).double().norm(), (transformed.double() - expected).norm(), rtol=1e-5)
 
 
@@ -166,12 +170,12 @@ def test_an_outlier_stays_in_its_group(group: int, place: int) -> None:
     wires = []
     for x in (rows, spoilt):
         codes, scales = torch.empty(1, 4 * group, dtype=torch.uint8), torch.empty(1, 8)
-        ops.hadamard_quantize_int4(x, group, codes, scales)
+        ops.quantize(x, ops.Format(4, group, hadamard=True), codes, scales)
         wires.append((codes.view(8, -1), scales[0]))
     apart = (wires[0][0] != wires[1][0]).any(1) | (wires[0][1] != wires[1][1])
     assert apart.nonzero().flatten().tolist() == [3]
     codes, scales = torch.empty(1, 8 * group, dtype=torch.int8), torch.empty(1, 8)
-    ops.hadamard_quantize_int8(torch.where(spoilt == 1e4, spoilt, 0), group, codes, scales)
+    ops.quantize(torch.where(spoilt == 1e4, spoilt, 0), ops.Format(8, group, hadamard=True), codes, scales)
     first = 3 * group + place % group // 32 * 32
     assert codes[0].nonzero().flatten().tolist() == list(range(first, first + 32))
     assert bool((codes[0, first : first + 32].abs() == 127).all())
@@ -196,7 +200,7 @@ def test_random_bits_are_those_of_the_mixer() -> None:
     rows = torch.full((count, n), 0.5)
     rows[:, ::group] = 127.0  # scale 1
     codes, scales = torch.empty(count, n, dtype=torch.int8), torch.empty(count, n // group)
-    ops.quantize_int8(rows, group, codes, scales, SEED)
+    ops.quantize(rows, ops.Format(8, group), codes, scales, SEED)
     assert codes.flatten().tolist() == expected
     assert 5 < sum(code == 1 for code in expected) < 37
 
@@ -233,7 +237,7 @@ def test_scales_of_special_groups() -> None:
     rows[0, 24] = torch.inf
     rows[0, 32] = 1e-45
     codes, scales = torch.full((1, 40), 99, dtype=torch.int8), torch.empty(1, 5)
-    ops.quantize_int8(rows, 8, codes, scales)
+    ops.quantize(rows, ops.Format(8, 8), codes, scales)
     assert scales[0, 0] == 1.0 and scales[0, 1] == pytest.approx(1.0)
     assert bool(scales[0, 2:4].isnan().all())
     assert scales[0, 4] == 2.0**-126
@@ -242,7 +246,7 @@ def test_scales_of_special_groups() -> None:
 
 def test_empty_rows_are_left_alone() -> None:
     empty = torch.empty(2, 0)
-    ops.quantize_int8(empty, 128, torch.empty(2, 0, dtype=torch.int8), torch.empty(2, 0))
+    ops.quantize(empty, ops.Format(8, 128), torch.empty(2, 0, dtype=torch.int8), torch.empty(2, 0))
     assert ops.sum_rows(empty, torch.empty(0)).numel() == 0
 
 
@@ -355,9 +359,9 @@ def test_cuda_equals_reference() -> None:
                 scales = torch.full((count, 36), torch.nan, device=device)
                 out = torch.full(rows.shape, torch.nan, device=device)
                 total = torch.full((n,), torch.nan, device=device)
-                quantize(rows.to(device), group, codes, scales, seed)
-                dequantize(codes, scales, group, out)
-                dequantize_sum(codes, scales, group, total, 1 / 3)
+                quantize(rows.to(device), kind, codes, scales, seed)
+                dequantize(codes, scales, kind, out)
+                dequantize_sum(codes, scales, kind, total, 1 / 3)
                 results.append([x.cpu() for x in (codes, scales, out, total)])
             for actual, expected in zip(results[1], results[0], strict=True):
                 assert_same_bits(actual, expected)

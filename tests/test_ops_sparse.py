@@ -16,7 +16,7 @@ from torch import Tensor
 
 from patience import PATIENCE
 from thinwire.codecs import Masked, TopK
-from thinwire.codecs.projection import ESTIMATORS, Projection
+from thinwire.codecs.projection import ESTIMATORS, Estimator, Projection
 from thinwire.errors import ThinwireError
 from thinwire.ops import mask, projection, sketch
 from thinwire.ops.mask import cpu as mask_cpu
@@ -205,17 +205,21 @@ def test_srht_is_an_orthogonal_projection(block):
         assert torch.allclose(slow, fast, atol=1e-4)
 
 
+def projection_of(of: Estimator, seed: int, step: int, *segments: tuple[str, int, int]) -> Projection:
+    device = torch.device("cpu")
+    return Projection(of, [(start, width, of.draw(seed, name, step, device)) for name, start, width in segments])
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_projections_are_linear_and_what_their_matrix_says(estimator):
     block, ratio = 32, 8
-    codec = Projection([("a", 0, 1024), ("b", 1024, 512)], ratio=ratio, block=block, estimator=estimator, seed=5)
-    codec.set_step(3)
+    of, segments = Estimator(estimator, ratio, block), (("a", 0, 1024), ("b", 1024, 512))
+    codec = projection_of(of, 5, 3, *segments)
     n = 1536
     x, y = values("normal", 2, n), values("heavy", 2, n, 1)
     wires = [codec.encode(v, torch.full((2, n // ratio), POISON)) for v in (x, y, x + y)]
     assert torch.allclose(wires[0] + wires[1], wires[2], atol=1e-4)
-    matrix = codec.matrix("a")
-    other = codec.matrix("b")
+    matrix, other = codec.matrix(0), codec.matrix(1)
     assert matrix.shape == (block, block // ratio) and not torch.equal(matrix, other)
     lanes = 16 if "srht" in estimator else 1
     blocks = x[:, :1024].reshape(2, -1, block, lanes).transpose(2, 3)
@@ -223,16 +227,12 @@ def test_projections_are_linear_and_what_their_matrix_says(estimator):
     assert torch.allclose(blocks @ matrix, sent, atol=1e-4)
     if estimator not in ("paper", "shrunk"):
         assert torch.allclose(matrix.T @ matrix, torch.eye(block // ratio), atol=1e-5)
-    codec.set_step(4)
-    assert not torch.equal(codec.matrix("a"), matrix)
+    assert not torch.equal(projection_of(of, 5, 4, *segments).matrix(), matrix)
 
 
 def test_a_cycle_sends_every_direction_once():
-    codec = Projection([("a", 0, 512)], ratio=8, block=32, estimator="cyclic_srht", seed=0)
-    cycle = []
-    for step in range(8, 16):
-        codec.set_step(step)
-        cycle.append(codec.matrix("a"))
+    of = Estimator("cyclic_srht", 8, 32)
+    cycle = [projection_of(of, 0, step, ("a", 0, 512)).matrix() for step in range(8, 16)]
     whole = torch.cat(cycle, 1)
     assert torch.allclose(whole @ whole.T, torch.eye(32), atol=1e-5)
 
@@ -243,9 +243,8 @@ def test_gaussians_are_unbiased_and_shrunk_ones_contract():
     mean = {"paper": torch.zeros(1, 64), "shrunk": torch.zeros(1, 64)}
     errors = {"paper": 0.0, "shrunk": 0.0}
     for estimator in mean:
-        codec = Projection([("a", 0, 64)], ratio=4, block=64, estimator=estimator, seed=1)
         for step in range(2000):
-            codec.set_step(step)
+            codec = projection_of(Estimator(estimator, 4, 64), 1, step, ("a", 0, 64))
             out = codec.decode(codec.encode(h, torch.empty(1, 16)), torch.empty(1, 64))
             mean[estimator] += out / 2000
             errors[estimator] += float((out - h).square().sum() / h.square().sum()) / 2000
@@ -274,7 +273,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ThinwireError, match="not tiles of 8 x 16"):
         projection.srht_reconstruct(torch.zeros(1, 8), torch.ones(8), torch.arange(1), torch.zeros(1, 64))
     with pytest.raises(ThinwireError, match="cannot be sent as block / ratio"):
-        Projection([], ratio=3, block=64, estimator="srht", seed=0)
+        Estimator("srht", 3, 64)
     with pytest.raises(ThinwireError, match="float32 or bfloat16"):
         Masked(torch.zeros(1, 1, dtype=torch.int64), 1, dtype=torch.float16)
 

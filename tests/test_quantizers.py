@@ -8,36 +8,33 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec
-from thinwire.codecs.hadamard import HadamardInt4, HadamardInt8
 from thinwire.codecs.intquant import Int4, Int8, Integers
 from thinwire.errors import ThinwireError
+from thinwire.streams import Seeds
 
-KINDS: list[type[Integers]] = [Int4, Int8, HadamardInt4, HadamardInt8]
-SHAPES = [
-    (kind, group) for kind in KINDS for group in ((32, 128, 2048) if "Hadamard" in kind.__name__ else (8, 128, 2048))
-]
+Kind = tuple[int, bool]  # bits, and whether there is a transform
+KINDS: list[Kind] = [(4, False), (8, False), (4, True), (8, True)]
+SHAPES = [(kind, group) for kind in KINDS for group in ((32, 128, 2048) if kind[1] else (8, 128, 2048))]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_shape = pytest.mark.parametrize(("kind", "group"), SHAPES)
 every_rounding = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 
 
-def make(kind: type[Integers], group: int = 128, rounding: str = "nearest", seed: int = 11) -> Integers:
-    codec = kind(group, rounding)
-    codec.streams = [(0, codec.group, seed)]
-    return codec
+def make(kind: Kind, group: int = 128, rounding: str = "nearest") -> Integers:
+    return Integers(group, *kind, rounding)
+
+
+def seeds(codec: Codec, seed: int = 11) -> Seeds:
+    return Seeds(((0, codec.group, seed),))
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def encoded(codec: Codec, rows: Tensor) -> Tensor:
-    """Always with the codec's present seeds, which encoding moves on."""
+def encoded(codec: Codec, rows: Tensor, seed: Seeds | None = None) -> Tensor:
     wire = torch.full((len(rows), codec.wire_numel(rows.shape[1])), 255, dtype=torch.uint8)
-    streams = codec.streams if isinstance(codec, Integers) else ()
-    assert codec.encode(rows, wire) is wire
-    if isinstance(codec, Integers):
-        codec.streams = streams
+    assert codec.encode(rows, wire, seed=seed or seeds(codec)) is wire
     return wire
 
 
@@ -47,16 +44,12 @@ def decoded(codec: Codec, wire: Tensor, n: int) -> Tensor:
     return out
 
 
-def through(codec: Codec, rows: Tensor) -> Tensor:
-    return decoded(codec, encoded(codec, rows), rows.shape[1])
+def through(codec: Codec, rows: Tensor, seed: Seeds | None = None) -> Tensor:
+    return decoded(codec, encoded(codec, rows, seed), rows.shape[1])
 
 
 def levels(codec: Integers) -> int:
     return 7 if codec.bits == 4 else 127
-
-
-def is_transformed(codec: Integers) -> bool:
-    return isinstance(codec, (HadamardInt4, HadamardInt8))
 
 
 def sylvester() -> np.ndarray:
@@ -73,8 +66,8 @@ def transformed(x: np.ndarray) -> np.ndarray:
 
 def simulated(codec: Integers, x: np.ndarray, seed: int = 5) -> np.ndarray:
     """What ``codec`` makes of ``x``, written anew in float64 with numpy's own random numbers."""
-    hadamard = is_transformed(codec)
-    groups = (transformed(x) if hadamard else x).reshape(-1, codec.per_scale)
+    hadamard = codec.hadamard
+    groups = (transformed(x) if hadamard else x).reshape(-1, codec.group)
     step = np.abs(groups).max(axis=1, keepdims=True) / levels(codec)
     shift = np.random.default_rng(seed).random(groups.shape) if codec.rounding == "stochastic" else 0.5
     values = (np.floor(groups / step + shift) * step).reshape(x.shape)
@@ -87,7 +80,7 @@ def relative_error(values: np.ndarray, x: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("codec", "bits"),
-    [(Int4(), 4.25), (Int4(2048), 4.015625), (Int8(), 8.25), (HadamardInt4(), 4.25), (HadamardInt8(), 8.25)],
+    [(Int4(), 4.25), (Int4(2048), 4.015625), (Int8(), 8.25), (Int4(hadamard=True), 4.25), (Int8(hadamard=True), 8.25)],
     ids=repr,
 )
 def test_bits_per_value(codec: Integers, bits: float) -> None:
@@ -98,13 +91,13 @@ def test_bits_per_value(codec: Integers, bits: float) -> None:
 
 @every_rounding
 @every_shape
-def test_round_trip_within_the_bound(kind: type[Integers], group: int, rounding: str) -> None:
+def test_round_trip_within_the_bound(kind: Kind, group: int, rounding: str) -> None:
     """Half a step for the nearest, a step for stochastic rounding; on transformed values where there is a transform."""
     codec = make(kind, group, rounding)
     for exponent in (-30, 0, 30):
         rows = gaussian(3, 5 * codec.group, seed=group) * 10.0**exponent
         values, x = through(codec, rows).double().numpy(), rows.double().numpy()
-        if is_transformed(codec):
+        if codec.hadamard:
             values, x = transformed(values), transformed(x)
         largest = np.abs(x.reshape(-1, group)).max(axis=1, keepdims=True)
         bound = largest / levels(codec) * (0.5 if rounding == "nearest" else 1) + largest * 2e-6
@@ -114,7 +107,7 @@ def test_round_trip_within_the_bound(kind: type[Integers], group: int, rounding:
 @every_rounding
 @every_kind
 @pytest.mark.parametrize("peers", [1, 2, 5])
-def test_decode_sum_is_the_sum_of_the_decodes(kind: type[Integers], rounding: str, peers: int) -> None:
+def test_decode_sum_is_the_sum_of_the_decodes(kind: Kind, rounding: str, peers: int) -> None:
     codec = make(kind, rounding=rounding)
     n = 3 * codec.group
     wire = encoded(codec, gaussian(peers, n))
@@ -125,7 +118,7 @@ def test_decode_sum_is_the_sum_of_the_decodes(kind: type[Integers], rounding: st
     expected *= 1 / 3
     out = torch.full((n,), torch.nan)
     assert codec.decode_sum(wire, out, 1 / 3) is out
-    if not is_transformed(codec):
+    if not codec.hadamard:
         assert torch.equal(out, expected)
     else:  # one transform of the sum instead of a sum of transforms
         assert torch.allclose(out, expected, rtol=0, atol=1e-6 * peers)
@@ -133,14 +126,14 @@ def test_decode_sum_is_the_sum_of_the_decodes(kind: type[Integers], rounding: st
 
 @every_rounding
 @every_kind
-def test_rows_may_be_apart_and_bfloat16_is_its_float32_value(kind: type[Integers], rounding: str) -> None:
+def test_rows_may_be_apart_and_bfloat16_is_its_float32_value(kind: Kind, rounding: str) -> None:
     codec = make(kind, rounding=rounding)
     n = 5 * codec.group
     rows = gaussian(3, n + 12).to(torch.bfloat16)[:, :n]
     size = codec.wire_numel(n)
     wide = torch.full((3, size + 8), 7, dtype=torch.uint8)
     expected = encoded(codec, rows.float().contiguous())
-    wire = codec.encode(rows, wide[:, :size])
+    wire = codec.encode(rows, wide[:, :size], seed=seeds(codec))
     assert torch.equal(wire, expected)
     assert bool((wide[:, size:] == 7).all())
     values = torch.zeros(3, n + 4)
@@ -150,7 +143,7 @@ def test_rows_may_be_apart_and_bfloat16_is_its_float32_value(kind: type[Integers
 
 @every_rounding
 @every_kind
-def test_zero_is_exact_and_non_finite_stays_non_finite(kind: type[Integers], rounding: str) -> None:
+def test_zero_is_exact_and_non_finite_stays_non_finite(kind: Kind, rounding: str) -> None:
     codec = make(kind, rounding=rounding)
     rows = torch.zeros(1, 6 * codec.group)
     for place, value in ((1, torch.nan), (3, torch.inf), (5, -torch.inf)):
@@ -160,52 +153,49 @@ def test_zero_is_exact_and_non_finite_stays_non_finite(kind: type[Integers], rou
 
 
 @every_kind
-def test_a_seed_decides_every_bit_of_stochastic_rounding(kind: type[Integers]) -> None:
-    codec, n = make(kind, rounding="stochastic", seed=1), 2048
-    rows = gaussian(2, n)
-    wire = encoded(codec, rows)
-    assert torch.equal(wire, encoded(make(kind, rounding="stochastic", seed=1), rows))
+def test_a_seed_decides_every_bit_of_stochastic_rounding(kind: Kind) -> None:
+    codec, n = make(kind, rounding="stochastic"), 2048
+    rows, first = gaussian(2, n), seeds(codec, 1)
+    wire = encoded(codec, rows, first)
+    assert torch.equal(wire, encoded(make(kind, rounding="stochastic"), rows, seeds(codec, 1)))
     again = torch.empty_like(wire)
-    codec.encode(rows, again)
+    codec.encode(rows, again, seed=first)
     assert torch.equal(again, wire)
-    ((_, _, next_seed),) = codec.streams  # the hops of one exchange draw different bits
-    for seed in (2, 1 << 40, next_seed):
-        codec.streams = [(0, codec.group, seed)]
-        differs = (encoded(codec, rows) != wire)[:, : n * codec.bits // 8].float().mean()
+    # the hops of one exchange draw different bits
+    for seed in (seeds(codec, 2), seeds(codec, 1 << 40), first.next()):
+        differs = (encoded(codec, rows, seed) != wire)[:, : n * codec.bits // 8].float().mean()
         assert float(differs) > 0.25
-        assert torch.equal(encoded(make(kind, seed=seed), rows), encoded(make(kind, seed=1), rows))
+        assert torch.equal(encoded(make(kind), rows, seed), encoded(make(kind), rows, first))
 
 
 @every_kind
-def test_a_parameter_s_random_bits_do_not_depend_on_its_place(kind: type[Integers]) -> None:
+def test_a_parameter_s_random_bits_do_not_depend_on_its_place(kind: Kind) -> None:
     """Behind another parameter, in front of it, or alone: DDP makes other buckets after its first step."""
     codec, a, b = make(kind, rounding="stochastic"), gaussian(2, 1024), gaussian(2, 1536, seed=1)
     decodes = []
     for rows, streams in (
-        (b, [(0, 1536, 7)]),
-        (torch.cat([a, b], 1), [(0, 1024, 5), (1024, 2560, 7)]),
-        (torch.cat([b, a], 1), [(0, 1536, 7), (1536, 2560, 5)]),
+        (b, ((0, 1536, 7),)),
+        (torch.cat([a, b], 1), ((0, 1024, 5), (1024, 2560, 7))),
+        (torch.cat([b, a], 1), ((0, 1536, 7), (1536, 2560, 5))),
     ):
-        codec.streams = streams
-        decodes.append(through(codec, rows))
+        decodes.append(through(codec, rows, Seeds(streams)))
     alone, behind, before = decodes
     assert torch.equal(alone, behind[:, 1024:]) and torch.equal(alone, before[:, :1536])
-    codec.streams = [(0, 1536, 7)]
-    twice = through(codec, torch.cat([b, b], 1))  # two levels: the rows of several nodes side by side
+    seed = Seeds(((0, 1536, 7),))
+    twice = through(codec, torch.cat([b, b], 1), seed)  # two levels: the rows of several nodes side by side
     assert torch.equal(alone, twice[:, :1536]) and not torch.equal(alone, twice[:, 1536:])
 
 
 @every_kind
-def test_stochastic_rounding_is_unbiased_and_its_variance_is_that_of_a_coin(kind: type[Integers]) -> None:
+def test_stochastic_rounding_is_unbiased_and_its_variance_is_that_of_a_coin(kind: Kind) -> None:
     """Each value's mean over 2048 roundings against its own standard error: 32 seeds of 64 equal rows."""
     codec, rows = make(kind, rounding="stochastic"), gaussian(1, 512, seed=3)
     total, square = np.zeros(512), np.zeros(512)
     x = rows.double().numpy()[0]
-    hadamard = is_transformed(codec)
+    hadamard = codec.hadamard
     target = transformed(x) if hadamard else x
     for seed in range(32):
-        codec.streams = [(0, 512, seed * 7919)]
-        values = through(codec, rows.expand(64, 512)).double().numpy()
+        values = through(codec, rows.expand(64, 512), Seeds(((0, 512, seed * 7919),))).double().numpy()
         values = (transformed(values) if hadamard else values) - target
         total += values.sum(axis=0)
         square += (values**2).sum(axis=0)
@@ -240,7 +230,7 @@ def test_error_is_that_of_an_independent_simulation(name: str, rounding: str) ->
         error = relative_error(through(codec, rows)[0].double().numpy(), x)
         assert error == pytest.approx(relative_error(simulated(codec, x), x), rel=0.02)
         errors[kind] = error
-    for plain, smooth in ((Int4, HadamardInt4), (Int8, HadamardInt8)):
+    for plain, smooth in (((4, False), (4, True)), ((8, False), (8, True))):
         if name == "gaussian":
             assert errors[smooth] == pytest.approx(errors[plain], rel=0.01)
         else:
@@ -257,7 +247,8 @@ def test_int4_errors_with_the_transform_and_without() -> None:
         ("one of 512 x100", np.where(np.arange(n) % 512 == 5, 100, 1) * draw.standard_normal(n), (0.106, 0.082)),
     ):
         rows = torch.from_numpy(x.astype(np.float32)).unsqueeze(0)
-        errors = [relative_error(through(make(kind), rows)[0].double().numpy(), x) for kind in (Int4, HadamardInt4)]
+        codecs = Int4(), Int4(hadamard=True)
+        errors = [relative_error(through(codec, rows)[0].double().numpy(), x) for codec in codecs]
         assert errors == pytest.approx(expected, abs=0.001), name
 
 
@@ -275,7 +266,7 @@ def test_gaussian_error_is_that_of_theory() -> None:
 
 def test_hops_of_two_levels_need_no_transform_between_them() -> None:
     """SDP4Bit, Algorithm 3 as simplified: transform, int8 hop, int4 hop, one transform at the end."""
-    first, second, nodes, local, n = HadamardInt8(), HadamardInt4(), 2, 4, 1 << 14
+    first, second, nodes, local, n = Int8(hadamard=True), Int4(hadamard=True), 2, 4, 1 << 14
     gradients = torch.from_numpy(np.random.default_rng(2).standard_t(3, (nodes, local, n)).astype(np.float32))
     hop = torch.empty(nodes, second.wire_numel(n), dtype=torch.uint8)
     for node in range(nodes):
@@ -310,16 +301,17 @@ def test_weights_in_four_bits_stick_where_their_differences_converge() -> None:
 
 
 @every_kind
-def test_refuses_what_it_cannot_do(kind: type[Integers]) -> None:
+def test_refuses_what_it_cannot_do(kind: Kind) -> None:
     with pytest.raises(ThinwireError, match="rounding is nearest or stochastic, not up"):
-        kind(rounding="up")
-    codec = kind(rounding="stochastic")
-    with pytest.raises(ThinwireError, match="set streams"):
-        codec.encode(gaussian(1, 512), torch.empty(1, codec.wire_numel(512), dtype=torch.uint8))
+        make(kind, rounding="up")
+    codec, rows = make(kind, rounding="stochastic"), gaussian(1, 512)
+    for seed in (None, Seeds(()), Seeds(((0, 384, 1),))):
+        with pytest.raises(ThinwireError, match="hand in a seed for all 512 columns"):
+            codec.encode(rows, torch.empty(1, codec.wire_numel(512), dtype=torch.uint8), seed=seed)
     with pytest.raises(ThinwireError, match="multiple of"):
         codec.encode(gaussian(1, 516), torch.empty(1, codec.wire_numel(516), dtype=torch.uint8))
     with pytest.raises(ThinwireError, match="power of two"):
-        kind(group=100)
+        make(kind, group=100)
     memory = torch.zeros(codec.wire_numel(512) + 1, dtype=torch.uint8)
     with pytest.raises(ThinwireError, match="multiple of 4 bytes"):
         make(kind).encode(gaussian(1, 512), memory[1:].unsqueeze(0))
@@ -328,4 +320,9 @@ def test_refuses_what_it_cannot_do(kind: type[Integers]) -> None:
 @pytest.mark.parametrize("group", [8, 16])
 def test_groups_of_a_transform_hold_whole_ones(group: int) -> None:
     with pytest.raises(ThinwireError, match="from 32 to 4096"):
-        HadamardInt4(group)
+        Int4(group, hadamard=True)
+
+
+def test_integers_have_four_or_eight_bits() -> None:
+    with pytest.raises(ThinwireError, match="4 or 8 bits, not 5"):
+        Integers(bits=5)

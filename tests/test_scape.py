@@ -13,7 +13,7 @@ import thinwire
 from engines import build, train
 from independent4 import SCAPE as ScapePaper
 from test_ops_quant import needs_triton, run_python
-from thinwire.codecs.intquant import Int4, Int8
+from thinwire.codecs import Int4, Int8, Residual
 from thinwire.codecs.mask import MaskedIntegers
 from thinwire.errors import ThinwireError
 from thinwire.methods import SCAPE, resolve, scape
@@ -139,7 +139,7 @@ def test_nothing_is_lost(topology, density, payload):
 @pytest.mark.parametrize("kind", [Int4, Int8])
 def test_quantized_values_at_a_mask_lose_nothing_either(kind):
     """decode(wire) + what is kept = values + what was kept; groups do not straddle parameters."""
-    draw, parts = torch.Generator().manual_seed(0), [(3, 40), (5, 7), (2, 128)]
+    draw, parts = torch.Generator().manual_seed(0), ((3, 40), (5, 7), (2, 128))
     rows, old = (torch.randn(2, 640, generator=draw) for _ in range(2))
     words, column = torch.zeros((2, 10), dtype=torch.int64), 0
     for width, k in parts:
@@ -148,8 +148,8 @@ def test_quantized_values_at_a_mask_lose_nothing_either(kind):
         column += width
     new = torch.full_like(old, torch.nan)
     codec = MaskedIntegers(words, parts, kind(64))
-    codec.residual = old, new
-    wire = codec.encode(rows, torch.empty((2, codec.wire_numel(640)), dtype=torch.uint8))
+    wire = torch.empty((2, codec.wire_numel(640)), dtype=torch.uint8)
+    codec.encode(rows, wire, residual=Residual(old, new))
     assert codec.wire_numel(640) == kind(64).wire_numel(64 + 64 + 128)
     decoded = codec.decode(wire, torch.full_like(rows, torch.nan))
     assert torch.allclose(decoded + new, rows + old, atol=1e-6)
@@ -176,14 +176,14 @@ def test_bytes_are_the_plans(topology, knobs):
 
 def _planned(topology, size, knobs):
     from thinwire.ledger import Ledger
-    from thinwire.testing import Threads, exchange_on, parameters_for
+    from thinwire.testing import Threads, exchange_on, parameters_for, plan_of
 
     method = SCAPE(smallest=0, send=("*",), warmup=3, **knobs)
     exchange = exchange_on(topology, Threads(size), 0, Ledger())
     parameters = parameters_for(exchange, SHAPES)
     weights = {name: torch.nn.Parameter(torch.zeros(p.local)) for name, p in parameters.items()}
     method.begin(Run(parameters, exchange, 12, 0, (AdamS(weights.values()),), weights))
-    return sum(method.sent_bytes(parameter, exchange) for parameter in parameters.values())
+    return plan_of(method, parameters.values(), exchange).wire_bytes
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -321,7 +321,7 @@ def _weights(rank, world):
             losses = train(model, optimizer, rank, range(6), wire)
             wire.reset_stats()
             losses += train(model, optimizer, rank, range(6, 9), wire, poison=(7, 1))
-            found[weights, kind] = losses, wire.stats()["weight_bytes_per_step"] * 3 / 2, wire.plan.weight_bytes
+            found[weights, kind] = losses, wire.ledger.stats()["weight_bytes_per_step"] * 3 / 2, wire.plan.weight_bytes
             before = {name: value.clone() for name, value in model.state_dict().items()}
             model.load_state_dict({name: value * 1.5 for name, value in before.items()})
             found[weights, kind][0].extend(train(model, optimizer, rank, range(9, 11), wire))

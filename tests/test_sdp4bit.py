@@ -24,7 +24,7 @@ from thinwire.methods import SDP4Bit, ZeROPP, resolve, sdp4bit
 from thinwire.methods.base import Run
 from thinwire.plan import describe
 from thinwire.state import State
-from thinwire.testing import ThreadComm, Threads, exchange_on, parameters_for, reduce_on_threads
+from thinwire.testing import ThreadComm, Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 from thinwire.train.models import PRESETS, Decoder
 
 GROUP = 128
@@ -151,10 +151,10 @@ def test_a_shifted_lattice_is_unbiased_and_within_half_a_level():
     """QSDP's weights: over the shift errors are uniform in half a level; zeros and NaN stay."""
     rows = torch.randn(2, 2048, generator=torch.Generator().manual_seed(0))
     rows[0, :1024] = 0
-    codec, total, shifts = ShiftedInt8(1024), torch.zeros(2, 2048), torch.linspace(-0.5, 0.5, 257)[:-1]
+    total, shifts = torch.zeros(2, 2048), torch.linspace(-0.5, 0.5, 257)[:-1]
     level = rows.view(2, 2, 1024).abs().amax(2, keepdim=True) / 126.5
     for shift in shifts:
-        codec.shift = float(shift)
+        codec = ShiftedInt8(1024, float(shift))
         wire = codec.encode(rows, torch.empty((2, codec.wire_numel(2048)), dtype=torch.uint8))
         decoded = codec.decode(wire, torch.full_like(rows, torch.nan))
         off = (decoded - rows).view(2, 2, 1024)
@@ -248,7 +248,7 @@ def test_bytes_are_the_plans(topology, size, per_node, knobs):
     )  # fmt: skip
     exchange = exchange_on(topology, Threads(size), 0, Ledger(), per_node)
     method = SDP4Bit(send=("*",), **knobs)
-    planned = sum(method.sent_bytes(p, exchange) for p in parameters_for(exchange, shapes).values())
+    planned = plan_of(method, parameters_for(exchange, shapes).values(), exchange).wire_bytes
     assert all(step["bytes"].item() == planned for rank in results for step in rank)
 
 
@@ -267,7 +267,7 @@ def test_bits_per_value_of_a_125m_model():
         shard = -(-weight.shape[0] // 16) * math.prod(weight.shape[1:])
         values += shard
         for i, codec in enumerate(codecs):
-            exact[i] += shard * (codec.bits + 32 / codec.per_scale)
+            exact[i] += shard * (codec.bits + 32 / codec.group)
             group = method.weight_group if i == 0 else method.granule
             padded[i] += 8 * codec.wire_bytes(-(-shard // group) * group)
     assert [round(bits / values, 3) for bits in exact] == [4.016, 4.25, 8.25]
@@ -282,7 +282,7 @@ def _engines(rank, world, kind):
         optimizer = adamw(model)
         wire = thinwire.compress(model, optimizer, method)
         losses = train(model, optimizer, rank, range(8), wire)
-        found[method] = losses, same_on_all_ranks(model), wire.stats()["weight_bytes_per_step"]
+        found[method] = losses, same_on_all_ranks(model), wire.ledger.stats()["weight_bytes_per_step"]
         wire.close()
     return found
 

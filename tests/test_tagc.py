@@ -12,6 +12,7 @@ from torch import Tensor
 from independent import TAGC as TagcPaper
 from papers import peel
 from thinwire import methods
+from thinwire.bucket import padded
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.methods import LHC, TAGC
@@ -19,7 +20,7 @@ from thinwire.methods.base import Parameter, Run
 from thinwire.ops.sketch.reference import hashes
 from thinwire.state import State
 from thinwire.streams import seed_of
-from thinwire.testing import Threads, exchange_on, parameters_for, reduce_on_threads
+from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
 
@@ -172,8 +173,15 @@ def test_bytes_of_sketch_dense_fallback_and_lhc(topology):
             method.state.load_state_dict({k: v for k, v in results[0][step - 1].items() if k.startswith("=")})
             parameters = parameters_for(exchange, shapes)
             method.begin(Run(parameters, exchange, 5))
-            planned = sum(method.sent_bytes(parameter, exchange) for parameter in parameters.values())
-            assert float(results[0][step]["bytes"]) == planned
+            expected, rows = 0.0, exchange.bucket_rows(True)
+            for name, parameter in parameters.items():
+                columns = parameter.local if exchange.owner else parameter.numel
+                width = padded(columns, 64)
+                sent = method._part(name, 0, width, columns, exchange).sent
+                share = 1 if exchange.owner else 2  # all the way round a ring, or half of it
+                expected += (size - 1) / size * (2 * (rows * width / 8 + 4) + share * 4 * rows * sent)
+            assert float(results[0][step]["bytes"]) == expected
+        assert expected <= plan_of(make(), parameters.values(), exchange).wire_bytes
 
 
 def test_the_default_is_ten_times_smaller_than_dense_on_four_ranks():

@@ -13,9 +13,9 @@ owners otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
     from thinwire.comm import Comm
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,14 @@ class Bucket:
         group: int,
         dtype: torch.dtype,
         device: torch.device,
+        spans: Sequence[int] = (),
     ) -> None:
-        """``rows`` owners; ``owner``: this rank keeps one row only; ``group``: elements that a codec takes together."""
+        """``rows`` owners; ``owner``: this rank keeps one row only; ``group``: elements that a codec takes together.
+
+        ``spans``: of the pieces in a row, where they are not to be as short as can be.
+        """
         self.group, self.owner = group, owner
-        self.segments = self._place(pieces, rows, group)
+        self.segments = self._place(pieces, rows, group, spans)
         self.key = (tuple(segment.name for segment in self.segments), rows, group)
         self.shape: Sequence[int] = (rows, sum(segment.width for segment in self.segments))
         self.dtype, self.device = dtype, device
@@ -164,29 +170,40 @@ class Bucket:
         self.rows: Tensor = torch.empty(0)
         self.mean: Tensor = torch.empty(0)
         self._buffers: dict[object, Tensor] = {}
+        self._made: dict[object, tuple[tuple[object, ...], object]] = {}
 
     @staticmethod
-    def _place(pieces: Sequence[Piece], rows: int, group: int) -> tuple[Segment, ...]:
+    def _place(pieces: Sequence[Piece], rows: int, group: int, spans: Sequence[int]) -> tuple[Segment, ...]:
         segments, start = [], 0
-        for piece in pieces:
+        for i, piece in enumerate(pieces):
             if piece.stride and piece.rows != rows:
                 raise ThinwireError(f"{piece.name}: the engine has {piece.rows} shards, the bucket {rows} rows")
-            span = piece.numel // rows if piece.stride else -(-piece.numel // rows)
+            span = piece.numel // rows if piece.stride else spans[i] if spans else -(-piece.numel // rows)
             segments.append(Segment(piece.name, start, padded(span, group), span, piece))
             start += segments[-1].width
         return tuple(segments)
 
     def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A workspace that lives as long as the bucket: the same tensor for the same ``key`` and shape."""
-        full = (key, tuple(shape), dtype)
-        if full not in self._buffers:
-            self._buffers[full] = torch.zeros(*shape, dtype=dtype, device=self.device)
-        return self._buffers[full]
+        """A workspace that lives as long as the bucket: the same tensor for the same ``key``, a use.
 
-    def forget(self, user: object) -> None:
-        """Free the workspaces whose key names ``user``, a codec that will not come again."""
-        for full in [full for full in self._buffers if isinstance(full[0], tuple) and user in full[0]]:  # type: ignore[index]
-            del self._buffers[full]
+        Zeros at first, and whenever it was asked for in another shape or dtype than before.
+        """
+        known = self._buffers.get(key)
+        if known is None or known.shape != torch.Size(shape) or known.dtype != dtype:
+            self._buffers.pop(key, None)  # before the next one is allocated
+            known = None
+            known = self._buffers[key] = torch.zeros(*shape, dtype=dtype, device=self.device)
+        return known
+
+    def once(self, key: object, make: Callable[[], T], *of: object) -> T:
+        """What ``make()`` gave, kept as long as the bucket lives and ``of``, which it depends on, stay the same.
+
+        Tensors are the same if they are one object: what a method puts into its state anew is another one.
+        """
+        known = self._made.get(key)
+        if known is None or len(known[0]) != len(of) or not all(map(_same, known[0], of)):
+            known = self._made[key] = (of, make())
+        return cast(T, known[1])
 
     def columns(self, values: Tensor, segment: Segment) -> Tensor:
         """``segment``'s columns of ``values`` (R, n): a view (R, width)."""
@@ -288,3 +305,7 @@ class Bucket:
     def _contiguous(self) -> bool:
         """Do the segments lie in a row just as they lie in the engine's buffer or shard?"""
         return all(s.width == s.span and s.piece.offset == s.start and s.piece.form is None for s in self.segments)
+
+
+def _same(a: object, b: object) -> bool:
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)

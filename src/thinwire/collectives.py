@@ -2,7 +2,6 @@
 
 * ``mean_all_reduce``: every rank gets every row of the mean (DDP; HSDP across nodes).
 * ``mean_reduce_scatter``: rank r gets row r of the mean (FSDP2).
-* ``TwoLevel``: one codec inside the node, another across nodes.
 
 A *linear* codec rides the network's own sum. The others, and the linear ones if the sum is wanted in fp32, go
 all-to-all, are decoded and summed in fp32 in rank order, and, for an all-reduce, are encoded again and all-gathered:
@@ -10,14 +9,15 @@ all ranks decode the same bytes and so hold the same bits. No codec at all means
 network's own sum: the dense baseline, bit for bit what the stock engine does.
 
 Nothing is lost: with ``residual``, what a rank's encoding left out (input minus what its peers can decode) is written
-there, and what the second encoding left out of this rank's row of the mean is added, N times (the next mean divides it
-by N again). So the sum over ranks of input + last residual - residual is N times the mean that everybody got.
+to its ``new``, and what the second encoding left out of this rank's row of the mean is added, N times (the next mean
+divides it by N again). So the sum over ranks of input + old - new is N times the mean that everybody got.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -26,39 +26,49 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.bucket import Bucket, Rows
-from thinwire.codecs.base import Codec
-from thinwire.comm import Comm
+from thinwire.codecs.base import Codec, Residual, Space
+from thinwire.comm import Comm, CountingComm
 from thinwire.errors import ThinwireError
+from thinwire.ledger import Ledger
+from thinwire.streams import Seeds
 
 
-def _encode(comm: Comm, bucket: Rows, values: Tensor, codec: Codec, key: str) -> Tensor:
+def _encode(
+    comm: Comm,
+    bucket: Rows,
+    values: Tensor,
+    codec: Codec,
+    key: str,
+    residual: Residual | None = None,
+    seed: Seeds | None = None,
+) -> Tensor:
     """The wire (R, m) of ``values`` (R, n), in a buffer that the bucket keeps."""
-    wire = bucket.buffer((key, codec), (len(values), codec.wire_numel(values.shape[1])), codec.wire_dtype)
+    wire = bucket.buffer(key, (len(values), codec.wire_numel(values.shape[1])), codec.wire_dtype)
     with comm.ledger.span("encode", values):
-        codec.encode(values, wire)
-    return wire
+        return codec.encode(values, wire, residual=residual, seed=seed, space=_scratch(bucket))
 
 
-def _decode(comm: Comm, wire: Tensor, codec: Codec, out: Tensor, scale: float = 1.0) -> None:
+def _decode(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tensor, scale: float = 1.0) -> None:
     with comm.ledger.span("decode", out):
-        codec.decode(wire, out)
+        codec.decode(wire, out, space=_scratch(bucket))
         if scale != 1.0:
             out.mul_(scale)
 
 
-def _keep_rest(comm: Comm, values: Tensor, wire: Tensor, codec: Codec, residual: Tensor) -> None:
-    """residual = values - decode(wire)."""
-    with comm.ledger.span("encode", values):
-        codec.decode(wire, residual)
-        torch.sub(values, residual, out=residual)
-
-
-def _sum_of_peers(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tensor, scale: float, key: str) -> None:
-    """All-to-all of ``wire`` (N, m), then ``out`` (n,) = scale * the sum of what the peers sent: fp32, rank order."""
-    received = bucket.buffer((key, codec), wire.shape, wire.dtype)
-    comm.all_to_all(received, wire)
+def _decode_sum(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tensor, scale: float) -> None:
     with comm.ledger.span("decode", out):
-        codec.decode_sum(received, out, scale)
+        codec.decode_sum(wire, out, scale, space=_scratch(bucket))
+
+
+def _scratch(bucket: Rows) -> Space:
+    return lambda use, shape, dtype: bucket.buffer(("codec", use), shape, dtype)
+
+
+def _sum_of_peers(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tensor, scale: float) -> None:
+    """All-to-all of ``wire`` (N, m), then ``out`` (n,) = scale * the sum of what the peers sent: fp32, rank order."""
+    received = bucket.buffer("received", wire.shape, wire.dtype)
+    comm.all_to_all(received, wire)
+    _decode_sum(comm, bucket, received, codec, out, scale)
 
 
 def mean_all_reduce(
@@ -68,7 +78,8 @@ def mean_all_reduce(
     *,
     on_wire: bool = True,
     divide: str = "before",
-    residual: Tensor | None = None,
+    residual: Residual | None = None,
+    seed: Seeds | None = None,
 ) -> None:
     """``bucket.mean`` = the mean over all ranks of ``bucket.rows`` (R, n), all rows on every rank.
 
@@ -77,40 +88,46 @@ def mean_all_reduce(
         on_wire: let the network sum a linear codec's wire; a codec that is not linear sends its one row to everybody,
             who sums them all (R == 1). False: sum in fp32 at the owner of each row (needs R == N).
         divide: without a codec, where the 1/N goes: "before" the sum, as stock DDP does, or "after", as FSDP2 does.
-        residual: (R, n) float32, receives what the encodings left out.
+        residual: error feedback: what is added to the rows, and where what the encodings left out goes.
+        seed: of a codec that draws random bits.
     """
     if codec is None:
+        _send_all(bucket.rows, residual)
         _dense_all_reduce(comm, bucket.rows, divide)
         return
     rows, scale = bucket.rows, 1 / comm.size
-    wire = _encode(comm, bucket, rows, codec, "wire")
-    if residual is not None:
-        _keep_rest(comm, rows, wire, codec, residual)
+    wire = _encode(comm, bucket, rows, codec, "wire", residual, seed)
     if codec.linear and on_wire:
         if codec.wire_dtype == torch.float32 and codec.divisible:
             _dense_all_reduce(comm, wire, divide)
             scale = 1.0
         else:
             comm.all_reduce(wire)
-        _decode(comm, wire, codec, bucket.mean, scale)
+        _decode(comm, bucket, wire, codec, bucket.mean, scale)
         return
     if on_wire:
-        everybody = bucket.buffer(("everybody", codec), (comm.size, wire.shape[1]), wire.dtype)
+        everybody = bucket.buffer("everybody", (comm.size, wire.shape[1]), wire.dtype)
         comm.all_gather(everybody, wire[0])
-        with comm.ledger.span("decode", rows):
-            codec.decode_sum(everybody, bucket.mean[0], scale)
+        _decode_sum(comm, bucket, everybody, codec, bucket.mean[0], scale)
         return
     if len(rows) != comm.size:
         raise ThinwireError(f"a sum in fp32 over {comm.size} ranks needs {comm.size} rows, the bucket has {len(rows)}")
     mine = bucket.buffer("mine", (1, rows.shape[1]), torch.float32)
-    _sum_of_peers(comm, bucket, wire, codec, mine[0], scale, "received")
-    again = _encode(comm, bucket, mine, codec, "again")
-    if residual is not None:
-        rest = bucket.buffer("rest", mine.shape, torch.float32)
-        _keep_rest(comm, mine, again, codec, rest)
-        residual[comm.rank].add_(rest[0], alpha=comm.size)
+    _sum_of_peers(comm, bucket, wire, codec, mine[0], scale)
+    rest = None if residual is None else Residual(None, bucket.buffer("rest", mine.shape, torch.float32))
+    again = _encode(comm, bucket, mine, codec, "again", rest, None if seed is None else seed.next())
+    if residual is not None and rest is not None:
+        residual.new[comm.rank].add_(rest.new[0], alpha=comm.size)
     comm.all_gather(wire, again[0])
-    _decode(comm, wire, codec, bucket.mean)
+    _decode(comm, bucket, wire, codec, bucket.mean)
+
+
+def _send_all(rows: Tensor, residual: Residual | None) -> None:
+    """Without a codec nothing is left out."""
+    if residual is not None:
+        if residual.old is not None:
+            rows.add_(residual.old)
+        residual.new.zero_()
 
 
 def _dense_all_reduce(comm: Comm, values: Tensor, divide: str) -> None:
@@ -128,7 +145,8 @@ def mean_reduce_scatter(
     codec: Codec | None,
     *,
     on_wire: bool = True,
-    residual: Tensor | None = None,
+    residual: Residual | None = None,
+    seed: Seeds | None = None,
 ) -> None:
     """``bucket.mean`` (1, n) = this rank's row of the mean over all ranks of ``bucket.rows`` (N, n).
 
@@ -136,28 +154,17 @@ def mean_reduce_scatter(
     """
     rows, mean = bucket.rows, bucket.mean
     if codec is None:
+        _send_all(rows, residual)
         comm.reduce_scatter(mean[0], rows, "mean")
         return
-    wire = _encode(comm, bucket, rows, codec, "wire")
-    if residual is not None:
-        _keep_rest(comm, rows, wire, codec, residual)
+    wire = _encode(comm, bucket, rows, codec, "wire", residual, seed)
     if codec.linear and on_wire:
-        row = bucket.buffer(("row", codec), (1, wire.shape[1]), wire.dtype)
+        row = bucket.buffer("row", (1, wire.shape[1]), wire.dtype)
         exact = codec.wire_dtype == torch.float32 and codec.divisible  # divided where dense divides
         comm.reduce_scatter(row[0], wire, "mean" if exact else "sum")
-        _decode(comm, row, codec, mean, 1.0 if exact else 1 / comm.size)
+        _decode(comm, bucket, row, codec, mean, 1.0 if exact else 1 / comm.size)
     else:
-        _sum_of_peers(comm, bucket, wire, codec, mean[0], 1 / comm.size, "received")
-
-
-def _all_reduce_bytes(comm: Comm, row_bytes: float, rows: int, on_wire: bool) -> float:
-    peers = comm.size - 1
-    return 2 * peers / comm.size * rows * row_bytes if on_wire else 2 * peers * row_bytes
-
-
-def _reduce_scatter_bytes(comm: Comm, row_bytes: float, on_wire: bool) -> float:
-    twice = 2 if on_wire and comm.reduce_scatter_is_all_reduce else 1
-    return twice * (comm.size - 1) * row_bytes
+        _sum_of_peers(comm, bucket, wire, codec, mean[0], 1 / comm.size)
 
 
 class Exchange(ABC):
@@ -168,13 +175,31 @@ class Exchange(ABC):
         owner: this rank keeps one row of the result only.
     """
 
-    rows: int
     owner: bool = False
+
+    @property
+    @abstractmethod
+    def rows(self) -> int: ...
 
     @property
     def one_node(self) -> bool:
         """Are all ranks on one node, so that nothing crosses a slow link?"""
         return len(set(self._group().nodes)) == 1
+
+    def on(self, double: Callable[[Comm], Comm]) -> Exchange:
+        """The same topology on ``double`` of each of its groups."""
+        found = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Comm):
+                setattr(found, name, double(value))
+        return found
+
+    def dense_bytes(self, numel: int, dtype: torch.dtype) -> float:
+        """Bytes that one rank sends for ``numel`` values of an engine's buffer that goes out as it is."""
+        ledger, rows = Ledger(), self.rows if self.owner else 1
+        values = torch.empty((rows, numel // rows), dtype=dtype, device="meta")
+        self.on(lambda comm: CountingComm.like(comm, ledger)).mean(_Bare(values, values[:1] if self.owner else values))
+        return sum(ledger.now.bytes.values())
 
     def bucket_rows(self, on_wire: bool) -> int:
         """How many rows a bucket needs here, if the network sums (``on_wire``) or the ranks do."""
@@ -183,35 +208,27 @@ class Exchange(ABC):
     @abstractmethod
     def mean(
         self,
-        bucket: Bucket,
+        bucket: Rows,
         codec: Codec | None = None,
         *,
         on_wire: bool = True,
-        residual: Tensor | None = None,
-        intra: Codec | None = None,
+        residual: Residual | None = None,
+        seed: Seeds | None = None,
     ) -> None:
-        """``bucket.mean`` = the mean over ranks of ``bucket.rows``; ``residual`` (R, n) = what the codec left out.
+        """``bucket.mean`` = the mean over ranks of ``bucket.rows`` + ``residual.old``; ``residual.new`` = what is left.
 
-        ``intra``: the codec of the first hop of two levels, inside the node (None: the bucket's dtype); not for the
-        exchanges that have one hop.
+        ``seed``: of a codec that draws random bits.
         """
 
-    @abstractmethod
-    def sent_bytes(
-        self,
-        row_bytes: float,
-        dense_row_bytes: float,
-        rows: int,
-        *,
-        on_wire: bool,
-        linear: bool = True,
-        intra: Codec | None = None,
-    ) -> float:
-        """Bytes that one rank sends for ``rows`` rows of ``row_bytes`` encoded, ``dense_row_bytes`` as they are.
+    def serve(self, bucket: Bucket, codec: Codec, *, residual: Residual | None = None) -> Tensor:
+        """(1, n) the mean of this rank's own row alone, on any topology: for a method that goes on from there.
 
-        ``on_wire``: the network sums a linear codec (or none); everybody sums those of one that is not ``linear``.
-        ``intra``: as for ``mean``.
+        Rank r sends row j of its rows to rank j, encoded, where they are summed in fp32.
         """
+        mean = bucket.mean if self.owner else bucket.buffer("served", (1, bucket.shape[1]), torch.float32)
+        stage = _Stage(bucket, "serve", bucket.rows, mean)
+        mean_reduce_scatter(self._group(), stage, codec, on_wire=False, residual=residual)
+        return mean
 
     def span(self, kind: str, tensor: Tensor) -> AbstractContextManager[None]:
         """Count what a method does itself to ``tensor`` as ``kind`` ("encode" or "decode") in the ledger."""
@@ -232,10 +249,6 @@ class Exchange(ABC):
         """``out`` (N, m) = everybody's ``row`` (m,). With ``async_op``, wait for the work before reading it."""
         return self._group().all_gather(out, row, async_op=async_op)
 
-    def gather_bytes(self, nbytes: float) -> float:
-        """Bytes that one rank sends for a ``gather`` of ``nbytes``."""
-        return (self._group().size - 1) * nbytes
-
     def all_mean(self, values: Tensor) -> Tensor:
         """``values`` (any shape, float32) = their mean over all ranks, in place, the same bits on every rank."""
         _dense_all_reduce(self._group(), values, "before")
@@ -245,42 +258,32 @@ class Exchange(ABC):
         """``values`` (any shape, float32) = their maximum over all ranks, in place."""
         return self._group().all_reduce(values, "max")
 
-    def union_bytes(self, nbytes: float) -> float:
-        """Bytes that one rank sends for the ``union``, ``all_mean`` or ``all_max`` of ``nbytes``."""
-        return _all_reduce_bytes(self._group(), nbytes, 1, True)
-
-    def share_bytes(self, nbytes: float) -> float:
-        """Bytes that one rank sends to ``share`` rows of ``nbytes`` each."""
-        return (self._group().size - 1) * nbytes if self.owner else 0.0
-
     @property
     def rank(self) -> int:
         """This rank among the owners: the row that is its own."""
         return self._group().rank
 
-    def _group(self) -> Comm:
-        raise ThinwireError(
-            "this method needs all ranks of its exchange in one group, which a two-level exchange has not: "
-            "leave two_level=True out, or use HSDP"
-        )
+    @abstractmethod
+    def _group(self) -> Comm: ...
 
 
 class AllReduce(Exchange):
     """Every rank gets the whole mean. ``divide``: see :func:`mean_all_reduce`."""
 
     def __init__(self, comm: Comm, divide: str = "before") -> None:
-        self.comm, self.divide, self.rows = comm, divide, comm.size
+        self.comm, self.divide = comm, divide
+
+    @property
+    def rows(self):
+        return self.comm.size
 
     def bucket_rows(self, on_wire):
         return 1 if on_wire else self.rows
 
-    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, intra=None):
-        mean_all_reduce(self.comm, bucket, codec, on_wire=on_wire, divide=self.divide, residual=residual)
-
-    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True, intra=None):
-        if on_wire and not linear:
-            return (self.comm.size - 1) * row_bytes
-        return _all_reduce_bytes(self.comm, row_bytes, rows, on_wire)
+    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None):
+        mean_all_reduce(
+            self.comm, bucket, codec, on_wire=on_wire, divide=self.divide, residual=residual, seed=seed
+        )
 
     def _group(self):
         return self.comm
@@ -292,103 +295,32 @@ class ReduceScatter(Exchange):
     owner = True
 
     def __init__(self, comm: Comm) -> None:
-        self.comm, self.rows = comm, comm.size
+        self.comm = comm
 
-    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, intra=None):
-        mean_reduce_scatter(self.comm, bucket, codec, on_wire=on_wire, residual=residual)
+    @property
+    def rows(self):
+        return self.comm.size
 
-    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True, intra=None):
-        return _reduce_scatter_bytes(self.comm, row_bytes, on_wire and linear)
+    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None):
+        mean_reduce_scatter(self.comm, bucket, codec, on_wire=on_wire, residual=residual, seed=seed)
 
     def _group(self):
         return self.comm
 
 
 @dataclass
-class TwoLevel(Exchange):
-    """Reduce inside the node first, so that each value crosses the slow link once per node, not once per rank.
+class _Bare:
+    """Values that are exchanged as they are, and need no workspace."""
 
-    With L ranks per node and M nodes, rank (node a, local l): the rows that local rank l of any node owns are summed at
-    local rank l (reduce-scatter inside), then averaged between the M ranks of equal l (across, with the method's
-    codec); for an all-reduce the node's ranks then share their rows (all-gather inside).
-
-    Attributes:
-        inside: the L ranks of this node. across: the M ranks with this local rank, in node order.
-        owner: rank r keeps row r (FSDP2) instead of everything (DDP).
-    """
-
-    intra: Comm
-    inter: Comm
-    owner: bool = False
-    one_node = False
-
-    def __post_init__(self) -> None:
-        self.rows = self.intra.size * self.inter.size
+    rows: Tensor
+    mean: Tensor
 
     @property
-    def rank(self) -> int:
-        return self.inter.rank * self.intra.size + self.intra.rank
+    def shape(self) -> Sequence[int]:
+        return self.rows.shape
 
-    def span(self, kind, tensor):
-        return self.inter.ledger.span(kind, tensor)
-
-    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, intra=None):
-        local, nodes, n = self.intra.size, self.inter.size, bucket.shape[1]
-        if bucket.shape[0] != self.rows:
-            raise ThinwireError(f"a two-level exchange of {self.rows} ranks needs as many rows, got {bucket.shape[0]}")
-        if residual is not None:
-            raise ThinwireError(
-                "a two-level exchange encodes sums of several ranks, whose residual belongs to no one rank: "
-                "use error_feedback=False here, or a one-level exchange"
-            )
-        # Row node * L + l belongs to local rank l: put the rows of one local rank side by side.
-        sorted_rows = bucket.buffer("by local rank", (local, nodes * n), bucket.dtype)
-        sorted_rows.view(local, nodes, n).copy_(bucket.rows.view(nodes, local, n).transpose(0, 1))
-        first = self._stage(bucket, "intra", sorted_rows, owner=True)
-        mean_reduce_scatter(self.intra, first, intra, on_wire=False)
-        by_ranks = codec is not None and not (codec.linear and on_wire)
-        second = self._stage(bucket, "inter", first.mean.view(nodes, n), owner=self.owner or by_ranks)
-        if self.owner:
-            mean_reduce_scatter(self.inter, second, codec, on_wire=on_wire)
-            bucket.mean.copy_(second.mean)
-            return
-        if codec is not None and by_ranks:
-            mean_reduce_scatter(self.inter, second, codec, on_wire=on_wire)
-            self._share(second, codec, sorted_rows)
-        else:
-            mean_all_reduce(self.inter, second, codec, on_wire=on_wire, divide="after")
-            self.intra.all_gather(sorted_rows, second.mean.reshape(-1))
-        bucket.mean.view(nodes, local, n).copy_(sorted_rows.view(local, nodes, n).transpose(0, 1))
-
-    def _share(self, second: _Stage, codec: Codec, sorted_rows: Tensor) -> None:
-        """``sorted_rows`` (L, M * n) = everybody's row of the mean, encoded once: across nodes, then inside."""
-        local, nodes = self.intra.size, self.inter.size
-        mine = _encode(self.inter, second, second.mean, codec, "again")
-        same_local = second.buffer(("same local rank", codec), (nodes, mine.shape[1]), mine.dtype)
-        self.inter.all_gather(same_local, mine[0])
-        everybody = second.buffer(("everybody", codec), (local, same_local.numel()), mine.dtype)
-        self.intra.all_gather(everybody, same_local.view(-1))
-        _decode(self.intra, everybody.view(local * nodes, -1), codec, sorted_rows.view(local * nodes, -1))
-
-    @staticmethod
-    def _stage(bucket: Bucket, name: str, rows: Tensor, *, owner: bool) -> _Stage:
-        mean = bucket.buffer((name, "mean"), (1, rows.shape[1]), bucket.dtype) if owner else rows
-        return _Stage(bucket, name, rows, mean)
-
-    def sent_bytes(self, row_bytes, dense_row_bytes, rows, *, on_wire, linear=True, intra=None):
-        local, nodes = self.intra.size, self.inter.size
-        first = dense_row_bytes if intra is None else intra.wire_bytes(int(dense_row_bytes) // 4)
-        scatter = _reduce_scatter_bytes(self.intra, nodes * first, intra is None)
-        if self.owner:
-            return scatter + _reduce_scatter_bytes(self.inter, row_bytes, on_wire and linear)
-        if not (on_wire and linear):
-            gather = (nodes - 1) * row_bytes + (local - 1) * nodes * row_bytes
-            return scatter + _reduce_scatter_bytes(self.inter, row_bytes, False) + gather
-        return (
-            scatter
-            + _all_reduce_bytes(self.inter, row_bytes, nodes, on_wire)
-            + (local - 1) * nodes * dense_row_bytes
-        )
+    def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError
 
 
 @dataclass

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -36,6 +37,7 @@ class Comm(ABC):
         if len(nodes) != size:
             raise ThinwireError(f"a group of {size} ranks needs {size} node numbers, got {len(nodes)}")
         self.rank, self.size, self.nodes, self.ledger = rank, size, tuple(nodes), ledger
+        self._peers = Counter(self.link(peer) for peer in range(size) if peer != rank)
 
     reduce_scatter_is_all_reduce = False
     """True where the backend's reduce-scatter moves as many bytes as an all-reduce (gloo's does)."""
@@ -47,7 +49,7 @@ class Comm(ABC):
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce ``tensor`` over all ranks, in place; ``op`` is "sum", "mean", "max" or "or" (integers)."""
         if self.size > 1:
-            self._count_ring(2 * (self.size - 1) / self.size * tensor.nbytes)
+            self._count_ring("all_reduce", 2 * (self.size - 1) / self.size * tensor.nbytes)
             with self.ledger.span("wire", tensor):
                 self._all_reduce(tensor, op)
         return tensor
@@ -57,7 +59,7 @@ class Comm(ABC):
         if self.size == 1:
             return out.copy_(rows.view_as(out))
         share = 2 if self.reduce_scatter_is_all_reduce else 1
-        self._count_ring(share * (self.size - 1) / self.size * rows.nbytes)
+        self._count_ring("reduce_scatter", share * (self.size - 1) / self.size * rows.nbytes)
         with self.ledger.span("wire", rows):
             self._reduce_scatter(out, rows, op)
         return out
@@ -68,7 +70,7 @@ class Comm(ABC):
             if out.data_ptr() != row.data_ptr():
                 out.copy_(row.view_as(out))
             return None
-        self._count_peers(row.nbytes)
+        self._count_peers("all_gather", row.nbytes)
         if async_op:
             return self._all_gather(out, row, async_op=True)
         with self.ledger.span("wire", row):
@@ -78,20 +80,21 @@ class Comm(ABC):
         """``out`` (N, m): row r is what rank r had in row ``rank`` of its ``rows`` (N, m)."""
         if self.size == 1:
             return out.copy_(rows)
-        self._count_peers(rows.nbytes / self.size)
+        self._count_peers("all_to_all", rows.nbytes / self.size)
         with self.ledger.span("wire", rows):
             self._all_to_all(out, rows)
         return out
 
-    def _count_ring(self, nbytes: float) -> None:
+    def _count_ring(self, kind: str, nbytes: float) -> None:
         """A ring hands everything to one neighbour."""
+        self.ledger.call(kind)
         self.ledger.count(self.link((self.rank - 1) % self.size), nbytes)
 
-    def _count_peers(self, nbytes: float) -> None:
+    def _count_peers(self, kind: str, nbytes: float) -> None:
         """``nbytes`` to every other rank."""
-        for peer in range(self.size):
-            if peer != self.rank:
-                self.ledger.count(self.link(peer), nbytes)
+        self.ledger.call(kind)
+        for link, peers in self._peers.items():
+            self.ledger.count(link, peers * nbytes)
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: str) -> None: ...
@@ -104,6 +107,36 @@ class Comm(ABC):
 
     @abstractmethod
     def _all_to_all(self, out: Tensor, rows: Tensor) -> None: ...
+
+
+class CountingComm(Comm):
+    """A group on which everybody says what this rank says: it counts what would be sent, and sends nothing.
+
+    ``size`` is a number here, not processes. On tensors without storage ("meta") nothing is computed either.
+    """
+
+    @classmethod
+    def like(cls, comm: Comm, ledger: Ledger) -> CountingComm:
+        """A double of ``comm`` that writes to ``ledger``."""
+        double = cls(comm.rank, comm.size, comm.nodes, ledger)
+        double.reduce_scatter_is_all_reduce = comm.reduce_scatter_is_all_reduce
+        return double
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> None: ...
+
+    def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None:
+        self._echo(out, rows.view(self.size, -1)[self.rank])
+
+    def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> None:
+        self._echo(out, row)
+
+    def _all_to_all(self, out: Tensor, rows: Tensor) -> None:
+        self._echo(out, rows[self.rank])
+
+    @staticmethod
+    def _echo(out: Tensor, row: Tensor) -> None:
+        if not out.is_meta:
+            out.view(-1, row.numel()).copy_(row.view(1, -1))
 
 
 class GroupComm(Comm):

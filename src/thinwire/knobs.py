@@ -28,9 +28,9 @@ def check_types(settings: Any, label: Callable[[str], str]) -> None:
         ThinwireError: "LABEL is a whole number, got 1.5".
     """
     hints = _hints(settings.__class__)
-    for field in fields(settings):
+    for field in (field for field in fields(settings) if field.init):
         value, hint = getattr(settings, field.name), hints[field.name]
-        if field.init and not _fits(value, hint):
+        if not _fits(value, hint):
             shown = " ".join(repr(value).split())
             raise ThinwireError(f"{label(field.name)} is {_words(hint)}, got {shown[:60]}")
 

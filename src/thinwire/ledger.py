@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +17,10 @@ KINDS = ("encode", "wire", "decode", "exposed")
 
 @dataclass
 class Step:
-    """One optimizer step of this rank."""
+    """One optimizer step of this rank: what it sent by link, collectives called by kind, and its times."""
 
     bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    calls: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     weight_bytes: float = 0.0
@@ -51,6 +52,10 @@ class Ledger:
     def count(self, link: str, nbytes: float) -> None:
         """Add ``nbytes`` sent by this rank on ``link``."""
         self.now.bytes[link] += nbytes
+
+    def call(self, kind: str) -> None:
+        """Add one collective: "all_reduce", "reduce_scatter", "all_gather" or "all_to_all"."""
+        self.now.calls[kind] += 1
 
     @contextmanager
     def weights(self) -> Iterator[None]:

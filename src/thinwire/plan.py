@@ -6,20 +6,20 @@ import functools
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from thinwire.collectives import Exchange
+from thinwire.bucket import Layout
+from thinwire.comm import Comm
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Method, Parameter, columns_of
+from thinwire.memory import Memory
+from thinwire.methods.base import Method, Parameter, Run
 from thinwire.methods.baselines import Fp32
-
-if TYPE_CHECKING:
-    from thinwire.memory import Memory
+from thinwire.rehearsal import Rehearsal, apart, rehearse
+from thinwire.road import Road
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -51,11 +51,13 @@ def role_of(name: str, module: nn.Module | None, shape: Sequence[int]) -> str:
 Shape = tuple[int, ...]
 
 
-def describe(model: nn.Module, shards: Mapping[int, tuple[Shape, Shape]] | None = None) -> dict[int, Parameter]:
+def describe(
+    model: nn.Module, shards: Mapping[int, tuple[Shape, Shape]] | None = None, *, chunks: int = 1
+) -> dict[int, Parameter]:
     """id(parameter) -> what is known of it, for every trainable parameter; tied ones once, under their first name.
 
     ``shards``: id(parameter) -> its shape on this rank before the engine shards it, and the shape of the engine's
-    padded shard; without it, nothing is sharded.
+    padded shard; without it, nothing is sharded, or only what travels: in so many ``chunks`` of dim 0.
     """
     modules = dict(model.named_modules())
     found: dict[int, Parameter] = {}
@@ -65,7 +67,8 @@ def describe(model: nn.Module, shards: Mapping[int, tuple[Shape, Shape]] | None 
         name = clean_name(full)
         role = role_of(name, modules.get(full.rpartition(".")[0]), tensor.shape)
         shape: Shape = tuple(tensor.shape)
-        part, shard = (shards or {}).get(id(tensor), (shape, shape))
+        chunk = (-(-shape[0] // chunks), *shape[1:]) if shape else ()
+        part, shard = (shards or {}).get(id(tensor), (shape, chunk))
         found[id(tensor)] = Parameter(name, shape, tensor.numel(), role, tensor.dtype, math.prod(shard), part)
     return found
 
@@ -94,48 +97,95 @@ class Plan:
     """Every parameter: what is sent, how many bytes, what stays dense and why. ``str(plan)`` is a table.
 
     Attributes:
-        rows: one :class:`Row` per trainable parameter.
-        wire_bytes: sent per step and rank for gradients. dense_bytes: the same for the engine's own dense exchange.
+        wire_bytes: sent per step and rank, for gradients and what goes with them. dense_bytes: the same for the
+            engine's own dense exchange.
         weight_bytes: sent per rank for one gathering of the weights, where the engine shards them.
         dense_weight_bytes: the same by the engine's own.
         compressed: share of the trained values that the method compresses, 0 to 1; None where it is not made to
             (dense, fp32, none). On HSDP with such a method across nodes: what the hop inside compresses.
         note: why so little is compressed and which knob helps, in one line; None if what stays dense is neither half
             of the values nor half of the bytes, and every pattern of names matches one.
-        memory, memory_bytes: beyond the stock engine's, found out by a rehearsal when first asked for.
+        lost: what is not returned of the values that are compressed, in one phrase; "" where nothing is lost.
+        memory, memory_bytes: beyond the stock engine's; None where the engine's layout is not known.
     """
 
     def __init__(
         self,
-        method: Method,
-        parameters: Iterable[Parameter],
-        exchange: Exchange,
-        engine: str,
-        wire_dtype: torch.dtype | None,
-        intra: Plan | None = None,
+        road: Road,
+        run: Run,
+        engine: str = "ddp",
+        wire_dtype: torch.dtype | None = None,
+        *,
+        layout: Callable[[], Layout] | None = None,
+        guards: Sequence[Comm] = (),
     ) -> None:
-        """``intra``: the plan of a hop inside the node that comes before this one; its bytes are added."""
-        self.method, self.engine, self.exchange = str(method), engine, exchange
-        self.rows = [self._row(method, parameter, exchange, wire_dtype) for parameter in parameters]
-        if intra is not None:
-            self.rows = [
-                replace(row, wire_bytes=row.wire_bytes + hop.wire_bytes, dense_bytes=row.dense_bytes + hop.dense_bytes)
-                for row, hop in zip(self.rows, intra.rows, strict=True)
-            ]
-        self.wire_bytes = sum(row.wire_bytes for row in self.rows)
-        self.dense_bytes = sum(row.dense_bytes for row in self.rows)
-        ranks = (exchange if intra is None else intra.exchange).rows
-        sharded = engine in ("fsdp2", "hsdp")
-        self.weight_bytes = sum(self._weights(method, row, ranks) for row in self.rows) if sharded else 0.0
-        self.dense_weight_bytes = sum(Method().weight_bytes(row.parameter, ranks) for row in self.rows) * sharded
-        self.compressed, self._little = self._share(method), self._why_little(method)
-        self._unmatched = method.unmatched(row.parameter.name for row in self.rows)
-        if intra is not None:
-            self._unmatched = self._unmatched or intra._unmatched
-            if self.compressed is None:
-                self.compressed, self._little = intra.compressed, intra._little
-        self.rehearsal: Callable[[], Memory] | None = None
-        self._why = {row.parameter.name: row.why_dense for row in self.rows}
+        """What the table says of bytes and memory is rehearsed when it is asked for.
+
+        Args:
+            run: what the method was told. wire_dtype: of the engine's buffers; None: as the parameters.
+            layout: of the engine; None: not known, and with it neither memory nor what the weights cost.
+            guards: the groups on which ranks agree whether a step counts.
+        """
+        method = road.last.method
+        self.method, self.engine, self.exchange = str(method), engine, road.last.exchange
+        self._road, self._run, self._wire_dtype, self._layout, self._guards = road, run, wire_dtype, layout, guards
+        self.ranks = math.prod({id(stage): stage.exchange.rows for stage in road.stages}.values())
+        self._parameters = list(run.parameters.values())
+        self._why = {parameter.name: method.keep_dense(parameter) for parameter in self._parameters}
+        stages = [stage.method for stage in reversed(road.stages)]
+        self._unmatched = next(filter(None, (of.unmatched(self._why) for of in stages)), None)
+        self._speaks = next((of for of in stages if self._share(of) is not None), method)
+        self.compressed = self._share(self._speaks)
+        losses = [stage.method.promise.lost for stage in reversed(road.stages) if len(stage.dense) < len(self._why)]
+        self.lost = "; ".join(filter(None, dict.fromkeys(losses)))
+
+    @functools.cached_property
+    def rows(self) -> list[Row]:
+        """One for each trainable parameter."""
+        dtypes = {p.name: self._wire_dtype or p.dtype for p in self._parameters}
+        sent = self._apart.parameters
+        return [
+            Row(p, self._why[p.name], sent[p.name], self._road.dense_bytes(p, dtypes[p.name]))
+            for p in self._parameters
+        ]
+
+    @functools.cached_property
+    def wire_bytes(self) -> float:
+        return sum(self._apart.sent.values())
+
+    @functools.cached_property
+    def dense_bytes(self) -> float:
+        return sum(row.dense_bytes for row in self.rows)
+
+    @functools.cached_property
+    def weight_bytes(self) -> float:
+        if self._layout is None:
+            return 0.0
+        return self.rehearsal.weights if self._road.last.method.encodes_weights else self.dense_weight_bytes
+
+    @functools.cached_property
+    def dense_weight_bytes(self) -> float:
+        layout = None if self._layout is None else self._layout()
+        if layout is None or layout.comm is None:
+            return 0.0
+        return sum((layout.comm.size - 1) * numel * dtype.itemsize for _, _, numel, dtype in layout.shards)
+
+    @functools.cached_property
+    def rehearsal(self) -> Rehearsal:
+        """With the buffers that the engine will hand out: memory, collectives, kernels.
+
+        Raises:
+            ThinwireError: the engine's layout is not known.
+        """
+        if self._layout is None:
+            raise ThinwireError("a plan without an engine's layout has no rehearsal of its buffers")
+        return rehearse(self._layout(), self._road, self._run, self._guards)
+
+    @functools.cached_property
+    def _apart(self) -> Rehearsal:
+        """With a buffer for each parameter."""
+        layout = apart(self._parameters, self._road, self._wire_dtype)
+        return rehearse(layout, self._road, self._run, self._guards)
 
     @property
     def note(self) -> str | None:
@@ -147,13 +197,9 @@ class Plan:
         little = self.compressed is not None and self.compressed < 0.5
         return self.note if little or self._unmatched else None
 
-    @functools.cached_property
+    @property
     def memory(self) -> Memory | None:
-        """What the method will hold, and take at its peak; None where it reads values, or refuses: steps will tell."""
-        try:
-            return None if self.rehearsal is None else self.rehearsal()
-        except (NotImplementedError, RuntimeError, ThinwireError):
-            return None
+        return None if self._layout is None else self.rehearsal.memory
 
     @property
     def memory_bytes(self) -> int | None:
@@ -168,52 +214,41 @@ class Plan:
         """``compressed``, of ``method`` itself."""
         if method.native or not method.rank_equal or isinstance(method, Fp32):
             return None
-        return sum(row.parameter.numel for row in self.rows if row.why_dense is None) / self._values
+        return sum(p.numel for p in self._parameters if method.keep_dense(p) is None) / self._values
 
-    def _why_little(self, method: Method) -> str | None:
+    @functools.cached_property
+    def _little(self) -> str | None:
         """Where what stays dense is half of the values or of the bytes: the reason that keeps most, and its knob."""
-        share, dense = self._share(method), [row for row in self.rows if row.why_dense is not None]
-        if share is None or not dense or (share >= 0.5 and sum(row.wire_bytes for row in dense) <= self.wire_bytes / 2):
+        method, share = self._speaks, self._share(self._speaks)
+        why_dense = {p.name: why for p in self._parameters if (why := method.keep_dense(p)) is not None}
+        if share is None or not why_dense:
+            return None
+        dense = [row for row in self.rows if row.parameter.name in why_dense]
+        if share >= 0.5 and sum(row.wire_bytes for row in dense) <= self.wire_bytes / 2:
             return None
         values: Counter[str] = Counter()
         for row in dense:
-            values[row.why_dense or ""] += row.parameter.numel
+            values[why_dense[row.parameter.name]] += row.parameter.numel
         why, most = values.most_common(1)[0]
-        rows = [row for row in dense if row.why_dense == why]
+        rows = [row for row in dense if why_dense[row.parameter.name] == why]
         kept = f"{most / self._values:.1%} of the values"
         if self.wire_bytes:
             kept += f" and {sum(row.wire_bytes for row in rows) / self.wire_bytes:.1%} of the bytes"
         helps = next((knob for begins, knob in _HELP.items() if why.startswith(begins)), "name them in send=")
         return (
-            f"{method.name} compresses {len(self.rows) - len(dense)} of {len(self.rows)} tensors ({share:.1%} of the "
+            f"{method.name} compresses {len(self._why) - len(dense)} of {len(self._why)} tensors ({share:.1%} of the "
             f"values): {why} keeps {len(rows)} tensors, {kept}, dense: {helps}"
         )
 
     @property
     def _values(self) -> int:
-        return max(sum(row.parameter.numel for row in self.rows), 1)
-
-    @staticmethod
-    def _row(method: Method, parameter: Parameter, exchange: Exchange, wire_dtype: torch.dtype | None) -> Row:
-        rows = exchange.bucket_rows(True)
-        row_bytes = columns_of(parameter, exchange, rows) * (wire_dtype or parameter.dtype).itemsize
-        dense = exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=True)
-        why = method.keep_dense(parameter)
-        if not method.rank_equal:
-            return Row(parameter, why, 0.0, dense)
-        if why:
-            return Row(parameter, why, Fp32().sent_bytes(parameter, exchange), dense)
-        return Row(parameter, None, dense if method.native else method.sent_bytes(parameter, exchange), dense)
-
-    @staticmethod
-    def _weights(method: Method, row: Row, ranks: int) -> float:
-        return (method if row.why_dense is None else Method()).weight_bytes(row.parameter, ranks)
+        return max(sum(p.numel for p in self._parameters), 1)
 
     def __str__(self) -> str:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=f"{self.method} on {self.engine}, {self.exchange.rows} ranks: sent per step and rank")
+        table = Table(title=f"{self.method} on {self.engine}, {self.ranks} ranks: sent per step and rank")
         for column in ("parameter", "shape", "role", "sent as"):
             table.add_column(column, overflow="fold")
         for column in ("wire", "dense"):
@@ -233,6 +268,8 @@ class Plan:
             table.caption += f"; {self.compressed:.1%} of the values compressed"
         if self.memory is not None:
             table.caption += f"; {human(self.memory.peak)} of memory beside the engine's"
+        if self.lost:
+            table.caption += f"\n{self.lost}"
         if self.note is not None:
             table.caption += f"\n{self.note}"
         out = io.StringIO()

@@ -1,14 +1,24 @@
 """The road of one engine buffer: split it into buckets, let the method reduce each, put the means back.
 
     engine hook -> Bucket -> Method.reduce -> exchange(rows, codec) -> back into the engine
+
+A hop is a stage of the road. Most roads have one. Where there are several nodes of several ranks, the first may average
+inside the node and the second, the method's own, across nodes:
+
+    HSDP    my node's rows -> reduce-scatter -> my shard -> all-reduce across; torch calls each stage itself
+    DDP     the same, and an all-gather of the shards inside the node behind it
+    FSDP2   rows -> reduce-scatter inside -> my node's rows -> reduce-scatter across -> my row
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,50 +27,56 @@ from torch import Tensor
 from thinwire.bound import Bound
 from thinwire.bucket import Bucket, Piece
 from thinwire.collectives import Exchange
+from thinwire.comm import Comm
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
-from thinwire.methods.base import Method
+from thinwire.methods.base import Method, Parameter
 from thinwire.methods.baselines import Fp32
-from thinwire.plan import Plan
+
+Pieces = tuple[Piece, ...]
+Carry = Callable[[Tensor, Pieces, Tensor], object]
+"""(flat, its pieces, where the means go): one stage."""
 
 
 @dataclass
-class Road:
-    """Everything that an engine needs to send a buffer, and nothing of the engine.
+class Stage:
+    """One hop: a method, and the topology that it is handed.
 
     Attributes:
-        step: optimizer steps taken so far; skipped ones do not count.
+        dense: names of the parameters that travel beside the compressed ones, in fp32.
+        guard: told of every buffer. counts_dense: the engine by itself would send this buffer over this hop, too.
         bound: of what a step may put into the method's state, if it has any.
         scale: what a GradScaler multiplies the gradients with now, 0-dim; None: nothing. The method sees them without.
+        step: optimizer steps taken so far; skipped ones do not count.
     """
 
     method: Method
-    plan: Plan
+    dense: frozenset[str]
     exchange: Exchange
     guard: Guard
     ledger: Ledger
-    step: int = 0
+    counts_dense: bool = True
     bound: Bound | None = None
     scale: Callable[[torch.device], Tensor] | None = None
+    step: int = 0
 
     def __post_init__(self) -> None:
-        self._parts: dict[tuple[tuple[Piece, ...], torch.dtype], list[tuple[Method, Bucket]]] = {}
+        self._parts: dict[tuple[Pieces, torch.dtype], list[tuple[Method, Bucket]]] = {}
         # What stays dense beside compressed parameters is summed in rank order too: then no bit depends on how the
         # engine happened to cut its buckets, and a resumed run is the same run.
         self._side = Fp32()
+        self._dense_bytes = functools.cache(self.exchange.dense_bytes)
 
-    def reduce(self, flat: Tensor, pieces: tuple[Piece, ...], out: Tensor | None = None) -> Tensor:
-        """Average ``flat`` (1-D, the parameters of ``pieces``) over the ranks.
+    def reduce(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
+        """Average ``flat`` (1-D, the parameters of ``pieces``) over the ranks of this hop.
 
-        Returns ``flat``, overwritten by the mean; or ``out`` (this rank's row) if the exchange leaves one row to each.
-        Neither gradients are recorded nor is anything cast, whatever mode the engine's hook runs in.
+        The mean goes to ``out``: ``flat`` itself, or this rank's row where the exchange leaves one to each. Neither are
+        gradients recorded nor is anything cast, whatever mode the engine's hook runs in.
         """
-        out = flat if out is None else out
         with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
             self.guard.observe(flat)
-            rows = self.exchange.rows if self.exchange.owner else 1
-            row_bytes = flat.nbytes / rows
-            self.ledger.count_dense(self.exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=True))
+            if self.counts_dense:
+                self.ledger.count_dense(self._dense_bytes(flat.numel(), flat.dtype))
             scale = None if self.scale is None else self.scale(flat.device)
             if scale is not None:
                 flat.div_(scale)
@@ -69,9 +85,8 @@ class Road:
             self.carry(flat, pieces, out)
             if scale is not None:
                 out.mul_(scale)
-        return out
 
-    def carry(self, flat: Tensor, pieces: tuple[Piece, ...], out: Tensor) -> None:
+    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         """``reduce``, without what looks at the values and counts."""
         for method, bucket in self._split(flat, pieces):
             bucket.step = self.step
@@ -80,13 +95,13 @@ class Road:
             bucket.store(out)
             bucket.release()
 
-    def _split(self, flat: Tensor, pieces: tuple[Piece, ...]) -> list[tuple[Method, Bucket]]:
+    def _split(self, flat: Tensor, pieces: Pieces) -> list[tuple[Method, Bucket]]:
         """One bucket for what is compressed, one beside it for what stays dense; made once per composition."""
         key = (pieces, flat.dtype)
         if key not in self._parts:
-            self._forget({piece.name for piece in pieces})
-            sent = [piece for piece in pieces if self.plan.why_dense(piece.name) is None]
-            kept = [piece for piece in pieces if self.plan.why_dense(piece.name) is not None]
+            _forget_older(self._parts, pieces)
+            sent = [piece for piece in pieces if piece.name not in self.dense]
+            kept = [piece for piece in pieces if piece.name in self.dense]
             parts = []
             if sent:
                 parts.append((self.method, self._bucket(sent, flat, self.method)))
@@ -94,12 +109,6 @@ class Road:
                 parts.append((self._side, self._bucket(kept, flat, self._side)))
             self._parts[key] = parts
         return self._parts[key]
-
-    def _forget(self, names: set[str]) -> None:
-        """Free what is kept for older compositions with any of these parameters: DDP rebuilds its buckets once."""
-        for key in [key for key in self._parts if names & {piece.name for piece in key[0]}]:
-            for method, bucket in self._parts.pop(key):
-                method.forget(bucket)
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
         if method.native:  # the buffer goes out as it is
@@ -112,6 +121,196 @@ class Road:
             dtype=flat.dtype if method.native else torch.float32,
             device=flat.device,
         )
+
+
+def _forget_older(kept: dict, pieces: Pieces) -> None:
+    """Free what is kept for older compositions with any of these parameters: DDP rebuilds its buckets once."""
+    names = {piece.name for piece in pieces}
+    for key in [key for key in kept if names & {piece.name for piece in key[0]}]:
+        del kept[key]
+
+
+@dataclass
+class Road:
+    """The stages of all buffers, one behind the other; the last one is the method's.
+
+    Attributes:
+        levels: how a buffer goes through two stages. None: there is one, or the engine calls each by itself (HSDP).
+    """
+
+    stages: Sequence[Stage]
+    levels: Levels | None = None
+
+    @property
+    def last(self) -> Stage:
+        """The stage of the method itself."""
+        return self.stages[-1]
+
+    @property
+    def entry(self) -> Exchange:
+        """What the engine takes the road for: its own buffers are of this form."""
+        return self.stages[0].exchange if self.levels is None else self.levels.stock
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far; skipped ones do not count."""
+        return self.last.step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        for stage in self.stages:
+            stage.step = number
+
+    def reduce(self, flat: Tensor, pieces: Pieces, out: Tensor | None = None) -> Tensor:
+        """Average ``flat`` (1-D, the parameters of ``pieces``) over the ranks, stage by stage.
+
+        Returns ``flat``, overwritten by the mean; or ``out`` (this rank's row) if the exchange leaves one row to each.
+        """
+        out = flat if out is None else out
+        if self.levels is not None:
+            self.last.ledger.count_dense(self.levels.stock_bytes(flat.numel(), flat.dtype))
+        with torch.no_grad():
+            self._through(flat, pieces, out, [stage.reduce for stage in self.stages])
+        return out
+
+    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
+        """``reduce``, without what looks at the values and counts."""
+        self._through(flat, pieces, out, [stage.carry for stage in self.stages])
+
+    def _through(self, flat: Tensor, pieces: Pieces, out: Tensor, stages: Sequence[Carry]) -> None:
+        if self.levels is not None:
+            native = all(stage.method.native for stage in self.stages)
+            self.levels.through(flat, pieces, out, stages[0], stages[1], flat.dtype if native else torch.float32)
+            return
+        for stage in stages:
+            stage(flat, pieces, out)
+            flat, pieces = out, shard_of(pieces)
+
+    def piece(self, parameter: Parameter) -> Piece:
+        """``parameter`` in a buffer of its own, as the engine would hand it out."""
+        rows, name = self.entry.rows, parameter.name
+        if self.entry.owner:
+            return Piece(name, 0, parameter.local * rows, rows, parameter.local)
+        return Piece(name, 0, math.prod(parameter.part))
+
+    def dense_bytes(self, parameter: Parameter, dtype: torch.dtype) -> float:
+        """Bytes that the engine by itself would send of ``parameter``."""
+        if self.levels is not None:
+            return self.levels.stock.dense_bytes(self.piece(parameter).numel, dtype)
+        stages = [stage.exchange for stage in self.stages]
+        return sum(stage.dense_bytes(parameter.local * (stage.rows if stage.owner else 1), dtype) for stage in stages)
+
+
+def shard_of(pieces: Pieces) -> Pieces:
+    """Where the parameters lie in the row of ``pieces`` that a reduce-scatter leaves."""
+    return tuple(Piece(piece.name, piece.offset, piece.numel // piece.rows) for piece in pieces)
+
+
+class Levels(ABC):
+    """How an engine's buffer goes through two stages, and back.
+
+    Attributes:
+        stock: the exchange of the engine itself, in one hop over all ranks.
+    """
+
+    def __init__(self, stock: Exchange) -> None:
+        self.stock = stock
+        self.stock_bytes = functools.cache(stock.dense_bytes)
+
+    @abstractmethod
+    def through(
+        self, flat: Tensor, pieces: Pieces, out: Tensor, first: Carry, second: Carry, dtype: torch.dtype
+    ) -> None:
+        """Carry ``flat`` inside the node (``first``), then across nodes; ``dtype``: of the buffers in between."""
+
+    @abstractmethod
+    def on(self, double: Callable[[Comm], Comm]) -> Levels:
+        """The same on ``double`` of each group."""
+
+
+class ScatterAndShare(Levels):
+    """DDP: each of a node's L ranks takes a shard of every parameter across, and they share what comes back.
+
+    A shard is one of L equal chunks of dim 0, the last one padded with zeros, as with FSDP2: so what travels across
+    nodes, and what waits there, is what HSDP has. The means are shared as they are.
+    """
+
+    def __init__(self, stock: Exchange, intra: Comm, widths: Mapping[str, int]) -> None:
+        """``intra``: the ranks of this node. ``widths``: values of each parameter's shard, by name."""
+        super().__init__(stock)
+        self.intra, self.widths = intra, widths
+        self._buckets: dict[tuple[Pieces, torch.dtype], tuple[Bucket, Pieces]] = {}
+
+    def through(self, flat, pieces, out, first, second, dtype):
+        bucket, sharded = self._find(flat, pieces, dtype)
+        rows = bucket.buffer("rows", bucket.shape, dtype)
+        shard = bucket.buffer("shard", (bucket.shape[1],), dtype)
+        bucket.pack(flat, rows)
+        first(rows.view(-1), sharded, shard)
+        second(shard, shard_of(sharded), shard)
+        self.intra.all_gather(rows, shard)
+        bucket.unpack(rows, flat)
+
+    def on(self, double):
+        return ScatterAndShare(self.stock.on(double), double(self.intra), self.widths)
+
+    def _find(self, flat: Tensor, pieces: Pieces, dtype: torch.dtype) -> tuple[Bucket, Pieces]:
+        """The bucket that packs ``flat`` as rows (L, n), and the pieces of those."""
+        key = (pieces, dtype)
+        if key not in self._buckets:
+            _forget_older(self._buckets, pieces)
+            ranks, spans = self.intra.size, [self.widths[piece.name] for piece in pieces]
+            bucket = Bucket(
+                pieces, rows=ranks, owner=False, group=1, dtype=dtype, device=flat.device, spans=spans
+            )
+            n = bucket.shape[1]
+            sharded = tuple(Piece(of.name, of.start, of.span * ranks, ranks, n) for of in bucket.segments)
+            self._buckets[key] = bucket, sharded
+        return self._buckets[key]
+
+
+class Regroup(Levels):
+    """FSDP2: what local rank l of any node owns lies side by side for the first stage, as rows for the second.
+
+    With L ranks per node and M nodes, row a * L + l belongs to local rank l of node a.
+    """
+
+    def __init__(self, stock: Exchange, local: int, nodes: int) -> None:
+        super().__init__(stock)
+        self._local, self._nodes = local, nodes
+        self._buffers: dict[tuple[Pieces, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def through(self, flat, pieces, out, first, second, dtype):
+        local, nodes = self._local, self._nodes
+        n = flat.numel() // (local * nodes)
+        rows, row, apart = self._find(flat, pieces, n, dtype)
+        spans = [(piece.offset, piece.numel // piece.rows) for piece in pieces]
+        for at, span in spans:
+            source = flat.view(nodes, local, n)[:, :, at : at + span]
+            rows[:, nodes * at : nodes * (at + span)].view(local, nodes, span).copy_(source.transpose(0, 1))
+        sharded = tuple(
+            Piece(piece.name, nodes * at, nodes * span * local, local, nodes * n)
+            for piece, (at, span) in zip(pieces, spans, strict=True)
+        )
+        first(rows.view(-1), sharded, row)
+        for at, span in spans:
+            apart[:, at : at + span].copy_(row[nodes * at : nodes * (at + span)].view(nodes, span))
+        across = tuple(
+            Piece(piece.name, at, span * nodes, nodes, n) for piece, (at, span) in zip(pieces, spans, strict=True)
+        )
+        second(apart.view(-1), across, out)
+
+    def on(self, double):
+        return Regroup(self.stock.on(double), self._local, self._nodes)
+
+    def _find(self, flat: Tensor, pieces: Pieces, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        key = (pieces, dtype)
+        if key not in self._buffers:
+            _forget_older(self._buffers, pieces)
+            rows = torch.empty((self._local, self._nodes * n), dtype=dtype, device=flat.device)
+            row = torch.empty(self._nodes * n, dtype=dtype, device=flat.device)
+            self._buffers[key] = rows, row, torch.empty((self._nodes, n), dtype=dtype, device=flat.device)
+        return self._buffers[key]
 
 
 class Worker:

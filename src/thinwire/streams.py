@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,37 @@ def seed_of(seed: int, name: str, step: int = 0) -> int:
     """63 bits for one parameter (or any other ``name``) at one step: unrelated for any two different arguments."""
     digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Where the random bits of one encoding come from: of each parameter apart, wherever it lies in a row.
+
+    ``parts``: (first column, last column, seed) of each parameter. In rows that are longer the parameters come again,
+    with seeds of their own. The same seed rounds the same places the same way: take others for every step and rank.
+    """
+
+    parts: tuple[tuple[int, int, int], ...]
+
+    def next(self) -> Seeds:
+        """Those of the next encoding in the same exchange, which draws other bits."""
+        return Seeds(tuple((first, last, _following(seed, 1)) for first, last, seed in self.parts))
+
+    def over(self, n: int) -> list[tuple[int, int, int]] | None:
+        """(first column, last column, seed) of all ``n`` columns of a row; None if the parameters do not fill it."""
+        length = self.parts[-1][1] if self.parts else 0
+        if not length or n % length:
+            return None
+        return [
+            (first + start, last + start, _following(seed, start // length * 0x9E3779B97F4A7C15))
+            for start in range(0, n, length)
+            for first, last, seed in self.parts
+        ]
+
+
+def _following(seed: int, by: int) -> int:
+    """Another seed, unrelated in the 32 bits that the kernels make of it."""
+    return seed_of(seed, str(by)) if by else seed
 
 
 def _signed(value: int) -> int:

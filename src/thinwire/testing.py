@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire.bucket import Bucket, Piece
-from thinwire.collectives import AllReduce, Exchange, ReduceScatter, TwoLevel
+from thinwire.collectives import AllReduce, Exchange, ReduceScatter
 from thinwire.comm import Comm
+from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter, Run, Step
+from thinwire.plan import Plan
+from thinwire.rehearsal import stand_in
+from thinwire.road import Levels, Regroup, Road, ScatterAndShare, Stage
 from thinwire.state import State
 
 T = TypeVar("T")
@@ -154,15 +159,9 @@ def _reduced(values: Sequence[Tensor], op: str) -> Tensor:
 
 
 def exchange_on(topology: str, world: Threads, rank: int, ledger: Ledger, per_node: int = 1) -> Exchange:
-    """``all_reduce``, ``reduce_scatter``, ``two_level`` or ``two_level_owner``, between the threads of ``world``."""
-    if topology == "all_reduce":
-        return AllReduce(ThreadComm(world, rank, ledger, per_node=per_node))
-    if topology == "reduce_scatter":
-        return ReduceScatter(ThreadComm(world, rank, ledger, per_node=per_node))
-    node, local = divmod(rank, per_node)
-    intra = ThreadComm(world, rank, ledger, range(node * per_node, (node + 1) * per_node), per_node)
-    inter = ThreadComm(world, rank, ledger, range(local, world.size, per_node), per_node)
-    return TwoLevel(intra, inter, owner=topology == "two_level_owner")
+    """``all_reduce`` or ``reduce_scatter``, between the threads of ``world``. For two hops: :class:`ThreadEngine`."""
+    comm = ThreadComm(world, rank, ledger, per_node=per_node)
+    return {"all_reduce": AllReduce, "reduce_scatter": ReduceScatter}[topology](comm)
 
 
 Shapes = dict[str, int | tuple[int, ...]]
@@ -171,11 +170,15 @@ Shapes = dict[str, int | tuple[int, ...]]
 
 def parameters_for(exchange: Exchange, shapes: Shapes) -> dict[str, Parameter]:
     """What is known of the parameters ``shapes`` where the engine of ``exchange`` holds them (role: matrix)."""
+    return _parameters(shapes, exchange.rows if exchange.owner else 1)
+
+
+def _parameters(shapes: Shapes, chunks: int) -> dict[str, Parameter]:
+    """As FSDP2 cuts dim 0: in equal ``chunks``, the last of them padded."""
     found = {}
     for name, given in shapes.items():
         shape = (given,) if isinstance(given, int) else tuple(given)
-        # FSDP2 cuts dim 0 in equal chunks, the last of them padded
-        local = -(-shape[0] // exchange.rows) * math.prod(shape[1:]) if exchange.owner else math.prod(shape)
+        local = -(-shape[0] // chunks) * math.prod(shape[1:])
         found[name] = Parameter(name, shape, math.prod(shape), "matrix", torch.float32, local)
     return found
 
@@ -200,6 +203,110 @@ def bucket_for(method: Method, exchange: Exchange, shapes: Shapes) -> tuple[Buck
     return bucket, numel
 
 
+TOPOLOGIES = ("all_reduce", "reduce_scatter", "hsdp", "two_level", "two_level_owner")
+
+
+class ThreadEngine:
+    """What an engine hands out on one of the virtual ranks of ``world``.
+
+    ``topology``: "all_reduce" (DDP), "reduce_scatter" (FSDP2), "hsdp", or with a hop inside the node before it
+    "two_level" (DDP) and "two_level_owner" (FSDP2); for these three there are ``per_node`` ranks on a node.
+
+    Attributes:
+        parameters: by name. pieces: where they lie in the flat buffer of ``numel`` values.
+        hops, levels, chunk: as for :class:`thinwire.integrations.base.Engine`.
+        owner: the rank keeps ``numel / rows`` values of the mean, its row; else it gets all of it.
+    """
+
+    def __init__(
+        self, topology: str, world: Threads, rank: int, ledger: Ledger, shapes: Shapes, per_node: int = 1
+    ) -> None:
+        whole = ThreadComm(world, rank, ledger, per_node=per_node)
+        self.rank, self.ledger = rank, ledger
+        self.levels: Levels | None = None
+        self.chunk: tuple[int, int] | None = None
+        self.hops: tuple[Exchange, ...] = (ReduceScatter(whole),)
+        self.rows, chunks = world.size, world.size
+        if topology == "all_reduce":
+            self.hops, self.rows, chunks = (AllReduce(whole),), 1, 1
+        elif topology != "reduce_scatter":
+            node, local = divmod(rank, per_node)
+            intra = ThreadComm(world, rank, ledger, range(node * per_node, (node + 1) * per_node), per_node)
+            inter = ThreadComm(world, rank, ledger, range(local, world.size, per_node), per_node)
+            last = ReduceScatter(inter) if topology == "two_level_owner" else AllReduce(inter, divide="after")
+            self.hops = ReduceScatter(intra), last
+            if topology != "two_level_owner":
+                self.rows, chunks = (per_node if topology == "hsdp" else 1), per_node
+        self.parameters = _parameters(shapes, chunks)
+        if topology == "two_level":
+            self.chunk = rank % per_node, per_node
+            widths = {name: parameter.local for name, parameter in self.parameters.items()}
+            self.levels = ScatterAndShare(AllReduce(whole), intra, widths)
+        elif topology == "two_level_owner":
+            self.levels = Regroup(ReduceScatter(whole), per_node, world.size // per_node)
+        self.owner = self.rows > 1 or topology in ("reduce_scatter", "two_level_owner", "hsdp")
+        self.pieces, self.numel = self._place()
+
+    def _place(self) -> tuple[tuple[Piece, ...], int]:
+        parameters, pieces, offset = self.parameters.values(), [], 0
+        total = sum(parameter.local for parameter in parameters)
+        for of in parameters:
+            if self.owner:
+                pieces.append(Piece(of.name, offset, of.local * self.rows, self.rows, total))
+            else:
+                pieces.append(Piece(of.name, offset, of.numel))
+            offset += of.local if self.owner else of.numel
+        return tuple(pieces), offset * (self.rows if self.owner else 1)
+
+    def weights(self) -> dict[str, torch.nn.Parameter]:
+        """Zeros: of each parameter what this rank holds."""
+        return {
+            name: torch.nn.Parameter(torch.zeros(of.local if self.owner else of.numel))
+            for name, of in self.parameters.items()
+        }
+
+    def run(self, steps: int | None = None, **more: Any) -> Run:
+        """What ``compress()`` would tell a method; ``more``: optimizers, weights, seed."""
+        return Run(
+            self.parameters, self.hops[-1], steps, rank=self.rank, hop=len(self.hops), chunk=self.chunk, **more
+        )
+
+    def road(self, method: Method, run: Run, *, all_sent: bool = False) -> Road:
+        """The road of ``method``, which has begun, with its own method for a hop inside the node.
+
+        ``all_sent``: nothing is kept dense, whatever the method's policy.
+        """
+        stages = []
+        for hop, exchange in enumerate(self.hops, 1):
+            of = method if hop == len(self.hops) else method.intra()
+            if of is not method:
+                of.begin(replace(run, exchange=exchange, hop=hop))
+            dense = frozenset() if all_sent else of.dense_among(self.parameters.values())
+            stages.append(Stage(of, dense, exchange, Guard([], False), self.ledger, self.levels is None))
+        return Road(stages, self.levels)
+
+
+def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Plan:
+    """The plan of ``method`` on the last of ``exchanges``, and of ``intra`` on the one before, if there are two.
+
+    As ``compress()`` makes it, for a method that may or may not have begun; without an engine and its layout.
+    """
+    known = list(parameters)
+    run = method.run if hasattr(method, "run") else stand_in(method, known, exchanges[-1])
+    return Plan(road_of(method, known, *exchanges, intra=intra), run, "ddp" if intra is None else "hsdp")
+
+
+def road_of(
+    method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None
+) -> Road:
+    """The road of ``method`` and, if there is one, of ``intra``; arguments as for :func:`plan_of`."""
+    known, made = list(parameters), [method] if intra is None else [intra, method]
+    return Road([
+        Stage(of, of.dense_among(known), exchange, Guard([], False), Ledger())
+        for of, exchange in zip(made, exchanges, strict=True)
+    ])  # fmt: skip
+
+
 def reduce_on_threads(
     make: Callable[[], Method],
     gradients: Callable[[int, int, int], Tensor],
@@ -220,8 +327,9 @@ def reduce_on_threads(
         make: a new method for one rank.
         gradients: (rank, step, numel) -> that rank's flat gradient.
         shapes: parameter name -> shape, or number of elements.
-        optimizer: of zero weights that follow the mean, as an engine's would: each rank holds all of a parameter
-            ("all_reduce") or its chunk. max_norm: their gradients are clipped to it.
+        topology, per_node: see :class:`ThreadEngine`.
+        optimizer: of zero weights that follow the mean, as an engine's would: each rank holds all of a parameter (DDP)
+            or its chunk. max_norm: their gradients are clipped to it.
         skip: steps that turn out not to count (a value was not finite): nothing of them may remain.
 
     Returns:
@@ -233,28 +341,25 @@ def reduce_on_threads(
     def body(rank: int) -> list[dict[str, Any]]:
         ledger, method = Ledger(), make()
         state = method.state = State(method.offloads)
-        exchange = exchange_on(topology, world, rank, ledger, per_node)
-        parameters = parameters_for(exchange, shapes)
-        weights = {name: torch.nn.Parameter(torch.zeros(parameter.local)) for name, parameter in parameters.items()}
+        engine = ThreadEngine(topology, world, rank, ledger, shapes, per_node)
+        weights = engine.weights()
         stepper = None if optimizer is None else optimizer(list(weights.values()))
-        steppers = () if stepper is None else (stepper,)
-        method.begin(Run(parameters, exchange, steps, seed, steppers, weights, rank))
-        bucket, numel = bucket_for(method, exchange, shapes)
+        run = engine.run(steps, seed=seed, optimizers=() if stepper is None else (stepper,), weights=weights)
+        method.begin(run)
+        road = engine.road(method, run, all_sent=True)
         found = []
         for step in range(steps):
-            flat = gradients(rank, step, numel)
+            flat = gradients(rank, step, engine.numel)
             given = flat.clone()
-            out = torch.full((numel // bucket.shape[0],), torch.nan) if exchange.owner else flat
-            bucket.step = step
-            bucket.load(flat, out)
-            method.reduce(bucket, exchange)
-            bucket.store(out)
+            out = torch.full((engine.numel // engine.rows,), torch.nan) if engine.owner else flat
+            road.step = step
+            road.carry(flat, engine.pieces, out)
             if step in skip:
                 state.rollback()
                 method.undo()
             else:
                 state.commit()
-                _optimize(method, exchange, stepper, weights, out, step, max_norm)
+                _optimize(method, engine, world, stepper, weights, out, step, max_norm)
                 state.commit()
             method.finish()
             found.append({
@@ -273,7 +378,8 @@ def reduce_on_threads(
 
 def _optimize(
     method: Method,
-    exchange: Exchange,
+    engine: ThreadEngine,
+    world: Threads,
     optimizer: torch.optim.Optimizer | None,
     weights: dict[str, torch.nn.Parameter],
     mean: Tensor,
@@ -284,8 +390,8 @@ def _optimize(
     if optimizer is None:
         return
     squares = mean.double().square().sum()
-    if exchange.owner:
-        squares = torch.stack(exchange._group()._world.swap(exchange.rank, squares)).sum()  # type: ignore[attr-defined]
+    if engine.owner:  # on HSDP every node has all rows
+        squares = torch.stack(world.swap(engine.rank, squares)).sum() * engine.rows / world.size
     clip = (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0).float()
     for weight, values in zip(weights.values(), mean.split([w.numel() for w in weights.values()]), strict=True):
         weight.grad = values * clip

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +19,12 @@ from torch import Tensor
 from thinwire.bound import Bound
 from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.guard import Guard
-from thinwire.integrations.base import all_zero
+from thinwire.integrations.base import Engine, all_zero
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Step
 from thinwire.plan import clean_name
 from thinwire.road import Road
 from thinwire.state import State
-
-if TYPE_CHECKING:
-    from thinwire.integrations.ddp import DDP
-    from thinwire.integrations.fsdp2 import FSDP2
 
 FRAMES = 16
 """How far up the callers of ``optimizer.step()`` a GradScaler is looked for."""
@@ -52,21 +48,20 @@ class Turn:
 
     def __init__(
         self,
-        engine: DDP | FSDP2,
+        engine: Engine,
         method: Method,
         optimizers: Sequence[torch.optim.Optimizer],
         weights: Mapping[str, Tensor],
-        roads: Sequence[Road],
+        road: Road,
         guard: Guard,
         bound: Bound | None,
         ledger: Ledger,
         *,
         scaled: bool,
     ) -> None:
-        """``roads``: the method's first. ``weights``: the trained parameters. ``scaled``: a GradScaler was given."""
-        assert method.state is not None
+        """``weights``: the trained parameters. ``scaled``: a GradScaler was given."""
         self.engine, self.method, self.optimizers, self.weights = engine, method, tuple(optimizers), weights
-        self.roads, self.guard, self.bound, self.ledger = roads, guard, bound, ledger
+        self.road, self.guard, self.bound, self.ledger = road, guard, bound, ledger
         self.state: State = method.state
         self.skipped = 0
         self.norm: Tensor | None = None
@@ -212,7 +207,7 @@ class Turn:
             return False
         self._commit()
         self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
-        self._open = Step(self.roads[0].step, self.optimizers, self.weights, self.clip_factor)
+        self._open = Step(self.road.step, self.optimizers, self.weights, self.clip_factor)
         self.method.before_step(self._open)
         return True
 
@@ -220,8 +215,7 @@ class Turn:
         assert self._open is not None
         self.method.after_step(self._open)
         self._commit()
-        for road in self.roads:
-            road.step += 1
+        self.road.step += 1
         self._end(skipped=False)
 
     def _skip(self) -> None:

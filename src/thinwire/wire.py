@@ -17,19 +17,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from thinwire.bound import Bound
-from thinwire.codecs.intquant import Integers
-from thinwire.collectives import TwoLevel
 from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.guard import Guard
+from thinwire.integrations.base import Engine
 from thinwire.integrations.ddp import DDP
 from thinwire.integrations.fsdp2 import FSDP2
 from thinwire.ledger import KINDS, LINKS, Ledger
-from thinwire.memory import held, rehearse
+from thinwire.memory import held
 from thinwire.methods import Method, resolve
 from thinwire.methods.base import Run, held_by
 from thinwire.plan import Plan, human
-from thinwire.road import Road
+from thinwire.rehearsal import compile_kernels
+from thinwire.road import Road, Stage
 from thinwire.state import State
 from thinwire.turn import Turn
 
@@ -62,9 +62,10 @@ def compress(
         guard: skip a step on all ranks when any gradient on any rank is not finite (one flag of 4 bytes and one host
             sync per step). False: such a gradient goes to the optimizer as it is.
         two_level: reduce inside each node first, so that values cross the slow links once per node (several ranks per
-            node; needs torchrun's LOCAL_WORLD_SIZE). None: where the method was made for it (sdp4bit, zeropp).
-        inside: what the first hop sends inside a node, on HSDP or with two_level=True: "dense" (which is what None
-            means for most methods), "bf16", "int8", ...: any method without error feedback.
+            node; needs torchrun's LOCAL_WORLD_SIZE). A method's residual is then kept per node, by the rank that sends
+            across. None: where the method was made for it (sdp4bit, zeropp).
+        intra: what the first hop sends inside a node, on HSDP or with two_level=True: "dense" (which is what None means
+            for most methods), "bf16", "int8", ...: any method without error feedback.
         steps: optimizer steps of the whole run: what a method's start or warm-up, given as a share of the run, is a
             share of; and what a start beyond the end of the run is told by.
         seed: of every random stream that a method draws from.
@@ -83,7 +84,7 @@ def compress(
         ThinwireError: for everything that cannot be carried, by name, with the alternative.
     """
     method = resolve(method)
-    if method.state is not None:
+    if hasattr(method, "state"):
         raise ThinwireError(f"this {method.name} object already serves another model: make one per compress()")
     optimizers = _optimizers(optimizer)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -92,47 +93,41 @@ def compress(
     engine = _engine(model, method, ledger, two_level)
     parameters = {parameter.name: parameter for parameter in engine.parameters.values()}
     try:
-        inner = _inside(engine, method, intra)
+        inner = _intra(engine, method, intra)
         if steps is not None and steps < 1:
             raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {steps}")
         weights, scaled = _weights(engine, optimizers), scaler is not None and scaler.is_enabled()
-        run = Run(parameters, engine.exchange, steps, seed, optimizers, weights, engine.rank, scaled)
+        run = Run(
+            parameters, engine.hops[-1], steps, seed, optimizers, weights, engine.rank, scaled, len(engine.hops),
+            engine.chunk,
+        )  # fmt: skip
         method.begin(run)
         if inner is not None:
-            assert engine.intra is not None
-            inner.begin(replace(run, exchange=engine.intra))
-        device = next(model.parameters()).device
-        if device.type != "meta":
-            for made in (method, inner):
-                if made is not None:
-                    made.warm_up(device)
+            inner.begin(replace(run, exchange=engine.hops[0], hop=1))
         others = None if stages is None else GroupComm(stages, ledger)
         wire = Wire(engine, run, method, ledger, guard, inner, others, scaler if scaled else None, bound)
     except ThinwireError:
         engine.close()
         raise
-    if wire.plan.warning and engine.rank == 0:
+    if engine.rank == 0 and wire.plan.warning:
         warnings.warn(wire.plan.warning, ThinwireWarning, stacklevel=2)
     return wire
 
 
-def _inside(engine: DDP | FSDP2, method: Method, intra: Method | str | None) -> Method | None:
-    """The method of the hop inside the node, where that is one of its own (HSDP); ``method`` learns its codec."""
+def _intra(engine: Engine, method: Method, intra: Method | str | None) -> Method | None:
+    """The method of the hop inside the node, if there is one."""
     found = method.intra() if intra is None else resolve(intra)
-    two = isinstance(engine.exchange, TwoLevel)
-    if intra is not None and not two and engine.intra is None:
+    if intra is not None and len(engine.hops) == 1:
         raise ThinwireError("intra= is for HSDP, or two_level=True on several nodes of several ranks")
     if intra is not None and type(method.intra()) is not Method:
         raise ThinwireError(f"{method.name} has a hop inside the node of its own: set intra_bits instead")
-    random = isinstance(found.codec, Integers) and found.codec.rounding == "stochastic"
+    random = found.codec is not None and found.codec.draws
     if found.keeps_state or not found.rank_equal or found.encodes_weights or (intra is not None and random):
         raise ThinwireError(f"intra={intra}: takes a method without state, such as dense, bf16, fp8 or int8")
-    if two:
-        method.intra_codec = found.codec
-    return None if engine.intra is None else found
+    return None if len(engine.hops) == 1 else found
 
 
-def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool | None) -> DDP | FSDP2:
+def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool | None) -> Engine:
     if not isinstance(model, nn.Module):
         raise ThinwireError(f"the model must be a torch module, got {type(model).__name__}")
     if not torch.distributed.is_initialized():
@@ -161,12 +156,6 @@ def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool | 
     if engine.kind not in method.engines:
         engine.close()
         raise ThinwireError(f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}")
-    if two_level and method.keeps_state:
-        engine.close()
-        raise ThinwireError(
-            f"{method}: error feedback needs a one-level exchange (a sum of ranks has no residual of one rank): drop "
-            " two_level=True or error_feedback"
-        )
     return engine
 
 
@@ -180,7 +169,7 @@ def _optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
     return several
 
 
-def _weights(engine: DDP | FSDP2, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """The trained parameters by name, all of which the optimizers must hold."""
     found = {engine.parameters[id(p)].name: p for p in engine.model.parameters() if id(p) in engine.parameters}
     held = held_by(optimizers, found)
@@ -207,7 +196,7 @@ class Wire:
 
     def __init__(
         self,
-        engine: DDP | FSDP2,
+        engine: Engine,
         run: Run,
         method: Method,
         ledger: Ledger,
@@ -220,28 +209,29 @@ class Wire:
         """``inner``: the method of the hop inside the node, where that is one of its own."""
         self.engine, self.method, self.ledger = engine, method, ledger
         self._state = method.state = State(method.offloads)
-        parameters = list(engine.parameters.values())
-        hop = None
-        if inner is not None:
-            assert engine.intra is not None
-            hop = Plan(inner, parameters, engine.intra, engine.kind, engine.wire_dtype)
-        self.plan = Plan(method, parameters, engine.exchange, engine.kind, engine.wire_dtype, hop)
         self._stages = stages
         self._device = next(iter(engine.model.parameters())).device
         self._guard = Guard([*engine.comms, *([] if stages is None else [stages])], guard)
-        self._roads = [Road(method, self.plan, engine.exchange, self._guard, ledger)]
-        if inner is not None:
-            assert engine.intra is not None and hop is not None
-            self._roads.append(Road(inner, hop, engine.intra, self._guard, ledger))
-        self._road = self._roads[0]
+        self._road = Road(
+            [
+                Stage(of, of.dense_among(run.parameters.values()), exchange, self._guard, ledger, engine.levels is None)
+                for of, exchange in zip([method] if inner is None else [inner, method], engine.hops, strict=True)
+            ],
+            engine.levels,
+        )
+        self._stage = self._road.last
+        self.plan = Plan(
+            self._road, run, engine.kind, engine.wire_dtype, layout=engine.layout,
+            guards=self._guard.comms if guard else (),
+        )  # fmt: skip
         if bound is not None:
-            usual = Bound(bound, {parameter.name: parameter.local for parameter in parameters})
-            compresses = any(self.plan.why_dense(parameter.name) is None for parameter in parameters)
-            self._road.bound = usual if method.keeps_state and compresses else None
+            usual = Bound(bound, {parameter.name: parameter.local for parameter in run.parameters.values()})
+            compresses = len(self._stage.dense) < len(run.parameters)
+            self._stage.bound = usual if method.keeps_state and compresses else None
         if scaler is not None and method.keeps_state:
-            self._road.scale = lambda device: scaler.scale(torch.ones((), device=device))
+            self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         self._turn = Turn(
-            engine, method, run.optimizers, run.weights, self._roads, self._guard, self._road.bound, ledger,
+            engine, method, run.optimizers, run.weights, self._road, self._guard, self._stage.bound, ledger,
             scaled=scaler is not None,
         )  # fmt: skip
         self._hooks = [
@@ -252,9 +242,9 @@ class Wire:
                 optimizer.register_step_post_hook(self._turn.after),
             )
         ]
-        engine.attach(self._turn, *self._roads)
-        plans = [(method, self.plan)] + ([] if inner is None or hop is None else [(inner, hop)])
-        self.plan.rehearsal = lambda: rehearse(engine.layout(), plans, run)
+        engine.attach(self._turn, self._road)
+        if self._device.type != "meta":
+            compile_kernels(self._road, run, self._device)
 
     @property
     def step(self) -> int:
@@ -325,11 +315,11 @@ class Wire:
         return {**self.ledger.stats(), **memory, "method": self.method.facts(), "bound": self._cut()}
 
     def _cut(self) -> dict[str, float]:
-        return {} if self._road.bound is None else self._road.bound.facts()
+        return {} if self._stage.bound is None else self._stage.bound.facts()
 
     def memory_bytes(self) -> int:
         """What this rank holds now for the method: state, workspaces of buckets and codecs, weights kept for it."""
-        return held(self._device, *self._roads, getattr(self.engine, "resident", None))
+        return held(self._device, self._road, getattr(self.engine, "resident", None))
 
     def last_step(self) -> dict:
         """As ``stats``, of the last optimizer step alone."""
@@ -344,7 +334,7 @@ class Wire:
         self._turn.finish()
         self.method.finish()
         counts = {"step": torch.tensor(self._road.step), "skipped": torch.tensor(self.skipped)}
-        bound = {} if self._road.bound is None else self._road.bound.state_dict()
+        bound = {} if self._stage.bound is None else self._stage.bound.state_dict()
         return {**counts, **{f"bound/{key}": value for key, value in bound.items()}, **self._state.state_dict()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -362,11 +352,10 @@ class Wire:
         self._turn.reset()
         rest = dict(state)
         step, self._turn.skipped = int(rest.pop("step")), int(rest.pop("skipped"))
-        for road in self._roads:
-            road.step = step
+        self._road.step = step
         bound = {key.removeprefix("bound/"): rest.pop(key) for key in list(rest) if key.startswith("bound/")}
-        if self._road.bound is not None:
-            self._road.bound.load_state_dict(bound)
+        if self._stage.bound is not None:
+            self._stage.bound.load_state_dict(bound)
         self._state.load_state_dict({name: values.to(self._device) for name, values in rest.items()})
         self.method.state_changed()
 

@@ -3,37 +3,61 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
+from thinwire.streams import Seeds
 
 WIRE_DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
 
+Space = Callable[[object, Sequence[int], torch.dtype], Tensor]
+"""(use, shape, dtype) -> scratch memory, zeros when it is first handed out: a bucket's ``buffer``, or a new tensor."""
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Error feedback of one encoding: h = rows + ``old`` is encoded, ``new`` = h - what its wire decodes to.
+
+    Both are (R, n) float32 and may be the same tensor. ``old`` None: h = rows.
+    """
+
+    old: Tensor | None
+    new: Tensor
+
 
 class Codec(ABC):
-    """Values <-> wire, pure, no communication.
+    """Values <-> wire, no communication. A codec is a value: settings, and what is known of a step when it is made.
 
     A *row* is the part of a bucket that belongs to one rank: ``n`` values, ``n`` a multiple of ``group``. Rows may be
-    apart in memory (any stride in dim 0); each row is contiguous. Every result goes into ``out``; scratch memory is
-    kept on the codec, one buffer per (n, device), so one codec object must not be used by two threads at once.
+    apart in memory (any stride in dim 0); each row is contiguous. Every result goes into ``out``, scratch memory comes
+    from ``space``, so that one codec may serve several threads at once. A subclass writes ``wire_numel``, ``_encode``
+    and ``_decode``; the others where it can do better.
     """
 
     linear: bool
     """encode(a) + encode(b) == encode(a + b) up to the rounding of the wire: the network may sum the wire."""
 
-    wire_dtype: torch.dtype
-    """uint8, bfloat16 or float32: all that the network carries."""
-
     divisible: bool = True
     """A float32 wire may be divided by the number of ranks before or while it is summed, as dense gradients are."""
 
-    group: int = 1
-    """Elements that are encoded together. Segments are padded to a multiple, so no group straddles two parameters."""
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """uint8, bfloat16 or float32: all that the network carries."""
+        return torch.uint8
 
-    def __init__(self) -> None:
-        self._scratch: dict[tuple[int, torch.device], Tensor] = {}
+    @property
+    def group(self) -> int:
+        """Elements that are encoded together. Segments are padded to a multiple: no group straddles two parameters."""
+        return 1
+
+    @property
+    def draws(self) -> bool:
+        """Does ``encode`` take random bits, and so need a ``seed``?"""
+        return False
 
     @abstractmethod
     def wire_numel(self, n: int) -> int:
@@ -43,40 +67,67 @@ class Codec(ABC):
         """Bytes on the wire for a row of ``n`` values."""
         return self.wire_numel(n) * self.wire_dtype.itemsize
 
-    @abstractmethod
-    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        """Write the wire of ``rows`` (R, n), float32 or bfloat16, to ``out`` (R, wire_numel(n)); return ``out``."""
+    def encode(
+        self,
+        rows: Tensor,
+        out: Tensor,
+        *,
+        residual: Residual | None = None,
+        seed: Seeds | None = None,
+        space: Space | None = None,
+    ) -> Tensor:
+        """Write the wire of ``rows`` (R, n), float32 or bfloat16, to ``out`` (R, wire_numel(n)); return ``out``.
 
-    @abstractmethod
-    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
+        With ``residual``, ``rows`` are float32 and the codec's to overwrite: no memory is taken for the sum.
+        """
+        self._check_encode(rows, out)
+        space = _new_on(rows.device) if space is None else space
+        if residual is None:
+            self._encode(rows, out, seed, space)
+        else:
+            self._encode_and_keep(rows, out, residual, seed, space)
+        return out
+
+    def decode(self, wire: Tensor, out: Tensor, *, space: Space | None = None) -> Tensor:
         """Write the values of ``wire`` (R, wire_numel(n)) to ``out`` (R, n), float32; return ``out``."""
+        self._check_decode(wire, out)
+        self._decode(wire, out, _new_on(out.device) if space is None else space)
+        return out
 
-    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
+    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0, *, space: Space | None = None) -> Tensor:
         """Write ``scale`` * the sum over peers of ``wire`` (N, wire_numel(n)), one row per peer, to ``out`` (n,).
 
         Float32 throughout, added in rank order: every rank that decodes the same wire gets the same bits.
         """
         self._check_sum(wire, out)
-        row = self._scratch_row(out.numel(), out.device)
-        self.decode(wire[:1], out.unsqueeze(0))
+        self._decode_sum(wire, out, scale, _new_on(out.device) if space is None else space)
+        return out
+
+    @abstractmethod
+    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None: ...
+
+    def _encode_and_keep(
+        self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
+    ) -> None:
+        """In general: decode what was encoded, and subtract it. A codec that knows it anyway takes one pass."""
+        if residual.old is not None:
+            rows.add_(residual.old)
+        self._encode(rows, out, seed, space)
+        self._decode(out, residual.new, space)
+        torch.sub(rows, residual.new, out=residual.new)
+
+    @abstractmethod
+    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None: ...
+
+    def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
+        """In general: one peer after the other."""
+        row = space("one peer", (1, out.numel()), torch.float32)
+        self._decode(wire[:1], out.unsqueeze(0), space)
         for peer in range(1, wire.shape[0]):
-            self.decode(wire[peer : peer + 1], row)
+            self._decode(wire[peer : peer + 1], row, space)
             out.add_(row[0])
-        return out.mul_(scale) if scale != 1.0 else out
-
-    def try_out(self, device: torch.device) -> None:
-        """Compile kernels now, on a little data."""
-        values = torch.zeros((1, self.group), device=device)
-        wire = torch.zeros((1, self.wire_numel(self.group)), dtype=self.wire_dtype, device=device)
-        self.encode(values, wire)
-        self.decode(wire, values)
-        self.decode_sum(wire, values[0])
-
-    def _scratch_row(self, n: int, device: torch.device) -> Tensor:
-        key = (n, device)
-        if key not in self._scratch:
-            self._scratch[key] = torch.empty((1, n), dtype=torch.float32, device=device)
-        return self._scratch[key]
+        if scale != 1.0:
+            out.mul_(scale)
 
     def _check(self, values: Tensor, wire: Tensor) -> None:
         """Refuse shapes and dtypes that do not belong together, before a kernel writes out of bounds."""
@@ -111,5 +162,6 @@ class Codec(ABC):
             )
         self._check_decode(wire[:1], out.unsqueeze(0))
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()" if self.group == 1 else f"{type(self).__name__}(group={self.group})"
+
+def _new_on(device: torch.device) -> Space:
+    return lambda use, shape, dtype: torch.zeros(*shape, dtype=dtype, device=device)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, Space
 from thinwire.codecs.grouped import GroupedBytes
 from thinwire.errors import ThinwireError
 from thinwire.ops import quant
+from thinwire.streams import Seeds
 
 
+@dataclass(frozen=True)
 class _Cast(Codec):
     """The wire is the values in ``wire_dtype``."""
 
@@ -19,25 +23,24 @@ class _Cast(Codec):
     def wire_numel(self, n: int) -> int:
         return n
 
-    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        self._check_encode(rows, out)
-        return out.copy_(rows)
+    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
+        out.copy_(rows)
 
-    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        self._check_decode(wire, out)
-        return out.copy_(wire)
+    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
+        out.copy_(wire)
 
-    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
-        self._check_sum(wire, out)
-        return quant.sum_rows(wire, out, scale)
+    def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
+        quant.sum_rows(wire, out, scale)
 
 
+@dataclass(frozen=True)
 class Fp32(_Cast):
     """4 bytes per value, exact."""
 
     wire_dtype = torch.float32
 
 
+@dataclass(frozen=True)
 class Bf16(_Cast):
     """2 bytes per value, rounded to nearest even: relative error up to 2^-8 (for values from 2^-126 on)."""
 
@@ -53,6 +56,7 @@ def _has_fp8_cast() -> bool:
         return False
 
 
+@dataclass(frozen=True)
 class Fp8(GroupedBytes):
     """E4M3 with one float32 scale per group: 1 + 4 / group bytes per value.
 
@@ -61,23 +65,17 @@ class Fp8(GroupedBytes):
     A group with a NaN or an infinity decodes to NaN throughout.
     """
 
-    def __init__(self, group: int = 128) -> None:
-        super().__init__(group)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not _has_fp8_cast():
             raise ThinwireError(f"fp8 needs torch.float8_e4m3fn, which torch {torch.__version__} lacks; use int8")
 
-    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        self._check_encode(rows, out)
+    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
         codes, scales = self._split(out, rows.shape[1])
         quant.quantize_fp8(rows, self.group, codes, scales)
-        return out
 
-    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        self._check_decode(wire, out)
-        codes, scales = self._split(wire, out.shape[1])
-        return quant.dequantize_fp8(codes, scales, self.group, out)
+    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
+        quant.dequantize_fp8(*self._split(wire, out.shape[1]), self.group, out)
 
-    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
-        self._check_sum(wire, out)
-        codes, scales = self._split(wire, out.shape[0])
-        return quant.dequantize_sum_fp8(codes, scales, self.group, out, scale)
+    def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
+        quant.dequantize_sum_fp8(*self._split(wire, out.shape[0]), self.group, out, scale)

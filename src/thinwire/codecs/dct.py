@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, Space
 from thinwire.errors import ThinwireError
+from thinwire.streams import Seeds
 
 WIDTH = 64
 """Columns of a block."""
@@ -17,6 +19,7 @@ BLOCKS = 128
 """Blocks that are transformed at once. More => fewer kernel launches, more memory for a moment."""
 
 
+@dataclass(frozen=True)
 class DctTopK(Codec):
     """The k largest coefficients of each block's discrete cosine transform, with their positions (arXiv 2411.19870).
 
@@ -24,55 +27,54 @@ class DctTopK(Codec):
     A X B^T with A and B the orthonormal DCT-II matrices of its two sides (at 64 values, a transform in one dimension).
     The wire of a row is that of its blocks: k values each, then k positions in int16, in no order. Not linear: ranks
     choose different positions. A block with a NaN or an infinity decodes to nothing finite.
+
+    Attributes:
+        chunk: values per block, a multiple of 64 up to 32768, as many as int16 counts; larger => fewer bytes for
+            the same k, and frequencies of longer stretches.
+        k: coefficients sent per block, 1 to ``chunk``; higher => more bytes, less left out.
+        dtype: of the values on the wire, float32 or bfloat16 (8 significant bits).
+
+    Raises:
+        ThinwireError: anything else.
     """
 
     linear = False
-    wire_dtype = torch.uint8
 
-    def __init__(self, chunk: int = 4096, k: int = 32, dtype: torch.dtype = torch.float32) -> None:
-        """How much of each block travels, and how.
+    chunk: int = 4096
+    k: int = 32
+    dtype: torch.dtype = torch.float32
 
-        Args:
-            chunk: values per block, a multiple of 64 up to 32768, as many as int16 counts; larger => fewer bytes for
-                the same k, and frequencies of longer stretches.
-            k: coefficients sent per block, 1 to ``chunk``; higher => more bytes, less left out.
-            dtype: of the values on the wire, float32 or bfloat16 (8 significant bits).
-
-        Raises:
-            ThinwireError: anything else.
-        """
-        super().__init__()
+    def __post_init__(self) -> None:
+        chunk, k = self.chunk, self.k
         if not isinstance(chunk, int) or not WIDTH <= chunk <= 2**15 or chunk % WIDTH:
             raise ThinwireError(f"DCT: chunk is a multiple of 64 values, from 64 to 32768, got {chunk}; use 4096")
         if not isinstance(k, int) or not 1 <= k <= chunk:
             raise ThinwireError(f"DCT: k is a number of coefficients per chunk, from 1 to {chunk}, got {k}")
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ThinwireError(f"DCT: coefficients travel in float32 or bfloat16, not in {dtype}")
-        self.group, self.k, self.dtype = chunk, k, dtype
+        if self.dtype not in (torch.float32, torch.bfloat16):
+            raise ThinwireError(f"DCT: coefficients travel in float32 or bfloat16, not in {self.dtype}")
+
+    @property
+    def group(self) -> int:
+        return self.chunk
 
     def wire_numel(self, n: int) -> int:
         return n // self.group * sum(self._parts)
 
-    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        self._check_encode(rows, out)
+    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
         down, across = self._matrices(rows.device)
         for blocks, wire in zip(self._slices(rows, self.group), self._slices(out, sum(self._parts)), strict=True):
             coefficients = _sandwich(down, blocks.float().unflatten(2, self._shape), across.T).flatten(2)
             positions = coefficients.abs().topk(self.k, sorted=False).indices
             values = coefficients.gather(2, positions).to(self.dtype)
             wire.copy_(torch.cat([values.view(torch.uint8), positions.to(torch.int16).view(torch.uint8)], 2))
-        return out
 
-    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        self._check_decode(wire, out)
+    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         for part, blocks in zip(self._slices(wire, sum(self._parts)), self._slices(out, self.group), strict=True):
             values, positions = self._open(part)
             self._write(values.new_zeros(*values.shape[:2], self.group).scatter_(2, positions, values), blocks)
-        return out
 
-    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
-        """As for every codec, but one transform of the sum: equal to the sum of the decodes up to float32 rounding."""
-        self._check_sum(wire, out)
+    def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
+        """One transform of the sum: equal to the sum of the decodes up to float32 rounding."""
         parts = self._slices(wire, sum(self._parts))
         targets = out.view(1, -1, self.group).split([part.shape[1] for part in parts], 1)
         for part, blocks in zip(parts, targets, strict=True):
@@ -81,7 +83,6 @@ class DctTopK(Codec):
             for theirs, where in zip(values * scale, positions, strict=True):
                 total.scatter_add_(1, where, theirs)  # a peer's positions differ, so the order is that of the peers
             self._write(total.unsqueeze(0), blocks)
-        return out
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -114,9 +115,6 @@ class DctTopK(Codec):
         """``out`` (R, blocks, chunk) = what ``coefficients``, of the same shape, are the transform of."""
         down, across = self._matrices(out.device)
         out.copy_(_sandwich(down.T, coefficients.unflatten(2, self._shape), across).flatten(2))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(chunk={self.group}, k={self.k})"
 
 
 def _sandwich(left: Tensor, blocks: Tensor, right: Tensor) -> Tensor:

@@ -2,149 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from thinwire.codecs.base import Space
 from thinwire.codecs.grouped import GroupedBytes
 from thinwire.errors import ThinwireError
 from thinwire.ops import quant
-from thinwire.streams import seed_of
+from thinwire.streams import Seeds
 
 ROUNDINGS = ("nearest", "stochastic")
 
 
+@dataclass(frozen=True)
 class Integers(GroupedBytes):
-    """What the integer codecs share: a rounding, and where its random bits come from.
+    """Symmetric integers with one float32 scale per group: ``bits`` / 8 + 4 / group bytes per value.
+
+    -127 to 127 in 8 bits, -7 to 7 in 4: the step is max|x| / 127 or max|x| / 7 of the group. Rounded to the nearest the
+    absolute error is up to step / 2, stochastically up to a step and zero on average. A zero group has scale 1. A group
+    with a NaN or an infinity decodes to NaN throughout.
+
+    With ``hadamard`` every 32 neighbours are transformed first (``ops.quant``; SDP4Bit, arXiv 2410.15526, sections 3.2
+    and 3.3), which makes them alike in size: the error of heavy-tailed values falls, that of Gaussian values stays. The
+    transform is orthonormal, so errors have the same length on either side, but the bounds above hold for the
+    transformed values only; and ``decode_sum``, which transforms the sum once, equals the sum of the decodes up to
+    float32 rounding. The wire is the one without it: decoded or summed as such, it gives the transformed values, which
+    another hop may quantize as they are.
 
     Attributes:
-        streams: (first column, last column, seed) of each parameter in a row, for stochastic rounding; set by the
-            method before it encodes, another seed for every step and rank, because the same seed rounds the same
-            places the same way. In rows that are longer the parameters come again, with seeds of their own. Every
-            ``encode`` moves the seeds on, so that the hops of one exchange draw different bits.
+        group: values that share a scale, a power of two from 8 (with ``hadamard`` 32) to 4096.
+        bits: 4 or 8. 4.25 bits per value in groups of 128, 4.016 in groups of 2048; 8.25 in groups of 128.
+        rounding: "nearest" (ties to even, the smallest error) or "stochastic" (unbiased, twice the variance), whose
+            random bits come from the ``seed`` that ``encode`` is handed.
     """
 
-    def __init__(self, group: int = 128, rounding: str = "nearest") -> None:
-        """``rounding``: "nearest" (ties to even, the smallest error) or "stochastic" (unbiased, twice the variance)."""
-        super().__init__(group)
-        if rounding not in ROUNDINGS:
-            raise ThinwireError(f"{type(self).__name__}: rounding is nearest or stochastic, not {rounding}")
-        self.rounding = rounding
-        self.streams: Sequence[tuple[int, int, int]] = ()
+    bits: int = 8
+    hadamard: bool = False
+    rounding: str = "nearest"
 
-    def _quantize(self, quantize: Callable[..., None], rows: Tensor, out: Tensor) -> Tensor:
-        self._check_encode(rows, out)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounding not in ROUNDINGS:
+            raise ThinwireError(f"{type(self).__name__}: rounding is nearest or stochastic, not {self.rounding}")
+        quant.Format(self.bits, self.group, self.hadamard)  # refuses what there is no kernel for
+
+    @property
+    def format(self) -> quant.Format:
+        return quant.Format(self.bits, self.group, self.hadamard)
+
+    @property
+    def draws(self) -> bool:
+        return self.rounding == "stochastic"
+
+    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
         n = rows.shape[1]
         codes, scales = self._parts(out, n)
-        if self.rounding == "nearest":
-            quantize(rows, self.per_scale, codes, scales, None)
-            return out
-        length = self.streams[-1][1] if self.streams else 0
-        if not length or n % length:
-            raise ThinwireError(f"{self}: set streams for all {n} columns before encoding: stochastic rounding draws")
-        for again in range(n // length):
-            for first, last, seed in self.streams:
-                a, b = first + again * length, last + again * length
-                group, bits = self.per_scale, self.bits
-                quantize(
-                    rows[:, a:b], group, codes[:, a * bits // 8 : b * bits // 8], scales[:, a // group : b // group],
-                    _following(seed, again * 0x9E3779B97F4A7C15),
-                )  # fmt: skip
-        self.streams = [(first, last, _following(seed)) for first, last, seed in self.streams]
-        return out
+        if not self.draws:
+            quant.quantize(rows, self.format, codes, scales)
+            return
+        parts = None if seed is None else seed.over(n)
+        if parts is None:
+            raise ThinwireError(f"{self}: stochastic rounding draws: hand in a seed for all {n} columns")
+        for a, b, of in parts:
+            at, groups = slice(a * self.bits // 8, b * self.bits // 8), slice(a // self.group, b // self.group)
+            quant.quantize(rows[:, a:b], self.format, codes[:, at], scales[:, groups], of)
 
-    def try_out(self, device: torch.device) -> None:
-        self.streams = [(0, self.group, 0)]
-        super().try_out(device)
-        self.streams = ()
+    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
+        quant.dequantize(*self._parts(wire, out.shape[1]), self.format, out)
+
+    def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
+        quant.dequantize_sum(*self._parts(wire, out.shape[0]), self.format, out, scale)
 
     def _parts(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Codes, int8 or uint8 pairs, and scales: views of ``wire``."""
         codes, scales = self._split(wire, n)
         return codes.view(torch.int8) if self.bits == 8 else codes, scales
 
-    def __repr__(self) -> str:
-        rounding = "" if self.rounding == "nearest" else f", rounding={self.rounding}"
-        return f"{type(self).__name__}(group={self.per_scale}{rounding})"
+
+def Int8(group: int = 128, rounding: str = "nearest", *, hadamard: bool = False) -> Integers:
+    """:class:`Integers` of 8 bits."""
+    return Integers(group, 8, hadamard, rounding)
 
 
-def _following(seed: int, by: int = 1) -> int:
-    """Another seed, unrelated in the 32 bits that the kernels make of it."""
-    return seed_of(seed, str(by)) if by else seed
+def Int4(group: int = 128, rounding: str = "nearest", *, hadamard: bool = False) -> Integers:
+    """:class:`Integers` of 4 bits."""
+    return Integers(group, 4, hadamard, rounding)
 
 
-class Int8(Integers):
-    """Symmetric integers from -127 to 127 with one float32 scale per group: 1 + 4 / group bytes per value.
-
-    The step is max|x| / 127 of the group. Rounded to the nearest the absolute error is up to step / 2, stochastically
-    up to a step and zero on average. A zero group has scale 1. A group with a NaN or an infinity decodes to NaN
-    throughout.
-    """
-
-    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        return self._quantize(quant.quantize_int8, rows, out)
-
-    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        self._check_decode(wire, out)
-        return quant.dequantize_int8(*self._parts(wire, out.shape[1]), self.per_scale, out)
-
-    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
-        self._check_sum(wire, out)
-        return quant.dequantize_sum_int8(*self._parts(wire, out.shape[0]), self.per_scale, out, scale)
-
-
-class ShiftedInt8(Int8):
+@dataclass(frozen=True)
+class ShiftedInt8(GroupedBytes):
     """8-bit integers on a lattice that is shifted by the same random part of a level for all values (QSDP).
 
     value = (code + shift) * step with step = max|x| / 126.5 of the group. The error is up to step / 2 and, over the
     shift, zero on average: unbiased without a random number per value. All who encode and decode take the same shift.
 
     Attributes:
-        shift: from -1/2 to 1/2, set by the method before each exchange.
+        shift: from -1/2 to 1/2, another one for every exchange.
     """
 
-    def __init__(self, group: int = 1024) -> None:
-        super().__init__(group)
-        self.shift = 0.0
+    group: int = 1024
+    shift: float = 0.0
 
-    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        self._check_encode(rows, out)
-        codes, scales = self._parts(out, rows.shape[1])
-        groups = rows.float().unflatten(1, (-1, self.per_scale))
+    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
+        codes, scales = self._split(out, rows.shape[1])
+        groups = rows.float().unflatten(1, (-1, self.group))
         scales.copy_(groups.abs().amax(2).div_(126.5))
         values = (groups / scales.unsqueeze(2)).sub_(self.shift).round_().clamp_(-127, 127)
         # A group of zeros has scale 0 and decodes to zeros; one that is not finite decodes to NaN throughout.
         scales.masked_fill_(~scales.isfinite(), torch.nan)
-        codes.copy_(values.nan_to_num_(0).flatten(1))
-        return out
+        codes.view(torch.int8).copy_(values.nan_to_num_(0).flatten(1))
 
-    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        self._check_decode(wire, out)
-        codes, scales = self._parts(wire, out.shape[1])
-        values = codes.float().add_(self.shift).unflatten(1, (-1, self.per_scale)).mul_(scales.unsqueeze(2))
-        return out.copy_(values.flatten(1))
-
-    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
-        return GroupedBytes.decode_sum(self, wire, out, scale)
-
-
-class Int4(Integers):
-    """Symmetric integers from -7 to 7 with one float32 scale per group: 1/2 + 4 / group bytes per value.
-
-    The step is max|x| / 7 of the group; all else is as for :class:`Int8`. 4.25 bits per value in groups of 128, 4.016
-    in groups of 2048.
-    """
-
-    bits = 4
-
-    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        return self._quantize(quant.quantize_int4, rows, out)
-
-    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        self._check_decode(wire, out)
-        return quant.dequantize_int4(*self._parts(wire, out.shape[1]), self.per_scale, out)
-
-    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
-        self._check_sum(wire, out)
-        return quant.dequantize_sum_int4(*self._parts(wire, out.shape[0]), self.per_scale, out, scale)
+    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
+        codes, scales = self._split(wire, out.shape[1])
+        values = codes.view(torch.int8).float().add_(self.shift)
+        out.copy_(values.unflatten(1, (-1, self.group)).mul_(scales.unsqueeze(2)).flatten(1))

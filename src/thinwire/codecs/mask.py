@@ -2,173 +2,199 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from thinwire.bucket import padded
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, Residual, Space
 from thinwire.codecs.intquant import Integers
 from thinwire.errors import ThinwireError
 from thinwire.ops import mask
+from thinwire.streams import Seeds
 
 
-class Masked(Codec):
+@dataclass(frozen=True, eq=False)
+class _AtMask(Codec):
+    """What the codecs share whose mask all ranks have.
+
+    Attributes:
+        words: (R, n / 64) int64, the mask of a bucket's rows.
+        owner_row: where each rank keeps one row of the result: the row whose mask a wire of one row is decoded with.
+    """
+
+    words: Tensor = field(repr=False)
+
+    owner_row: int | None = field(default=None, kw_only=True)
+
+    @property
+    def group(self) -> int:
+        return mask.WORD
+
+    def _words_of(self, rows: int) -> Tensor:
+        """The masks of a wire of ``rows`` rows: all, or the owner's own."""
+        if rows < len(self.words) and self.owner_row is not None:
+            return self.words[self.owner_row : self.owner_row + 1]
+        return self.words
+
+    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
+        self._gather(rows, out, None, None, seed, space)
+
+    def _encode_and_keep(
+        self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
+    ) -> None:
+        self._gather(rows, out, residual.old, residual.new, seed, space)
+
+    def _gather(
+        self, rows: Tensor, out: Tensor, old: Tensor | None, new: Tensor | None, seed: Seeds | None, space: Space
+    ) -> None:
+        """The wire of rows + ``old``; what is left out goes to ``new``, if there is one, in the same pass."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Masked(_AtMask):
     """The values at a mask that all ranks share; no positions travel. Linear: the network may sum the wire.
 
     Attributes:
-        words: (R, n / 64) int64, the mask of a bucket's rows, every row with ``k`` bits set; may be written to.
-        k: values per row.
-        owner_row: where each rank keeps one row of the result: the row whose mask a wire of one row is decoded with.
-        residual: (read, write), both (R, n): with it, h = rows + read is encoded and what is off the mask goes to
-            write, in the same pass. They may be the same tensor; read None: h = rows. None: nothing is kept.
+        words: every row with ``k`` bits set. k: values per row.
+        dtype: of the wire: float32, or bfloat16 for half the bytes and 8 significant bits (the rounding is lost).
     """
 
     linear = True
-    group = mask.WORD
 
-    def __init__(
-        self, words: Tensor, k: int, *, owner_row: int | None = None, dtype: torch.dtype = torch.float32
-    ) -> None:
-        """``dtype`` of the wire: float32, or bfloat16 for half the bytes and 8 significant bits."""
-        super().__init__()
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ThinwireError(f"values at a mask travel in float32 or bfloat16, not in {dtype}")
-        self.words, self.k, self.owner_row, self.wire_dtype = words, k, owner_row, dtype
-        self.residual: tuple[Tensor | None, Tensor] | None = None
+    k: int
+    dtype: torch.dtype = field(default=torch.float32, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float32, torch.bfloat16):
+            raise ThinwireError(f"values at a mask travel in float32 or bfloat16, not in {self.dtype}")
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        return self.dtype
 
     def wire_numel(self, n: int) -> int:
         return self.k
 
-    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        self._check_encode(rows, out)
-        old, new = (None, None) if self.residual is None else self.residual
-        if out.dtype == torch.float32:
-            return mask.gather_keep(rows, old, self.words, out, new)
-        payload = self._payload(len(out), out.device)
-        return out.copy_(mask.gather_keep(rows, old, self.words, payload, new))
+    def _gather(
+        self, rows: Tensor, out: Tensor, old: Tensor | None, new: Tensor | None, seed: Seeds | None, space: Space
+    ) -> None:
+        narrow = out.dtype != torch.float32
+        payload = space(("payload", len(out)), out.shape, torch.float32) if narrow else out
+        mask.gather_keep(rows, old, self.words, payload, new)
+        if narrow:
+            out.copy_(payload)
 
-    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        self._check_decode(wire, out)
-        words = _masks_of(self, len(wire))
+    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         if wire.dtype != torch.float32:
-            wire = self._payload(len(wire), wire.device).copy_(wire)
-        return mask.scatter(wire, words, out)
-
-    def _payload(self, rows: int, device: torch.device) -> Tensor:
-        key = (rows, device)
-        if key not in self._scratch:
-            self._scratch[key] = torch.empty((rows, self.k), dtype=torch.float32, device=device)
-        return self._scratch[key]
+            wire = space(("payload", len(wire)), wire.shape, torch.float32).copy_(wire)
+        mask.scatter(wire, self._words_of(len(wire)), out)
 
 
-def _masks_of(codec: Masked | MaskedIntegers, rows: int) -> Tensor:
-    """The masks of a wire of ``rows`` rows: all, or the owner's own."""
-    if rows < len(codec.words) and codec.owner_row is not None:
-        return codec.words[codec.owner_row : codec.owner_row + 1]
-    return codec.words
-
-
-class MaskedIntegers(Codec):
+@dataclass(frozen=True, eq=False)
+class MaskedIntegers(_AtMask):
     """The values at a shared mask, quantized: sparse and few bits at once. Not linear: ranks have scales of their own.
 
+    What is kept of an encoding is what is off the mask, and what quantization leaves out.
+
     Attributes:
-        words, residual: as for :class:`Masked`. To the residual also goes what quantization leaves out.
-        segments: (first word, last word, k, place) of each parameter: its k values start at ``place`` of a row's
-            payload, so that no group straddles two parameters.
+        parts: (mask words, values) of each parameter, in the order of the bucket; its values are padded to whole groups
+            of the quantizer, so that none straddles two parameters.
     """
 
     linear = False
-    group = mask.WORD
-    wire_dtype = torch.uint8
 
-    def __init__(
-        self, words: Tensor, parts: Sequence[tuple[int, int]], quantizer: Integers, *, owner_row: int | None = None
-    ) -> None:
-        """``parts``: (mask words, values) of each parameter, in the order of the bucket. ``owner_row``: as there."""
-        super().__init__()
-        self.words, self.quantizer, self.owner_row = words, quantizer, owner_row
-        self.residual: tuple[Tensor | None, Tensor] | None = None
-        self._kept: dict[tuple[str, tuple[int, int], torch.device], Tensor] = {}
-        self.segments: list[tuple[int, int, int, int]] = []
-        word = place = 0
-        for width, k in parts:
-            self.segments.append((word, word + width, k, place))
-            word, place = word + width, place + padded(k, quantizer.group)
-        self.k, self._size = sum(k for _, k in parts), place
+    parts: tuple[tuple[int, int], ...]
+    quantizer: Integers
 
     def wire_numel(self, n: int) -> int:
         return self.quantizer.wire_numel(self._size)
 
-    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        self._check_encode(rows, out)
-        values = rows.float()
-        old, new = (None, None) if self.residual is None else self.residual
-        payload = self._payload("sent", len(rows), rows.device)
-        for columns, words, at in self._parts(self.words):
+    @property
+    def _size(self) -> int:
+        """Values of a row's payload, with padding."""
+        return sum(padded(k, self.quantizer.group) for _, k in self.parts)
+
+    def _gather(
+        self, rows: Tensor, out: Tensor, old: Tensor | None, new: Tensor | None, seed: Seeds | None, space: Space
+    ) -> None:
+        rows, payload = rows.float(), self._payload("sent", len(rows), space)
+        for columns, words, at in self._places(self.words):
             kept = None if new is None else new[:, columns]
-            mask.gather_keep(values[:, columns], None if old is None else old[:, columns], words, payload[:, at], kept)
-        self.quantizer.encode(payload, out)
-        if new is not None:
-            left = self.quantizer.decode(out, self._payload("left", len(rows), rows.device))
-            torch.sub(payload, left, out=left)
-            rest = self._buffer("rest", (rows.shape[0], rows.shape[1]), rows.device)
-            for columns, words, at in self._parts(self.words):
-                mask.scatter(left[:, at], words, rest[:, columns])
-            new.add_(rest)
-        return out
+            mask.gather_keep(rows[:, columns], None if old is None else old[:, columns], words, payload[:, at], kept)
+        self.quantizer.encode(payload, out, seed=seed)
+        if new is None:
+            return
+        left = self.quantizer.decode(out, self._payload("left", len(rows), space))
+        torch.sub(payload, left, out=left)
+        rest = space("rest", rows.shape, torch.float32)
+        for columns, words, at in self._places(self.words):
+            mask.scatter(left[:, at], words, rest[:, columns])
+        new.add_(rest)
 
-    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        self._check_decode(wire, out)
-        return self._spread(self.quantizer.decode(wire, self._payload("got", len(wire), wire.device)), out)
+    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
+        self._spread(self.quantizer.decode(wire, self._payload("got", len(wire), space)), out)
 
-    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
-        self._check_sum(wire, out)
-        total = self._payload("got", 1, wire.device)
+    def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
+        total = self._payload("got", 1, space)
         self.quantizer.decode_sum(wire, total[0], scale)
-        return self._spread(total, out.unsqueeze(0))[0]
+        self._spread(total, out.unsqueeze(0))
 
-    def _spread(self, payload: Tensor, out: Tensor) -> Tensor:
-        for columns, part, at in self._parts(_masks_of(self, len(out))):
-            mask.scatter(payload[:, at], part, out[:, columns])
-        return out
+    def _spread(self, payload: Tensor, out: Tensor) -> None:
+        for columns, words, at in self._places(self._words_of(len(out))):
+            mask.scatter(payload[:, at], words, out[:, columns])
 
-    def _parts(self, words: Tensor) -> Iterator[tuple[slice, Tensor, slice]]:
-        for first, last, k, place in self.segments:
-            yield slice(first * mask.WORD, last * mask.WORD), words[:, first:last], slice(place, place + k)
+    def _places(self, words: Tensor) -> Iterator[tuple[slice, Tensor, slice]]:
+        """Of each parameter: its columns, its part of ``words``, and its values' place in a row's payload."""
+        word = place = 0
+        for width, k in self.parts:
+            columns = slice(word * mask.WORD, (word + width) * mask.WORD)
+            yield columns, words[:, word : word + width], slice(place, place + k)
+            word, place = word + width, place + padded(k, self.quantizer.group)
 
-    def _payload(self, name: str, rows: int, device: torch.device) -> Tensor:
-        """(rows, values with their padding), zeros in the padding."""
-        return self._buffer(name, (rows, self._size), device)
+    def _payload(self, use: str, rows: int, space: Space) -> Tensor:
+        """(rows, values with their padding), zeros in the padding, whatever masks had this memory before."""
+        payload, place = space((use, rows), (rows, self._size), torch.float32), 0
+        for _, k in self.parts:
+            whole = padded(k, self.quantizer.group)
+            payload[:, place + k : place + whole].zero_()
+            place += whole
+        return payload
 
-    def _buffer(self, name: str, shape: tuple[int, int], device: torch.device) -> Tensor:
-        key = (name, shape, device)
-        if key not in self._kept:
-            self._kept[key] = torch.zeros(shape, device=device)
-        return self._kept[key]
 
-
+@dataclass(frozen=True)
 class TopK(Codec):
     """Each rank's own largest values with their positions: ``k`` of every segment of a row, exactly.
 
     The wire of a row is the positions, then the values in fp32. Positions are mask bits (n / 8 bytes) or a list of
     int32 (4 k bytes: fewer below a density of 1/32). Not linear: ranks choose different positions.
+
+    Attributes:
+        segments: (start, width, k) of the row's columns, start and width multiples of 64.
+        listed: positions are a list.
     """
 
     linear = False
-    wire_dtype = torch.uint8
-    group = mask.WORD
 
-    def __init__(self, segments: Sequence[tuple[int, int, int]], *, listed: bool) -> None:
-        """``segments``: (start, width, k) of the row's columns, start and width multiples of 64."""
-        super().__init__()
-        self.segments, self.listed = tuple(segments), listed
+    segments: tuple[tuple[int, int, int], ...]
+    listed: bool = field(kw_only=True)
+
+    def __post_init__(self) -> None:
         for start, width, k in self.segments:
             if start % mask.WORD or width % mask.WORD or not 0 <= k <= width:
                 raise ThinwireError(f"top-k: {k} values of columns {start} to {start + width}: not multiples of 64")
-        self.k = sum(k for _, _, k in self.segments)
-        self._words: dict[object, Tensor] = {}
+
+    @property
+    def group(self) -> int:
+        return mask.WORD
+
+    @property
+    def k(self) -> int:
+        """Values per row."""
+        return sum(k for _, _, k in self.segments)
 
     def _head(self, n: int) -> int:
         """Bytes of positions."""
@@ -180,9 +206,8 @@ class TopK(Codec):
         # Rows start at multiples of 8, as int64 words must; rounded by segment, so that a row is the sum of its parts.
         return n // 8 + sum(padded(4 * k, 8) for _, _, k in self.segments)
 
-    def encode(self, rows: Tensor, out: Tensor) -> Tensor:
-        self._check_encode(rows, out)
-        n, words = rows.shape[1], self._mask(rows)
+    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
+        n, words = rows.shape[1], self._mask(rows.shape, space)
         for start, width, k in self.segments:
             first, last = start // mask.WORD, (start + width) // mask.WORD
             mask.topk_mask(rows[:, start : start + width], k, words[:, first:last])
@@ -192,32 +217,25 @@ class TopK(Codec):
         else:
             positions.copy_(words)
         mask.gather_keep(rows, None, words, values, None)
-        return out
 
-    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
-        self._check_decode(wire, out)
-        words, values = self._open(wire, out)
-        return mask.scatter(values, words, out)
+    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
+        words, values = self._open(wire, out.shape[1], space)
+        mask.scatter(values, words, out)
 
-    def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
-        self._check_sum(wire, out)
-        words, values = self._open(wire, out)
-        return mask.scatter_add(values, words, out, scale)
+    def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
+        words, values = self._open(wire, out.shape[0], space)
+        mask.scatter_add(values, words, out, scale)
 
-    def _open(self, wire: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    def _open(self, wire: Tensor, n: int, space: Space) -> tuple[Tensor, Tensor]:
         """Mask words and values of a received wire."""
-        n = out.shape[-1]
         positions, values = self._split(wire, n)
         if self.listed:
-            return mask.from_indices(positions, self._mask(wire, n)), values
+            return mask.from_indices(positions, self._mask((len(wire), n), space)), values
         return positions, values
 
-    def _mask(self, rows: Tensor, n: int | None = None) -> Tensor:
-        shape = (len(rows), (rows.shape[1] if n is None else n) // mask.WORD)
-        key = (shape, rows.device)
-        if key not in self._words:
-            self._words[key] = torch.zeros(shape, dtype=torch.int64, device=rows.device)
-        return self._words[key]
+    def _mask(self, shape: tuple[int, ...], space: Space) -> Tensor:
+        rows, n = shape
+        return space(("words", rows), (rows, n // mask.WORD), torch.int64)
 
     def _split(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Positions, (R, k) int32 or (R, n / 64) int64, and values (R, k) float32: views of ``wire``."""

@@ -1,14 +1,88 @@
-"""What the engines share."""
+"""What every engine offers, and what engines share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from thinwire.comm import Comm
-from thinwire.methods.base import local
+from thinwire.bucket import Layout
+from thinwire.collectives import Exchange
+from thinwire.comm import Comm, GroupComm
+from thinwire.errors import ThinwireError
+from thinwire.methods.base import Method, Parameter, local
+
+if TYPE_CHECKING:
+    from thinwire.road import Levels, Road
+    from thinwire.turn import Turn
+
+
+class Engine(Protocol):
+    """PyTorch's own way to train in parallel, translated: what hands out gradients, and where their means go.
+
+    Attributes:
+        kind: "ddp", "fsdp2" or "hsdp". model: the wrapped model.
+        parameters: id(parameter) -> what is known of it, of each that is trained.
+        hops: the exchanges of the road, first to last; the last one is the method's.
+        levels: how a buffer goes through two hops; None: there is one, or torch calls each by itself (HSDP).
+        chunk: see :class:`thinwire.methods.base.Run`.
+        comms: the groups on which ranks agree whether a step counts.
+        rank: of this process among the data-parallel ones.
+        wire_dtype: of the engine's buffers; None: as the parameters.
+    """
+
+    kind: str
+    model: Any
+    parameters: dict[int, Parameter]
+    hops: tuple[Exchange, ...]
+    levels: Levels | None
+    chunk: tuple[int, int] | None
+    comms: list[Comm]
+    rank: int
+    wire_dtype: torch.dtype | None
+
+    @property
+    def exchanges(self) -> bool:
+        """Are we called at all? Not where torch leaves out what a single rank would exchange with itself."""
+
+    def attach(self, turn: Turn, road: Road) -> None:
+        """Send every gradient down ``road``, and tell ``turn``."""
+
+    def layout(self) -> Layout:
+        """The buffers that will be handed out."""
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """No exchange in this backward pass unless it is the ``last`` of the optimizer step."""
+
+    def gradients(self) -> list[Tensor | None]:
+        """This rank's part of those of all trained parameters."""
+
+    def accumulated(self) -> bool:
+        """Has this rank gradients that torch keeps from the optimizer?"""
+
+    def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
+        """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?
+
+        ``look``: at their values too, whether they were set to zero.
+        """
+
+    def settled(self) -> None:
+        """The step is over."""
+
+    def stepping(self) -> None:
+        """An optimizer is about to give the weights new values."""
+
+    def stepped(self) -> None:
+        """It has done so."""
+
+    def weights_changed(self) -> None:
+        """The weights were given other values than an optimizer's."""
+
+    def close(self) -> None:
+        """End threads and take hooks away."""
 
 
 def all_zero(gradients: Iterable[Tensor | None], comms: Sequence[Comm] = ()) -> bool:
@@ -23,3 +97,26 @@ def all_zero(gradients: Iterable[Tensor | None], comms: Sequence[Comm] = ()) -> 
     for comm in comms:
         comm.all_reduce(found, "max")
     return not bool(found)
+
+
+def wants_two_levels(comm: Comm, method: Method, two_level: bool | None) -> bool:
+    """As the user says, else as the method does; in any case only where both levels have several ranks."""
+    nodes = len(set(comm.nodes))
+    return (method.two_level if two_level is None else two_level) and 1 < nodes < comm.size
+
+
+def split_by_node(comm: GroupComm) -> tuple[GroupComm, GroupComm]:
+    """The ranks of this node, and the ranks with this local rank on every node. Collective over ``comm``."""
+    nodes = sorted(set(comm.nodes))
+    members = {node: [rank for rank in range(comm.size) if comm.nodes[rank] == node] for node in nodes}
+    sizes = {len(ranks) for ranks in members.values()}
+    if len(sizes) != 1:
+        raise ThinwireError(
+            f"two levels need as many ranks on every node, got {[len(members[n]) for n in nodes]}: pass two_level=False"
+        )
+    flat = [rank for node in nodes for rank in members[node]]
+    if flat != list(range(comm.size)):
+        raise ThinwireError("two levels need the ranks of a node to be consecutive: pass two_level=False")
+    mine = members[comm.nodes[comm.rank]]
+    local = mine.index(comm.rank)
+    return comm.subset(mine), comm.subset([members[node][local] for node in nodes])

@@ -14,14 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.bucket import Layout, Piece
-from thinwire.collectives import AllReduce, Exchange, TwoLevel
+from thinwire.collectives import AllReduce, Exchange, ReduceScatter
 from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError
-from thinwire.integrations.base import all_zero
+from thinwire.integrations.base import all_zero, split_by_node, wants_two_levels
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter
 from thinwire.plan import describe
-from thinwire.road import Road, Worker
+from thinwire.road import Levels, Road, ScatterAndShare, Worker
 
 if TYPE_CHECKING:
     from thinwire.turn import Turn
@@ -40,16 +40,22 @@ class DDP:
     ) -> None:
         self.model = model
         self._check(model, method)
-        self.parameters: dict[int, Parameter] = describe(model.module)
-        self.wire_dtype = None
+        self.wire_dtype: torch.dtype | None = None
         # A group of our own: the worker's collectives must not meet DDP's own (buffer broadcasts) on one group.
         comm = GroupComm(model.process_group, ledger).twin()
         self.comms: list[Comm] = [comm]
         self.rank = comm.rank
-        self.exchange: Exchange = AllReduce(comm)
-        self.intra: Exchange | None = None
+        self.hops: tuple[Exchange, ...] = (AllReduce(comm),)
+        self.levels: Levels | None = None
+        self.chunk: tuple[int, int] | None = None
+        self.parameters: dict[int, Parameter] = describe(model.module)
         if wants_two_levels(comm, method, two_level):
-            self.exchange = TwoLevel(*split_by_node(comm))
+            intra, inter = split_by_node(comm)
+            self.chunk = intra.rank, intra.size
+            self.parameters = describe(model.module, chunks=intra.size)
+            widths = {parameter.name: parameter.local for parameter in self.parameters.values()}
+            self.levels = ScatterAndShare(self.hops[0], intra, widths)
+            self.hops = ReduceScatter(intra), AllReduce(inter, divide="after")
         self.worker = Worker(ledger)
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
         self._watches: list[RemovableHandle] = []
@@ -82,8 +88,8 @@ class DDP:
         if getattr(dynamo, "optimize_ddp", None) == "python_reducer":
             raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
 
-    def attach(self, turn: Turn, road: Road, inner: Road | None = None) -> None:
-        """Register the hook. (There is no ``inner`` road: two levels are one exchange here.)"""
+    def attach(self, turn: Turn, road: Road) -> None:
+        """Register the hook."""
 
         def hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
             flat, pieces = bucket.buffer(), self._map(bucket)
@@ -196,26 +202,3 @@ def _form(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Shape and strides of the gradient in DDP's bucket where they are not plain: the parameter's, if it is dense."""
     dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     return None if parameter.is_contiguous() or not dense else (tuple(parameter.shape), parameter.stride())
-
-
-def wants_two_levels(comm: Comm, method: Method, two_level: bool | None) -> bool:
-    """As the user says, else as the method does; in any case only where both levels have several ranks."""
-    nodes = len(set(comm.nodes))
-    return (method.two_level if two_level is None else two_level) and 1 < nodes < comm.size
-
-
-def split_by_node(comm: GroupComm) -> tuple[GroupComm, GroupComm]:
-    """The ranks of this node, and the ranks with this local rank on every node. Collective over ``comm``."""
-    nodes = sorted(set(comm.nodes))
-    members = {node: [rank for rank in range(comm.size) if comm.nodes[rank] == node] for node in nodes}
-    sizes = {len(ranks) for ranks in members.values()}
-    if len(sizes) != 1:
-        raise ThinwireError(
-            f"two levels need as many ranks on every node, got {[len(members[n]) for n in nodes]}: pass two_level=False"
-        )
-    flat = [rank for node in nodes for rank in members[node]]
-    if flat != list(range(comm.size)):
-        raise ThinwireError("two levels need the ranks of a node to be consecutive: pass two_level=False")
-    mine = members[comm.nodes[comm.rank]]
-    local = mine.index(comm.rank)
-    return comm.subset(mine), comm.subset([members[node][local] for node in nodes])

@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from thinwire.bucket import Layout, Piece, Shards
-from thinwire.collectives import AllReduce, Exchange, ReduceScatter, TwoLevel
+from thinwire.collectives import AllReduce, Exchange, ReduceScatter
 from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError
-from thinwire.integrations.base import all_zero
-from thinwire.integrations.ddp import split_by_node, wants_two_levels
+from thinwire.integrations.base import all_zero, split_by_node, wants_two_levels
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter
 from thinwire.plan import clean_name, describe
-from thinwire.road import Road
+from thinwire.road import Levels, Regroup, Road, Stage
 
 if TYPE_CHECKING:
     from thinwire.turn import Turn
@@ -79,23 +78,25 @@ class FSDP2:
         self._comms: dict[int, GroupComm] = {}
         self._gathers: list[_AllGather] = []
         info = self.groups[0][1].mesh_info
-        self.wire_dtype = self._reduce_dtype(self.groups[0][1])
+        self.wire_dtype: torch.dtype | None = self._reduce_dtype(self.groups[0][1])
         shard = self.comm(info.shard_process_group)
-        self.intra: Exchange | None = None
         self.comms: list[Comm] = [shard]
         self.rank = shard.rank
-        self.exchange: Exchange = ReduceScatter(shard)
+        self.hops: tuple[Exchange, ...] = (ReduceScatter(shard),)
+        self.levels: Levels | None = None
+        self.chunk: tuple[int, int] | None = None
         if hasattr(info, "replicate_process_group"):
             self.kind = "hsdp"
             inter = self.comm(info.replicate_process_group)
-            self.intra = self.exchange
-            self.exchange = AllReduce(inter, divide="after")
+            self.hops = *self.hops, AllReduce(inter, divide="after")
             self.comms.append(inter)
             self.rank += shard.size * inter.rank
             if two_level:
                 raise ThinwireError("two_level=True is what HSDP does anyway: leave it out")
         elif wants_two_levels(shard, method, two_level):
-            self.exchange = TwoLevel(*split_by_node(shard), owner=True)
+            intra, inter = split_by_node(shard)
+            self.levels = Regroup(self.hops[0], intra.size, inter.size)
+            self.hops = ReduceScatter(intra), ReduceScatter(inter)
         self.comms += self._beside()
 
     def _beside(self) -> list[Comm]:
@@ -159,22 +160,22 @@ class FSDP2:
             self._comms[id(group)] = GroupComm(group, self.ledger)
         return self._comms[id(group)]
 
-    def attach(self, turn: Turn, road: Road, inner: Road | None = None) -> None:
-        """Give every FSDP module its communication objects; ``inner`` is the road inside the node (HSDP)."""
+    def attach(self, turn: Turn, road: Road) -> None:
+        """Give every FSDP module its communication objects; on HSDP torch calls both stages of the road by itself."""
         for module, group in self.groups:
-            link = _GroupLink(self, group, turn, inner or road)
+            link = _GroupLink(self, group, turn, road)
             # Duck-typed: torch does not look at the type, and the base classes are private names.
             module.set_custom_reduce_scatter(cast(Any, link.reduce_scatter))
             self._gathers.append(_AllGather(link, road))
             module.set_custom_all_gather(cast(Any, self._gathers[-1]))
-            if inner is not None:
+            if self.kind == "hsdp":
                 # FSDP's own all-reduce cannot be replaced, only left out: it believes that it is 1-D, and our hook
                 # averages across nodes. Parameters keep their (Replicate, Shard) placements.
                 one_dimensional = _shard_only(group.mesh_info)
                 group.mesh_info = one_dimensional
                 if group.post_forward_mesh_info is not None:
                     group.post_forward_mesh_info = one_dimensional
-                module.set_all_reduce_hook(link.all_reduce_hook(road))
+                module.set_all_reduce_hook(link.all_reduce_hook(road.last))
 
     @property
     def resident(self) -> list[Tensor]:
@@ -214,7 +215,7 @@ class FSDP2:
     @property
     def exchanges(self) -> bool:
         """Are we called at all? torch leaves out what a single rank would exchange with itself."""
-        return max(self.exchange.rows, 1 if self.intra is None else self.intra.rows) > 1
+        return any(hop.rows > 1 for hop in self.hops)
 
     def accumulated(self) -> bool:
         """Has this rank gradients that torch keeps from the optimizer, until a backward pass that exchanges them?"""
@@ -373,7 +374,7 @@ class _GroupLink:
                 raise ThinwireError(f"FSDP2 laid {piece.name} out in a way that Thinwire does not know")
         return pieces
 
-    def all_reduce_hook(self, road: Road):
+    def all_reduce_hook(self, stage: Stage):
         """The hook that averages this rank's shard across nodes, after the reduce-scatter inside the node."""
 
         def hook(shard: Tensor) -> None:
@@ -381,15 +382,14 @@ class _GroupLink:
             if shard.is_cuda:
                 # torch 2.11 to 2.13 let go of the buffer while this stream still reads it.
                 shard.record_stream(torch.cuda.current_stream(shard.device))
-            assert self.engine.intra is not None
-            ranks = self.engine.intra.rows
+            ranks = self.engine.hops[0].rows
             if self._expected is not None and ranks == 1:
                 self.verify(shard, 1)
             inter = tuple(Piece(piece.name, piece.offset, piece.numel // ranks) for piece in self.pieces(ranks))
             if not self.entered:  # torch leaves the reduce-scatter out where one rank has all of the shard
                 self.turn.enter([piece.name for piece in inter])
             self.entered = False
-            road.reduce(shard, inter)
+            stage.reduce(shard, inter, shard)
             if not shard.is_cuda:
                 self.engine.ledger.add("exposed", time.perf_counter() - began)
 
@@ -414,7 +414,10 @@ class _ReduceScatter:
         pieces = self.link.verify(input_tensor, group.size())
         self.link.turn.enter([piece.name for piece in pieces])
         self.link.entered = True
-        self.link.road.reduce(input_tensor, pieces, output_tensor)
+        if self.link.engine.kind == "hsdp":
+            self.link.road.stages[0].reduce(input_tensor, pieces, output_tensor)
+        else:
+            self.link.road.reduce(input_tensor, pieces, output_tensor)
         if not input_tensor.is_cuda:
             self.link.engine.ledger.add("exposed", time.perf_counter() - began)
 

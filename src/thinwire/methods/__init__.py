@@ -1,35 +1,22 @@
-"""The methods by name. Adding one is a new file and a line in ``TABLE``."""
+"""The methods by name. Adding one is a new file and a line in ``table.py``."""
 
 from __future__ import annotations
 
 import ast
 from inspect import getdoc
+from typing import NamedTuple
 
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Lossy, Method, Parameter
-from thinwire.methods.baselines import Bf16, Bf16Acc32, Dense, Fp8, Fp32, Int8, NoExchange
-from thinwire.methods.demo import DeMo
-from thinwire.methods.dgc import DGC
-from thinwire.methods.loco import LoCo
-from thinwire.methods.onebit import OneBitAdam
-from thinwire.methods.powersgd import PowerSGD
-from thinwire.methods.radius import Radius
-from thinwire.methods.scape import SCAPE
-from thinwire.methods.sdp4bit import QSDP, SDP4Bit, ZeROPP
-from thinwire.methods.separate import SEPARATE
-from thinwire.methods.tagc import LHC, TAGC
-from thinwire.methods.topk import TopK
+from thinwire.methods import table
+from thinwire.methods.base import Lossy as Lossy
+from thinwire.methods.base import Method as Method
+from thinwire.methods.base import Parameter as Parameter
+from thinwire.methods.base import Promise as Promise
+from thinwire.methods.table import *  # noqa: F403
 
-TABLE: tuple[type[Method], ...] = (
-    Dense, Fp32, Bf16, Bf16Acc32, Int8, Fp8, Radius, SCAPE, SEPARATE, TAGC, SDP4Bit, LHC, ZeROPP, QSDP, LoCo, PowerSGD,
-    TopK, DGC, DeMo, OneBitAdam, NoExchange,
-)  # fmt: skip
-
-__all__ = [
-    "TABLE", "Bf16", "Bf16Acc32", "DeMo", "Dense", "DGC", "Fp8", "Fp32", "Int8", "LHC", "LoCo", "Lossy", "Method",
-    "NoExchange", "OneBitAdam", "Parameter", "PowerSGD", "QSDP", "Radius", "SCAPE", "SDP4Bit", "SEPARATE", "TAGC",
-    "TopK", "ZeROPP", "names", "resolve",
-]  # fmt: skip
+TABLE: tuple[type[Method], ...] = tuple(
+    cls for cls in vars(table).values() if isinstance(cls, type) and issubclass(cls, Method)
+)
 
 
 def names() -> list[str]:
@@ -75,13 +62,30 @@ def resolve(method: Method | str) -> Method:
         raise ThinwireError(f"{cls.name}: {error}") from None
 
 
+class Listed(NamedTuple):
+    """A method in a list of them: what it does, from its docstring, and what it promises with its default knobs."""
+
+    name: str
+    cls: type[Method]
+    does: str
+    promise: Promise
+
+
+def listed() -> list[Listed]:
+    """All of ``TABLE``, in its order: what ``thinwire methods`` prints, and README's table."""
+    return [Listed(cls.name, cls, (getdoc(cls) or "").partition("\n")[0], cls().promise) for cls in TABLE]
+
+
 def main(argv: list[str]) -> int:
-    """``thinwire methods``: each method, what it does, its knobs and their defaults."""
+    """``thinwire methods``: each method, what it does and promises, its knobs and their defaults."""
     if argv and argv[0] not in ("-h", "--help"):
         raise ThinwireError(f"'thinwire methods' takes no arguments, got '{argv[0]}'")
-    for cls in TABLE:
+    for name, cls, does, promise in listed():
         knobs = ", ".join(f"{knob.name}={knob.default!r}" for knob in cls.knobs()) or "none"
-        print(f"{cls.name:<12}{(getdoc(cls) or '').splitlines()[0]}\n{'':<12}knobs: {knobs}")
+        print(f"{name:<12}{does}\n{'':<12}{promise}\n{'':<12}knobs: {knobs}")
         for preset, values in cls.PRESETS.items():
-            print(f"{'':<12}{cls.name}:{preset}: {', '.join(f'{knob}={value!r}' for knob, value in values.items())}")
+            print(f"{'':<12}{name}:{preset}: {', '.join(f'{knob}={value!r}' for knob, value in values.items())}")
+            kept = cls(**values).promise
+            if kept != promise:
+                print(f"{'':<12}{'':<{len(name) + len(preset) + 2}} {kept}")
     return 0

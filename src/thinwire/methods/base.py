@@ -3,30 +3,83 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.bucket import Bucket, Shards, padded
-from thinwire.codecs.base import Codec
+from thinwire.bucket import Bucket, Shards
+from thinwire.codecs.base import Codec, Residual
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
-
-if TYPE_CHECKING:
-    from thinwire.state import State
+from thinwire.state import State
 
 SMALL = 64 * 1024
 """Elements below which a tensor is not worth compressing: 0.3% of a model's values, most of an 8-bit wire's error."""
 
 ROLES = ("matrix", "embedding", "head", "router", "norm", "bias")
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far one encoding may be off, by its format alone.
+
+    Each value is off by at most ``value`` of itself plus ``step`` of the largest of its group. Where ``block``
+    neighbours are transformed together (by an orthogonal matrix), this holds of the lengths of such blocks instead:
+    the error of a block x is no longer than ``value`` |x| + sqrt(block) ``step`` times the longest block of the group.
+
+    Attributes:
+        bits: what rounds, for the user: "8 bits".
+        value: half a unit in the last place, as a share of the value (bfloat16: 2^-8). step: of codes that share a
+            scale, half a code (a whole one where rounding is stochastic), as a share of the largest.
+        group: values that share a scale. block: values that are transformed together (1: none).
+    """
+
+    bits: str
+    value: float = 0.0
+    step: float = 0.0
+    group: int = 1
+    block: int = 1
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a method keeps of the values it is given. ``thinwire.laws`` holds every method to it.
+
+    Attributes:
+        kind: "exact": the mean, bit for bit the stock engine's.
+            "conserves": over all ranks, the sum of inputs and of what waited = N means and the sum of what waits, up to
+            the rounding of float32.
+            "rounds": the same up to ``rounding``: what is rounded off is not returned.
+            "lossy": a part of what comes in never arrives.
+        lost: what is not returned, and what returns it, in one plain phrase; "" where nothing is lost.
+        waits: kinds of state that wait -> how often a value of each counts: e / (1 - beta) is still to come where a
+            moving average e' = beta e + (1 - beta) (what was left out) is added to every input. A kind that has one row
+            where the bucket has N belongs to that row's owner, and stands for all N ranks.
+        of: "gradients", or first "moments" m: then (1 - beta1) times the inputs and beta1 times the last m come in, and
+            m is what arrives; ``method.beta1``, and m the optimizer's ``exp_avg``.
+        rounding: of one encoding, for "rounds".
+    """
+
+    kind: Literal["exact", "conserves", "rounds", "lossy"]
+    lost: str = ""
+    waits: Mapping[str, float] = field(default_factory=lambda: {"residual": 1.0})
+    of: Literal["gradients", "moments"] = "gradients"
+    rounding: Rounding | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "exact":
+            return "exact: the stock engine's mean, bit for bit"
+        return f"{self.kind}: {self.lost or 'nothing is lost; what is not sent waits'}"
+
+
+EXACT, CONSERVES = Promise("exact"), Promise("conserves")
 
 
 @dataclass(frozen=True)
@@ -80,6 +133,9 @@ class Run:
         weights: the tensors of ``parameters``, by name (DTensors on FSDP2).
         rank: of this process among the data-parallel ones, for streams that must differ by rank: tensor-parallel ranks
             share it, or what they hold in common would drift apart.
+        hop: 1, or 2 where a hop inside the node has averaged what comes to the method.
+        chunk: (which, of how many) of a parameter's equal chunks of dim 0 travels here, where the rank holds all of its
+            weight (two levels on DDP). None: what travels is what the rank holds.
         scaled: gradients reach the optimizer multiplied with a GradScaler's scale, which the optimizer may undo itself.
     """
 
@@ -91,11 +147,20 @@ class Run:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     rank: int = 0
     scaled: bool = False
+    hop: int = 1
+    chunk: tuple[int, int] | None = None
 
     @functools.cached_property
     def held(self) -> dict[str, Held]:
         """By whom each of ``weights`` is stepped."""
         return held_by(self.optimizers, self.weights)
+
+    def travels(self, name: str, values: Tensor) -> Tensor:
+        """Of this rank's ``values`` (1-D) of parameter ``name``, those that its exchange is about."""
+        if self.chunk is None:
+            return values
+        first = self.chunk[0] * self.parameters[name].local
+        return values[first : first + self.parameters[name].local]
 
 
 @dataclass(frozen=True)
@@ -148,6 +213,8 @@ class Method:
     adds_up: ClassVar[bool] = True
     """Two exchanges in one optimizer step give the sum of two means. Not so for a method with a momentum of its own,
     which would move on twice."""
+    OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.AdamW
+    """What it is made for, where nobody says otherwise."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings: ``"radius:paper"`` on the command line, further knobs in parentheses behind it."""
     ABSENT: ClassVar[Mapping[str, str]] = {}
@@ -155,6 +222,8 @@ class Method:
 
     dense: tuple[str, ...] = ()
     send: tuple[str, ...] = ()
+    state: State = field(init=False, repr=False, compare=False)
+    run: Run = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for knob in ("dense", "send"):
@@ -165,10 +234,7 @@ class Method:
         for knob in self.ABSENT:
             if getattr(self, knob) != getattr(type(self), knob):
                 raise self.no_knob(knob)
-        self.state: State | None = None
-        self.run: Run | None = None
         self.codec: Codec | None = self.make_codec()
-        self.intra_codec: Codec | None = None
 
     @classmethod
     def knobs(cls) -> list[Field[Any]]:
@@ -193,31 +259,32 @@ class Method:
         return None
 
     def intra(self) -> Method:
-        """The method for the hop inside a node where that is one of its own (HSDP): the base class stays dense there.
-
-        Its codec is also that of the first of two levels.
-        """
+        """The method for the hop inside a node, where there are two: the base class stays dense there."""
         return Method()
 
     def begin(self, run: Run) -> None:
         """Called once by ``compress()``, before the plan is made. Raises ThinwireError for what cannot be done."""
         self.run = run
 
-    def warm_up(self, device: torch.device) -> None:
-        """Compile kernels now, on a little data, rather than in the first step while the other ranks wait."""
-        for codec in (self.codec, self.intra_codec):
-            if codec is not None:
-                codec.try_out(device)
+    @property
+    def promise(self) -> Promise:
+        """What is kept of the values, with the knobs as they are. The base class is the dense baseline."""
+        return EXACT
+
+    @property
+    def adapts(self) -> bool:
+        """Do the bytes of a step follow the data? Then the plan is a bound."""
+        return False
 
     @property
     def granule(self) -> int:
         """Elements that the codecs take together: a parameter's columns are padded to a multiple."""
-        return math.lcm(*(codec.group for codec in (self.codec, self.intra_codec) if codec is not None))
+        return 1 if self.codec is None else self.codec.group
 
     @property
     def native(self) -> bool:
         """The engine's own buffer goes out as it is, in its own dtype: nothing to split, nothing to encode."""
-        return self.codec is None and self.intra_codec is None
+        return self.codec is None
 
     @property
     def keeps_state(self) -> bool:
@@ -231,6 +298,10 @@ class Method:
         if any(fnmatchcase(parameter.name, pattern) for pattern in self.send):
             return None
         return self.policy(parameter)
+
+    def dense_among(self, parameters: Iterable[Parameter]) -> frozenset[str]:
+        """The names of those of ``parameters`` that are not compressed."""
+        return frozenset(parameter.name for parameter in parameters if self.keep_dense(parameter) is not None)
 
     def unmatched(self, names: Iterable[str]) -> str | None:
         """A line about the first pattern of the user's that matches none of the parameters ``names``, or None.
@@ -249,24 +320,9 @@ class Method:
         """The method's rule for parameters that no pattern names. The base class encodes nothing, exempts nothing."""
         return None
 
-    def codec_on(self, exchange: Exchange) -> Codec | None:
-        """The codec of the compressed parameters on ``exchange``: of its only hop, or of the second of two levels."""
-        return self.codec
-
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Write the mean over ranks of ``bucket.rows`` to ``bucket.mean``."""
-        exchange.mean(bucket, self.codec, on_wire=self.on_wire, intra=self.intra_codec)
-
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        """Gradient bytes that one rank sends per step for a compressed ``parameter``, in the method's steady state."""
-        rows = exchange.bucket_rows(self.on_wire)
-        columns, intra = padded(columns_of(parameter, exchange, rows), self.granule), self.intra_codec
-        codec = self.codec_on(exchange)
-        if codec is None:
-            row_bytes = columns * (parameter.dtype.itemsize if intra is None else 4)
-            return exchange.sent_bytes(row_bytes, row_bytes, rows, on_wire=self.on_wire, intra=intra)
-        row_bytes, linear = codec.wire_bytes(columns), codec.linear
-        return exchange.sent_bytes(row_bytes, 4 * columns, rows, on_wire=self.on_wire, linear=linear, intra=intra)
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire)
 
     def before_step(self, step: Step) -> None:
         """Called once per optimizer step, when its gradients are known to be finite, before the step is taken."""
@@ -280,16 +336,15 @@ class Method:
     def finish(self) -> None:
         """Wait for what the method has under way between steps; called before its state is read."""
 
-    def forget(self, bucket: Bucket) -> None:
-        """``bucket`` will not come again. What a method keeps by bucket is in dicts with the bucket's ``key``."""
-        for kept in vars(self).values():
-            if isinstance(kept, dict):
-                kept.pop(bucket.key, None)
-
     @property
     def steady(self) -> int:
         """The first optimizer step that is like all that follow: neither start nor warm-up."""
         return 0
+
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        """Steps that stand for all steps of the steady state, and each one's share of them: a plan is their average."""
+        return {self.steady: 1.0}
 
     def facts(self) -> dict[str, float]:
         """Figures of the method's own for the report, by what they are called there."""
@@ -317,15 +372,12 @@ class Method:
         """
         raise NotImplementedError
 
-    def weight_bytes(self, parameter: Parameter, ranks: int) -> float:
-        """Bytes that one of ``ranks`` ranks sends for ``parameter`` in a ``gather`` of the weights."""
-        return (ranks - 1) * parameter.local * parameter.dtype.itemsize
-
     def state_changed(self) -> None:
         """``state`` was loaded from a checkpoint."""
 
     def __str__(self) -> str:
-        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        knobs = [knob for knob in fields(self) if knob.init]
+        changed = [f"{knob.name}={value!r}" for knob in knobs if (value := getattr(self, knob.name)) != knob.default]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
 
 
@@ -344,6 +396,15 @@ def refuse_scaled_apart(method: str, run: Run) -> None:
     if run.scaled and len(run.optimizers) > 1:
         raise ThinwireError(
             f"{method} under a GradScaler takes one optimizer: the scaler unscales the gradients of several one by one"
+        )
+
+
+def refuse_chunks(method: str, run: Run) -> None:
+    """For a ``method`` that works on the optimizer's moments: DDP has them whole, and two levels carry chunks there."""
+    if run.chunk is not None:
+        raise ThinwireError(
+            f"{method} on DDP takes one level: leave two_level=True out, or use fully_shard on a ('replicate', "
+            "'shard') mesh (HSDP), whose ranks hold the chunk that they send"
         )
 
 
@@ -408,6 +469,20 @@ class Lossy(Method):
         check_smallest(self.name, self.smallest)
 
     @property
+    def rounding(self) -> Rounding | None:
+        """Of one encoding; None: it leaves out more than a format bounds."""
+        return None
+
+    @property
+    def promise(self) -> Promise:
+        if self.error_feedback:
+            return CONSERVES
+        if self.rounding is None:
+            return Promise("lossy", "what is not encoded is not returned: error_feedback=True returns it")
+        what = f"what {self.rounding.bits} cannot hold is not returned: error_feedback=True returns it"
+        return Promise("rounds", what, rounding=self.rounding)
+
+    @property
     def keeps_state(self) -> bool:
         return self.error_feedback
 
@@ -417,10 +492,8 @@ class Lossy(Method):
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = None
         if self.error_feedback:
-            assert self.state is not None
-            bucket.rows.add_(self.state.read("residual", bucket))
-            residual = self.state.write("residual", bucket)
-        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual, intra=self.intra_codec)
+            residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual)
 
 
 @dataclass
@@ -444,6 +517,10 @@ class ErrorFeedback(Method):
     def begin(self, run: Run) -> None:
         super().begin(run)
         self.first = first_step(self.name, "start", self.start, run.steps)
+
+    @property
+    def promise(self) -> Promise:
+        return CONSERVES
 
     @property
     def steady(self) -> int:

@@ -13,7 +13,7 @@ from thinwire.codecs.cast import Fp8 as Fp8Codec
 from thinwire.codecs.cast import Fp32 as Fp32Codec
 from thinwire.codecs.intquant import Int8 as Int8Codec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import Lossy, Method, Parameter
+from thinwire.methods.base import CONSERVES, Lossy, Method, Parameter, Promise, Rounding
 
 _SENT_WHOLE = dict.fromkeys(("send", "smallest"), "all is sent that dense= does not name")
 
@@ -37,6 +37,10 @@ class Fp32(Method):
     on_wire: ClassVar[bool] = False
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "everything is sent in fp32")
 
+    @property
+    def promise(self) -> Promise:
+        return CONSERVES
+
     def make_codec(self) -> Codec:
         return Fp32Codec()
 
@@ -54,6 +58,17 @@ class Bf16(Lossy):
         **_SENT_WHOLE,
         "error_feedback": "the network's sum rounds where no rank can see it: bf16-acc32 has it",
     }
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding("bfloat16", value=2.0**-8)
+
+    @property
+    def promise(self) -> Promise:
+        if not self.on_wire:
+            return super().promise
+        what = "what bfloat16 cannot hold, of sums too, is not returned: bf16-acc32(error_feedback=True) returns it"
+        return Promise("rounds", what, rounding=self.rounding)
 
     def make_codec(self) -> Codec:
         return Bf16Codec()
@@ -83,6 +98,10 @@ class Int8(Lossy):
     on_wire: ClassVar[bool] = False
     group: int = 128
 
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding("8 bits", step=1 / 254, group=self.group)
+
     def make_codec(self) -> Codec:
         return Int8Codec(self.group)
 
@@ -99,6 +118,10 @@ class Fp8(Lossy):
     on_wire: ClassVar[bool] = False
     group: int = 128
 
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding("8 bits", value=2.0**-4, step=2.0**-10 / 448, group=self.group)  # E4M3, and its subnormals
+
     def make_codec(self) -> Codec:
         return Fp8Codec(self.group)
 
@@ -112,8 +135,9 @@ class NoExchange(Method):
     rank_equal: ClassVar[bool] = False
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "nothing is sent")
 
+    @property
+    def promise(self) -> Promise:
+        return Promise("lossy", "the other ranks' gradients never arrive")
+
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Leave each rank its own gradient."""
-
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        return 0.0

@@ -19,18 +19,18 @@ A tensor that stays dense is DeMo too, with k = chunk: all of m_n is sent, none 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from thinwire.bucket import Bucket
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.dct import DctTopK
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Run, Step, local, refuse_scaled_apart
+from thinwire.methods.base import ErrorFeedback, Promise, Run, Step, local, refuse_scaled_apart
 
 PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -54,6 +54,7 @@ class DeMo(ErrorFeedback):
 
     name: ClassVar[str] = "demo"
     adds_up: ClassVar[bool] = False
+    OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"smallest": 0, "send": ("*",)}}
 
     beta: float = 0.999
@@ -67,6 +68,11 @@ class DeMo(ErrorFeedback):
         if not 0 <= self.beta < 1:
             raise ThinwireError(f"demo: beta is the decay of the momentum, from 0 to below 1, got {self.beta}")
 
+    @property
+    def promise(self) -> Promise:
+        what = f"a share of {1 - self.beta:.3g} of what waits is dropped every step"
+        return Promise("lossy", what + (", and the optimizer sees signs only" if self.sign else ""))
+
     def begin(self, run: Run) -> None:
         super().begin(run)
         if self.sign:
@@ -76,10 +82,9 @@ class DeMo(ErrorFeedback):
         return DctTopK(self.chunk, self.k, PAYLOADS[self.payload])
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         bucket.rows.add_(self.state.read("momentum", bucket), alpha=self.beta)
         rest = self.state.write("momentum", bucket)
-        exchange.mean(bucket, self.codec, residual=rest)
+        exchange.mean(bucket, self.codec, residual=Residual(None, rest))
         bucket.clear_padding(rest)  # nobody reads it: no coefficients for its errors, and saved states do not hold it
 
     def before_step(self, step: Step) -> None:

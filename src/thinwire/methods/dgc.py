@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 from thinwire.bucket import Bucket
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
+from thinwire.methods.base import CONSERVES, Promise
 from thinwire.methods.topk import TopK
 
 
@@ -27,6 +30,7 @@ class DGC(TopK):
 
     name: ClassVar[str] = "dgc"
     adds_up: ClassVar[bool] = False
+    OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
     ABSENT: ClassVar[Mapping[str, str]] = {"error_feedback": "what waits would be lost: topk has it"}
 
     density: float = 0.001
@@ -37,8 +41,13 @@ class DGC(TopK):
         if not 0 <= self.momentum < 1:
             raise ThinwireError(f"dgc: momentum is at least 0 and below 1, got {self.momentum}")
 
+    @property
+    def promise(self) -> Promise:
+        if self.momentum == 0:
+            return CONSERVES
+        return Promise("lossy", "where a value is sent, its momentum is dropped: momentum=0 has none to drop")
+
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         old, velocity = self.state.read("velocity", bucket), self.state.write("velocity", bucket)
         velocity.copy_(old).mul_(self.momentum).add_(bucket.rows)
         bucket.rows.copy_(velocity)

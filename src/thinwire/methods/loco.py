@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from thinwire.bucket import Bucket
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Int4
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback
+from thinwire.methods.base import ErrorFeedback, Promise
 
 
 @dataclass
@@ -47,14 +47,18 @@ class LoCo(ErrorFeedback):
         if self.reset < 0:
             raise ThinwireError(f"loco: reset is a number of steps, or 0 for never, got {self.reset}")
 
+    @property
+    def promise(self) -> Promise:
+        if self.reset:
+            return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it")
+        return Promise("conserves", waits={"error": 1 / (1 - self.beta)})
+
     def make_codec(self) -> Codec:
         return Int4(self.group)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         old, new = self.state.read("error", bucket), self.state.write("error", bucket)
-        bucket.rows.add_(old)
-        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=new)
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=Residual(old, new))
         if self.reset and (bucket.step + 1) % self.reset == 0:
             new.zero_()
         elif self.beta:

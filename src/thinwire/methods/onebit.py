@@ -28,29 +28,30 @@ of them), and embeddings are dense unless they are named in ``send`` (dense is t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Segment, padded
-from thinwire.codecs.base import Codec
+from thinwire.bucket import Bucket, Segment
+from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.sign import SCALES, Sign
-from thinwire.collectives import Exchange, mean_reduce_scatter
+from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import (
     SMALL,
     Method,
     Parameter,
+    Promise,
     Run,
     Step,
     check_smallest,
     check_start,
-    columns_of,
     exempt_small,
     first_step,
     local,
+    refuse_chunks,
     refuse_scaled_apart,
 )
 
@@ -94,12 +95,15 @@ class OneBitAdam(Method):
         super().__post_init__()
         check_smallest(self.name, self.smallest)
         check_start(self.name, "warmup", self.warmup)
-        self._shares: dict[object, Tensor] = {}
         self._received: set[str] = set()  # whose gradient is a momentum in this step
         self._held: dict[str, Tensor] = {}  # gradients that the optimizer must not see
 
     def make_codec(self) -> Codec:
         return Sign(self.group, self.scale)
+
+    @property
+    def promise(self) -> Promise:
+        return Promise("conserves", waits={"residual": 1.0, "server": 1.0}, of="moments")
 
     @property
     def keeps_state(self) -> bool:
@@ -109,6 +113,10 @@ class OneBitAdam(Method):
     def steady(self) -> int:
         return self.first
 
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        return {self.first + 1: 1.0}  # in the first of all, Adam's own moment is sent besides where it is sharded
+
     def policy(self, parameter: Parameter) -> str | None:
         if parameter.role == "embedding":
             return "embedding: unused rows have no variance"
@@ -116,6 +124,7 @@ class OneBitAdam(Method):
 
     def begin(self, run: Run) -> None:
         super().begin(run)
+        refuse_chunks(self.name, run)
         self.first = first_step(self.name, "warmup", self.warmup, run.steps)  # T_w
         if self.first < 1:
             raise ThinwireError("onebit-adam: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
@@ -145,32 +154,23 @@ class OneBitAdam(Method):
         if bucket.step < self.first:
             exchange.mean(bucket)
             return
-        assert self.state is not None and isinstance(self.codec, Sign)
-        codec, rank, comm = self.codec, exchange.rank, exchange._group()
+        assert isinstance(self.codec, Sign)
+        rank, n = exchange.rank, bucket.shape[1]
         bucket.rows.mul_(1 - self.beta1).add_(self._moment(bucket, exchange), alpha=self.beta1)  # l. 6
         bucket.rows.add_(self.state.read("residual", bucket))
         self._clear(bucket, bucket.rows)
-        # The sum of each row where it is served, whatever the topology: an all-reduce is not over then.
-        everything = bucket.mean
-        bucket.mean = everything if exchange.owner else bucket.buffer("served", (1, bucket.shape[1]), torch.float32)
-        codec.shares = self._shares_of(bucket)
-        residual = self.state.write("residual", bucket)
-        mean_reduce_scatter(comm, bucket, codec, on_wire=False, residual=residual)  # l. 7-9
-        served, bucket.mean = bucket.mean, everything
+        shares = bucket.once("shares", lambda: self._shares(bucket))
+        error = Residual(None, self.state.write("residual", bucket))
+        served = exchange.serve(bucket, replace(self.codec, shares=shares), residual=error)  # l. 7-9
         served.add_(self.state.read("server", bucket, rows=1))
         self._clear(bucket, served, rank)
-        n = bucket.shape[1]
-        wires = bucket.buffer("moments", (exchange.rows, codec.wire_numel(n)), torch.uint8)
-        with comm.ledger.span("encode", served):
-            codec.shares = codec.shares[rank : rank + 1]
-            codec.encode(served, wires[rank : rank + 1])  # l. 10
-            codec.shares = None
-            error = self.state.write("server", bucket, rows=1)
-            codec.decode(wires[rank : rank + 1], error)
-            torch.sub(served, error, out=error)
-        exchange.gather(wires, wires[rank].clone())  # l. 11
-        with comm.ledger.span("decode", bucket.mean):
-            codec.decode(wires[rank : rank + 1] if exchange.owner else wires, bucket.mean)
+        wires = bucket.buffer("moments", (exchange.rows, self.codec.wire_numel(n)), torch.uint8)
+        codec, mine = replace(self.codec, shares=shares[rank : rank + 1]), wires[rank : rank + 1]
+        with exchange.span("encode", served):
+            codec.encode(served, mine, residual=Residual(None, self.state.write("server", bucket, rows=1)))  # l. 10
+        exchange.gather(wires, mine[0].clone())  # l. 11
+        with exchange.span("decode", bucket.mean):
+            codec.decode(mine if exchange.owner else wires, bucket.mean)
         for segment in bucket.segments:
             self.state.put("moment", segment.name, torch.cat(self._parts(wires, segment, n), 1))
             self._received.add(segment.name)
@@ -180,7 +180,6 @@ class OneBitAdam(Method):
 
         The optimizer leaves a parameter without gradient, and its moments and step count, as they are.
         """
-        assert self.state is not None
         for name in sorted(self._received):
             weight = step.weights[name]
             if weight.grad is None:
@@ -209,15 +208,6 @@ class OneBitAdam(Method):
     def undo(self) -> None:
         self._received.clear()
 
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        """After the warm-up: the rows to their servers, and every server's row to everybody."""
-        assert self.codec is not None
-        rows = exchange.bucket_rows(self.on_wire)
-        width = padded(columns_of(parameter, exchange, rows), self.group)
-        wire = self.codec.wire_bytes(width)
-        sent = exchange.sent_bytes(wire, 4 * width, rows, on_wire=False, linear=False)
-        return sent + exchange.gather_bytes(wire) if exchange.owner else sent
-
     def _parts(self, wires: Tensor, segment: Segment, n: int) -> list[Tensor]:
         """``segment``'s own bits and scales in the wires (R, m) of rows of ``n`` values: together a wire of its own."""
         bits, scales = segment.groups(8), segment.groups(self.group)
@@ -225,7 +215,7 @@ class OneBitAdam(Method):
 
     def _moment(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """m of all workers (R, n): as last received; at first the optimizer's own."""
-        assert self.state is not None and self.codec is not None
+        assert self.codec is not None
         moments = bucket.buffer("moment", bucket.shape, torch.float32)
         wires = {segment.name: self.state.get("moment", segment.name) for segment in bucket.segments}
         if any(wire is None for wire in wires.values()):
@@ -238,7 +228,6 @@ class OneBitAdam(Method):
 
     def _adam_moment(self, bucket: Bucket, exchange: Exchange, moments: Tensor) -> None:
         """``moments`` (R, n) = what the warm-up left in the optimizer; where it is sharded, sent once, in fp32."""
-        assert self.run is not None
         rows = moments[exchange.rank : exchange.rank + 1] if exchange.owner else moments
         rows.zero_()
         for segment in bucket.segments:
@@ -261,19 +250,16 @@ class OneBitAdam(Method):
                 if count < segment.span:
                     line[segment.start + count : segment.start + segment.span].zero_()
 
-    def _shares_of(self, bucket: Bucket) -> Tensor:
+    def _shares(self, bucket: Bucket) -> Tensor:
         """(R, n / group): one over the number of values in each group that are not padding, which sets no scale."""
-        key = (bucket.key, bucket.device)
-        if key not in self._shares:
-            rows, n = bucket.shape
-            counts = torch.zeros(rows, n // self.group)
-            for segment in bucket.segments:
-                places = torch.arange(0, segment.width, self.group)
-                at = segment.groups(self.group)
-                for row in range(rows):
-                    counts[row, at] = (_count(segment, row) - places).clamp(1, self.group).float()
-            self._shares[key] = (1 / counts).to(bucket.device)
-        return self._shares[key]
+        rows, n = bucket.shape
+        counts = torch.zeros(rows, n // self.group)
+        for segment in bucket.segments:
+            places = torch.arange(0, segment.width, self.group)
+            at = segment.groups(self.group)
+            for row in range(rows):
+                counts[row, at] = (_count(segment, row) - places).clamp(1, self.group).float()
+        return (1 / counts).to(bucket.device)
 
 
 def _count(segment: Segment, row: int) -> int:

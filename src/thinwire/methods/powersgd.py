@@ -24,7 +24,7 @@ from torch import Tensor
 from thinwire.bucket import Bucket, Segment
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Parameter, columns_of
+from thinwire.methods.base import ErrorFeedback, Parameter
 from thinwire.streams import random_normal, seed_of
 
 TINY = 2.0**-126
@@ -61,7 +61,6 @@ class PowerSGD(ErrorFeedback):
         return why
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         bucket.rows.add_(self.state.read("residual", bucket))
         residual = self.state.write("residual", bucket)
         sizes = [self._sizes(bucket, segment) for segment in bucket.segments]
@@ -98,17 +97,11 @@ class PowerSGD(ErrorFeedback):
                     torch.mm(of, q.T, out=out)
                 self.state.put("q", segment.name, torch.where(_largest(q) == 0, self._start(segment.name, q), q))
 
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        rows, cols = exchange.bucket_rows(True), self._cols(parameter)
-        height = rows * columns_of(parameter, exchange, rows) // cols
-        return exchange.union_bytes(4 * self.rank * height) + exchange.union_bytes(4 * self.rank * cols)
-
     def _cols(self, parameter: Parameter) -> int:
         return math.prod(parameter.part[1:])
 
     def _sizes(self, bucket: Bucket, segment: Segment) -> tuple[int, int]:
         """Matrix rows in one of the bucket's rows, and columns."""
-        assert self.run is not None
         cols = self._cols(self.run.parameters[segment.name])
         if segment.span % cols:
             raise ThinwireError(f"powersgd: {segment.name} is not sharded along dim 0: do so, or keep it dense")
@@ -122,8 +115,7 @@ class PowerSGD(ErrorFeedback):
     def _start(self, name: str, q: Tensor) -> Tensor:
         """Random columns, (cols, r); drawn once."""
         if name not in self._starts:
-            seed = 0 if self.run is None else self.run.seed
-            self._starts[name] = random_normal(seed_of(seed, name), q.numel(), q.device).view(q.shape)
+            self._starts[name] = random_normal(seed_of(self.run.seed, name), q.numel(), q.device).view(q.shape)
         return self._starts[name]
 
 

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from thinwire.bucket import Bucket, padded
+from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Parameter, Step, check_density, columns_of, local
+from thinwire.methods.base import ErrorFeedback, Step, check_density, columns_of, local
 from thinwire.ops import mask as masks
 
 WORD = 64  # mask bits per int64
@@ -72,23 +73,13 @@ class Radius(ErrorFeedback):
             raise ThinwireError(f"radius: T is a number of steps, 1 or more, got {self.T}")
         if not 0 < self.residual_scale <= 1:
             raise ThinwireError(f"radius: residual_scale is a share, above 0 and up to 1, got {self.residual_scale}")
-        self._codecs: dict[object, Masked] = {}
-        self._parts: dict[object, tuple[Tensor | None, ...]] = {}  # the masks that a codec was put together from
         self._before: dict[str, Tensor] = {}
 
     @property
     def granule(self) -> int:
         return WORD
 
-    def warm_up(self, device: torch.device) -> None:
-        values, words = torch.ones((1, WORD), device=device), torch.zeros((1, 1), dtype=torch.int64, device=device)
-        masks.topk_mask(values, 1, words)
-        payload = torch.empty((1, 1), device=device)
-        masks.gather_keep(values, values, words, payload, values)
-        masks.scatter(payload, words, values)
-
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         old = self.state.read("residual", bucket)
         new = self.state.write("residual", bucket)
         if self._resamples(bucket.step):  # l. 7
@@ -96,13 +87,10 @@ class Radius(ErrorFeedback):
             torch.mul(old, 1 - self.residual_scale, out=new)  # l. 10
             exchange.mean(bucket)  # l. 9
         else:  # l. 13-17
-            codec = self._codec(bucket, exchange)
-            codec.residual = (old, new)
-            exchange.mean(bucket, codec)
+            exchange.mean(bucket, self._codec(bucket, exchange), residual=Residual(old, new))
 
     def after_step(self, step: Step) -> None:
         """At a resample step: the mask of the next T steps, from the direction that the optimizer took (l. 21-24)."""
-        assert self.state is not None
         if not self._resamples(step.number):
             return
         for name, weight in step.weights.items():
@@ -122,17 +110,11 @@ class Radius(ErrorFeedback):
                 if self._is_sent(name) and not isinstance(step.held[name].optimizer, torch.optim.AdamW)
             }
 
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        """Mean over T steps: T - 1 of values at the mask, one dense; where weights are sharded, one of masks."""
-        rows = exchange.bucket_rows(True)
-        columns = columns_of(parameter, exchange, rows)
-        sparse = exchange.sent_bytes(4 * self._k(columns), 4 * columns, rows, on_wire=True)
-        width = padded(columns, WORD)
-        resample = exchange.sent_bytes(4 * width, 4 * width, rows, on_wire=True) + exchange.share_bytes(width // 8)
-        return ((self.T - 1) * sparse + resample) / self.T
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        return {self.first: 1 / self.T} | ({self.first + 1: 1 - 1 / self.T} if self.T > 1 else {})
 
     def facts(self) -> dict[str, float]:
-        assert self.state is not None
         found = {}
         if (last := self.state.get("resampled", "")) is not None:
             found["last resample, step"] = float(last)
@@ -144,12 +126,10 @@ class Radius(ErrorFeedback):
         return max(int(self.density * columns), 1)
 
     def _is_sent(self, name: str) -> bool:
-        assert self.run is not None
         return self.keep_dense(self.run.parameters[name]) is None
 
     def _resamples(self, number: int) -> bool:
         """A resample step that was skipped, because a gradient was not finite, is due again at the next."""
-        assert self.state is not None
         if number < self.first:  # l. 3
             return False
         last = self.state.get("resampled", "")
@@ -174,11 +154,11 @@ class Radius(ErrorFeedback):
 
     def _mask(self, name: str, direction: Tensor) -> Tensor:
         """Mask words (R, width / 64) of the k largest |u| of every row; every rank has all rows."""
-        assert self.run is not None
         exchange = self.run.exchange
         rows = exchange.bucket_rows(True)
         columns = columns_of(self.run.parameters[name], exchange, rows)
         values = torch.zeros((1, padded(columns, WORD)), device=direction.device)
+        direction = self.run.travels(name, direction)
         values[0, : direction.numel()].copy_(direction)
         words = torch.zeros((rows, values.shape[1] // WORD), dtype=torch.int64, device=direction.device)
         mine = exchange.rank if exchange.owner else 0
@@ -186,20 +166,14 @@ class Radius(ErrorFeedback):
         return exchange.share(words)
 
     def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked:
-        """The bucket's codec, with the masks of its segments side by side, put together once per resample."""
-        assert self.state is not None
-        parts = tuple(self.state.get("mask", segment.name) for segment in bucket.segments)
-        for segment, part in zip(bucket.segments, parts, strict=True):
-            if part is None:
-                raise ThinwireError(f"radius: {segment.name} has no mask: the optimizer does not hold it")
-        codec = self._codecs.get(bucket.key)
-        if codec is None:
-            k = sum(self._k(segment.span) for segment in bucket.segments)
-            words = torch.zeros((len(bucket.rows), bucket.shape[1] // WORD), dtype=torch.int64, device=bucket.device)
-            codec = self._codecs[bucket.key] = Masked(words, k, owner_row=exchange.rank if exchange.owner else None)
-        if any(a is not b for a, b in zip(self._parts.get(bucket.key, (None,) * len(parts)), parts, strict=True)):
+        """For the masks of the bucket's segments side by side, put together once per resample."""
+        parts = [self.state.get("mask", segment.name) for segment in bucket.segments]
+
+        def joined() -> Tensor:
             for segment, part in zip(bucket.segments, parts, strict=True):
-                assert part is not None
-                codec.words[:, segment.groups(WORD)].copy_(part)
-            self._parts[bucket.key] = parts
-        return codec
+                if part is None:
+                    raise ThinwireError(f"radius: {segment.name} has no mask: the optimizer does not hold it")
+            return torch.cat([part for part in parts if part is not None], 1)
+
+        k = sum(self._k(segment.span) for segment in bucket.segments)
+        return Masked(bucket.once("mask", joined, *parts), k, owner_row=exchange.rank if exchange.owner else None)

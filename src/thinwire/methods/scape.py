@@ -26,8 +26,9 @@ Masks are gathered while the next forward and backward pass run, as bits or, bel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -35,15 +36,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.bucket import PEERS, Bucket, Piece, Segment, Shards, padded
-from thinwire.codecs.intquant import Int4, Int8, Integers
+from thinwire.codecs.base import Residual
+from thinwire.codecs.intquant import Integers
 from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.collectives import Exchange
 from thinwire.comm import Then
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import (
+    EXACT,
     SMALL,
     Method,
     Parameter,
+    Promise,
+    Rounding,
     Run,
     Step,
     check_density,
@@ -53,6 +58,7 @@ from thinwire.methods.base import (
     exempt_small,
     first_step,
     local,
+    refuse_chunks,
 )
 from thinwire.ops import mask as masks
 from thinwire.ops import moments
@@ -90,6 +96,7 @@ class SCAPE(Method):
 
     name: ClassVar[str] = "scape"
     adds_up: ClassVar[bool] = False
+    OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = AdamS
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"density": 0.01, "smallest": 0},
         "paper-d0.1": {"density": 0.1, "smallest": 0},
@@ -122,9 +129,6 @@ class SCAPE(Method):
         self._chosen: dict[str, int] = {}  # the step for whose density a parameter's mask was chosen
         self._keep: dict[str, float] = {}  # what the last step left of a weight off the mask
         self._gathered: dict[object, tuple[int, int]] = {}  # by module: which buffer has the weights of which step
-        self._codecs: dict[object, Masked | MaskedIntegers] = {}
-        # The masks that a codec was put together from, None for all ones, and how many values each has in a row.
-        self._parts: dict[object, tuple[tuple[Tensor | None, int], ...]] = {}
         self._given: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
         self._clipped: dict[object, tuple[Bucket, Tensor]] = {}  # this step's gradients, before they were clipped
         self._send: Tensor | None = None  # the masks that this rank has chosen for the next step
@@ -134,6 +138,16 @@ class SCAPE(Method):
     @property
     def granule(self) -> int:
         return 1 if self.native else WORD  # no padding in what goes out as it is
+
+    @property
+    def promise(self) -> Promise:
+        if self.density == 1:
+            return EXACT
+        waits = {"residual": 1.0, "common": 1.0}
+        if self.payload != "bf16":
+            return Promise("conserves", waits=waits, of="moments")
+        what = "what bfloat16 cannot hold of the moments is not returned: payload='int8' returns it"
+        return Promise("rounds", what, waits, "moments", Rounding("bfloat16", value=2.0**-8))
 
     @property
     def native(self) -> bool:
@@ -152,6 +166,7 @@ class SCAPE(Method):
 
     def begin(self, run: Run) -> None:
         super().begin(run)
+        refuse_chunks(self.name, run)
         sent = {name: held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None}
         for name, (optimizer, _) in sent.items():
             if not isinstance(optimizer, AdamS):
@@ -165,25 +180,10 @@ class SCAPE(Method):
         self.beta1 = betas.pop() if betas else 0.0
         self.warm = first_step(self.name, "warmup", self.warmup, run.steps)
 
-    def warm_up(self, device: torch.device) -> None:
-        values, words = torch.ones((1, WORD), device=device), torch.zeros((1, 1), dtype=torch.int64, device=device)
-        masks.topk_mask(values, 1, words)
-        payload = torch.empty((1, 1), device=device)
-        masks.gather_keep(values, values, words, payload, values)
-        masks.scatter(payload, words, values)
-        positions = torch.empty((1, 1), dtype=torch.int32, device=device)
-        masks.from_indices(masks.indices(words, positions), words)
-        value = values[0]
-        moments.add_up(value, value, value, 0.9)
-        moments.take(value, value, words[0], 0.9)
-        moments.rejoin(value, value, value, words[0], 0.9, value.clone())
-        moments.settle(value, value, words[0], 0.9, value.clone())
-
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         if self.density == 1:
             exchange.mean(bucket)
             return
-        assert self.state is not None
         self.finish()
         codec = self._codec(bucket, exchange)
         with exchange.span("encode", bucket.rows):
@@ -193,18 +193,13 @@ class SCAPE(Method):
                 for segment, at, words in self._segments(bucket, self._words(bucket, exchange, codec)):
                     moments.take(bucket.rows[0, at], self._moment(segment), words, self.beta1)
         waits = self.state.write("residual", bucket)
-        if codec is not None:
-            codec.residual = None, waits  # l. 11-12
-        else:
-            waits.zero_()
-        exchange.mean(bucket, codec)  # l. 13-14
+        exchange.mean(bucket, codec, residual=Residual(None, waits))  # l. 11-14
         self.state.put_back("residual", bucket)
         with exchange.span("decode", bucket.rows):
             self._settle(bucket, exchange, codec)  # l. 16-17
 
     def before_step(self, step: Step) -> None:
         """Hand the optimizer its moments (l. 16); with clip="return" as clipped, the rest to what waits."""
-        assert self.state is not None
         if self.clip == "return" and step.clip_factor is not None:
             cut = (1 - step.clip_factor) * (1 - self.beta1)
             kind, rows = self._held
@@ -234,7 +229,7 @@ class SCAPE(Method):
         self.undo()
         if self.density == 1 or not exchanged or not self._refreshes(step.number + 1):
             return
-        assert self.run is not None and self.state is not None and self._send is not None
+        assert self._send is not None
         self.finish()
         layout, width = self._layout(step.number + 1)
         exchange = self.run.exchange
@@ -254,14 +249,12 @@ class SCAPE(Method):
 
     def _take_mask(self, name: str, mask: Tensor, step: int) -> None:
         """``mask`` (R, bytes), still under way, is ``name``'s from ``step`` on, for as long as no other is chosen."""
-        assert self.state is not None
         self.state.put("mask", name, mask)
         self.state.put("chosen", name, torch.tensor(step))
         self._chosen[name] = step
 
     def _chosen_for(self, name: str) -> int:
         """The step for whose density the mask of ``name`` was chosen: while unused, a parameter keeps its last mask."""
-        assert self.state is not None
         if name not in self._chosen:
             saved = self.state.get("chosen", name)
             if saved is None:
@@ -282,7 +275,7 @@ class SCAPE(Method):
     @property
     def encodes_weights(self) -> bool:
         """On HSDP a rank does not know the masks of the other shards of its node: there they are gathered whole."""
-        return self.weights == "masked" and self.density < 1 and self.run is not None and self.run.exchange.owner
+        return self.weights == "masked" and self.density < 1 and self.run.exchange.owner and self.run.hop == 1
 
     @property
     def resident(self) -> bool:
@@ -292,11 +285,6 @@ class SCAPE(Method):
         self._chosen.clear()
         self._gathered.clear()
         self._used.clear()
-
-    def weight_bytes(self, parameter: Parameter, ranks: int) -> float:
-        if not self.encodes_weights:
-            return super().weight_bytes(parameter, ranks)
-        return (ranks - 1) * 4 * self._k(parameter.local, self.steady)
 
     def gather(self, shards: Shards, *, async_op: bool = False) -> dist.Work | None:
         if shards.own.dtype != torch.float32:
@@ -367,24 +355,13 @@ class SCAPE(Method):
         rows[:, : values.shape[1]].copy_(values)
         return rows
 
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        """Values at the mask, and this parameter's share of the masks, which ranks send padded to the longest."""
-        rows = exchange.bucket_rows(True)
-        columns = columns_of(parameter, exchange, rows)
-        if self.density == 1:
-            return super().sent_bytes(parameter, exchange)
-        k, quantizer = self._k(columns, self.steady), self._quantizer()
-        if quantizer is None:
-            row_bytes = (4 if self.payload == "fp32" else 2) * k
-        else:
-            row_bytes = quantizer.wire_bytes(padded(k, quantizer.group))
-        payload = exchange.sent_bytes(row_bytes, 4 * columns, rows, on_wire=True, linear=quantizer is None)
-        layout, width = self._layout(self.steady)
-        share = layout[parameter.name][2] / sum(size for _, _, size in layout.values())
-        return payload + exchange.gather_bytes(width) * share / self.refresh
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        # Masks are sent at the end of the step before the one that they are for.
+        rest = {self.steady: 1 - 1 / self.refresh} if self.refresh > 1 else {}
+        return {**rest, self.steady + self.refresh - 1: 1 / self.refresh}
 
     def facts(self) -> dict[str, float]:
-        assert self.run is not None
         return {"density": self.density_at(self._step)} if self.density < 1 else {}
 
     _step = 0
@@ -410,7 +387,6 @@ class SCAPE(Method):
 
     def _layout(self, step: int) -> tuple[dict[str, tuple[int, int, int]], int]:
         """For the masks of ``step``: parameter -> (rank that chooses, first byte, bytes) of its message; its length."""
-        assert self.run is not None
         exchange = self.run.exchange
         rows = exchange.bucket_rows(True)
         sent = {name: p for name, p in self.run.parameters.items() if self.keep_dense(p) is None}
@@ -435,7 +411,6 @@ class SCAPE(Method):
     @property
     def _held(self) -> tuple[str, int | None]:
         """What all ranks have in common waits in this state of so many rows: in every rank's residual, or apart."""
-        assert self.run is not None
         return ("common", 1) if self.run.exchange.owner else ("residual", None)
 
     def _segments(self, bucket: Bucket, words: Tensor) -> Iterator[tuple[Segment, slice, Tensor]]:
@@ -451,7 +426,6 @@ class SCAPE(Method):
 
     def _add_up(self, bucket: Bucket, exchange: Exchange) -> None:
         """``bucket.rows`` = m~; on FSDP2 without b1 m, which only the row's owner has."""
-        assert self.state is not None
         residual = self.state.read("residual", bucket)
         if exchange.owner:
             rows = bucket.rows.view(-1)
@@ -463,7 +437,6 @@ class SCAPE(Method):
 
     def _choose(self, bucket: Bucket, exchange: Exchange) -> None:
         """The masks of the next step, of the tensors (DDP) or rows (FSDP2) that are this rank's to choose."""
-        assert self.state is not None and self.run is not None
         following = bucket.step + 1
         self._step = bucket.step
         if not self._refreshes(following):
@@ -495,42 +468,32 @@ class SCAPE(Method):
                 positions[k:].zero_()  # the padding travels and is saved
 
     def _quantizer(self) -> Integers | None:
-        """Of the payload; a new one each time, because a codec keeps scratch memory."""
-        kinds: dict[str, type[Integers]] = {"int8": Int8, "int4": Int4}
-        return kinds[self.payload](WORD) if self.payload in kinds else None
+        """Of the payload."""
+        bits = {"int8": 8, "int4": 4}.get(self.payload)
+        return None if bits is None else Integers(WORD, bits)
 
     def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked | MaskedIntegers | None:
-        """The bucket's codec with the masks of its segments side by side; None while they are all ones."""
-        assert self.state is not None
+        """For the masks of the bucket's segments side by side; None while they are all ones."""
         found = [self.state.get("mask", segment.name) for segment in bucket.segments]
         if all(part is None for part in found):
             return None
-        counts = [
-            segment.span if part is None else self._k(segment.span, self._chosen_for(segment.name))
-            for segment, part in zip(bucket.segments, found, strict=True)
-        ]
-        parts, before = tuple(zip(found, counts, strict=True)), self._parts.get(bucket.key)
-        codec = self._codecs.get(bucket.key)
-        if codec is None or before is None or [count for _, count in before] != counts:
-            if codec is not None:
-                bucket.forget(codec)
-            codec, before = self._make_codec(bucket, exchange, counts), None
-            self._codecs[bucket.key] = codec
-        for i, (segment, (part, count)) in enumerate(zip(bucket.segments, parts, strict=True)):
-            if before is None or before[i][0] is not part:
-                self._unfold(part, count, segment, codec.words[:, segment.groups(WORD)])
-        self._parts[bucket.key] = parts
-        return codec
-
-    def _make_codec(self, bucket: Bucket, exchange: Exchange, counts: list[int]) -> Masked | MaskedIntegers:
-        """For ``counts`` values at the masks of the bucket's segments."""
-        words = torch.zeros((len(bucket.rows), bucket.shape[1] // WORD), dtype=torch.int64, device=bucket.device)
+        words = bucket.buffer("mask", (bucket.shape[0], bucket.shape[1] // WORD), torch.int64)
+        counts = [self._count(segment) for segment in bucket.segments]
+        for segment, part, count in zip(bucket.segments, found, counts, strict=True):
+            at = words[:, segment.groups(WORD)]
+            bucket.once(("mask", segment.name), partial(self._unfold, part, count, segment, at), part, count)
         owner, quantizer = exchange.rank if exchange.owner else None, self._quantizer()
         if quantizer is None:
             dtype = torch.float32 if self.payload == "fp32" else torch.bfloat16
             return Masked(words, sum(counts), owner_row=owner, dtype=dtype)
         widths = [segment.width // WORD for segment in bucket.segments]
-        return MaskedIntegers(words, list(zip(widths, counts, strict=True)), quantizer, owner_row=owner)
+        return MaskedIntegers(words, tuple(zip(widths, counts, strict=True)), quantizer, owner_row=owner)
+
+    def _count(self, segment: Segment) -> int:
+        """Values at the mask in one of the bucket's rows."""
+        if self.state.get("mask", segment.name) is None:
+            return segment.span
+        return self._k(segment.span, self._chosen_for(segment.name))
 
     def _unfold(self, mask: Tensor | None, count: int, segment: Segment, words: Tensor) -> None:
         """``words`` (R, w) = the bits of ``mask`` as it was gathered; None: all of the parameter's values."""
@@ -545,15 +508,13 @@ class SCAPE(Method):
             words.copy_(mask.contiguous().view(torch.int64))
 
     def _settle(self, bucket: Bucket, exchange: Exchange, codec: Masked | MaskedIntegers | None) -> None:
-        assert self.state is not None
         given = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
         if exchange.owner:
             common, waits = self.state.read("common", bucket, rows=1), self.state.write("common", bucket, rows=1)
-        for i, (segment, at, words) in enumerate(self._segments(bucket, self._words(bucket, exchange, codec))):
+        for segment, at, words in self._segments(bucket, self._words(bucket, exchange, codec)):
             moment = self._moment(segment)
             masks_of_all = None if codec is None else codec.words[:, segment.groups(WORD)]
-            count = segment.span if codec is None else self._parts[bucket.key][i][1]
-            self._used[segment.name] = bucket.step, masks_of_all, count
+            self._used[segment.name] = bucket.step, masks_of_all, self._count(segment)
             if exchange.owner:
                 moments.rejoin(bucket.mean[0, at], common[0, at], moment, words, self.beta1, waits[0, at])
             self._given[segment.name] = given[0, segment.start : segment.start + moment.numel()]
@@ -564,7 +525,6 @@ class SCAPE(Method):
 
     def _moment(self, segment: Segment) -> Tensor:
         """m, this rank's part of it, (numel,) float32; zeros before the first step."""
-        assert self.run is not None
         weight = self.run.weights[segment.name]
         found = self.run.held[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
         if found is None:

@@ -32,13 +32,14 @@ from torch import Tensor
 from thinwire.bucket import PEERS, Bucket, Piece, Shards, padded
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
-from thinwire.codecs.hadamard import HadamardInt4, HadamardInt8
-from thinwire.codecs.intquant import ROUNDINGS, Int4, Int8, Integers, ShiftedInt8
-from thinwire.collectives import Exchange, TwoLevel
+from thinwire.codecs.grouped import GroupedBytes
+from thinwire.codecs.intquant import ROUNDINGS, Integers, ShiftedInt8
+from thinwire.collectives import Exchange
 from thinwire.comm import Then
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import SMALL, Method, Parameter, check_smallest, exempt_small
-from thinwire.streams import seed_of
+from thinwire.methods.base import CONSERVES, SMALL, Method, Parameter, Promise, Rounding, check_smallest, exempt_small
+from thinwire.ops.quant import ORDER
+from thinwire.streams import Seeds, seed_of
 
 WEIGHTS = ("difference", "plain", "dense")
 _EVERYTHING = {"send": ("*",)}
@@ -100,60 +101,68 @@ class SDP4Bit(Method):
         check_smallest(self.name, self.smallest)
         if self.group < 1:
             raise ThinwireError(f"{self.name}: group must be 1 value or more, got {self.group}")
-        self.intra_codec = self._gradients(self.intra_bits)
+        self._intra_codec = self._gradients(self.intra_bits)
         self._weight_codec = self.make_weight_codec()
         self._replicas: dict[tuple[str, ...], _Replica] = {}
         self._scratch = torch.empty(0)
-        self._bits: dict[object, tuple[int, int, int]] = {}  # of each bucket: bits inside and across, values
+        self._bits: dict[str, tuple[int, int]] = {}  # of each parameter: bits sent, values
+
+    @property
+    def promise(self) -> Promise:
+        fewest, plain = min(self.bits, self.intra_bits), self.weights == "plain"
+        if fewest == 32 and not plain:
+            return CONSERVES
+        named = [f"{self.weight_bits} bits cannot hold of the weights"] if plain else []
+        if fewest < 32:
+            named.append(f"{self._rounding().bits} cannot hold of the gradients")
+        returned = ": weights='difference' returns it" if fewest == 32 else ""
+        return Promise("rounds", f"what {' and '.join(named)} is not returned{returned}", rounding=self._rounding())
+
+    def _rounding(self) -> Rounding:
+        """Of gradients, on the coarser of the two hops."""
+        bits = min(self.bits, self.intra_bits)
+        if bits >= 16:
+            return Rounding("bfloat16", value=2.0**-8) if bits == 16 else Rounding("float32")
+        # A code is right to half a step or, stochastically, to one and the 2^-17 to which its random bits reach.
+        step = (0.5 if self.rounding == "nearest" else 1 + 2.0**-17) / (7 if bits == 4 else 127)
+        return Rounding(f"{bits} bits", step=step, group=self.group, block=ORDER if self.hadamard else 1)
 
     def make_codec(self) -> Codec:
         return self._gradients(self.bits)
 
-    def make_weight_codec(self) -> Integers:
-        """One for each module's weights, whose gathers overlap."""
+    def make_weight_codec(self, shift: float = 0.0) -> GroupedBytes:
+        """``shift``: of a gathering's lattice, with weight_rounding="shift"."""
         if self.weight_rounding == "shift":
-            return ShiftedInt8(self.weight_group)
-        return (Int4 if self.weight_bits == 4 else Int8)(self.weight_group, self.weight_rounding)
+            return ShiftedInt8(self.weight_group, shift)
+        return Integers(self.weight_group, self.weight_bits, rounding=self.weight_rounding)
 
     def _gradients(self, bits: int) -> Codec:
         if bits in (16, 32):
             return Bf16() if bits == 16 else Fp32()
-        kinds: dict[tuple[int, bool], type[Integers]]
-        kinds = {(4, False): Int4, (8, False): Int8, (4, True): HadamardInt4, (8, True): HadamardInt8}
-        if (bits, self.hadamard) not in kinds:
+        if bits not in (4, 8):
             raise ThinwireError(f"{self.name}: bits and intra_bits are 4, 8, 16 or 32, got {bits}")
-        return kinds[bits, self.hadamard](self.group, self.rounding)
+        return Integers(self.group, bits, self.hadamard, self.rounding)
 
     def intra(self) -> SDP4Bit:
         return replace(self, bits=self.intra_bits, weights="dense")
 
-    def warm_up(self, device: torch.device) -> None:
-        super().warm_up(device)
-        if self.encodes_weights:
-            self._weight_codec.try_out(device)
-
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
 
-    def codec_on(self, exchange: Exchange) -> Codec:
-        codec = self.intra_codec if exchange.one_node else self.codec
-        assert codec is not None
-        return codec
-
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.run is not None
-        codec, where = self.codec_on(exchange), type(exchange).__name__  # HSDP has two exchanges, each calls this
-        for hop, of in enumerate((self.intra_codec, codec)):
-            if isinstance(of, Integers):
-                of.streams = [
-                    (part.start, part.start + part.width,
-                     seed_of(self.run.seed, f"{where}/{hop}/{self.run.rank}/{part.name}", bucket.step))
-                    for part in bucket.segments
-                ]  # fmt: skip
-        assert self.intra_codec is not None
-        bits = [8 * len(bucket.rows) * of.wire_bytes(bucket.shape[1]) for of in (self.intra_codec, codec)]
-        self._bits[bucket.key] = bits[0], bits[1], sum(segment.piece.numel for segment in bucket.segments)
-        exchange.mean(bucket, codec, on_wire=self.on_wire, intra=self.intra_codec)
+        codec = self._intra_codec if exchange.one_node else self.codec
+        assert codec is not None
+        for part in bucket.segments:
+            self._bits[part.name] = 8 * len(bucket.rows) * codec.wire_bytes(part.width), part.piece.numel
+        seed = self._seeds(bucket, exchange) if codec.draws else None
+        exchange.mean(bucket, codec, on_wire=self.on_wire, seed=seed)
+
+    def _seeds(self, bucket: Bucket, exchange: Exchange) -> Seeds:
+        stream = f"{type(exchange).__name__}/{self.run.hop}/{self.run.rank}"
+        return Seeds(tuple(
+            (part.start, part.start + part.width, seed_of(self.run.seed, f"{stream}/{part.name}", bucket.step))
+            for part in bucket.segments
+        ))  # fmt: skip
 
     @property
     def encodes_weights(self) -> bool:
@@ -163,26 +172,20 @@ class SDP4Bit(Method):
     def resident(self) -> bool:
         return self.weights == "difference"
 
-    def weight_bytes(self, parameter: Parameter, ranks: int) -> float:
-        if not self.encodes_weights:
-            return super().weight_bytes(parameter, ranks)
-        return (ranks - 1) * self._weight_codec.wire_bytes(padded(parameter.local, self.weight_group))
-
     def gather(self, shards: Shards, *, async_op: bool = False) -> dist.Work | None:
-        assert self.run is not None and self.state is not None
         key = shards.module
         if key not in self._replicas:
             self._replicas[key] = _Replica(self, shards)
         replica = self._replicas[key]
-        if isinstance(replica.codec, ShiftedInt8):
-            replica.codec.shift = seed_of(self.run.seed, f"shift/{key}", shards.step) / 2**63 - 0.5
-        replica.codec.streams = [
-            (first, last, seed_of(self.run.seed, f"weights/{shards.comm.rank}/{name}", shards.step))
+        shift = seed_of(self.run.seed, f"shift/{key}", shards.step) / 2**63 - 0.5
+        codec, stream = self.make_weight_codec(shift), f"weights/{shards.comm.rank}"
+        seed = Seeds(tuple(
+            (first, last, seed_of(self.run.seed, f"{stream}/{name}", shards.step))
             for first, last, name in replica.columns
-        ]
+        )) if codec.draws else None  # fmt: skip
         if self.weights == "plain":
-            return replica.send(shards, async_op)
-        return replica.follow(shards, async_op)
+            return replica.send(shards, codec, seed, async_op)
+        return replica.follow(shards, codec, seed, async_op)
 
     def state_changed(self) -> None:
         for replica in self._replicas.values():
@@ -192,12 +195,8 @@ class SDP4Bit(Method):
         """Bits per value, with scales and padding; of weights also what stays dense among them."""
         found = {}
         if self._bits:
-            intra, only, values = (sum(column) for column in zip(*self._bits.values(), strict=True))
-            assert self.run is not None
-            two = isinstance(self.run.exchange, TwoLevel)
-            if two:
-                found["bits per gradient, inside"] = intra / values
-            found["bits per gradient, across" if two else "bits per gradient"] = only / values
+            bits, values = (sum(column) for column in zip(*self._bits.values(), strict=True))
+            found["bits per gradient" if self.run.hop == 1 else "bits per gradient, across"] = bits / values
         sent = [replica for replica in self._replicas.values() if replica.bits]
         if sent:
             found["bits per weight"] = sum(of.bits for of in sent) / sum(of.values for of in sent)
@@ -219,8 +218,7 @@ class _Replica:
     """
 
     def __init__(self, method: SDP4Bit, shards: Shards) -> None:
-        assert method.run is not None and method.state is not None
-        self._method, self.state, self.codec = method, method.state, method.make_weight_codec()
+        self._method, self.state = method, method.state
         self.names = [piece.name for piece in shards.pieces]
         self.step: int | None = None
         self.bits = self.values = 0
@@ -236,7 +234,7 @@ class _Replica:
                 kept.append(piece)
         if not method.resident:
             kept += shards.frozen
-        place = self._encoded = self.codec.wire_bytes(width)
+        place = self._encoded = method._weight_codec.wire_bytes(width)
         for piece in kept:
             self._kept.append((piece, place))
             place += piece.numel * shards.own.element_size()
@@ -250,9 +248,10 @@ class _Replica:
     @property
     def columns(self) -> list[tuple[int, int, str]]:
         """First and last column of each parameter among the values to encode."""
-        return [(first, first + padded(piece.numel, self.codec.group), piece.name) for piece, first in self._sent]
+        group = self._method.weight_group
+        return [(first, first + padded(piece.numel, group), piece.name) for piece, first in self._sent]
 
-    def follow(self, shards: Shards, async_op: bool) -> dist.Work | None:
+    def follow(self, shards: Shards, codec: Codec, seed: Seeds | None, async_op: bool) -> dist.Work | None:
         """Send the difference, once per optimizer step."""
         if self._own is None or self._out is None or self._out.data_ptr() != shards.out.data_ptr():
             self._own, self._out, self.step = shards.own.clone(), shards.out, None
@@ -270,13 +269,13 @@ class _Replica:
             at = slice(piece.offset, piece.offset + piece.numel)
             torch.sub(shards.own[at], self._own[at], out=self._values[0, column : column + piece.numel])
         self._remember(shards.step)
-        return self._exchange(shards, async_op, add=True)
+        return self._exchange(shards, codec, seed, async_op, add=True)
 
-    def send(self, shards: Shards, async_op: bool) -> dist.Work | None:
+    def send(self, shards: Shards, codec: Codec, seed: Seeds | None, async_op: bool) -> dist.Work | None:
         """Send the weights themselves: what their bytes decode to is what all compute with, the owner too."""
         for piece, column in self._sent:
             self._values[0, column : column + piece.numel].copy_(shards.own[piece.offset : piece.offset + piece.numel])
-        return self._exchange(shards, async_op, add=False)
+        return self._exchange(shards, codec, seed, async_op, add=False)
 
     def _share(self, shards: Shards) -> int:
         """Everybody's row as its owner has it, saved or else the weights as they are. The step that it belongs to."""
@@ -312,13 +311,15 @@ class _Replica:
         for name in self.names:
             self.state.set("replica step", name, torch.tensor(step))
 
-    def _exchange(self, shards: Shards, async_op: bool, *, add: bool) -> dist.Work | None:
+    def _exchange(
+        self, shards: Shards, codec: Codec, seed: Seeds | None, async_op: bool, *, add: bool
+    ) -> dist.Work | None:
         ledger, message = shards.comm.ledger, self._message
         sent = [piece for pieces in (self._sent, self._kept) for piece, _ in pieces]
         self.bits, self.values = 8 * len(message), sum(piece.numel for piece in sent)
         with ledger.span("encode", message):
             if self._sent:
-                self.codec.encode(self._values, message[: self._encoded].view(1, -1))
+                codec.encode(self._values, message[: self._encoded].view(1, -1), seed=seed)
             for piece, place in self._kept:
                 self._as_sent(message, piece, place, shards.own.dtype).copy_(
                     shards.own[piece.offset : piece.offset + piece.numel]
@@ -328,21 +329,21 @@ class _Replica:
 
         def receive() -> None:
             with ledger.span("decode", message), torch.no_grad():
-                self._receive(shards, add)
+                self._receive(shards, codec, add)
 
         if work is None:
             receive()
             return None
         return Then(work, receive)
 
-    def _receive(self, shards: Shards, add: bool) -> None:
+    def _receive(self, shards: Shards, codec: Codec, add: bool) -> None:
         if add and self._own is not None:
             shards.own.copy_(self._own)
         everybody = zip(shards.out.view(shards.comm.size, -1).split(PEERS), self._everybody.split(PEERS), strict=True)
         for rows, messages in everybody:
             values = self._method.scratch(len(rows), self._values.shape[1], rows.device)
             if self._sent:
-                self.codec.decode(messages[:, : self._encoded], values)
+                codec.decode(messages[:, : self._encoded], values)
             for piece, column in self._sent:
                 got, target = values[:, column : column + piece.numel], rows[:, piece.offset :][:, : piece.numel]
                 target.add_(got) if add else target.copy_(got)

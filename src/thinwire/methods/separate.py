@@ -13,24 +13,25 @@ only for a < 2 / (1 + w): 0.118 at ratio 16. The paper's beta = 0.95 as the weig
 dozens of steps; as the weight of the *old* one, e' = beta e + (1 - beta)(h - C(h)), it is stable, and agrees with what
 the paper reports (0.95 fine, 0.80 NaN). ``update="printed"`` is the former and is refused unless forced.
 
-The recommended preset sends an orthogonal projection instead (see ``Projection``), for which plain error feedback is
+The recommended preset sends an orthogonal projection instead (see ``Estimator``), for which plain error feedback is
 stable for every gradient, and never resets the error: a reset throws gradient away. That is best by the error of the
 accumulated gradient, and worse than the paper's preset in the training runs measured so far: see docs/separate.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from thinwire.bucket import Bucket, padded
-from thinwire.codecs.projection import ESTIMATORS, SRHT, UNBIASED, Feedback, Projection, granule
+from thinwire.bucket import Bucket
+from thinwire.codecs.base import Residual
+from thinwire.codecs.projection import ESTIMATORS, SRHT, UNBIASED, Estimator, Projection
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Parameter, columns_of
+from thinwire.methods.base import ErrorFeedback, Promise
 
 
 @dataclass
@@ -40,7 +41,7 @@ class SEPARATE(ErrorFeedback):
     Args:
         ratio: values per value sent, a power of two (higher => fewer bytes, longer delay or more noise).
         estimator: "cyclic_srht" (recommended), "srht", "orthonormal", "shrunk", "paper": see
-            ``thinwire.codecs.projection.Projection``.
+            ``thinwire.codecs.projection.Estimator``.
         block: values that are projected together, a power of two; None: 256 for the SRHT (which pads tensors to
             multiples of 16 blocks), 512 for matrices. The error depends on the ratio alone; larger => more work.
         beta: weight of the old error in the new one (higher => slower). None: 0 for contractions, the most stable
@@ -82,14 +83,13 @@ class SEPARATE(ErrorFeedback):
             raise ThinwireError(f"separate: reset is a number of steps, 0 for never, got {self.reset}")
         if not self.reset:
             self.refuse_idle("reset=0", "restart")
-        self._block = (256 if self.estimator in SRHT else 512) if self.block is None else self.block
-        Projection([], ratio=self.ratio, block=self._block, estimator=self.estimator, seed=0)  # refuses what cannot be
+        block = (256 if self.estimator in SRHT else 512) if self.block is None else self.block
+        self._estimator = Estimator(self.estimator, self.ratio, block)
         self._keep = self._weight_of_old()
-        self._codecs: dict[object, Projection] = {}
 
     def _weight_of_old(self) -> float:
         """beta of e' = beta e + (1 - beta)(h - C(h)), after refusing one that diverges."""
-        variance = (self._block + 1) / (self._block // self.ratio)  # w
+        variance = (self._estimator.block + 1) / self._estimator.kept  # w
         biased = self.estimator not in UNBIASED
         if self.beta is None:
             if self.update == "printed":
@@ -109,48 +109,52 @@ class SEPARATE(ErrorFeedback):
         return 1 - new
 
     @property
-    def granule(self) -> int:
-        return granule(self.estimator, self._block)
+    def promise(self) -> Promise:
+        if self._keep == 1:
+            return Promise("lossy", "what a projection leaves out is not returned: beta below 1 returns it")
+        if self.reset and self.restart == "zero":
+            return Promise("lossy", f"every {self.reset} steps what waits is dropped: restart='send' sends it")
+        if self.reset and self._keep:
+            return Promise("lossy", f"a reset sends {1 - self._keep:.2g} of what was still to come: reset=0 drops none")
+        return Promise("conserves", waits={"residual": 1 / (1 - self._keep)})
 
-    def warm_up(self, device: torch.device) -> None:
-        codec = self._make([("warm-up", 0, self.granule)])
-        codec.set_step(0)
-        values = torch.zeros((1, self.granule), device=device)
-        codec.feedback = Feedback(values, values, self._keep)
-        codec.decode(codec.encode(values, torch.zeros((1, codec.wire_numel(self.granule)), device=device)), values)
+    @property
+    def granule(self) -> int:
+        return self._estimator.granule
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         old = self.state.read("residual", bucket)
         new = self.state.write("residual", bucket)
         restart = bool(self.reset) and bucket.step % self.reset == 0
         if restart and self.restart == "send" and bucket.step:
-            bucket.rows.add_(old)  # STEP 1, and instead of the others h_n goes out as it is: nothing is left over
-            new.zero_()
-            exchange.mean(bucket)
+            exchange.mean(bucket, residual=Residual(old, new))  # STEP 1; h_n goes out as it is: nothing is left over
             return
-        codec = self._codec(bucket)
-        codec.set_step(bucket.step)
-        codec.feedback = Feedback(old, new, self._keep)
-        exchange.mean(bucket, codec)  # STEP 1, 2 and 5 in encode, which writes ``new``; 3 in between; 4 in decode
+        segments = [(s.name, s.start, s.width) for s in bucket.segments]
+        codec = self.codec_for(segments, bucket.step, bucket.device, bucket.once, self.run.seed)
+        exchange.mean(bucket, codec, residual=Residual(old, new))  # STEP 1 to 4
         if restart and self.restart == "zero":
             new.zero_()  # STEP 5, k % T = 0
-        else:
-            bucket.clear_padding(new)  # a projection spreads over whole blocks; padding has no gradient to wait for
+            return
+        if self._keep:
+            new.lerp_(old, self._keep)  # STEP 5
+        bucket.clear_padding(new)  # a projection spreads over whole blocks; padding has no gradient to wait for
 
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        rows = exchange.bucket_rows(True)
-        width = padded(columns_of(parameter, exchange, rows), self.granule)
-        dense = exchange.sent_bytes(4 * width, 4 * width, rows, on_wire=True)
-        if self.reset and self.restart == "send":
-            return dense / self.reset + dense / self.ratio * (1 - 1 / self.reset)
-        return dense / self.ratio
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        if not self.reset or self.restart == "zero":
+            return super().cycle
+        dense = self.reset * max(-(-self.first // self.reset), 1)
+        return {dense: 1 / self.reset} | ({dense + 1: 1 - 1 / self.reset} if self.reset > 1 else {})
 
-    def _codec(self, bucket: Bucket) -> Projection:
-        if bucket.key not in self._codecs:
-            self._codecs[bucket.key] = self._make([(s.name, s.start, s.width) for s in bucket.segments])
-        return self._codecs[bucket.key]
-
-    def _make(self, segments: list[tuple[str, int, int]]) -> Projection:
-        seed = 0 if self.run is None else self.run.seed
-        return Projection(segments, ratio=self.ratio, block=self._block, estimator=self.estimator, seed=seed)
+    def codec_for(
+        self,
+        segments: Sequence[tuple[str, int, int]],
+        step: int,
+        device: torch.device | str = "cpu",
+        once: Callable[..., Any] | None = None,
+        seed: int = 0,
+    ) -> Projection:
+        """Of optimizer step ``step`` for ``segments`` (name, start, width). ``once``: a bucket's, which keeps draws."""
+        draw, where = self._estimator.draw, torch.device(device)
+        drawn = tuple((start, width, draw(seed, name, step, where, once)) for name, start, width in segments)
+        return Projection(self._estimator, drawn)

@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from thinwire.bucket import Bucket, padded
+from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import Masked
-from thinwire.codecs.sketch import CountSketch, Part
+from thinwire.codecs.sketch import CountSketch, Part, places
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Parameter, columns_of
+from thinwire.methods.base import CONSERVES, ErrorFeedback, Parameter, Promise, columns_of
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 from thinwire.streams import seed_of
@@ -101,23 +102,22 @@ class TAGC(ErrorFeedback):
                 raise ThinwireError(f"{self.name}: {knob} is {' or '.join(allowed)}, got '{getattr(self, knob)}'")
         if self.mask == "shared":
             self.refuse_idle("mask='shared' (no sketch)", "load", "resize", "limit", "on_overload", "leftovers")
-        self._codecs: dict[object, CountSketch | Masked] = {}
+
+    @property
+    def promise(self) -> Promise:
+        if not self.accumulate and self.theta:
+            return Promise("lossy", "what is not among the largest values is dropped: accumulate=True keeps it")
+        if self.leftovers == "median" and self.theta:
+            return Promise("lossy", "values that cannot be recovered are guessed: leftovers='accumulate' returns them")
+        return CONSERVES
+
+    @property
+    def adapts(self) -> bool:
+        return self.mask == "local" and self.theta > 0
 
     @property
     def granule(self) -> int:
         return masks.WORD
-
-    def warm_up(self, device: torch.device) -> None:
-        values = torch.ones((1, masks.WORD), device=device)
-        words = torch.zeros((1, 1), dtype=torch.int64, device=device)
-        masks.topk_mask(values, 1, words)
-        payload, wire = torch.ones((1, 1), device=device), torch.zeros((1, 6), device=device)
-        masks.gather_keep(values, None, words, payload, values)
-        masks.popcount(words)
-        masks.scatter(payload, words, values)
-        sketch.sketch_encode(payload, words, 0, wire)
-        sketch.sketch_peel(wire, words, 0, values, words.clone())
-        sketch.settle(payload, payload, words, words, values)
 
     def policy(self, parameter: Parameter) -> str | None:
         why = super().policy(parameter)
@@ -129,7 +129,6 @@ class TAGC(ErrorFeedback):
         return "attention input" if any(ATTENTION_INPUTS.fullmatch(part) for part in parts) else None
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        assert self.state is not None
         if self.theta == 0:
             exchange.mean(bucket)
             return
@@ -144,28 +143,32 @@ class TAGC(ErrorFeedback):
             acc.zero_()
 
     def _sketched(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
-        codec = self._sketch(bucket, exchange)
+        parts = tuple(self._part(s.name, s.start, s.width, s.span, exchange, bucket.step) for s in bucket.segments)
+        self._refuse_overload(parts)
+        shape, flags = bucket.shape, (bucket.shape[0], bucket.shape[1] // masks.WORD)
+        words, index, left = (bucket.buffer(use, flags, torch.int64) for use in ("words", "index", "left"))
+        k = sum(part.k for part in parts)
+        sent, rest = (bucket.buffer(use, (shape[0], k), torch.float32) for use in ("sent", "rest"))
         with exchange.span("encode", bucket.rows):
-            codec.sent.zero_()
-            for part, columns, words, kept, _ in codec.places():
-                values, flags = bucket.rows[:, columns], codec.words[:, words]
-                self._sparsify(values, part, flags, codec.sent[:, kept], acc[:, columns])  # l. 2
+            sent.zero_()
+            for part, kept, _ in places(parts):
+                values, columns = bucket.rows[:, part.columns], acc[:, part.columns]
+                self._sparsify(values, part, words[:, part.words], sent[:, kept], columns)  # l. 2
                 if not part.cells:
-                    acc[:, columns].zero_()  # all of it is sent
-        exchange.union(codec.index.copy_(codec.words))  # l. 3-4
-        self._round(codec, exchange)
-        codec.seeds = {s.name: seed_of(self._seed, s.name, bucket.step) for s in bucket.segments}
-        codec.estimate = self.leftovers == "median"
-        codec.left.zero_()
-        exchange.mean(bucket, codec)  # l. 5-8
+                    columns.zero_()  # all of it is sent
+        exchange.union(index.copy_(words))  # l. 3-4
+        self._round(parts, sent, rest, exchange)
+        owner, estimate = exchange.rank if exchange.owner else None, self.leftovers == "median"
+        exchange.mean(bucket, CountSketch(parts, sent, words, index, left.zero_(), owner, estimate))  # l. 5-8
+        # Not the exchange's residual: what cannot be recovered of a sum depends on everybody's masks, and an encoding
+        # knows its own rank's.
         with exchange.span("decode", bucket.rows):
-            back = codec.left if self.leftovers == "accumulate" else torch.zeros_like(codec.left)
+            back = left if self.leftovers == "accumulate" else torch.zeros_like(left)
             # Part by part: where a rank sends fewer than k values of one (LHC), its slots of the payload are not full.
-            for _, columns, words, kept, _ in codec.places():
-                sketch.settle(
-                    codec.sent[:, kept], codec.rest[:, kept], codec.words[:, words], back[:, words], acc[:, columns]
-                )
-            self._measure(bucket, codec)
+            for part, kept, _ in places(parts):
+                at = part.words
+                sketch.settle(sent[:, kept], rest[:, kept], words[:, at], back[:, at], acc[:, part.columns])
+            self._measure(bucket, parts, index, left)
 
     def _sparsify(self, rows: Tensor, part: Part, words: Tensor, sent: Tensor, rest: Tensor) -> None:
         """``words`` = what is sent of ``rows``: ``sent``; ``rest`` = the rows without it.
@@ -175,22 +178,22 @@ class TAGC(ErrorFeedback):
         masks.topk_mask(rows, part.k, words)
         masks.gather_keep(rows, None, words, sent, rest)
 
-    def _round(self, codec: CountSketch, exchange: Exchange) -> None:
+    def _round(self, parts: tuple[Part, ...], sent: Tensor, rest: Tensor, exchange: Exchange) -> None:
         """Kept values become multiples of a power of two that all ranks share, coarse enough for exact sums."""
-        places = codec.places()
-        largest = torch.stack([codec.sent[:, kept].abs().amax() for _, _, _, kept, _ in places])
+        largest = torch.stack([sent[:, kept].abs().amax() for _, kept, _ in places(parts)])
         _, exponent = torch.frexp(exchange.all_max(largest))
         spare = CELL_BITS - math.ceil(math.log2(exchange.rows))
         quantum = torch.ldexp(torch.ones_like(largest), (exponent - spare).clamp_(min=SMALLEST_EXPONENT))
-        for i, (part, _, _, kept, _) in enumerate(places):
+        for i, (part, kept, _) in enumerate(places(parts)):
             if part.cells:
-                sketch.round_to(codec.sent[:, kept], quantum[i].view(1, 1), codec.rest[:, kept])
+                sketch.round_to(sent[:, kept], quantum[i].view(1, 1), rest[:, kept])
+            else:
+                rest[:, kept].zero_()
 
-    def _measure(self, bucket: Bucket, codec: CountSketch) -> None:
+    def _measure(self, bucket: Bucket, parts: tuple[Part, ...], index: Tensor, remains: Tensor) -> None:
         """Count what was left, and the union: now and then its peak decides how large the next sketches are."""
-        assert self.state is not None
-        for part, _, words, _, _ in codec.places():
-            left, union = masks.popcount(codec.left[:, words]), masks.popcount(codec.index[:, words])
+        for part in parts:
+            left, union = masks.popcount(remains[:, part.words]), masks.popcount(index[:, part.words])
             total, peak, sized = (self.state.get(kind, part.name) for kind in ("left", "peak", "union"))
             self.state.put("left", part.name, left.sum() if total is None else total + left.sum())
             peak = union.amax() if peak is None else torch.maximum(peak, union.amax())
@@ -203,37 +206,18 @@ class TAGC(ErrorFeedback):
 
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
         """One rank's mask for all: its bits, OR-ed with the zeros of the others, are the union."""
-        codec = self._codecs.get(bucket.key)
-        if not isinstance(codec, Masked):
-            shape = (len(bucket.rows), bucket.shape[1] // masks.WORD)
-            words = torch.zeros(shape, dtype=torch.int64, device=bucket.device)
-            k = sum(self._k(segment.span) for segment in bucket.segments)
-            codec = self._codecs[bucket.key] = Masked(words, k, owner_row=exchange.rank if exchange.owner else None)
-        codec.words.zero_()
+        words = bucket.buffer("words", (bucket.shape[0], bucket.shape[1] // masks.WORD), torch.int64).zero_()
         with exchange.span("encode", bucket.rows):
             for segment in bucket.segments:
-                if seed_of(self._seed, segment.name, bucket.step) % exchange.rows == exchange.rank:
-                    words = codec.words[:, segment.groups(masks.WORD)]
-                    masks.topk_mask(bucket.columns(bucket.rows, segment), self._k(segment.span), words)
-        exchange.union(codec.words)
-        codec.residual = None, acc
-        exchange.mean(bucket, codec)
-
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        """With sketches of their present size: they follow the union."""
-        rows = exchange.bucket_rows(True)
-        columns = columns_of(parameter, exchange, rows)
-        width = padded(columns, masks.WORD)
-        if self.theta == 0:
-            return exchange.sent_bytes(4 * width, 4 * width, rows, on_wire=True)
-        index = exchange.union_bytes(rows * width / 8)
-        if self.mask == "shared":
-            return index + exchange.sent_bytes(4 * self._k(columns), 4 * width, rows, on_wire=True)
-        part = self._part(parameter.name, 0, width, columns, exchange)
-        return index + exchange.union_bytes(4) + exchange.sent_bytes(4 * part.sent, 4 * width, rows, on_wire=True)
+                if seed_of(self.run.seed, segment.name, bucket.step) % exchange.rows == exchange.rank:
+                    mine = words[:, segment.groups(masks.WORD)]
+                    masks.topk_mask(bucket.columns(bucket.rows, segment), self._k(segment.span), mine)
+        exchange.union(words)
+        k = sum(self._k(segment.span) for segment in bucket.segments)
+        codec = Masked(words, k, owner_row=exchange.rank if exchange.owner else None)
+        exchange.mean(bucket, codec, residual=Residual(None, acc))
 
     def facts(self) -> dict[str, float]:
-        assert self.state is not None and self.run is not None
         if self.mask == "shared" or self.theta == 0:
             return {}
         found: dict[str, float] = {"left-overs so far": 0, "union, share of values": 0, "tensors sent dense": 0}
@@ -252,39 +236,24 @@ class TAGC(ErrorFeedback):
         found["union, share of values"] /= max(values, 1)
         return found
 
-    @property
-    def _seed(self) -> int:
-        return 0 if self.run is None else self.run.seed
-
     def _k(self, columns: int) -> int:
         return max(columns - int(self.theta * columns), 1)
 
-    def _part(self, name: str, start: int, width: int, span: int, exchange: Exchange) -> Part:
+    def _part(self, name: str, start: int, width: int, span: int, exchange: Exchange, step: int = 0) -> Part:
         """A parameter's sketch: for the union last measured, or for disjoint masks before any was."""
-        assert self.state is not None
         k = self._k(span)
         measured = self.state.get("union", name)
         union = min(exchange.rows * k, span) if measured is None or measured.is_meta else int(measured)
         cells = math.ceil(union / self.load / 3) + 8  # a few more: small tables fail at lower loads
-        return Part(name, start, width, k, cells if 3 * cells < width else 0)
+        return Part(name, start, width, k, cells if 3 * cells < width else 0, seed_of(self.run.seed, name, step))
 
-    def _sketch(self, bucket: Bucket, exchange: Exchange) -> CountSketch:
-        parts = tuple(self._part(s.name, s.start, s.width, s.span, exchange) for s in bucket.segments)
-        if self.on_overload == "refuse":
-            for part in parts:
-                if not part.cells:
-                    raise ThinwireError(
-                        f"{self.name}: the sketch of {part.name} would be no smaller than its {part.width} values: "
-                        f"raise theta above {self.theta}, keep it dense with dense=, or take on_overload='dense'"
-                    )
-        codec = self._codecs.get(bucket.key)
-        if not isinstance(codec, CountSketch) or codec.parts != parts:
-            if codec is not None:
-                bucket.forget(codec)
-            owner = exchange.rank if exchange.owner else None
-            codec = CountSketch(parts, len(bucket.rows), bucket.shape[1], owner, bucket.device)
-            self._codecs[bucket.key] = codec
-        return codec
+    def _refuse_overload(self, parts: tuple[Part, ...]) -> None:
+        for part in parts if self.on_overload == "refuse" else ():
+            if not part.cells:
+                raise ThinwireError(
+                    f"{self.name}: the sketch of {part.name} would be no smaller than its {part.width} values: "
+                    f"raise theta above {self.theta}, keep it dense with dense=, or take on_overload='dense'"
+                )
 
 
 @dataclass

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.bucket import Bucket, padded
+from thinwire.bucket import Bucket
+from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import ErrorFeedback, Parameter, check_density, columns_of
+from thinwire.methods.base import CONSERVES, ErrorFeedback, Promise, check_density
+from thinwire.ops import mask as masks
 
 
 @dataclass
@@ -35,11 +36,16 @@ class TopK(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_density("topk", self.density)
-        self._codecs: dict[object, TopKCodec] = {}
 
     @property
     def granule(self) -> int:
-        return TopKCodec.group
+        return masks.WORD
+
+    @property
+    def promise(self) -> Promise:
+        if self.error_feedback:
+            return CONSERVES
+        return Promise("lossy", "what is not among the largest values is dropped: error_feedback=True keeps it")
 
     @property
     def keeps_state(self) -> bool:
@@ -50,29 +56,15 @@ class TopK(ErrorFeedback):
 
     def send_largest(self, bucket: Bucket, exchange: Exchange) -> Tensor | None:
         """``compress``; the new residual, (R, n) float32 with zeros where values were sent, unless none is kept."""
-        residual: Tensor | None = None
+        residual: Residual | None = None
         if self.error_feedback:
-            assert self.state is not None
-            bucket.rows.add_(self.state.read("residual", bucket))
-            residual = self.state.write("residual", bucket)
-        exchange.mean(bucket, self._codec(bucket), residual=residual)
-        return residual
-
-    def sent_bytes(self, parameter: Parameter, exchange: Exchange) -> float:
-        rows = exchange.bucket_rows(True)
-        columns = columns_of(parameter, exchange, rows)
-        width = padded(columns, self.granule)
-        wire = self._make([(0, width, self._k(columns))]).wire_bytes(width)
-        return exchange.sent_bytes(wire, 4 * width, rows, on_wire=True, linear=False)
+            residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
+        segments = [(segment.start, segment.width, self._k(segment.span)) for segment in bucket.segments]
+        exchange.mean(bucket, self._codec(segments), residual=residual)
+        return None if residual is None else residual.new
 
     def _k(self, columns: int) -> int:
         return max(int(self.density * columns), 1)
 
-    def _codec(self, bucket: Bucket) -> TopKCodec:
-        if bucket.key not in self._codecs:
-            segments = [(segment.start, segment.width, self._k(segment.span)) for segment in bucket.segments]
-            self._codecs[bucket.key] = self._make(segments)
-        return self._codecs[bucket.key]
-
-    def _make(self, segments: Sequence[tuple[int, int, int]]) -> TopKCodec:
-        return TopKCodec(segments, listed=self.density < 1 / 32)  # where 4 k bytes are fewer than n / 8
+    def _codec(self, segments: list[tuple[int, int, int]]) -> TopKCodec:
+        return TopKCodec(tuple(segments), listed=self.density < 1 / 32)  # where 4 k bytes are fewer than n / 8

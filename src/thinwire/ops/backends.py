@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import ModuleType
 
 from torch import Tensor
@@ -23,22 +25,28 @@ def _load(family: str, module: str, needs: str) -> ModuleType:
         return importlib.import_module(f"{family}.reference")
 
 
+launches: ContextVar[Counter[str] | None] = ContextVar("launches", default=None)
+"""Where operations on tensors without storage are counted, by family and name, if anybody wants to know."""
+
+
 class _Nothing(ModuleType):
     """What runs on tensors without storage: every operation writes to tensors that are handed in."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **knobs: None
+        def count(*args: object, **knobs: object) -> None:
+            if (counter := launches.get()) is not None:
+                counter[f"{self.__name__}.{name}"] += 1
 
-
-_NOTHING = _Nothing("nothing")
+        return count
 
 
 def backend(family: str) -> Callable[[Tensor], ModuleType]:
     """For a family of operations, ``"thinwire.ops.quant"``: tensor -> the module that runs them on its device."""
+    nothing = _Nothing(family)
 
     def choose(tensor: Tensor) -> ModuleType:
         if tensor.is_meta:
-            return _NOTHING
+            return nothing
         if tensor.device.type == "cpu":
             return _load(family, "cpu", "numba")
         if tensor.device.type == "cuda":

@@ -6,21 +6,22 @@ for a group with a NaN or an infinity (whose codes are 0); ``code = round_half_e
 row 0 and add in rank order; everything in float32, and no product is fused into an addition.
 The fp8 operations on CUDA are the reference: torch's own cast is what the hardware has.
 
-*int4*: codes -7 .. 7, stored plus 8 in half a byte: byte i of a group is element i (low bits) and element
-i + group / 2 (high bits), so that neither half is interleaved.
+*Integers* have a :class:`Format`. In 8 bits codes are -127 .. 127, one int8 each. In 4 bits they are -7 .. 7, stored
+plus 8 in half a byte: byte i of a group is element i (low bits) and element i + group / 2 (high bits), so that neither
+half is interleaved.
 
 *Stochastic rounding* (``seed`` is given): up with the probability of the fraction, in steps of 2^-16, so that the
 mean of many roundings is the value. The 16 random bits of an element are half of a hash of its place in the rows laid
 end to end and of ``seed``: the same seed and shape give the same bits, on any device. Take another seed for every
 step, rank and bucket. ``seed=None`` rounds to the nearest, ties to even.
 
-*hadamard_*: every 32 neighbours, from the first of a row on, are multiplied with the orthonormal Hadamard matrix of
+*hadamard*: every 32 neighbours, from the first of a row on, are multiplied with the orthonormal Hadamard matrix of
 order 32 before they are quantized, and again after, which undoes it (H H = 1): a single large value is spread over 32
 and stays within its group (SDP4Bit, sections 3.2 and 3.3). Groups are a multiple of 32. The values are multiplied with
 32^-1/2 (and the caller's ``scale``); then five levels of butterflies (a + b, a - b) run from elements 1 apart to
 elements 16 apart, in Sylvester's order. A group with a NaN or an infinity decodes to NaN throughout. The layout of the
-wire is the one without the transform: ``dequantize_sum_int8`` reads a ``hadamard_quantize_int8`` wire as transformed
-values, and the sum of transformed values is the transform of the sum.
+wire is the one without the transform: under the same format without it ``dequantize_sum`` reads transformed values, and
+the sum of transformed values is the transform of the sum.
 """
 
 from __future__ import annotations
@@ -31,27 +32,12 @@ from torch import Tensor
 
 from thinwire.ops.backends import backend
 from thinwire.ops.quant import reference
-from thinwire.ops.quant.reference import ORDER
+from thinwire.ops.quant.reference import ORDER, Format
 
 __all__ = [
-    "ORDER",
-    "dequantize_fp8",
-    "dequantize_int4",
-    "dequantize_int8",
-    "dequantize_sum_fp8",
-    "dequantize_sum_int4",
-    "dequantize_sum_int8",
-    "hadamard_dequantize_int4",
-    "hadamard_dequantize_int8",
-    "hadamard_dequantize_sum_int4",
-    "hadamard_dequantize_sum_int8",
-    "hadamard_quantize_int4",
-    "hadamard_quantize_int8",
-    "quantize_fp8",
-    "quantize_int4",
-    "quantize_int8",
-    "sum_rows",
-]
+    "ORDER", "Format", "dequantize", "dequantize_fp8", "dequantize_sum", "dequantize_sum_fp8", "quantize",
+    "quantize_fp8", "sum_rows",
+]  # fmt: skip
 
 
 _backend = backend("thinwire.ops.quant")
@@ -61,91 +47,26 @@ def _backend_fp8(tensor: Tensor) -> ModuleType:
     return reference if tensor.is_cuda else _backend(tensor)
 
 
-def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    """``rows`` (R, n) float32 or bfloat16 -> ``codes`` (R, n) int8 and ``scales`` (R, n / group) float32."""
-    if rows.numel():
-        _backend(rows).quantize_int8(rows, group, codes, scales, seed)
+def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    """``rows`` (R, n) float32 or bfloat16, or their transform -> ``codes`` and ``scales`` (R, n / group) float32.
 
-
-def dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> Tensor:
-    """``codes`` (R, n) int8 * ``scales`` (R, n / group) -> ``out`` (R, n) float32."""
-    if out.numel():
-        _backend(out).dequantize_int8(codes, scales, group, out)
-    return out
-
-
-def dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float = 1.0) -> Tensor:
-    """``scale`` * the sum over peers of ``codes`` (N, n) int8 * ``scales`` (N, n / group) -> ``out`` (n,) float32."""
-    if out.numel():
-        _backend(out).dequantize_sum_int8(codes, scales, group, out, scale)
-    return out
-
-
-def quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    """``rows`` (R, n) float32 or bfloat16 -> ``codes`` (R, n / 2) uint8 and ``scales`` (R, n / group) float32."""
-    if rows.numel():
-        _backend(rows).quantize_int4(rows, group, codes, scales, seed)
-
-
-def dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> Tensor:
-    """``codes`` (R, n / 2) uint8 * ``scales`` (R, n / group) -> ``out`` (R, n) float32."""
-    if out.numel():
-        _backend(out).dequantize_int4(codes, scales, group, out)
-    return out
-
-
-def dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float = 1.0) -> Tensor:
-    """``scale`` * the sum over peers of ``codes`` (N, n / 2) uint8 * ``scales`` (N, n / group)
-    -> ``out`` (n,) float32.
-    """
-    if out.numel():
-        _backend(out).dequantize_sum_int4(codes, scales, group, out, scale)
-    return out
-
-
-def hadamard_quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    """The transform of ``rows`` (R, n) float32 or bfloat16
-    -> ``codes`` (R, n) int8 and ``scales`` (R, n / group) float32.
+    ``codes``: (R, n) int8, or in 4 bits (R, n / 2) uint8.
     """
     if rows.numel():
-        _backend(rows).hadamard_quantize_int8(rows, group, codes, scales, seed)
+        _backend(rows).quantize(rows, format, codes, scales, seed)
 
 
-def hadamard_dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> Tensor:
-    """The transform of ``codes`` (R, n) int8 * ``scales`` (R, n / group) -> ``out`` (R, n) float32."""
+def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> Tensor:
+    """What ``quantize`` wrote, ``codes`` * ``scales`` or the transform of that -> ``out`` (R, n) float32."""
     if out.numel():
-        _backend(out).hadamard_dequantize_int8(codes, scales, group, out)
+        _backend(out).dequantize(codes, scales, format, out)
     return out
 
 
-def hadamard_dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float = 1.0) -> Tensor:
-    """``scale`` * the transform of the sum over peers of ``codes`` (N, n) int8 * ``scales`` -> ``out`` (n,) float32."""
+def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale`` * the sum over N peers' rows of ``codes`` * ``scales``, or its transform -> ``out`` (n,) float32."""
     if out.numel():
-        _backend(out).hadamard_dequantize_sum_int8(codes, scales, group, out, scale)
-    return out
-
-
-def hadamard_quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    """The transform of ``rows`` (R, n) float32 or bfloat16
-    -> ``codes`` (R, n / 2) uint8 and ``scales`` (R, n / group) float32.
-    """
-    if rows.numel():
-        _backend(rows).hadamard_quantize_int4(rows, group, codes, scales, seed)
-
-
-def hadamard_dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> Tensor:
-    """The transform of ``codes`` (R, n / 2) uint8 * ``scales`` (R, n / group) -> ``out`` (R, n) float32."""
-    if out.numel():
-        _backend(out).hadamard_dequantize_int4(codes, scales, group, out)
-    return out
-
-
-def hadamard_dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float = 1.0) -> Tensor:
-    """``scale`` * the transform of the sum over peers of ``codes`` (N, n / 2) uint8 * ``scales``
-    -> ``out`` (n,) float32.
-    """
-    if out.numel():
-        _backend(out).hadamard_dequantize_sum_int4(codes, scales, group, out, scale)
+        _backend(out).dequantize_sum(codes, scales, format, out, scale)
     return out
 
 

@@ -33,6 +33,7 @@ from thinwire.ops.quant.reference import (
     NORM,
     ORDER,
     SMALLEST_SCALE,
+    Format,
     key_of,
 )
 
@@ -261,21 +262,6 @@ def _quantize(narrow, four, stochastic, rotated, values, stride, rows, n, group,
             _encode(four, stochastic, own, per_scale, codes[to : to + size], key, first)
 
 
-def _kernel(*flags):
-    narrow, four, stochastic, rotated = flags
-
-    def quantize(*arguments):
-        _quantize(narrow, four, stochastic, rotated, *arguments)
-
-    # An index file of its own in numba's cache: in one that several kernels share, ranks that save two of them at the
-    # same time can leave the one under the other's name.
-    quantize.__qualname__ += "".join(str(int(flag)) for flag in flags)
-    return njit(quantize)
-
-
-QUANTIZE = {flags: _kernel(*flags) for flags in itertools.product((False, True), repeat=4)}
-
-
 @njit
 def _quantize_fp8(values, bits, stride, rows, n, group, codes, to_stride, scales, scales_stride):
     scaled = np.empty(group, np.float32)
@@ -326,25 +312,6 @@ def _decode_fp8(codes, scale, out, table):
 
 
 @njit
-def _dequantize_int8(codes, stride, scales, scales_stride, rows, n, group, out, to_stride):
-    for row in range(rows):
-        for g in range(n // group):
-            start = row * stride + g * group
-            to = row * to_stride + g * group
-            _decode_int8(codes[start : start + group], scales[row * scales_stride + g], out[to : to + group])
-
-
-@njit
-def _dequantize_int4(codes, stride, scales, scales_stride, rows, n, group, out, to_stride):
-    size = group // 2
-    for row in range(rows):
-        for g in range(n // group):
-            start = row * stride + g * size
-            to = row * to_stride + g * group
-            _decode_int4(codes[start : start + size], scales[row * scales_stride + g], out[to : to + group])
-
-
-@njit
 def _dequantize_fp8(codes, stride, scales, scales_stride, rows, n, group, out, to_stride, table):
     for row in range(rows):
         for g in range(n // group):
@@ -368,70 +335,80 @@ def _add_int4(codes, scale, total):
 
 
 @inlined
-def _sum_int8(codes, stride, scales, scales_stride, peers, g, group, total):
-    """The sum over peers of group number ``g`` -> ``total`` (group,)."""
-    at = g * group
-    _decode_int8(codes[at : at + group], scales[g], total)
-    for row in range(1, peers):
-        start = row * stride + at
-        _add_int8(codes[start : start + group], scales[row * scales_stride + g], total)
+def _decode(four, codes, scale, out):
+    if four:
+        _decode_int4(codes, scale, out)
+    else:
+        _decode_int8(codes, scale, out)
 
 
 @inlined
-def _sum_int4(codes, stride, scales, scales_stride, peers, g, group, total):
-    """The sum over peers of group number ``g`` -> ``total`` (group,)."""
-    size = group // 2
-    at = g * size
-    _decode_int4(codes[at : at + size], scales[g], total)
-    for row in range(1, peers):
-        start = row * stride + at
-        _add_int4(codes[start : start + size], scales[row * scales_stride + g], total)
+def _add_decoded(four, codes, scale, total):
+    if four:
+        _add_int4(codes, scale, total)
+    else:
+        _add_int8(codes, scale, total)
+
+
+@inlined
+def _dequantize(four, rotated, summed, codes, stride, scales, scales_stride, rows, peers, n, group, out, to_stride,
+                factor):  # fmt: skip
+    """``rows`` results, each ``factor`` * the sum of ``peers`` rows of codes. The first three are constants.
+
+    Not ``summed``: each the values of one row, not transformed.
+    """
+    total = np.empty(group, np.float32)
+    size = group // 2 if four else group
+    for row in range(rows):
+        for g in range(n // group):
+            result = out[row * to_stride + g * group : row * to_stride + (g + 1) * group]
+            start, scale = row * stride + g * size, scales[row * scales_stride + g]
+            if not summed:
+                _decode(four, codes[start : start + size], scale, result)
+                continue
+            _decode(four, codes[start : start + size], scale, total)
+            for peer in range(row + 1, row + peers):
+                start, scale = peer * stride + g * size, scales[peer * scales_stride + g]
+                _add_decoded(four, codes[start : start + size], scale, total)
+            if rotated:
+                _rotate(total, factor, result)
+            else:
+                _scaled(total, factor, result)
+
+
+def _quantizer(*flags):
+    narrow, four, stochastic, rotated = flags
+
+    def quantize(*arguments):
+        _quantize(narrow, four, stochastic, rotated, *arguments)
+
+    return _compiled(quantize, flags)
+
+
+def _dequantizer(*flags):
+    four, rotated, summed = flags
+
+    def dequantize(*arguments):
+        _dequantize(four, rotated, summed, *arguments)
+
+    return _compiled(dequantize, flags)
+
+
+def _compiled(kernel, flags):
+    # An index file of its own in numba's cache: in one that several kernels share, ranks that save two of them at the
+    # same time can leave the one under the other's name.
+    kernel.__qualname__ += "".join(str(int(flag)) for flag in flags)
+    return njit(kernel)
+
+
+QUANTIZE = {flags: _quantizer(*flags) for flags in itertools.product((False, True), repeat=4)}
+DEQUANTIZE = {flags: _dequantizer(*flags) for flags in itertools.product((False, True), repeat=3)}
 
 
 @njit
 def _add_fp8(codes, scale, total, table):
     for i in range(codes.size):
         total[i] += table[codes[i]] * scale
-
-
-@njit
-def _dequantize_sum_int8(codes, stride, scales, scales_stride, peers, n, group, out, factor):
-    total = np.empty(group, np.float32)
-    for g in range(n // group):
-        _sum_int8(codes, stride, scales, scales_stride, peers, g, group, total)
-        _scaled(total, factor, out[g * group : (g + 1) * group])
-
-
-@njit
-def _dequantize_sum_int4(codes, stride, scales, scales_stride, peers, n, group, out, factor):
-    total = np.empty(group, np.float32)
-    for g in range(n // group):
-        _sum_int4(codes, stride, scales, scales_stride, peers, g, group, total)
-        _scaled(total, factor, out[g * group : (g + 1) * group])
-
-
-@njit
-def _dequantize_rotate_int8(codes, stride, scales, scales_stride, rows, peers, n, group, out, to_stride, factor):
-    """``rows`` results, each of the sum over ``peers`` rows of codes."""
-    total = np.empty(group, np.float32)
-    for row in range(rows):
-        row_codes, row_scales = codes[row * stride :], scales[row * scales_stride :]
-        for g in range(n // group):
-            to = row * to_stride + g * group
-            _sum_int8(row_codes, stride, row_scales, scales_stride, peers, g, group, total)
-            _rotate(total, factor, out[to : to + group])
-
-
-@njit
-def _dequantize_rotate_int4(codes, stride, scales, scales_stride, rows, peers, n, group, out, to_stride, factor):
-    """``rows`` results, each of the sum over ``peers`` rows of codes."""
-    total = np.empty(group, np.float32)
-    for row in range(rows):
-        row_codes, row_scales = codes[row * stride :], scales[row * scales_stride :]
-        for g in range(n // group):
-            to = row * to_stride + g * group
-            _sum_int4(row_codes, stride, row_scales, scales_stride, peers, g, group, total)
-            _rotate(total, factor, out[to : to + group])
 
 
 @njit
@@ -494,69 +471,27 @@ def _fp8_table() -> np.ndarray:
     return _fp8_values
 
 
-def _integers(
-    rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None, *, four: bool, rotated: bool
-) -> None:
-    values, stride = flat(rows)
-    kernel = QUANTIZE[rows.dtype == torch.bfloat16, four, seed is not None, rotated]
+def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    kernel = QUANTIZE[rows.dtype == torch.bfloat16, format.bits == 4, seed is not None, format.hadamard]
     key = np.uint32(key_of(seed or 0) & 0xFFFFFFFF)
-    kernel(values, stride, *rows.shape, group, *flat(codes.view(torch.uint8)), *flat(scales), key)
+    kernel(*flat(rows), *rows.shape, format.group, *flat(codes.view(torch.uint8)), *flat(scales), key)
 
 
-def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    _integers(rows, group, codes, scales, seed, four=False, rotated=False)
+def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:
+    _values(codes, scales, 1, format, out, 1.0, summed=False)
 
 
-def quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    _integers(rows, group, codes, scales, seed, four=True, rotated=False)
+def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, scale: float) -> None:
+    _values(codes, scales, len(codes), format, out.unsqueeze(0), scale, summed=True)
 
 
-def hadamard_quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    _integers(rows, group, codes, scales, seed, four=False, rotated=True)
-
-
-def hadamard_quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    _integers(rows, group, codes, scales, seed, four=True, rotated=True)
-
-
-def _bytes(codes: Tensor, scales: Tensor) -> tuple[np.ndarray, int, np.ndarray, int]:
-    return *flat(codes.view(torch.uint8)), *flat(scales)
-
-
-def dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    _dequantize_int8(*_bytes(codes, scales), *out.shape, group, *flat(out))
-
-
-def dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    _dequantize_int4(*_bytes(codes, scales), *out.shape, group, *flat(out))
-
-
-def dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    _dequantize_sum_int8(*_bytes(codes, scales), len(codes), out.numel(), group, out.numpy(), np.float32(scale))
-
-
-def dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    _dequantize_sum_int4(*_bytes(codes, scales), len(codes), out.numel(), group, out.numpy(), np.float32(scale))
-
-
-def hadamard_dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    count, n = out.shape
-    _dequantize_rotate_int8(*_bytes(codes, scales), count, 1, n, group, *flat(out), NORM_32)
-
-
-def hadamard_dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    count, n = out.shape
-    _dequantize_rotate_int4(*_bytes(codes, scales), count, 1, n, group, *flat(out), NORM_32)
-
-
-def hadamard_dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    shape, factor = (1, len(codes), out.numel(), group), np.float32(scale * NORM)
-    _dequantize_rotate_int8(*_bytes(codes, scales), *shape, out.numpy(), 0, factor)
-
-
-def hadamard_dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    shape, factor = (1, len(codes), out.numel(), group), np.float32(scale * NORM)
-    _dequantize_rotate_int4(*_bytes(codes, scales), *shape, out.numpy(), 0, factor)
+def _values(
+    codes: Tensor, scales: Tensor, peers: int, format: Format, out: Tensor, scale: float, *, summed: bool
+) -> None:
+    kernel = DEQUANTIZE[format.bits == 4, format.hadamard, summed or format.hadamard]
+    factor = np.float32(scale * NORM if format.hadamard else scale)
+    (to, to_stride), (count, n) = flat(out), out.shape
+    kernel(*flat(codes.view(torch.uint8)), *flat(scales), count, peers, n, format.group, to, to_stride, factor)
 
 
 def quantize_fp8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from thinwire.errors import ThinwireError
 
 INT4_LEVELS = 7
 INT8_LEVELS = 127
@@ -14,6 +18,22 @@ ORDER = 32  # of the Hadamard matrix
 NORM = ORDER**-0.5
 
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
+
+
+@dataclass(frozen=True)
+class Format:
+    """Symmetric integers of ``bits`` (4 or 8), ``group`` of which share a scale; ``hadamard``: of the transform."""
+
+    bits: int
+    group: int
+    hadamard: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ThinwireError(f"integers have 4 or 8 bits, not {self.bits}")
+        if self.hadamard and self.group % ORDER:
+            raise ThinwireError(f"the transform of {ORDER} values: group must be a power of two from {ORDER} to 4096 "
+                                f"elements, got {self.group}; use 128")  # fmt: skip
 
 
 def key_of(seed: int) -> int:
@@ -90,54 +110,30 @@ def _rotated(rows: Tensor) -> Tensor:
     return blocks.reshape(rows.shape)
 
 
-def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    codes.copy_(_integers(rows, group, INT8_LEVELS, scales, seed).flatten(1))
+def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+    values = _rotated(rows.float() * NORM) if format.hadamard else rows
+    integers = _integers(values, format.group, INT4_LEVELS if format.bits == 4 else INT8_LEVELS, scales, seed)
+    codes.copy_(_packed(integers) if format.bits == 4 else integers.flatten(1))
 
 
-def dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    out.copy_(_dequantize(codes, scales, group))
+def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:
+    values = _values(codes, scales, format)
+    out.copy_(_rotated(values * NORM) if format.hadamard else values)
 
 
-def dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    sum_rows(_dequantize(codes, scales, group), out, scale)
-
-
-def quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    codes.copy_(_packed(_integers(rows, group, INT4_LEVELS, scales, seed)))
-
-
-def dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    dequantize_int8(_unpacked(codes, group), scales, group, out)
-
-
-def dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    dequantize_sum_int8(_unpacked(codes, group), scales, group, out, scale)
-
-
-def hadamard_quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    quantize_int8(_rotated(rows.float() * NORM), group, codes, scales, seed)
-
-
-def hadamard_dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    out.copy_(_rotated(_dequantize(codes, scales, group) * NORM))
-
-
-def hadamard_dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
+def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, scale: float) -> None:
+    values = _values(codes, scales, format)
+    if not format.hadamard:
+        sum_rows(values, out, scale)
+        return
     total = torch.empty_like(out)
-    sum_rows(_dequantize(codes, scales, group), total, scale * NORM)
+    sum_rows(values, total, scale * NORM)
     out.copy_(_rotated(total))
 
 
-def hadamard_quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    quantize_int4(_rotated(rows.float() * NORM), group, codes, scales, seed)
-
-
-def hadamard_dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    hadamard_dequantize_int8(_unpacked(codes, group), scales, group, out)
-
-
-def hadamard_dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    hadamard_dequantize_sum_int8(_unpacked(codes, group), scales, group, out, scale)
+def _values(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
+    integers = _unpacked(codes, format.group) if format.bits == 4 else codes
+    return _dequantize(integers, scales, format.group)
 
 
 def quantize_fp8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.ops.quant import reference
+from thinwire.ops.quant.reference import Format
 
 PER_PROGRAM = 4096  # elements of one row that one program handles
 
@@ -197,75 +198,36 @@ def _blocks(n: int, group: int) -> tuple[int, int]:
     return block, triton.cdiv(n // group, block)
 
 
-def _encode(
-    rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None, *, four: bool, rotated: bool
-) -> None:
+def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
     count, n = rows.shape
-    block, programs = _blocks(n, group)
+    block, programs = _blocks(n, format.group)
     strides = rows.stride(0), codes.stride(0), scales.stride(0)
-    numbers = n // group, reference.key_of(seed or 0)
+    numbers = n // format.group, reference.key_of(seed or 0)
     arguments = _words(rows), strides[0], codes, strides[1], scales, strides[2], *numbers
-    constants = {"GROUP": group, "BLOCK": block, "FOUR": four, "STOCHASTIC": seed is not None, "ROTATED": rotated}
-    _launch(_quantize, (programs, count), codes, *arguments, **constants)
+    _launch(_quantize, (programs, count), codes, *arguments, BLOCK=block, STOCHASTIC=seed is not None,
+            **_constants(format))  # fmt: skip
 
 
-def _decode(
-    codes: Tensor, scales: Tensor, peers: int, group: int, out: Tensor, factor: float, *, four: bool, rotated: bool
-) -> None:
+def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:
+    _decode(codes, scales, 1, format, out, 1.0)
+
+
+def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, scale: float) -> None:
+    _decode(codes, scales, len(codes), format, out.unsqueeze(0), scale)
+
+
+def _decode(codes: Tensor, scales: Tensor, peers: int, format: Format, out: Tensor, scale: float) -> None:
     """``out`` (R, n) of ``peers`` rows of codes each; R or ``peers`` is 1."""
     count, n = out.shape
-    block, programs = _blocks(n, group)
+    block, programs = _blocks(n, format.group)
     strides = codes.stride(0), scales.stride(0), out.stride(0)
-    arguments = codes, strides[0], scales, strides[1], out, strides[2], factor, peers, n // group
-    _launch(_dequantize, (programs, count), out, *arguments, GROUP=group, BLOCK=block, FOUR=four, ROTATED=rotated)
+    factor = scale * reference.NORM if format.hadamard else scale
+    arguments = codes, strides[0], scales, strides[1], out, strides[2], factor, peers, n // format.group
+    _launch(_dequantize, (programs, count), out, *arguments, BLOCK=block, **_constants(format))
 
 
-def quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    _encode(rows, group, codes, scales, seed, four=False, rotated=False)
-
-
-def dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    _decode(codes, scales, 1, group, out, 1.0, four=False, rotated=False)
-
-
-def dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    _decode(codes, scales, len(codes), group, out.unsqueeze(0), scale, four=False, rotated=False)
-
-
-def quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    _encode(rows, group, codes, scales, seed, four=True, rotated=False)
-
-
-def dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    _decode(codes, scales, 1, group, out, 1.0, four=True, rotated=False)
-
-
-def dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    _decode(codes, scales, len(codes), group, out.unsqueeze(0), scale, four=True, rotated=False)
-
-
-def hadamard_quantize_int8(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    _encode(rows, group, codes, scales, seed, four=False, rotated=True)
-
-
-def hadamard_dequantize_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    _decode(codes, scales, 1, group, out, reference.NORM, four=False, rotated=True)
-
-
-def hadamard_dequantize_sum_int8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    _decode(codes, scales, len(codes), group, out.unsqueeze(0), scale * reference.NORM, four=False, rotated=True)
-
-
-def hadamard_quantize_int4(rows: Tensor, group: int, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    _encode(rows, group, codes, scales, seed, four=True, rotated=True)
-
-
-def hadamard_dequantize_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    _decode(codes, scales, 1, group, out, reference.NORM, four=True, rotated=True)
-
-
-def hadamard_dequantize_sum_int4(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    _decode(codes, scales, len(codes), group, out.unsqueeze(0), scale * reference.NORM, four=True, rotated=True)
+def _constants(format: Format) -> dict[str, Any]:
+    return {"GROUP": format.group, "FOUR": format.bits == 4, "ROTATED": format.hadamard}
 
 
 def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:

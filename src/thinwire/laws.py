@@ -1,0 +1,493 @@
+"""The laws that every method obeys, on virtual ranks: for ours, and for anybody's own.
+
+    from thinwire.laws import check_laws
+
+    check_laws(MyMethod)                    # raises AssertionError with a line for each law that is broken
+
+On every engine that the method names, with 1 to 8 ranks, in one hop and in two, where the method takes two:
+
+* ``ranks``: all ranks hold the same bits where they must, and send as many bytes.
+* ``promise``: what :class:`thinwire.methods.base.Promise` says.
+* ``bytes``: as many as planned, to the byte, in the steady state; no more where the method ``adapts``.
+* ``repeats``: the same inputs give the same bits.
+* ``undone``: a step that does not count leaves no trace.
+
+Tolerances are those of float32 and of the method's format, and are counted, not fitted: U is half a unit in the last
+place of float32 at 1. A value of the laws' small cases passes through at most ``ROUNDINGS`` roundings and one for each
+of N ranks, sums of its own method's arithmetic (a product of two short rows, a transform of a short block) included,
+each of them at most U times the length |x| of all that is involved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import AllReduce, Exchange
+from thinwire.errors import ThinwireError
+from thinwire.ledger import Ledger
+from thinwire.methods.base import Method, Parameter, Rounding, Step
+from thinwire.plan import Plan
+from thinwire.road import Pieces, Stage
+from thinwire.state import State
+from thinwire.testing import LockStep, Shapes, ThreadEngine, Threads
+
+SHAPES: Shapes = {"a.weight": (12, 16), "b.weight": (5, 7)}
+KNOBS: Mapping[str, Any] = {
+    "smallest": 0, "start": 1, "warmup": 2, "density": 0.25, "T": 2, "rank": 1, "k": 8, "chunk": 64, "theta": 0.9,
+    "ratio": 4, "block": 16, "group": 32, "weight_group": 32,
+}  # fmt: skip
+"""With which tensors as small as ``SHAPES`` are compressed, and a few steps are more than the start."""
+WINDOW = 4
+"""Steps of the steady state: two periods of the longest, ``T``."""
+FEW = 4
+"""Ranks up to which a case is played again: whether a step is forgotten does not depend on their number."""
+U = 2.0**-24
+_FIELDS = [field.name for field in fields(Stage) if field.init]
+ROUNDINGS = 32
+
+
+class Where(NamedTuple):
+    """``topology``: one of ``thinwire.testing.TOPOLOGIES``. ``size`` ranks, ``per_node`` of them on a node."""
+
+    topology: str
+    size: int
+    per_node: int = 1
+
+    @property
+    def engine(self) -> str:
+        return {"all_reduce": "ddp", "two_level": "ddp", "hsdp": "hsdp"}.get(self.topology, "fsdp2")
+
+
+EVERYWHERE = (
+    *(Where(topology, size) for topology in ("all_reduce", "reduce_scatter") for size in (1, 2, 3, 5, 8)),
+    *(Where("hsdp", *sizes) for sizes in ((1, 1), (2, 2), (3, 1), (5, 5), (8, 2))),
+    *(Where(topology, *sizes) for topology in ("two_level", "two_level_owner") for sizes in ((4, 2), (6, 3), (8, 2))),
+)
+
+
+class Broken(NamedTuple):
+    """A law that was broken, and how."""
+
+    law: str
+    what: str
+
+
+def check_laws(cls: type[Method], *, where: Sequence[Where] = EVERYWHERE, **knobs: Any) -> None:
+    """Hold the method ``cls`` to every law, wherever it runs. Small tensors are made worth compressing: see ``KNOBS``.
+
+    Args:
+        cls: a subclass of ``Method`` that can be made without arguments. knobs: to make it with.
+        where: topologies and numbers of ranks; of those only the ones whose engine ``cls.engines`` names.
+
+    Raises:
+        AssertionError: a line for each law that does not hold: where, which, and how.
+    """
+    found = [
+        f"{cls.name} on {place.topology}, {place.size} ranks: {law}: {what}"
+        for place in where
+        if place.engine in cls.engines
+        for law, what in broken_laws(partial(small, cls, **knobs), place)
+    ]
+    if found:
+        raise AssertionError("\n".join(found))
+
+
+def small(cls: type[Method], **knobs: Any) -> Method:
+    """A method with those of ``KNOBS`` that it has, and ``knobs``."""
+    return cls(**{knob.name: KNOBS[knob.name] for knob in cls.knobs() if knob.name in KNOBS} | knobs)
+
+
+def broken_laws(make: Callable[[], Method], where: Where) -> list[Broken]:
+    """The laws that what ``make`` makes breaks ``where``. None where the method takes one level and says so."""
+    try:
+        steps = _begun(make, where).method.steady + 1 + WINDOW
+    except ThinwireError as refused:
+        if where.topology.startswith("two_level") and "one level" in str(refused):
+            return []
+        raise
+    plain = play(make, where, steps)
+    found = [*_ranks(plain), *_promise(plain), *_bytes(plain, _begun(make, where).plan.wire_bytes)]
+    if plain.method.promise.kind == "lossy":
+        found += _lossy(plain, play(make, where, 2, gradient=_zeros))
+    if where.size > FEW:
+        return found
+    disturbed = play(make, where, steps, undo=(0, steps - 3))
+    if (what := _difference(plain, disturbed)) is not None:
+        again = _difference(plain, play(make, where, steps))
+        found.append(Broken("undone", what) if again is None else Broken("repeats", again))
+    return found
+
+
+# Playing.
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One exchange of a step on one rank, as its method saw it: ``given`` and ``mean`` are flat."""
+
+    given: Tensor
+    mean: Tensor
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one rank had after one step. ``moments``: the optimizer's ``exp_avg``, flat, in the order of parameters."""
+
+    hops: list[Hop]
+    mean: Tensor
+    sent: float
+    state: dict[str, Tensor]
+    moments: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Played:
+    """``ranks``: by rank and step. ``stages``, ``parameters``, ``numel`` (of a flat gradient): rank 0's."""
+
+    where: Where
+    ranks: list[list[Taken]]
+    stages: Sequence[Stage]
+    parameters: dict[str, Parameter]
+    numel: int
+
+    @property
+    def method(self) -> Method:
+        return self.stages[-1].method
+
+
+Gradient = Callable[[int, int, int], Tensor]
+"""(rank, step, numel) -> (numel,) float32."""
+
+
+def _zeros(rank: int, step: int, numel: int) -> Tensor:
+    return torch.zeros(numel)
+
+
+def gradient(rank: int, step: int, numel: int) -> Tensor:
+    """What all ranks and steps have in common, and noise half as large."""
+    return common(numel) + 0.5 * _normal(1 + rank + 64 * step, numel)
+
+
+def common(numel: int) -> Tensor:
+    return _normal(0, numel)
+
+
+def _normal(seed: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def play(
+    make: Callable[[], Method], where: Where, steps: int, *, gradient: Gradient = gradient, undo: Sequence[int] = ()
+) -> Played:
+    """``steps`` steps of what ``make`` makes. Before those in ``undo``, another one with other gradients is undone."""
+    world = LockStep(where.size)
+
+    def body(number: int) -> tuple[list[Taken], _Rank]:
+        rank, found = _Rank(make, where, world, number, steps), []
+        for step in range(steps):
+            if step in undo:
+                rank.exchange(step, 3 * gradient(number, steps + step, rank.numel))
+                rank.undo()
+            rank.exchange(step, gradient(number, step, rank.numel))
+            found.append(rank.finish(step))
+        return found, rank
+
+    found = world.run(body)
+    first = found[0][1]
+    return Played(where, [taken for taken, _ in found], first.road.stages, first.engine.parameters, first.numel)
+
+
+def _begun(make: Callable[[], Method], where: Where) -> _Rank:
+    return _Rank(make, where, Threads(where.size), 0, steps=100)
+
+
+class _Watched(Stage):
+    """Keeps what its method was given last, and what it made of it."""
+
+    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
+        given = flat.clone()
+        super().carry(flat, pieces, out)
+        self.hop = Hop(given, out.clone())
+
+
+class _Rank:
+    """One rank: its method, and the optimizer of a model whose gradients are handed in."""
+
+    def __init__(self, make: Callable[[], Method], where: Where, world: Threads, rank: int, steps: int) -> None:
+        self.ledger, self.method = Ledger(), make()
+        method = self.method
+        method.state = State(method.offloads)
+
+        def engine(shapes: Shapes) -> ThreadEngine:
+            return ThreadEngine(where.topology, world, rank, self.ledger, shapes, where.per_node)
+
+        sent = [name for name, of in engine(SHAPES).parameters.items() if method.keep_dense(of) is None]
+        if not sent:
+            raise ThinwireError(f"{method.name} compresses none of {SHAPES}: what it needs belongs into laws.KNOBS")
+        self.engine = engine({name: SHAPES[name] for name in sent})
+        self.numel, self.weights = self.engine.numel, self.engine.weights()
+        self.optimizer = method.OPTIMIZER(list(self.weights.values()), lr=1e-3)
+        run = self.engine.run(steps, optimizers=(self.optimizer,), weights=self.weights)
+        method.begin(run)
+        self.road = self.engine.road(method, run)
+        self.road.stages = [_Watched(**{key: vars(of)[key] for key in _FIELDS}) for of in self.road.stages]
+        self.plan = Plan(self.road, run, where.engine)
+
+    @torch.no_grad()
+    def exchange(self, step: int, flat: Tensor) -> None:
+        self.road.step, engine = step, self.engine
+        self.out = torch.full((self.numel // engine.rows,), torch.nan) if engine.owner else flat
+        self.road.carry(flat, engine.pieces, self.out)
+
+    def undo(self) -> None:
+        self.method.state.rollback()
+        self.method.undo()
+        self.method.finish()
+        self.ledger.close_step()
+
+    def finish(self, number: int) -> Taken:
+        """The step counts."""
+        method, state, weights = self.method, self.method.state, self.weights
+        state.commit()
+        for weight, values in zip(
+            weights.values(), self.out.split([weight.numel() for weight in weights.values()]), strict=True
+        ):
+            weight.grad = values.clone()
+        step = Step(number, (self.optimizer,), weights, torch.ones(()))
+        with torch.no_grad():
+            method.before_step(step)
+            self.optimizer.step()
+            method.after_step(step)
+        state.commit()
+        method.finish()
+        moments = [self.optimizer.state[weight].get("exp_avg") for weight in weights.values()]
+        taken = Taken(
+            [stage.hop for stage in self.road.stages if isinstance(stage, _Watched)],
+            self.out.clone(),
+            sum(self.ledger.now.bytes.values()),
+            state.state_dict(),
+            torch.cat([torch.zeros(0) if of is None else of.clone() for of in moments]),
+            torch.cat([weight.detach().clone() for weight in weights.values()]),
+        )
+        self.ledger.close_step()
+        return taken
+
+
+# The laws.
+
+
+def _ranks(played: Played) -> Iterator[Broken]:
+    """All that hold the same parameters hold the same bits of their means and weights; all send as many bytes."""
+    alike = played.method.rank_equal and not played.stages[-1].exchange.owner
+    for number, rank in enumerate(played.ranks):
+        # In two hops, ranks that do not exchange with each other have other shards, of which one may need more bytes.
+        twin = number % played.where.per_node if len(played.stages) == 2 else 0
+        for step, (one, other) in enumerate(zip(played.ranks[twin], rank, strict=True)):
+            if one.sent != other.sent:
+                yield Broken("ranks", f"step {step}: rank {twin} sends {one.sent} bytes, rank {number} {other.sent}")
+                break
+            if played.where.topology == "two_level":  # there all hold everything
+                one = played.ranks[0][step]
+            if alike and not (_equal(one.mean, other.mean) and _equal(one.weights, other.weights)):
+                yield Broken("ranks", f"step {step}: ranks {twin} and {number} hold different bits")
+                break
+
+
+def _promise(played: Played) -> Iterator[Broken]:
+    """What each hop's method promises, of the ranks that exchange with each other."""
+    ranks, per_node = played.ranks, played.where.per_node
+    groups: list[list[list[list[Taken]]]] = [[ranks]]
+    if len(played.stages) == 2:
+        nodes = [ranks[first : first + per_node] for first in range(0, len(ranks), per_node)]
+        groups = [nodes, [ranks[first::per_node] for first in range(per_node)]]
+    for hop, (stage, of) in enumerate(zip(played.stages, groups, strict=True)):
+        for group in of:
+            yield from _Books(stage.method, stage.exchange, played, hop, group).check()
+
+
+class _Books:
+    """The books of one exchange: what came in, what went out and what waits, parameter by parameter as rows (R, n)."""
+
+    def __init__(
+        self, method: Method, exchange: Exchange, played: Played, hop: int, ranks: list[list[Taken]]
+    ) -> None:
+        self.promise, self.method, self.exchange, self.ranks, self.hop = method.promise, method, exchange, ranks, hop
+        self.size, self.rows = len(ranks), exchange.bucket_rows(method.on_wire)
+        self.places: dict[str, slice] = {}
+        self.numel, place = ranks[0][0].hops[hop].given.numel(), 0
+        width = self.numel // (self.rows if exchange.owner else 1)
+        many = width // sum(of.local for of in played.parameters.values())  # rows of all nodes, side by side
+        for name, of in played.parameters.items():
+            self.places[name] = slice(place, place + many * of.local)
+            place += many * of.local
+
+    def check(self) -> Iterator[Broken]:
+        exact = self.promise.kind == "exact"
+        if self.promise.kind == "lossy":
+            return
+        for step in range(len(self.ranks[0])):
+            if exact:
+                if not self._exact(step):
+                    yield Broken("promise", f"step {step}: the mean is not, bit for bit, the stock engine's")
+                    return
+                continue
+            for name, place in self.places.items():
+                over = self._over(step, name, place)
+                if not over <= 0:
+                    yield Broken("promise", f"step {step}, {name}: off by {over:.3g} more than roundings explain")
+                    return
+
+    def _exact(self, step: int) -> bool:
+        """The sum in rank order; DDP divides before, FSDP2 and HSDP after it."""
+        given = [rank[step].hops[self.hop].given for rank in self.ranks]
+        before = isinstance(self.exchange, AllReduce) and self.exchange.divide == "before"
+        total = torch.zeros(())
+        for i, values in enumerate(given):
+            values = values * (1 / self.size) if before else values
+            total = values if i == 0 else total + values
+        mean = total if before else total / self.size
+        means = [rank[step].hops[self.hop].mean for rank in self.ranks]
+        return _equal(torch.cat(means) if self.exchange.owner else means[0], mean)
+
+    def _over(self, step: int, name: str, place: slice) -> float:
+        """By how much the books of ``name`` are off, beyond what roundings explain: see ``Promise``."""
+        promise = self.promise
+        given = torch.stack([self._flat(rank[step].hops[self.hop].given, place) for rank in self.ranks])
+        mean = self._rows([rank[step].hops[self.hop].mean for rank in self.ranks], place)
+        earlier: Tensor | float = 0.0
+        if promise.of == "moments":
+            beta1: float = self.method.beta1  # type: ignore[attr-defined]
+            earlier = beta1 * self._moments(step - 1, place)
+            given, mean = (1 - beta1) * given, self._moments(step, place)
+        old, new = (self._waiting(at, name) for at in (step - 1, step))
+        off = given.sum(0) + old.sum(0) - new.sum(0) + self.size * (earlier - mean)
+        off = off * self._flat(torch.ones(self.numel), place)  # padding has no gradient to lose
+        lengths = [*given, *old, *new, self.size * mean, self.size * torch.as_tensor(earlier)]
+        involved = sum(torch.linalg.vector_norm(values) for values in lengths)
+        rounding = promise.rounding or Rounding("nothing")
+        allowed = self.size * self._rounded(given + old, rounding)
+        allowed += rounding.block**0.5 * (self.size + ROUNDINGS) * U * involved
+        return float((_blocks(off, rounding.block) - allowed).max())
+
+    def _rounded(self, encoded: Tensor, rounding: Rounding) -> Tensor:
+        """How far from the mean of ``encoded`` (N, R, n) an exchange may end by the format: (R, blocks), lengths."""
+        blocks = _blocks(encoded, rounding.block)
+        if self.method.on_wire:  # the network rounds every one of its sums
+            return (1 + rounding.value) ** self.size * self.size * _mean_off(blocks, rounding).mean(0)
+        off = _mean_off(blocks, rounding).mean(0)
+        if self.exchange.owner:
+            return off
+        return off + _mean_off(blocks.mean(0) + off, rounding)
+
+    def _flat(self, values: Tensor, place: slice) -> Tensor:
+        """A parameter's part of one rank's flat buffer, as rows (R, n)."""
+        if self.exchange.owner:
+            return values.view(self.rows, -1)[:, place].double()
+        values = values[place].double()
+        columns = -(-len(values) // self.rows)
+        return torch.nn.functional.pad(values, (0, self.rows * columns - len(values))).view(self.rows, columns)
+
+    def _rows(self, values: list[Tensor], place: slice) -> Tensor:
+        """Of what all ranks hold whole, or each its own row of: (R, n)."""
+        return self._flat(torch.cat(values) if self.exchange.owner else values[0], place)
+
+    def _moments(self, step: int, place: slice) -> Tensor:
+        moments = [rank[max(step, 0)].moments for rank in self.ranks]
+        return self._rows([values * (step >= 0) for values in moments], place)
+
+    def _waiting(self, step: int, name: str) -> Tensor:
+        """What waits on each rank after ``step``, (N, R, n); zeros before the first."""
+        columns = -(-self._length(name) // (1 if self.exchange.owner else self.rows))
+        total = torch.zeros((self.size, self.rows, columns), dtype=torch.float64)
+        for number, rank in enumerate(self.ranks if step >= 0 else []):
+            for kind, counts in self.promise.waits.items():
+                found = rank[step].state.get(f"{kind}/{name}")
+                if found is None:
+                    continue
+                if len(found) == self.rows:
+                    total[number] += counts * found.double()
+                else:
+                    total[number, number] += self.size * counts * found[0].double()
+        return total
+
+    def _length(self, name: str) -> int:
+        return self.places[name].stop - self.places[name].start
+
+
+def _blocks(values: Tensor, block: int) -> Tensor:
+    """The lengths (..., n / block) of blocks of neighbours of ``values`` (..., n)."""
+    values = torch.nn.functional.pad(values, (0, -values.shape[-1] % block))
+    return torch.linalg.vector_norm(values.unflatten(-1, (-1, block)), dim=-1)
+
+
+def _mean_off(blocks: Tensor, rounding: Rounding) -> Tensor:
+    """How far one encoding may be off, for blocks of these lengths (..., blocks): see ``Rounding``."""
+    group = max(rounding.group // rounding.block, 1)
+    padded = torch.nn.functional.pad(blocks, (0, -blocks.shape[-1] % group))
+    largest = padded.unflatten(-1, (-1, group)).amax(-1).repeat_interleave(group, -1)[..., : blocks.shape[-1]]
+    return rounding.value * blocks + rounding.step * rounding.block**0.5 * largest
+
+
+def _lossy(played: Played, silent: Played) -> Iterator[Broken]:
+    """Where something is thrown away: what arrives points where all ranks' gradients point; of zeros comes nothing."""
+    for number, rank in enumerate(played.ranks):
+        arrived = torch.stack([taken.mean for taken in rank]).sum(0)
+        rows = common(played.numel).view(-1, len(arrived))  # all of it, or each rank's row; on HSDP those of a node
+        if not float(arrived @ rows[number % len(rows)]) > 0:
+            yield Broken("promise", f"what arrives on rank {number} does not point where the gradients do")
+            return
+    if any(taken.mean.any() for rank in silent.ranks for taken in rank):
+        yield Broken("promise", "of gradients that are zero comes a mean that is not")
+
+
+def _bytes(played: Played, planned: float) -> Iterator[Broken]:
+    """Over whole periods of the steady state, without its first step, which may still settle something."""
+    for number, rank in enumerate(played.ranks):
+        sent = [taken.sent for taken in rank][-WINDOW:]
+        if played.method.adapts:
+            if max(sent) > planned * (1 + U):
+                yield Broken("bytes", f"rank {number} sends {max(sent)} in a step, and at most {planned} are planned")
+            continue
+        periods = [p for p in range(1, WINDOW // 2 + 1) if all(a == b for a, b in zip(sent, sent[p:], strict=False))]
+        if not periods:
+            yield Broken("bytes", f"they follow no period, {sent}, and the method does not say that it adapts")
+            return
+        mean = sum(sent[: periods[0]]) / periods[0]
+        if abs(mean - planned) > 1e-6 * max(mean, 1):
+            yield Broken("bytes", f"rank {number} sends {mean} per step, and {planned} are planned")
+            return
+
+
+def _difference(one: Played, other: Played) -> str | None:
+    """Where two plays differ first."""
+    for number, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
+        for step, (taken, again) in enumerate(zip(a, b, strict=True)):
+            if what := _unlike(taken, again):
+                return f"step {step}, rank {number}: another {what}"
+    return None
+
+
+def _unlike(one: Taken, other: Taken) -> str | None:
+    if not all(_equal(a.mean, b.mean) for a, b in zip(one.hops, other.hops, strict=True)):
+        return "mean"
+    if one.sent != other.sent:
+        return "number of bytes"
+    for key in sorted({*one.state, *other.state}):  # what was never read is as good as zero
+        a, b = one.state.get(key), other.state.get(key)
+        if a is None or b is None:
+            a, b = (torch.zeros_like(of) if mine is None else mine for mine, of in ((a, b), (b, a)))  # type: ignore
+        if not _equal(a, b):
+            return key
+    return None if _equal(one.weights, other.weights) else "weight"
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """The same bits, or zeros of either sign."""
+    return one.shape == other.shape and bool(torch.equal(one, other))

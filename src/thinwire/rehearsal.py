@@ -1,0 +1,363 @@
+"""What a method will send, hold and launch: its own code on tensors without storage, over a network that only counts.
+
+No method says what it needs. A rehearsal plays steps of its steady state: its own code, buckets, state and codecs, on
+tensors that have a shape and no storage (torch's "meta" device), over groups whose size is a number. Nothing is
+computed and nothing is sent; what would be is read off the ledger. On a real device, with one small parameter, the same
+steps compile the kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from thinwire.bucket import Layout, Piece, Shards
+from thinwire.collectives import Exchange
+from thinwire.comm import Comm, CountingComm
+from thinwire.guard import Guard
+from thinwire.ledger import Ledger
+from thinwire.ledger import Step as Account
+from thinwire.memory import Memory
+from thinwire.methods.base import Method, Parameter, Run, Step, local
+from thinwire.ops.backends import launches
+from thinwire.road import Road, Stage
+from thinwire.state import State
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One rank's steady state, per optimizer step: the average over the method's ``cycle``.
+
+    Attributes:
+        sent: bytes by link ("inter", "intra"), of gradients and all that goes with them (masks, the guard's flag).
+        parameters: the same by parameter; what belongs to none alone is shared out by size.
+        weights: bytes sent for one gathering of the weights, where the engine shards them.
+        collectives: calls by kind, without those for the weights.
+        launches: kernels by name: "aten.add_", "thinwire.ops.mask.topk_mask". What only makes a view is none.
+        memory: see :class:`Memory`.
+    """
+
+    sent: Mapping[str, float]
+    parameters: Mapping[str, float]
+    weights: float
+    collectives: Mapping[str, float]
+    launches: Mapping[str, float]
+    memory: Memory
+
+
+def rehearse(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = ()) -> Rehearsal:
+    """What the method of ``road`` needs in its steady state. Nothing of that size is allocated.
+
+    Args:
+        layout: the buffers that will come; what is sent is told by parameter where each holds one (:func:`apart`).
+        guards: the groups on which ranks agree whether a step counts.
+
+    Raises:
+        ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
+    """
+    on_cpu = all(local(weight).device.type == "cpu" for weight in run.weights.values())
+    watch, ledger = _Watch(), Ledger()
+    play = _Play(layout, road, run, ledger, watch, None if on_cpu else watch)
+    method, average, peak = play.method, _Average(), 0
+    with torch.no_grad(), watch.counting():
+        play.open()
+        for number in _steps(method):
+            watch.peak, ledger.now = watch.live, Account()
+            watch.launches.clear()
+            weights, parameters = play.gather(number), play.exchange(number)
+            for comm in guards:
+                CountingComm.like(comm, ledger).all_reduce(torch.empty(1, device=META), "max")
+            play.step(number)
+            average.add(method.cycle.get(number, 0.0), ledger.now, watch.launches, weights, parameters)
+            if number >= method.steady:
+                peak = max(peak, watch.peak)
+        sizes = {name: parameter.local for name, parameter in run.parameters.items()}
+        return average.result(sizes, Memory(watch.live, peak))
+
+
+def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
+    """Play the steady state on ``device`` with the smallest parameter that the method compresses, and zeros.
+
+    So no rank compiles in the first steps, while the others wait. Costs nothing where nothing is compressed.
+    """
+    method = road.last.method
+    sent = [parameter for parameter in run.parameters.values() if method.keep_dense(parameter) is None]
+    if method.native or not sent:
+        return
+    smallest = min(sent, key=lambda parameter: (parameter.local, parameter.name))
+    only = replace(run, parameters={smallest.name: smallest}, weights={smallest.name: run.weights[smallest.name]})
+    # Groups of one rank: others would have to choose masks and scales that fit.
+    ledger, one = Ledger(), CountingComm(0, 1, [0], Ledger())
+    alone = Road([replace(stage, exchange=stage.exchange.on(lambda comm: one)) for stage in road.stages])
+    play = _Play(apart(only.parameters.values(), alone, torch.float32), alone, only, ledger, None, None, device)
+    with torch.no_grad():
+        for number in _steps(play.method):
+            play.exchange(number)
+            play.step(number)
+
+
+def apart(parameters: Iterable[Parameter], road: Road, dtype: torch.dtype | None) -> Layout:
+    """A layout with one buffer for each of ``parameters``, as the engine would hand them out."""
+    found = []
+    for parameter in parameters:
+        found.append((road.piece(parameter),))
+        dtype = dtype or parameter.dtype
+    return Layout(found, dtype or torch.float32)
+
+
+def stand_in(method: Method, parameters: Iterable[Parameter], exchange: Exchange, steps: int = 10_000) -> Run:
+    """A run of ``method`` for plans without a user's model and optimizer: N can be any number in it."""
+    known = {parameter.name: parameter for parameter in parameters}
+    weights = {
+        name: nn.Parameter(torch.empty(parameter.local, dtype=parameter.dtype, device=META))
+        for name, parameter in known.items()
+    }
+    optimizers = (method.OPTIMIZER(list(weights.values()), lr=1e-3),) if weights else ()
+    return Run(known, exchange, steps, optimizers=optimizers, weights=weights)
+
+
+def _steps(method: Method) -> list[int]:
+    """The last step before the steady state, its first ones, and those that stand for all."""
+    first = method.steady
+    return sorted({max(first - 1, 0), *range(first, first + 3), *method.cycle})
+
+
+class _Average:
+    """Adds up accounts by their share of all steps."""
+
+    def __init__(self) -> None:
+        self._sent: Counter[str] = Counter()
+        self._parameters: Counter[str] = Counter()
+        self._collectives: Counter[str] = Counter()
+        self._launches: Counter[str] = Counter()
+        self._weights = 0.0
+
+    def add(
+        self, share: float, account: Account, kernels: Mapping[str, int], weights: Account, parameters: dict[str, float]
+    ) -> None:
+        for total, part, minus in (
+            (self._sent, account.bytes, weights.bytes), (self._collectives, account.calls, weights.calls),
+            (self._parameters, parameters, {}), (self._launches, kernels, {}),
+        ):  # fmt: skip
+            for key, value in part.items():
+                total[key] += share * (value - minus.get(key, 0))  # type: ignore[assignment]
+        self._weights = sum(weights.bytes.values())  # the first of all gathers everything, the last is as all others
+
+    def result(self, sizes: Mapping[str, int], memory: Memory) -> Rehearsal:
+        rest = sum(self._sent.values()) - sum(self._parameters.values())
+        values = max(sum(sizes.values()), 1)
+        parameters = {name: self._parameters[name] + rest * size / values for name, size in sizes.items()}
+        calls = {kind: count for kind, count in self._collectives.items() if count}
+        return Rehearsal(dict(self._sent), parameters, self._weights, calls, dict(self._launches), memory)
+
+
+class _Play:
+    """Doubles of a road, buffers, weights and optimizers, on which steps are played."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        road: Road,
+        run: Run,
+        ledger: Ledger,
+        watch: _Watch | None,
+        offloads: _Watch | None,
+        device: torch.device = META,
+    ) -> None:
+        """``watch`` is told what is the engine's own; ``offloads`` also what state lives elsewhere than on the device.
+        """
+        self._layout, self._watch, self._device, self._ledger = layout, watch, device, ledger
+        self._weights = {
+            name: nn.Parameter(torch.zeros_like(local(weight), device=device)) for name, weight in run.weights.items()
+        }
+        self._optimizers = _optimizers_like(run, self._weights)
+        for weight in self._weights.values():
+            self._lend(weight)
+        for optimizer in self._optimizers:
+            for moments in optimizer.state.values():
+                self._lend(*moments.values())
+        self._road = self._double(road, run, offloads)
+        self.method = self._road.last.method
+        self._buffers = [self._buffer(pieces) for pieces in layout.buffers]
+        self._gathers: list[Shards] = []
+
+    def open(self) -> None:
+        """What the engine keeps for the method's sake."""
+        if self.method.encodes_weights and self._layout.comm is not None:
+            self._gathers = self._shards(CountingComm.like(self._layout.comm, self._ledger))
+
+    def gather(self, number: int) -> Account:
+        """One gathering of all weights in step ``number``: what that alone has sent."""
+        before = copy.deepcopy(self._ledger.now)
+        for shards in self._gathers:
+            self.method.gather(replace(shards, step=number))
+        now = self._ledger.now
+        found = Account()
+        for key, value in now.bytes.items():
+            found.bytes[key] = value - before.bytes[key]
+        found.calls = now.calls - before.calls
+        return found
+
+    def exchange(self, number: int) -> dict[str, float]:
+        """All buffers take the road: bytes sent, by the first parameter of each."""
+        found: dict[str, float] = Counter()  # type: ignore[assignment]
+        for flat, out, pieces in self._buffers:
+            before = sum(self._ledger.now.bytes.values())
+            self._road.step = number
+            self._road.carry(flat, pieces, out)
+            found[pieces[0].name] += sum(self._ledger.now.bytes.values()) - before
+        return found
+
+    def step(self, number: int) -> None:
+        """What the wire does around an optimizer's step."""
+        method, step = self.method, Step(number, self._optimizers, self._weights, torch.ones((), device=self._device))
+        for weight in self._weights.values():
+            weight.grad = torch.zeros_like(weight)
+            self._lend(weight.grad)
+        method.state.commit()
+        method.before_step(step)
+        method.after_step(step)
+        method.state.commit()
+        method.finish()
+
+    def _lend(self, *tensors: Tensor) -> None:
+        if self._watch is not None:
+            self._watch.lend(*tensors)
+
+    def _double(self, road: Road, run: Run, offloads: _Watch | None) -> Road:
+        ledger = self._ledger
+
+        def double(comm: Comm) -> Comm:
+            return CountingComm.like(comm, ledger)
+
+        stages = []
+        for hop, stage in enumerate(road.stages, 1):
+            method, exchange = replace(stage.method), stage.exchange.on(double)
+            method.state = _State(method.offloads, offloads)
+            method.begin(
+                replace(run, exchange=exchange, weights=self._weights, optimizers=self._optimizers, hop=hop)
+            )
+            stages.append(Stage(method, stage.dense, exchange, Guard([], False), ledger))
+        return Road(stages, None if road.levels is None else road.levels.on(double))
+
+    def _buffer(self, pieces: tuple[Piece, ...]) -> tuple[Tensor, Tensor, tuple[Piece, ...]]:
+        """A buffer of the engine's, where the means of it go, and what is in it."""
+        dtype, device = self._layout.dtype, self._device
+        flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=device)
+        out = torch.zeros(pieces[0].stride, dtype=dtype, device=device) if pieces[0].stride else flat
+        self._lend(flat, out)
+        return flat, out, pieces
+
+    def _shards(self, comm: Comm) -> list[Shards]:
+        """The weights of every module on their way."""
+        found = []
+        for pieces, frozen, numel, dtype in self._layout.shards:
+            out = torch.empty(comm.size * numel, dtype=dtype, device=self._device)
+            if not self.method.resident:
+                self._lend(out)
+            found.append(Shards(pieces, comm, out[comm.rank * numel : (comm.rank + 1) * numel], out, 0, frozen))
+        return found
+
+
+class _State(State):
+    """The state of a rehearsal. What it keeps elsewhere than on the device does not count."""
+
+    def __init__(self, offload: Collection[str], watch: _Watch | None) -> None:
+        super().__init__(offload)
+        self._watch = watch
+
+    def _new(self, kind: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        values = torch.zeros(shape, dtype=torch.float32, device=device)
+        if kind in self._offload and self._watch is not None:
+            self._watch.lend(values)
+        return values
+
+
+class _Watch(TorchDispatchMode):
+    """Counts kernels, and adds up the storages of meta tensors that are made while it is on, while each lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.launches: Counter[str] = Counter()
+        self._known: dict[int, int] = {}
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Be on, for torch's operations and ours."""
+        token = launches.set(self.launches)
+        try:
+            with self:
+                yield
+        finally:
+            launches.reset(token)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                self._note(tensor, tensor.untyped_storage().nbytes())
+        if not _is_free(function) and any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves((args, result))):
+            self.launches[f"aten.{function.overloadpacket.__name__}"] += 1
+        return result
+
+    def lend(self, *tensors: Tensor) -> None:
+        """These are the engine's: they do not count."""
+        for tensor in tensors:
+            self._note(tensor, 0)
+            key = tensor.untyped_storage()._cdata
+            if key in self._known:
+                self.live, self._known[key] = self.live - self._known[key], 0
+
+    def _note(self, tensor: Tensor, nbytes: int) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._known:
+            self._known[key] = nbytes
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.live -= self._known.pop(key)
+
+
+def _is_free(function: Any) -> bool:
+    """Does a torch operation launch no kernel: makes memory, or another view of it?"""
+    schema = function._schema
+    views = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
+    return views or schema.name.removeprefix("aten::").startswith(("empty", "new_empty", "detach", "_unsafe_view"))
+
+
+def _optimizers_like(run: Run, weights: dict[str, nn.Parameter]) -> tuple[Any, ...]:
+    """Optimizers of the user's classes that hold ``weights`` and Adam's moments of them, and are never stepped."""
+    known = {id(weight): weights[name] for name, weight in run.weights.items()}
+    return tuple(_optimizer_like(optimizer, known) for optimizer in run.optimizers)
+
+
+def _optimizer_like(original: torch.optim.Optimizer, known: dict[int, nn.Parameter]) -> Any:
+    double: Any = object.__new__(type(original))
+    double.__dict__.update({name: copy.copy(v) if isinstance(v, dict) else v for name, v in vars(original).items()})
+    double.param_groups = [
+        {**group, "params": [known[id(weight)] for weight in group["params"] if id(weight) in known]}
+        for group in original.param_groups
+    ]
+    moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    double.state = {
+        weight: {"step": torch.tensor(1.0), **{name: torch.zeros_like(weight) for name in moments}}
+        for group in double.param_groups
+        for weight in group["params"]
+    }
+    return double

@@ -1,0 +1,258 @@
+"""Every method of ``TABLE`` under every law, and faults that each law has to notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import thinwire
+from thinwire import methods, testing
+from thinwire.errors import ThinwireError
+from thinwire.laws import Where, broken_laws, check_laws, small
+from thinwire.ledger import Ledger
+from thinwire.methods.base import CONSERVES, EXACT, Promise, Rounding
+from thinwire.methods.baselines import Int8
+from thinwire.methods.topk import TopK
+from thinwire.plan import Plan
+from thinwire.testing import Threads, exchange_on, parameters_for
+
+HERE = (Where("all_reduce", 3), Where("reduce_scatter", 3))
+KNOBS: list[tuple[str, dict[str, Any]]] = [
+    ("bf16-acc32", {"error_feedback": True}), ("int8", {"error_feedback": True}), ("fp8", {"error_feedback": True}),
+    ("radius", {"residual_scale": 0.5}), ("scape", {"payload": "bf16"}), ("scape", {"payload": "int8", "refresh": 2}),
+    ("scape", {"clip": "return"}), ("scape", {"density": 1.0}), ("separate", {"beta": 0.5}), ("separate", {"beta": 1}),
+    ("separate", {"reset": 2}), ("separate", {"estimator": "paper", "reset": 2, "restart": "zero"}),
+    ("separate", {"estimator": "paper"}), ("separate", {"beta": 0.5, "reset": 2}), ("tagc", {"mask": "shared"}),
+    ("tagc", {"leftovers": "median"}), ("tagc", {"accumulate": False}), ("tagc", {"theta": 0.0}),
+    ("sdp4bit", {"hadamard": False, "rounding": "nearest"}), ("sdp4bit", {"bits": 8}), ("sdp4bit", {"bits": 16}),
+    ("sdp4bit", {"bits": 32, "intra_bits": 32}), ("loco", {"reset": 0}), ("loco", {"reset": 0, "beta": 0}),
+    ("loco", {"reset": 2}), ("topk", {"error_feedback": False}), ("dgc", {"momentum": 0}), ("demo", {"sign": False}),
+    ("onebit-adam", {"scale": "rms"}),
+]  # fmt: skip
+"""Knobs that change what is promised, or how it is kept."""
+
+
+@pytest.mark.parametrize("cls", methods.TABLE, ids=lambda cls: cls.name)
+def test_every_method_obeys_every_law(cls):
+    check_laws(cls)
+
+
+@pytest.mark.parametrize(("name", "knobs"), KNOBS, ids=lambda of: of if isinstance(of, str) else str(of))
+def test_so_it_does_with_other_knobs(name, knobs):
+    check_laws(type(methods.resolve(name)), where=HERE, **knobs)
+
+
+@pytest.mark.parametrize(("name", "knobs"), [(name, {}) for name in methods.names()] + KNOBS, ids=str)
+def test_nobody_promises_less_than_it_keeps(name, knobs):
+    """What is said to be rounded off or lost is: the books do not balance without it."""
+    cls = type(methods.resolve(name))
+    promise = small(cls, **knobs).promise
+    if promise.kind not in ("rounds", "lossy"):
+        return
+
+    class Claims(cls):
+        @property
+        def promise(self) -> Promise:
+            return replace(promise, kind="conserves", rounding=None)
+
+    found = broken_laws(partial(small, Claims, **knobs), Where("all_reduce", 3))
+    assert {law for law, _ in found} == {"promise"}
+
+
+# What is promised, and where it is said.
+
+
+def plan_of(where: Where, method: thinwire.Method) -> Plan:
+    exchange = exchange_on(where.topology, Threads(where.size), 0, Ledger())
+    return testing.plan_of(method, parameters_for(exchange, {"w": (8, 32)}).values(), exchange)
+
+
+def test_what_is_not_returned_is_said_in_one_line():
+    for _, cls, does, promise in methods.listed():
+        for made in (promise, *(cls(**knobs).promise for knobs in cls.PRESETS.values())):
+            assert does.endswith(".") and bool(made.lost) == (made.kind in ("rounds", "lossy")), cls
+            assert "\n" not in made.lost and (made.rounding is None) == (made.kind != "rounds"), cls
+
+
+def test_thinwire_methods_says_it(capsys):
+    methods.main([])
+    printed = capsys.readouterr().out
+    assert all(str(listed.promise) in printed and listed.does in printed for listed in methods.listed())
+    assert str(methods.resolve("separate:paper").promise) in printed
+
+
+def test_the_plan_says_what_is_not_returned():
+    where, kept = Where("all_reduce", 2), Int8(smallest=0, error_feedback=True)
+    assert plan_of(where, Int8(smallest=0)).lost == Int8().promise.lost
+    assert Int8().promise.lost in " ".join(str(plan_of(where, Int8(smallest=0))).split())
+    assert plan_of(where, kept).lost == "" and "returned" not in str(plan_of(where, kept))
+    assert plan_of(where, Int8()).lost == "", "nothing is compressed"
+
+
+def test_one_line_makes_a_method_known(monkeypatch):
+    monkeypatch.setattr(methods, "TABLE", (*methods.TABLE, Careful))
+    assert thinwire.Careful is Careful and "Careful" in dir(thinwire)
+    assert isinstance(methods.resolve("careful(density=0.5)"), Careful)
+    monkeypatch.undo()
+    for name in ("Careful", "careful"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(thinwire, name)
+
+
+# Planted faults.
+
+
+@dataclass
+class Careful(TopK):
+    """A method without a fault, to be broken."""
+
+    name: ClassVar[str] = "careful"
+
+
+class LosesAValue(Careful):
+    def compress(self, bucket, exchange):
+        super().compress(bucket, exchange)
+        row = bucket.mean[:1]
+        row.scatter_(1, row.abs().argmax(1, keepdim=True), 0)
+
+
+class ScalesWrongly(Careful):
+    def compress(self, bucket, exchange):
+        super().compress(bucket, exchange)
+        bucket.mean.mul_(1.01)
+
+
+class SendsAByteMore(Careful):
+    def compress(self, bucket, exchange):
+        super().compress(bucket, exchange)
+        exchange.gather(torch.zeros((exchange.rows, 1), dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
+
+
+class DiffersByABit(Careful):
+    def compress(self, bucket, exchange):
+        super().compress(bucket, exchange)
+        if exchange.rank == 1:
+            bucket.mean.mul_(1 + 2.0**-23)
+
+
+class Forgets(Careful):
+    def compress(self, bucket, exchange):
+        super().compress(bucket, exchange)
+        if bucket.step == 2:
+            self.state.write("residual", bucket)[0, 0] += 1
+
+
+class LeavesATrace(Careful):
+    """Its residual lives outside of the state, where a step that does not count is not forgotten."""
+
+    def compress(self, bucket, exchange):
+        bucket.rows.add_(vars(self).setdefault("trace", torch.zeros(())), alpha=1e-7)
+        super().compress(bucket, exchange)
+        self.trace = bucket.mean.sum()
+
+
+class NeverTheSame(Careful):
+    """One play differs from the next by a bit, the same on all ranks."""
+
+    worlds: ClassVar[list[Any]] = []
+
+    def compress(self, bucket, exchange):
+        super().compress(bucket, exchange)
+        if bucket.mean.is_meta:
+            return
+        world = exchange._group()._world
+        if world not in self.worlds:
+            self.worlds.append(world)
+        bucket.mean.mul_(1 + self.worlds.index(world) % 4 * 2.0**-23)
+
+
+class ClaimsToBeExact(Careful):
+    @property
+    def promise(self) -> Promise:
+        return EXACT
+
+
+@dataclass
+class ClaimsToConserve(Int8):
+    name: ClassVar[str] = "claims-to-conserve"
+
+    @property
+    def promise(self) -> Promise:
+        return CONSERVES
+
+
+@dataclass
+class ClaimsMoreBits(Int8):
+    name: ClassVar[str] = "claims-more-bits"
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding("10 bits", step=1 / 1022, group=self.group)
+
+
+@dataclass
+class TurnsRound(TopK):
+    """Lossy, and sends the wrong way."""
+
+    name: ClassVar[str] = "turns-round"
+    error_feedback: bool = False
+
+    def compress(self, bucket, exchange):
+        super().compress(bucket, exchange)
+        bucket.mean.neg_()
+
+
+@dataclass
+class MakesSomethingOfNothing(TopK):
+    """Lossy, and adds."""
+
+    name: ClassVar[str] = "makes-something"
+    error_feedback: bool = False
+
+    def compress(self, bucket, exchange):
+        super().compress(bucket, exchange)
+        bucket.mean[:, 0] += 1e-6
+
+
+FAULTS = {
+    LosesAValue: "promise", ScalesWrongly: "promise", SendsAByteMore: "bytes", DiffersByABit: "ranks",
+    Forgets: "promise", LeavesATrace: "undone", NeverTheSame: "repeats", ClaimsToBeExact: "promise",
+    ClaimsToConserve: "promise", ClaimsMoreBits: "promise", TurnsRound: "promise", MakesSomethingOfNothing: "promise",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cls", "topology"),
+    [(cls, topology) for cls in FAULTS for topology in ("all_reduce", "reduce_scatter", "hsdp")
+     if (cls, topology) != (DiffersByABit, "reduce_scatter")],  # where each rank has a row of its own
+)  # fmt: skip
+def test_a_fault_breaks_the_law_that_is_there_to_notice(cls, topology):
+    size, per_node = (4, 2) if topology == "hsdp" else (3, 1)
+    found = broken_laws(partial(small, cls), Where(topology, size, per_node))
+    assert {law for law, _ in found} == {FAULTS[cls]}, found
+
+
+def test_what_has_no_fault_breaks_none():
+    check_laws(Careful, where=HERE)
+    assert not broken_laws(partial(small, Careful), Where("all_reduce", 3))
+
+
+def test_all_that_is_broken_is_said_at_once():
+    with pytest.raises(AssertionError) as raised:
+        check_laws(LosesAValue, where=HERE)
+    lines = str(raised.value).splitlines()
+    assert all(" ranks: promise: step 1, a.weight: off by " in line for line in lines)
+    assert {line.split()[2].strip(",") for line in lines} == {where.topology for where in HERE}
+
+
+def test_a_method_that_compresses_nothing_here_is_not_taken_for_obedient():
+    class Idle(TopK):
+        def policy(self, parameter):
+            return "no reason"
+
+    with pytest.raises(ThinwireError, match="compresses none"):
+        check_laws(Idle)

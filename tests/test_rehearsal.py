@@ -1,0 +1,85 @@
+"""A rehearsal tells what is sent and launched on any number of ranks, without any, and the kernels are compiled."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from patience import PATIENCE
+from thinwire.collectives import AllReduce, Exchange, ReduceScatter
+from thinwire.comm import CountingComm
+from thinwire.ledger import Ledger
+from thinwire.methods import TABLE, Method, resolve
+from thinwire.rehearsal import Rehearsal, apart, compile_kernels, rehearse, stand_in
+from thinwire.testing import parameters_for, plan_of, road_of
+
+SHAPES = {"a": (512, 256), "b": (384, 512), "c": (64,)}
+NAMES = [cls.name for cls in TABLE]
+
+
+def exchange_of(kind: str, size: int, per_node: int = 8) -> Exchange:
+    comm = CountingComm(0, size, [rank // per_node for rank in range(size)], Ledger())
+    return AllReduce(comm) if kind == "ddp" else ReduceScatter(comm)
+
+
+def rehearsed(method: Method, kind: str, size: int) -> Rehearsal:
+    exchange = exchange_of(kind, size)
+    parameters = parameters_for(exchange, SHAPES).values()
+    run = stand_in(method, parameters, exchange)
+    road = road_of(method, parameters, exchange)
+    return rehearse(apart(parameters, road, None), road, run)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_number_of_ranks(name):
+    """In a moment: what a simulator of large clusters asks for."""
+    method = resolve(name)
+    for kind in set(method.engines) - {"hsdp"}:
+        # DeMo adds up the coefficients of its peers in rank order, one kernel each.
+        for size in (1, 2, 3, 8, 64) if name == "demo" else (1, 2, 3, 8, 1024, 16384):
+            began = time.perf_counter()
+            found = rehearsed(method, kind, size)
+            assert time.perf_counter() - began < 20 * PATIENCE
+            assert sum(found.parameters.values()) == pytest.approx(sum(found.sent.values()))
+            assert (sum(found.sent.values()) == 0) == (size == 1 or name == "none")
+            assert bool(found.collectives) == (size > 1 and name != "none")
+            assert set(found.sent) <= {"inter", "intra"} and (size > 8 or "inter" not in found.sent)
+
+
+def test_links_and_collectives_of_int8():
+    """Counted by hand: 8 bits and a scale of 4 bytes per 128 values, to every peer, twice on DDP."""
+    found = rehearsed(resolve("int8(smallest=0, send='*')"), "ddp", 16)
+    rows = [-(-numel // 16 // 128) * 128 for numel in (512 * 256, 384 * 512, 64 * 16)]
+    each = sum(width + width // 128 * 4 for width in rows)
+    assert found.sent == {"intra": 2 * 7 * each, "inter": 2 * 8 * each}
+    assert found.collectives == {"all_to_all": 3, "all_gather": 3}
+    kernels = {name.rpartition(".")[2] for name in found.launches if name.startswith("thinwire.")}
+    assert any("quantize" in name for name in kernels)
+
+
+def test_a_period_is_averaged():
+    """Radius: one dense step in T, the others at the mask."""
+    dense, radius = rehearsed(resolve("fp32"), "fsdp2", 4), resolve("radius(T=10, density=0.25, smallest=0, send='*')")
+    share = sum(rehearsed(radius, "fsdp2", 4).sent.values()) / sum(dense.sent.values())
+    assert share == pytest.approx(0.1 + 0.9 * 0.25 + 0.1 / 32, rel=1e-3)
+
+
+def test_nothing_of_the_size_is_allocated():
+    exchange = exchange_of("fsdp2", 64)
+    shapes = {f"layers.{i}": (16384, 16384) for i in range(64)}  # 17 billion values
+    plan = plan_of(resolve("sdp4bit"), parameters_for(exchange, shapes).values(), exchange)
+    assert plan.wire_bytes == pytest.approx(63 / 64 * 64 * 16384**2 * (1 / 2 + 4 / 128))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_are_compiled_by_the_same_steps(name):
+    """On tensors of one rank alone, whatever the number of ranks and the rank; nothing remains in the method."""
+    method = resolve(name)
+    exchange = exchange_of("ddp", 4)
+    parameters = parameters_for(exchange, SHAPES).values()
+    run = stand_in(method, parameters, exchange)
+    before = dict(vars(method))
+    compile_kernels(road_of(method, parameters, exchange), run, torch.device("cpu"))
+    assert vars(method) == before
