@@ -266,10 +266,10 @@ BESIDE = (
 
 
 def first_sentence(path: Path) -> str:
-    """Of a module's docstring; of a long one what stands before a colon."""
+    """Of a module's docstring; of a long one as much as a line holds."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split()).replace("``", "`")
     text = re.split(r"(?<=[.?]) (?=[A-Z])", text)[0].rstrip(".")
-    return text if len(text) <= 100 else re.split("[:;] ", text)[0]
+    return text if len(text) <= 118 else text[: max(text.rfind(mark, 0, 118) for mark in (", ", ": ", "; "))]
 
 
 BLOCKS: dict[str, Callable[..., str]] = {
