@@ -149,6 +149,8 @@ def methods() -> str:
     for cls in TABLE:
         what = (inspect.getdoc(cls) or "").splitlines()[0].replace("``", "`").rstrip(".")
         found, gap, why = speed(cls.name), loss(cls.name), aside(cls.name)
+        if (found or gap) and POINTS[cls.name].speed != cls.name:
+            what += f". Measured as `{POINTS[cls.name].speed}`"
         cells = [f"`{cls.name}` {cls.__name__}", what, *([promises[cls]] if promises else [])]
         cells += [
             percent(found, "speed_percent", why.startswith("speed")),
@@ -304,7 +306,12 @@ def tradeoff() -> list[tuple[Any, ...]]:
     """(method, speed, gap, is it a ring) of README's picture."""
     found = [(method, speed(method), loss(method)) for method in POINTS if method != "none"]
     return [
-        (method, float(fast["speed_percent"]), float(gap["gap_percent"]), bool(aside(method)))
+        (
+            POINTS[method].speed.partition("(")[0],
+            float(fast["speed_percent"]),
+            float(gap["gap_percent"]),
+            bool(aside(method)),
+        )
         for method, fast, gap in found
         if fast and gap
     ]
