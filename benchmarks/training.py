@@ -124,12 +124,7 @@ def table(args: argparse.Namespace, methods: dict[str, str]) -> str:
 
 
 def draw(args: argparse.Namespace, methods: dict[str, str]) -> None:
-    """Loss curves of the first seed, and their distance from dense."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Loss curves of the first seed, and their distance from dense: at most eight to a panel, dense in each."""
     curves = {}
     for label in methods:
         file = directory(label, args.seeds[0], args) / "metrics.jsonl"
@@ -138,20 +133,31 @@ def draw(args: argparse.Namespace, methods: dict[str, str]) -> None:
             curves[label] = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
     if "dense" not in curves:
         return
-    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 7))
-    for label, curve in curves.items():
-        steps = [step for step in curve if step in curves["dense"] and step > 0]
-        style = ("-", "-.", ":")[len(left.lines) // 10 % 3]  # there are ten colours
-        left.plot(steps, [curve[step] for step in steps], style, label=label, marker=".")
-        gaps = [100 * (curve[step] / curves["dense"][step] - 1) for step in steps]
-        right.plot(steps, gaps, style, marker=".")
-    left.set(xlabel="optimizer steps", ylabel="validation loss, nats per byte", title="validation loss")
-    right.set(xlabel="optimizer steps", ylabel="above dense, %", title="gap to dense at the same step")
-    right.axhline(0, color="black", linewidth=0.8)
-    right.set_ylim(-2, 60)
-    figure.legend(*left.get_legend_handles_labels(), fontsize=8, loc="lower center", ncol=4)
-    figure.tight_layout(rect=(0, 0.03 + 0.023 * -(-len(curves) // 4), 1, 1))  # room for the legend's rows
-    figure.savefig(Path(args.out) / f"training-{args.engine}.png", dpi=110)
+    import matplotlib.pyplot as plt
+
+    from thinwire.lab import plots
+
+    dense, rest = curves["dense"], [label for label in curves if label != "dense"]
+    panels = [rest[at : at + plots.MOST - 1] for at in range(0, max(len(rest), 1), plots.MOST - 1)]
+    with plt.rc_context(plots.STYLE):
+        figure, grid = plt.subplots(len(panels), 2, figsize=(15, 5 * len(panels)), squeeze=False)
+        for (left, right), labels in zip(grid, panels, strict=True):
+            ends, seen = [], []
+            for label in ["dense", *labels]:
+                tint = plots.colour(methods[label].partition(" ")[0])
+                dashes = plots.DASHES[seen.count(tint) % len(plots.DASHES)]
+                seen.append(tint)
+                steps = [step for step in curves[label] if step in dense and step > 0]
+                gaps = [100 * (curves[label][step] / dense[step] - 1) for step in steps]
+                left.plot(steps, [curves[label][step] for step in steps], dashes, color=tint, marker=".")
+                right.plot(steps, gaps, dashes, color=tint, marker=".")
+                ends.append((steps[-1], gaps[-1], label, tint))
+            plots.label_ends(right, ends)
+            left.set_ylabel("validation loss, nats per byte")
+            right.set_ylabel("above dense at the same step, %")
+        for axes in grid[-1]:
+            axes.set_xlabel("optimizer steps")
+        plots.save(figure, Path(args.out) / f"training-{args.engine}.png")
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 
 class ThinwireError(Exception):
-    """Something that was asked for cannot be had. The message is one line: what is wrong, and what to do instead."""
+    """What was asked for is not possible. The message is one line: what is wrong, and what to do instead."""
 
 
 class ThinwireWarning(UserWarning):
-    """Something that works, and hardly does what it was asked for. One line, like an error."""
+    """A setting works but has little effect. The message is one line, like an error's."""

@@ -46,7 +46,7 @@ class LabRun:
 class Compare:
     """Train the same model on the same data with each method, on one emulated network, and show what each gains.
 
-    A run that communicates nothing at all (method "none") always comes first: no method can be faster than it. Flags
+    A run that communicates nothing (method "none") always comes first, because no method can be faster. Flags
     for ``thinwire train`` follow after ``--``. Writes a table, report.json, report.md and pictures.
     """
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +14,29 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Bbox
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, readable with any colour vision; its yellow is too light on white.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY, INK = "#8A8A8A", "#333333"
 COMPUTE, EXPOSED = "#56B4E9", "#D55E00"
+# One colour per method in every picture, told apart with any colour vision (after Paul Tol's muted palette and that of
+# Okabe and Ito); what the others are measured against is grey.
+COLOURS = {
+    "none": "#A0A0A0", "dense": "#1A1A1A", "fp32": "#5C5C5C", "bf16": "#7A7A7A", "bf16-acc32": "#7A7A7A",
+    "int8": "#0072B2", "fp8": "#0072B2", "loco": "#44AA99", "onebit-adam": "#117733",
+    "sdp4bit": "#332288", "zeropp": "#332288", "qsdp": "#332288",
+    "powersgd": "#8A7A00", "separate": "#E69F00", "scape": "#D55E00", "radius": "#CC6677",
+    "tagc": "#AA4499", "lhc": "#AA4499", "topk": "#882255", "dgc": "#882255", "demo": "#4FA3D1",
+}  # fmt: skip
+DASHES = ("-", "--", ":", "-.")
+"""Of the first, second, ... run in one colour."""
+MOST = 8
+"""Curves in one panel. More runs take more panels, each with the grey ones for comparison."""
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -35,8 +50,13 @@ STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "grid.color": "#E6E6E6",
     "axes.axisbelow": True,
-    "savefig.dpi": 150,
+    "savefig.dpi": 200,
 }
+
+
+def colour(method: str) -> str:
+    """Of a method as it is written on the command line; a method of the user's own is black."""
+    return COLOURS.get(method.partition("(")[0].partition(":")[0].strip(), "#000000")
 
 
 def draw(report: dict[str, Any], out: Path) -> list[Path]:
@@ -51,36 +71,148 @@ def draw(report: dict[str, Any], out: Path) -> list[Path]:
         paths = []
         for name, figure in figures.items():
             paths.append(out / f"{name}.png")
-            figure.savefig(paths[-1], bbox_inches="tight", facecolor="white")
-            plt.close(figure)
+            save(figure, paths[-1])
     return paths
 
 
+def save(figure: Figure, path: Path, text: Mapping[str, str] | None = None) -> None:
+    """Write a PNG of 256 colours (a third of the bytes), with ``text`` in its header, and close the figure."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", bbox_inches="tight", facecolor="white")
+    plt.close(figure)
+    notes = PngInfo()
+    for key, value in (text or {}).items():
+        notes.add_text(key, value)
+    with Image.open(buffer) as image:
+        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True, pnginfo=notes)
+
+
 def loss(report: dict[str, Any], x: str, label: str) -> Figure:
-    """Training loss of every method; names stand to the right. Against steps, earlier lines are
-    wider, so that equal ones all show.
-    """
-    figure, axes = plt.subplots(figsize=(8.5, 4.8))
-    ends: list[tuple[float, float, str, str]] = []
-    for behind, (run, colour) in enumerate(zip(reversed(report["runs"]), reversed(colours(report)), strict=True)):
-        rows = [row for row in run["rows"] if row.get("loss") is not None]
-        if not rows:
-            continue
-        xs, ys = [row[x] for row in rows], [row["loss"] for row in rows]
-        silent = run["method"] == "none"
-        width = 1.4 if silent else 1.8 + 0.9 * min(behind, 5) if x == "step" else 2.0
-        axes.plot(xs, ys, color=colour, linewidth=width, linestyle="--" if silent else "-", zorder=3 - 0.01 * width)
-        axes.plot(xs[-1], ys[-1], "o", color=colour, markersize=4 + width, zorder=3 - 0.01 * width)
-        name = "none (no exchange)" if silent else run["method"]
-        ends.append((xs[-1], ys[-1], name if x == "step" else f"{name}, {xs[-1]:.3g} s", colour))
-    axes.set_xlabel(label)
-    axes.set_ylabel("training loss, mean over ranks (nats per token)")
-    axes.set_title(f"Training loss: {subtitle(report)}", pad=12)
-    axes.margins(x=0.02)
-    if x == "step":
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    label_ends(axes, ends)
+    """Training loss of every method; names stand to the right. Earlier lines are wider, so that equal ones all show."""
+    runs = [run for run in report["runs"] if any(row.get("loss") is not None for row in run["rows"])]
+    grey = [run for run in runs if run["method"] in ("none", "dense")]
+    rest = [run for run in runs if run not in grey]
+    room = MOST - len(grey)
+    panels = [grey + rest[at : at + room] for at in range(0, max(len(rest), 1), room)]
+    figure, several = plt.subplots(len(panels), sharex=True, figsize=(8.5, 4.8 * len(panels)), squeeze=False)
+    ends = []
+    for axes, panel in zip(several[:, 0], panels, strict=True):
+        ends.append(curves(axes, panel, x))
+        axes.set_ylabel("training loss, mean over ranks\n(nats per token)")
+        axes.margins(x=0.02)
+        if x == "step":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    several[0, 0].set_title(f"Training loss: {subtitle(report)}", pad=12)
+    several[-1, 0].set_xlabel(label)
+    for axes, spots in zip(several[:, 0], ends, strict=True):  # now that no limit moves any more
+        label_ends(axes, spots)
     return figure
+
+
+def curves(axes: Axes, runs: Sequence[dict[str, Any]], x: str) -> list[tuple[float, float, str, str]]:
+    """One panel of :func:`loss`; returns what ``label_ends`` takes."""
+    ends: list[tuple[float, float, str, str]] = []
+    seen: list[str] = []
+    for at, run in enumerate(runs):
+        rows = [row for row in run["rows"] if row.get("loss") is not None]
+        xs, ys = [row[x] for row in rows], [row["loss"] for row in rows]
+        tint, silent = colour(run["method"]), run["method"] == "none"
+        dashes = "--" if silent else DASHES[seen.count(tint) % len(DASHES)]
+        seen.append(tint)
+        width = 1.4 if silent else 1.6 + 0.35 * (len(runs) - 1 - at) if x == "step" else 2.0
+        axes.plot(xs, ys, color=tint, linewidth=width, linestyle=dashes, zorder=3 - 0.01 * width)
+        axes.plot(xs[-1], ys[-1], "o", color=tint, markersize=4 + width, zorder=3 - 0.01 * width)
+        name = "none (no exchange)" if silent else run["method"]
+        ends.append((xs[-1], ys[-1], name if x == "step" else f"{name}, {xs[-1]:.3g} s", tint))
+    return ends
+
+
+def tradeoff(points: Sequence[tuple[str, float, float, bool]]) -> Figure:
+    """Loss against speed, one dot per method.
+
+    Args:
+        points: (method, speed in percent of the run without an exchange, loss above dense in percent, is it a ring: one
+            of the two was measured in another setting).
+    """
+    figure, axes = plt.subplots(figsize=(8.5, 5.2))
+    axes.axhspan(-0.5, 1, color="#EEF5EE", zorder=0)
+    axes.set_yscale("symlog", linthresh=1, linscale=1.2)
+    axes.set_ylim(-0.5, 100)
+    axes.set_xlim(20, 104)
+    axes.set_yticks([0, 1, 10, 50], ["as dense", "+1%", "+10%", "+50%"])
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
+    spots = []
+    for method, fast, gap, ring in points:
+        tint = colour(method)
+        inside = "white" if ring else tint
+        axes.plot(fast, gap, "o", color=tint, markersize=9, markerfacecolor=inside, markeredgewidth=2)
+        spots.append((fast, gap, method, tint))
+    label_dots(axes, spots)
+    axes.set_xlabel("speed: share of the same run's without any exchange (right is better)")
+    axes.set_ylabel("validation loss above dense (down is better)")
+    return figure
+
+
+def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]]) -> None:
+    """A name beside each dot, at the first of eight places where it meets neither a dot nor another name."""
+    axes.figure.canvas.draw()
+    dots = [axes.transData.transform(spot[:2]) for spot in spots]
+    reach = 7 * axes.figure.dpi / 72
+    taken = [Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach) for x, y in dots]
+    for at, (x, y, name, tint) in enumerate(spots):
+        for across, up, side, level in PLACES:
+            text = axes.annotate(
+                name, (x, y), xytext=(across, up), textcoords="offset points", ha=side, va=level, color=tint,
+                fontweight="bold", annotation_clip=False,
+            )  # fmt: skip
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for i, other in enumerate(taken) if i != at):
+                break
+            if (across, up, side, level) != PLACES[-1]:
+                text.remove()
+        taken.append(box)
+
+
+PLACES = (
+    (9, 0, "left", "center"), (0, 9, "center", "bottom"), (0, -9, "center", "top"), (-9, 0, "right", "center"),
+    (7, 7, "left", "bottom"), (7, -7, "left", "top"), (-7, 7, "right", "bottom"), (-7, -7, "right", "top"),
+)  # fmt: skip
+
+
+def gaps(rows: Sequence[tuple[str, str, float, float]]) -> Figure:
+    """Loss above dense at the end of a run, one row per method, the nearest to dense on top.
+
+    Args:
+        rows: (what stands at the left, method, loss above dense in percent, share of dense's bytes in percent).
+    """
+    rows = sorted((row for row in rows if row[1] != "dense"), key=lambda row: row[2])
+    figure, axes = plt.subplots(figsize=(8.5, 1.2 + 0.29 * len(rows)))
+    axes.grid(axis="y", visible=False)
+    axes.set_xscale("symlog", linthresh=1, linscale=0.7)
+    axes.set_xlim(-1, 100)
+    axes.set_xticks([-1, 0, 1, 10, 50], ["-1%", "as dense", "+1%", "+10%", "+50%"])
+    axes.minorticks_off()
+    for at, (_, method, gap, share) in enumerate(rows):
+        axes.plot([0, gap], [at, at], color=colour(method), linewidth=1.5, alpha=0.5)
+        axes.plot(gap, at, "o", color=colour(method), markersize=7)
+        beside(axes, at, f"{gap:+.2f}%", f"{share:.1f}%")
+    axes.axvline(0, color=INK, linewidth=1)
+    beside(axes, -0.95, "loss", "bytes", fontweight="bold")
+    names(axes, [row[0] for row in rows])
+    for label, row in zip(axes.get_yticklabels(), rows, strict=True):
+        label.set_color(colour(row[1]))
+    axes.set_xlabel("validation loss above dense (left is better); bytes: share of what dense sends")
+    return figure
+
+
+def beside(axes: Axes, at: float, *words: str, **style: Any) -> None:
+    """Columns to the right of the axes, in row ``at``."""
+    for column, word in enumerate(words):
+        axes.text(
+            1.1 + 0.1 * column, at, word, transform=axes.get_yaxis_transform(), ha="right", va="center_baseline",
+            color=INK, **style,
+        )  # fmt: skip
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
@@ -121,7 +253,7 @@ def traffic(report: dict[str, Any]) -> Figure:
     top = max([count["ledger"] for count in counts] + [value or 0 for value in kernel] + [1])
     unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if top >= u)
     for at, (count, seen) in enumerate(zip(counts, kernel, strict=True)):
-        axes.barh(at, count["ledger"] / unit, color=PALETTE[0], height=0.6)
+        axes.barh(at, count["ledger"] / unit, color=colour(runs[at]["method"]), height=0.6)
         if seen is not None:
             axes.plot([seen / unit] * 2, [at - 0.38, at + 0.38], color=INK, linewidth=2, solid_capstyle="butt")
         end = max(count["ledger"], seen or 0) / unit
@@ -175,12 +307,6 @@ def names(axes: Axes, methods: Sequence[str]) -> None:
     axes.set_yticks(range(len(methods)), methods)
     axes.set_ylim(len(methods) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
-
-
-def colours(report: dict[str, Any]) -> list[str]:
-    """One per run: grey for the one that exchanges nothing, the palette in order for the rest."""
-    rest = iter(PALETTE * (1 + len(report["runs"]) // len(PALETTE)))
-    return [GREY if run["method"] == "none" else next(rest) for run in report["runs"]]
 
 
 def subtitle(report: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ class Config:
     """Shape of the model: tiny, small, laptop, net20m, llama-tiny, llama-small, gpt-125m, gpt-345m, gpt-355m, gpt-1.3b,
     gpt-2.0b, llama-500m, llama-1.8b."""
     family: Literal["gpt", "llama"] | None = None
-    """Overrides the preset, as the next six do."""
+    """Overrides the preset; so do the next six options."""
     layers: int | None = None
     width: int | None = None
     heads: int | None = None
@@ -47,18 +47,18 @@ class Config:
     """Tokens per sequence."""
 
     method: str = "dense"
-    """How gradients are exchanged; knobs in brackets: "int8(group=64)". `thinwire methods` lists them."""
+    """How gradients are exchanged, with knobs in parentheses: "int8(group=64)". `thinwire methods` lists them."""
     engine: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
     """torch's engine for data parallelism."""
     two_level: bool | None = None
-    """Reduce inside each node before going across (several ranks per node). Default: if the method was made for it."""
+    """Reduce inside each node first, then between nodes of several ranks. Default: if the method was made for it."""
     intra: str | None = None
     """What the hop inside a node sends, on HSDP or with two levels: dense, bf16, int8, ... Default: dense."""
     guard: bool = True
     """Skip a step on all ranks when any gradient is not finite."""
     bucket_mb: float | None = None
-    """DDP: the exchange takes so many MB of gradients at a time. Lower: it starts earlier, and less is left when the
-    backward pass ends; more messages. Default: torch's (25, the first 1)."""
+    """DDP: MB of gradients per exchange. Lower: exchanges start earlier and less is left when the backward pass ends,
+    but there are more messages. Default: torch's (25, the first 1)."""
     reshard: bool = True
     """FSDP2 and HSDP: free the gathered weights after the forward pass (less memory, one more gather per step)."""
     shard_size: int | None = None
@@ -87,9 +87,9 @@ class Config:
     warmup: float = 0.05
     """Share of the steps in which the learning rate rises."""
     weight_decay: float = 0.1
-    """Decoupled, on tensors of two or more dimensions."""
+    """Decoupled weight decay, on tensors of two or more dimensions."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Of adamw and adams."""
+    """beta1 and beta2 of adamw and adams."""
     clip: float = 1.0
     """Largest norm of the gradient (lower: clipped more); 0: not clipped."""
     seed: int = 0
@@ -99,7 +99,7 @@ class Config:
     ranks: int | None = None
     """Ranks to start on this machine. Default: one per GPU, or 2 on CPU. Under torchrun its ranks are used."""
     ranks_per_node: int | None = None
-    """Of the ranks started here: take them for so many per node (to try out two levels). Default: all on one node."""
+    """Treat the ranks started here as nodes of this many ranks (to try two levels). Default: all on one node."""
     eval_every: int = 100
     """Steps between evaluations (also at the start and at the end); 0: only those two."""
     eval_sequences: int = 64
@@ -109,7 +109,7 @@ class Config:
     keep: int = 2
     """Checkpoints kept (the newest)."""
     resume: str | None = None
-    """A checkpoint folder to go on from, or "latest" of this run's folder."""
+    """A checkpoint folder to continue from, or "latest": the newest of this run's folder."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of the computation; weights and moments are fp32. auto: bf16 on CUDA, fp32 on CPU."""

@@ -1,0 +1,270 @@
+"""README, CONTRIBUTING and docs say what is so: generated parts are fresh, and what they name exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+
+import thinwire
+from ranks import run
+from thinwire.cli import COMMANDS
+from thinwire.lab.cli import Compare, LabRun, method_names
+from thinwire.methods import TABLE, resolve
+from thinwire.train.config import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text()
+
+
+def code(page: Path, language: str | None = None) -> list[str]:
+    """The page's fenced blocks (of one language), and, of any language, its code spans on one line each."""
+    text = text_of(page)
+    found = [body for tongue, body in FENCE.findall(text) if language in (None, tongue)]
+    if language is None:
+        found += [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", FENCE.sub("", text))]
+    return found
+
+
+def shell(page: Path) -> Iterator[list[str]]:
+    """The words of every command in the page."""
+    for block in code(page):
+        for line in block.replace("\\\n", " ").splitlines():
+            for start in re.finditer(r"(?<![\w/.-])(thinwire|python|make|pytest)(?= )", line):
+                try:
+                    yield shlex.split(line[start.start() :], comments=True)
+                except ValueError:
+                    continue
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_parts_are_fresh(figures: ModuleType) -> None:
+    """Red? Run ``python docs/figures.py``."""
+    stale = [page.name for page in figures.pages() if figures.fresh(page.read_text()) != page.read_text()]
+    stale += [name for name in figures.PICTURES if figures.shown(figures.HERE / name) != figures.digest(name)]
+    assert stale == [], "run python docs/figures.py"
+
+
+def test_a_changed_figure_makes_a_page_and_a_picture_stale(figures: ModuleType) -> None:
+    read = figures.read
+
+    def other(name: str) -> list[dict[str, str]]:
+        return [row | {"speed_percent": "99"} if row.get("method") == "bf16" else row for row in read(name)]
+
+    readme = (ROOT / "README.md").read_text()
+    with mock.patch.object(figures, "read", other):
+        assert figures.fresh(readme) != readme
+        assert figures.shown(figures.HERE / "tradeoff.png") != figures.digest("tradeoff.png")
+
+
+def test_every_method_has_its_row_and_every_measurement_its_command(figures: ModuleType) -> None:
+    readme = (ROOT / "README.md").read_text()
+    for cls in TABLE:
+        assert f"| `{cls.name}` {cls.__name__} |" in readme
+    known = {row["setting"]: row for row in figures.read("settings")}
+    for name in ("speed", "loss"):
+        for row in figures.read(name):
+            assert known[row["setting"]]["command"] and known[row["setting"]]["commit"], row
+            resolve(row["method"])
+    assert set(figures.POINTS) <= {cls.name for cls in TABLE}
+    for point in figures.POINTS.values():
+        resolve(point.speed)
+        assert not point.loss or any(row["label"] == point.loss for row in figures.read("loss")), point
+
+
+def test_a_comparison_is_taken_over_with_its_command(figures: ModuleType, tmp_path: Path) -> None:
+    data = shutil.copytree(figures.DATA, tmp_path / "data")
+    summary = {"exposed_ms": 20.0, "encode_ms": 3.0, "decode_ms": 2.0}
+    times = {"none": 100.0, "dense": 400.0, "int8(group=64)": 125.0}
+    runs = [
+        {
+            "method": method, "directory": "run", "summary": {"step_ms": step, **summary}, "step_to_none": step / 100,
+            "link_use": None, "bytes_per_step": {"ledger": 2e6, "kernel": None},
+        }
+        for method, step in times.items()
+    ]  # fmt: skip
+    extra = ["--batch-size", "16", "--optimizer", "adams"]
+    where = {
+        "preset": "net20m",
+        "nodes": 2,
+        "ranks_per_node": 1,
+        "link": "1gbit",
+        "mtu": 9000,
+        "steps": 8,
+        "extra": extra,
+    }
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 8, "tokens": 8 * 2 * 1024}) + "\n")
+    (tmp_path / "report.json").write_text(json.dumps({**where, "runs": runs}))
+    with mock.patch.object(figures, "DATA", data):
+        for _ in range(2):  # a second time it replaces the first
+            figures.take("new", tmp_path)
+        taken, rows = figures.setting("new"), figures.of("speed", "new")
+    assert [(row["method"], row["speed_percent"], row["sent_mb"]) for row in rows] == [
+        ("none", "100", "2.00"), ("dense", "25", "2.00"), ("int8(group=64)", "80", "2.00"),
+    ]  # fmt: skip
+    assert (taken["optimizer"], taken["engine"], taken["tokens_per_rank"]) == ("adams", "ddp", "1024")
+    words = shlex.split(taken["command"])
+    check_flags(words[1:], flags_of(Config))
+    assert "dense,int8(group=64)" in words and "9000" in words and words[-1] == "adams"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_exist(page: Path) -> None:
+    text = text_of(page)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link and not link.startswith("#")]
+    missing = [link for link in links if not (page.parent / link.partition("#")[0]).exists()]
+    for name in re.findall(r"(?<![\w/.-])((?:docs|tests|benchmarks|examples|src)/[\w./*-]*[\w*])", text):
+        if not list(ROOT.glob(name)):
+            missing.append(name)
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_tests_exist(page: Path) -> None:
+    for file, word in re.findall(r"(test_\w+\.py) -k (\w+)", text_of(page)):
+        assert re.search(rf"def test_\w*{word}", (ROOT / "tests" / file).read_text()), f"{file} -k {word}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_public_names_and_their_arguments_exist(page: Path) -> None:
+    text = text_of(page)
+    for name in set(re.findall(r"(?<![\w./])thinwire\.([A-Za-z]\w*)", text)):
+        spec = importlib.util.find_spec(f"thinwire.{name}")
+        defined = f"class {name}(" in text
+        assert name in thinwire.__all__ or spec is not None or defined, f"{page.name}: thinwire.{name}"
+    for call in calls(text):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        known = inspect.signature(getattr(thinwire, name)).parameters
+        for keyword in call.keywords:
+            assert keyword.arg in known, f"{page.name}: {name}({keyword.arg}=)"
+
+
+def calls(text: str) -> Iterator[ast.Call]:
+    """Calls of ``compress`` and ``thinwire.X`` in a page, as far as they can be read."""
+    for start in re.finditer(r"(?<![\w.])(?:thinwire\.[A-Z]\w*|(?:thinwire\.)?compress)\(", text):
+        for end in re.finditer(r"\)", text[start.start() :]):
+            try:
+                found = ast.parse(" ".join(text[start.start() : start.start() + end.end()].split()), mode="eval").body
+            except SyntaxError:
+                continue
+            if isinstance(found, ast.Call):
+                yield found
+            break
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_methods_are_written_as_they_can_be_given(page: Path) -> None:
+    names = "|".join(re.escape(cls.name) for cls in sorted(TABLE, key=lambda cls: -len(cls.name)))
+    spec = re.compile(rf"(?<![\w.:-])(?:{names})(?::[\w.-]*\w)?(?:\([^()]*=[^()]*\))?(?![\w(:=.-])")
+    for block in code(page):
+        for name in spec.findall(block):
+            if "=..." not in name and not name.endswith("=)"):
+                resolve(name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_their_flags_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    train = flags_of(Config)
+    for words in shell(page):
+        program, rest = words[0], words[1:]
+        if program == "make":
+            for word in rest:
+                assert word in targets or "=" in word or not word.isidentifier() or word in ENGLISH, f"make {word}"
+        elif program == "python" and rest[:2] == ["-m", "thinwire"]:
+            check_flags(rest[2:], train)
+        elif program == "python" and rest and rest[0].startswith(("benchmarks/", "docs/")):
+            source = (ROOT / rest[0]).read_text()
+            for flag in flags_in(rest[1:]):
+                assert f'"{flag}"' in source, f"{page.name}: {rest[0]} {flag}"
+        elif program == "thinwire":
+            check_flags(rest, train)
+
+
+ENGLISH = {"sure"}
+
+
+def check_flags(words: list[str], train: set[str]) -> None:
+    if not words or not words[0].isidentifier() or words[0] == "COMMAND":
+        return
+    command, own = words[0], words[1:]
+    assert command in COMMANDS, f"thinwire {command}"
+    after: list[str] = []
+    if "--" in own:
+        own, after = own[: own.index("--")], own[own.index("--") + 1 :]
+    if command == "lab":
+        assert set(flags_in(own)) <= flags_of(LabRun), own
+        if after[:1] == ["thinwire"]:
+            check_flags(after[1:], train)
+        return
+    assert set(flags_in(own)) <= (flags_of(Compare) if command == "compare" else train), own
+    assert set(flags_in(after)) <= train, after
+    if "--methods" in own:
+        for method in method_names(own[own.index("--methods") + 1]):
+            resolve(method)
+
+
+def flags_in(words: list[str]) -> list[str]:
+    return [word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word) and word != "--help"]
+
+
+def flags_of(settings: type) -> set[str]:
+    """As tyro makes them of a dataclass."""
+    names = {knob.name.replace("_", "-") for knob in fields(settings)}
+    return {f"--{name}" for name in names} | {f"--no-{name}" for name in names}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_compiles(page: Path) -> None:
+    for block in code(page, "python"):
+        compile(block, page.name, "exec")
+
+
+def steps_of_the_program_in_readme(rank: int, world: int) -> int:
+    import torch.distributed as dist
+
+    (program,) = code(ROOT / "README.md", "python")
+    names: dict[str, thinwire.Wire] = {}
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+        exec(compile(program, "README.md", "exec"), names)
+    return names["wire"].step - names["wire"].skipped
+
+
+def test_the_program_in_readme_runs() -> None:
+    assert run(steps_of_the_program_in_readme, 2) == [20, 20]
+
+
+@pytest.mark.skipif(not hasattr(TABLE[0], "promise"), reason="methods declare no promise")
+def test_readme_says_what_each_method_promises() -> None:
+    readme = (ROOT / "README.md").read_text()
+    named = set()
+    for kind, items in re.findall(r"^  \* \*\*(\w+)\*\*:(.*?)(?=^ *\*)", readme, re.DOTALL | re.MULTILINE):
+        for spec in re.findall(r"`([^`]+)`", items):
+            assert resolve(spec).promise.kind == kind, spec
+            named.add(spec)
+    assert {cls.name for cls in TABLE} <= named
