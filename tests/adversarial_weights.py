@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from adversarial_laws import LEAST, ROOM, TOP, Array, U, rounding_of
-from thinwire.bucket import Layout, Piece, Shards
+from thinwire.bucket import Layout, Piece, Shard
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Run
@@ -20,12 +20,13 @@ from thinwire.rehearsal import rehearse
 from thinwire.road import Road
 from thinwire.state import State
 from thinwire.testing import LockStep, exchange_on, parameters_for
+from thinwire.weights import Replica
 
 if TYPE_CHECKING:
     from adversarial import Case
 
 
-class Shard:
+class Owner:
     """One rank's weights, and everybody's as it has them."""
 
     def __init__(self, case: Case, world: LockStep, rank: int, make: Callable[[], Method]) -> None:
@@ -39,13 +40,16 @@ class Shard:
             pieces.append(Piece(name, offset, parameter.local))
             offset += parameter.local
         self.pieces, self.rank = tuple(pieces), rank
-        self.out = torch.zeros(case.size * offset)
+        shard = Shard(self.pieces, (), offset, torch.float32)
+        message = self.method.weight_message(shard, rank)
+        self.replica = Replica(message, self.method.state, shard, self.comm, torch.device("cpu"))
+        self.out = self.replica.allocate().zero_()
 
     def gather(self, master: Array, step: int) -> tuple[Array, float]:
         """Everybody's weights (N, n) once this rank's are ``master``, and the bytes that it sent."""
         own = self.out.view(self.comm.size, -1)[self.rank]
         own.copy_(torch.from_numpy(master))
-        work = self.method.gather(Shards(self.pieces, self.comm, own, self.out, step))
+        work = self.replica.gather(self.out, step)
         if work is not None:
             work.wait()
         sent = float(sum(self.ledger.now.bytes.values()))
@@ -55,7 +59,7 @@ class Shard:
     def planned(self) -> float:
         """Bytes of one gathering."""
         numel = sum(piece.numel for piece in self.pieces)
-        layout = Layout((), torch.float32, [(self.pieces, (), numel, torch.float32)], self.comm)
+        layout = Layout((), torch.float32, [Shard(self.pieces, (), numel, torch.float32)], self.comm)
         dense = self.method.dense_among(self.parameters.values())
         road = Road(self.method, dense, self.method.run.exchange, Guard([], False), Ledger())
         return rehearse(layout, [road], self.method.run).weights
@@ -65,8 +69,8 @@ def problems_of(case: Case, make: Callable[[], Method], masters: list[Array]) ->
     """What is wrong with gathering ``masters``, by step (N, n). The last step's hold a value that is not finite."""
     world = LockStep(case.size)
 
-    def body(rank: int) -> tuple[list[tuple[Array, float]], Shard]:
-        shard = Shard(case, world, rank, make)
+    def body(rank: int) -> tuple[list[tuple[Array, float]], Owner]:
+        shard = Owner(case, world, rank, make)
         # the engine asks twice in a step, for the forward and for the backward pass
         return [shard.gather(master[rank], step) for step, master in enumerate(masters) for _ in range(2)], shard
 
@@ -89,10 +93,10 @@ def problems_of(case: Case, make: Callable[[], Method], masters: list[Array]) ->
     return found
 
 
-def _of_one_step(case: Case, shard: Shard, turn: int, master: Array, before: Array, got: Array) -> list[str]:
+def _of_one_step(case: Case, shard: Owner, turn: int, master: Array, before: Array, got: Array) -> list[str]:
     """Bounded error, and what is not finite shows. The first step's weights are the replica that all start from."""
     method, found = shard.method, []
-    follows = method.resident
+    follows = shard.replica.message.resident
     shown = ~np.isfinite(got)
     if (bad := ~np.isfinite(master) & ~shown).any():
         found.append(f"turn {turn}: weights that are not finite are finite on other ranks, at {np.argwhere(bad)[0]}")

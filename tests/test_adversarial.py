@@ -78,7 +78,7 @@ def forgets_a_weight(method: Method) -> Method:
             super()._decode(wire, out, space)
             out[:, 0] = 0
 
-    method.make_weight_codec = lambda shift: Spoilt(method.weight_group, method.weight_bits)
+    method.make_weight_codec = lambda shift=0.0: Spoilt(method.weight_group, method.weight_bits)
     return method
 
 

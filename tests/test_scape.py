@@ -13,10 +13,11 @@ import thinwire
 from engines import build, train
 from independent4 import SCAPE as ScapePaper
 from test_ops_quant import needs_triton, run_python
+from thinwire import weights as replicas
 from thinwire.codecs import Int4, Int8, Residual
 from thinwire.codecs.mask import MaskedIntegers
 from thinwire.errors import ThinwireError
-from thinwire.methods import SCAPE, resolve, scape
+from thinwire.methods import SCAPE, resolve
 from thinwire.methods.base import Parameter, Run
 from thinwire.ops import mask as masks
 from thinwire.ops.mask.reference import flags_of
@@ -315,7 +316,7 @@ def _weights(rank, world):
         for kind in ("fsdp2", "fsdp2-keep"):
             model = build(kind, world)
             optimizer = AdamS(model.parameters(), lr=3e-3, weight_decay=0.3)
-            scape.PEERS = 1 if kind == "fsdp2" else 8  # shards decoded at once
+            replicas.PEERS = 1 if kind == "fsdp2" else 8  # shards decoded at once
             method = f"scape(density=0.1, warmup=3, smallest=100, weights='{weights}')"
             wire = thinwire.compress(model, optimizer, method)
             losses = train(model, optimizer, rank, range(6), wire)

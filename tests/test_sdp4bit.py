@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,17 +16,19 @@ import thinwire
 from engines import adamw, build, same_on_all_ranks, train
 from independent4 import Int4Group, WeightDifference, gather_parts, two_level
 from independent4 import hadamard as rotate
-from models import flat, loss_of
-from thinwire.bucket import Piece, Shards
+from models import Net, flat, loss_of
+from thinwire import weights as replicas
+from thinwire.bucket import Piece, Shard
 from thinwire.codecs.intquant import ShiftedInt8
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
-from thinwire.methods import SDP4Bit, ZeROPP, resolve, sdp4bit
+from thinwire.methods import SDP4Bit, ZeROPP, resolve
 from thinwire.methods.base import Run
-from thinwire.plan import describe
+from thinwire.plan import Plan, describe
 from thinwire.state import State
-from thinwire.testing import ThreadComm, Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
+from thinwire.testing import ThreadComm, ThreadEngine, Threads, exchange_on, parameters_for, reduce_on_threads
 from thinwire.train.models import PRESETS, Decoder
+from thinwire.weights import Replica
 
 GROUP = 128
 
@@ -98,12 +101,15 @@ def weights_on_threads(method_of, masters, *, size: int, steps: int, asks: int =
         for name, count in zip(names, sizes, strict=True):
             pieces.append(Piece(name, column, count))
             column += count
-        out, found = torch.empty(numel), []
+        shard = Shard(tuple(pieces), (), n, torch.float32)
+        message, found = method.weight_message(shard, rank), []
+        replica = Replica(message, method.state, shard, comm, torch.device("cpu"))
         for step in range(steps):
             for _ in range(asks):
+                out = replica.allocate()
                 own = out[rank * n : (rank + 1) * n]
                 own.copy_(torch.from_numpy(masters(step)[rank * n : (rank + 1) * n]))
-                method.gather(Shards(tuple(pieces), comm, own, out, step))
+                replica.gather(out, step)
             found.append((out.clone(), sum(ledger.now.bytes.values())))
             ledger.close_step()
         return found
@@ -246,9 +252,10 @@ def test_bytes_are_the_plans(topology, size, per_node, knobs):
         lambda: SDP4Bit(send=("*",), **knobs), gradients, topology=topology, size=size, per_node=per_node,
         shapes=shapes, steps=2,
     )  # fmt: skip
-    exchange = exchange_on(topology, Threads(size), 0, Ledger(), per_node)
-    method = SDP4Bit(send=("*",), **knobs)
-    planned = plan_of(method, parameters_for(exchange, shapes).values(), exchange).wire_bytes
+    engine, method = ThreadEngine(topology, Threads(size), 0, Ledger(), shapes, per_node), SDP4Bit(send=("*",), **knobs)
+    run = engine.run(weights=engine.weights())
+    method.begin(run)
+    planned = Plan(engine.road(method, run), run).wire_bytes
     assert all(step["bytes"].item() == planned for rank in results for step in rank)
 
 
@@ -260,7 +267,7 @@ def test_bits_per_value_of_a_125m_model():
     with torch.device("meta"):
         model = Decoder(PRESETS["gpt-125m"])
     method, exact, padded, values = SDP4Bit(), [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], 0
-    codecs = (method._weight_codec, method.codec, method.intra_codec)
+    codecs = (method._weight_codec, method.codec, method._intra_codec)
     for parameter, weight in zip(describe(model).values(), model.parameters(), strict=True):
         if method.keep_dense(parameter):
             continue
@@ -276,7 +283,7 @@ def test_bits_per_value_of_a_125m_model():
 
 def _engines(rank, world, kind):
     found = {}
-    sdp4bit.PEERS = 3 if kind == "fsdp2" else 8  # shards decoded at once: of 4, so that some are left over
+    replicas.PEERS = 3 if kind == "fsdp2" else 8  # shards decoded at once: of 4, so that some are left over
     for method in ("sdp4bit:paper(weight_group=32)", "zeropp(smallest=100)", "qsdp(smallest=100)"):
         model = build(kind, world)
         optimizer = adamw(model)
@@ -347,7 +354,7 @@ def _swapped(rank, world):
         net.blocks[1].requires_grad_(False)
 
     for method in ("dense", *EVERY):
-        model = build("fsdp2", world)
+        model = build("fsdp2", world, net=partial(Net, layers=3))  # which has learned something after four steps
         optimizer = _optimizer(method, model)
         wire = thinwire.compress(model, optimizer, method)
         train(model, optimizer, rank, range(4), wire)
@@ -373,7 +380,7 @@ def _swapped(rank, world):
         optimizer.zero_grad()
         losses = train(model, optimizer, rank, range(5, 8), wire)
         wire.close()
-        model = build("fsdp2", world, prepare=freeze)
+        model = build("fsdp2", world, net=partial(Net, layers=3), prepare=freeze)
         optimizer = _optimizer(method, model)
         wire = thinwire.compress(model, optimizer, method)
         frozen = train(model, optimizer, rank, range(6), wire)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -47,6 +47,11 @@ class Piece:
     stride: int = 0
     form: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
+    @property
+    def columns(self) -> slice:
+        """Its consecutive elements."""
+        return slice(self.offset, self.offset + self.numel)
+
     def strided(self, flat: Tensor) -> Tensor:
         """The view of ``flat`` that ``form`` describes."""
         assert self.form is not None
@@ -77,10 +82,6 @@ def padded(span: int, group: int) -> int:
     return -(-span // group) * group
 
 
-PEERS = 8
-"""Shards of weights that are decoded at once. More => fewer kernel launches, more scratch memory (float32)."""
-
-
 class Rows(Protocol):
     """What an exchange needs to know of a bucket."""
 
@@ -93,28 +94,22 @@ class Rows(Protocol):
     def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
 
-@dataclass
-class Shards:
-    """The weights of one module of a sharded engine on their way to all N ranks of ``comm``.
+class Shard(NamedTuple):
+    """Where the parameters of one module of a sharded engine lie in a rank's shard of it.
 
     Attributes:
-        pieces: where each trained parameter lies in a shard. frozen: where each of the others does.
-        own: (n,) this rank's shard, a part of ``out``. out: (N * n,) everybody's, in rank order.
-        step: optimizer steps taken so far: while it stays, so do the weights.
-        changed: they were given other values since the last gather, not by an optimizer step.
+        pieces: the trained ones. frozen: the others.
+        numel: n, values per rank, with the engine's padding. dtype: in which they are gathered.
     """
 
     pieces: tuple[Piece, ...]
-    comm: Comm
-    own: Tensor
-    out: Tensor
-    step: int
-    frozen: tuple[Piece, ...] = ()
-    changed: bool = False
+    frozen: tuple[Piece, ...]
+    numel: int
+    dtype: torch.dtype
 
     @property
-    def module(self) -> tuple[str, ...]:
-        """The names of all parameters, by which a module is known."""
+    def names(self) -> tuple[str, ...]:
+        """Of all parameters: by them a module is known."""
         return tuple(piece.name for piece in (*self.pieces, *self.frozen))
 
 
@@ -124,14 +119,13 @@ class Layout:
 
     Attributes:
         buffers: where the parameters lie in each flat buffer of a backward pass, in order. dtype: of the buffers.
-        shards: of each sharded module: where the trained and the other parameters lie in this rank's shard, the
-            shard's numel and dtype.
+        shards: one of each sharded module.
         comm: the ranks that the weights are sharded over.
     """
 
     buffers: Sequence[tuple[Piece, ...]]
     dtype: torch.dtype
-    shards: Sequence[tuple[tuple[Piece, ...], tuple[Piece, ...], int, torch.dtype]] = ()
+    shards: Sequence[Shard] = ()
     comm: Comm | None = None
 
 

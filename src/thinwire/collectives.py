@@ -22,12 +22,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.bucket import Bucket, Rows
 from thinwire.codecs.base import Codec, Residual, Space
-from thinwire.comm import Comm, CountingComm
+from thinwire.comm import Comm, CountingComm, Work
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.streams import Seeds
@@ -245,7 +244,7 @@ class Exchange(ABC):
             comm.all_gather(rows, rows[comm.rank].clone())
         return rows
 
-    def gather(self, out: Tensor, row: Tensor, *, async_op: bool = False) -> dist.Work | None:
+    def gather(self, out: Tensor, row: Tensor, *, async_op: bool = False) -> Work | None:
         """``out`` (N, m) = everybody's ``row`` (m,). With ``async_op``, wait for the work before reading it."""
         return self._group().all_gather(out, row, async_op=async_op)
 

@@ -16,9 +16,13 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
+
+Work = dist.Work
+"""A collective under way; ``wait()`` ends it."""
 
 # torch 2.13 renamed the two and warns at the old names; 2.11 and 2.12 know only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -64,7 +68,7 @@ class Comm(ABC):
             self._reduce_scatter(out, rows, op)
         return out
 
-    def all_gather(self, out: Tensor, row: Tensor, *, async_op: bool = False) -> dist.Work | None:
+    def all_gather(self, out: Tensor, row: Tensor, *, async_op: bool = False) -> Work | None:
         """``out`` (N, m) = everybody's ``row`` (m,), in rank order. Returns the work to wait for when ``async_op``."""
         if self.size == 1:
             if out.data_ptr() != row.data_ptr():
@@ -103,7 +107,7 @@ class Comm(ABC):
     def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None: ...
 
     @abstractmethod
-    def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> dist.Work | None: ...
+    def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> Work | None: ...
 
     @abstractmethod
     def _all_to_all(self, out: Tensor, rows: Tensor) -> None: ...
@@ -177,7 +181,7 @@ class GroupComm(Comm):
     def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None:
         _reduce_scatter_single(out, rows.view(-1), _OPS[op], group=self.group)
 
-    def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> dist.Work | None:
+    def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> Work | None:
         if row.is_cuda:
             return _all_gather_single(out.view(-1), row, group=self.group, async_op=async_op)
         out = out.view(self.size, -1)
@@ -211,10 +215,10 @@ class GroupComm(Comm):
         return _AllOf([work for work in [*received, *sent] if work is not None])
 
 
-class _AllOf(dist.Work):
+class _AllOf(Work):
     """Several works as one."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
         super().__init__()
         self._works = works
 
@@ -224,10 +228,10 @@ class _AllOf(dist.Work):
         return True
 
 
-class Then(dist.Work):
+class Then(Work):
     """A work, and what has to be done when it is over, by whoever waits for it."""
 
-    def __init__(self, work: dist.Work, then: Callable[[], None]) -> None:
+    def __init__(self, work: Work, then: Callable[[], None]) -> None:
         super().__init__()
         self._work, self._then = work, then
 
@@ -235,6 +239,11 @@ class Then(dist.Work):
         self._work.wait(*timeout)
         self._then()
         return True
+
+
+def local(weight: Tensor) -> Tensor:
+    """This rank's part of a parameter or of its moments: itself, or a DTensor's shard."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def node_numbers(group: dist.ProcessGroup) -> list[int]:

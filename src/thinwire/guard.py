@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm import Comm
-from thinwire.methods.base import local
+from thinwire.comm import Comm, local
 
 
 class Guard:

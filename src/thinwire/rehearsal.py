@@ -21,17 +21,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from thinwire.bucket import Layout, Piece, Shards
+from thinwire.bucket import Layout, Piece
 from thinwire.collectives import Exchange
-from thinwire.comm import Comm, CountingComm
+from thinwire.comm import Comm, CountingComm, local
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.ledger import Step as Account
 from thinwire.memory import Memory
-from thinwire.methods.base import Method, Parameter, Run, Step, local
+from thinwire.methods.base import Method, Parameter, Run, Step
 from thinwire.ops.backends import launches
 from thinwire.road import Road, Stage
 from thinwire.state import State
+from thinwire.weights import Replica
 
 META = torch.device("meta")
 
@@ -191,18 +192,26 @@ class _Play:
         self._road = self._double(road, run, offloads)
         self.method = self._road.last.method
         self._buffers = [self._buffer(pieces) for pieces in layout.buffers]
-        self._gathers: list[Shards] = []
+        self._gathers: list[tuple[Replica, Tensor]] = []  # and where it puts everybody's weights
 
     def open(self) -> None:
         """What the engine keeps for the method's sake."""
-        if self.method.encodes_weights and self._layout.comm is not None:
-            self._gathers = self._shards(CountingComm.like(self._layout.comm, self._ledger))
+        if not self.method.encodes_weights or self._layout.comm is None:
+            return
+        comm = CountingComm.like(self._layout.comm, self._ledger)
+        for shard in self._layout.shards:
+            message = self.method.weight_message(shard, comm.rank)
+            replica = Replica(message, self.method.state, shard, comm, self._device)
+            out = replica.allocate()
+            if not replica.message.resident:
+                self._lend(out)
+            self._gathers.append((replica, out))
 
     def gather(self, number: int) -> Account:
         """One gathering of all weights in step ``number``: what that alone has sent."""
         before = copy.deepcopy(self._ledger.now)
-        for shards in self._gathers:
-            self.method.gather(replace(shards, step=number))
+        for replica, out in self._gathers:
+            replica.gather(out, number)
         now = self._ledger.now
         found = Account()
         for key, value in now.bytes.items():
@@ -259,16 +268,6 @@ class _Play:
         out = torch.zeros(pieces[0].stride, dtype=dtype, device=device) if pieces[0].stride else flat
         self._lend(flat, out)
         return flat, out, pieces
-
-    def _shards(self, comm: Comm) -> list[Shards]:
-        """The weights of every module on their way."""
-        found = []
-        for pieces, frozen, numel, dtype in self._layout.shards:
-            out = torch.empty(comm.size * numel, dtype=dtype, device=self._device)
-            if not self.method.resident:
-                self._lend(out)
-            found.append(Shards(pieces, comm, out[comm.rank * numel : (comm.rank + 1) * numel], out, 0, frozen))
-        return found
 
 
 class _State(State):

@@ -29,9 +29,13 @@ class State:
 
     Kinds named in ``offload`` live in (pinned) CPU memory: what ``read`` and ``write`` give is then one of two staging
     buffers on the bucket's device, good until the next ``read``, and ``put_back`` says when the second one is filled.
+
+    Attributes:
+        loads: how often a saved state was loaded.
     """
 
     def __init__(self, offload: Collection[str] = ()) -> None:
+        self.loads = 0
         self._offload = frozenset(offload)
         self._stages: dict[tuple[str, torch.device], Tensor] = {}  # as large as the largest bucket
         self._home: dict[tuple[str, str], tuple[object, Segment]] = {}  # (kind, parameter) -> bucket's key, and columns
@@ -148,6 +152,7 @@ class State:
         for store in (self._home, self._current, self._staged, self._earlier, self._spare, self._small_staged,
                       self._small_earlier, self._loose, self._small):  # fmt: skip
             store.clear()
+        self.loads += 1
         for key, tensor in values.items():
             kind, _, name = key.removeprefix(_SMALL).partition("/")
             store = self._small if key.startswith(_SMALL) else self._loose

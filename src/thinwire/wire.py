@@ -319,7 +319,7 @@ class Wire:
 
     def memory_bytes(self) -> int:
         """What this rank holds now for the method: state, workspaces of buckets and codecs, weights kept for it."""
-        return held(self._device, self._road, getattr(self.engine, "resident", None))
+        return held(self._device, self._road, getattr(self.engine, "replicas", None))
 
     def last_step(self) -> dict:
         """As ``stats``, of the last optimizer step alone."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from thinwire.bucket import Layout
 from thinwire.collectives import Exchange
-from thinwire.comm import Comm, GroupComm
+from thinwire.comm import Comm, GroupComm, local
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Method, Parameter, local
+from thinwire.methods.base import Method, Parameter
 
 if TYPE_CHECKING:
     from thinwire.road import Levels, Road

@@ -19,15 +19,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from thinwire.bucket import Layout, Piece, Shards
+from thinwire.bucket import Layout, Piece, Shard
 from thinwire.collectives import AllReduce, Exchange, ReduceScatter
-from thinwire.comm import Comm, GroupComm
+from thinwire.comm import Comm, GroupComm, Work
 from thinwire.errors import ThinwireError
 from thinwire.integrations.base import all_zero, split_by_node, wants_two_levels
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter
 from thinwire.plan import clean_name, describe
 from thinwire.road import Levels, Regroup, Road, Stage
+from thinwire.weights import Replica
 
 if TYPE_CHECKING:
     from thinwire.turn import Turn
@@ -178,9 +179,9 @@ class FSDP2:
                 module.set_all_reduce_hook(link.all_reduce_hook(road.last))
 
     @property
-    def resident(self) -> list[Tensor]:
-        """The gathered weights that are kept for the method."""
-        return [gather._resident for gather in self._gathers if gather._resident is not None]
+    def replicas(self) -> list[Replica]:
+        """The weights whose gathers the method has a hand in."""
+        return [gather.replica for gather in self._gathers if gather.replica is not None]
 
     def layout(self) -> Layout:
         """One buffer and one shard per FSDP module, last module first, if every parameter has a gradient."""
@@ -193,7 +194,7 @@ class FSDP2:
                 buffers.append(link.place(trained, comm.size))
             dtype = link.group.mp_policy.param_dtype or params[0].sharded_param.dtype
             numel = sum(math.prod(param.padded_sharded_param_size) for param in params)
-            shards.append((*link.shard(numel), numel, dtype))
+            shards.append(link.shard(numel, dtype))
         dtype = self.wire_dtype or next(iter(self.parameters.values())).dtype
         return Layout(buffers, dtype, shards, comm)
 
@@ -235,18 +236,18 @@ class FSDP2:
 
     def stepping(self) -> None:
         """An optimizer is about to give the weights new values; any others that they were given are news."""
-        for gather in self._gathers:
-            gather.look()
+        for replica in self.replicas:
+            replica.look()
 
     def stepped(self) -> None:
         """The optimizer has done so."""
-        for gather in self._gathers:
-            gather.version = gather.link.version()
+        for replica in self.replicas:
+            replica.stepped()
 
     def weights_changed(self) -> None:
         """They were, and torch may not have noticed."""
-        for gather in self._gathers:
-            gather.changed = True
+        for replica in self.replicas:
+            replica.changed = True
 
 
 def _has_own_gradient(fsdp_param: Any) -> bool:
@@ -331,8 +332,8 @@ class _GroupLink:
         shards = [fsdp_param.sharded_param for fsdp_param in self.group.fsdp_params]
         return sum(shard._version + cast(Any, shard)._local_tensor._version for shard in shards)
 
-    def shard(self, numel: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        """Where each trained parameter, and each of the others, lies in this rank's shard of ``numel`` values."""
+    def shard(self, numel: int, dtype: torch.dtype) -> Shard:
+        """Where each parameter lies in this rank's shard of ``numel`` values, gathered in ``dtype``."""
         trained, frozen, column = [], [], 0
         for fsdp_param in self.group.fsdp_params:
             width = math.prod(fsdp_param.padded_sharded_param_size)
@@ -350,7 +351,7 @@ class _GroupLink:
         if column != numel:
             names = ", ".join(piece.name for piece in trained)
             raise ThinwireError(f"FSDP2 gathers {numel} values per rank, but the shards of {names} have {column}")
-        return tuple(trained), tuple(frozen)
+        return Shard(tuple(trained), tuple(frozen), numel, dtype)
 
     def _name(self, fsdp_param: Any) -> str:
         known = self.engine.parameters.get(id(fsdp_param.sharded_param))
@@ -425,62 +426,59 @@ class _ReduceScatter:
 class _AllGather:
     """What torch calls instead of its own all-gather of the weights.
 
-    torch asks for the buffer, copies this rank's shard to its place there, and calls. Where the method wants what it
-    gathered last to be there (``resident``), it is handed the same buffer every time.
+    torch asks for the buffer, copies this rank's shard to its place there, and calls. Where the method encodes weights,
+    both are the replica's.
     """
 
     def __init__(self, link: _GroupLink, road: Road) -> None:
-        self.link, self.road = link, road
-        self.engine = link.engine
-        self._resident: Tensor | None = None
-        self.version: int | None = None  # of the weights, when they were last right
-        self.changed = False  # they were given values by something else than an optimizer since the last gather
+        self.link, self.road, self.engine = link, road, link.engine
+        self.replica: Replica | None = None
 
-    def look(self) -> None:
-        """Note whether something has changed the weights."""
-        now = self.link.version()
-        self.changed, self.version = self.changed or now != self.version, now
-
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not self.engine.method.resident or self.link.group.is_sharded_post_forward:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if not self._encoded:
             return torch.empty(*size, dtype=dtype, device=device)
-        if self._resident is None or self._resident.dtype != dtype or self._resident.device != device:
-            self._resident = torch.empty(*size, dtype=dtype, device=device)
-        return self._resident
+        method = self.engine.method
+        if dtype == torch.uint8:
+            raise ThinwireError(
+                f"{method} encodes weights, and the parameters of one FSDP module have several dtypes: give them one, "
+                "or MixedPrecisionPolicy(param_dtype=...)"
+            )
+        comm = self.engine.comm(self.link.group.mesh_info.shard_process_group)
+        shard = self.link.shard(math.prod(size) // comm.size, dtype)
+        if self.replica is None or (self.replica.shard, self.replica.device) != (shard, device):
+            message = method.weight_message(shard, comm.rank)
+            self.replica = Replica(message, method.state, shard, comm, device, self.link.version)
+        return self.replica.allocate()
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> dist.Work | None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> Work | None:
         comm, ledger = self.engine.comm(group), self.engine.ledger
         ledger.count_dense((comm.size - 1) * input_tensor.nbytes)
         began = time.perf_counter()
         with ledger.weights(), torch.no_grad():
-            work = self._gather(output_tensor, input_tensor, comm, async_op)
+            if self.replica is not None and self._encoded:
+                # While some optimizers have stepped and others have not, weights change without a step being over.
+                unsettled = self.link.turn.open
+                work = self.replica.gather(output_tensor, self.road.step, unsettled=unsettled, async_op=async_op)
+            else:
+                work = comm.all_gather(output_tensor, input_tensor, async_op=async_op)
         if input_tensor.is_cuda:
             return work
         ledger.add("exposed", time.perf_counter() - began)
         return None if work is None else _TimedWork(work, ledger)
 
-    def _gather(self, out: Tensor, own: Tensor, comm: Comm, async_op: bool) -> dist.Work | None:
-        method = self.engine.method
-        if out.dtype == torch.uint8 and method.encodes_weights:
-            raise ThinwireError(
-                f"{method} encodes weights, and the parameters of one FSDP module have several dtypes: give them one, "
-                "or MixedPrecisionPolicy(param_dtype=...)"
-            )
-        # After ``reshard_after_forward=<int>`` fewer ranks gather what the first gather of the step has left them.
-        if self.link.group.is_sharded_post_forward or not method.encodes_weights:
-            return comm.all_gather(out, own, async_op=async_op)
-        self.look()
-        # While some optimizers have stepped and others have not, the weights change without a step being over.
-        changed, self.changed = self.changed or self.link.turn.open, self.link.turn.open
-        trained, frozen = self.link.shard(own.numel())
-        shards = Shards(trained, comm, own, out, self.road.step, frozen, changed)
-        return method.gather(shards, async_op=async_op)
+    @property
+    def _encoded(self) -> bool:
+        """Are we asked for weights that the method encodes?
+
+        After ``reshard_after_forward=<int>`` fewer ranks gather what the first gather of the step has left them.
+        """
+        return self.engine.method.encodes_weights and not self.link.group.is_sharded_post_forward
 
 
-class _TimedWork(dist.Work):
-    """A work whose wait is written down as exposed time. (FSDP2 waits only for what is a ``dist.Work``.)"""
+class _TimedWork(Work):
+    """A work whose wait is written down as exposed time. (FSDP2 waits only for what is a ``Work``.)"""
 
-    def __init__(self, work: dist.Work, ledger: Ledger) -> None:
+    def __init__(self, work: Work, ledger: Ledger) -> None:
         super().__init__()
         self._work, self._ledger = work, ledger
 

@@ -9,16 +9,15 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from thinwire.bucket import Bucket, Shards
+from thinwire.bucket import Bucket, Shard
 from thinwire.codecs.base import Codec, Residual
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
 from thinwire.state import State
+from thinwire.weights import Message
 
 SMALL = 64 * 1024
 """Elements below which a tensor is not worth compressing: 0.3% of a model's values, most of an 8-bit wire's error."""
@@ -192,7 +191,7 @@ class Method:
 
     * ``reduce(bucket, exchange)``: gradients. Compensate, choose a codec, exchange.
     * ``before_step(step)`` and ``after_step(step)``: around each optimizer step whose gradients were finite.
-    * ``gather(shards)``: weights, where the engine shards them.
+    * ``weight_message(shard, rank)``: weights, where the engine shards them.
 
     What it remembers between steps goes to ``self.state``, which forgets a step that turned out not to be finite.
 
@@ -357,19 +356,11 @@ class Method:
 
     @property
     def encodes_weights(self) -> bool:
-        """Does ``gather`` send anything but the weights themselves?"""
+        """Does anything but the weights themselves travel where the engine shards them?"""
         return False
 
-    @property
-    def resident(self) -> bool:
-        """Does what ``gather`` wrote last have to be there the next time? Costs a copy of the weights in memory."""
-        return False
-
-    def gather(self, shards: Shards, *, async_op: bool = False) -> dist.Work | None:
-        """``shards.out`` = everybody's ``shards.own`` of the weights; called only if ``encodes_weights``.
-
-        With ``async_op`` it may return a work instead, whose ``wait`` completes it. ``own`` lies in ``out``.
-        """
+    def weight_message(self, shard: Shard, rank: int) -> Message:
+        """What travels of a module's weights, of which ``rank`` owns ``shard``; called only if ``encodes_weights``."""
         raise NotImplementedError
 
     def state_changed(self) -> None:
@@ -384,11 +375,6 @@ class Method:
 def columns_of(parameter: Parameter, exchange: Exchange, rows: int) -> int:
     """Values of ``parameter`` in one of a bucket's ``rows`` rows, before padding."""
     return parameter.local if exchange.owner else -(-parameter.local // rows)
-
-
-def local(weight: Tensor) -> Tensor:
-    """This rank's part of a parameter or of its moments: itself, or a DTensor's shard."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def refuse_scaled_apart(method: str, run: Run) -> None:

@@ -29,8 +29,9 @@ from thinwire.bucket import Bucket
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.dct import DctTopK
 from thinwire.collectives import Exchange
+from thinwire.comm import local
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Promise, Run, Step, local, refuse_scaled_apart
+from thinwire.methods.base import ErrorFeedback, Promise, Run, Step, refuse_scaled_apart
 
 PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -38,6 +38,7 @@ from thinwire.bucket import Bucket, Segment
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.sign import SCALES, Sign
 from thinwire.collectives import Exchange
+from thinwire.comm import local
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import (
     SMALL,
@@ -50,7 +51,6 @@ from thinwire.methods.base import (
     check_start,
     exempt_small,
     first_step,
-    local,
     refuse_chunks,
     refuse_scaled_apart,
 )

@@ -29,8 +29,9 @@ from thinwire.bucket import Bucket, padded
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
+from thinwire.comm import local
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Step, check_density, columns_of, local
+from thinwire.methods.base import ErrorFeedback, Step, check_density, columns_of
 from thinwire.ops import mask as masks
 
 WORD = 64  # mask bits per int64

@@ -32,15 +32,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.bucket import PEERS, Bucket, Piece, Segment, Shards, padded
+from thinwire.bucket import Bucket, Piece, Segment, Shard, padded
 from thinwire.codecs.base import Residual
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.collectives import Exchange
-from thinwire.comm import Then
+from thinwire.comm import Work, local
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import (
     EXACT,
@@ -57,12 +56,12 @@ from thinwire.methods.base import (
     columns_of,
     exempt_small,
     first_step,
-    local,
     refuse_chunks,
 )
 from thinwire.ops import mask as masks
 from thinwire.ops import moments
 from thinwire.optim import AdamS
+from thinwire.weights import Message
 
 WORD = masks.WORD
 LISTED = 1 / 32
@@ -125,14 +124,13 @@ class SCAPE(Method):
         if self.weights not in ("masked", "dense"):
             raise ThinwireError(f"scape: weights is 'masked' or 'dense', got '{self.weights}'")
         # Of a parameter's last exchange: step, masks (R, w) or None for all ones, values at each row's mask.
-        self._used: dict[str, tuple[int, Tensor | None, int]] = {}
+        self.used: dict[str, tuple[int, Tensor | None, int]] = {}
         self._chosen: dict[str, int] = {}  # the step for whose density a parameter's mask was chosen
-        self._keep: dict[str, float] = {}  # what the last step left of a weight off the mask
-        self._gathered: dict[object, tuple[int, int]] = {}  # by module: which buffer has the weights of which step
+        self.keep: dict[str, float] = {}  # what the last step left of a weight off the mask
         self._given: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
         self._clipped: dict[object, tuple[Bucket, Tensor]] = {}  # this step's gradients, before they were clipped
         self._send: Tensor | None = None  # the masks that this rank has chosen for the next step
-        self._work: dist.Work | None = None  # everybody's, under way
+        self._work: Work | None = None  # everybody's, under way
         self._deciders: list[list[str]] = []
 
     @property
@@ -218,8 +216,8 @@ class SCAPE(Method):
             optimizer.given[step.weights[name]] = given
         for name, weight in step.weights.items():
             if weight.grad is None:  # it is not stepped, and does not decay either
-                self._used.pop(name, None)
-        self._keep = {
+                self.used.pop(name, None)
+        self.keep = {
             name: 1 - float(group["lr"]) * group["weight_decay"] for name, (_, group) in step.held.items()
         }
 
@@ -277,83 +275,17 @@ class SCAPE(Method):
         """On HSDP a rank does not know the masks of the other shards of its node: there they are gathered whole."""
         return self.weights == "masked" and self.density < 1 and self.run.exchange.owner and self.run.hop == 1
 
-    @property
-    def resident(self) -> bool:
-        return self.encodes_weights
-
     def state_changed(self) -> None:
         self._chosen.clear()
-        self._gathered.clear()
-        self._used.clear()
+        self.used.clear()
 
-    def gather(self, shards: Shards, *, async_op: bool = False) -> dist.Work | None:
-        if shards.own.dtype != torch.float32:
+    def weight_message(self, shard: Shard, rank: int) -> Message:
+        if shard.dtype != torch.float32:
             raise ThinwireError(
-                f"scape keeps gathered weights up to date in float32, and FSDP2 gathers them in {shards.own.dtype}: "
+                f"scape keeps gathered weights up to date in float32, and FSDP2 gathers them in {shard.dtype}: "
                 "leave param_dtype out of MixedPrecisionPolicy, or use weights='dense'"
             )
-        had, now = self._gathered.get(shards.module), (shards.out.data_ptr(), shards.step)
-        if shards.changed:
-            had = None
-        self._gathered[shards.module] = now
-        if had == now or (had is not None and had[0] == now[0] and not shards.pieces):
-            return None
-        used = [self._used.get(piece.name) for piece in shards.pieces]
-        stale = any(found is not None and found[0] != shards.step - 1 for found in used)
-        if stale or had != (now[0], shards.step - 1):
-            return shards.comm.all_gather(shards.out, shards.own, async_op=async_op)
-        parts = [(piece, None if found is None else found[1]) for piece, found in zip(shards.pieces, used, strict=True)]
-        sizes = [
-            piece.numel if found is None or found[1] is None else found[2]
-            for piece, found in zip(shards.pieces, used, strict=True)
-        ]
-        return self._gather_masked(shards, parts, sizes, async_op)
-
-    def _gather_masked(
-        self, shards: Shards, parts: list[tuple[Piece, Tensor | None]], sizes: list[int], async_op: bool
-    ) -> dist.Work | None:
-        """Values at the mask, and all of what is dense or has no mask yet, in one float32 message."""
-        comm, device = shards.comm, shards.own.device
-        message = torch.empty((1, sum(sizes)), device=device)
-        with comm.ledger.span("encode", message):
-            for (piece, words), values in zip(parts, message.split(sizes, 1), strict=True):
-                own = shards.own[piece.offset : piece.offset + piece.numel]
-                if words is None:
-                    values[0].copy_(own)
-                else:
-                    mask = words[comm.rank : comm.rank + 1]
-                    masks.gather_keep(self._padded(own.unsqueeze(0)), None, mask, values, None)
-        everybody = torch.empty((comm.size, sum(sizes)), device=device)
-        work = comm.all_gather(everybody, message[0], async_op=async_op and not message.is_cuda)
-
-        def receive() -> None:
-            with comm.ledger.span("decode", message), torch.no_grad():
-                rows = shards.out.view(comm.size, -1)
-                # Not this rank's own: there the engine has put the weights themselves.
-                spans = [(first, min(first + PEERS, comm.rank)) for first in range(0, comm.rank, PEERS)]
-                spans += [(first, min(first + PEERS, comm.size)) for first in range(comm.rank + 1, comm.size, PEERS)]
-                for peers in (slice(*span) for span in spans):
-                    for (piece, words), values in zip(parts, everybody[peers].split(sizes, 1), strict=True):
-                        target = rows[peers, piece.offset : piece.offset + piece.numel]
-                        if words is None:
-                            target.copy_(values)
-                            continue
-                        rest, payload = self._padded(target), torch.empty_like(values)
-                        masks.gather_keep(rest, None, words[peers], payload, rest)
-                        fresh = masks.scatter(payload.copy_(values), words[peers], torch.empty_like(rest))
-                        target.copy_(fresh.add_(rest, alpha=self._keep[piece.name])[:, : piece.numel])
-
-        if work is None:
-            receive()
-            return None
-        return Then(work, receive)
-
-    @staticmethod
-    def _padded(values: Tensor) -> Tensor:
-        """A copy of ``values`` (R, n) in rows of whole mask words, zeros behind."""
-        rows = values.new_zeros((len(values), padded(values.shape[1], WORD)))
-        rows[:, : values.shape[1]].copy_(values)
-        return rows
+        return _AtMask(self, shard.pieces, rank)
 
     @property
     def cycle(self) -> Mapping[int, float]:
@@ -514,7 +446,7 @@ class SCAPE(Method):
         for segment, at, words in self._segments(bucket, self._words(bucket, exchange, codec)):
             moment = self._moment(segment)
             masks_of_all = None if codec is None else codec.words[:, segment.groups(WORD)]
-            self._used[segment.name] = bucket.step, masks_of_all, self._count(segment)
+            self.used[segment.name] = bucket.step, masks_of_all, self._count(segment)
             if exchange.owner:
                 moments.rejoin(bucket.mean[0, at], common[0, at], moment, words, self.beta1, waits[0, at])
             self._given[segment.name] = given[0, segment.start : segment.start + moment.numel()]
@@ -530,6 +462,55 @@ class SCAPE(Method):
         if found is None:
             return torch.zeros(local(weight).numel(), device=local(weight).device)
         return local(found).reshape(-1).float()
+
+
+class _AtMask(Message):
+    """One module's weights at the mask, and all of what is dense or has no mask yet: float32 (Alg. 2, l. 6-7)."""
+
+    exact = True
+
+    def __init__(self, method: SCAPE, pieces: tuple[Piece, ...], rank: int) -> None:
+        self._method, self._pieces, self._rank = method, pieces, rank
+        self._parts: list[tuple[Piece, Tensor | None]] = []  # and its masks (R, w) in the last message
+        self._sizes: list[int] = []  # values of each in a message
+
+    def reaches(self, since: int, step: int) -> bool:
+        used = (self._method.used.get(piece.name) for piece in self._pieces)
+        return since == step - 1 and all(found is None or found[0] == since for found in used)
+
+    def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
+        self._parts, self._sizes = [], []
+        for piece in self._pieces:
+            _, words, count = self._method.used.get(piece.name, (step, None, piece.numel))
+            self._parts.append((piece, words))
+            self._sizes.append(piece.numel if words is None else count)
+        message = own.new_empty(sum(self._sizes))
+        for (piece, words), values in zip(self._parts, message.split(self._sizes), strict=True):
+            if words is None:
+                values.copy_(own[piece.columns])
+            else:
+                mine = words[self._rank : self._rank + 1]
+                masks.gather_keep(_in_words(own[piece.columns].unsqueeze(0)), None, mine, values.unsqueeze(0), None)
+        return message
+
+    def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
+        """w at the mask as it was sent; off the mask m' is 0, and w = (1 - lr decay) w (l. 19-21)."""
+        for (piece, words), values in zip(self._parts, messages.split(self._sizes, 1), strict=True):
+            target = rows[:, piece.columns]
+            if words is None:
+                target.copy_(values)
+                continue
+            rest, payload = _in_words(target), torch.empty_like(values)
+            masks.gather_keep(rest, None, words[peers], payload, rest)
+            fresh = masks.scatter(payload.copy_(values), words[peers], torch.empty_like(rest))
+            target.copy_(fresh.add_(rest, alpha=self._method.keep[piece.name])[:, : piece.numel])
+
+
+def _in_words(values: Tensor) -> Tensor:
+    """A copy of ``values`` (R, n) in rows of whole mask words, zeros behind."""
+    rows = values.new_zeros((len(values), padded(values.shape[1], WORD)))
+    rows[:, : values.shape[1]].copy_(values)
+    return rows
 
 
 def _is_part(tensor: Tensor) -> bool:

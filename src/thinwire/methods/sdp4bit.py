@@ -21,25 +21,25 @@ with. It is sent to once per optimizer step, whatever the engine asks for; a ski
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.bucket import PEERS, Bucket, Piece, Shards, padded
+from thinwire.bucket import Bucket, Piece, Shard, padded
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.grouped import GroupedBytes
 from thinwire.codecs.intquant import ROUNDINGS, Integers, ShiftedInt8
 from thinwire.collectives import Exchange
-from thinwire.comm import Then
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import CONSERVES, SMALL, Method, Parameter, Promise, Rounding, check_smallest, exempt_small
 from thinwire.ops.quant import ORDER
 from thinwire.streams import Seeds, seed_of
+from thinwire.weights import Message
 
 WEIGHTS = ("difference", "plain", "dense")
 _EVERYTHING = {"send": ("*",)}
@@ -103,8 +103,7 @@ class SDP4Bit(Method):
             raise ThinwireError(f"{self.name}: group must be 1 value or more, got {self.group}")
         self._intra_codec = self._gradients(self.intra_bits)
         self._weight_codec = self.make_weight_codec()
-        self._replicas: dict[tuple[str, ...], _Replica] = {}
-        self._scratch = torch.empty(0)
+        self._messages: dict[tuple[str, ...], _Quantized] = {}  # by module
         self._bits: dict[str, tuple[int, int]] = {}  # of each parameter: bits sent, values
 
     @property
@@ -146,6 +145,10 @@ class SDP4Bit(Method):
     def intra(self) -> SDP4Bit:
         return replace(self, bits=self.intra_bits, weights="dense")
 
+    @property
+    def granule(self) -> int:
+        return math.lcm(1 if self.codec is None else self.codec.group, self._intra_codec.group)  # either may be due
+
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
 
@@ -168,28 +171,9 @@ class SDP4Bit(Method):
     def encodes_weights(self) -> bool:
         return self.weights != "dense"
 
-    @property
-    def resident(self) -> bool:
-        return self.weights == "difference"
-
-    def gather(self, shards: Shards, *, async_op: bool = False) -> dist.Work | None:
-        key = shards.module
-        if key not in self._replicas:
-            self._replicas[key] = _Replica(self, shards)
-        replica = self._replicas[key]
-        shift = seed_of(self.run.seed, f"shift/{key}", shards.step) / 2**63 - 0.5
-        codec, stream = self.make_weight_codec(shift), f"weights/{shards.comm.rank}"
-        seed = Seeds(tuple(
-            (first, last, seed_of(self.run.seed, f"{stream}/{name}", shards.step))
-            for first, last, name in replica.columns
-        )) if codec.draws else None  # fmt: skip
-        if self.weights == "plain":
-            return replica.send(shards, codec, seed, async_op)
-        return replica.follow(shards, codec, seed, async_op)
-
-    def state_changed(self) -> None:
-        for replica in self._replicas.values():
-            replica.step = None
+    def weight_message(self, shard: Shard, rank: int) -> Message:
+        self._messages[shard.names] = _Quantized(self, shard, rank)
+        return self._messages[shard.names]
 
     def facts(self) -> dict[str, float]:
         """Bits per value, with scales and padding; of weights also what stays dense among them."""
@@ -197,166 +181,77 @@ class SDP4Bit(Method):
         if self._bits:
             bits, values = (sum(column) for column in zip(*self._bits.values(), strict=True))
             found["bits per gradient" if self.run.hop == 1 else "bits per gradient, across"] = bits / values
-        sent = [replica for replica in self._replicas.values() if replica.bits]
+        sent = [message for message in self._messages.values() if message.bits]
         if sent:
             found["bits per weight"] = sum(of.bits for of in sent) / sum(of.values for of in sent)
         return found
 
-    def scratch(self, rows: int, width: int, device: torch.device) -> Tensor:
-        """(rows, width) float32 for decoded shards, with which all modules take turns."""
-        if self._scratch.numel() < rows * width or self._scratch.device != device:
-            self._scratch = torch.empty(rows * width, device=device)
-        return self._scratch[: rows * width].view(rows, width)
 
-
-class _Replica:
-    """All ranks' weights of one FSDP module as all ranks have them, and the message that moves them on.
+class _Quantized(Message):
+    """One module's weights, or what has changed of them, in few bits; what stays dense travels behind as it is.
 
     Attributes:
-        step: optimizer steps taken when the weights were last sent; None: never, or they are no longer ours.
         bits, values: of the last message.
     """
 
-    def __init__(self, method: SDP4Bit, shards: Shards) -> None:
-        self._method, self.state = method, method.state
-        self.names = [piece.name for piece in shards.pieces]
-        self.step: int | None = None
+    def __init__(self, method: SDP4Bit, shard: Shard, rank: int) -> None:
+        self.resident = method.weights == "difference"
         self.bits = self.values = 0
-        self._sent: list[tuple[Piece, int]] = []  # and its first column among the values to encode
-        self._kept: list[tuple[Piece, int]] = []  # and its first byte in the message, behind what is encoded
-        width = 0
-        kept: list[Piece] = []
-        for piece in shards.pieces:
-            if method.keep_dense(method.run.parameters[piece.name]) is None:
-                self._sent.append((piece, width))
-                width += padded(piece.numel, method.weight_group)
-            else:
-                kept.append(piece)
-        if not method.resident:
-            kept += shards.frozen
-        place = self._encoded = method._weight_codec.wire_bytes(width)
+        self._make_codec, self._seed = method.make_weight_codec, method.run.seed
+        self._rank, self._module = rank, shard.names
+        self._codec = method.make_weight_codec()  # of the last message
+        encoded = [piece for piece in shard.pieces if method.keep_dense(method.run.parameters[piece.name]) is None]
+        kept = [piece for piece in shard.pieces if piece not in encoded]
+        kept += [] if self.resident else shard.frozen
+        self._encoded: list[tuple[Piece, int]] = []  # and its first column among the values to encode
+        self._width = 0
+        for piece in encoded:
+            self._encoded.append((piece, self._width))
+            self._width += padded(piece.numel, method.weight_group)
+        self._kept: list[tuple[Piece, slice]] = []  # and its bytes in the message, behind what is encoded
+        end = self._head = self._codec.wire_bytes(self._width)
         for piece in kept:
-            self._kept.append((piece, place))
-            place += piece.numel * shards.own.element_size()
-        device = shards.own.device
-        self._values = torch.zeros((1, width), device=device)  # float32
-        self._message = torch.zeros(padded(place, 4), dtype=torch.uint8, device=device)
-        self._everybody = torch.zeros((shards.comm.size, len(self._message)), dtype=torch.uint8, device=device)
-        self._own: Tensor | None = None  # this rank's row of the replica
-        self._out: Tensor | None = None
+            first, end = end, end + piece.numel * shard.dtype.itemsize
+            self._kept.append((piece, slice(first, end)))
+        self._length = padded(end, 4)
 
-    @property
-    def columns(self) -> list[tuple[int, int, str]]:
-        """First and last column of each parameter among the values to encode."""
-        group = self._method.weight_group
-        return [(first, first + padded(piece.numel, group), piece.name) for piece, first in self._sent]
+    def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
+        """d = Q(w - r), or Q(w) (Alg. 4, l. 7)."""
+        self._codec = self._make_codec(seed_of(self._seed, f"shift/{self._module}", step) / 2**63 - 0.5)
+        values = torch.zeros((1, self._width), device=own.device)  # float32
+        for piece, first in self._encoded:
+            target = values[0, first : first + piece.numel]
+            if held is None:
+                target.copy_(own[piece.columns])
+            else:
+                torch.sub(own[piece.columns], held[piece.columns], out=target)
+        message = torch.zeros(self._length, dtype=torch.uint8, device=own.device)
+        if self._encoded:
+            self._codec.encode(values, message[: self._head].view(1, -1), seed=self._seeds(step))
+        for piece, at in self._kept:
+            message[at].view(own.dtype).copy_(own[piece.columns])
+        self.bits, self.values = 8 * len(message), sum(piece.numel for piece, _ in (*self._encoded, *self._kept))
+        return message
 
-    def follow(self, shards: Shards, codec: Codec, seed: Seeds | None, async_op: bool) -> dist.Work | None:
-        """Send the difference, once per optimizer step."""
-        if self._own is None or self._out is None or self._out.data_ptr() != shards.out.data_ptr():
-            self._own, self._out, self.step = shards.own.clone(), shards.out, None
-        elif shards.changed and self.step is not None:  # a copy that was just loaded, and not used yet, is kept
-            self.step = None
-            for name in self.names:
-                self.state.discard("replica", name)
-        if self.step is None and self._share(shards) == shards.step:
-            self._remember(shards.step)
+    def _seeds(self, step: int) -> Seeds | None:
+        if not self._codec.draws:
             return None
-        if self.step == shards.step or not self.names:
-            shards.own.copy_(self._own)  # the engine has put the master there
-            return None
-        for piece, column in self._sent:
-            at = slice(piece.offset, piece.offset + piece.numel)
-            torch.sub(shards.own[at], self._own[at], out=self._values[0, column : column + piece.numel])
-        self._remember(shards.step)
-        return self._exchange(shards, codec, seed, async_op, add=True)
+        return Seeds(tuple(
+            (first, first + padded(piece.numel, self._codec.group),
+             seed_of(self._seed, f"weights/{self._rank}/{piece.name}", step))
+            for piece, first in self._encoded
+        ))  # fmt: skip
 
-    def send(self, shards: Shards, codec: Codec, seed: Seeds | None, async_op: bool) -> dist.Work | None:
-        """Send the weights themselves: what their bytes decode to is what all compute with, the owner too."""
-        for piece, column in self._sent:
-            self._values[0, column : column + piece.numel].copy_(shards.own[piece.offset : piece.offset + piece.numel])
-        return self._exchange(shards, codec, seed, async_op, add=False)
-
-    def _share(self, shards: Shards) -> int:
-        """Everybody's row as its owner has it, saved or else the weights as they are. The step that it belongs to."""
-        assert self._own is not None
-        step, saved = shards.step, {name: self.state.get("replica", name) for name in self.names}
-        master = shards.own.clone()
-        for piece in shards.pieces:
-            values = saved[piece.name]
-            if values is None:
-                continue
-            if values.numel() != piece.numel:
-                raise ThinwireError(
-                    f"state 'replica' of {piece.name} has {values.numel()} values, this run needs {piece.numel}: "
-                    "it was saved with another world size"
-                )
-            shards.own[piece.offset : piece.offset + piece.numel].copy_(values)
-            found = self.state.get("replica step", piece.name)
-            assert found is not None
-            step = int(found)
-        shards.comm.all_gather(shards.out, shards.own)
-        self._own.copy_(shards.own)
-        if step != shards.step:
-            shards.own.copy_(master)
-        return step
-
-    def _remember(self, step: int) -> None:
-        """Have this rank's row in the saved state: views, which follow."""
-        assert self._own is not None
-        if self.step is None:
-            for piece in (piece for pieces in (self._sent, self._kept) for piece, _ in pieces):
-                self.state.set("replica", piece.name, self._own[piece.offset : piece.offset + piece.numel])
-        self.step = step
-        for name in self.names:
-            self.state.set("replica step", name, torch.tensor(step))
-
-    def _exchange(
-        self, shards: Shards, codec: Codec, seed: Seeds | None, async_op: bool, *, add: bool
-    ) -> dist.Work | None:
-        ledger, message = shards.comm.ledger, self._message
-        sent = [piece for pieces in (self._sent, self._kept) for piece, _ in pieces]
-        self.bits, self.values = 8 * len(message), sum(piece.numel for piece in sent)
-        with ledger.span("encode", message):
-            if self._sent:
-                codec.encode(self._values, message[: self._encoded].view(1, -1), seed=seed)
-            for piece, place in self._kept:
-                self._as_sent(message, piece, place, shards.own.dtype).copy_(
-                    shards.own[piece.offset : piece.offset + piece.numel]
-                )
-        # On CUDA everything is in the order of the engine's own stream: there is nothing to wait for on the host.
-        work = shards.comm.all_gather(self._everybody, message, async_op=async_op and not message.is_cuda)
-
-        def receive() -> None:
-            with ledger.span("decode", message), torch.no_grad():
-                self._receive(shards, codec, add)
-
-        if work is None:
-            receive()
-            return None
-        return Then(work, receive)
-
-    def _receive(self, shards: Shards, codec: Codec, add: bool) -> None:
-        if add and self._own is not None:
-            shards.own.copy_(self._own)
-        everybody = zip(shards.out.view(shards.comm.size, -1).split(PEERS), self._everybody.split(PEERS), strict=True)
-        for rows, messages in everybody:
-            values = self._method.scratch(len(rows), self._values.shape[1], rows.device)
-            if self._sent:
-                codec.decode(messages[:, : self._encoded], values)
-            for piece, column in self._sent:
-                got, target = values[:, column : column + piece.numel], rows[:, piece.offset :][:, : piece.numel]
-                target.add_(got) if add else target.copy_(got)
-            for piece, place in self._kept:
-                got = self._as_sent(messages, piece, place, rows.dtype)
-                rows[:, piece.offset : piece.offset + piece.numel].copy_(got)
-        if add and self._own is not None:
-            self._own.copy_(shards.own)
-
-    @staticmethod
-    def _as_sent(message: Tensor, piece: Piece, place: int, dtype: torch.dtype) -> Tensor:
-        """``piece`` in ``message`` (..., bytes)."""
-        return message[..., place : place + piece.numel * dtype.itemsize].view(dtype)
+    def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
+        """r += d, at the owner too (l. 8), or r = Q(w)."""
+        values = torch.empty((len(rows), self._width), device=rows.device)
+        if self._encoded:
+            self._codec.decode(messages[:, : self._head], values)
+        for piece, first in self._encoded:
+            target, got = rows[:, piece.columns], values[:, first : first + piece.numel]
+            target.add_(got) if self.resident else target.copy_(got)
+        for piece, at in self._kept:
+            rows[:, piece.columns].copy_(messages[:, at].view(rows.dtype))
 
 
 @dataclass

@@ -1,0 +1,222 @@
+"""Everybody's weights of a sharded module on this rank, and what has to travel for them: decided once per gather.
+
+A sharded engine gathers a module's weights before it computes with them, mostly twice per optimizer step. Where a
+method sends something else than the weights, one of three things is due:
+
+    nothing     the weights of this optimizer step are there
+    whole       a plain all-gather: the first time, after a change by hand, after a state was loaded, and where the
+                method's message cannot bring what is there up to date
+    message     what the method writes of this rank's shard, gathered, and read by all
+
+The method writes and reads (:class:`Message`); all else about it is here (:class:`Replica`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.bucket import Shard
+from thinwire.comm import Comm, Then, Work
+from thinwire.errors import ThinwireError
+from thinwire.state import State
+
+PEERS = 8
+"""Shards that are read at once. More => fewer kernel launches, more scratch memory (float32)."""
+
+
+class Message(ABC):
+    """What a method sends of the weights of one module: two functions, one for each end.
+
+    Attributes:
+        resident: a message moves on what the last gather left, which therefore stays in memory. False: it brings the
+            weights by itself, whatever was there, and is sent in every gather.
+        exact: the others come to hold this rank's weights as they are. False: what they make of its messages, and this
+            rank computes with the same.
+    """
+
+    resident: bool = True
+    exact: bool = False
+
+    def reaches(self, since: int, step: int) -> bool:
+        """Can a message bring the weights of step ``since`` to ``step``? The same answer on all ranks."""
+        return True
+
+    @abstractmethod
+    def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
+        """This rank's message (m,), uint8 or float32; m is the same on all ranks.
+
+        Args:
+            own: (n,) this rank's weights. held: (n,) what the others hold of them; None if that is nothing
+                (``resident`` is False), or the weights of an earlier step (``exact``).
+            step: optimizer steps taken so far.
+        """
+
+    @abstractmethod
+    def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
+        """Bring ``rows`` (P, n) up to date: the weights of the ranks ``peers``, whose ``messages`` are (P, m).
+
+        It follows a ``write`` of the same step.
+        """
+
+
+class Replica:
+    """The weights of one module of a sharded engine as this rank has them: its own shard, and everybody else's.
+
+        replica = Replica(method.weight_message(shard, comm.rank), method.state, shard, comm, device)
+        out = replica.allocate()            # (N * n,); put this rank's weights into its row
+        work = replica.gather(out, step)    # the others' are there when that is over
+
+    What the others hold of this rank's weights is saved with the method's state, where it differs from the weights
+    ("replica", and its step, "replica step"): a loaded run goes on with what it had.
+
+    Attributes:
+        step: optimizer steps taken when the weights were last brought up to date; None: never, or they are no longer
+            to be relied on.
+        changed: this rank's weights were given other values since the last gather, and not by an optimizer.
+    """
+
+    def __init__(
+        self,
+        message: Message,
+        state: State,
+        shard: Shard,
+        comm: Comm,
+        device: torch.device,
+        version: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """``version``: rises with every change of this rank's weights that the engine can see."""
+        self.message, self.shard, self.comm, self.device = message, shard, comm, device
+        self.step: int | None = None
+        self.changed = False
+        self._state, self._loads = state, state.loads
+        self._version, self._seen = version, version()
+        self._row: Tensor | None = None  # what the others hold of this rank's weights, where that is not these
+        self._out = self._empty() if self.message.resident else None
+
+    def allocate(self) -> Tensor:
+        """Where the next gather finds this rank's weights, and puts the others': (N * n,)."""
+        return self._empty() if self._out is None else self._out
+
+    def look(self) -> None:
+        """Note whether something has changed the weights since the last look."""
+        now = self._version()
+        self.changed, self._seen = self.changed or now != self._seen, now
+
+    def stepped(self) -> None:
+        """An optimizer has just changed the weights: that is what steps are there for."""
+        self._seen = self._version()
+
+    def gather(self, out: Tensor, step: int, *, unsettled: bool = False, async_op: bool = False) -> Work | None:
+        """``out`` (N * n,), from ``allocate``, its row ``comm.rank`` filled = everybody's weights of ``step``.
+
+        Args:
+            step: optimizer steps taken so far.
+            unsettled: some optimizers have taken the next one and others have not.
+            async_op: a work may be returned, whose ``wait`` completes ``out``.
+        """
+        own = out.view(self.comm.size, -1)[self.comm.rank]
+        self._doubt(unsettled)
+        due = self._due(step)
+        if due == "whole":
+            self._gather_whole(out, own, step)
+            due = self._due(step)  # what was saved may be of an earlier step
+        if due == "nothing":
+            if self._row is not None:
+                own.copy_(self._row)
+            return None
+        with self.comm.ledger.span("encode", own):
+            message = self.message.write(own, self._row, step)
+        if self.message.resident:
+            self._set_step(step)
+        return self._exchange(message, out, async_op)
+
+    def _doubt(self, unsettled: bool) -> None:
+        """What is there is no longer to be relied on once a state was loaded or the weights were changed."""
+        self.look()
+        changed, self.changed = self.changed or unsettled, unsettled
+        if self._loads != self._state.loads:
+            self._loads, self.step = self._state.loads, None
+        elif changed and self.step is not None:  # a row that was just loaded, and not used yet, is kept
+            self.step = None
+            for piece in self.shard.pieces:
+                self._state.discard("replica", piece.name)
+
+    def _due(self, step: int) -> Literal["nothing", "whole", "message"]:
+        if not self.message.resident:
+            return "message"
+        if self.step is None:
+            return "whole"
+        if self.step == step or not self.shard.pieces:
+            return "nothing"
+        return "message" if self.message.reaches(self.step, step) else "whole"
+
+    def _gather_whole(self, out: Tensor, own: Tensor, step: int) -> None:
+        """Everybody's weights; or, where others hold something else of them, that: as it was saved, if it was."""
+        if self.message.exact:
+            self.comm.all_gather(out, own)
+            self.step = step
+            return
+        row, master = own.clone(), own.clone()
+        for piece in self.shard.pieces:
+            saved = self._state.get("replica", piece.name)
+            if saved is None:
+                continue
+            if saved.numel() != piece.numel:
+                raise ThinwireError(
+                    f"state 'replica' of {piece.name} has {saved.numel()} values, this run needs {piece.numel}: "
+                    "it was saved with another world size"
+                )
+            row[piece.columns].copy_(saved)
+            found = self._state.get("replica step", piece.name)
+            assert found is not None
+            step = int(found)
+        self.comm.all_gather(out, row)
+        own.copy_(master)
+        self._row = row
+        for piece in self.shard.pieces:
+            self._state.set("replica", piece.name, row[piece.columns])  # a view, which follows
+        self._set_step(step)
+
+    def _set_step(self, step: int) -> None:
+        self.step = step
+        if self._row is not None:
+            for piece in self.shard.pieces:
+                self._state.set("replica step", piece.name, torch.tensor(step))
+
+    def _exchange(self, message: Tensor, out: Tensor, async_op: bool) -> Work | None:
+        everybody = message.new_empty((self.comm.size, len(message)))
+        # On CUDA everything is in the order of the engine's own stream: there is nothing to wait for on the host.
+        work = self.comm.all_gather(everybody, message, async_op=async_op and not message.is_cuda)
+
+        def receive() -> None:
+            with self.comm.ledger.span("decode", message), torch.no_grad():
+                self._read(everybody, out.view(self.comm.size, -1))
+
+        if work is None:
+            receive()
+            return None
+        return Then(work, receive)
+
+    def _read(self, everybody: Tensor, rows: Tensor) -> None:
+        own = rows[self.comm.rank]
+        if self._row is not None:
+            own.copy_(self._row)
+        for peers in self._peers():
+            self.message.read(peers, everybody[peers], rows[peers])
+        if self._row is not None:
+            self._row.copy_(own)
+
+    def _peers(self) -> Iterator[slice]:
+        """The ranks whose messages this one reads, some at a time; its own only if it needs what they come to."""
+        rank, size = self.comm.rank, self.comm.size
+        for ranks in (range(rank), range(rank + 1, size)) if self.message.exact else (range(size),):
+            for first in ranks[::PEERS]:
+                yield slice(first, min(first + PEERS, ranks.stop))
+
+    def _empty(self) -> Tensor:
+        return torch.empty(self.comm.size * self.shard.numel, dtype=self.shard.dtype, device=self.device)

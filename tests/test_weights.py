@@ -1,0 +1,280 @@
+"""What a gather of sharded weights sends: nothing, the weights, or the method's message; on ranks as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import ranks
+import thinwire
+from engines import adamw, build, train
+from models import loss_of
+from thinwire import weights as replicas
+from thinwire.bucket import Piece, Shard
+from thinwire.comm import Work
+from thinwire.errors import ThinwireError
+from thinwire.ledger import Ledger
+from thinwire.state import State
+from thinwire.testing import ThreadComm, Threads
+from thinwire.weights import Message, Replica
+
+SIZE, N = 3, 10
+PIECES = (Piece("a", 0, 6), Piece("b", 6, 4))
+CPU = torch.device("cpu")
+
+
+class Alone(Message):
+    """Whole numbers, a byte each, whatever was there."""
+
+    resident = False
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []  # whose messages were read last
+
+    def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
+        assert (held is not None) == (self.resident and not self.exact)
+        self.heard.clear()
+        return own.sub(0 if held is None else held).round().to(torch.int8).view(torch.uint8)
+
+    def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
+        assert len(messages) == len(rows) == peers.stop - peers.start
+        self.heard += range(peers.start, peers.stop)
+        got = messages.view(torch.int8).float()
+        rows.add_(got) if self.resident and not self.exact else rows.copy_(got)
+
+
+class Follows(Alone):
+    """What has changed, rounded: the rest is in the next difference."""
+
+    resident = True
+
+
+class Exact(Alone):
+    """Every step's, and only from one step to the next."""
+
+    resident = exact = True
+
+    def reaches(self, since: int, step: int) -> bool:
+        return since == step - 1
+
+
+class Rank:
+    """One rank's weights, an optimizer that moves them, and what each gather sent."""
+
+    def __init__(self, world: Threads, rank: int, kind: type[Alone], *, pieces=PIECES, state: State | None = None):
+        self.ledger, self.state, self.version = Ledger(), state or State(), 0
+        self.comm = ThreadComm(world, rank, self.ledger)
+        shard = Shard(pieces, () if pieces else PIECES, N, torch.float32)
+        self.replica = Replica(kind(), self.state, shard, self.comm, CPU, lambda: self.version)
+        self.master = torch.arange(float(N)) - rank
+
+    def moves(self, by: float) -> None:
+        self.master += by
+        self.version += 1
+
+    def does(self, event: str) -> str | None:
+        """g1: a gather of step 1, u1: one while some optimizers have stepped and others not. l: a state is loaded.
+
+        The weights change: o: by an optimizer, s: by one that nobody speaks of, c: by hand, d: by hand where the engine
+        does not see it, v: to what they were.
+        """
+        what, step = event[0], int(event[1:] or 0)
+        if what == "o":
+            self.replica.look()
+            self.moves(1.0 if self.replica.message.exact else 1.3)
+            self.replica.stepped()
+        elif what in "scv":
+            self.moves({"s": 1.0, "c": -5.0, "v": 0.0}[what])
+        elif what == "d":
+            self.master -= 3.0
+            self.replica.changed = True
+        elif what == "l":
+            self.state.load_state_dict(self.state.state_dict())
+        else:
+            return self.gathers(step, unsettled=what == "u")
+        return None
+
+    def gathers(self, step: int, *, unsettled: bool = False) -> str:
+        self.rows = self.replica.allocate().view(SIZE, N)
+        self.rows[self.comm.rank] = self.master
+        self.replica.gather(self.rows.view(-1), step, unsettled=unsettled)
+        sent, message = sum(self.ledger.now.bytes.values()), (SIZE - 1) * N
+        self.ledger.close_step()
+        return {0: "nothing", message: "message", 4 * message: "whole", 5 * message: "both"}[sent]
+
+
+ALONE = "message message message message"
+
+
+@pytest.mark.parametrize(
+    ("events", "follows", "exact"),
+    [
+        ("g0 g0", "whole nothing", "whole nothing"),
+        ("g0 o g1 g1", "whole message nothing", "whole message nothing"),
+        ("g4 o o g6 o g7", "whole message message", "whole whole message"),
+        ("g0 c g0 g0", "whole whole nothing", "whole whole nothing"),
+        ("g0 d g0 g0", "whole whole nothing", "whole whole nothing"),
+        ("g0 o c g1 o g2", "whole whole message", "whole whole message"),
+        ("g0 c o g1", "whole whole", "whole whole"),
+        # after wire.close() nobody says that it is an optimizer that steps, and the steps are not counted
+        ("g0 o g1 s g1 s g1", "whole message whole whole", "whole message whole whole"),
+        ("g0 o u1 g1 g1", "whole whole whole nothing", "whole whole whole nothing"),
+        ("g0 o g1 l g1 g1", "whole message whole nothing", "whole message whole nothing"),
+        # what is saved is what the others had in step 1: shared, and moved on by a message
+        ("g0 o g1 l o g2", "whole message both", "whole message whole"),
+        # weights and state were loaded: the row that comes with the state is right
+        ("g0 o g1 v l g1", "whole message whole", "whole message whole"),
+    ],
+)
+def test_what_is_due(events, follows, exact):
+    """And after each gather all ranks have the right weights."""
+    for kind, expected in ((Follows, follows), (Exact, exact), (Alone, ALONE)):
+        turns = list(zip(*on_ranks(kind, events), strict=True))
+        assert [word for word, _, _ in (turn[0] for turn in turns)] == expected.split()[: len(turns)], kind
+        for turn in turns:
+            words, rows, masters = zip(*turn, strict=True)
+            assert set(words) == {words[0]} and all(torch.equal(rows[0], others) for others in rows)
+            off = (rows[0] - torch.stack(masters)).abs().max()
+            fresh = words[0] == "whole" and "l" not in events
+            assert off <= (0 if kind is Exact or fresh else 0.5), (kind, words[0])
+
+
+def on_ranks(kind, events: str, **options) -> list[list[tuple[str, Tensor, Tensor]]]:
+    """Per rank and gather: what was sent, everybody's weights (SIZE, N), this rank's own."""
+    world = Threads(SIZE)
+
+    def body(rank):
+        one, found = Rank(world, rank, kind, **options), []
+        for event in events.split():
+            if word := one.does(event):
+                found.append((word, one.rows.clone(), one.master.clone()))
+        return found
+
+    return world.run(body)
+
+
+def test_a_module_without_trained_parameters_is_gathered_once():
+    for kind in (Follows, Exact):
+        for found in on_ranks(kind, "g0 o g1 c g2", pieces=()):
+            assert [word for word, _, _ in found] == ["whole", "nothing", "whole"]
+
+
+def test_a_saved_row_is_gone_on_with():
+    """Bit for bit, in another process; the state has the same keys as ever, and another world size is refused."""
+    world = Threads(SIZE)
+
+    def body(rank):
+        one = Rank(world, rank, Follows)
+        for event in ["g0", "o", "g1", "o", "g2"]:
+            one.does(event)
+        saved, state = one.state.state_dict(), State()
+        state.load_state_dict(saved)
+        other = Rank(world, rank, Follows, state=state)
+        other.master.copy_(one.master)
+        assert other.does("g2") == "whole" and torch.equal(other.rows, one.rows)
+        for event in ("o", "g3"):
+            assert one.does(event) == other.does(event)
+        assert torch.equal(other.rows, one.rows) and not torch.equal(one.rows[rank], one.master)
+        now = state.state_dict()
+        assert [key for key in now if key.startswith("=replica/") and torch.equal(now[key], saved[key])] == []
+        short = State()
+        short.load_state_dict({**saved, "=replica/b": torch.zeros(3)})
+        with pytest.raises(ThinwireError, match="'replica' of b has 3 values, this run needs 4: it was saved with"):
+            Rank(world, rank, Follows, state=short).does("g2")
+        return sorted(saved)
+
+    keys = ["=replica step/a", "=replica step/b", "=replica/a", "=replica/b"]
+    assert world.run(body) == [keys] * SIZE
+    assert not any(Rank(Threads(1), 0, kind).state.state_dict() for kind in (Exact, Alone))
+
+
+@pytest.mark.parametrize("peers", [1, 2, 8])
+def test_some_ranks_are_read_at_a_time(peers, monkeypatch):
+    """All of them, the own one only where its message says something that its weights do not."""
+    monkeypatch.setattr(replicas, "PEERS", peers)
+    for kind in (Follows, Exact, Alone):
+        world = Threads(SIZE)
+
+        def body(rank, kind=kind, world=world):
+            one = Rank(world, rank, kind)
+            for event in ("g0", "o", "g1"):
+                one.does(event)
+            return one.replica.message.heard
+
+        for rank, heard in enumerate(world.run(body)):
+            assert heard == [r for r in range(SIZE) if r != rank or kind is not Exact]
+
+
+class Later(Work):
+    def __init__(self, then: Callable[[], None]) -> None:
+        super().__init__()
+        self.then = then
+
+    def wait(self, *timeout) -> bool:
+        self.then()
+        return True
+
+
+class Slow(ThreadComm):
+    """Nothing has arrived before somebody waits for it."""
+
+    def _all_gather(self, out, row, async_op):
+        if async_op:
+            return Later(lambda: super(Slow, self)._all_gather(out, row, False))
+        return super()._all_gather(out, row, False)
+
+
+@pytest.mark.parametrize("kind", [Follows, Exact, Alone])
+def test_a_work_completes_the_weights(kind):
+    world = Threads(SIZE)
+
+    def body(rank):
+        one = Rank(world, rank, kind)
+        one.does("g0")
+        before = one.rows.clone()
+        one.does("o")
+        one.replica.comm = Slow(world, rank, one.ledger)
+        rows = one.replica.allocate().view(SIZE, N)
+        if kind is Alone:
+            rows.copy_(before)
+        rows[rank] = one.master
+        work = one.replica.gather(rows.view(-1), 1, async_op=True)
+        others = [r for r in range(SIZE) if r != rank]
+        assert work is not None and torch.equal(rows[others], before[others])
+        work.wait()
+        return rows.clone()
+
+    found, expected = world.run(body), on_ranks(kind, "g0 o g1")
+    for rows, turns in zip(found, expected, strict=True):
+        assert torch.equal(rows, turns[-1][1])
+
+
+def _closed(rank, world):
+    """Losses of weights that the optimizer, and then somebody else, has changed after wire.close()."""
+    found = {}
+    for method in ("dense", "sdp4bit(weight_group=32, smallest=100)", "scape(density=0.1, warmup=1, smallest=100)"):
+        model = build("fsdp2", world)
+        optimizer = thinwire.AdamS(model.parameters()) if method.startswith("scape") else adamw(model)
+        wire = thinwire.compress(model, optimizer, method)
+        train(model, optimizer, rank, range(3), wire)
+        wire.close()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            for group in optimizer.param_groups:
+                group["lr"] = 10.0
+            optimizer.step()
+            moved = loss_of(model, 0, 0).item()
+            for parameter in model.parameters():
+                parameter.zero_()
+            found[method] = moved, loss_of(model, 0, 0).item()
+    return found
+
+
+def test_after_close_any_change_is_noticed():
+    for found in ranks.run(_closed, 2):
+        (_, zero), *others = found.values()
+        assert all(moved > 2 * zero and end == zero for moved, end in others)
