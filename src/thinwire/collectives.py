@@ -262,6 +262,11 @@ class Exchange(ABC):
         """This rank among the owners: the row that is its own."""
         return self._group().rank
 
+    @property
+    def mine(self) -> int:
+        """The row of a bucket whose mean this rank gets: its own; the first where every rank gets them all."""
+        return self.rank if self.owner else 0
+
     @abstractmethod
     def _group(self) -> Comm: ...
 

@@ -1,0 +1,258 @@
+"""Masks that some ranks choose in one step, all get during the next passes, and all use from the next step on (SCAPE).
+
+:class:`Schedule` says how many values and when, :class:`Masks` chooses, sends and unfolds them, :class:`AtMask` gathers
+sharded weights by them.
+
+Each parameter's mask has one chooser: a rank, or, where every rank owns a row of each parameter, the owner of the row.
+All that a rank has chosen goes out as one message while the next forward and backward pass run: as bits, or, below a
+density of 1/32, as positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.bucket import Bucket, Piece, Segment, padded
+from thinwire.collectives import Exchange
+from thinwire.comm import Work
+from thinwire.errors import ThinwireError
+from thinwire.methods.base import Method
+from thinwire.ops import mask as masks
+from thinwire.weights import Message
+
+WORD = masks.WORD
+LISTED = 1 / 32
+"""Density below which positions (4 bytes each) are fewer bytes than mask bits."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many values are sent in which step, and which steps have a new mask.
+
+    Attributes:
+        density: share of values once warm. warm: steps of the warm-up. refresh: steps that share a mask once warm.
+    """
+
+    density: float
+    warm: int
+    refresh: int
+
+    @property
+    def steady(self) -> int:
+        """The first step that is like all that follow."""
+        return max(self.warm, 1)
+
+    def density_at(self, step: int) -> float:
+        """Share of values sent in ``step``: 1 at first, then geometrically to ``density`` at the end of the warm-up."""
+        if step == 0:
+            return 1.0
+        return self.density if step >= self.warm else float(self.density ** (step / self.warm))
+
+    def k(self, columns: int, step: int) -> int:
+        """Values of ``columns`` that are sent in ``step``."""
+        return max(int(self.density_at(step) * columns), 1)
+
+    def refreshes(self, step: int) -> bool:
+        """Is ``step`` the first with a new mask?"""
+        return step <= self.steady or (step - self.steady) % self.refresh == 0
+
+    def listed(self, step: int) -> bool:
+        """Do the masks of ``step`` travel as positions?"""
+        return self.density_at(step) < LISTED
+
+    def mask_bytes(self, columns: int, step: int) -> int:
+        """Bytes of the mask of ``columns`` values, a multiple of 8."""
+        return padded(4 * self.k(columns, step), 8) if self.listed(step) else padded(columns, WORD) // 8
+
+
+class Masks:
+    """The masks in use and those to come, of all parameters that are sent. They live in the state of ``method``.
+
+    State by parameter: "mask" (R, bytes) as it was gathered, row r's from its chooser; "chosen", the step for whose
+    density it was chosen. A parameter without one has all ones; one that takes no part in a step keeps its last.
+    """
+
+    def __init__(self, method: Method, exchange: Exchange, sizes: Mapping[str, int], schedule: Schedule) -> None:
+        """``sizes``: values of each parameter in one of its R rows."""
+        self._method, self._exchange, self._sizes, self._schedule = method, exchange, sizes, schedule
+        self._chosen: dict[str, int] = {}  # what "chosen" says, without a look at a tensor
+        self._places: tuple[int, dict[str, tuple[slice, slice]], int] | None = None
+        self._message: Tensor | None = None  # what this rank has chosen for the next step
+        self._work: Work | None = None  # everybody's messages, under way
+
+    def words(self, bucket: Bucket) -> Tensor | None:
+        """(R, n / 64) the masks in use of the bucket's rows; None while they are all ones."""
+        found = [self._method.state.get("mask", segment.name) for segment in bucket.segments]
+        if all(mask is None for mask in found):
+            return None
+        words = bucket.buffer("mask", (bucket.shape[0], bucket.shape[1] // WORD), torch.int64)
+        for segment, mask in zip(bucket.segments, found, strict=True):
+            unfold = partial(self._unfold, mask, segment, words[:, segment.groups(WORD)])
+            bucket.once(("mask", segment.name), unfold, mask, self.count(segment))
+        return words
+
+    def count(self, segment: Segment) -> int:
+        """Values at the mask in use, in each row."""
+        if self._method.state.get("mask", segment.name) is None:
+            return segment.span
+        return self._schedule.k(segment.span, self._chosen_for(segment.name))
+
+    def choose(self, bucket: Bucket, segment: Segment, values: Tensor) -> None:
+        """If it is this rank's to choose: the next step's mask is where |``values``| (1, width) are largest."""
+        step = bucket.step + 1
+        if not self._schedule.refreshes(step):
+            return
+        places, length = self._layout(step)
+        if self._message is None or len(self._message) < length:
+            self._message = torch.zeros(length, dtype=torch.uint8, device=bucket.device)
+        choosers, at = places[segment.name]
+        if self._exchange.rank not in range(choosers.start, choosers.stop):
+            return
+        mask, k = self._message[at], self._schedule.k(segment.span, step)
+        if not self._schedule.listed(step):
+            masks.topk_mask(values, k, mask.view(torch.int64).view(1, -1))
+            return
+        words = bucket.buffer("words", (1, bucket.shape[1] // WORD), torch.int64)[:, : segment.width // WORD]
+        masks.topk_mask(values, k, words)
+        positions = mask.view(torch.int32)
+        masks.indices(words, positions[:k].view(1, -1))
+        positions[k:].zero_()  # the padding travels and is saved
+
+    def gather(self, names: Collection[str], step: int) -> None:
+        """Start to gather the masks chosen for ``step``, if it has new ones; those of ``names`` come into use."""
+        if not names or not self._schedule.refreshes(step):
+            return
+        assert self._message is not None
+        self.finish()
+        state, (places, length) = self._method.state, self._layout(step)
+        everybody = self._message.new_empty((self._exchange.rows, length))
+        self._work = self._exchange.gather(everybody, self._message[:length], async_op=True)
+        for name, (choosers, at) in places.items():
+            if name in names:
+                state.put("mask", name, everybody[choosers, at])
+                state.put("chosen", name, torch.tensor(step))
+                self._chosen[name] = step
+            elif (kept := state.get("mask", name)) is not None and _is_part(kept):
+                state.put("mask", name, kept.clone())  # the gathered masks of that step can then be freed
+
+    def finish(self) -> None:
+        """Wait for the masks that are under way."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def state_changed(self) -> None:
+        """Another state was loaded."""
+        self._chosen.clear()
+
+    def _layout(self, step: int) -> tuple[dict[str, tuple[slice, slice]], int]:
+        """For the masks of ``step``: parameter -> (the R ranks that choose its rows, bytes in their messages); length.
+
+        The same on all ranks: the largest first, each to the ranks with the least so far. R = N: all choose their row.
+        """
+        if self._places is None or self._places[0] != step:
+            rows = self._exchange.bucket_rows(True)
+            load, ends = ([0] * (self._exchange.rows // rows) for _ in range(2))
+            places = {}
+            for name in sorted(self._sizes, key=lambda name: (-self._sizes[name], name)):
+                least = load.index(min(load))
+                first, ends[least] = ends[least], ends[least] + self._schedule.mask_bytes(self._sizes[name], step)
+                load[least] += self._sizes[name]
+                places[name] = slice(least * rows, (least + 1) * rows), slice(first, ends[least])
+            self._places = step, places, max(ends)
+        return self._places[1:]
+
+    def _chosen_for(self, name: str) -> int:
+        """The step for whose density the mask of ``name`` was chosen."""
+        if name not in self._chosen:
+            saved = self._method.state.get("chosen", name)
+            if saved is None:
+                raise ThinwireError(
+                    f"{self._method.name}: the saved state has a mask of {name}, but not when it was chosen"
+                )
+            self._chosen[name] = int(saved)
+        return self._chosen[name]
+
+    def _unfold(self, mask: Tensor | None, segment: Segment, words: Tensor) -> None:
+        """``words`` (R, w) = the bits of ``mask`` as it was gathered; None: all of the parameter's values."""
+        if mask is None:
+            flags = torch.zeros((len(words), segment.width), dtype=torch.bool, device=words.device)
+            flags[:, : segment.span] = True
+            words.copy_(masks.pack(flags, torch.empty_like(words)))
+        elif self._schedule.listed(self._chosen_for(segment.name)):
+            positions = mask.contiguous().view(torch.int32)[:, : self.count(segment)]
+            words.copy_(masks.from_indices(positions, words.contiguous()))
+        else:
+            words.copy_(mask.contiguous().view(torch.int64))
+
+
+class Used(NamedTuple):
+    """A parameter's last exchange: the step, the masks (R, w) of its rows or None for all ones, values at each."""
+
+    step: int
+    words: Tensor | None
+    k: int
+
+
+class AtMask(Message):
+    """One module's weights at the mask, and all of what is dense or has no mask yet: float32 (Alg. 2, l. 3-5)."""
+
+    exact = True
+
+    def __init__(
+        self, used: Mapping[str, Used], keep: Mapping[str, float], pieces: tuple[Piece, ...], rank: int
+    ) -> None:
+        """By parameter: ``used`` in the last step, unless it took no part; ``keep``, what decay left of a weight."""
+        self._used, self._keep, self._pieces, self._rank = used, keep, pieces, rank
+        self._parts: list[tuple[Piece, Tensor | None]] = []  # and its masks (R, w) in the last message
+        self._sizes: list[int] = []  # values of each in a message
+
+    def reaches(self, since: int, step: int) -> bool:
+        used = (self._used.get(piece.name) for piece in self._pieces)
+        return since == step - 1 and all(found is None or found.step == since for found in used)
+
+    def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
+        """w at the mask (l. 3)."""
+        self._parts, self._sizes = [], []
+        for piece in self._pieces:
+            _, words, k = self._used.get(piece.name, Used(step, None, piece.numel))
+            self._parts.append((piece, words))
+            self._sizes.append(piece.numel if words is None else k)
+        message = own.new_empty(sum(self._sizes))
+        for (piece, words), values in zip(self._parts, message.split(self._sizes), strict=True):
+            if words is None:
+                values.copy_(own[piece.columns])
+            else:
+                mine = words[self._rank : self._rank + 1]
+                masks.gather_keep(_in_words(own[piece.columns].unsqueeze(0)), None, mine, values.unsqueeze(0), None)
+        return message
+
+    def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
+        """w at the mask as it was sent (l. 4); w = (1 - lr decay) w off the mask, where m' is 0 (l. 5)."""
+        for (piece, words), values in zip(self._parts, messages.split(self._sizes, 1), strict=True):
+            target = rows[:, piece.columns]
+            if words is None:
+                target.copy_(values)
+                continue
+            rest, payload = _in_words(target), torch.empty_like(values)
+            masks.gather_keep(rest, None, words[peers], payload, rest)
+            fresh = masks.scatter(payload.copy_(values), words[peers], torch.empty_like(rest))
+            target.copy_(fresh.add_(rest, alpha=self._keep[piece.name])[:, : piece.numel])
+
+
+def _in_words(values: Tensor) -> Tensor:
+    """A copy of ``values`` (R, n) in rows of whole mask words, zeros behind."""
+    rows = values.new_zeros((len(values), padded(values.shape[1], WORD)))
+    rows[:, : values.shape[1]].copy_(values)
+    return rows
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """Does ``tensor`` keep more memory alive than its own?"""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
