@@ -155,7 +155,7 @@ def tradeoff(points: Sequence[tuple[str, float, float, bool]]) -> Figure:
 
 
 def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]]) -> None:
-    """A name beside each dot, at the first of eight places where it meets neither a dot nor another name."""
+    """A name beside each dot, at the first of eight places where it meets no dot, no other name and no edge."""
     axes.figure.canvas.draw()
     dots = [axes.transData.transform(spot[:2]) for spot in spots]
     reach = 7 * axes.figure.dpi / 72
@@ -167,7 +167,8 @@ def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]]) -> No
                 fontweight="bold", annotation_clip=False,
             )  # fmt: skip
             box = text.get_window_extent()
-            if not any(box.overlaps(other) for i, other in enumerate(taken) if i != at):
+            clear = not any(box.overlaps(other) for i, other in enumerate(taken) if i != at)
+            if clear and box.x1 <= axes.bbox.x1 and box.x0 >= axes.bbox.x0:
                 break
             if (across, up, side, level) != PLACES[-1]:
                 text.remove()
