@@ -267,6 +267,14 @@ class Exchange(ABC):
         """The row of a bucket whose mean this rank gets: its own; the first where every rank gets them all."""
         return self.rank if self.owner else 0
 
+    def kept(self, rows: Tensor) -> Tensor:
+        """Of ``rows`` (R, ...), one for each of a bucket's, those whose mean this rank gets: its own, or all."""
+        return rows[self.mine : self.mine + 1] if self.owner else rows
+
+    def columns(self, local: int, rows: int) -> int:
+        """Values in one of a bucket's ``rows`` of a parameter of which this rank holds ``local``, before padding."""
+        return local if self.owner else -(-local // rows)
+
     @abstractmethod
     def _group(self) -> Comm: ...
 

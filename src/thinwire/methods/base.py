@@ -374,7 +374,7 @@ class Method:
 
 def columns_of(parameter: Parameter, exchange: Exchange, rows: int) -> int:
     """Values of ``parameter`` in one of a bucket's ``rows`` rows, before padding."""
-    return parameter.local if exchange.owner else -(-parameter.local // rows)
+    return exchange.columns(parameter.local, rows)
 
 
 def refuse_scaled_apart(method: str, run: Run) -> None:

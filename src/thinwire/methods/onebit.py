@@ -170,7 +170,7 @@ class OneBitAdam(Method):
             codec.encode(served, mine, residual=Residual(None, self.state.write("server", bucket, rows=1)))  # l. 10
         exchange.gather(wires, mine[0].clone())  # l. 11
         with exchange.span("decode", bucket.mean):
-            codec.decode(mine if exchange.owner else wires, bucket.mean)
+            codec.decode(exchange.kept(wires), bucket.mean)
         for segment in bucket.segments:
             self.state.put("moment", segment.name, torch.cat(self._parts(wires, segment, n), 1))
             self._received.add(segment.name)
@@ -228,7 +228,7 @@ class OneBitAdam(Method):
 
     def _adam_moment(self, bucket: Bucket, exchange: Exchange, moments: Tensor) -> None:
         """``moments`` (R, n) = what the warm-up left in the optimizer; where it is sharded, sent once, in fp32."""
-        rows = moments[exchange.rank : exchange.rank + 1] if exchange.owner else moments
+        rows = exchange.kept(moments)
         rows.zero_()
         for segment in bucket.segments:
             weight = self.run.weights[segment.name]
@@ -238,8 +238,7 @@ class OneBitAdam(Method):
             values = local(found).reshape(-1)
             for row, part in zip(rows, values.split(max(segment.span, 1)), strict=False):
                 row[segment.start : segment.start + part.numel()].copy_(part)
-        if exchange.owner:
-            exchange.gather(moments, rows[0].clone())
+        exchange.share(moments)
 
     def _clear(self, bucket: Bucket, values: Tensor, first: int = 0) -> None:
         """Zeros in ``values``, the bucket's rows from ``first`` on, where no parameter is: a sign has no zero."""

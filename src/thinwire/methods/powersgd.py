@@ -91,9 +91,8 @@ class PowerSGD(ErrorFeedback):
                     torch.addmm(rows, of, q.T, alpha=-1, out=out)
         exchange.all_mean(right)
         with exchange.span("decode", bucket.rows):
-            mine = slice(exchange.rank, exchange.rank + 1) if exchange.owner else slice(None)
             for segment, p, q in zip(bucket.segments, ps, qs, strict=True):
-                for of, out in zip(p[mine], self._matrix(bucket.mean, segment, q.shape[0]), strict=True):
+                for of, out in zip(exchange.kept(p), self._matrix(bucket.mean, segment, q.shape[0]), strict=True):
                     torch.mm(of, q.T, out=out)
                 self.state.put("q", segment.name, torch.where(_largest(q) == 0, self._start(segment.name, q), q))
 

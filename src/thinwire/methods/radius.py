@@ -162,8 +162,7 @@ class Radius(ErrorFeedback):
         direction = self.run.travels(name, direction)
         values[0, : direction.numel()].copy_(direction)
         words = torch.zeros((rows, values.shape[1] // WORD), dtype=torch.int64, device=direction.device)
-        mine = exchange.rank if exchange.owner else 0
-        masks.topk_mask(values, self._k(columns), words[mine : mine + 1])
+        masks.topk_mask(values, self._k(columns), exchange.kept(words))
         return exchange.share(words)
 
     def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked:
@@ -177,4 +176,4 @@ class Radius(ErrorFeedback):
             return torch.cat([part for part in parts if part is not None], 1)
 
         k = sum(self._k(segment.span) for segment in bucket.segments)
-        return Masked(bucket.once("mask", joined, *parts), k, owner_row=exchange.rank if exchange.owner else None)
+        return Masked(bucket.once("mask", joined, *parts), k, owner_row=exchange.mine)

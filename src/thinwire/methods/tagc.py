@@ -158,8 +158,8 @@ class TAGC(ErrorFeedback):
                     columns.zero_()  # all of it is sent
         exchange.union(index.copy_(words))  # l. 3-4
         self._round(parts, sent, rest, exchange)
-        owner, estimate = exchange.rank if exchange.owner else None, self.leftovers == "median"
-        exchange.mean(bucket, CountSketch(parts, sent, words, index, left.zero_(), owner, estimate))  # l. 5-8
+        estimate = self.leftovers == "median"
+        exchange.mean(bucket, CountSketch(parts, sent, words, index, left.zero_(), exchange.mine, estimate))  # l. 5-8
         # Not the exchange's residual: what cannot be recovered of a sum depends on everybody's masks, and an encoding
         # knows its own rank's.
         with exchange.span("decode", bucket.rows):
@@ -214,7 +214,7 @@ class TAGC(ErrorFeedback):
                     masks.topk_mask(bucket.columns(bucket.rows, segment), self._k(segment.span), mine)
         exchange.union(words)
         k = sum(self._k(segment.span) for segment in bucket.segments)
-        codec = Masked(words, k, owner_row=exchange.rank if exchange.owner else None)
+        codec = Masked(words, k, owner_row=exchange.mine)
         exchange.mean(bucket, codec, residual=Residual(None, acc))
 
     def facts(self) -> dict[str, float]:
