@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from thinwire.bucket import Layout, Piece
+from thinwire.bucket import Layout, Piece, Shard
 from thinwire.collectives import Exchange
 from thinwire.comm import Comm, CountingComm, local
 from thinwire.guard import Guard
@@ -102,9 +102,13 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     # Groups of one rank: others would have to choose masks and scales that fit.
     ledger, one = Ledger(), CountingComm(0, 1, [0], Ledger())
     alone = Road([replace(stage, exchange=stage.exchange.on(lambda comm: one)) for stage in road.stages])
-    play = _Play(apart(only.parameters.values(), alone, torch.float32), alone, only, ledger, None, None, device)
+    shard = Shard((Piece(smallest.name, 0, smallest.local),), (), smallest.local, torch.float32)
+    layout = replace(apart(only.parameters.values(), alone, torch.float32), shards=[shard], comm=one)
+    play = _Play(layout, alone, only, ledger, None, None, device)
     with torch.no_grad():
+        play.open()
         for number in _steps(play.method):
+            play.gather(number)
             play.exchange(number)
             play.step(number)
 
@@ -184,8 +188,8 @@ class _Play:
             name: nn.Parameter(torch.zeros_like(local(weight), device=device)) for name, weight in run.weights.items()
         }
         self._optimizers = _optimizers_like(run, self._weights)
-        for weight in self._weights.values():
-            self._lend(weight)
+        self._gradients = {name: torch.zeros_like(weight) for name, weight in self._weights.items()}
+        self._lend(*self._weights.values(), *self._gradients.values())
         for optimizer in self._optimizers:
             for moments in optimizer.state.values():
                 self._lend(*moments.values())
@@ -232,9 +236,8 @@ class _Play:
     def step(self, number: int) -> None:
         """What the wire does around an optimizer's step."""
         method, step = self.method, Step(number, self._optimizers, self._weights, torch.ones((), device=self._device))
-        for weight in self._weights.values():
-            weight.grad = torch.zeros_like(weight)
-            self._lend(weight.grad)
+        for name, weight in self._weights.items():
+            weight.grad = self._gradients[name]
         method.state.commit()
         method.before_step(step)
         method.after_step(step)

@@ -244,10 +244,13 @@ class OneBitAdam(Method):
         """Zeros in ``values``, the bucket's rows from ``first`` on, where no parameter is: a sign has no zero."""
         bucket.clear_padding(values)
         for segment in bucket.segments:
-            for row, line in enumerate(values, first):
-                count = _count(segment, row)
-                if count < segment.span:
-                    line[segment.start + count : segment.start + segment.span].zero_()
+            if segment.piece.stride:
+                continue
+            columns = bucket.columns(values, segment)[:, : segment.span]
+            whole, rest = divmod(segment.piece.numel, segment.span)
+            if first <= whole < first + len(values):
+                columns[whole - first, rest:].zero_()
+            columns[max(whole + 1 - first, 0) :].zero_()
 
     def _shares(self, bucket: Bucket) -> Tensor:
         """(R, n / group): one over the number of values in each group that are not padding, which sets no scale."""
@@ -256,8 +259,8 @@ class OneBitAdam(Method):
         for segment in bucket.segments:
             places = torch.arange(0, segment.width, self.group)
             at = segment.groups(self.group)
-            for row in range(rows):
-                counts[row, at] = (_count(segment, row) - places).clamp(1, self.group).float()
+            values = torch.tensor([_count(segment, row) for row in range(rows)])
+            counts[:, at] = (values.unsqueeze(1) - places).clamp(1, self.group).float()
         return (1 / counts).to(bucket.device)
 
 
