@@ -88,6 +88,8 @@ class Estimator:
 class Projection(Codec):
     """What an :class:`Estimator` sends in one step. Linear: the network may sum the wire.
 
+    Of SEPARATE's Algorithm 1 ``encode`` is STEP 2, and ``decode`` STEP 4.
+
     Attributes:
         segments: (start, width, what ``estimator.draw`` gave) of a row's columns.
     """

@@ -54,7 +54,8 @@ def places(parts: tuple[Part, ...]) -> list[tuple[Part, slice, slice]]:
 class CountSketch(Codec):
     """Linear and lossless up to the load: the sum of all ranks' sketches is inverted with the union of their masks.
 
-    Made anew for every exchange: it is encoded with this rank's mask and decoded with all ranks' masks.
+    Made anew for every exchange: it is encoded with this rank's mask (TAGC, Alg. 1, l. 5) and decoded with all ranks'
+    masks (l. 10).
 
     Attributes:
         sent: (R, k) this rank's values at ``words``, multiples of a power of two (``ops.sketch.round_to``).

@@ -38,7 +38,7 @@ PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class DeMo(ErrorFeedback):
-    """Each rank's momentum, of it the k largest DCT coefficients per chunk, all-gathered, for SGD (arXiv 2411.19870).
+    """Each rank's momentum: per chunk its k largest DCT coefficients, all-gathered, for SGD (arXiv 2411.19870, Alg. 1).
 
     What the optimizer receives is a momentum already: take ``torch.optim.SGD`` without one. An optimizer with moments
     of its own (AdamW) counts it twice.
@@ -83,9 +83,9 @@ class DeMo(ErrorFeedback):
         return DctTopK(self.chunk, self.k, PAYLOADS[self.payload])
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        bucket.rows.add_(self.state.read("momentum", bucket), alpha=self.beta)
+        bucket.rows.add_(self.state.read("momentum", bucket), alpha=self.beta)  # m_n = beta m_n + g_n
         rest = self.state.write("momentum", bucket)
-        exchange.mean(bucket, self.codec, residual=Residual(None, rest))
+        exchange.mean(bucket, self.codec, residual=Residual(None, rest))  # q_n, Q; rest = m_n - IDCT(q_n)
         bucket.clear_padding(rest)  # nobody reads it: no coefficients for its errors, and saved states do not hold it
 
     def before_step(self, step: Step) -> None:

@@ -19,9 +19,9 @@ from thinwire.methods.topk import TopK
 class DGC(TopK):
     """Top-k with momentum correction and momentum factor masking, for SGD without a momentum of its own.
 
-    For each tensor, on rank n: u = m u + g_n; v = v + u; send the k largest |v|; at what was sent, u = v = 0 (sections
-    3.1 and 3.2 of the paper). With ``momentum=0`` it is ``topk``. Of the paper's other parts, the warm-up is the dense
-    ``start`` here, and local clipping is left out: clip the mean with ``wire.clip_grad_norm_``.
+    For each tensor, on rank n: u = m u + g_n; v = v + u (arXiv 1712.01887, eq. 7); send the k largest |v|; at what was
+    sent, u = v = 0 (section 3.3). With ``momentum=0`` it is ``topk``. Of the paper's other parts, the warm-up is the
+    dense ``start`` here, and local clipping is left out: clip the mean with ``wire.clip_grad_norm_``.
 
     Args:
         momentum: m, from 0 up to but not 1; higher => a value that waits grows faster. What the optimizer then receives
@@ -49,8 +49,8 @@ class DGC(TopK):
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         old, velocity = self.state.read("velocity", bucket), self.state.write("velocity", bucket)
-        velocity.copy_(old).mul_(self.momentum).add_(bucket.rows)
+        velocity.copy_(old).mul_(self.momentum).add_(bucket.rows)  # eq. 7: u = m u + g_n
         bucket.rows.copy_(velocity)
-        residual = self.send_largest(bucket, exchange)
+        residual = self.send_largest(bucket, exchange)  # eq. 7: v = v + u; v of what was not sent
         assert residual is not None
-        velocity.mul_(residual != 0)  # 0 where it was sent, and where v cancelled to the last bit
+        velocity.mul_(residual != 0)  # sec. 3.3: 0 where it was sent, and where v cancelled to the last bit

@@ -58,8 +58,8 @@ class LoCo(ErrorFeedback):
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         old, new = self.state.read("error", bucket), self.state.write("error", bucket)
-        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=Residual(old, new))
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=Residual(old, new))  # new = h_n - Q(h_n)
         if self.reset and (bucket.step + 1) % self.reset == 0:
             new.zero_()
         elif self.beta:
-            new.mul_(1 - self.beta).add_(old, alpha=self.beta)
+            new.mul_(1 - self.beta).add_(old, alpha=self.beta)  # e_n'

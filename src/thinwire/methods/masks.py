@@ -1,7 +1,7 @@
 """Masks that some ranks choose in one step, all get during the next passes, and all use from the next step on (SCAPE).
 
 :class:`Schedule` says how many values and when, :class:`Masks` chooses, sends and unfolds them, :class:`AtMask` gathers
-sharded weights by them.
+sharded weights by them. Lines are those of SCAPE's Alg. 1, or of its Alg. 2 where that is said.
 
 Each parameter's mask has one chooser: a rank, or, where every rank owns a row of each parameter, the owner of the row.
 All that a rank has chosen goes out as one message while the next forward and backward pass run: as bits, or, below a
@@ -104,7 +104,7 @@ class Masks:
         return self._schedule.k(segment.span, self._chosen_for(segment.name))
 
     def choose(self, bucket: Bucket, segment: Segment, values: Tensor) -> None:
-        """If it is this rank's to choose: the next step's mask is where |``values``| (1, width) are largest."""
+        """If it is this rank's to choose: the next step's mask is where |``values``| (1, width) are largest (l. 15)."""
         step = bucket.step + 1
         if not self._schedule.refreshes(step):
             return
@@ -218,7 +218,7 @@ class AtMask(Message):
         return since == step - 1 and all(found is None or found.step == since for found in used)
 
     def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
-        """w at the mask (l. 3)."""
+        """w at the mask (Alg. 2, l. 3)."""
         self._parts, self._sizes = [], []
         for piece in self._pieces:
             _, words, k = self._used.get(piece.name, Used(step, None, piece.numel))
@@ -234,7 +234,7 @@ class AtMask(Message):
         return message
 
     def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
-        """w at the mask as it was sent (l. 4); w = (1 - lr decay) w off the mask, where m' is 0 (l. 5)."""
+        """w at the mask as it was sent; w = (1 - lr decay) w off the mask, where m' is 0 (Alg. 2, l. 4-5)."""
         for (piece, words), values in zip(self._parts, messages.split(self._sizes, 1), strict=True):
             target = rows[:, piece.columns]
             if words is None:
@@ -242,8 +242,8 @@ class AtMask(Message):
                 continue
             rest, payload = _in_words(target), torch.empty_like(values)
             masks.gather_keep(rest, None, words[peers], payload, rest)
-            fresh = masks.scatter(payload.copy_(values), words[peers], torch.empty_like(rest))
-            target.copy_(fresh.add_(rest, alpha=self._keep[piece.name])[:, : piece.numel])
+            fresh = masks.scatter(payload.copy_(values), words[peers], torch.empty_like(rest))  # l. 4
+            target.copy_(fresh.add_(rest, alpha=self._keep[piece.name])[:, : piece.numel])  # l. 5
 
 
 def _in_words(values: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ from thinwire.methods.base import (
 
 @dataclass
 class OneBitAdam(Method):
-    """Signs of Adam's momentum, once its variance is frozen: 1 + 32 / group bits per value each way (2102.02888).
+    """Signs of Adam's momentum once its variance is frozen, 1 + 32 / group bits a value each way (arXiv 2102.02888).
 
     The optimizer must be ``torch.optim.Adam`` without weight decay, or ``AdamW``. After the warm-up its steps on the
     compressed parameters are the method's: what an engine holds as their gradient is then the new momentum, on which
@@ -172,7 +172,7 @@ class OneBitAdam(Method):
         with exchange.span("decode", bucket.mean):
             codec.decode(exchange.kept(wires), bucket.mean)
         for segment in bucket.segments:
-            self.state.put("moment", segment.name, torch.cat(self._parts(wires, segment, n), 1))
+            self.state.put("moment", segment.name, torch.cat(self._parts(wires, segment, n), 1))  # m, for the next l. 6
             self._received.add(segment.name)
 
     def before_step(self, step: Step) -> None:

@@ -2,8 +2,12 @@
 
 Alg. 1 and 2 on rank n, for each gradient seen as a matrix M (rows, cols):
 
-    M_n = g_n + e_n;   P = mean_n M_n Q;   P = orthonormal(P);   Q_n = M_n^T P;   e_n = M_n - P Q_n^T
-    Q = mean_n Q_n;   the gradient is P Q^T;   Q is the next step's start
+    M_n = g_n + e_n                                  (Alg. 2, l. 7)
+    P = mean_n M_n Q;   P = orthonormal(P)           (Alg. 1, l. 3-5)
+    Q_n = M_n^T P                                    (Alg. 1, l. 6)
+    e_n = M_n - P Q_n^T                              (Alg. 2, l. 9)
+    Q = mean_n Q_n, also the next step's start       (Alg. 1, l. 7)
+    the gradient is P Q^T                            (Alg. 1, l. 11)
 
 With weights sharded (FSDP2) a rank has the whole gradient before the exchange: P and Q are averaged as on DDP, and the
 owner multiplies out its own rows. With HSDP each shard is a matrix of its own.
@@ -35,7 +39,7 @@ NOISE = 2.0**-16
 
 @dataclass
 class PowerSGD(ErrorFeedback):
-    """Low-rank gradients with error feedback: r (rows + cols) values instead of rows * cols.
+    """Low-rank gradients with error feedback: r (rows + cols) values, not rows * cols (arXiv 1905.13727, Alg. 1-2).
 
     Args:
         rank: r; higher => more bytes, less error.
@@ -61,7 +65,7 @@ class PowerSGD(ErrorFeedback):
         return why
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        bucket.rows.add_(self.state.read("residual", bucket))
+        bucket.rows.add_(self.state.read("residual", bucket))  # Alg. 2, l. 7
         residual = self.state.write("residual", bucket)
         sizes = [self._sizes(bucket, segment) for segment in bucket.segments]
         r, whole = self.rank, len(bucket.rows)
@@ -77,23 +81,23 @@ class PowerSGD(ErrorFeedback):
                 q.copy_(self._start(segment.name, q) if known is None else known)
                 q.div_(_largest(q).clamp_(min=TINY))  # else M Q squares the size of M, which leaves float32 earlier
                 for rows, out in zip(matrix, p, strict=True):
-                    torch.mm(rows, q, out=out)
-        exchange.all_mean(left)
+                    torch.mm(rows, q, out=out)  # Alg. 1, l. 3
+        exchange.all_mean(left)  # Alg. 1, l. 4
         with exchange.span("encode", bucket.rows):
             for matrix, p, q in zip(matrices, ps, qs, strict=True):
-                _orthonormalize(p.view(-1, r))
+                _orthonormalize(p.view(-1, r))  # Alg. 1, l. 5
                 q.zero_()
                 for rows, of in zip(matrix, p, strict=True):
-                    q.addmm_(rows.T, of)
+                    q.addmm_(rows.T, of)  # Alg. 1, l. 6
             for segment, matrix, p, q in zip(bucket.segments, matrices, ps, qs, strict=True):
                 rest = self._matrix(residual, segment, q.shape[0])
                 for rows, of, out in zip(matrix, p, rest, strict=True):
-                    torch.addmm(rows, of, q.T, alpha=-1, out=out)
-        exchange.all_mean(right)
+                    torch.addmm(rows, of, q.T, alpha=-1, out=out)  # Alg. 2, l. 9
+        exchange.all_mean(right)  # Alg. 1, l. 7
         with exchange.span("decode", bucket.rows):
             for segment, p, q in zip(bucket.segments, ps, qs, strict=True):
                 for of, out in zip(exchange.kept(p), self._matrix(bucket.mean, segment, q.shape[0]), strict=True):
-                    torch.mm(of, q.T, out=out)
+                    torch.mm(of, q.T, out=out)  # Alg. 1, l. 11
                 self.state.put("q", segment.name, torch.where(_largest(q) == 0, self._start(segment.name, q), q))
 
     def _cols(self, parameter: Parameter) -> int:

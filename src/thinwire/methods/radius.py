@@ -1,13 +1,16 @@
 """Radius: reuse one top-k mask for T steps (Zheng et al., MLSys 2025).
 
-Alg. 1 as printed, for each tensor, on rank n:
+Alg. 1 as printed, for each tensor, on rank n at step t:
 
     t < threshold        G = mean_n G_n                                              (l. 3-5)
-    resample step        G_n += residual;  residual = 0;  G = mean_n G_n             (l. 7-11)
+    resample step        G_n += residual;  G = mean_n G_n;  residual = 0             (l. 7-11)
     other steps          G[idx] = mean_n G_n[idx]: values only, no indices travel    (l. 13-15)
                          residual += G_n outside idx;  G = 0 outside idx             (l. 16-17)
     then                 clip G; u = AdamW's direction of G (Alg. 2)                 (l. 20-21)
     resample step        idx = top-k of |u|                                          (l. 22-24)
+    then                 w -= lr u                                                   (l. 25)
+
+The clipping of l. 20 is ``wire.clip_grad_norm_``, and l. 25 is a step of the user's optimizer.
 
 Where ours differs. The paper resamples when t % T == 0; ours at the first step at or after ``start`` and then every T
 steps, so that no step of the sparse phase is without a mask. The paper's own AdamW computes u inside Alg. 1; ours reads
@@ -41,15 +44,16 @@ _PAPER = {"start": 0.15, "T": 200, "send": ("*",), "dense": ("*bias",)}  # the a
 
 @dataclass
 class Radius(ErrorFeedback):
-    """Values at one top-k mask, which is resampled every T steps; the rest waits in a residual (MLSys 2025).
+    """Values at one top-k mask, which is resampled every T steps; the rest waits in a residual (MLSys 2025, Alg. 1).
 
     Args:
-        density: share of each tensor's values that is sent between resamples (the paper's d; its abstract calls
+        density: share of each tensor's values that is sent between resamples (the paper's D; its abstract calls
             density 0.4 "40% sparsity"). Lower => fewer bytes, more of the gradient waits.
         T: steps for which a mask is used; each T-th step is dense (higher => fewer bytes, staler mask and residual;
             the paper found T = 10 worse than 200).
-        start: where the sparse phase begins: a share of the run below 1, or a number of optimizer steps. Earlier =>
-            fewer bytes; the paper needs 15-20% of the run, since masks are not stable before.
+        start: where the sparse phase begins (the paper's threshold): a share of the run below 1, or a number of
+            optimizer steps. Earlier => fewer bytes; the paper needs 15-20% of the run, since masks are not stable
+            before.
         residual_scale: share of the residual that a resample step sends, in (0, 1]; the rest stays in the residual.
             1 is the paper's: T steps' worth of gradient at once, most of which clipping then removes (see "clip factor
             at the last resample" in the report). Lower => smaller bursts, longer delay.
@@ -81,22 +85,25 @@ class Radius(ErrorFeedback):
         return WORD
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        """Alg. 1, l. 6-19. Before ``start`` it is ``ErrorFeedback.reduce`` that sends all (l. 3-5)."""
         old = self.state.read("residual", bucket)
         new = self.state.write("residual", bucket)
         if self._resamples(bucket.step):  # l. 7
             bucket.rows.add_(old, alpha=self.residual_scale)  # l. 8
-            torch.mul(old, 1 - self.residual_scale, out=new)  # l. 10
-            exchange.mean(bucket)  # l. 9
-        else:  # l. 13-17
+            torch.mul(old, 1 - self.residual_scale, out=new)  # l. 10: 0, unless residual_scale is below 1
+            exchange.mean(bucket)  # l. 9 and 11
+        else:
+            # Masked encodes (l. 13) and keeps (l. 16), the network sums (l. 14), Masked decodes (l. 15, 17). What
+            # residual_scale left at the mask is sent, too.
             exchange.mean(bucket, self._codec(bucket, exchange), residual=Residual(old, new))
 
     def after_step(self, step: Step) -> None:
         """At a resample step: the mask of the next T steps, from the direction that the optimizer took (l. 21-24)."""
-        if not self._resamples(step.number):
+        if not self._resamples(step.number):  # l. 22
             return
         for name, weight in step.weights.items():
             if self._is_sent(name):
-                self.state.put("mask", name, self._mask(name, self._direction(step, name, weight)))
+                self.state.put("mask", name, self._mask(name, self._direction(step, name, weight)))  # l. 23
         self._before.clear()
         self.state.put("resampled", "", torch.tensor(step.number))
         if step.clip_factor is not None:
@@ -130,14 +137,20 @@ class Radius(ErrorFeedback):
         return self.keep_dense(self.run.parameters[name]) is None
 
     def _resamples(self, number: int) -> bool:
-        """A resample step that was skipped, because a gradient was not finite, is due again at the next."""
-        if number < self.first:  # l. 3
+        """l. 7 and 22, but T steps after the last time, whatever t is.
+
+        A resample step that was skipped, because a gradient was not finite, is due again at the next.
+        """
+        if number < self.first:  # t < threshold
             return False
         last = self.state.get("resampled", "")
         return last is None or number - int(last) >= self.T
 
     def _direction(self, step: Step, name: str, weight: Tensor) -> Tensor:
-        """u (local values, 1-D): Alg. 2 l. 5 for AdamW, up to a factor the change of the weight for any other."""
+        """u (local values, 1-D, l. 21): Alg. 2 for AdamW, up to a factor the change of the weight for any other.
+
+        AdamW's own step has done Alg. 2, l. 1-2.
+        """
         now = local(weight).detach()
         if name in self._before:
             return (self._before[name] - now).reshape(-1)
@@ -148,10 +161,10 @@ class Radius(ErrorFeedback):
         beta1, beta2 = group["betas"]
         t, lr, decay = float(moments["step"]), float(group["lr"]), group["weight_decay"]
         second = local(moments["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
-        denominator = (second / (1 - beta2**t)).sqrt_().add_(group["eps"])
-        adam = local(moments["exp_avg"]) / (1 - beta1**t) / denominator
+        denominator = (second / (1 - beta2**t)).sqrt_().add_(group["eps"])  # Alg. 2, l. 4
+        adam = local(moments["exp_avg"]) / (1 - beta1**t) / denominator  # Alg. 2, l. 3
         before = (now + lr * adam) / (1 - lr * decay)  # the paper's w is the one that the gradient was taken at
-        return adam.add_(before, alpha=decay).reshape(-1)
+        return adam.add_(before, alpha=decay).reshape(-1)  # Alg. 2, l. 5
 
     def _mask(self, name: str, direction: Tensor) -> Tensor:
         """Mask words (R, width / 64) of the k largest |u| of every row; every rank has all rows."""

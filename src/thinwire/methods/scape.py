@@ -1,6 +1,6 @@
 """SCAPE: sparse first moments of AdamS (arXiv 2607.01678).
 
-Alg. 1, for each tensor, on rank n, with last step's mask M (all ones at first):
+Alg. 1, for each tensor, on rank n, with last step's mask M (all ones at first, l. 5) and e_n (0 at first, l. 6):
 
     m~_n = b1 m + (1-b1) g_n + e_n                                              (l. 10)
     e_n  = m~_n off M, 0 on M                                                   (l. 11-12)
@@ -9,6 +9,9 @@ Alg. 1, for each tensor, on rank n, with last step's mask M (all ones at first):
     m' = b on M, 0 off M                                                        (l. 16)
     g^ = (b - b1 m)/(1-b1) on M, 0 off M; clip g^                               (l. 17-18)
     v = b2 m^2 + (1-b2) g^2;  u = m'/(sqrt(v) + eps);  w -= lr (u + decay w)    (l. 19-21: thinwire.AdamS)
+
+The clipping of l. 18 is ``wire.clip_grad_norm_``. Alg. 1 has no bias corrections; AdamS has, unless it is told not to.
+l. 15 comes before l. 13 here: it looks at this rank's values alone.
 
 Where ours differs in form, not in result. m is the same on all ranks and need not travel: (1-b1) g_n + e_n is sent (up
 to the rounding of m~, which l. 10 has too), and b is b1 m + the mean of that. Where weights are sharded (FSDP2), m
@@ -21,7 +24,8 @@ Sharded weights need not be gathered whole: off the mask m' is 0 and w only deca
 gathered last. The owner sends w at the mask, whose positions all ranks know (Alg. 2, l. 3-5). Alternatively each rank
 could take the whole step: that sends as many bytes (b), and needs m on every rank.
 
-Masks are gathered while the next forward and backward pass run (Sec. IV-A): see :mod:`thinwire.methods.masks`.
+Masks are gathered while the next forward and backward pass run (Sec. IV-A; Alg. 2, l. 9 starts with the backward pass):
+see :mod:`thinwire.methods.masks`.
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ from thinwire.weights import Message
 
 @dataclass
 class SCAPE(Method):
-    """First moments at a mask of the last step's largest, for AdamS; the rest waits in a residual (arXiv 2607.01678).
+    """First moments at a mask of the last step's largest, for AdamS; the rest waits (arXiv 2607.01678, Alg. 1).
 
     The optimizer must be ``thinwire.AdamS``. Recommended betas: (0.9, 0.95); see AdamS for why not 0.999.
 
@@ -144,7 +148,7 @@ class SCAPE(Method):
             return
         self._step = bucket.step
         self._masks.finish()
-        used = self._masks.words(bucket)  # M of all rows
+        used = self._masks.words(bucket)  # M of all rows; None: all ones (l. 5)
         if used is None:
             words = torch.full((bucket.shape[1] // WORD,), -1, dtype=torch.int64, device=bucket.device)
         else:
@@ -156,7 +160,7 @@ class SCAPE(Method):
                 self._add_up(bucket, words)
         waits = self.state.write("residual", bucket)
         codec = None if used is None else self._codec(bucket, used, exchange.mine)
-        exchange.mean(bucket, codec, residual=Residual(None, waits))  # l. 11-14
+        exchange.mean(bucket, codec, residual=Residual(None, waits))  # l. 11-12: off M, all waits; l. 13-14: b
         self.state.put_back("residual", bucket)
         with exchange.span("decode", bucket.rows):
             if self._apart:
@@ -168,14 +172,14 @@ class SCAPE(Method):
         residual = self.state.read("residual", bucket)
         for segment in bucket.segments:
             at, moment = segment.columns, self._moment(segment)
-            moments.add_up(bucket.rows[0, at], residual[0, at], moment, self.beta1)
-            self._masks.choose(bucket, segment, bucket.rows[:, at])
+            moments.add_up(bucket.rows[0, at], residual[0, at], moment, self.beta1)  # l. 10
+            self._masks.choose(bucket, segment, bucket.rows[:, at])  # l. 15
             moments.take(bucket.rows[0, at], moment, words[segment.groups(WORD)], self.beta1)
 
     def _add_up_apart(self, bucket: Bucket, mine: int) -> None:
         """``bucket.rows`` = m~ without b1 m + x (l. 10), which a row's owner alone has, and chooses with (l. 15)."""
         rows, residual = bucket.rows.view(-1), self.state.read("residual", bucket)
-        moments.add_up(rows, residual.view(-1), rows[:0], self.beta1)
+        moments.add_up(rows, residual.view(-1), rows[:0], self.beta1)  # l. 10, without m
         if not self._schedule.refreshes(bucket.step + 1):
             return
         scores = bucket.buffer("scores", (1, bucket.shape[1]), torch.float32)
@@ -183,7 +187,7 @@ class SCAPE(Method):
         for segment in bucket.segments:
             values, moment = scores[:, segment.columns], self._moment(segment)
             values[0, : moment.numel()].add_(moment, alpha=self.beta1)
-            self._masks.choose(bucket, segment, values)
+            self._masks.choose(bucket, segment, values)  # l. 15
 
     def _codec(self, bucket: Bucket, words: Tensor, mine: int) -> Masked | MaskedIntegers:
         """For the values at the masks ``words`` (R, n / 64)."""
@@ -208,7 +212,7 @@ class SCAPE(Method):
         for segment in bucket.segments:
             moment, at = self._moment(segment), segment.groups(WORD)
             target = self._given[segment.name] = given[0, segment.start : segment.start + moment.numel()]
-            moments.settle(bucket.mean[0, segment.columns], moment, words[at], self.beta1, target)
+            moments.settle(bucket.mean[0, segment.columns], moment, words[at], self.beta1, target)  # l. 16-17
             count = self._masks.count(segment)
             self._used[segment.name] = Used(bucket.step, None if used is None else used[:, at], count)
         if self.clip == "return":
@@ -224,7 +228,7 @@ class SCAPE(Method):
         return local(found).reshape(-1).float()
 
     def before_step(self, step: Step) -> None:
-        """Hand the optimizer its moments (l. 16); with clip="return" as clipped (l. 18), the rest to what waits."""
+        """Hand the optimizer m' (l. 16). With clip="return", what l. 18 clips is taken from m', too, and waits."""
         if self.clip == "return" and step.clip_factor is not None:
             self._clip(step.number, (1 - step.clip_factor) * (1 - self.beta1))
         for name, given in self._given.items():
@@ -255,7 +259,7 @@ class SCAPE(Method):
         exchanged = set(self._given)
         self.undo()
         if self.density < 1:
-            self._masks.gather(exchanged, step.number + 1)
+            self._masks.gather(exchanged, step.number + 1)  # Alg. 2, l. 9
 
     def undo(self) -> None:
         self._given.clear()
@@ -279,7 +283,7 @@ class SCAPE(Method):
                 f"scape keeps gathered weights up to date in float32, and FSDP2 gathers them in {shard.dtype}: "
                 "leave param_dtype out of MixedPrecisionPolicy, or use weights='dense'"
             )
-        return AtMask(self._used, self._keep, shard.pieces, rank)
+        return AtMask(self._used, self._keep, shard.pieces, rank)  # Alg. 2, l. 3-5
 
     @property
     def promise(self) -> Promise:

@@ -3,15 +3,17 @@
 Gradients (TLq-HS, Alg. 3), with Q8 and Q4 the quantizers of groups of 128 and H the Hadamard transform of 32 values,
 one behind the other:
 
-    inside the node:   all-to-all of Q8(H g_n);  g' = mean of what arrived          (l. 2-8)
-    across nodes:      all-to-all of Q4(H g') between equal local ranks;  G = mean of what arrived      (l. 9-13)
+    inside the node:   all-to-all of Q8(H g_n);  g' = mean of what arrived                              (l. 2-7)
+    across nodes:      all-to-all of Q4(H g') between equal local ranks;  G = mean of what arrived      (l. 8-13)
     for an all-reduce: all-gather of Q4(H G), across and then inside: every rank decodes the same bytes
 
-Ours transforms back after each hop; the paper's l. 6 and 8 cancel there: the same up to float32 rounding. Where all
-ranks are on one node there is the inside hop alone, where each is on a node of its own the other one.
+The all-reduce is ours; the paper shards, and needs none. Ours transforms back once per hop, behind the sum. The paper
+leaves out l. 6 and 8, which cancel (Sec. 3.3): the same up to float32 rounding. Where all ranks are on one node there
+is the inside hop alone, where each is on a node of its own the other one.
 
 Weights (qWD, Alg. 4, where the engine shards them), with w the owner's master and r the replica that all ranks hold:
 
+    r = w at first (:class:`thinwire.weights.Replica`)                               (l. 2)
     all-gather of d = Q4(w - r) of each owner's shard;  r += d, at the owner too     (l. 7-8)
 
 so that r is bit-equal on all ranks, and what Q4 left out is in the next difference: feedback without a buffer. (Alg. 4,
@@ -48,7 +50,7 @@ _DENSE = {"bits": 32, "intra_bits": 32}
 
 @dataclass
 class SDP4Bit(Method):
-    """Weight differences in 4 bits, gradients in 8 bits inside a node and 4 across (arXiv 2410.15526).
+    """Weight differences in 4 bits, gradients in 8 bits inside a node and 4 across (arXiv 2410.15526, Alg. 3-4).
 
     Args:
         weights: what is sent of them where the engine shards them: "difference" (qWD: to a replica of all weights on
@@ -143,6 +145,7 @@ class SDP4Bit(Method):
         return Integers(self.group, bits, self.hadamard, self.rounding)
 
     def intra(self) -> SDP4Bit:
+        """Of the hop inside the node (Alg. 3, l. 2-7)."""
         return replace(self, bits=self.intra_bits, weights="dense")
 
     @property
@@ -153,11 +156,13 @@ class SDP4Bit(Method):
         return exempt_small(parameter, self.smallest)
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        """One hop of Alg. 3: across nodes (l. 8-13); where all ranks are on one node, inside it (l. 2-7)."""
         codec = self._intra_codec if exchange.one_node else self.codec
         assert codec is not None
         for part in bucket.segments:
             self._bits[part.name] = 8 * len(bucket.rows) * codec.wire_bytes(part.width), part.piece.numel
         seed = self._seeds(bucket, exchange) if codec.draws else None
+        # Transform and quantize (l. 2-3, 8-9), all-to-all (l. 4, 10), and back: sum and transform (l. 5-7, 11-13).
         exchange.mean(bucket, codec, on_wire=self.on_wire, seed=seed)
 
     def _seeds(self, bucket: Bucket, exchange: Exchange) -> Seeds:
@@ -224,10 +229,10 @@ class _Quantized(Message):
             if held is None:
                 target.copy_(own[piece.columns])
             else:
-                torch.sub(own[piece.columns], held[piece.columns], out=target)
+                torch.sub(own[piece.columns], held[piece.columns], out=target)  # l. 7: w - r
         message = torch.zeros(self._length, dtype=torch.uint8, device=own.device)
         if self._encoded:
-            self._codec.encode(values, message[: self._head].view(1, -1), seed=self._seeds(step))
+            self._codec.encode(values, message[: self._head].view(1, -1), seed=self._seeds(step))  # l. 7: Q
         for piece, at in self._kept:
             message[at].view(own.dtype).copy_(own[piece.columns])
         self.bits, self.values = 8 * len(message), sum(piece.numel for piece, _ in (*self._encoded, *self._kept))
@@ -243,13 +248,13 @@ class _Quantized(Message):
         ))  # fmt: skip
 
     def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
-        """r += d, at the owner too (l. 8), or r = Q(w)."""
+        """r += d, at the owner too, or r = Q(w) (Alg. 4, l. 8)."""
         values = torch.empty((len(rows), self._width), device=rows.device)
         if self._encoded:
             self._codec.decode(messages[:, : self._head], values)
         for piece, first in self._encoded:
             target, got = rows[:, piece.columns], values[:, first : first + piece.numel]
-            target.add_(got) if self.resident else target.copy_(got)
+            target.add_(got) if self.resident else target.copy_(got)  # l. 8
         for piece, at in self._kept:
             rows[:, piece.columns].copy_(messages[:, at].view(rows.dtype))
 

@@ -1,21 +1,25 @@
 """SEPARATE: a common random projection, with an averaged error fed back (ICLR 2025).
 
-Algorithm 1 on rank n at step k, for blocks of B values, with M (B, m) Gaussian, the same on all ranks:
+Algorithm 1 on rank n at step k, for blocks of B values, with M (B, m) Gaussian, the same on all ranks (its columns are
+the paper's xi_i; the paper numbers steps, not lines):
 
     STEP 1  h_n = g_n + e_n
     STEP 2  p_n = h_n M, M fresh every step
     STEP 3  p = mean_n p_n
-    STEP 4  g~ = p M^T / m takes the gradient's place
-    STEP 5  e_n = (1 - a) e_n + a (h_n - C(h_n)) with C(h) = h M M^T / m;   e_n = 0 instead if k % T = 0
+    STEP 4  h~ = p M^T / m takes the gradient's place
+    STEP 5  e_n = (1 - beta) e_n + beta (h_n - h~);   e_n = 0 instead if k % T = 0
 
-Paper / ours. C is unbiased, but |C(h) - h|^2 is w = (B + 1) / m, about the ratio, times |h|^2, so the update is stable
-only for a < 2 / (1 + w): 0.118 at ratio 16. The paper's beta = 0.95 as the weight a of the *new* error overflows in
-dozens of steps; as the weight of the *old* one, e' = beta e + (1 - beta)(h - C(h)), it is stable, and agrees with what
-the paper reports (0.95 fine, 0.80 NaN). ``update="printed"`` is the former and is refused unless forced.
+Paper / ours. In STEP 5 ours is h_n - C(h_n) with C(h) = h M M^T / m: the rank's own projection in place of all ranks'.
+The mean of e_n over n, on which alone the next h~ depends, is the same.
 
-The recommended preset sends an orthogonal projection instead (see ``Estimator``), for which plain error feedback is
-stable for every gradient, and never resets the error: a reset throws gradient away. That is best by the error of the
-accumulated gradient, and worse than the paper's preset in the training runs measured so far: see docs/separate.md.
+C is unbiased, but |C(h) - h|^2 is w = (B + 1) / m, about the ratio, times |h|^2, so the update is stable only for a
+weight of the new error below 2 / (1 + w): 0.117 at ratio 16. The paper's beta = 0.95 as that weight overflows in dozens
+of steps; as the weight of the *old* error, e' = beta e + (1 - beta)(h - C(h)), it is stable, and agrees with what the
+paper reports (0.95 fine, 0.80 NaN). ``update="printed"`` is the former and is refused unless forced.
+
+The default sends an orthogonal projection instead (see ``Estimator``), for which plain error feedback is stable for
+every gradient, and never resets the error: a reset throws gradient away. That is best by the error of the accumulated
+gradient, and worst in the training runs measured so far: the recommended preset has no feedback. See docs/separate.md.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from thinwire.methods.base import ErrorFeedback, Promise
 
 @dataclass
 class SEPARATE(ErrorFeedback):
-    """A random projection of every block, the same on all ranks, with error feedback: 32 / ratio bits per value.
+    """A common random projection of every block, with error feedback: 32 / ratio bits per value (ICLR 2025, Alg. 1).
 
     Args:
         ratio: values per value sent, a power of two (higher => fewer bytes, longer delay or more noise).
@@ -130,13 +134,13 @@ class SEPARATE(ErrorFeedback):
             exchange.mean(bucket, residual=Residual(old, new))  # STEP 1; h_n goes out as it is: nothing is left over
             return
         segments = [(s.name, s.start, s.width) for s in bucket.segments]
-        codec = self.codec_for(segments, bucket.step, bucket.device, bucket.once, self.run.seed)
-        exchange.mean(bucket, codec, residual=Residual(old, new))  # STEP 1 to 4
+        codec = self.codec_for(segments, bucket.step, bucket.device, bucket.once, self.run.seed)  # STEP 2: M
+        exchange.mean(bucket, codec, residual=Residual(old, new))  # STEP 1 to 4; new = h_n - C(h_n)
         if restart and self.restart == "zero":
             new.zero_()  # STEP 5, k % T = 0
             return
         if self._keep:
-            new.lerp_(old, self._keep)  # STEP 5
+            new.lerp_(old, self._keep)  # STEP 5; for a weight of 0, new is that already
         bucket.clear_padding(new)  # a projection spreads over whole blocks; padding has no gradient to wait for
 
     @property

@@ -3,15 +3,18 @@
 Alg. 1 on rank n, for each compressed tensor, or shard of one:
 
     h = g + acc;   g = the largest |h| so that a share theta becomes zero;   acc = the rest              (l. 1-2)
-    Index = where any rank's g is not zero;   CountSketch = sum over ranks of g in three hashed tables   (l. 3-6)
-    peel the sketch with the index at the owner of the shard (all ranks on DDP)                          (l. 7-8)
+    Index = where any rank's g is not zero                                                               (l. 3-4)
+    CountSketch = sum over ranks of g in three hashed tables                                             (l. 5-6)
+    peel the sketch with the index at the owner of the shard (all ranks on DDP)                          (l. 8-10)
 
-Paper / ours. The index: the paper sums 1-bit fields, since NCCL has no OR, and carries corrupt it; ours is a true OR.
-Left-overs: the paper guesses what peeling cannot recover by a median, which is about 100% off; ours returns it to the
-accumulator of each rank that sent it, which every rank can do, because the index and the hashes alone say what is
-recoverable. The sketch: the paper's size is fixed, and the union of the masks grows with the number of ranks until
-peeling fails; ours is sized from the union that was measured. Threshold: exactly k values; the authors take the nearest
-entry of a table. Rounding: to multiples of one power of two, so that sums are exact; the rest stays with the sender.
+Paper / ours. The index: NCCL has no OR, so the paper sums fields, of 1 bit, which carries corrupt, or of 4 bits (Sec.
+2.2); ours is a true OR. The sum: the paper's l. 6 is for the owner of a shard; on DDP ours is for all, as LHC's is, and
+all peel. Left-overs: the paper guesses what peeling cannot recover by a median, which is about 100% off; ours returns
+it to the accumulator of each rank that sent it, which every rank can do, because the index and the hashes alone say
+what is recoverable. The sketch: the paper's size is fixed, and the union of the masks grows with the number of ranks
+until peeling fails; ours is sized from the union that was measured. Threshold: exactly k values; the authors take the
+nearest entry of a table. Rounding: to multiples of one power of two, so that sums are exact; the rest stays with the
+sender.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ SMALLEST_EXPONENT = -126
 
 @dataclass
 class TAGC(ErrorFeedback):
-    """Each rank's own largest values, merged by the network in one count sketch and one index of bits.
+    """Each rank's own largest values, merged in one count sketch and one index of bits (EuroMLSys 2025, Alg. 1).
 
     Args:
         theta: share of each tensor's values that is zeroed (higher => fewer bytes, longer waits); 0 is dense.
@@ -133,8 +136,8 @@ class TAGC(ErrorFeedback):
             exchange.mean(bucket)
             return
         if self.accumulate:
-            bucket.rows.add_(self.state.read("residual", bucket))  # h, l. 1
-        acc = self.state.write("residual", bucket)
+            bucket.rows.add_(self.state.read("residual", bucket))  # l. 1: h
+        acc = self.state.write("residual", bucket)  # the paper's acc_next
         if self.mask == "shared":
             self._at_shared_mask(bucket, exchange, acc)
         else:
@@ -153,15 +156,16 @@ class TAGC(ErrorFeedback):
             sent.zero_()
             for part, kept, _ in places(parts):
                 values, columns = bucket.rows[:, part.columns], acc[:, part.columns]
-                self._sparsify(values, part, words[:, part.words], sent[:, kept], columns)  # l. 2
+                self._sparsify(values, part, words[:, part.words], sent[:, kept], columns)  # l. 2: g and acc
                 if not part.cells:
                     columns.zero_()  # all of it is sent
         exchange.union(index.copy_(words))  # l. 3-4
-        self._round(parts, sent, rest, exchange)
+        self._round(parts, sent, rest, exchange)  # ours, so that sums are exact
         estimate = self.leftovers == "median"
-        exchange.mean(bucket, CountSketch(parts, sent, words, index, left.zero_(), exchange.mine, estimate))  # l. 5-8
-        # Not the exchange's residual: what cannot be recovered of a sum depends on everybody's masks, and an encoding
-        # knows its own rank's.
+        # l. 5-6 and 8-10: CountSketch._encode, the network's sum, CountSketch._decode.
+        exchange.mean(bucket, CountSketch(parts, sent, words, index, left.zero_(), exchange.mine, estimate))
+        # acc gets back what did not arrive. Not the exchange's residual: what cannot be recovered of a sum depends on
+        # everybody's masks, and an encoding knows its own rank's.
         with exchange.span("decode", bucket.rows):
             back = left if self.leftovers == "accumulate" else torch.zeros_like(left)
             # Part by part: where a rank sends fewer than k values of one (LHC), its slots of the payload are not full.
@@ -211,11 +215,11 @@ class TAGC(ErrorFeedback):
             for segment in bucket.segments:
                 if seed_of(self.run.seed, segment.name, bucket.step) % exchange.rows == exchange.rank:
                     mine = words[:, segment.groups(masks.WORD)]
-                    masks.topk_mask(bucket.columns(bucket.rows, segment), self._k(segment.span), mine)
-        exchange.union(words)
+                    masks.topk_mask(bucket.columns(bucket.rows, segment), self._k(segment.span), mine)  # l. 2
+        exchange.union(words)  # l. 3-4
         k = sum(self._k(segment.span) for segment in bucket.segments)
         codec = Masked(words, k, owner_row=exchange.mine)
-        exchange.mean(bucket, codec, residual=Residual(None, acc))
+        exchange.mean(bucket, codec, residual=Residual(None, acc))  # values at the mask in place of l. 5-10; l. 2: acc
 
     def facts(self) -> dict[str, float]:
         if self.mask == "shared" or self.theta == 0:
@@ -258,7 +262,7 @@ class TAGC(ErrorFeedback):
 
 @dataclass
 class LHC(TAGC):
-    """LHC on plain DDP: index and sketch of whatever is not zero, without a sparsification of its own.
+    """LHC on plain DDP: index and sketch of whatever is not zero, no sparsification of its own (arXiv 2402.07529).
 
     For gradients that are sparse by themselves (LHC's paper names 80-95% zeros; those of embeddings are). Others go
     dense, at 1/32 more than dense itself for the index that finds this out, and are counted. The accumulator holds what

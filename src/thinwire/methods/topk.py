@@ -17,7 +17,7 @@ from thinwire.ops import mask as masks
 
 @dataclass
 class TopK(ErrorFeedback):
-    """Each rank's own k largest values with their positions, all-gathered; the rest waits in a residual.
+    """Each rank's own k largest values with their positions, all-gathered; the rest waits (Stich et al. 2018).
 
     For each tensor, on rank n: h = g_n + e; send the k largest |h|; e = h elsewhere. The mean has up to N k non-zeros,
     and what a rank receives grows with N: the baseline that methods with a common mask improve on.

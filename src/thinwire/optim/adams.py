@@ -23,6 +23,8 @@ class AdamS(Optimizer):
         m = b1 m + (1-b1) g
         w = w - lr (m^ / (sqrt(v^) + eps) + decay w),  m^ = m / (1 - b1^t),  v^ = v / (1 - b2^t)
 
+    v and w are l. 19-21 of SCAPE's Alg. 1, which has no bias corrections (m^ = m, v^ = v).
+
     A weight whose moment is 0 moves by lr (1-b1)/sqrt(1-b2) whatever its gradient's size (without bias correction):
     0.45 lr at b2 = 0.95, 3.2 lr at 0.999, which is why 0.95 is the default here.
 
@@ -32,7 +34,7 @@ class AdamS(Optimizer):
     Args:
         lr: learning rate, above 0. betas: (b1, b2), each from 0 up to but not 1. eps: added to the root, above or
             equal to 0. weight_decay: decoupled, as AdamW's.
-        bias_correction: divide by 1 - b^t. False: as SCAPE's Algorithm 1 prints it.
+        bias_correction: divide by 1 - b^t. False: as SCAPE's Alg. 1 prints it.
         foreach: plain torch over lists of tensors. fused: one kernel per tensor, one pass over memory (numba on CPU,
             Triton on CUDA). Neither given: fused.
 
@@ -67,7 +69,7 @@ class AdamS(Optimizer):
         super().__init__(params, defaults)
         self.given: dict[Tensor, Tensor] = {}
         """What the next step takes for m of a parameter, (numel of this rank's part,), in place of b1 m + (1-b1) g.
-        ``g`` then enters v alone (SCAPE, Algorithm 1, line 20). The step empties it."""
+        ``g`` then enters v alone (SCAPE, Alg. 1, l. 19). The step empties it."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

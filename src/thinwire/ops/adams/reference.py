@@ -12,6 +12,7 @@ def adams(
     """Arguments as the kernels take them: ``rate`` = lr / c1, ``keep`` = 1 - lr decay, ``root`` = c2^-1/2."""
     old, g = moment.float(), gradient.float()
     new = beta1 * old + (1 - beta1) * g if given is None else given.float()
+    # SCAPE's Alg. 1: l. 19 is under the root, l. 20 is new / denominator, l. 21 the weight.
     denominator = (beta2 * old * old + (1 - beta2) * g * g).sqrt_().mul_(root).add_(eps)
     weight.copy_(weight.float() * keep - rate * new / denominator)
     moment.copy_(new)
