@@ -17,7 +17,7 @@ from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Run
 from thinwire.rehearsal import rehearse
-from thinwire.road import Road
+from thinwire.road import Road, Stage
 from thinwire.state import State
 from thinwire.testing import LockStep, exchange_on, parameters_for
 from thinwire.weights import Replica
@@ -61,8 +61,8 @@ class Owner:
         numel = sum(piece.numel for piece in self.pieces)
         layout = Layout((), torch.float32, [Shard(self.pieces, (), numel, torch.float32)], self.comm)
         dense = self.method.dense_among(self.parameters.values())
-        road = Road(self.method, dense, self.method.run.exchange, Guard([], False), Ledger())
-        return rehearse(layout, [road], self.method.run).weights
+        road = Road([Stage(self.method, dense, self.method.run.exchange, Guard([], False), Ledger())])
+        return rehearse(layout, road, self.method.run).weights
 
 
 def problems_of(case: Case, make: Callable[[], Method], masters: list[Array]) -> list[str]:
