@@ -230,6 +230,8 @@ class Wire:
             self._stage.bound = usual if method.keeps_state and compresses else None
         if scaler is not None and method.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
+        if self._device.type != "meta":
+            compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
         self._turn = Turn(
             engine, method, run.optimizers, run.weights, self._road, self._guard, self._stage.bound, ledger,
             scaled=scaler is not None,
@@ -243,8 +245,6 @@ class Wire:
             )
         ]
         engine.attach(self._turn, self._road)
-        if self._device.type != "meta":
-            compile_kernels(self._road, run, self._device)
 
     @property
     def step(self) -> int:
