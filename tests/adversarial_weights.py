@@ -59,7 +59,7 @@ class Owner:
     def planned(self) -> float:
         """Bytes of one gathering."""
         numel = sum(piece.numel for piece in self.pieces)
-        layout = Layout((), torch.float32, [Shard(self.pieces, (), numel, torch.float32)], self.comm)
+        layout = Layout((), (), [Shard(self.pieces, (), numel, torch.float32)], self.comm)
         dense = self.method.dense_among(self.parameters.values())
         road = Road([Stage(self.method, dense, self.method.run.exchange, Guard([], False), Ledger())])
         return rehearse(layout, road, self.method.run).weights

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from thinwire.bucket import Layout, Piece, Shard
 from thinwire.collectives import AllReduce, Exchange, ReduceScatter
 from thinwire.comm import CountingComm
 from thinwire.ledger import Ledger
 from thinwire.methods import TABLE, Method, resolve
+from thinwire.methods.base import Parameter
+from thinwire.ops import quant
 from thinwire.rehearsal import Rehearsal, apart, compile_kernels, rehearse, stand_in
 from thinwire.testing import parameters_for, plan_of, road_of
 
@@ -78,3 +81,39 @@ def test_kernels_are_compiled_by_the_same_steps(name):
     before = dict(vars(method))
     compile_kernels(road_of(method, parameters, exchange), run, torch.device("cpu"))
     assert vars(method) == before
+
+
+@pytest.mark.parametrize("refresh", [1, 2, 5])
+def test_weights_at_a_mask_are_planned_as_such_however_long_the_mask_is_used(refresh):
+    """The density's share of them, not the whole gather that follows where a rehearsal leaves out steps."""
+    method, exchange = resolve(f"scape(refresh={refresh}, smallest=0, density=0.01)"), exchange_of("fsdp2", 4)
+    parameters = parameters_for(exchange, {"a": (512, 256)})
+    n = parameters["a"].local
+    shard = Shard((Piece("a", 0, n),), (), n, torch.float32)
+    layout = Layout([(Piece("a", 0, 4 * n, 4, n),)], [torch.float32], [shard], exchange._group())
+    run = stand_in(method, parameters.values(), exchange)
+    assert rehearse(layout, road_of(method, parameters.values(), exchange), run).weights == 3 * 4 * int(0.01 * n)
+
+
+def test_each_buffer_has_the_dtype_of_its_parameters():
+    exchange = exchange_of("ddp", 4)
+    half, full = (
+        Parameter(str(dtype), (512, 256), 512 * 256, "matrix", dtype, 512 * 256)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    rows = plan_of(resolve("dense"), [half, full], exchange).rows
+    sent = [1.5 * size * 512 * 256 for size in (2, 4)]
+    assert [row.wire_bytes for row in rows] == [row.dense_bytes for row in rows] == sent
+
+
+def test_kernels_of_both_hops_are_compiled(monkeypatch):
+    """A group of one rank is not taken for a node: sdp4bit has 8 bits inside it, and 4 across."""
+    seen, original = set(), quant.quantize
+    monkeypatch.setattr(quant, "quantize", lambda rows, of, *rest: (seen.add(of.bits), original(rows, of, *rest)))
+    intra = ReduceScatter(CountingComm(0, 2, [0, 0], Ledger()))
+    inter = AllReduce(CountingComm(0, 2, [0, 1], Ledger()), divide="after")
+    method = resolve("sdp4bit(smallest=0)")
+    parameters = parameters_for(intra, SHAPES).values()
+    road = road_of(method, parameters, intra, inter, intra=method.intra())
+    compile_kernels(road, stand_in(method, parameters, inter), torch.device("cpu"))
+    assert seen == {4, 8}

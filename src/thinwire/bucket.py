@@ -118,13 +118,13 @@ class Layout:
     """What an engine will hand out, as far as it knows before the first step.
 
     Attributes:
-        buffers: where the parameters lie in each flat buffer of a backward pass, in order. dtype: of the buffers.
+        buffers: where the parameters lie in each flat buffer of a backward pass, in order. dtypes: of each.
         shards: one of each sharded module.
         comm: the ranks that the weights are sharded over.
     """
 
     buffers: Sequence[tuple[Piece, ...]]
-    dtype: torch.dtype
+    dtypes: Sequence[torch.dtype]
     shards: Sequence[Shard] = ()
     comm: Comm | None = None
 

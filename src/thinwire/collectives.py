@@ -183,7 +183,7 @@ class Exchange(ABC):
     @property
     def one_node(self) -> bool:
         """Are all ranks on one node, so that nothing crosses a slow link?"""
-        return len(set(self._group().nodes)) == 1
+        return self._group().one_node
 
     def on(self, double: Callable[[Comm], Comm]) -> Exchange:
         """The same topology on ``double`` of each of its groups."""

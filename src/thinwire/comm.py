@@ -32,7 +32,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceO
 
 
 class Comm(ABC):
-    """A group of ranks: ``rank`` of ``size``, ``nodes[r]`` the node that rank r lives on.
+    """A group of ranks: ``rank`` of ``size``, ``nodes[r]`` the node that rank r lives on; are they all on ``one_node``?
 
     All ranks call the same verbs in the same order; the order never depends on data or on the rank.
     """
@@ -41,6 +41,7 @@ class Comm(ABC):
         if len(nodes) != size:
             raise ThinwireError(f"a group of {size} ranks needs {size} node numbers, got {len(nodes)}")
         self.rank, self.size, self.nodes, self.ledger = rank, size, tuple(nodes), ledger
+        self.one_node = len(set(nodes)) == 1
         self._peers = Counter(self.link(peer) for peer in range(size) if peer != rank)
 
     reduce_scatter_is_all_reduce = False
@@ -123,7 +124,7 @@ class CountingComm(Comm):
     def like(cls, comm: Comm, ledger: Ledger) -> CountingComm:
         """A double of ``comm`` that writes to ``ledger``."""
         double = cls(comm.rank, comm.size, comm.nodes, ledger)
-        double.reduce_scatter_is_all_reduce = comm.reduce_scatter_is_all_reduce
+        double.reduce_scatter_is_all_reduce, double.one_node = comm.reduce_scatter_is_all_reduce, comm.one_node
         return double
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None: ...

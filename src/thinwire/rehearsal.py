@@ -100,10 +100,18 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     smallest = min(sent, key=lambda parameter: (parameter.local, parameter.name))
     only = replace(run, parameters={smallest.name: smallest}, weights={smallest.name: run.weights[smallest.name]})
     # Groups of one rank: others would have to choose masks and scales that fit.
-    ledger, one = Ledger(), CountingComm(0, 1, [0], Ledger())
-    alone = Road([replace(stage, exchange=stage.exchange.on(lambda comm: one)) for stage in road.stages])
+    ledger = Ledger()
+
+    def lone(comm: Comm) -> Comm:
+        one = CountingComm(0, 1, [0], ledger)
+        one.one_node = comm.one_node  # a method may send something else inside a node
+        return one
+
+    alone = Road([replace(stage, exchange=stage.exchange.on(lone)) for stage in road.stages])
     shard = Shard((Piece(smallest.name, 0, smallest.local),), (), smallest.local, torch.float32)
-    layout = replace(apart(only.parameters.values(), alone, torch.float32), shards=[shard], comm=one)
+    layout = replace(
+        apart(only.parameters.values(), alone, torch.float32), shards=[shard], comm=CountingComm(0, 1, [0], ledger)
+    )
     play = _Play(layout, alone, only, ledger, None, None, device)
     with torch.no_grad():
         play.open()
@@ -114,12 +122,12 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
 
 
 def apart(parameters: Iterable[Parameter], road: Road, dtype: torch.dtype | None) -> Layout:
-    """A layout with one buffer for each of ``parameters``, as the engine would hand them out."""
-    found = []
-    for parameter in parameters:
-        found.append((road.piece(parameter),))
-        dtype = dtype or parameter.dtype
-    return Layout(found, dtype or torch.float32)
+    """A layout with one buffer for each of ``parameters``, as the engine would hand them out.
+
+    ``dtype``: of all buffers; None: as the parameters.
+    """
+    known = list(parameters)
+    return Layout([(road.piece(of),) for of in known], [dtype or of.dtype for of in known])
 
 
 def stand_in(method: Method, parameters: Iterable[Parameter], exchange: Exchange, steps: int = 10_000) -> Run:
@@ -134,9 +142,12 @@ def stand_in(method: Method, parameters: Iterable[Parameter], exchange: Exchange
 
 
 def _steps(method: Method) -> list[int]:
-    """The last step before the steady state, its first ones, and those that stand for all."""
+    """The last step before the steady state, its first ones, and those that stand for all; before each the last one.
+
+    A method may do more after a gap: SCAPE's message brings the weights from one step to the next, and no further.
+    """
     first = method.steady
-    return sorted({max(first - 1, 0), *range(first, first + 3), *method.cycle})
+    return sorted({max(first - 1, 0), *range(first, first + 3), *method.cycle, *(max(n - 1, 0) for n in method.cycle)})
 
 
 class _Average:
@@ -195,7 +206,7 @@ class _Play:
                 self._lend(*moments.values())
         self._road = self._double(road, run, offloads)
         self.method = self._road.last.method
-        self._buffers = [self._buffer(pieces) for pieces in layout.buffers]
+        self._buffers = [self._buffer(*of) for of in zip(layout.buffers, layout.dtypes, strict=True)]
         self._gathers: list[tuple[Replica, Tensor]] = []  # and where it puts everybody's weights
 
     def open(self) -> None:
@@ -264,9 +275,9 @@ class _Play:
             stages.append(Stage(method, stage.dense, exchange, Guard([], False), ledger))
         return Road(stages, None if road.levels is None else road.levels.on(double))
 
-    def _buffer(self, pieces: tuple[Piece, ...]) -> tuple[Tensor, Tensor, tuple[Piece, ...]]:
+    def _buffer(self, pieces: tuple[Piece, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Piece, ...]]:
         """A buffer of the engine's, where the means of it go, and what is in it."""
-        dtype, device = self._layout.dtype, self._device
+        device = self._device
         flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=device)
         out = torch.zeros(pieces[0].stride, dtype=dtype, device=device) if pieces[0].stride else flat
         self._lend(flat, out)

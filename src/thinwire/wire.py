@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -109,8 +109,11 @@ def compress(
     except ThinwireError:
         engine.close()
         raise
-    if engine.rank == 0 and wire.plan.warning:
-        warnings.warn(wire.plan.warning, ThinwireWarning, stacklevel=2)
+    warning = None
+    with suppress(ThinwireError, NotImplementedError, RuntimeError):  # what it refuses, all ranks refuse in a step
+        warning = wire.plan.warning if engine.rank == 0 else None
+    if warning:
+        warnings.warn(warning, ThinwireWarning, stacklevel=2)
     return wire
 
 
@@ -230,6 +233,8 @@ class Wire:
             self._stage.bound = usual if method.keeps_state and compresses else None
         if scaler is not None and method.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
+        if self._device.type != "meta":
+            compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
         self._turn = Turn(
             engine, method, run.optimizers, run.weights, self._road, self._guard, self._stage.bound, ledger,
             scaled=scaler is not None,
@@ -243,8 +248,6 @@ class Wire:
             )
         ]
         engine.attach(self._turn, self._road)
-        if self._device.type != "meta":
-            compile_kernels(self._road, run, self._device)
 
     @property
     def step(self) -> int:

@@ -162,14 +162,15 @@ class DDP:
         sizes = [self.model.bucket_bytes_cap]
         if getattr(self.model, "bucket_bytes_cap_default", False):
             sizes.insert(0, dist._DEFAULT_FIRST_BUCKET_BYTES)
-        found = []
+        found, dtypes = [], []
         for indices in dist._compute_bucket_assignment_by_size(order, sizes)[0]:
             pieces: list[Piece] = []
             for known in (self.parameters[id(order[index])] for index in indices):
                 offset = pieces[-1].offset + pieces[-1].numel if pieces else 0
                 pieces.append(Piece(known.name, offset, known.numel))
             found.append(tuple(pieces))
-        return Layout(found, order[0].dtype)
+            dtypes.append(order[indices[0]].dtype)
+        return Layout(found, dtypes)
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:

@@ -185,18 +185,18 @@ class FSDP2:
 
     def layout(self) -> Layout:
         """One buffer and one shard per FSDP module, last module first, if every parameter has a gradient."""
-        buffers, shards = [], []
+        buffers, dtypes, shards = [], [], []
         comm = self.comm(self.groups[0][1].mesh_info.shard_process_group)
         for gather in reversed(self._gathers):
             link = gather.link
             params = link.group.fsdp_params
             if trained := [param for param in params if id(param.sharded_param) in self.parameters]:
                 buffers.append(link.place(trained, comm.size))
+                dtypes.append(self.wire_dtype or trained[0].sharded_param.dtype)
             dtype = link.group.mp_policy.param_dtype or params[0].sharded_param.dtype
             numel = sum(math.prod(param.padded_sharded_param_size) for param in params)
             shards.append(link.shard(numel, dtype))
-        dtype = self.wire_dtype or next(iter(self.parameters.values())).dtype
-        return Layout(buffers, dtype, shards, comm)
+        return Layout(buffers, dtypes, shards, comm)
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
