@@ -50,9 +50,10 @@ class Bound:
         self._index = {name: i for i, name in enumerate(sorted(sizes))}
         total = max(sum(sizes.values()), 1)
         # On CPU until the first gradients are seen: the model may not be on its device yet.
-        self._shares = torch.tensor([math.sqrt(sizes[name] / total) for name in sorted(sizes)])
-        self._usual = torch.zeros(len(sizes))
-        self._cut = torch.zeros(2)  # how many parameters' gradients, and the norm cut off
+        shares = [math.sqrt(sizes[name] / total) for name in sorted(sizes)]
+        self._shares = torch.tensor(shares, dtype=torch.float32)
+        self._usual = torch.zeros(len(sizes), dtype=torch.float32)
+        self._cut = torch.zeros(2, dtype=torch.float32)  # how many parameters' gradients, and the norm cut off
         self._next: tuple[Tensor, Tensor] | None = None
         self._places: dict[tuple[Piece, ...], tuple[list[Piece], Tensor]] = {}
 

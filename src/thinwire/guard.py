@@ -56,7 +56,7 @@ class Guard:
         """
         if not self.enabled:
             return True, trouble
-        total = torch.zeros((), device=device) if self._total is None else self._total
+        total = torch.zeros((), dtype=torch.float32, device=device) if self._total is None else self._total
         self._total = None
         flag = total.isnan().float().reshape(1)
         if trouble:  # in which case nobody asks for the rest

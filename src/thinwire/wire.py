@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -23,12 +22,13 @@ from thinwire.guard import Guard
 from thinwire.integrations.base import Engine
 from thinwire.integrations.ddp import DDP
 from thinwire.integrations.fsdp2 import FSDP2
-from thinwire.ledger import KINDS, LINKS, Ledger
+from thinwire.ledger import Ledger
 from thinwire.memory import held
 from thinwire.methods import Method, resolve
 from thinwire.methods.base import Run, held_by
-from thinwire.plan import Plan, human
+from thinwire.plan import Plan
 from thinwire.rehearsal import compile_kernels
+from thinwire.report import Report
 from thinwire.road import Road, Stage
 from thinwire.state import State
 from thinwire.turn import Turn
@@ -290,7 +290,7 @@ class Wire:
         norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
         norm = norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
         if self._stages is not None:
-            every = torch.zeros(self._stages.size, 1, device=self._device)
+            every = torch.zeros(self._stages.size, 1, dtype=torch.float32, device=self._device)
             self._stages.all_gather(every, norm.float().reshape(1).to(self._device))
             norm = torch.linalg.vector_norm(every, norm_type)
         for parameters in meshes.values():
@@ -309,7 +309,7 @@ class Wire:
 
     def report(self) -> Report:
         """Bytes by link (mean) and time by stage (median) per step since the last ``reset_stats``; ``print`` it."""
-        return Report(self)
+        return Report(self.stats(), self.plan)
 
     def stats(self) -> dict:
         """The same as a dict: steps, skipped, wire_bytes_per_step {link: B}, weight_bytes_per_step (of those,
@@ -368,45 +368,3 @@ class Wire:
         for hook in self._hooks:
             hook.remove()
         self.engine.close()
-
-
-class Report:
-    """A table of what was sent and where the time went."""
-
-    def __init__(self, wire: Wire) -> None:
-        self.stats, self.plan = wire.stats(), wire.plan
-
-    def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
-        stats = self.stats
-        table = Table(title=f"{self.plan.method} on {self.plan.engine}: {stats['steps']} steps, this rank")
-        table.add_column("")
-        table.add_column("per step (times: median)", justify="right")
-        sent = sum(stats["wire_bytes_per_step"].values())
-        for link in LINKS:
-            where = "across nodes" if link == "inter" else "inside the node"
-            table.add_row(f"sent {where}", human(stats["wire_bytes_per_step"][link]))
-        if stats["weight_bytes_per_step"]:
-            table.add_row("  of that for weights", human(stats["weight_bytes_per_step"]))
-        dense = stats["dense_bytes_per_step"]
-        table.add_row("dense would send", human(dense))
-        table.add_row("share of dense", f"{sent / dense:.1%}" if dense else "-")
-        if self.plan.compressed is not None:
-            table.add_row("values compressed", f"{self.plan.compressed:.1%}")
-        for kind in KINDS:
-            table.add_row(kind, f"{stats[f'{kind}_ms']:.2f} ms")
-        for name, value in stats["method"].items():
-            table.add_row(name, f"{value:.4g}")
-        if stats["bound"].get("cut"):
-            table.add_row("gradients cut by the bound, so far", f"{stats['bound']['cut']}")
-            table.add_row("  norm cut off", f"{stats['bound']['norm']:.4g}")
-        table.add_row("skipped steps", str(stats["skipped"]))
-        table.add_row("memory held", human(stats["memory_bytes"]))
-        if stats["memory_planned_bytes"] is not None:
-            table.add_row("memory at its peak, as planned", human(stats["memory_planned_bytes"]))
-        table.caption = self.plan.note
-        out = io.StringIO()
-        Console(file=out, width=100, color_system=None).print(table)
-        return out.getvalue().rstrip()

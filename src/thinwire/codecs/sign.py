@@ -52,7 +52,7 @@ class Sign(GroupedBytes):
         shape = (rows.shape[0], rows.shape[1] // self.group)
         shares = self.shares
         if shares is None:
-            shares = torch.full(shape, 1 / self.group, device=rows.device)
+            shares = torch.full(shape, 1 / self.group, dtype=torch.float32, device=rows.device)
         elif shares.shape != shape:
             raise ThinwireError(f"{self}: {tuple(rows.shape)} values have shares {shape}, got {tuple(shares.shape)}")
         sign.pack(rows, self.group, shares, *self._split(out, rows.shape[1]), rms=self.scale == "rms")

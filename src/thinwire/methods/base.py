@@ -1,185 +1,36 @@
-"""The interface of a method, and its base class: the dense baseline."""
+"""The interface of a method, and its base class: the dense baseline.
+
+A method needs one import: what it is told (``run.py``) and what it promises (``promise.py``) are here too.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from thinwire.bucket import Bucket, Shard
 from thinwire.codecs.base import Codec, Residual
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
+from thinwire.methods.promise import CONSERVES as CONSERVES
+from thinwire.methods.promise import EXACT as EXACT
+from thinwire.methods.promise import Promise as Promise
+from thinwire.methods.promise import Rounding as Rounding
+from thinwire.methods.run import Held as Held
+from thinwire.methods.run import Parameter as Parameter
+from thinwire.methods.run import Run as Run
+from thinwire.methods.run import Step as Step
+from thinwire.methods.run import held_by as held_by
 from thinwire.state import State
 from thinwire.weights import Message
 
 SMALL = 64 * 1024
 """Elements below which a tensor is not worth compressing: 0.3% of a model's values, most of an 8-bit wire's error."""
-
-ROLES = ("matrix", "embedding", "head", "router", "norm", "bias")
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """How far one encoding may be off, by its format alone.
-
-    Each value is off by at most ``value`` of itself plus ``step`` of the largest of its group. Where ``block``
-    neighbours are transformed together (by an orthogonal matrix), this holds of the lengths of such blocks instead:
-    the error of a block x is no longer than ``value`` |x| + sqrt(block) ``step`` times the longest block of the group.
-
-    Attributes:
-        bits: what rounds, for the user: "8 bits".
-        value: half a unit in the last place, as a share of the value (bfloat16: 2^-8). step: of codes that share a
-            scale, half a code (a whole one where rounding is stochastic), as a share of the largest.
-        group: values that share a scale. block: values that are transformed together (1: none).
-    """
-
-    bits: str
-    value: float = 0.0
-    step: float = 0.0
-    group: int = 1
-    block: int = 1
-
-
-@dataclass(frozen=True)
-class Promise:
-    """What a method keeps of the values it is given. ``thinwire.laws`` holds every method to it.
-
-    Attributes:
-        kind: "exact": the mean, bit for bit the stock engine's.
-            "conserves": over all ranks, the sum of inputs and of what waited = N means and the sum of what waits, up to
-            the rounding of float32.
-            "rounds": the same up to ``rounding``: what is rounded off is not returned.
-            "lossy": a part of what comes in never arrives.
-        lost: what is not returned, and what returns it, in one plain phrase; "" where nothing is lost.
-        waits: kinds of state that wait -> how often a value of each counts: e / (1 - beta) is still to come where a
-            moving average e' = beta e + (1 - beta) (what was left out) is added to every input. A kind that has one row
-            where the bucket has N belongs to that row's owner, and stands for all N ranks.
-        of: "gradients", or first "moments" m: then (1 - beta1) times the inputs and beta1 times the last m come in, and
-            m is what arrives; ``method.beta1``, and m the optimizer's ``exp_avg``.
-        rounding: of one encoding, for "rounds".
-    """
-
-    kind: Literal["exact", "conserves", "rounds", "lossy"]
-    lost: str = ""
-    waits: Mapping[str, float] = field(default_factory=lambda: {"residual": 1.0})
-    of: Literal["gradients", "moments"] = "gradients"
-    rounding: Rounding | None = None
-
-    def __str__(self) -> str:
-        if self.kind == "exact":
-            return "exact: the stock engine's mean, bit for bit"
-        return f"{self.kind}: {self.lost or 'nothing is lost; what is not sent waits'}"
-
-
-EXACT, CONSERVES = Promise("exact"), Promise("conserves")
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """What is known of a parameter when it is decided how it travels.
-
-    ``local`` is the number of elements of its shard with the engine's padding (``numel`` where nothing is sharded).
-    ``part`` is its shape on this rank before data parallelism shards it: ``shape``, or what tensor parallelism leaves.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    numel: int
-    role: str
-    dtype: torch.dtype
-    local: int
-    part: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.part:
-            object.__setattr__(self, "part", self.shape)
-
-
-class Held(NamedTuple):
-    """The optimizer that steps a parameter, and the parameter's group there."""
-
-    optimizer: torch.optim.Optimizer
-    group: dict[str, Any]
-
-
-def held_by(optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor]) -> dict[str, Held]:
-    """For each of ``weights`` that one of ``optimizers`` holds: which, and in which group."""
-    names = {id(weight): name for name, weight in weights.items()}
-    return {
-        names[id(weight)]: Held(optimizer, group)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for weight in group["params"]
-        if id(weight) in names
-    }
-
-
-@dataclass(frozen=True)
-class Run:
-    """What ``compress()`` tells a method once.
-
-    Attributes:
-        parameters: the trainable parameters by name. exchange: the topology that ``reduce`` will be handed.
-        steps: optimizer steps of the whole run, or None if the user did not say. seed: of every random stream.
-        optimizers: the user's; together they hold all of ``parameters``.
-        weights: the tensors of ``parameters``, by name (DTensors on FSDP2).
-        rank: of this process among the data-parallel ones, for streams that must differ by rank: tensor-parallel ranks
-            share it, or what they hold in common would drift apart.
-        hop: 1, or 2 where a hop inside the node has averaged what comes to the method.
-        chunk: (which, of how many) of a parameter's equal chunks of dim 0 travels here, where the rank holds all of its
-            weight (two levels on DDP). None: what travels is what the rank holds.
-        scaled: gradients reach the optimizer multiplied with a GradScaler's scale, which the optimizer may undo itself.
-    """
-
-    parameters: Mapping[str, Parameter]
-    exchange: Exchange
-    steps: int | None = None
-    seed: int = 0
-    optimizers: tuple[torch.optim.Optimizer, ...] = ()
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
-    rank: int = 0
-    scaled: bool = False
-    hop: int = 1
-    chunk: tuple[int, int] | None = None
-
-    @functools.cached_property
-    def held(self) -> dict[str, Held]:
-        """By whom each of ``weights`` is stepped."""
-        return held_by(self.optimizers, self.weights)
-
-    def travels(self, name: str, values: Tensor) -> Tensor:
-        """Of this rank's ``values`` (1-D) of parameter ``name``, those that its exchange is about."""
-        if self.chunk is None:
-            return values
-        first = self.chunk[0] * self.parameters[name].local
-        return values[first : first + self.parameters[name].local]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step that counts, as ``before_step`` and ``after_step`` see it. Several optimizers make one step.
-
-    Attributes:
-        number: optimizer steps taken before this one. weights: the trained parameters by name (DTensors on FSDP2).
-        clip_factor: what ``clip_grad_norm_`` multiplied the averaged gradients with, 0-dim; None if it was not called.
-    """
-
-    number: int
-    optimizers: tuple[torch.optim.Optimizer, ...]
-    weights: Mapping[str, Tensor]
-    clip_factor: Tensor | None = None
-
-    @functools.cached_property
-    def held(self) -> dict[str, Held]:
-        """By whom each of ``weights`` is stepped, in the groups as they are now."""
-        return held_by(self.optimizers, self.weights)
 
 
 @dataclass

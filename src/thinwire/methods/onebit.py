@@ -255,7 +255,7 @@ class OneBitAdam(Method):
     def _shares(self, bucket: Bucket) -> Tensor:
         """(R, n / group): one over the number of values in each group that are not padding, which sets no scale."""
         rows, n = bucket.shape
-        counts = torch.zeros(rows, n // self.group)
+        counts = torch.zeros(rows, n // self.group, dtype=torch.float32)
         for segment in bucket.segments:
             places = torch.arange(0, segment.width, self.group)
             at = segment.groups(self.group)

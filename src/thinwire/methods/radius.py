@@ -171,7 +171,7 @@ class Radius(ErrorFeedback):
         exchange = self.run.exchange
         rows = exchange.bucket_rows(True)
         columns = columns_of(self.run.parameters[name], exchange, rows)
-        values = torch.zeros((1, padded(columns, WORD)), device=direction.device)
+        values = torch.zeros((1, padded(columns, WORD)), dtype=torch.float32, device=direction.device)
         direction = self.run.travels(name, direction)
         values[0, : direction.numel()].copy_(direction)
         words = torch.zeros((rows, values.shape[1] // WORD), dtype=torch.int64, device=direction.device)

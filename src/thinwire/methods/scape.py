@@ -224,7 +224,7 @@ class SCAPE(Method):
         weight = self.run.weights[segment.name]
         found = self.run.held[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
         if found is None:
-            return torch.zeros(local(weight).numel(), device=local(weight).device)
+            return torch.zeros(local(weight).numel(), dtype=torch.float32, device=local(weight).device)
         return local(found).reshape(-1).float()
 
     def before_step(self, step: Step) -> None:

@@ -223,7 +223,7 @@ class _Quantized(Message):
     def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
         """d = Q(w - r), or Q(w) (Alg. 4, l. 7)."""
         self._codec = self._make_codec(seed_of(self._seed, f"shift/{self._module}", step) / 2**63 - 0.5)
-        values = torch.zeros((1, self._width), device=own.device)  # float32
+        values = torch.zeros((1, self._width), dtype=torch.float32, device=own.device)
         for piece, first in self._encoded:
             target = values[0, first : first + piece.numel]
             if held is None:
@@ -249,7 +249,7 @@ class _Quantized(Message):
 
     def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
         """r += d, at the owner too, or r = Q(w) (Alg. 4, l. 8)."""
-        values = torch.empty((len(rows), self._width), device=rows.device)
+        values = torch.empty((len(rows), self._width), dtype=torch.float32, device=rows.device)
         if self._encoded:
             self._codec.decode(messages[:, : self._head], values)
         for piece, first in self._encoded:
