@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -22,7 +23,7 @@ import torch
 import ranks
 import thinwire
 from engines import adamw, build, train
-from models import flat
+from models import Net, flat
 
 STEPS = 20
 KNOBS = {
@@ -57,7 +58,7 @@ def play(rank: int, world: int, kinds: list[str], methods: list[str]) -> dict[st
     found: dict[str, object] = {}
     for kind in kinds:
         for method in methods:
-            model = build(kind, world)
+            model = build(kind, world, net=partial(Net, layers=3))
             name = method.split("(")[0]
             if name == "scape":
                 optimizer = thinwire.AdamS(model.parameters(), lr=3e-3)
