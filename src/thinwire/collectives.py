@@ -225,8 +225,7 @@ class Exchange(ABC):
         Rank r sends row j of its rows to rank j, encoded, where they are summed in fp32.
         """
         mean = bucket.mean if self.owner else bucket.buffer("served", (1, bucket.shape[1]), torch.float32)
-        stage = _Stage(bucket, "serve", bucket.rows, mean)
-        mean_reduce_scatter(self._group(), stage, codec, on_wire=False, residual=residual)
+        mean_reduce_scatter(self._group(), _Served(bucket, bucket.rows, mean), codec, on_wire=False, residual=residual)
         return mean
 
     def span(self, kind: str, tensor: Tensor) -> AbstractContextManager[None]:
@@ -336,11 +335,10 @@ class _Bare:
 
 
 @dataclass
-class _Stage:
-    """One level's view of a bucket: other rows, the same workspace under other keys."""
+class _Served:
+    """A bucket whose mean goes elsewhere: the same rows, its workspace under other keys."""
 
     bucket: Bucket
-    name: str
     rows: Tensor
     mean: Tensor
 
@@ -349,4 +347,4 @@ class _Stage:
         return self.rows.shape
 
     def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self.bucket.buffer((self.name, key), shape, dtype)
+        return self.bucket.buffer(("serve", key), shape, dtype)

@@ -21,7 +21,7 @@ each of them at most U times the length |x| of all that is involved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,7 +48,6 @@ WINDOW = 4
 FEW = 4
 """Ranks up to which a case is played again: whether a step is forgotten does not depend on their number."""
 U = 2.0**-24
-_FIELDS = [field.name for field in fields(Stage) if field.init]
 ROUNDINGS = 32
 
 
@@ -239,8 +238,7 @@ class _Rank:
         self.optimizer = method.OPTIMIZER(list(self.weights.values()), lr=1e-3)
         run = self.engine.run(steps, optimizers=(self.optimizer,), weights=self.weights)
         method.begin(run)
-        self.road = self.engine.road(method, run)
-        self.road.stages = [_Watched(**{key: vars(of)[key] for key in _FIELDS}) for of in self.road.stages]
+        self.road = self.engine.road(method, run, stage=_Watched)
         self.plan = Plan(self.road, run, where.engine)
 
     @torch.no_grad()

@@ -16,10 +16,10 @@ from thinwire.bucket import Layout
 from thinwire.comm import Comm
 from thinwire.errors import ThinwireError
 from thinwire.memory import Memory
-from thinwire.methods.base import Method, Parameter, Run
+from thinwire.methods.base import Parameter, Run
 from thinwire.methods.baselines import Fp32
 from thinwire.rehearsal import Rehearsal, apart, rehearse
-from thinwire.road import Road
+from thinwire.road import Road, Stage
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -127,16 +127,16 @@ class Plan:
             guards: the groups on which ranks agree whether a step counts.
         """
         method = road.last.method
-        self.method, self.engine, self.exchange = str(method), engine, road.last.exchange
+        self.method, self.engine = str(method), engine
         self._road, self._run, self._wire_dtype, self._layout, self._guards = road, run, wire_dtype, layout, guards
-        self.ranks = math.prod({id(stage): stage.exchange.rows for stage in road.stages}.values())
+        self.ranks = math.prod(stage.exchange.rows for stage in road.stages)
         self._parameters = list(run.parameters.values())
         self._why = {parameter.name: method.keep_dense(parameter) for parameter in self._parameters}
-        stages = [stage.method for stage in reversed(road.stages)]
-        self._unmatched = next(filter(None, (of.unmatched(self._why) for of in stages)), None)
-        self._speaks = next((of for of in stages if self._share(of) is not None), method)
+        stages = list(reversed(road.stages))
+        self._unmatched = next(filter(None, (stage.method.unmatched(self._why) for stage in stages)), None)
+        self._speaks = next((stage for stage in stages if self._share(stage) is not None), road.last)
         self.compressed = self._share(self._speaks)
-        losses = [stage.method.promise.lost for stage in reversed(road.stages) if len(stage.dense) < len(self._why)]
+        losses = [stage.method.promise.lost for stage in stages if len(stage.dense) < len(self._why)]
         self.lost = "; ".join(filter(None, dict.fromkeys(losses)))
 
     @functools.cached_property
@@ -210,16 +210,16 @@ class Plan:
         """Why the parameter stays dense, or None if it is compressed."""
         return self._why[name]
 
-    def _share(self, method: Method) -> float | None:
-        """``compressed``, of ``method`` itself."""
-        if method.native or not method.rank_equal or isinstance(method, Fp32):
+    def _share(self, stage: Stage) -> float | None:
+        """``compressed``, of ``stage`` itself."""
+        if stage.method.native or not stage.method.rank_equal or isinstance(stage.method, Fp32):
             return None
-        return sum(p.numel for p in self._parameters if method.keep_dense(p) is None) / self._values
+        return sum(p.numel for p in self._parameters if p.name not in stage.dense) / self._values
 
     @functools.cached_property
     def _little(self) -> str | None:
         """Where what stays dense is half of the values or of the bytes: the reason that keeps most, and its knob."""
-        method, share = self._speaks, self._share(self._speaks)
+        method, share = self._speaks.method, self.compressed
         why_dense = {p.name: why for p in self._parameters if (why := method.keep_dense(p)) is not None}
         if share is None or not why_dense:
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -75,13 +75,16 @@ def rehearse(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = ()) 
     with torch.no_grad(), watch.counting():
         play.open()
         for number in _steps(method):
-            watch.peak, ledger.now = watch.live, Account()
+            watch.peak = watch.live
             watch.launches.clear()
-            weights, parameters = play.gather(number), play.exchange(number)
+            ledger.now = weights = Account()
+            play.gather(number)
+            ledger.now = gradients = Account()
+            parameters = play.exchange(number)
             for comm in guards:
                 CountingComm.like(comm, ledger).all_reduce(torch.empty(1, device=META), "max")
             play.step(number)
-            average.add(method.cycle.get(number, 0.0), ledger.now, watch.launches, weights, parameters)
+            average.add(method.cycle.get(number, 0.0), gradients, watch.launches, weights, parameters)
             if number >= method.steady:
                 peak = max(peak, watch.peak)
         sizes = {name: parameter.local for name, parameter in run.parameters.items()}
@@ -163,12 +166,12 @@ class _Average:
     def add(
         self, share: float, account: Account, kernels: Mapping[str, int], weights: Account, parameters: dict[str, float]
     ) -> None:
-        for total, part, minus in (
-            (self._sent, account.bytes, weights.bytes), (self._collectives, account.calls, weights.calls),
-            (self._parameters, parameters, {}), (self._launches, kernels, {}),
+        for total, part in (
+            (self._sent, account.bytes), (self._collectives, account.calls), (self._parameters, parameters),
+            (self._launches, kernels),
         ):  # fmt: skip
             for key, value in part.items():
-                total[key] += share * (value - minus.get(key, 0))  # type: ignore[assignment]
+                total[key] += share * value  # type: ignore[assignment]
         self._weights = sum(weights.bytes.values())  # the first of all gathers everything, the last is as all others
 
     def result(self, sizes: Mapping[str, int], memory: Memory) -> Rehearsal:
@@ -222,24 +225,17 @@ class _Play:
                 self._lend(out)
             self._gathers.append((replica, out))
 
-    def gather(self, number: int) -> Account:
-        """One gathering of all weights in step ``number``: what that alone has sent."""
-        before = copy.deepcopy(self._ledger.now)
+    def gather(self, number: int) -> None:
+        """One gathering of all weights in step ``number``."""
         for replica, out in self._gathers:
             replica.gather(out, number)
-        now = self._ledger.now
-        found = Account()
-        for key, value in now.bytes.items():
-            found.bytes[key] = value - before.bytes[key]
-        found.calls = now.calls - before.calls
-        return found
 
     def exchange(self, number: int) -> dict[str, float]:
         """All buffers take the road: bytes sent, by the first parameter of each."""
-        found: dict[str, float] = Counter()  # type: ignore[assignment]
+        found: dict[str, float] = defaultdict(float)
+        self._road.step = number
         for flat, out, pieces in self._buffers:
             before = sum(self._ledger.now.bytes.values())
-            self._road.step = number
             self._road.carry(flat, pieces, out)
             found[pieces[0].name] += sum(self._ledger.now.bytes.values()) - before
         return found

@@ -20,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter
 from thinwire.methods.baselines import Fp32
 
+T = TypeVar("T")
 Pieces = tuple[Piece, ...]
 Carry = Callable[[Tensor, Pieces, Tensor], object]
 """(flat, its pieces, where the means go): one stage."""
@@ -61,7 +63,7 @@ class Stage:
     step: int = 0
 
     def __post_init__(self) -> None:
-        self._parts: dict[tuple[Pieces, torch.dtype], list[tuple[Method, Bucket]]] = {}
+        self._parts: _Compositions[list[tuple[Method, Bucket]]] = _Compositions()
         # What stays dense beside compressed parameters is summed in rank order too: then no bit depends on how the
         # engine happened to cut its buckets, and a resumed run is the same run.
         self._side = Fp32()
@@ -88,7 +90,7 @@ class Stage:
 
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         """``reduce``, without what looks at the values and counts."""
-        for method, bucket in self._split(flat, pieces):
+        for method, bucket in self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
             bucket.step = self.step
             bucket.load(flat, out)
             method.reduce(bucket, self.exchange)
@@ -96,19 +98,11 @@ class Stage:
             bucket.release()
 
     def _split(self, flat: Tensor, pieces: Pieces) -> list[tuple[Method, Bucket]]:
-        """One bucket for what is compressed, one beside it for what stays dense; made once per composition."""
-        key = (pieces, flat.dtype)
-        if key not in self._parts:
-            _forget_older(self._parts, pieces)
-            sent = [piece for piece in pieces if piece.name not in self.dense]
-            kept = [piece for piece in pieces if piece.name in self.dense]
-            parts = []
-            if sent:
-                parts.append((self.method, self._bucket(sent, flat, self.method)))
-            if kept:
-                parts.append((self._side, self._bucket(kept, flat, self._side)))
-            self._parts[key] = parts
-        return self._parts[key]
+        """One bucket for what is compressed, one beside it for what stays dense."""
+        sent = [piece for piece in pieces if piece.name not in self.dense]
+        kept = [piece for piece in pieces if piece.name in self.dense]
+        parts = ((self.method, sent), (self._side, kept))
+        return [(method, self._bucket(of, flat, method)) for method, of in parts if of]
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
         if method.native:  # the buffer goes out as it is
@@ -123,11 +117,24 @@ class Stage:
         )
 
 
-def _forget_older(kept: dict, pieces: Pieces) -> None:
-    """Free what is kept for older compositions with any of these parameters: DDP rebuilds its buckets once."""
-    names = {piece.name for piece in pieces}
-    for key in [key for key in kept if names & {piece.name for piece in key[0]}]:
-        del kept[key]
+class _Compositions(Generic[T]):
+    """What is made once for each composition of a buffer."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Pieces, torch.dtype], T] = {}
+
+    def once(self, pieces: Pieces, dtype: torch.dtype, make: Callable[[], T]) -> T:
+        """What ``make()`` gave for ``pieces`` in ``dtype``.
+
+        What was made for older compositions with any of these parameters is freed: DDP rebuilds its buckets once.
+        """
+        key = (pieces, dtype)
+        if key not in self._made:
+            names = {piece.name for piece in pieces}
+            for old in [old for old in self._made if names & {piece.name for piece in old[0]}]:
+                del self._made[old]
+            self._made[key] = make()
+        return self._made[key]
 
 
 @dataclass
@@ -239,34 +246,28 @@ class ScatterAndShare(Levels):
         """``intra``: the ranks of this node. ``widths``: values of each parameter's shard, by name."""
         super().__init__(stock)
         self.intra, self.widths = intra, widths
-        self._buckets: dict[tuple[Pieces, torch.dtype], tuple[Bucket, Pieces]] = {}
+        self._made: _Compositions[tuple[Bucket, Pieces, Pieces]] = _Compositions()
 
     def through(self, flat, pieces, out, first, second, dtype):
-        bucket, sharded = self._find(flat, pieces, dtype)
+        bucket, inside, across = self._made.once(pieces, dtype, lambda: self._make(flat, pieces, dtype))
         rows = bucket.buffer("rows", bucket.shape, dtype)
         shard = bucket.buffer("shard", (bucket.shape[1],), dtype)
         bucket.pack(flat, rows)
-        first(rows.view(-1), sharded, shard)
-        second(shard, shard_of(sharded), shard)
+        first(rows.view(-1), inside, shard)
+        second(shard, across, shard)
         self.intra.all_gather(rows, shard)
         bucket.unpack(rows, flat)
 
     def on(self, double):
         return ScatterAndShare(self.stock.on(double), double(self.intra), self.widths)
 
-    def _find(self, flat: Tensor, pieces: Pieces, dtype: torch.dtype) -> tuple[Bucket, Pieces]:
-        """The bucket that packs ``flat`` as rows (L, n), and the pieces of those."""
-        key = (pieces, dtype)
-        if key not in self._buckets:
-            _forget_older(self._buckets, pieces)
-            ranks, spans = self.intra.size, [self.widths[piece.name] for piece in pieces]
-            bucket = Bucket(
-                pieces, rows=ranks, owner=False, group=1, dtype=dtype, device=flat.device, spans=spans
-            )
-            n = bucket.shape[1]
-            sharded = tuple(Piece(of.name, of.start, of.span * ranks, ranks, n) for of in bucket.segments)
-            self._buckets[key] = bucket, sharded
-        return self._buckets[key]
+    def _make(self, flat: Tensor, pieces: Pieces, dtype: torch.dtype) -> tuple[Bucket, Pieces, Pieces]:
+        """The bucket that packs ``flat`` as rows (L, n), the pieces of those, and of a shard."""
+        ranks, spans = self.intra.size, [self.widths[piece.name] for piece in pieces]
+        bucket = Bucket(pieces, rows=ranks, owner=False, group=1, dtype=dtype, device=flat.device, spans=spans)
+        n = bucket.shape[1]
+        inside = tuple(Piece(of.name, of.start, of.span * ranks, ranks, n) for of in bucket.segments)
+        return bucket, inside, shard_of(inside)
 
 
 class Regroup(Levels):
@@ -278,39 +279,45 @@ class Regroup(Levels):
     def __init__(self, stock: Exchange, local: int, nodes: int) -> None:
         super().__init__(stock)
         self._local, self._nodes = local, nodes
-        self._buffers: dict[tuple[Pieces, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
+        self._made: _Compositions[_Regrouped] = _Compositions()
 
     def through(self, flat, pieces, out, first, second, dtype):
         local, nodes = self._local, self._nodes
-        n = flat.numel() // (local * nodes)
-        rows, row, apart = self._find(flat, pieces, n, dtype)
+        made = self._made.once(pieces, dtype, lambda: self._make(flat, pieces, dtype))
         spans = [(piece.offset, piece.numel // piece.rows) for piece in pieces]
         for at, span in spans:
-            source = flat.view(nodes, local, n)[:, :, at : at + span]
-            rows[:, nodes * at : nodes * (at + span)].view(local, nodes, span).copy_(source.transpose(0, 1))
-        sharded = tuple(
-            Piece(piece.name, nodes * at, nodes * span * local, local, nodes * n)
-            for piece, (at, span) in zip(pieces, spans, strict=True)
-        )
-        first(rows.view(-1), sharded, row)
+            source = flat.view(nodes, local, -1)[:, :, at : at + span]
+            made.rows[:, nodes * at : nodes * (at + span)].view(local, nodes, span).copy_(source.transpose(0, 1))
+        first(made.rows.view(-1), made.inside, made.row)
         for at, span in spans:
-            apart[:, at : at + span].copy_(row[nodes * at : nodes * (at + span)].view(nodes, span))
-        across = tuple(
-            Piece(piece.name, at, span * nodes, nodes, n) for piece, (at, span) in zip(pieces, spans, strict=True)
-        )
-        second(apart.view(-1), across, out)
+            made.apart[:, at : at + span].copy_(made.row[nodes * at : nodes * (at + span)].view(nodes, span))
+        second(made.apart.view(-1), made.across, out)
 
     def on(self, double):
         return Regroup(self.stock.on(double), self._local, self._nodes)
 
-    def _find(self, flat: Tensor, pieces: Pieces, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        key = (pieces, dtype)
-        if key not in self._buffers:
-            _forget_older(self._buffers, pieces)
-            rows = torch.empty((self._local, self._nodes * n), dtype=dtype, device=flat.device)
-            row = torch.empty(self._nodes * n, dtype=dtype, device=flat.device)
-            self._buffers[key] = rows, row, torch.empty((self._nodes, n), dtype=dtype, device=flat.device)
-        return self._buffers[key]
+    def _make(self, flat: Tensor, pieces: Pieces, dtype: torch.dtype) -> _Regrouped:
+        local, nodes = self._local, self._nodes
+        n = flat.numel() // (local * nodes)
+        inside, across = [], []
+        for piece in pieces:
+            at, span = piece.offset, piece.numel // piece.rows
+            inside.append(Piece(piece.name, nodes * at, nodes * span * local, local, nodes * n))
+            across.append(Piece(piece.name, at, span * nodes, nodes, n))
+        shapes = ((local, nodes * n), (nodes * n,), (nodes, n))
+        rows, row, apart = (torch.empty(shape, dtype=dtype, device=flat.device) for shape in shapes)
+        return _Regrouped(rows, row, apart, tuple(inside), tuple(across))
+
+
+class _Regrouped(NamedTuple):
+    """Of one composition: ``rows`` (L, M * n) and ``row`` (M * n,), the first stage's, where ``inside`` lie; ``apart``
+    (M, n), the second one's, where ``across`` do."""
+
+    rows: Tensor
+    row: Tensor
+    apart: Tensor
+    inside: Pieces
+    across: Pieces
 
 
 class Worker:

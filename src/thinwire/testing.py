@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -185,22 +185,24 @@ def _parameters(shapes: Shapes, chunks: int) -> dict[str, Parameter]:
 
 def bucket_for(method: Method, exchange: Exchange, shapes: Shapes) -> tuple[Bucket, int]:
     """A bucket of the parameters ``shapes`` as the engine of ``exchange`` would make it, and the flat's numel."""
-    rows = exchange.bucket_rows(method.on_wire)
-    pieces, offset = [], 0
-    parameters = parameters_for(exchange, shapes).values()
-    total = sum(parameter.local for parameter in parameters)
-    for parameter in parameters:
-        if exchange.owner:
-            pieces.append(Piece(parameter.name, offset, parameter.local * rows, rows, total))
-        else:
-            pieces.append(Piece(parameter.name, offset, parameter.numel))
-        offset += parameter.local
-    numel = total * rows if exchange.owner else total
-    device = torch.device("cpu")
+    rows, device = exchange.bucket_rows(method.on_wire), torch.device("cpu")
+    pieces, numel = _place(parameters_for(exchange, shapes).values(), rows, owner=exchange.owner)
     bucket = Bucket(
         pieces, rows=rows, owner=exchange.owner, group=method.granule, dtype=torch.float32, device=device
     )
     return bucket, numel
+
+
+def _place(parameters: Collection[Parameter], rows: int, *, owner: bool) -> tuple[tuple[Piece, ...], int]:
+    """Where ``parameters`` lie in a flat buffer, one behind the other, and its numel; ``owner``: in each row."""
+    pieces, offset, total = [], 0, sum(of.local for of in parameters)
+    for of in parameters:
+        if owner:
+            pieces.append(Piece(of.name, offset, of.local * rows, rows, total))
+        else:
+            pieces.append(Piece(of.name, offset, of.numel))
+        offset += of.local if owner else of.numel
+    return tuple(pieces), offset * (rows if owner else 1)
 
 
 TOPOLOGIES = ("all_reduce", "reduce_scatter", "hsdp", "two_level", "two_level_owner")
@@ -245,18 +247,7 @@ class ThreadEngine:
         elif topology == "two_level_owner":
             self.levels = Regroup(ReduceScatter(whole), per_node, world.size // per_node)
         self.owner = self.rows > 1 or topology in ("reduce_scatter", "two_level_owner", "hsdp")
-        self.pieces, self.numel = self._place()
-
-    def _place(self) -> tuple[tuple[Piece, ...], int]:
-        parameters, pieces, offset = self.parameters.values(), [], 0
-        total = sum(parameter.local for parameter in parameters)
-        for of in parameters:
-            if self.owner:
-                pieces.append(Piece(of.name, offset, of.local * self.rows, self.rows, total))
-            else:
-                pieces.append(Piece(of.name, offset, of.numel))
-            offset += of.local if self.owner else of.numel
-        return tuple(pieces), offset * (self.rows if self.owner else 1)
+        self.pieces, self.numel = _place(self.parameters.values(), self.rows, owner=self.owner)
 
     def weights(self) -> dict[str, torch.nn.Parameter]:
         """Zeros: of each parameter what this rank holds."""
@@ -271,10 +262,10 @@ class ThreadEngine:
             self.parameters, self.hops[-1], steps, rank=self.rank, hop=len(self.hops), chunk=self.chunk, **more
         )
 
-    def road(self, method: Method, run: Run, *, all_sent: bool = False) -> Road:
+    def road(self, method: Method, run: Run, *, all_sent: bool = False, stage: type[Stage] = Stage) -> Road:
         """The road of ``method``, which has begun, with its own method for a hop inside the node.
 
-        ``all_sent``: nothing is kept dense, whatever the method's policy.
+        ``all_sent``: nothing is kept dense, whatever the method's policy. ``stage``: of what its stages are made.
         """
         stages = []
         for hop, exchange in enumerate(self.hops, 1):
@@ -282,7 +273,7 @@ class ThreadEngine:
             if of is not method:
                 of.begin(replace(run, exchange=exchange, hop=hop))
             dense = frozenset() if all_sent else of.dense_among(self.parameters.values())
-            stages.append(Stage(of, dense, exchange, Guard([], False), self.ledger, self.levels is None))
+            stages.append(stage(of, dense, exchange, Guard([], False), self.ledger, self.levels is None))
         return Road(stages, self.levels)
 
 

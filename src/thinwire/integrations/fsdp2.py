@@ -27,7 +27,7 @@ from thinwire.integrations.base import all_zero, split_by_node, wants_two_levels
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter
 from thinwire.plan import clean_name, describe
-from thinwire.road import Levels, Regroup, Road, Stage
+from thinwire.road import Levels, Regroup, Road, Stage, shard_of
 from thinwire.weights import Replica
 
 if TYPE_CHECKING:
@@ -386,7 +386,7 @@ class _GroupLink:
             ranks = self.engine.hops[0].rows
             if self._expected is not None and ranks == 1:
                 self.verify(shard, 1)
-            inter = tuple(Piece(piece.name, piece.offset, piece.numel // ranks) for piece in self.pieces(ranks))
+            inter = shard_of(self.pieces(ranks))
             if not self.entered:  # torch leaves the reduce-scatter out where one rank has all of the shard
                 self.turn.enter([piece.name for piece in inter])
             self.entered = False

@@ -36,10 +36,10 @@ def resolve(method: Method | str) -> Method:
         raise ThinwireError(f"a method is a thinwire method or its name, got {type(method).__name__}")
     name, _, knobs = method.strip().partition("(")
     name, _, preset = name.partition(":")
-    table = {cls.name: cls for cls in TABLE}
-    cls = table.get(name.strip().lower().replace("_", "-"))
+    by_name = {cls.name: cls for cls in TABLE}
+    cls = by_name.get(name.strip().lower().replace("_", "-"))
     if cls is None:
-        raise ThinwireError(f"unknown method '{name.strip()}'; there are: {', '.join(table)}")
+        raise ThinwireError(f"unknown method '{name.strip()}'; there are: {', '.join(by_name)}")
     try:
         call = ast.parse(f"f({knobs}" if knobs or "(" in method else "f()", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):

@@ -223,11 +223,6 @@ class Method:
         return f"{self.name}({', '.join(changed)})" if changed else self.name
 
 
-def columns_of(parameter: Parameter, exchange: Exchange, rows: int) -> int:
-    """Values of ``parameter`` in one of a bucket's ``rows`` rows, before padding."""
-    return exchange.columns(parameter.local, rows)
-
-
 def refuse_scaled_apart(method: str, run: Run) -> None:
     """For a ``method`` that reads gradients before the first optimizer steps: a GradScaler unscales one by one."""
     if run.scaled and len(run.optimizers) > 1:

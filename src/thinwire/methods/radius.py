@@ -34,7 +34,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Step, check_density, columns_of
+from thinwire.methods.base import ErrorFeedback, Step, check_density
 from thinwire.ops import mask as masks
 
 WORD = 64  # mask bits per int64
@@ -170,7 +170,7 @@ class Radius(ErrorFeedback):
         """Mask words (R, width / 64) of the k largest |u| of every row; every rank has all rows."""
         exchange = self.run.exchange
         rows = exchange.bucket_rows(True)
-        columns = columns_of(self.run.parameters[name], exchange, rows)
+        columns = exchange.columns(self.run.parameters[name].local, rows)
         values = torch.zeros((1, padded(columns, WORD)), dtype=torch.float32, device=direction.device)
         direction = self.run.travels(name, direction)
         values[0, : direction.numel()].copy_(direction)

@@ -35,7 +35,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.codecs.sketch import CountSketch, Part, places
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import CONSERVES, ErrorFeedback, Parameter, Promise, columns_of
+from thinwire.methods.base import CONSERVES, ErrorFeedback, Parameter, Promise
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 from thinwire.streams import seed_of
@@ -231,7 +231,7 @@ class TAGC(ErrorFeedback):
             if union is None or left is None:
                 continue
             rows = self.run.exchange.bucket_rows(True)
-            columns = columns_of(parameter, self.run.exchange, rows)
+            columns = self.run.exchange.columns(parameter.local, rows)
             part = self._part(name, 0, padded(columns, masks.WORD), columns, self.run.exchange)
             found["left-overs so far"] += int(left)
             found["union, share of values"] += int(union)
