@@ -44,6 +44,7 @@ def _rank(rank: int, world: int, store: str, function: Callable, args: tuple, en
     try:
         limit = timedelta(seconds=240 * PATIENCE)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+        dist.barrier()  # a rank that fails at once would otherwise take its connections from one still connecting
         results.put((rank, function(rank, world, *args), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
