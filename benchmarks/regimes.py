@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import virtual
 from safetensors.torch import load_file, save_file
 
+import virtual
 from thinwire.methods import resolve
 from thinwire.train.config import Config, from_arguments
 from thinwire.train.data import Tokenizer, Windows, batches, read_corpus
@@ -286,7 +286,8 @@ def on_processes(config: Config, text: str, out: Path) -> tuple[list[float], dic
         *config.betas, "--eval-sequences", 0, "--checkpoint-every", config.steps, "--corpus", text, "--valid", text,
         "--device", "cpu", "--out", out,
     ]  # fmt: skip
-    given = [word for at, word in enumerate(words) if word is not None and (at + 1 == len(words) or words[at + 1] is not None)]
+    pairs = zip(words, [*words[1:], ""], strict=True)
+    given = [word for word, after in pairs if word is not None and after is not None]
     command = [sys.executable, "-m", "thinwire", "train", *map(str, given)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from thinwire.collectives import AllReduce
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.methods import Method, resolve
-from thinwire.methods.base import Run, Step
+from thinwire.methods.base import ErrorFeedback, Run, Step
 from thinwire.plan import describe
 from thinwire.road import Road, Stage
 from thinwire.state import State
@@ -124,13 +124,16 @@ class Replica:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
-    def clip(self, turn: int, gradients: dict[str, Tensor], most: float) -> Tensor:
-        """Take up ``gradients`` as :meth:`thinwire.Wire.clip_grad_norm_` clips them; their norm before."""
+    def clip(self, turn: int, gradients: dict[str, Tensor], most: float, moves: Collection[str] = ()) -> Tensor:
+        """Take up ``gradients`` as :meth:`thinwire.Wire.clip_grad_norm_` clips them; their norm before.
+
+        ``moves``: those that are steps, and left alone.
+        """
         if self._clipped != turn:
             for name, weight in self.weights.items():
                 weight.grad = gradients[name]
-            self.norm = get_total_norm(list(gradients.values()), 2.0)
-            clip_grads_with_norm_(list(self.weights.values()), most, self.norm)
+            self.norm = get_total_norm([of for name, of in gradients.items() if name not in moves], 2.0)
+            clip_grads_with_norm_([of for name, of in self.weights.items() if name not in moves], most, self.norm)
             self.factor, self._clipped = (most / (self.norm + 1e-6)).clamp(max=1.0), turn
         return self.norm
 
@@ -353,8 +356,9 @@ class Rank:
         """Exchange the gradients that are in this rank's row, and step; False: the step was skipped on all ranks."""
         for flat, pieces in self._flats:
             self.road.reduce(flat, pieces)
-        norm = self.replica.clip(turn, self._gradients, self.clip)
-        self.guard.observe_all([norm])
+        moves = frozenset(self.method.moves)
+        norm = self.replica.clip(turn, self._gradients, self.clip, moves)
+        self.guard.observe_all(self._gradients.values() if moves else [norm])
         finite, _ = self.guard.agree(norm.device)
         if finite:
             self._commit()
@@ -394,7 +398,10 @@ class Trained:
 
 def acts_in_steps(method: Method) -> bool:
     """Does it look at weights and moments, or write to them, around the optimizer's step?"""
-    return type(method).before_step is not Method.before_step or type(method).after_step is not Method.after_step
+    if isinstance(method, ErrorFeedback) and method.feedback == "update":
+        return True
+    own = (type(method).before_step, type(method).after_step)
+    return not {Method.before_step, ErrorFeedback.before_step, Method.after_step, ErrorFeedback.after_step} >= set(own)
 
 
 @torch.no_grad()
