@@ -84,6 +84,12 @@ COMPRESSORS = {
             for i, (name, shape) in enumerate(SHAPES.items())
         }
     ),
+    "powersgd(rank=2, smallest=0, feedback='update', beta1=0.5)": lambda: paper.PowerSGDUpdates(
+        {
+            i: random_normal(seed_of(0, name), shape[1] * 2, torch.device("cpu")).view(-1, 2)
+            for i, (name, shape) in enumerate(SHAPES.items())
+        }
+    ),
     "tagc(theta=0, smallest=0, feedback='update')": lambda: paper.dense,
 }
 
@@ -91,7 +97,8 @@ COMPRESSORS = {
 @pytest.mark.parametrize("spec", COMPRESSORS)
 def test_it_is_the_transcription(spec):
     zeros = [np.zeros(shape) for shape in SHAPES.values()]
-    other = paper.Trickle(zeros, SIZE, COMPRESSORS[spec](), sample, delayed=True)
+    b1 = 0.5 if "beta1" in spec else 0.0
+    other = paper.Trickle(zeros, SIZE, COMPRESSORS[spec](), sample, delayed=True, b1=b1)
     found = played(spec)
     for step in range(STEPS):
         parts = [
@@ -165,8 +172,9 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
     ("spec", "words"),
     [
         ("dgc(feedback='update')", "no knob 'feedback'"), ("demo(feedback='update')", "no knob 'feedback'"),
-        ("topk(feedback='both')", "feedback is"), ("trickle(bits=32)", "mask='shared'"), ("trickle(bits=5)", "bits is"),
-        ("trickle(density=0)", "density is"),
+        ("topk(feedback='both')", "feedback is"), ("topk(beta1=0.5)", "beta1 does nothing"),
+        ("topk(feedback='update', beta1=1.0)", "beta1 is"), ("trickle(bits=32)", "mask='shared'"),
+        ("trickle(bits=5)", "bits is"), ("trickle(density=0)", "density is"),
     ],
 )  # fmt: skip
 def test_bad_knobs_are_refused(spec, words):

@@ -348,23 +348,30 @@ class ErrorFeedback(Method):
             anew when it is sent, and a short run keeps dense's loss. Needs ``torch.optim.AdamW``, whose steps on the
             compressed parameters are then the method's, and 8 bytes more per element in place of its moments; what an
             engine holds as their gradient is the step, which ``wire.clip_grad_norm_`` leaves alone.
+        beta1: with feedback="update", of an average of this rank's own gradients above sqrt(v), 0 (none) to below 1;
+            higher => smoother and later steps, and 8 bytes more per element. What waits is an average already.
     """
 
     start: float = 0
     smallest: int = SMALL
     feedback: Literal["gradient", "update"] = "gradient"
+    beta1: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_start(self.name, "start", self.start)
         check_smallest(self.name, self.smallest)
+        if not 0 <= self.beta1 < 1:
+            raise ThinwireError(f"{self.name}: beta1 is the decay of an average, from 0 to below 1, got {self.beta1}")
+        if self.feedback == "gradient":
+            self.refuse_idle("feedback='gradient' (the optimizer has its own)", "beta1")
         self.update_space: UpdateSpace | None = None
 
     def begin(self, run: Run) -> None:
         super().begin(run)
         self.first = first_step(self.name, "start", self.start, run.steps)
         if self.feedback == "update":
-            self.update_space = UpdateSpace(self, run)
+            self.update_space = UpdateSpace(self, run, self.beta1)
 
     @property
     def promise(self) -> Promise:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,9 +29,11 @@ class DGC(TopK):
     """
 
     name: ClassVar[str] = "dgc"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
     ABSENT: ClassVar[Mapping[str, str]] = {
-        "error_feedback": "what waits would be lost: topk has it", "feedback": "the momentum waits: topk has it"
+        "error_feedback": "what waits would be lost: topk has it",
+        **dict.fromkeys(("feedback", "beta1"), "the momentum waits: topk has it"),
     }  # fmt: skip
 
     density: float = 0.001

@@ -76,7 +76,7 @@ class TAGC(ErrorFeedback):
     name: ClassVar[str] = "tagc"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"theta": 0.9875, "select": "non-attention", "leftovers": "median"},
-        "recommended": {"theta": 0.95, "mask": "shared", "select": "all"},
+        "recommended": {"theta": 0.95, "mask": "shared", "select": "all", "feedback": "update"},
     }
 
     theta: float = 0.9875

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -29,6 +30,10 @@ class TopK(ErrorFeedback):
     """
 
     name: ClassVar[str] = "topk"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"smallest": 0, "send": ("*",)},
+        "recommended": {"feedback": "update"},
+    }
 
     density: float = 0.01
     error_feedback: bool = True
