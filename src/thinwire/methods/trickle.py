@@ -62,6 +62,8 @@ class Trickle(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_density(self.name, self.density)
+        if self.bits == 32:
+            self.refuse_idle("bits=32", "group")
         if self.mask == "own" and self.bits == 32:
             raise ThinwireError("trickle: bits=32 is for mask='shared'; topk(feedback='update') sends values so")
 
