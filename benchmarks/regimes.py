@@ -2,7 +2,6 @@
 
     python benchmarks/regimes.py --corpora DIR --regime scratch --model small --text peps \\
         --methods "dense" "topk(density=0.01)" --lrs 2e-3 4e-3 --seeds 0 1 2 --jobs 2
-    python benchmarks/regimes.py --table
     python benchmarks/regimes.py --corpora DIR --check "dense" "topk(density=0.01)"
 
 Each run is one line of docs/data/regimes.jsonl. A run that is there is not repeated, so the list can be made in pieces,
@@ -50,7 +49,7 @@ SEQUENCES = 16
 """Of a step, over all ranks."""
 EVALUATED = 256
 """Held-out sequences at the end; along the way, a quarter of them."""
-SMALLEST = 4096
+SMALLEST = 1024
 """Elements below which a tensor stays dense: all matrices of these models are compressed."""
 MODELS = {
     "tiny": "--preset tiny --layers 2 --width 64 --heads 2 --seq-len 64",  # 120k parameters
@@ -165,32 +164,30 @@ def windows_of(corpora: Path, name: str, length: int, seed: int = 0) -> Windows:
 
 @dataclass(frozen=True)
 class Place:
-    """Where everything is: the texts, the results, what need not be kept; how gradients are taken."""
+    """Where everything is: the texts, the results, what need not be kept. How gradients are taken; what is repeated."""
 
     corpora: Path
     data: Path
     out: Path
     batched: bool = True
+    again: bool = False
 
 
 def run(job: Job, place: Place) -> dict[str, Any] | None:
     """Train, and add the row to the results; None if it is there already, or if another process is about to."""
     torch.set_num_threads(1)
     with claimed(place.out / "locks" / job.name, wait=False) as mine:
-        if not mine or job.key in rows_of(place.data):
+        known = rows_of(place.data).get(job.key)
+        if not mine or (known is not None and not (place.again and known["error"])):
             return None
-        before = job.before()
-        start = None if before is None else checkpoint(before, place)
-        if job.regime == "finetune" and start is not None:
-            start = {key: values for key, values in start.items() if key.startswith("model/")}
-        return _run(job, place, start)
+        return _run(job, place)
 
 
-def _run(job: Job, place: Place, start: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+def _run(job: Job, place: Place) -> dict[str, Any]:
     began, processor = time.perf_counter(), time.process_time()
     row: dict[str, Any] = {**asdict(job), "valid": None, "error": None}
     try:
-        row |= _train(job, place, start)
+        row |= _train(job, place)
     except Exception as error:  # a crash is a result, too
         traceback.print_exc()
         row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -202,14 +199,13 @@ def _run(job: Job, place: Place, start: dict[str, torch.Tensor] | None) -> dict[
     return row
 
 
-def _train(job: Job, place: Place, start: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    config = job.config()
-    train, valid = (
-        windows_of(place.corpora, name, config.sequence, config.seed) for name in TEXTS[job.text]
-    )
-    found = virtual.train(
-        config, train, valid, batched=place.batched, start=start, sequences=EVALUATED // 4
-    )
+def _train(job: Job, place: Place) -> dict[str, Any]:
+    config, before = job.config(), job.before()
+    start = None if before is None else checkpoint(before, place)
+    if job.regime == "finetune" and start is not None:
+        start = {key: values for key, values in start.items() if key.startswith("model/")}
+    train, valid = (windows_of(place.corpora, name, config.sequence, config.seed) for name in TEXTS[job.text])
+    found = virtual.train(config, train, valid, batched=place.batched, start=start, sequences=EVALUATED // 4)
     first = found.ranks[0]
     loss = virtual.evaluate(first.replica.model, batches(valid.spread(EVALUATED), 16))
     if config.method == "dense":
@@ -254,7 +250,7 @@ def checkpoint(job: Job, place: Place) -> dict[str, torch.Tensor]:
     with claimed(place.out / "locks" / job.name, wait=True):
         if not path.exists():
             known = job.key in rows_of(place.data)
-            made = _train(job, place, None) if known else _run(job, place, None)
+            made = _train(job, place) if known else _run(job, place)
             if made.get("error") or made["valid"] is None:
                 raise RuntimeError(f"the dense run to begin with gave no weights: {job.key}")
     return load_file(path)
@@ -276,19 +272,21 @@ def check(method: str, args: argparse.Namespace, place: Place, steps: int = 20) 
     return differs(found, on_processes(config, str(place.corpora / TEXTS[args.text][0]), out))
 
 
+SHAPE = (
+    "preset", "layers", "width", "heads", "kv_heads", "hidden", "method", "ranks", "batch_size", "optimizer", "lr",
+    "weight_decay", "clip", "warmup", "lr_end", "seed", "steps",
+)  # fmt: skip
+"""Settings that a run on processes takes over from one here."""
+
+
 def on_processes(config: Config, text: str, out: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses by step, and weights and moments at the end, of ``thinwire train`` with ``config`` on gloo."""
-    words = [
-        "--preset", config.preset, "--layers", config.layers, "--width", config.width, "--heads", config.heads,
-        "--kv-heads", config.kv_heads, "--hidden", config.hidden, "--seq-len", config.sequence, "--method",
-        config.method, "--ranks", config.ranks, "--ranks-per-node", 1, "--batch-size", config.batch_size, "--lr",
-        config.lr, "--seed", config.seed, "--steps", config.steps, "--optimizer", config.optimizer, "--betas",
-        *config.betas, "--eval-sequences", 0, "--checkpoint-every", config.steps, "--corpus", text, "--valid", text,
-        "--device", "cpu", "--out", out,
-    ]  # fmt: skip
-    pairs = zip(words, [*words[1:], ""], strict=True)
-    given = [word for word, after in pairs if word is not None and after is not None]
-    command = [sys.executable, "-m", "thinwire", "train", *map(str, given)]
+    given = {name: getattr(config, name) for name in SHAPE if getattr(config, name) is not None} | {
+        "seq_len": config.sequence, "ranks_per_node": 1, "eval_sequences": 0, "checkpoint_every": config.steps,
+        "corpus": text, "valid": text, "device": "cpu", "out": out,
+    }  # fmt: skip
+    words = [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    command = [sys.executable, "-m", "thinwire", "train", "--betas", *map(str, config.betas), *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row][-config.steps :]
@@ -303,16 +301,16 @@ def on_processes(config: Config, text: str, out: Path) -> tuple[list[float], dic
 
 
 def differs(found: virtual.Trained, real: tuple[list[float], dict[str, torch.Tensor]]) -> str:
-    """"equal" if losses, weights and moments are, bit for bit; else what differs first."""
+    """Losses, weights and moments: "equal" if they are, bit for bit; else what differs first."""
     losses, state = real
     for step, (mine, theirs) in enumerate(zip(found.losses, losses, strict=True), 1):
         if mine != theirs:
             return f"the loss of step {step} differs: {mine} here, {theirs} on processes"
-    mine = found.ranks[0].replica.state()
-    if sorted(mine) != sorted(state):
-        return f"not the same state: {sorted(set(mine) ^ set(state))}"
+    ours = found.ranks[0].replica.state()
+    if sorted(ours) != sorted(state):
+        return f"not the same state: {sorted(set(ours) ^ set(state))}"
     for key, values in state.items():
-        if not torch.equal(mine[key], values):
+        if not torch.equal(ours[key], values):
             return f"{key} differs"
     return "equal"
 
@@ -358,11 +356,14 @@ def main() -> None:
     parser.add_argument("--base-lr", type=float, default=4e-3)
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
     parser.add_argument("--sequential", action="store_true", help="gradients rank by rank: bit-equal to processes")
+    parser.add_argument("--again", action="store_true", help="repeat runs that ended in an error")
     parser.add_argument("--check", nargs="+", metavar="METHOD", help="20 steps here and on processes")
     args = parser.parse_args()
     if args.corpora is None:
         parser.error("--corpora is needed to train")
-    place = Place(args.corpora.resolve(), args.data.resolve(), args.out.resolve(), not args.sequential)
+    if SEQUENCES % args.ranks:
+        parser.error(f"a step has {SEQUENCES} sequences, which {args.ranks} ranks cannot share evenly")
+    place = Place(args.corpora.resolve(), args.data.resolve(), args.out.resolve(), not args.sequential, args.again)
     torch.set_num_threads(1)
     if args.check:
         for method in args.check:
@@ -370,7 +371,7 @@ def main() -> None:
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     there = rows_of(place.data)
-    jobs = [job for job in jobs_of(args) if job.key not in there]
+    jobs = [job for job in jobs_of(args) if job.key not in there or (args.again and there[job.key]["error"])]
     print(f"{len(jobs)} runs to make", flush=True)
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         for job, row in zip(jobs, pool.map(run, jobs, [place] * len(jobs)), strict=True):
