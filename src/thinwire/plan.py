@@ -16,7 +16,7 @@ from thinwire.bucket import Layout
 from thinwire.comm import Comm
 from thinwire.errors import ThinwireError
 from thinwire.memory import Memory
-from thinwire.methods.base import Parameter, Run
+from thinwire.methods.base import Delay, Parameter, Run
 from thinwire.methods.baselines import Fp32
 from thinwire.rehearsal import Rehearsal, apart, rehearse
 from thinwire.road import Road, Stage
@@ -83,6 +83,8 @@ class Row:
     dense_bytes: float
 
 
+DEAR = 0.05
+"""Of the loss: what costs more is said at once."""
 _HELP = {
     "small": "lower smallest, or name them in send=",
     "named in dense=": "take them out of dense=",
@@ -103,6 +105,7 @@ class Plan:
         dense_weight_bytes: the same by the engine's own.
         compressed: share of the trained values that the method compresses, 0 to 1; None where it is not made to
             (dense, fp32, none). On HSDP with such a method across nodes: what the hop inside compresses.
+        cost: of the loss, as measured in runs from scratch, in one phrase; "" where none was seen or nobody knows.
         note: why so little is compressed and which knob helps, in one line; None if what stays dense is neither half
             of the values nor half of the bytes, and every pattern of names matches one.
         lost: what is not returned of the values that are compressed, in one phrase; "" where nothing is lost.
@@ -136,6 +139,11 @@ class Plan:
         self._unmatched = next(filter(None, (stage.method.unmatched(self._why) for stage in stages)), None)
         self._speaks = next((stage for stage in stages if self._share(stage) is not None), road.last)
         self.compressed = self._share(self._speaks)
+        delay, steps = (method.delay if self.compressed else None), run.steps
+        self.cost = "" if delay is None or delay == Delay() else f"costs {delay}"
+        self._dear = delay is not None and steps is not None and delay.gap(steps) > DEAR
+        if delay is not None and steps is not None and self.cost:
+            self.cost += f"; {delay.gap(steps):+.1%} in the {steps:,} of this run"
         losses = [stage.method.promise.lost for stage in stages if len(stage.dense) < len(self._why)]
         self.lost = "; ".join(filter(None, dict.fromkeys(losses)))
 
@@ -193,9 +201,11 @@ class Plan:
 
     @property
     def warning(self) -> str | None:
-        """``note``, if it has to be said at once: half of the values stay dense, or a pattern of names matches none."""
+        """What has to be said at once: half of the values stay dense, a pattern of names matches none (``note``), or
+        the run is so short that the method costs more than ``DEAR`` of its loss."""
         little = self.compressed is not None and self.compressed < 0.5
-        return self.note if little or self._unmatched else None
+        dear = f"{self.method} {self.cost}, unless it goes on from a checkpoint" if self._dear else None
+        return "; ".join(filter(None, (self.note if little or self._unmatched else None, dear))) or None
 
     @property
     def memory(self) -> Memory | None:
@@ -270,6 +280,8 @@ class Plan:
             table.caption += f"; {human(self.memory.peak)} of memory beside the engine's"
         if self.lost:
             table.caption += f"\n{self.lost}"
+        if self.cost:
+            table.caption += f"\n{self.cost}"
         if self.note is not None:
             table.caption += f"\n{self.note}"
         out = io.StringIO()

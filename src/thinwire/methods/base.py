@@ -17,6 +17,7 @@ from thinwire.codecs.base import Codec, Residual
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
+from thinwire.methods.delay import Delay as Delay
 from thinwire.methods.promise import CONSERVES as CONSERVES
 from thinwire.methods.promise import EXACT as EXACT
 from thinwire.methods.promise import Promise as Promise
@@ -117,6 +118,11 @@ class Method:
     def promise(self) -> Promise:
         """What is kept of the values, with the knobs as they are. The base class is the dense baseline."""
         return EXACT
+
+    @property
+    def delay(self) -> Delay | None:
+        """What a run from scratch costs of dense's loss, as measured (docs/training.md); None: not measured."""
+        return Delay() if self.promise.kind in ("exact", "rounds") else None
 
     @property
     def adapts(self) -> bool:

@@ -31,7 +31,7 @@ from thinwire.codecs.dct import DctTopK
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Promise, Run, Step, refuse_scaled_apart
+from thinwire.methods.base import Delay, ErrorFeedback, Promise, Run, Step, refuse_scaled_apart
 
 PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -72,6 +72,10 @@ class DeMo(ErrorFeedback):
     @property
     def adds_up(self) -> bool:
         return False
+
+    @property
+    def delay(self) -> Delay | None:
+        return Delay(steps=144)
 
     @property
     def promise(self) -> Promise:

@@ -49,6 +49,10 @@ class DGC(TopK):
         return False
 
     @property
+    def delay(self) -> None:
+        return None
+
+    @property
     def promise(self) -> Promise:
         if self.momentum == 0:
             return CONSERVES

@@ -20,7 +20,7 @@ from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Int4
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Promise
+from thinwire.methods.base import Delay, ErrorFeedback, Promise
 
 
 @dataclass
@@ -46,6 +46,10 @@ class LoCo(ErrorFeedback):
             raise ThinwireError(f"loco: beta is the weight of the old error, from 0 to below 1, got {self.beta}")
         if self.reset < 0:
             raise ThinwireError(f"loco: reset is a number of steps, or 0 for never, got {self.reset}")
+
+    @property
+    def delay(self) -> Delay | None:
+        return Delay(share=0.03)
 
     @property
     def promise(self) -> Promise:

@@ -34,7 +34,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Step, check_density
+from thinwire.methods.base import Delay, ErrorFeedback, Step, check_density
 from thinwire.ops import mask as masks
 
 WORD = 64  # mask bits per int64
@@ -80,6 +80,10 @@ class Radius(ErrorFeedback):
         if not 0 < self.residual_scale <= 1:
             raise ThinwireError(f"radius: residual_scale is a share, above 0 and up to 1, got {self.residual_scale}")
         self._before: dict[str, Tensor] = {}
+
+    @property
+    def delay(self) -> Delay | None:
+        return Delay() if self.feedback == "update" else Delay(steps=600 * (1 - self.density))
 
     @property
     def granule(self) -> int:

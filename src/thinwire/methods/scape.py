@@ -47,6 +47,7 @@ from thinwire.errors import ThinwireError
 from thinwire.methods.base import (
     EXACT,
     SMALL,
+    Delay,
     Method,
     Parameter,
     Promise,
@@ -287,6 +288,10 @@ class SCAPE(Method):
     @property
     def adds_up(self) -> bool:
         return False
+
+    @property
+    def delay(self) -> Delay | None:
+        return Delay(steps=490, share=0.2) if self.density >= 0.1 else Delay(steps=160, share=0.67)
 
     @property
     def promise(self) -> Promise:

@@ -35,7 +35,7 @@ from thinwire.codecs.base import Residual
 from thinwire.codecs.projection import ESTIMATORS, SRHT, UNBIASED, Estimator, Projection
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Promise
+from thinwire.methods.base import Delay, ErrorFeedback, Promise
 
 
 @dataclass
@@ -121,6 +121,10 @@ class SEPARATE(ErrorFeedback):
         if self.reset and self._keep:
             return Promise("lossy", f"a reset sends {1 - self._keep:.2g} of what was still to come: reset=0 drops none")
         return replace(self.conserves, waits={"residual": 1 / (1 - self._keep)})
+
+    @property
+    def delay(self) -> Delay | None:
+        return Delay(steps=500)
 
     @property
     def granule(self) -> int:

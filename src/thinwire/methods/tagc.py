@@ -35,7 +35,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.codecs.sketch import CountSketch, Part, places
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Parameter, Promise
+from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Promise
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 from thinwire.streams import seed_of
@@ -113,6 +113,12 @@ class TAGC(ErrorFeedback):
         if self.leftovers == "median" and self.theta:
             return Promise("lossy", "values that cannot be recovered are guessed: leftovers='accumulate' returns them")
         return self.conserves
+
+    @property
+    def delay(self) -> Delay | None:
+        if self.feedback == "update":
+            return Delay()
+        return Delay(steps=700 * self.theta**2.4) if self.promise.kind == "conserves" else None
 
     @property
     def adapts(self) -> bool:
@@ -275,6 +281,10 @@ class LHC(TAGC):
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("theta", "accumulate", "mask"), "lhc sends whatever is not zero: tagc has it"
     )
+
+    @property
+    def delay(self) -> None:
+        return None
 
     def _sparsify(self, rows: Tensor, part: Part, words: Tensor, sent: Tensor, rest: Tensor) -> None:
         magnitudes = rows.abs()

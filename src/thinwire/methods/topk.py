@@ -12,7 +12,7 @@ from thinwire.bucket import Bucket
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import ErrorFeedback, Promise, check_density
+from thinwire.methods.base import Delay, ErrorFeedback, Promise, check_density
 from thinwire.ops import mask as masks
 
 
@@ -41,6 +41,12 @@ class TopK(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_density("topk", self.density)
+
+    @property
+    def delay(self) -> Delay | None:
+        if self.feedback == "update":
+            return Delay()
+        return Delay(steps=700 * (1 - self.density) ** 2.4) if self.error_feedback else None
 
     @property
     def granule(self) -> int:

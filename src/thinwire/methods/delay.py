@@ -1,0 +1,38 @@
+"""What a method costs of the loss, told before the run: how far behind dense it ends.
+
+A value that waits moves its weight late. In runs from scratch that shows as a delay: the loss after T steps is the one
+that dense has after fewer. For methods that send the largest values of gradients it is nearly constant, so long runs
+forget it; for those that leave out a part of every step it is a share of the run. With a dense loss that falls as
+T^-s, a run that is D steps behind ends
+
+    (1 - D / T)^-s - 1
+
+above dense. D was read off the runs in docs/training.md, with s = 0.2, the slope of dense there; large models fall less
+steeply (0.05 to 0.1), which makes the estimate a cautious one. Going on from a checkpoint at a low learning rate costs
+none of this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SLOPE = 0.2
+MOST = 0.9
+"""Of the run: what is further behind has not begun to learn."""
+
+
+@dataclass(frozen=True)
+class Delay:
+    """``steps`` and a ``share`` of the run that a run from scratch ends behind dense."""
+
+    steps: float = 0.0
+    share: float = 0.0
+
+    def gap(self, steps: int) -> float:
+        """By how much the loss of a run of so many ``steps`` ends above dense's: 0.05 is 5%."""
+        behind = min(self.share + self.steps / max(steps, 1), MOST)
+        return (1 - behind) ** -SLOPE - 1
+
+    def __str__(self) -> str:
+        short, long = self.gap(800), self.gap(50_000)
+        return f"about {short:+.1%} of dense's loss in 800 steps from scratch, {long:+.1%} in 50,000"
