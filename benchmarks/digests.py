@@ -33,8 +33,9 @@ KNOBS = {
 }  # fmt: skip
 MORE = (
     "int8(smallest=0, error_feedback=True)", "sdp4bit:paper(weight_group=64)", "sdp4bit:ulq", "tagc:paper(smallest=0)",
-    "tagc:recommended(smallest=0)", "separate:paper(smallest=0, block=64)", "scape(density=0.3, warmup=3, smallest=0, "
-    "payload='int8', refresh=2, clip='return')", "scape(density=0.01, warmup=4, smallest=0, offload=True)",
+    "tagc(theta=0.95,mask='shared',smallest=0)", "separate:paper(smallest=0, block=64)",
+    "scape(density=0.3, warmup=3, smallest=0, payload='int8', refresh=2, clip='return')",
+    "scape(density=0.01, warmup=4, smallest=0, offload=True)",
     "radius(T=4, start=0, density=0.2, smallest=0, residual_scale=0.5)",
     "separate(estimator='orthonormal', smallest=0)",
 )  # fmt: skip

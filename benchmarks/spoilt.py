@@ -25,7 +25,7 @@ SMALL = "smallest=1000"
 METHODS = {
     "dense": "adamw", f"int8({SMALL})": "adamw", f"int8({SMALL}, error_feedback=True)": "adamw",
     f"fp8({SMALL}, error_feedback=True)": "adamw", f"topk({SMALL}, density=0.01)": "adamw",
-    f"tagc({SMALL})": "adamw", f"tagc:recommended({SMALL})": "adamw", f"lhc({SMALL})": "adamw",
+    f"tagc({SMALL})": "adamw", f"tagc(theta=0.95,mask='shared',{SMALL})": "adamw", f"lhc({SMALL})": "adamw",
     f"radius({SMALL}, start=2, T=20, density=0.1)": "adamw", f"separate({SMALL}, ratio=4)": "adamw",
     f"separate:recommended({SMALL})": "adamw", f"powersgd({SMALL})": "adamw", f"loco({SMALL})": "adamw",
     f"sdp4bit({SMALL})": "adamw", f"onebit-adam({SMALL}, warmup=15)": "adamw",

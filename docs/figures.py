@@ -58,7 +58,7 @@ POINTS = {
     "radius": Point("radius(density=0.4,start=0)", "Radius d=0.4, T=200 (paper)"),
     "scape": Point("scape(warmup=1)", "SCAPE d=0.01 (paper)"),
     "separate": Point("separate:recommended", "SEPARATE 16x, cyclic SRHT, no feedback"),
-    "tagc": Point("tagc:recommended", "TAGC d=0.05, shared mask"),
+    "tagc": Point("tagc(theta=0.95,mask='shared')", "TAGC d=0.05, shared mask"),
     "sdp4bit": Point("sdp4bit", "SDP4Bit (ours)"),
     "lhc": Point("lhc", ""),
     "zeropp": Point("zeropp", "ZeRO++ (8-bit weights)"),

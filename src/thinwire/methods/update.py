@@ -86,7 +86,8 @@ class UpdateSpace:
         r = self._state.get("alike", "")
         if r is None:  # the first of all: what this bucket shows by itself
             r = _ratio(alike.sum(0), exchange.rows)
-        self._precondition(bucket, bucket.rows, r)
+        with exchange.span("encode", bucket.rows):
+            self._precondition(bucket, bucket.rows, r)
 
     def leave(self, bucket: Bucket) -> None:
         """``bucket.mean`` holds steps that will be taken."""
