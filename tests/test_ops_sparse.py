@@ -81,6 +81,9 @@ def test_gather_scatter_and_positions(rows, n, k, kind):
         out, total = torch.full((rows, n), POISON), torch.full((n,), POISON)
         module.scatter(payload, words, out)
         module.scatter_add(payload, words, total, 0.3)
+        put = rest.clone()
+        module.write_at(payload, words, put)
+        assert same(put, torch.where(out != 0, out, rest)) or kind == "nan"
         positions = torch.full((rows, k), -1, dtype=torch.int32)
         module.indices(words, positions)
         again = torch.full_like(words, -7)
@@ -93,7 +96,7 @@ def test_gather_scatter_and_positions(rows, n, k, kind):
         assert torch.equal(again, words)
         assert torch.equal(flags.nonzero()[:, 1].view(rows, k).int(), positions)
         assert same(out + rest, torch.where(flags, (x + e) + 0.0, x + e))  # nothing is lost, bit for bit
-        found.append((payload, rest, plain, out, total, positions, module.popcount(words)))
+        found.append((payload, rest, plain, out, put, total, positions, module.popcount(words)))
     for slow, fast in zip(*found, strict=True):
         assert same(slow, fast)
     in_place = e.clone()
@@ -309,9 +312,11 @@ for m in (mr, mt):
     out, total = torch.full((2, 1216), POISON), torch.full((1216,), POISON)
     m.scatter(payload, words, out)
     m.scatter_add(payload, words, total, 0.3)
+    put = e.clone()
+    m.write_at(payload, words, put)
     again = torch.full_like(words, -7)
     m.pack(out != 0, again)
-    found.append((payload, rest, plain, out, total, again, m.popcount(words)))
+    found.append((payload, rest, plain, out, put, total, again, m.popcount(words)))
 assert all(same(a, b) for a, b in zip(*found, strict=True))
 
 for block in (256, 512):
@@ -361,7 +366,8 @@ f = dict.fromkeys(("rows", "old", "payload", "new", "out", "signs"), "*fp32")
 f |= dict(words="*i64", before="*i32", counts="*i32", flags="*u8", places="*i32", norm="fp32", n="i32", kept="i32")
 build(m._count, f, BLOCK=512)
 build(m._gather_keep, f, FEEDBACK=True, KEEP=True, BLOCK=512)
-build(m._scatter, f, BLOCK=512)
+build(m._scatter, f, ALL=True, BLOCK=512)
+build(m._scatter, f, ALL=False, BLOCK=512)
 build(m._pack, f, BLOCK=64)
 build(p._project, f, FEEDBACK=True, KEEP=True, A=16, C=16)
 build(p._reconstruct, f, A=16, C=32)

@@ -131,10 +131,8 @@ class MaskedIntegers(_AtMask):
             return
         left = self.quantizer.decode(out, self._payload("left", len(rows), space))
         torch.sub(payload, left, out=left)
-        rest = space("rest", rows.shape, torch.float32)
         for columns, words, at in self._places(words_of):
-            mask.scatter(left[:, at], words, rest[:, columns])
-        new.add_(rest)
+            mask.write_at(left[:, at], words, new[:, columns])
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         self._spread(self.quantizer.decode(wire, self._payload("got", len(wire), space)), out)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Segment
+from thinwire.bucket import Bucket
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
@@ -68,7 +68,7 @@ class UpdateSpace:
         refuse_scaled_apart(self._name, run)
         self.steps = OwnSteps()
         self._alike: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
-        self._largest: dict[str, Tensor] = {}  # |c| of each parameter, to notice who scales it
+        self._lengths: dict[str, Tensor] = {}  # |c| of each parameter, to notice who scales it
         self._scaled: Tensor | None = None
 
     @property
@@ -93,7 +93,7 @@ class UpdateSpace:
         """``bucket.mean`` holds steps that will be taken."""
         for segment in bucket.segments:
             self.steps.names.add(segment.name)
-            self._largest[segment.name] = bucket.columns(bucket.mean, segment).abs().amax()
+            self._lengths[segment.name] = _length(bucket.columns(bucket.mean, segment))
 
     def take(self, step: Step) -> None:
         """w = (1 - lr decay) w - c, of all parameters whose c has come.
@@ -116,13 +116,13 @@ class UpdateSpace:
             if decay := group["weight_decay"]:
                 values.mul_(1 - float(group["lr"]) * decay)
             values.sub_(change)
-            if name in self._largest:
-                now = self._run.travels(name, change.reshape(-1)).abs().amax().float()
-                scaled.append((now - self._largest[name]).abs() > 0.01 * self._largest[name])
+            if name in self._lengths:
+                now = _length(self._run.travels(name, change.reshape(-1)))
+                scaled.append((now - self._lengths[name]).abs() > 0.01 * self._lengths[name])
 
         self.steps.take(step, move)
         self._scaled = torch.stack(scaled).any() if scaled else None
-        self._largest.clear()
+        self._lengths.clear()
 
     def done(self, step: Step) -> None:
         """The step has been taken: r moves on."""
@@ -138,7 +138,7 @@ class UpdateSpace:
         """The step under way does not count."""
         self.steps.forget()
         self._alike.clear()
-        self._largest.clear()
+        self._lengths.clear()
 
     def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
         """``values`` (R, n): g -> u, and v -> v'."""
@@ -146,21 +146,28 @@ class UpdateSpace:
         first = first_out = None
         if self._momentum:
             first, first_out = self._state.read("first", bucket), self._state.write("first", bucket)
-        for segment in bucket.segments:
-            group = self._held[segment.name].group
-            beta2 = float(group["betas"][1])
-            seen = self._state.get("seen", segment.name)
-            seen = torch.ones((), device=bucket.device) if seen is None else seen + 1
-            self._state.put("seen", segment.name, seen)
-
-            def of(rows: Tensor, segment: Segment = segment) -> Tensor:
-                return bucket.columns(rows, segment)
-
+        groups = [self._held[segment.name].group for segment in bucket.segments]
+        seen = self._seen(bucket)
+        betas = torch.tensor([float(group["betas"][1]) for group in groups], dtype=torch.float64)
+        lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64)
+        scales = r * _unbias(betas.to(bucket.device), seen)
+        lrs = (lrs.to(bucket.device) * _unbias(self._momentum, seen)).float()
+        for segment, group, lr, scale in zip(bucket.segments, groups, lrs, scales, strict=True):
+            at = segment.columns
             direction(
-                of(values), of(second), of(second_out), None if first is None else of(first),
-                None if first_out is None else of(first_out), lr=float(group["lr"]) * _unbias(self._momentum, seen),
-                scale=r * _unbias(beta2, seen), beta1=self._momentum, beta2=beta2, eps=float(group["eps"]),
+                values[:, at], second[:, at], second_out[:, at], None if first is None else first[:, at],
+                None if first_out is None else first_out[:, at], lr=lr, scale=scale, beta1=self._momentum,
+                beta2=float(group["betas"][1]), eps=float(group["eps"]),
             )  # fmt: skip
+
+    def _seen(self, bucket: Bucket) -> Tensor:
+        """(tensors,): how many gradients each average then holds, this one included."""
+        names, none = [segment.name for segment in bucket.segments], torch.zeros((), device=bucket.device)
+        known = [self._state.get("seen", name) for name in names]
+        seen = torch.stack([none if of is None else of for of in known]) + 1
+        for name, of in zip(names, seen, strict=True):
+            self._state.put("seen", name, of)
+        return seen
 
     def _measure(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """(tensors, 2): sum (mean_n g_n)^2 and sum mean_n g_n^2 over the sample of each tensor, in rank order."""
@@ -183,8 +190,12 @@ class UpdateSpace:
         return torch.cat(found).to(bucket.device)
 
 
-def _unbias(beta: float, steps: Tensor) -> Tensor:
-    """1 / (1 - beta^steps), 0-dim, for an average that has begun with 0."""
+def _length(values: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(values, dtype=torch.float32)
+
+
+def _unbias(beta: Tensor | float, steps: Tensor) -> Tensor:
+    """1 / (1 - beta^steps), for averages that have begun with 0."""
     return (1 / (1 - beta ** steps.double())).float()
 
 

@@ -15,7 +15,7 @@ from thinwire.errors import ThinwireError
 from thinwire.ops.backends import backend
 
 __all__ = ["WORD", "from_indices", "gather_keep", "indices", "pack", "popcount", "scatter", "scatter_add", "topk_mask",
-           "unpack"]  # fmt: skip
+           "unpack", "write_at"]  # fmt: skip
 
 WORD = 64
 """Elements per mask word."""
@@ -76,6 +76,13 @@ def scatter(payload: Tensor, words: Tensor, out: Tensor) -> Tensor:
     """``out`` (R, n) = ``payload`` (R, k) at the mask, 0 elsewhere. One pass."""
     _check(words, out, payload=payload)
     _backend(out).scatter(payload, words, out)
+    return out
+
+
+def write_at(payload: Tensor, words: Tensor, out: Tensor) -> Tensor:
+    """``out`` (R, n) = ``payload`` (R, k) at the mask, as it was elsewhere. Touches no more than that."""
+    _check(words, out, payload=payload)
+    _backend(out).write_at(payload, words, out)
     return out
 
 

@@ -99,6 +99,24 @@ def _scatter(payload, payload_stride, words, words_stride, out, stride, rows, co
 
 
 @njit
+def _write_at(payload, payload_stride, words, words_stride, out, stride, rows, count, k):
+    for row in range(rows):
+        at = row * payload_stride
+        end = at + k
+        for i in range(count):
+            word = words[row * words_stride + i]
+            if at + np.int64(set_bits(word)) > end:
+                return False
+            while word != 0:
+                out[row * stride + WORD * i + trailing_zeros(word)] = payload[at]
+                at += 1
+                word &= word - uint64(1)
+        if at != end:
+            return False
+    return True
+
+
+@njit
 def _scatter_add(payload, payload_stride, words, words_stride, out, rows, count, k, scale, scaled):
     at = np.zeros(rows, np.int64)
     total = np.empty(WORD, np.float32)
@@ -284,6 +302,10 @@ def gather_keep(
 
 def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
     _expect(_scatter(*flat(payload), *unsigned(words), *flat(out), *words.shape, payload.shape[1]), payload)
+
+
+def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
+    _expect(_write_at(*flat(payload), *unsigned(words), *flat(out), *words.shape, payload.shape[1]), payload)
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:

@@ -38,6 +38,10 @@ def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
     out.masked_scatter_(flags_of(words), payload)
 
 
+def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
+    out.masked_scatter_(flags_of(words), payload)
+
+
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:
     row = torch.empty_like(out)
     out.zero_()

@@ -53,15 +53,16 @@ def _gather_keep(
 
 @triton.jit
 def _scatter(
-    payload, payload_stride, words, words_stride, before, before_stride, out, stride, n, BLOCK: tl.constexpr
-):
+    payload, payload_stride, words, words_stride, before, before_stride, out, stride, n, ALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     bits = _bits(words + row * words_stride, at, inside)
     place = tl.load(before + row * before_stride + block) + tl.cumsum(bits, 0) - bits
     values = tl.load(payload + row * payload_stride + place, mask=bits != 0, other=0.0)
-    tl.store(out + row * stride + at, values, mask=inside)
+    tl.store(out + row * stride + at, values, mask=inside if ALL else bits != 0)
 
 
 @triton.jit
@@ -105,10 +106,18 @@ def gather_keep(
 
 
 def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
+    _spread(payload, words, out, everything=True)
+
+
+def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
+    _spread(payload, words, out, everything=False)
+
+
+def _spread(payload: Tensor, words: Tensor, out: Tensor, *, everything: bool) -> None:
     before = directory(words)
     _scatter[_grid(words)](
         payload, payload.stride(0), words, words.stride(0), before, before.stride(0), out, out.stride(0), out.shape[1],
-        BLOCK,
+        everything, BLOCK,
     )  # fmt: skip
 
 
