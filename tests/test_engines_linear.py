@@ -27,10 +27,11 @@ METHODS = [
     "scape(density=0.02, warmup=3, refresh=2, clip='return', payload='int8', smallest=100)",
     "topk(density=0.1, smallest=100)",
     "dgc(density=0.1, smallest=100)",
+    "sign(group=64, smallest=100)",
     "demo(k=8, chunk=64, smallest=100)",
     "onebit-adam(warmup=3, group=64, smallest=100)",
 ]
-EXACT = ("demo", "loco", "onebit-adam", "radius", "scape", "sdp4bit", "separate", "powersgd")
+EXACT = ("demo", "loco", "onebit-adam", "radius", "scape", "sdp4bit", "separate", "sign", "powersgd")
 """What sends the same bytes in every period of 4 steps, whatever the data: the plan is then exact."""
 
 

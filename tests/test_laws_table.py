@@ -31,7 +31,7 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("sdp4bit", {"hadamard": False, "rounding": "nearest"}), ("sdp4bit", {"bits": 8}), ("sdp4bit", {"bits": 16}),
     ("sdp4bit", {"bits": 32, "intra_bits": 32}), ("loco", {"reset": 0}), ("loco", {"reset": 0, "beta": 0}),
     ("loco", {"reset": 2}), ("topk", {"error_feedback": False}), ("dgc", {"momentum": 0}), ("demo", {"sign": False}),
-    ("onebit-adam", {"scale": "rms"}),
+    ("sign", {"scale": "rms"}), ("onebit-adam", {"scale": "rms"}),
 ]  # fmt: skip
 """Knobs that change what is promised, or how it is kept."""
 

@@ -8,12 +8,8 @@ Alg. 1, on worker n, for each tensor, after T_w steps of Adam, whose last varian
     everybody gets m' from all servers and goes on from it                      (l. 11-12)
     w -= lr m' / (sqrt(v) + eps)                                                (l. 13)
 
-C keeps the sign of each value and one scale per group. Rank j is server j: of row j of the bucket.
-
-The two errors are kept apart, s with the server, and not in the exchange's ``residual``, which gives N s back to the
-server's own e: the same sum, but as part of one worker's message, N times as large as the rest, it would have to pass
-through C once more, and set the scale of its group there. (For a codec whose error is small the two forms agree to
-first order; here the error is as large as the value.)
+C keeps the sign of each value and one scale per group. Rank j is server j: of row j of the bucket. Why the two errors
+are kept apart: ``twoway.py``.
 
 Sharded weights (FSDP2) make no difference to the algorithm: every worker needs all of m for l. 6, so m' goes to
 everybody there, too, as signs, and is kept as signs: one bit per value.
@@ -28,14 +24,14 @@ of them), and embeddings are dense unless they are named in ``send`` (dense is t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Segment
-from thinwire.codecs.base import Codec, Residual
+from thinwire.bucket import Bucket
+from thinwire.codecs.base import Codec
 from thinwire.codecs.sign import SCALES, Sign
 from thinwire.collectives import Exchange
 from thinwire.comm import local
@@ -54,6 +50,7 @@ from thinwire.methods.base import (
     refuse_chunks,
     refuse_scaled_apart,
 )
+from thinwire.methods.twoway import mean_both_ways
 
 
 @dataclass
@@ -154,25 +151,12 @@ class OneBitAdam(Method):
         if bucket.step < self.first:
             exchange.mean(bucket)
             return
-        assert isinstance(self.codec, Sign)
-        rank, n = exchange.rank, bucket.shape[1]
+        assert self.codec is not None
         bucket.rows.mul_(1 - self.beta1).add_(self._moment(bucket, exchange), alpha=self.beta1)  # l. 6
-        bucket.rows.add_(self.state.read("residual", bucket))
-        self._clear(bucket, bucket.rows)
-        shares = bucket.once("shares", lambda: self._shares(bucket))
-        error = Residual(None, self.state.write("residual", bucket))
-        served = exchange.serve(bucket, replace(self.codec, shares=shares), residual=error)  # l. 7-9
-        served.add_(self.state.read("server", bucket, rows=1))
-        self._clear(bucket, served, rank)
-        wires = bucket.buffer("moments", (exchange.rows, self.codec.wire_numel(n)), torch.uint8)
-        codec, mine = replace(self.codec, shares=shares[rank : rank + 1]), wires[rank : rank + 1]
-        with exchange.span("encode", served):
-            codec.encode(served, mine, residual=Residual(None, self.state.write("server", bucket, rows=1)))  # l. 10
-        exchange.gather(wires, mine[0].clone())  # l. 11
-        with exchange.span("decode", bucket.mean):
-            codec.decode(exchange.kept(wires), bucket.mean)
-        for segment in bucket.segments:
-            self.state.put("moment", segment.name, torch.cat(self._parts(wires, segment, n), 1))  # m, for the next l. 6
+        wires = mean_both_ways(bucket, exchange, self.codec, self.state)  # l. 7-11
+        assert wires is not None
+        for segment in bucket.segments:  # m, for the next l. 6
+            self.state.put("moment", segment.name, self.codec.part(wires, bucket.shape[1], segment.columns))
             self._received.add(segment.name)
 
     def before_step(self, step: Step) -> None:
@@ -208,11 +192,6 @@ class OneBitAdam(Method):
     def undo(self) -> None:
         self._received.clear()
 
-    def _parts(self, wires: Tensor, segment: Segment, n: int) -> list[Tensor]:
-        """``segment``'s own bits and scales in the wires (R, m) of rows of ``n`` values: together a wire of its own."""
-        bits, scales = segment.groups(8), segment.groups(self.group)
-        return [wires[:, bits], wires[:, n // 8 + 4 * scales.start : n // 8 + 4 * scales.stop]]
-
     def _moment(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """m of all workers (R, n): as last received; at first the optimizer's own."""
         assert self.codec is not None
@@ -239,34 +218,6 @@ class OneBitAdam(Method):
             for row, part in zip(rows, values.split(max(segment.span, 1)), strict=False):
                 row[segment.start : segment.start + part.numel()].copy_(part)
         exchange.share(moments)
-
-    def _clear(self, bucket: Bucket, values: Tensor, first: int = 0) -> None:
-        """Zeros in ``values``, the bucket's rows from ``first`` on, where no parameter is: a sign has no zero."""
-        bucket.clear_padding(values)
-        for segment in bucket.segments:
-            if segment.piece.stride:
-                continue
-            columns = bucket.columns(values, segment)[:, : segment.span]
-            whole, rest = divmod(segment.piece.numel, segment.span)
-            if first <= whole < first + len(values):
-                columns[whole - first, rest:].zero_()
-            columns[max(whole + 1 - first, 0) :].zero_()
-
-    def _shares(self, bucket: Bucket) -> Tensor:
-        """(R, n / group): one over the number of values in each group that are not padding, which sets no scale."""
-        rows, n = bucket.shape
-        counts = torch.zeros(rows, n // self.group, dtype=torch.float32)
-        for segment in bucket.segments:
-            places = torch.arange(0, segment.width, self.group)
-            at = segment.groups(self.group)
-            values = torch.tensor([_count(segment, row) for row in range(rows)])
-            counts[:, at] = (values.unsqueeze(1) - places).clamp(1, self.group).float()
-        return (1 / counts).to(bucket.device)
-
-
-def _count(segment: Segment, row: int) -> int:
-    """How many of ``segment``'s columns in ``row`` hold values. Rows that the engine has padded are full to us."""
-    return segment.span if segment.piece.stride else min(max(segment.piece.numel - row * segment.span, 0), segment.span)
 
 
 def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
