@@ -112,6 +112,50 @@ def test_nothing_is_lost(topology):
             assert np.abs(held(step, name)).max() > 0.01
 
 
+def quantized(x: np.ndarray, bits: int) -> np.ndarray:
+    """Q of one chunk, in groups of 32."""
+    out, most = np.empty_like(x), 2 ** (bits - 1) - 1
+    for at in range(0, len(x), 32):
+        step = np.abs(x[at : at + 32]).max() / most
+        out[at : at + 32] = np.round(x[at : at + 32] / step) * step
+    return out
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_warm_up_in_few_bits_against_loops_and_what_waits_at_its_end_goes_on(topology, bits):
+    """Means and errors of the warm-up; then, value by value over its end too, m' + s + mean e is conserved; bytes."""
+    size, numel = 3, 96 * 3
+    results = run(topology, size, {"warmup_bits": bits}, shapes={"a": (12, 24)}, steps=WARMUP + 4)
+    chunks = [slice(96 * r, 96 * (r + 1)) for r in range(size)]
+    worker, server, m = [np.zeros(numel) for _ in range(size)], np.zeros(numel), np.zeros(numel)
+    waited = np.zeros(numel)
+    for step in range(WARMUP + 4):
+        given = [rank[step]["input"].double().numpy() for rank in results]
+        flats = [rank[step]["mean"].double() for rank in results]
+        mean = (flats[0] if topology == "all_reduce" else torch.cat(flats)).numpy()
+        errors = [rank[step]["residual/a"].double().reshape(-1).numpy() for rank in results]
+        serves = torch.cat([rank[step].get("server/a", torch.zeros(1, 96)).double()[0] for rank in results]).numpy()
+        if step < WARMUP:
+            sent = [np.concatenate([quantized((0.1 * g + e)[at], bits) for at in chunks])
+                    for g, e in zip(given, worker, strict=True)]  # fmt: skip
+            worker = [0.1 * g + e - s for g, e, s in zip(given, worker, sent, strict=True)]
+            expected = sum(sent) / size + server
+            if topology == "all_reduce":
+                y, expected = expected, np.concatenate([quantized(expected[at], bits) for at in chunks])
+                server = y - expected
+            assert np.abs(mean - expected / 0.1).max() < 1e-5
+            assert max(np.abs(e - w).max() for e, w in zip(errors, worker, strict=True)) < 1e-6
+            assert np.abs(serves - server).max() < 1e-6
+            ways = 2 if topology == "all_reduce" else 1
+            assert results[0][step]["bytes"].item() == ways * (size - 1) * (96 * bits // 8 + 96 // 32 * 4)
+        before = 0.9 * m + 0.1 * sum(given) / size + waited
+        m = 0.9 * m + 0.1 * mean if step < WARMUP else mean
+        waited = sum(errors) / size + serves
+        assert np.abs(waited).max() > (1e-4 if step < WARMUP else 1e-2)
+        assert np.abs(m + waited - before).max() < 1e-5
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_warm_up_is_the_dense_optimizer_and_ranks_stay_equal(topology):
     results = run(topology, 3, steps=WARMUP + 3)
@@ -228,7 +272,7 @@ def test_knobs_that_do_not_fit_are_refused():
                                 (100, 100, "beyond the end")):  # fmt: skip
         with pytest.raises(ThinwireError, match=says):
             OneBitAdam(warmup=warmup).begin(_run_of(torch.optim.AdamW, steps))
-    for knobs in ("group=16", "group=100", "scale='max'", "smallest=-1"):
+    for knobs in ("group=16", "group=100", "scale='max'", "smallest=-1", "warmup_bits=16", "weights='plain'"):
         with pytest.raises(ThinwireError, match=r"onebit-adam|Sign"):
             resolve(f"onebit-adam({knobs})")
 

@@ -14,6 +14,12 @@ are kept apart: ``twoway.py``.
 Sharded weights (FSDP2) make no difference to the algorithm: every worker needs all of m for l. 6, so m' goes to
 everybody there, too, as signs, and is kept as signs: one bit per value.
 
+Two things beside the paper make the whole run small. With ``warmup_bits`` the warm-up's gradients are quantized, with
+feedback: (1-b1) g_n takes the road of l. 7-11 with Q for C, and Adam gets the mean divided by (1-b1). So e_n and s are
+in the momentum's unit from the first step on, and what waits when the warm-up ends is the first e_n and s of l. 7-9:
+nothing has to be delivered, and nothing is lost. (On FSDP2 a warm-up's mean stays with its owner as it is: there is no
+s.) With ``weights="difference"`` weights travel as SDP4Bit's differences, in 4 bits, from the first step on.
+
 Where ours differs. Bias corrections: the paper and its authors' code have none at all; the user's Adam has, so that
 of m goes on, and that of v is frozen with v: otherwise the step would change size at T_w. A scale per ``group``, where
 theirs is per tensor and server. Weight decay is AdamW's. Where v is 0, in rows of an embedding that no batch used,
@@ -30,8 +36,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket
+from thinwire.bucket import Bucket, Shard
 from thinwire.codecs.base import Codec
+from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sign import SCALES, Sign
 from thinwire.collectives import Exchange
 from thinwire.comm import local
@@ -50,7 +57,11 @@ from thinwire.methods.base import (
     refuse_chunks,
     refuse_scaled_apart,
 )
+from thinwire.methods.sdp4bit import QuantizedWeights, SDP4Bit
 from thinwire.methods.twoway import mean_both_ways
+from thinwire.weights import Message
+
+WEIGHTS = ("dense", "difference")
 
 
 @dataclass
@@ -65,9 +76,13 @@ class OneBitAdam(Method):
     Args:
         warmup: dense Adam at first: a share of the run below 1, or a number of optimizer steps, at least one. Longer =>
             more bytes, and a variance that is better known: the paper takes 15-20% of the run.
+        warmup_bits: of a gradient value in the warm-up: 32 (the engine's own exchange), 8 or 4 (in groups of up to 128,
+            with error feedback); lower => fewer bytes, and a variance that also holds what rounding adds.
         group: values that share a scale, a power of two from 32 to 4096; larger => fewer bytes, and values of more
             different size sent alike.
         scale: of a group, "mean" of |x| (the smallest error) or "rms" (the authors' code: the norm is kept).
+        weights: what is sent of them where the engine shards them: "dense" (as they are) or "difference" (SDP4Bit's:
+            4 bits per value, to a replica of all weights on every rank, n values more memory).
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
 
     Raises:
@@ -84,11 +99,17 @@ class OneBitAdam(Method):
     warmup: float = 0.15
     group: int = 2048
     scale: str = "mean"
+    warmup_bits: int = 32
+    weights: str = "dense"
     smallest: int = SMALL
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
             raise ThinwireError(f"onebit-adam: scale is 'mean' or 'rms', got '{self.scale}'")
+        if self.warmup_bits not in (4, 8, 32):
+            raise ThinwireError(f"{self.name}: warmup_bits is 4, 8 or 32 (dense), got {self.warmup_bits}")
+        if self.weights not in WEIGHTS:
+            raise ThinwireError(f"{self.name}: weights is {' or '.join(WEIGHTS)}, got '{self.weights}'")
         super().__post_init__()
         check_smallest(self.name, self.smallest)
         check_start(self.name, "warmup", self.warmup)
@@ -97,6 +118,10 @@ class OneBitAdam(Method):
 
     def make_codec(self) -> Codec:
         return Sign(self.group, self.scale)
+
+    @property
+    def _warmup_codec(self) -> Integers:
+        return Integers(min(self.group, 128), self.warmup_bits)
 
     @property
     def promise(self) -> Promise:
@@ -124,32 +149,34 @@ class OneBitAdam(Method):
         refuse_chunks(self.name, run)
         self.first = first_step(self.name, "warmup", self.warmup, run.steps)  # T_w
         if self.first < 1:
-            raise ThinwireError("onebit-adam: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
+            raise ThinwireError(f"{self.name}: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
         refuse_scaled_apart(self.name, run)
         sent = {name: held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None}
         for name, (optimizer, group) in sent.items():
             if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
                 raise ThinwireError(
-                    f"onebit-adam is built on Adam: pass torch.optim.AdamW or Adam as the optimizer of {name}, got "
+                    f"{self.name} is built on Adam: pass torch.optim.AdamW or Adam as the optimizer of {name}, got "
                     f"{type(optimizer).__name__}, or name it in dense="
                 )
             for knob in ("amsgrad", "maximize", "differentiable"):
                 if group.get(knob):
-                    raise ThinwireError(f"onebit-adam cannot freeze the variance with {knob}=True: leave it out")
+                    raise ThinwireError(f"{self.name} cannot freeze the variance with {knob}=True: leave it out")
             if group["weight_decay"] and not _decoupled(optimizer, group):
-                raise ThinwireError("onebit-adam needs decoupled weight decay: pass torch.optim.AdamW instead of Adam")
+                raise ThinwireError(
+                    f"{self.name} needs decoupled weight decay: pass torch.optim.AdamW instead of Adam"
+                )
             if run.scaled and group.get("fused"):
                 raise ThinwireError(
-                    "onebit-adam under a GradScaler takes gradients unscaled before the step: leave fused=True out"
+                    f"{self.name} under a GradScaler takes gradients unscaled before the step: leave fused=True out"
                 )
         betas = {float(group["betas"][0]) for _, group in sent.values()}
         if len(betas) > 1:
-            raise ThinwireError(f"onebit-adam needs one beta1 for all parameter groups, got {sorted(betas)}")
+            raise ThinwireError(f"{self.name} needs one beta1 for all parameter groups, got {sorted(betas)}")
         self.beta1 = betas.pop() if betas else 0.0
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         if bucket.step < self.first:
-            exchange.mean(bucket)
+            self._warm_up(bucket, exchange)
             return
         assert self.codec is not None
         bucket.rows.mul_(1 - self.beta1).add_(self._moment(bucket, exchange), alpha=self.beta1)  # l. 6
@@ -191,6 +218,25 @@ class OneBitAdam(Method):
 
     def undo(self) -> None:
         self._received.clear()
+
+    def _warm_up(self, bucket: Bucket, exchange: Exchange) -> None:
+        """The mean gradient, dense or in few bits; what these leave out waits in the momentum's unit."""
+        if self.warmup_bits == 32:
+            exchange.mean(bucket)
+            return
+        bucket.rows.mul_(1 - self.beta1)
+        mean_both_ways(bucket, exchange, self._warmup_codec, self.state, back=not exchange.owner)
+        bucket.mean.div_(1 - self.beta1)
+
+    @property
+    def encodes_weights(self) -> bool:
+        return self.weights == "difference"
+
+    def weight_message(self, shard: Shard, rank: int) -> Message:
+        def codec(shift: float) -> Integers:
+            return Integers(SDP4Bit.weight_group, SDP4Bit.weight_bits)
+
+        return QuantizedWeights(self, shard, rank, codec)
 
     def _moment(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """m of all workers (R, n): as last received; at first the optimizer's own."""
