@@ -29,9 +29,10 @@ class DGC(TopK):
     """
 
     name: ClassVar[str] = "dgc"
-    adds_up: ClassVar[bool] = False
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
-    ABSENT: ClassVar[Mapping[str, str]] = {"error_feedback": "what waits would be lost: topk has it"}
+    ABSENT: ClassVar[Mapping[str, str]] = {
+        "error_feedback": "what waits would be lost: topk has it", "feedback": "the momentum waits: topk has it"
+    }  # fmt: skip
 
     density: float = 0.001
     momentum: float = 0.9
@@ -40,6 +41,10 @@ class DGC(TopK):
         super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ThinwireError(f"dgc: momentum is at least 0 and below 1, got {self.momentum}")
+
+    @property
+    def adds_up(self) -> bool:
+        return False
 
     @property
     def promise(self) -> Promise:

@@ -90,7 +90,6 @@ class OneBitAdam(Method):
     """
 
     name: ClassVar[str] = "onebit-adam"
-    adds_up: ClassVar[bool] = False
     on_wire: ClassVar[bool] = False
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"warmup": 0.15, "scale": "rms", "group": 4096, "smallest": 0, "send": ("*",)},
@@ -122,6 +121,10 @@ class OneBitAdam(Method):
     @property
     def _warmup_codec(self) -> Integers:
         return Integers(min(self.group, 128), self.warmup_bits)
+
+    @property
+    def adds_up(self) -> bool:
+        return False
 
     @property
     def promise(self) -> Promise:

@@ -44,14 +44,15 @@ class Promise:
             moving average e' = beta e + (1 - beta) (what was left out) is added to every input. A kind that has one row
             where the bucket has N belongs to that row's owner, and stands for all N ranks.
         of: "gradients", or first "moments" m: then (1 - beta1) times the inputs and beta1 times the last m come in, and
-            m is what arrives; ``method.beta1``, and m the optimizer's ``exp_avg``.
+            m is what arrives; ``method.beta1``, and m the optimizer's ``exp_avg``. Or "updates": steps of the
+            weights, which ``compress()`` finds in the bucket's rows.
         rounding: of one encoding, for "rounds".
     """
 
     kind: Literal["exact", "conserves", "rounds", "lossy"]
     lost: str = ""
     waits: Mapping[str, float] = field(default_factory=lambda: {"residual": 1.0})
-    of: Literal["gradients", "moments"] = "gradients"
+    of: Literal["gradients", "moments", "updates"] = "gradients"
     rounding: Rounding | None = None
 
     def __str__(self) -> str:

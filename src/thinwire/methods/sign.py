@@ -19,7 +19,7 @@ Their blocks are tensors or layers, ours are ``group`` consecutive values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from thinwire.bucket import Bucket
@@ -58,7 +58,7 @@ class Sign(ErrorFeedback):
 
     @property
     def promise(self) -> Promise:
-        return Promise("conserves", waits={"residual": 1.0, "server": 1.0})
+        return replace(self.conserves, waits={"residual": 1.0, "server": 1.0})
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.codec is not None

@@ -11,7 +11,7 @@ from thinwire.bucket import Bucket
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import CONSERVES, ErrorFeedback, Promise, check_density
+from thinwire.methods.base import ErrorFeedback, Promise, check_density
 from thinwire.ops import mask as masks
 
 
@@ -44,7 +44,7 @@ class TopK(ErrorFeedback):
     @property
     def promise(self) -> Promise:
         if self.error_feedback:
-            return CONSERVES
+            return self.conserves
         return Promise("lossy", "what is not among the largest values is dropped: error_feedback=True keeps it")
 
     @property

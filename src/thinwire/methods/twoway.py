@@ -47,9 +47,10 @@ def mean_both_ways(
     _clear(bucket, bucket.rows)
     error = Residual(None, state.write("residual", bucket))
     served = exchange.serve(bucket, _on(codec, bucket), residual=error)
-    if not back:
-        return None
     rank, n = exchange.rank, bucket.shape[1]
+    if not back:
+        _clear(bucket, served, rank)
+        return None
     served.add_(state.read("server", bucket, rows=1))
     _clear(bucket, served, rank)
     wires = bucket.buffer("served wires", (exchange.rows, codec.wire_numel(n)), codec.wire_dtype)
