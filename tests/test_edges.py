@@ -69,6 +69,7 @@ CASES = [
     Case("sign(smallest=0, group=32)", "ends"),
     Case("demo(smallest=0, k=8, chunk=64, sign=False)", "momentum"),
     Case("onebit-adam(smallest=0, warmup=1, group=32)", "moment", "adamw"),
+    Case("frozen-adam(smallest=0, warmup=1, density=0.1)", "moment", "adamw"),
     Case("none"),
 ]  # fmt: skip
 STATEFUL = [case for case in CASES if resolve(case.method).keeps_state]
@@ -320,7 +321,7 @@ def _turns(rank, world, engine):
             return {"turns": found["broken"], "late": 0.0, "apart": found["apart"]}
         found = conserve(rank, world, engine, case, TURNS)
         late = {"broken": 0.0}
-        if case.name != "onebit-adam":  # refuses a parameter without gradient in its warm-up, by name
+        if case.name not in ("onebit-adam", "frozen-adam"):  # refuse a parameter without gradient in the warm-up
             late = conserve(rank, world, engine, case, LATE)
         return {"turns": found["broken"], "late": late["broken"], "apart": found["apart"]}
 

@@ -152,7 +152,7 @@ def test_ranges_hold_for_all_that_share_a_knob(cls):
                          ("density", (0, -1, 1.1))):  # fmt: skip
         for value in values if knob in {known.name for known in cls.knobs()} else ():
             refused(lambda knob=knob, value=value: cls(**{knob: value}), knob)
-    if hasattr(cls, "bits"):
+    if hasattr(cls, "intra_bits"):
         refused(lambda: cls(bits=32, intra_bits=32, group=0), "group")
 
 

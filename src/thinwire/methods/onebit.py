@@ -29,17 +29,19 @@ of them), and embeddings are dense unless they are named in ``send`` (dense is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Shard
+from thinwire.bucket import Bucket, Segment, Shard
 from thinwire.codecs.base import Codec
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sign import SCALES, Sign
+from thinwire.codecs.sparse import TopKIntegers
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
@@ -50,6 +52,7 @@ from thinwire.methods.base import (
     Promise,
     Run,
     Step,
+    check_density,
     check_smallest,
     check_start,
     exempt_small,
@@ -60,8 +63,6 @@ from thinwire.methods.base import (
 from thinwire.methods.sdp4bit import QuantizedWeights, SDP4Bit
 from thinwire.methods.twoway import mean_both_ways
 from thinwire.weights import Message
-
-WEIGHTS = ("dense", "difference")
 
 
 @dataclass
@@ -98,17 +99,13 @@ class OneBitAdam(Method):
     warmup: float = 0.15
     group: int = 2048
     scale: str = "mean"
-    warmup_bits: int = 32
-    weights: str = "dense"
+    warmup_bits: Literal[4, 8, 32] = 32
+    weights: Literal["dense", "difference"] = "dense"
     smallest: int = SMALL
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
             raise ThinwireError(f"onebit-adam: scale is 'mean' or 'rms', got '{self.scale}'")
-        if self.warmup_bits not in (4, 8, 32):
-            raise ThinwireError(f"{self.name}: warmup_bits is 4, 8 or 32 (dense), got {self.warmup_bits}")
-        if self.weights not in WEIGHTS:
-            raise ThinwireError(f"{self.name}: weights is {' or '.join(WEIGHTS)}, got '{self.weights}'")
         super().__post_init__()
         check_smallest(self.name, self.smallest)
         check_start(self.name, "warmup", self.warmup)
@@ -117,6 +114,15 @@ class OneBitAdam(Method):
 
     def make_codec(self) -> Codec:
         return Sign(self.group, self.scale)
+
+    def codec_for(self, segments: Sequence[Segment]) -> Codec:
+        """C for rows of ``segments``; its wire can be taken apart (``Codec.part``)."""
+        assert self.codec is not None
+        return self.codec
+
+    @property
+    def granule(self) -> int:
+        return math.lcm(super().granule, 1 if self.warmup_bits == 32 else self._warmup_codec.group)
 
     @property
     def _warmup_codec(self) -> Integers:
@@ -181,12 +187,12 @@ class OneBitAdam(Method):
         if bucket.step < self.first:
             self._warm_up(bucket, exchange)
             return
-        assert self.codec is not None
+        codec = self.codec_for(bucket.segments)
         bucket.rows.mul_(1 - self.beta1).add_(self._moment(bucket, exchange), alpha=self.beta1)  # l. 6
-        wires = mean_both_ways(bucket, exchange, self.codec, self.state)  # l. 7-11
+        wires = mean_both_ways(bucket, exchange, codec, self.state)  # l. 7-11
         assert wires is not None
         for segment in bucket.segments:  # m, for the next l. 6
-            self.state.put("moment", segment.name, self.codec.part(wires, bucket.shape[1], segment.columns))
+            self.state.put("moment", segment.name, codec.part(wires, bucket.shape[1], segment.columns))
             self._received.add(segment.name)
 
     def before_step(self, step: Step) -> None:
@@ -243,7 +249,6 @@ class OneBitAdam(Method):
 
     def _moment(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """m of all workers (R, n): as last received; at first the optimizer's own."""
-        assert self.codec is not None
         moments = bucket.buffer("moment", bucket.shape, torch.float32)
         wires = {segment.name: self.state.get("moment", segment.name) for segment in bucket.segments}
         if any(wire is None for wire in wires.values()):
@@ -251,7 +256,7 @@ class OneBitAdam(Method):
         for segment in bucket.segments:
             wire = wires[segment.name]
             if wire is not None:
-                self.codec.decode(wire, bucket.columns(moments, segment))
+                self.codec_for([replace(segment, start=0)]).decode(wire, bucket.columns(moments, segment))
         return moments
 
     def _adam_moment(self, bucket: Bucket, exchange: Exchange, moments: Tensor) -> None:
@@ -267,6 +272,42 @@ class OneBitAdam(Method):
             for row, part in zip(rows, values.split(max(segment.span, 1)), strict=False):
                 row[segment.start : segment.start + part.numel()].copy_(part)
         exchange.share(moments)
+
+
+@dataclass
+class FrozenAdam(OneBitAdam):
+    """The largest values of Adam's momentum once its variance is frozen, with their positions, to servers and back.
+
+    1-bit Adam with a top-k for C, of 8-bit values: each worker sends the k largest of every server's chunk of m_n +
+    e_n, and each server the k largest of mean + s, so that bytes do not grow with N. What is not among them waits, in
+    e_n and s. It is in the momentum, and v is frozen: what arrives late is scaled as if it had come in time.
+
+    Args:
+        density: share of each tensor's chunk that is sent, either way (k = max(int(density * values), 1)); lower =>
+            fewer bytes, longer waits. With weights sharded, of each shard's.
+        bits: of a value: 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits.
+        group: values that share a scale, a power of two from 8 to 4096 (larger => fewer bytes, more error).
+        warmup, warmup_bits, weights, smallest: as 1-bit Adam's.
+    """
+
+    name: ClassVar[str] = "frozen-adam"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    ABSENT: ClassVar[Mapping[str, str]] = {"scale": "it is that of signs"}
+
+    density: float = 0.05
+    bits: Literal[4, 8] = 8
+    group: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density(self.name, self.density)
+
+    def make_codec(self) -> Codec:
+        return self.codec_for([])
+
+    def codec_for(self, segments: Sequence[Segment]) -> Codec:
+        parts = ((segment.start, segment.width, max(int(self.density * segment.span), 1)) for segment in segments)
+        return TopKIntegers(tuple(parts), Integers(self.group, self.bits))
 
 
 def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

@@ -23,4 +23,5 @@ from thinwire.methods.dgc import DGC as DGC
 from thinwire.methods.sign import Sign as Sign
 from thinwire.methods.demo import DeMo as DeMo
 from thinwire.methods.onebit import OneBitAdam as OneBitAdam
+from thinwire.methods.onebit import FrozenAdam as FrozenAdam
 from thinwire.methods.baselines import NoExchange as NoExchange
