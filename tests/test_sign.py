@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+import ranks
+import thinwire
+from engines import adamw, build
 from thinwire.errors import ThinwireError
 from thinwire.methods import Sign, resolve
 from thinwire.testing import reduce_on_threads
@@ -84,6 +87,35 @@ def test_it_starts_dense_where_it_is_told_to():
                                 topology="all_reduce", size=2, shapes={"w": 64}, steps=3)  # fmt: skip
     mean = [(gradients(0, step, 64) + gradients(1, step, 64)) / 2 for step in range(3)]
     assert all(torch.allclose(results[0][step]["mean"], mean[step]) == (step < 2) for step in range(3))
+
+
+class One(torch.nn.Module):
+    """Its gradient is what is handed in. Of four ranks one has half a shard, and one has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(5, 32))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return (self.weight * given).sum()
+
+
+def _opposed(rank: int, world: int) -> tuple[int, int]:
+    model = build("fsdp2", world, net=One)
+    optimizer = adamw(model)
+    wire = thinwire.compress(model, optimizer, "sign(smallest=0, group=64, feedback='update')", steps=3)
+    for step in range(3):
+        model((-1) ** rank * gradients(0, step, 160).view(5, 32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = wire.step, wire.skipped
+    wire.close()
+    return found
+
+
+def test_as_steps_on_fsdp2_padding_is_not_taken_for_a_step():
+    """Ranks cancel, but not where the engine pads: there all have zeros, whose sign is positive."""
+    assert ranks.run(_opposed, 4) == [(3, 0)] * 4
 
 
 def test_knobs_that_do_not_fit_are_refused():

@@ -92,7 +92,10 @@ class UpdateSpace:
         """``bucket.mean`` holds steps that will be taken."""
         for segment in bucket.segments:
             self.steps.names.add(segment.name)
-            self._largest[segment.name] = bucket.columns(bucket.mean, segment).abs().amax()
+            change = bucket.columns(bucket.mean, segment)
+            if bucket.owner:  # behind this rank's values the engine's padding may follow, which a sign does not spare
+                change = change[:, : local(self._run.weights[segment.name]).numel()]
+            self._largest[segment.name] = _largest(change)
 
     def take(self, step: Step) -> None:
         """w = (1 - lr decay) w - c, of all parameters whose c has come.
@@ -116,7 +119,7 @@ class UpdateSpace:
                 values.mul_(1 - float(group["lr"]) * decay)
             values.sub_(change)
             if name in self._largest:
-                now = self._run.travels(name, change.reshape(-1)).abs().amax().float()
+                now = _largest(self._run.travels(name, change.reshape(-1))).float()
                 scaled.append((now - self._largest[name]).abs() > 0.01 * self._largest[name])
 
         self.steps.take(step, move)
@@ -180,6 +183,11 @@ class UpdateSpace:
             columns = torch.randint(segment.span, (SAMPLE,), generator=torch.Generator().manual_seed(seed))
             found.append(columns + segment.start + seed % rows * n)
         return torch.cat(found).to(bucket.device)
+
+
+def _largest(values: Tensor) -> Tensor:
+    """max |values|, 0-dim; 0 where a rank holds none."""
+    return values.abs().amax() if values.numel() else values.new_zeros(())
 
 
 def _unbias(beta: float, steps: Tensor) -> Tensor:
