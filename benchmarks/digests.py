@@ -29,7 +29,8 @@ STEPS = 20
 KNOBS = {
     "radius": "T=5, start=2, density=0.3", "scape": "density=0.1, warmup=5", "separate": "ratio=4, block=16",
     "tagc": "theta=0.9, resize=5", "powersgd": "rank=2", "topk": "density=0.1", "dgc": "density=0.1",
-    "demo": "k=4, chunk=64", "onebit-adam": "warmup=5, group=64", "sdp4bit": "weight_group=64",
+    "demo": "k=4, chunk=64", "sign": "group=64", "onebit-adam": "warmup=5, group=64", "sdp4bit": "weight_group=64",
+    "frozen-adam": "warmup=5, density=0.1",
 }  # fmt: skip
 MORE = (
     "int8(smallest=0, error_feedback=True)", "sdp4bit:paper(weight_group=64)", "sdp4bit:ulq", "tagc:paper(smallest=0)",

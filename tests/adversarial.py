@@ -205,6 +205,12 @@ DRAWS: dict[str, Callable[[Pick], Knobs]] = {
     "onebit-adam": lambda pick: {
         "warmup": pick(1, 1, 2), "group": pick(32, 64, 128), "scale": pick("mean", "mean", "rms")
     },
+    "frozen-adam": lambda pick: {
+        "warmup": pick(1, 1, 2), "group": pick(8, 64), "bits": pick(4, 8), "density": pick(0.01, 0.1, 0.5, 1.0)
+    },
+    "sign": lambda pick: {
+        "group": pick(32, 64, 128), "scale": pick("mean", "mean", "rms"), "start": pick(0, 0, 1)
+    },
 }  # fmt: skip
 
 
@@ -298,7 +304,8 @@ def draw(seed: int, only: str = "") -> Case:
     palette = [pick(*KINDS) for _ in range(pick(1, 2, 3))]
     if random.random() < 0.04:
         palette = list(ZEROS)
-    optimizer = {"scape": "adams", "onebit-adam": "adam", "radius": pick("adam", "sgd")}.get(cls.name, "")
+    kind = {"scape": "adams", "onebit-adam": "adam", "frozen-adam": "adam", "radius": pick("adam", "sgd")}
+    optimizer = kind.get(cls.name, "")
     steps = pick(2, 2, 2, 3, 3, 4)
     kinds = [tuple(tuple(pick(*palette) for _ in shapes) for _ in range(size)) for _ in range(steps)]
     return Case(

@@ -728,7 +728,7 @@ def _period(view: View) -> tuple[int, int]:
         return -(-max(method.steady, 1) // method.reset) * method.reset, method.reset
     if method.name == "scape" and method.density < 1:
         return method.steady, method.refresh
-    if method.name == "onebit-adam" and view.case.owner:  # its first step also gathers Adam's moment, in fp32
+    if method.name in ("onebit-adam", "frozen-adam") and view.case.owner:  # the first also gathers Adam's moment
         return method.steady + 1, 1
     if method.name == "lhc" or (method.name == "tagc" and method.theta and method.mask == "local"):
         return 0, 0

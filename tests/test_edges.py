@@ -66,8 +66,10 @@ CASES = [
     Case("powersgd(smallest=0, rank=2)", "residual"),
     Case("topk(smallest=0, density=0.1)", "residual"),
     Case("dgc(smallest=0, density=0.1)", "velocity"),
+    Case("sign(smallest=0, group=32)", "ends"),
     Case("demo(smallest=0, k=8, chunk=64, sign=False)", "momentum"),
     Case("onebit-adam(smallest=0, warmup=1, group=32)", "moment", "adamw"),
+    Case("frozen-adam(smallest=0, warmup=1, density=0.1)", "moment", "adamw"),
     Case("none"),
 ]  # fmt: skip
 STATEFUL = [case for case in CASES if resolve(case.method).keeps_state]
@@ -173,13 +175,15 @@ class Books:
     def read(self, law: str, name: str, shape: tuple[int, ...], weight: Tensor) -> dict[str, Tensor]:
         """By kind, summed over ranks: of each rank its own, of the owners' theirs, and of the moment the one."""
         state = self.wire.state_dict()
-        own = {"moment": ("residual",), "velocity": ("residual", "velocity")}.get(law, (law,))
+        own = {"moment": ("residual",), "ends": ("residual",), "velocity": ("residual", "velocity")}.get(law, (law,))
         found = {kind: summed(self._place(state.get(f"{kind}/{name}"), shape, served=False)) for kind in own}
         if law == "moment":
             served = [self._place(state.get(f"{kind}/{name}"), shape, served=True) for kind in ("server", "common")]
             moment = self.optimizer.state.get(weight, {}).get("exp_avg")
             found["owner"] = summed(served[0] + served[1])
             found["moment"] = torch.zeros(shape).double() if moment is None else full(moment).double()
+        if law == "ends":
+            found["owner"] = summed(self._place(state.get(f"server/{name}"), shape, served=True))
         return found
 
     def _place(self, values: Tensor | None, shape: tuple[int, ...], *, served: bool) -> Tensor:
@@ -210,6 +214,8 @@ def _owed(case: Case, law: str, books: Books, before: dict, after: dict, given: 
     if law == "velocity":
         pushed = case.knob("momentum") * before["velocity"]
         return before["residual"] + pushed + given - after["residual"] - n * mean
+    if law == "ends":
+        return n * (before["owner"] - after["owner"] - mean) + given + before["residual"] - after["residual"]
     kept = case.knob("beta") if law == "momentum" else 1
     return kept * before[law] + given - after[law] - n * mean
 
@@ -315,7 +321,7 @@ def _turns(rank, world, engine):
             return {"turns": found["broken"], "late": 0.0, "apart": found["apart"]}
         found = conserve(rank, world, engine, case, TURNS)
         late = {"broken": 0.0}
-        if case.name != "onebit-adam":  # refuses a parameter without gradient in its warm-up, by name
+        if case.name not in ("onebit-adam", "frozen-adam"):  # refuse a parameter without gradient in the warm-up
             late = conserve(rank, world, engine, case, LATE)
         return {"turns": found["broken"], "late": late["broken"], "apart": found["apart"]}
 

@@ -15,7 +15,7 @@ from engines import build, same_on_all_ranks
 from models import flat
 from test_edges import LAW, SHAPES, STATEFUL, Case, Given, conserve, each, error_of, findings, on, same, tensors
 
-OWN_MOMENTUM = ("scape", "onebit-adam", "dgc", "demo")
+OWN_MOMENTUM = ("scape", "onebit-adam", "frozen-adam", "dgc", "demo")
 
 
 def _given(step: int, rank: int) -> dict[str, Tensor]:

@@ -31,7 +31,9 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("sdp4bit", {"hadamard": False, "rounding": "nearest"}), ("sdp4bit", {"bits": 8}), ("sdp4bit", {"bits": 16}),
     ("sdp4bit", {"bits": 32, "intra_bits": 32}), ("loco", {"reset": 0}), ("loco", {"reset": 0, "beta": 0}),
     ("loco", {"reset": 2}), ("topk", {"error_feedback": False}), ("dgc", {"momentum": 0}), ("demo", {"sign": False}),
-    ("onebit-adam", {"scale": "rms"}),
+    ("sign", {"scale": "rms"}), ("sign", {"feedback": "update"}), ("onebit-adam", {"scale": "rms"}),
+    ("onebit-adam", {"warmup_bits": 8}), ("onebit-adam", {"warmup_bits": 4}),
+    ("frozen-adam", {"warmup_bits": 4, "bits": 4}),
 ]  # fmt: skip
 """Knobs that change what is promised, or how it is kept."""
 

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from independent11 import FrozenV
 from papers import OneBitAdamPaper
 from test_ops_quant import apart, assert_same_bits, hard_rows, margin, poisoned, run_python
+from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sign import Sign
+from thinwire.codecs.sparse import TopKIntegers
 from thinwire.errors import ThinwireError
+from thinwire.laws import Where, check_laws
 from thinwire.ledger import Ledger
-from thinwire.methods import OneBitAdam, resolve
+from thinwire.methods import FrozenAdam, OneBitAdam, resolve
 from thinwire.methods.base import Parameter, Run
 from thinwire.ops.sign import cpu, reference
 from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
@@ -110,6 +114,117 @@ def test_nothing_is_lost(topology):
             before = 0.9 * moments(step - 1)[name].astype(float) + 0.1 * given[name] + held(step - 1, name)
             assert np.abs(moments(step)[name] + held(step, name) - before).max() < 1e-5
             assert np.abs(held(step, name)).max() > 0.01
+
+
+def quantized(x: np.ndarray, bits: int) -> np.ndarray:
+    """Q of one chunk, in groups of 32."""
+    out, most = np.empty_like(x), 2 ** (bits - 1) - 1
+    for at in range(0, len(x), 32):
+        step = np.abs(x[at : at + 32]).max() / most
+        out[at : at + 32] = np.round(x[at : at + 32] / step) * step
+    return out
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_warm_up_in_few_bits_against_loops_and_what_waits_at_its_end_goes_on(topology, bits):
+    """Means and errors of the warm-up; then, value by value over its end too, m' + s + mean e is conserved; bytes."""
+    size, numel = 3, 96 * 3
+    results = run(topology, size, {"warmup_bits": bits}, shapes={"a": (12, 24)}, steps=WARMUP + 4)
+    chunks = [slice(96 * r, 96 * (r + 1)) for r in range(size)]
+    worker, server, m = [np.zeros(numel) for _ in range(size)], np.zeros(numel), np.zeros(numel)
+    waited = np.zeros(numel)
+    for step in range(WARMUP + 4):
+        given = [rank[step]["input"].double().numpy() for rank in results]
+        flats = [rank[step]["mean"].double() for rank in results]
+        mean = (flats[0] if topology == "all_reduce" else torch.cat(flats)).numpy()
+        errors = [rank[step]["residual/a"].double().reshape(-1).numpy() for rank in results]
+        serves = torch.cat([rank[step].get("server/a", torch.zeros(1, 96)).double()[0] for rank in results]).numpy()
+        if step < WARMUP:
+            sent = [np.concatenate([quantized((0.1 * g + e)[at], bits) for at in chunks])
+                    for g, e in zip(given, worker, strict=True)]  # fmt: skip
+            worker = [0.1 * g + e - s for g, e, s in zip(given, worker, sent, strict=True)]
+            expected = sum(sent) / size + server
+            if topology == "all_reduce":
+                y, expected = expected, np.concatenate([quantized(expected[at], bits) for at in chunks])
+                server = y - expected
+            assert np.abs(mean - expected / 0.1).max() < 1e-5
+            assert max(np.abs(e - w).max() for e, w in zip(errors, worker, strict=True)) < 1e-6
+            assert np.abs(serves - server).max() < 1e-6
+            ways = 2 if topology == "all_reduce" else 1
+            assert results[0][step]["bytes"].item() == ways * (size - 1) * (96 * bits // 8 + 96 // 32 * 4)
+        before = 0.9 * m + 0.1 * sum(given) / size + waited
+        m = 0.9 * m + 0.1 * mean if step < WARMUP else mean
+        waited = sum(errors) / size + serves
+        assert np.abs(waited).max() > (1e-4 if step < WARMUP else 1e-2)
+        assert np.abs(m + waited - before).max() < 1e-5
+
+
+def largest(x: np.ndarray, k: int, chunk: int) -> np.ndarray:
+    """C of all chunks: the k largest of each, in the order of their positions in 4 bits, in groups of 8."""
+    out = np.zeros_like(x)
+    for at in range(0, len(x), chunk):
+        places = at + np.sort(np.argsort(-np.abs(x[at : at + chunk]))[:k])
+        for first in range(0, k, 8):
+            group = places[first : first + 8]
+            step = np.abs(x[group]).max() / 7
+            out[group] = np.round(x[group] / step) * step
+    return out
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_frozen_adam_against_loops(topology):
+    """``independent11.FrozenV``, top-k for workers and servers: weights, what waits; the bytes of both ways."""
+    size, chunk, k = 3, 96, 19
+
+    def make_it() -> FrozenAdam:
+        return FrozenAdam(warmup=WARMUP, smallest=0, density=0.2, bits=4, group=8)
+
+    results = reduce_on_threads(make_it, gradients, topology=topology, size=size, shapes={"a": (12, 24)}, steps=30,
+                                optimizer=adamw)  # fmt: skip
+
+    def to_servers(_, __, xs):
+        return [largest(x, k, chunk) for x in xs]
+
+    paper = FrozenV([np.zeros(size * chunk)], size, WARMUP, to_servers, lambda x: largest(x, k, chunk),
+                    betas=(0.9, 0.999), wd=DECAY)  # fmt: skip
+    exchange = exchange_on(topology, Threads(size), 0, Ledger())
+    planned = plan_of(make_it(), parameters_for(exchange, {"a": (12, 24)}).values(), exchange).wire_bytes
+    for step in range(30):
+        (expected,) = paper.step([[rank[step]["input"].double().numpy()] for rank in results], LR)
+        ranks = results[:1] if topology == "all_reduce" else results
+        weights = torch.cat([rank[step]["weights"]["a"] for rank in ranks]).double().numpy()
+        assert np.abs(weights - expected).max() < 1e-5
+        if step < WARMUP:
+            continue
+        for n, rank in enumerate(results):
+            assert np.abs(rank[step]["residual/a"].reshape(-1).double().numpy() - paper.e[n][0]).max() < 1e-5
+            served = paper.s[0][n * chunk : (n + 1) * chunk]
+            assert np.abs(rank[step]["server/a"][0].double().numpy() - served).max() < 1e-5
+            assert step == WARMUP or rank[step]["bytes"].item() == planned
+    assert planned == 2 * (size - 1) * (8 + 24 + 12 + 3 * 4)  # a string, lower bytes, codes of 24 values, 3 scales
+
+
+def test_frozen_adam_keeps_what_it_sent_in_few_bits():
+    """Its own m, exactly: the next step starts from what everybody decoded."""
+    codec = TopKIntegers(((0, 128, 7), (128, 64, 20)), Integers(8, 4))
+    rows = torch.randn(3, 192, generator=torch.Generator().manual_seed(0))
+    wire = codec.encode(rows, torch.zeros(3, codec.wire_numel(192), dtype=torch.uint8))
+    whole = codec.decode(wire, torch.empty(3, 192))
+    for start, width, k in codec.segments:
+        alone = TopKIntegers(((0, width, k),), codec.quantizer)
+        part = codec.part(wire, 192, slice(start, start + width))
+        assert torch.equal(alone.decode(part, torch.empty(3, width)), whole[:, start : start + width])
+
+
+def test_any_codec_takes_the_momentum():
+    """What a subclass needs: the codec. Eight bits here."""
+
+    class EightBits(OneBitAdam):
+        def make_codec(self):
+            return Integers(self.group, 8)
+
+    check_laws(EightBits, where=(Where("all_reduce", 3), Where("reduce_scatter", 2)))
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -228,7 +343,7 @@ def test_knobs_that_do_not_fit_are_refused():
                                 (100, 100, "beyond the end")):  # fmt: skip
         with pytest.raises(ThinwireError, match=says):
             OneBitAdam(warmup=warmup).begin(_run_of(torch.optim.AdamW, steps))
-    for knobs in ("group=16", "group=100", "scale='max'", "smallest=-1"):
+    for knobs in ("group=16", "group=100", "scale='max'", "smallest=-1", "warmup_bits=16", "weights='plain'"):
         with pytest.raises(ThinwireError, match=r"onebit-adam|Sign"):
             resolve(f"onebit-adam({knobs})")
 

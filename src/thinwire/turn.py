@@ -208,7 +208,9 @@ class Turn:
         self._commit()
         self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
         self._open = Step(self.road.step, self.optimizers, self.weights, self.clip_factor)
-        self.method.before_step(self._open)
+        self.engine.stepping()
+        self.method.before_step(self._open)  # which may step parameters in an optimizer's place
+        self.engine.stepped()
         return True
 
     def _finish(self) -> None:

@@ -129,6 +129,13 @@ class Codec(ABC):
         if scale != 1.0:
             out.mul_(scale)
 
+    def part(self, wire: Tensor, n: int, columns: slice) -> Tensor:
+        """What ``wire`` (R, wire_numel(n)) of rows of ``n`` values says of ``columns``, a segment: a wire of its own.
+
+        A new tensor. Not every codec's wire can be taken apart.
+        """
+        raise NotImplementedError(f"{self}: its wire is not taken apart")
+
     def _check(self, values: Tensor, wire: Tensor) -> None:
         """Refuse shapes and dtypes that do not belong together, before a kernel writes out of bounds."""
         if values.dim() != 2 or values.shape[1] % self.group:

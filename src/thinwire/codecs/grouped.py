@@ -41,6 +41,11 @@ class GroupedBytes(Codec):
     def wire_numel(self, n: int) -> int:
         return self._payload(n) + n // self.group * 4
 
+    def part(self, wire: Tensor, n: int, columns: slice) -> Tensor:
+        head, (start, stop) = self._payload(n), (columns.start, columns.stop)
+        scales = slice(head + start // self.group * 4, head + stop // self.group * 4)
+        return torch.cat([wire[:, self._payload(start) : self._payload(stop)], wire[:, scales]], 1)
+
     def _payload(self, n: int) -> int:
         return n * self.bits // 8
 

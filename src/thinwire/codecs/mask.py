@@ -111,10 +111,10 @@ class MaskedIntegers(_AtMask):
     quantizer: Integers
 
     def wire_numel(self, n: int) -> int:
-        return self.quantizer.wire_numel(self._size)
+        return self.quantizer.wire_numel(self.size)
 
     @property
-    def _size(self) -> int:
+    def size(self) -> int:
         """Values of a row's payload, with padding."""
         return sum(padded(k, self.quantizer.group) for _, k in self.parts)
 
@@ -166,7 +166,7 @@ class MaskedIntegers(_AtMask):
 
     def _payload(self, use: str, rows: int, space: Space) -> Tensor:
         """(rows, values with their padding), zeros in the padding, whatever masks had this memory before."""
-        payload, place = space((use, rows), (rows, self._size), torch.float32), 0
+        payload, place = space((use, rows), (rows, self.size), torch.float32), 0
         for _, k in self.parts:
             whole = padded(k, self.quantizer.group)
             payload[:, place + k : place + whole].zero_()

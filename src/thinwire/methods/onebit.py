@@ -8,15 +8,17 @@ Alg. 1, on worker n, for each tensor, after T_w steps of Adam, whose last varian
     everybody gets m' from all servers and goes on from it                      (l. 11-12)
     w -= lr m' / (sqrt(v) + eps)                                                (l. 13)
 
-C keeps the sign of each value and one scale per group. Rank j is server j: of row j of the bucket.
-
-The two errors are kept apart, s with the server, and not in the exchange's ``residual``, which gives N s back to the
-server's own e: the same sum, but as part of one worker's message, N times as large as the rest, it would have to pass
-through C once more, and set the scale of its group there. (For a codec whose error is small the two forms agree to
-first order; here the error is as large as the value.)
+C keeps the sign of each value and one scale per group. Rank j is server j: of row j of the bucket. Why the two errors
+are kept apart: ``twoway.py``.
 
 Sharded weights (FSDP2) make no difference to the algorithm: every worker needs all of m for l. 6, so m' goes to
 everybody there, too, as signs, and is kept as signs: one bit per value.
+
+Two things beside the paper make the whole run small. With ``warmup_bits`` the warm-up's gradients are quantized, with
+feedback: (1-b1) g_n takes the road of l. 7-11 with Q for C, and Adam gets the mean divided by (1-b1). So e_n and s are
+in the momentum's unit from the first step on, and what waits when the warm-up ends is the first e_n and s of l. 7-9:
+nothing has to be delivered, and nothing is lost. (On FSDP2 a warm-up's mean stays with its owner as it is: there is no
+s.) With ``weights="difference"`` weights travel as SDP4Bit's differences, in 4 bits, from the first step on.
 
 Where ours differs. Bias corrections: the paper and its authors' code have none at all; the user's Adam has, so that
 of m goes on, and that of v is frozen with v: otherwise the step would change size at T_w. A scale per ``group``, where
@@ -27,16 +29,19 @@ of them), and embeddings are dense unless they are named in ``send`` (dense is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Segment
-from thinwire.codecs.base import Codec, Residual
+from thinwire.bucket import Bucket, Segment, Shard
+from thinwire.codecs.base import Codec
+from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sign import SCALES, Sign
+from thinwire.codecs.sparse import TopKIntegers
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
@@ -47,6 +52,7 @@ from thinwire.methods.base import (
     Promise,
     Run,
     Step,
+    check_density,
     check_smallest,
     check_start,
     exempt_small,
@@ -54,6 +60,9 @@ from thinwire.methods.base import (
     refuse_chunks,
     refuse_scaled_apart,
 )
+from thinwire.methods.sdp4bit import QuantizedWeights, SDP4Bit
+from thinwire.methods.twoway import mean_both_ways
+from thinwire.weights import Message
 
 
 @dataclass
@@ -68,9 +77,13 @@ class OneBitAdam(Method):
     Args:
         warmup: dense Adam at first: a share of the run below 1, or a number of optimizer steps, at least one. Longer =>
             more bytes, and a variance that is better known: the paper takes 15-20% of the run.
+        warmup_bits: of a gradient value in the warm-up: 32 (the engine's own exchange), 8 or 4 (in groups of up to 128,
+            with error feedback); lower => fewer bytes, and a variance that also holds what rounding adds.
         group: values that share a scale, a power of two from 32 to 4096; larger => fewer bytes, and values of more
             different size sent alike.
         scale: of a group, "mean" of |x| (the smallest error) or "rms" (the authors' code: the norm is kept).
+        weights: what is sent of them where the engine shards them: "dense" (as they are) or "difference" (SDP4Bit's:
+            4 bits per value, to a replica of all weights on every rank, n values more memory).
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
 
     Raises:
@@ -86,6 +99,8 @@ class OneBitAdam(Method):
     warmup: float = 0.15
     group: int = 2048
     scale: str = "mean"
+    warmup_bits: Literal[4, 8, 32] = 32
+    weights: Literal["dense", "difference"] = "dense"
     smallest: int = SMALL
 
     def __post_init__(self) -> None:
@@ -99,6 +114,19 @@ class OneBitAdam(Method):
 
     def make_codec(self) -> Codec:
         return Sign(self.group, self.scale)
+
+    def codec_for(self, segments: Sequence[Segment]) -> Codec:
+        """C for rows of ``segments``; its wire can be taken apart (``Codec.part``)."""
+        assert self.codec is not None
+        return self.codec
+
+    @property
+    def granule(self) -> int:
+        return math.lcm(super().granule, 1 if self.warmup_bits == 32 else self._warmup_codec.group)
+
+    @property
+    def _warmup_codec(self) -> Integers:
+        return Integers(min(self.group, 128), self.warmup_bits)
 
     @property
     def adds_up(self) -> bool:
@@ -130,52 +158,41 @@ class OneBitAdam(Method):
         refuse_chunks(self.name, run)
         self.first = first_step(self.name, "warmup", self.warmup, run.steps)  # T_w
         if self.first < 1:
-            raise ThinwireError("onebit-adam: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
+            raise ThinwireError(f"{self.name}: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
         refuse_scaled_apart(self.name, run)
         sent = {name: held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None}
         for name, (optimizer, group) in sent.items():
             if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
                 raise ThinwireError(
-                    f"onebit-adam is built on Adam: pass torch.optim.AdamW or Adam as the optimizer of {name}, got "
+                    f"{self.name} is built on Adam: pass torch.optim.AdamW or Adam as the optimizer of {name}, got "
                     f"{type(optimizer).__name__}, or name it in dense="
                 )
             for knob in ("amsgrad", "maximize", "differentiable"):
                 if group.get(knob):
-                    raise ThinwireError(f"onebit-adam cannot freeze the variance with {knob}=True: leave it out")
+                    raise ThinwireError(f"{self.name} cannot freeze the variance with {knob}=True: leave it out")
             if group["weight_decay"] and not _decoupled(optimizer, group):
-                raise ThinwireError("onebit-adam needs decoupled weight decay: pass torch.optim.AdamW instead of Adam")
+                raise ThinwireError(
+                    f"{self.name} needs decoupled weight decay: pass torch.optim.AdamW instead of Adam"
+                )
             if run.scaled and group.get("fused"):
                 raise ThinwireError(
-                    "onebit-adam under a GradScaler takes gradients unscaled before the step: leave fused=True out"
+                    f"{self.name} under a GradScaler takes gradients unscaled before the step: leave fused=True out"
                 )
         betas = {float(group["betas"][0]) for _, group in sent.values()}
         if len(betas) > 1:
-            raise ThinwireError(f"onebit-adam needs one beta1 for all parameter groups, got {sorted(betas)}")
+            raise ThinwireError(f"{self.name} needs one beta1 for all parameter groups, got {sorted(betas)}")
         self.beta1 = betas.pop() if betas else 0.0
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         if bucket.step < self.first:
-            exchange.mean(bucket)
+            self._warm_up(bucket, exchange)
             return
-        assert isinstance(self.codec, Sign)
-        rank, n = exchange.rank, bucket.shape[1]
+        codec = self.codec_for(bucket.segments)
         bucket.rows.mul_(1 - self.beta1).add_(self._moment(bucket, exchange), alpha=self.beta1)  # l. 6
-        bucket.rows.add_(self.state.read("residual", bucket))
-        self._clear(bucket, bucket.rows)
-        shares = bucket.once("shares", lambda: self._shares(bucket))
-        error = Residual(None, self.state.write("residual", bucket))
-        served = exchange.serve(bucket, replace(self.codec, shares=shares), residual=error)  # l. 7-9
-        served.add_(self.state.read("server", bucket, rows=1))
-        self._clear(bucket, served, rank)
-        wires = bucket.buffer("moments", (exchange.rows, self.codec.wire_numel(n)), torch.uint8)
-        codec, mine = replace(self.codec, shares=shares[rank : rank + 1]), wires[rank : rank + 1]
-        with exchange.span("encode", served):
-            codec.encode(served, mine, residual=Residual(None, self.state.write("server", bucket, rows=1)))  # l. 10
-        exchange.gather(wires, mine[0].clone())  # l. 11
-        with exchange.span("decode", bucket.mean):
-            codec.decode(exchange.kept(wires), bucket.mean)
-        for segment in bucket.segments:
-            self.state.put("moment", segment.name, torch.cat(self._parts(wires, segment, n), 1))  # m, for the next l. 6
+        wires = mean_both_ways(bucket, exchange, codec, self.state)  # l. 7-11
+        assert wires is not None
+        for segment in bucket.segments:  # m, for the next l. 6
+            self.state.put("moment", segment.name, codec.part(wires, bucket.shape[1], segment.columns))
             self._received.add(segment.name)
 
     def before_step(self, step: Step) -> None:
@@ -211,14 +228,27 @@ class OneBitAdam(Method):
     def undo(self) -> None:
         self._received.clear()
 
-    def _parts(self, wires: Tensor, segment: Segment, n: int) -> list[Tensor]:
-        """``segment``'s own bits and scales in the wires (R, m) of rows of ``n`` values: together a wire of its own."""
-        bits, scales = segment.groups(8), segment.groups(self.group)
-        return [wires[:, bits], wires[:, n // 8 + 4 * scales.start : n // 8 + 4 * scales.stop]]
+    def _warm_up(self, bucket: Bucket, exchange: Exchange) -> None:
+        """The mean gradient, dense or in few bits; what these leave out waits in the momentum's unit."""
+        if self.warmup_bits == 32:
+            exchange.mean(bucket)
+            return
+        bucket.rows.mul_(1 - self.beta1)
+        mean_both_ways(bucket, exchange, self._warmup_codec, self.state, back=not exchange.owner)
+        bucket.mean.div_(1 - self.beta1)
+
+    @property
+    def encodes_weights(self) -> bool:
+        return self.weights == "difference"
+
+    def weight_message(self, shard: Shard, rank: int) -> Message:
+        def codec(shift: float) -> Integers:
+            return Integers(SDP4Bit.weight_group, SDP4Bit.weight_bits)
+
+        return QuantizedWeights(self, shard, rank, codec)
 
     def _moment(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """m of all workers (R, n): as last received; at first the optimizer's own."""
-        assert self.codec is not None
         moments = bucket.buffer("moment", bucket.shape, torch.float32)
         wires = {segment.name: self.state.get("moment", segment.name) for segment in bucket.segments}
         if any(wire is None for wire in wires.values()):
@@ -226,7 +256,7 @@ class OneBitAdam(Method):
         for segment in bucket.segments:
             wire = wires[segment.name]
             if wire is not None:
-                self.codec.decode(wire, bucket.columns(moments, segment))
+                self.codec_for([replace(segment, start=0)]).decode(wire, bucket.columns(moments, segment))
         return moments
 
     def _adam_moment(self, bucket: Bucket, exchange: Exchange, moments: Tensor) -> None:
@@ -243,33 +273,41 @@ class OneBitAdam(Method):
                 row[segment.start : segment.start + part.numel()].copy_(part)
         exchange.share(moments)
 
-    def _clear(self, bucket: Bucket, values: Tensor, first: int = 0) -> None:
-        """Zeros in ``values``, the bucket's rows from ``first`` on, where no parameter is: a sign has no zero."""
-        bucket.clear_padding(values)
-        for segment in bucket.segments:
-            if segment.piece.stride:
-                continue
-            columns = bucket.columns(values, segment)[:, : segment.span]
-            whole, rest = divmod(segment.piece.numel, segment.span)
-            if first <= whole < first + len(values):
-                columns[whole - first, rest:].zero_()
-            columns[max(whole + 1 - first, 0) :].zero_()
 
-    def _shares(self, bucket: Bucket) -> Tensor:
-        """(R, n / group): one over the number of values in each group that are not padding, which sets no scale."""
-        rows, n = bucket.shape
-        counts = torch.zeros(rows, n // self.group, dtype=torch.float32)
-        for segment in bucket.segments:
-            places = torch.arange(0, segment.width, self.group)
-            at = segment.groups(self.group)
-            values = torch.tensor([_count(segment, row) for row in range(rows)])
-            counts[:, at] = (values.unsqueeze(1) - places).clamp(1, self.group).float()
-        return (1 / counts).to(bucket.device)
+@dataclass
+class FrozenAdam(OneBitAdam):
+    """The largest values of Adam's momentum once its variance is frozen, with their positions, to servers and back.
 
+    1-bit Adam with a top-k for C, of 8-bit values: each worker sends the k largest of every server's chunk of m_n +
+    e_n, and each server the k largest of mean + s, so that bytes do not grow with N. What is not among them waits, in
+    e_n and s. It is in the momentum, and v is frozen: what arrives late is scaled as if it had come in time.
 
-def _count(segment: Segment, row: int) -> int:
-    """How many of ``segment``'s columns in ``row`` hold values. Rows that the engine has padded are full to us."""
-    return segment.span if segment.piece.stride else min(max(segment.piece.numel - row * segment.span, 0), segment.span)
+    Args:
+        density: share of each tensor's chunk that is sent, either way (k = max(int(density * values), 1)); lower =>
+            fewer bytes, longer waits. With weights sharded, of each shard's.
+        bits: of a value: 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits.
+        group: values that share a scale, a power of two from 8 to 4096 (larger => fewer bytes, more error).
+        warmup, warmup_bits, weights, smallest: as 1-bit Adam's.
+    """
+
+    name: ClassVar[str] = "frozen-adam"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    ABSENT: ClassVar[Mapping[str, str]] = {"scale": "it is that of signs"}
+
+    density: float = 0.05
+    bits: Literal[4, 8] = 8
+    group: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density(self.name, self.density)
+
+    def make_codec(self) -> Codec:
+        return self.codec_for([])
+
+    def codec_for(self, segments: Sequence[Segment]) -> Codec:
+        parts = ((segment.start, segment.width, max(int(self.density * segment.span), 1)) for segment in segments)
+        return TopKIntegers(tuple(parts), Integers(self.group, self.bits))
 
 
 def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

@@ -24,7 +24,7 @@ with. It is sent to once per optimizer step, whatever the engine asks for; a ski
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -105,7 +105,7 @@ class SDP4Bit(Method):
             raise ThinwireError(f"{self.name}: group must be 1 value or more, got {self.group}")
         self._intra_codec = self._gradients(self.intra_bits)
         self._weight_codec = self.make_weight_codec()
-        self._messages: dict[tuple[str, ...], _Quantized] = {}  # by module
+        self._messages: dict[tuple[str, ...], QuantizedWeights] = {}  # by module
         self._bits: dict[str, tuple[int, int]] = {}  # of each parameter: bits sent, values
 
     @property
@@ -177,8 +177,10 @@ class SDP4Bit(Method):
         return self.weights != "dense"
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
-        self._messages[shard.names] = _Quantized(self, shard, rank)
-        return self._messages[shard.names]
+        difference = self.weights == "difference"
+        message = QuantizedWeights(self, shard, rank, self.make_weight_codec, difference=difference)
+        self._messages[shard.names] = message
+        return message
 
     def facts(self) -> dict[str, float]:
         """Bits per value, with scales and padding; of weights also what stays dense among them."""
@@ -192,19 +194,33 @@ class SDP4Bit(Method):
         return found
 
 
-class _Quantized(Message):
+class QuantizedWeights(Message):
     """One module's weights, or what has changed of them, in few bits; what stays dense travels behind as it is.
+
+    Any method may take it for its ``weight_message``.
 
     Attributes:
         bits, values: of the last message.
     """
 
-    def __init__(self, method: SDP4Bit, shard: Shard, rank: int) -> None:
-        self.resident = method.weights == "difference"
+    def __init__(
+        self,
+        method: Method,
+        shard: Shard,
+        rank: int,
+        make_codec: Callable[[float], GroupedBytes],
+        *,
+        difference: bool = True,
+    ) -> None:
+        """``method``: says what stays dense. ``make_codec``: (shift, for a lattice that has one) -> Q.
+
+        ``difference``: Q(w - r) travels, to a replica of all weights on every rank (qWD). False: Q(w) (qW).
+        """
+        self.resident = difference
         self.bits = self.values = 0
-        self._make_codec, self._seed = method.make_weight_codec, method.run.seed
+        self._make_codec, self._seed = make_codec, method.run.seed
         self._rank, self._module = rank, shard.names
-        self._codec = method.make_weight_codec()  # of the last message
+        self._codec = make_codec(0.0)  # of the last message
         encoded = [piece for piece in shard.pieces if method.keep_dense(method.run.parameters[piece.name]) is None]
         kept = [piece for piece in shard.pieces if piece not in encoded]
         kept += [] if self.resident else shard.frozen
@@ -212,7 +228,7 @@ class _Quantized(Message):
         self._width = 0
         for piece in encoded:
             self._encoded.append((piece, self._width))
-            self._width += padded(piece.numel, method.weight_group)
+            self._width += padded(piece.numel, self._codec.group)
         self._kept: list[tuple[Piece, slice]] = []  # and its bytes in the message, behind what is encoded
         end = self._head = self._codec.wire_bytes(self._width)
         for piece in kept:

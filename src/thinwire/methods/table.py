@@ -20,6 +20,8 @@ from thinwire.methods.powersgd import PowerSGD as PowerSGD
 from thinwire.methods.topk import TopK as TopK
 from thinwire.methods.trickle import Trickle as Trickle
 from thinwire.methods.dgc import DGC as DGC
+from thinwire.methods.sign import Sign as Sign
 from thinwire.methods.demo import DeMo as DeMo
 from thinwire.methods.onebit import OneBitAdam as OneBitAdam
+from thinwire.methods.onebit import FrozenAdam as FrozenAdam
 from thinwire.methods.baselines import NoExchange as NoExchange

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 SAMPLE = 64
 """Values of a tensor that tell how much alike the ranks' gradients are: together with those of other tensors, and
 averaged over ten steps."""
+PROBE = 4096
+"""Values of a step by whose length it is noticed that it was scaled."""
 KEPT = 0.9
 """Weight of the old r in the new one."""
 REFUSED = ("amsgrad", "maximize", "differentiable")
@@ -68,7 +70,7 @@ class UpdateSpace:
         refuse_scaled_apart(self._name, run)
         self.steps = OwnSteps()
         self._alike: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
-        self._lengths: dict[str, Tensor] = {}  # |c| of each parameter, to notice who scales it
+        self._lengths: dict[str, tuple[Tensor, int]] = {}  # of the first values of each c: to notice who scales it
         self._scaled: Tensor | None = None
 
     @property
@@ -93,7 +95,10 @@ class UpdateSpace:
         """``bucket.mean`` holds steps that will be taken."""
         for segment in bucket.segments:
             self.steps.names.add(segment.name)
-            self._lengths[segment.name] = _length(bucket.columns(bucket.mean, segment))
+            mine = self._run.travels(segment.name, local(self._run.weights[segment.name]).reshape(-1))
+            count = min(mine.numel(), segment.span, PROBE)  # behind them there may be padding, which a sign fills
+            start = segment.start
+            self._lengths[segment.name] = _length(bucket.mean[0, start : start + count]), count
 
     def take(self, step: Step) -> None:
         """w = (1 - lr decay) w - c, of all parameters whose c has come.
@@ -117,8 +122,9 @@ class UpdateSpace:
                 values.mul_(1 - float(group["lr"]) * decay)
             values.sub_(change)
             if name in self._lengths:
-                now = _length(self._run.travels(name, change.reshape(-1)))
-                scaled.append((now - self._lengths[name]).abs() > 0.01 * self._lengths[name])
+                then, columns = self._lengths[name]
+                now = _length(self._run.travels(name, change.reshape(-1))[:columns])
+                scaled.append((now - then).abs() > 0.01 * then)
 
         self.steps.take(step, move)
         self._scaled = torch.stack(scaled).any() if scaled else None

@@ -62,15 +62,15 @@ def joined(config: Config) -> Iterator[Ranks]:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
-        dist.all_reduce(torch.zeros(1))  # a rank with nothing to do would leave before the others have reached it
+        assert dist.group.WORLD is not None
+        comm = GroupComm(dist.group.WORLD, Ledger())
+        checkpoint.barrier(comm)  # a rank with nothing to do would leave before the others have reached it
     except (RuntimeError, ValueError) as error:
         raise ThinwireError(
             f"rank {rank} could not reach the other {int(os.environ['WORLD_SIZE']) - 1} ranks at {where} within "
             f"{config.timeout:g} s ({type(error).__name__}): are all of them started, and is the address right?"
         ) from None
     try:
-        assert dist.group.WORLD is not None
-        comm = GroupComm(dist.group.WORLD, Ledger())
         yield Ranks(comm, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
     finally:
         dist.destroy_process_group()
