@@ -21,4 +21,5 @@ from thinwire.methods.topk import TopK as TopK
 from thinwire.methods.dgc import DGC as DGC
 from thinwire.methods.demo import DeMo as DeMo
 from thinwire.methods.onebit import OneBitAdam as OneBitAdam
+from thinwire.methods.localsteps import LocalSteps as LocalSteps
 from thinwire.methods.baselines import NoExchange as NoExchange
