@@ -205,6 +205,10 @@ DRAWS: dict[str, Callable[[Pick], Knobs]] = {
     "onebit-adam": lambda pick: {
         "warmup": pick(1, 1, 2), "group": pick(32, 64, 128), "scale": pick("mean", "mean", "rms")
     },
+    "local-steps": lambda pick: {
+        "every": pick(1, 1, 2), "start": pick(0, 0, 1), "outer_momentum": pick(0.0, 0.9),
+        "outer": pick("dense", "int8(smallest=0)", "topk(smallest=0, density=0.2)", "powersgd(smallest=0, rank=1)"),
+    },
 }  # fmt: skip
 
 
@@ -298,7 +302,9 @@ def draw(seed: int, only: str = "") -> Case:
     palette = [pick(*KINDS) for _ in range(pick(1, 2, 3))]
     if random.random() < 0.04:
         palette = list(ZEROS)
-    optimizer = {"scape": "adams", "onebit-adam": "adam", "radius": pick("adam", "sgd")}.get(cls.name, "")
+    optimizer = {"scape": "adams", "onebit-adam": "adam", "radius": pick("adam", "sgd"), "local-steps": "sgd"}.get(
+        cls.name, ""
+    )
     steps = pick(2, 2, 2, 3, 3, 4)
     kinds = [tuple(tuple(pick(*palette) for _ in shapes) for _ in range(size)) for _ in range(steps)]
     return Case(
