@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.bucket import Bucket
 from thinwire.collectives import AllReduce, Exchange
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
@@ -223,8 +224,19 @@ class _Watched(Stage):
     """Keeps what its method was given last, and what it made of it."""
 
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
-        given = flat.clone()
-        super().carry(flat, pieces, out)
+        given, method = flat.clone(), self.method
+        if method.promise.of == "updates":
+            compress = method.compress  # type: ignore[attr-defined]
+
+            def watched(bucket: Bucket, exchange: Exchange) -> None:
+                bucket.unpack(bucket.rows, given)
+                compress(bucket, exchange)
+
+            method.compress = watched  # type: ignore[attr-defined]
+            super().carry(flat, pieces, out)
+            del method.compress  # type: ignore[attr-defined]
+        else:
+            super().carry(flat, pieces, out)
         self.hop = Hop(given, out.clone())
 
 

@@ -284,14 +284,18 @@ class Wire:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the averaged gradients down to ``max_norm``, on any engine. Returns the norm before, 0-dim.
 
-        With a gradient that is not finite the norm is not either; the step is then skipped by the guard.
+        With a gradient that is not finite the norm is not either; the step is then skipped by the guard. What a method
+        has made a step of the weights already (feedback="update") is left alone and out of the norm.
         """
         meshes: dict[object, list[Tensor]] = {}  # torch takes no norm over DTensors of several meshes
+        moves = {id(self._turn.weights[name]) for name in self.method.moves}
         for parameter in self.engine.model.parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and id(parameter) not in moves:
                 meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
         norms = [get_total_norm([p.grad for p in of if p.grad is not None], norm_type) for of in meshes.values()]
         norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+        if not norms:  # nothing but steps
+            norms = [torch.zeros((), device=self._device)]
         norm = norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
         if self._stages is not None:
             every = torch.zeros(self._stages.size, 1, dtype=torch.float32, device=self._device)
@@ -299,7 +303,7 @@ class Wire:
             norm = torch.linalg.vector_norm(every, norm_type)
         for parameters in meshes.values():
             clip_grads_with_norm_(parameters, max_norm, norm)
-        self._turn.norm = norm
+        self._turn.norm = None if moves else norm  # of all that the optimizers will see, or of none
         self._turn.clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 

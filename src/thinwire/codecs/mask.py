@@ -122,7 +122,8 @@ class MaskedIntegers(_AtMask):
         self, rows: Tensor, out: Tensor, old: Tensor | None, new: Tensor | None, seed: Seeds | None, space: Space
     ) -> None:
         rows, payload = rows.float(), self._payload("sent", len(rows), space)
-        for columns, words, at in self._places(self.words):
+        words_of = self._words_of(len(rows))
+        for columns, words, at in self._places(words_of):
             kept = None if new is None else new[:, columns]
             mask.gather_keep(rows[:, columns], None if old is None else old[:, columns], words, payload[:, at], kept)
         self.quantizer.encode(payload, out, seed=seed)
@@ -131,12 +132,22 @@ class MaskedIntegers(_AtMask):
         left = self.quantizer.decode(out, self._payload("left", len(rows), space))
         torch.sub(payload, left, out=left)
         rest = space("rest", rows.shape, torch.float32)
-        for columns, words, at in self._places(self.words):
+        for columns, words, at in self._places(words_of):
             mask.scatter(left[:, at], words, rest[:, columns])
         new.add_(rest)
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         self._spread(self.quantizer.decode(wire, self._payload("got", len(wire), space)), out)
+
+    def gather(self, rows: Tensor, out: Tensor, new: Tensor | None, seed: Seeds | None, space: Space) -> None:
+        """The wire of ``rows``, each with a mask of its own; what is left out goes to ``new``, if there is one."""
+        self._gather(rows, out, None, new, seed, space)
+
+    def decode_apart(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
+        """``decode_sum`` of peers that have masks of their own: row p of ``words`` is that of row p of ``wire``."""
+        payload = self.quantizer.decode(wire, self._payload("got", len(wire), space))
+        for columns, words, at in self._places(self.words):
+            mask.scatter_add(payload[:, at], words, out[columns], scale)
 
     def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
         total = self._payload("got", 1, space)

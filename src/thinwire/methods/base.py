@@ -5,10 +5,10 @@ A method needs one import: what it is told (``run.py``) and what it promises (``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -26,6 +26,8 @@ from thinwire.methods.run import Parameter as Parameter
 from thinwire.methods.run import Run as Run
 from thinwire.methods.run import Step as Step
 from thinwire.methods.run import held_by as held_by
+from thinwire.methods.steps import refuse_scaled_apart as refuse_scaled_apart
+from thinwire.methods.update import UpdateSpace
 from thinwire.state import State
 from thinwire.weights import Message
 
@@ -53,16 +55,11 @@ class Method:
 
     name: ClassVar[str] = "dense"
     """As written on the command line."""
-    on_wire: ClassVar[bool] = True
-    """The network sums what is sent (linear codec or none). False: all-to-all and a sum in fp32."""
     engines: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2", "hsdp")
     ELSEWHERE: ClassVar[str] = ""
     """Why it does not run on other engines, and what to take there."""
     two_level: ClassVar[bool] = False
     """Made for two levels: used wherever there are several nodes of several ranks, unless the user says no."""
-    adds_up: ClassVar[bool] = True
-    """Two exchanges in one optimizer step give the sum of two means. Not so for a method with a momentum of its own,
-    which would move on twice."""
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.AdamW
     """What it is made for, where nobody says otherwise."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -216,6 +213,24 @@ class Method:
         return 0
 
     @property
+    def on_wire(self) -> bool:
+        """Does the network sum what is sent (linear codec or none)? False: all-to-all and a sum in fp32."""
+        return True
+
+    @property
+    def adds_up(self) -> bool:
+        """Do two exchanges in one optimizer step give the sum of two means?
+
+        Not so for a method with an average of its own over the steps, which would move on twice.
+        """
+        return True
+
+    @property
+    def moves(self) -> Collection[str]:
+        """The parameters whose gradient, as the engine holds it before a step, is a step of the weights already."""
+        return ()
+
+    @property
     def cycle(self) -> Mapping[int, float]:
         """Steps that stand for all steps of the steady state, and each one's share of them: a plan is their average."""
         return {self.steady: 1.0}
@@ -245,14 +260,6 @@ class Method:
         knobs = [knob for knob in fields(self) if knob.init]
         changed = [f"{knob.name}={value!r}" for knob in knobs if (value := getattr(self, knob.name)) != knob.default]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
-
-
-def refuse_scaled_apart(method: str, run: Run) -> None:
-    """For a ``method`` that reads gradients before the first optimizer steps: a GradScaler unscales one by one."""
-    if run.scaled and len(run.optimizers) > 1:
-        raise ThinwireError(
-            f"{method} under a GradScaler takes one optimizer: the scaler unscales the gradients of several one by one"
-        )
 
 
 def refuse_chunks(method: str, run: Run) -> None:
@@ -360,23 +367,52 @@ class ErrorFeedback(Method):
         start: dense before: a share of the run below 1, or a number of optimizer steps. Later => more bytes, and the
             first steps, in which weights move fastest, lose nothing to waiting.
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
+        feedback: what is sent, and what waits. "gradient": as the papers have it. "update": steps of the weights, from
+            this rank's gradient by Adam's rule without momentum (``methods/update.py``): what waits is then not scaled
+            anew when it is sent, and a short run keeps dense's loss. Needs ``torch.optim.AdamW``, whose steps on the
+            compressed parameters are then the method's, and 8 bytes more per element in place of its moments; what an
+            engine holds as their gradient is the step, which ``wire.clip_grad_norm_`` leaves alone.
+        beta1: with feedback="update", of an average of this rank's own gradients above sqrt(v), 0 (none) to below 1;
+            higher => smoother and later steps, and 8 bytes more per element. What waits is an average already.
     """
 
     start: float = 0
     smallest: int = SMALL
+    feedback: Literal["gradient", "update"] = "gradient"
+    beta1: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_start(self.name, "start", self.start)
         check_smallest(self.name, self.smallest)
+        if not 0 <= self.beta1 < 1:
+            raise ThinwireError(f"{self.name}: beta1 is the decay of an average, from 0 to below 1, got {self.beta1}")
+        if self.feedback == "gradient":
+            self.refuse_idle("feedback='gradient' (the optimizer has its own)", "beta1")
+        self.update_space: UpdateSpace | None = None
 
     def begin(self, run: Run) -> None:
         super().begin(run)
         self.first = first_step(self.name, "start", self.start, run.steps)
+        if self.feedback == "update":
+            self.update_space = UpdateSpace(self, run, self.beta1)
 
     @property
     def promise(self) -> Promise:
-        return CONSERVES
+        return self.conserves
+
+    @property
+    def conserves(self) -> Promise:
+        """Nothing is lost, of what waits."""
+        return replace(CONSERVES, of="updates") if self.feedback == "update" else CONSERVES
+
+    @property
+    def adds_up(self) -> bool:
+        return self.feedback != "update"
+
+    @property
+    def moves(self) -> Collection[str]:
+        return () if self.update_space is None else self.update_space.steps.names
 
     @property
     def steady(self) -> int:
@@ -395,10 +431,28 @@ class ErrorFeedback(Method):
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         if bucket.step < self.first:
+            if self.update_space is not None:
+                self.update_space.watch(bucket)
             exchange.mean(bucket)
-        else:
-            self.compress(bucket, exchange)
+            return
+        if self.update_space is not None:
+            self.update_space.enter(bucket, exchange)
+        self.compress(bucket, exchange)
+        if self.update_space is not None:
+            self.update_space.leave(bucket)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        """``reduce``, once the dense start is over."""
+        """``reduce``, once the dense start is over. The rows are gradients or, with feedback="update", steps."""
         raise NotImplementedError
+
+    def before_step(self, step: Step) -> None:
+        if self.update_space is not None:
+            self.update_space.take(step)
+
+    def after_step(self, step: Step) -> None:
+        if self.update_space is not None:
+            self.update_space.done(step)
+
+    def undo(self) -> None:
+        if self.update_space is not None:
+            self.update_space.forget()

@@ -54,8 +54,8 @@ class DeMo(ErrorFeedback):
     """
 
     name: ClassVar[str] = "demo"
-    adds_up: ClassVar[bool] = False
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
+    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("feedback", "beta1"), "a momentum waits: topk has it")
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"smallest": 0, "send": ("*",)}}
 
     beta: float = 0.999
@@ -68,6 +68,10 @@ class DeMo(ErrorFeedback):
         super().__post_init__()
         if not 0 <= self.beta < 1:
             raise ThinwireError(f"demo: beta is the decay of the momentum, from 0 to below 1, got {self.beta}")
+
+    @property
+    def adds_up(self) -> bool:
+        return False
 
     @property
     def promise(self) -> Promise:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,9 +29,12 @@ class DGC(TopK):
     """
 
     name: ClassVar[str] = "dgc"
-    adds_up: ClassVar[bool] = False
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
-    ABSENT: ClassVar[Mapping[str, str]] = {"error_feedback": "what waits would be lost: topk has it"}
+    ABSENT: ClassVar[Mapping[str, str]] = {
+        "error_feedback": "what waits would be lost: topk has it",
+        **dict.fromkeys(("feedback", "beta1"), "the momentum waits: topk has it"),
+    }  # fmt: skip
 
     density: float = 0.001
     momentum: float = 0.9
@@ -40,6 +43,10 @@ class DGC(TopK):
         super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ThinwireError(f"dgc: momentum is at least 0 and below 1, got {self.momentum}")
+
+    @property
+    def adds_up(self) -> bool:
+        return False
 
     @property
     def promise(self) -> Promise:

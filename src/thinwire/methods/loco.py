@@ -12,7 +12,7 @@ encoding leaves out goes the same way. beta = 0 is plain error feedback.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from thinwire.bucket import Bucket
@@ -51,7 +51,7 @@ class LoCo(ErrorFeedback):
     def promise(self) -> Promise:
         if self.reset:
             return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it")
-        return Promise("conserves", waits={"error": 1 / (1 - self.beta)})
+        return replace(self.conserves, waits={"error": 1 / (1 - self.beta)})
 
     def make_codec(self) -> Codec:
         return Int4(self.group)

@@ -78,7 +78,6 @@ class OneBitAdam(Method):
     """
 
     name: ClassVar[str] = "onebit-adam"
-    adds_up: ClassVar[bool] = False
     on_wire: ClassVar[bool] = False
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"warmup": 0.15, "scale": "rms", "group": 4096, "smallest": 0, "send": ("*",)},
@@ -100,6 +99,10 @@ class OneBitAdam(Method):
 
     def make_codec(self) -> Codec:
         return Sign(self.group, self.scale)
+
+    @property
+    def adds_up(self) -> bool:
+        return False
 
     @property
     def promise(self) -> Promise:

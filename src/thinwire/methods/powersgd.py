@@ -19,8 +19,9 @@ column as the first one did: from a column of zeros nothing would ever be sent a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class PowerSGD(ErrorFeedback):
     """
 
     name: ClassVar[str] = "powersgd"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"recommended": {"feedback": "update", "beta1": 0.5}}
 
     rank: int = 4
 

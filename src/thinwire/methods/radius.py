@@ -64,6 +64,7 @@ class Radius(ErrorFeedback):
         "paper": {**_PAPER, "density": 0.4},
         "paper-d0.5": {**_PAPER, "density": 0.5},
         "paper-d0.1": {**_PAPER, "density": 0.1},
+        "recommended": {"density": 0.5, "T": 10, "start": 0, "feedback": "update"},
     }
 
     density: float = 0.4
@@ -99,6 +100,7 @@ class Radius(ErrorFeedback):
 
     def after_step(self, step: Step) -> None:
         """At a resample step: the mask of the next T steps, from the direction that the optimizer took (l. 21-24)."""
+        super().after_step(step)
         if not self._resamples(step.number):  # l. 22
             return
         for name, weight in step.weights.items():
@@ -111,7 +113,8 @@ class Radius(ErrorFeedback):
 
     def before_step(self, step: Step) -> None:
         """An optimizer that is not AdamW shows its direction by the change it makes."""
-        if self._resamples(step.number):
+        super().before_step(step)
+        if self.update_space is None and self._resamples(step.number):
             self._before = {
                 name: local(weight).detach().clone()
                 for name, weight in step.weights.items()
@@ -149,8 +152,11 @@ class Radius(ErrorFeedback):
     def _direction(self, step: Step, name: str, weight: Tensor) -> Tensor:
         """u (local values, 1-D, l. 21): Alg. 2 for AdamW, up to a factor the change of the weight for any other.
 
-        AdamW's own step has done Alg. 2, l. 1-2.
+        AdamW's own step has done Alg. 2, l. 1-2. With feedback="update" what has come is the direction.
         """
+        if self.update_space is not None:
+            come = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            return local(come).reshape(-1)
         now = local(weight).detach()
         if name in self._before:
             return (self._before[name] - now).reshape(-1)

@@ -92,7 +92,6 @@ class SCAPE(Method):
     """
 
     name: ClassVar[str] = "scape"
-    adds_up: ClassVar[bool] = False
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = AdamS
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"density": 0.01, "smallest": 0},
@@ -284,6 +283,10 @@ class SCAPE(Method):
                 "leave param_dtype out of MixedPrecisionPolicy, or use weights='dense'"
             )
         return AtMask(self._used, self._keep, shard.pieces, rank)  # Alg. 2, l. 3-5
+
+    @property
+    def adds_up(self) -> bool:
+        return False
 
     @property
     def promise(self) -> Promise:

@@ -25,7 +25,7 @@ gradient, and worst in the training runs measured so far: the recommended preset
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -120,7 +120,7 @@ class SEPARATE(ErrorFeedback):
             return Promise("lossy", f"every {self.reset} steps what waits is dropped: restart='send' sends it")
         if self.reset and self._keep:
             return Promise("lossy", f"a reset sends {1 - self._keep:.2g} of what was still to come: reset=0 drops none")
-        return Promise("conserves", waits={"residual": 1 / (1 - self._keep)})
+        return replace(self.conserves, waits={"residual": 1 / (1 - self._keep)})
 
     @property
     def granule(self) -> int:

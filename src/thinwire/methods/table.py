@@ -18,6 +18,7 @@ from thinwire.methods.sdp4bit import QSDP as QSDP
 from thinwire.methods.loco import LoCo as LoCo
 from thinwire.methods.powersgd import PowerSGD as PowerSGD
 from thinwire.methods.topk import TopK as TopK
+from thinwire.methods.trickle import Trickle as Trickle
 from thinwire.methods.dgc import DGC as DGC
 from thinwire.methods.demo import DeMo as DeMo
 from thinwire.methods.onebit import OneBitAdam as OneBitAdam

@@ -35,7 +35,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.codecs.sketch import CountSketch, Part, places
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import CONSERVES, ErrorFeedback, Parameter, Promise
+from thinwire.methods.base import ErrorFeedback, Parameter, Promise
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 from thinwire.streams import seed_of
@@ -76,7 +76,7 @@ class TAGC(ErrorFeedback):
     name: ClassVar[str] = "tagc"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"theta": 0.9875, "select": "non-attention", "leftovers": "median"},
-        "recommended": {"theta": 0.95, "mask": "shared", "select": "all"},
+        "recommended": {"theta": 0.95, "mask": "shared", "select": "all", "feedback": "update"},
     }
 
     theta: float = 0.9875
@@ -112,7 +112,7 @@ class TAGC(ErrorFeedback):
             return Promise("lossy", "what is not among the largest values is dropped: accumulate=True keeps it")
         if self.leftovers == "median" and self.theta:
             return Promise("lossy", "values that cannot be recovered are guessed: leftovers='accumulate' returns them")
-        return CONSERVES
+        return self.conserves
 
     @property
     def adapts(self) -> bool:

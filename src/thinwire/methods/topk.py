@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from thinwire.bucket import Bucket
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import CONSERVES, ErrorFeedback, Promise, check_density
+from thinwire.methods.base import ErrorFeedback, Promise, check_density
 from thinwire.ops import mask as masks
 
 
@@ -29,6 +30,10 @@ class TopK(ErrorFeedback):
     """
 
     name: ClassVar[str] = "topk"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"smallest": 0, "send": ("*",)},
+        "recommended": {"feedback": "update"},
+    }
 
     density: float = 0.01
     error_feedback: bool = True
@@ -44,7 +49,7 @@ class TopK(ErrorFeedback):
     @property
     def promise(self) -> Promise:
         if self.error_feedback:
-            return CONSERVES
+            return self.conserves
         return Promise("lossy", "what is not among the largest values is dropped: error_feedback=True keeps it")
 
     @property

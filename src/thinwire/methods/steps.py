@@ -1,0 +1,78 @@
+"""Parameters that a method steps itself, in the optimizer's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ThinwireError
+from thinwire.methods.run import Held, Run, Step
+
+
+class OwnSteps:
+    """Those whose gradient, as the engine holds it, is something else, which the optimizer must not see.
+
+    The optimizer leaves a parameter without gradient, and its moments and step count, as they are.
+
+    Attributes:
+        names: of the parameters that the method will step this time.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._hidden: dict[str, Tensor] = {}
+
+    def take(self, step: Step, move: Callable[[str, Tensor], None]) -> None:
+        """``move(name, weight)`` for each, whose ``weight.grad`` is then hidden; where there is none, nothing."""
+        for name in sorted(self.names):
+            weight = step.weights[name]
+            if weight.grad is not None:
+                move(name, weight)
+                self._hidden[name], weight.grad = weight.grad, None
+        self.names.clear()
+
+    def show(self, step: Step) -> None:
+        """What the engine holds as the gradient is there again for whoever looks at it."""
+        for name, gradient in self._hidden.items():
+            step.weights[name].grad = gradient
+        self._hidden.clear()
+
+    def forget(self) -> None:
+        """The step under way does not count."""
+        self.names.clear()
+
+
+def adam_of(method: str, run: Run, names: Iterable[str], *, refused: Collection[str]) -> dict[str, Held]:
+    """The optimizer of each parameter of ``names``, whose steps the method takes, and its group there.
+
+    Raises:
+        ThinwireError: it is no Adam with decoupled weight decay, or has one of the settings ``refused``.
+    """
+    found = {name: run.held[name] for name in names if name in run.held}
+    for name, (optimizer, group) in found.items():
+        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            raise ThinwireError(
+                f"{method} is built on Adam: pass torch.optim.AdamW or Adam as the optimizer of {name}, got "
+                f"{type(optimizer).__name__}, or name it in dense="
+            )
+        for knob in refused:
+            if group.get(knob):
+                raise ThinwireError(f"{method} takes Adam's steps itself, and knows no {knob}=True: leave it out")
+        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+        if group["weight_decay"] and not decoupled:
+            raise ThinwireError(f"{method} needs decoupled weight decay: pass torch.optim.AdamW instead of Adam")
+        if run.scaled and group.get("fused"):
+            raise ThinwireError(
+                f"{method} under a GradScaler takes gradients unscaled before the step: leave fused=True out"
+            )
+    return found
+
+
+def refuse_scaled_apart(method: str, run: Run) -> None:
+    """For a ``method`` that reads gradients before the first optimizer steps: a GradScaler unscales one by one."""
+    if run.scaled and len(run.optimizers) > 1:
+        raise ThinwireError(
+            f"{method} under a GradScaler takes one optimizer: the scaler unscales the gradients of several one by one"
+        )

@@ -1,0 +1,122 @@
+"""Trickle: a few of the largest steps, in few bits, with error feedback behind the preconditioner (ours).
+
+``methods/update.py`` turns this rank's gradient into the step u_n that Adam without momentum would take along it. Then
+
+    h = u_n + e_n
+    c = C[h];  e_n = h - c                  C: the k largest |h| of each tensor, as integers with a scale per group
+    w = (1 - lr decay) w - mean_n c
+
+Every rank chooses positions of its own, which travel in about nine bits each: bytes grow with the number of ranks. Or
+(``mask="shared"``) ranks share one mask, and only its values travel: of the N rows of a tensor each rank chooses the
+positions in one, another one every step, by its own |h|. That costs 1/N of the positions per rank, whatever N is, and
+more of the loss, since a rank's large values are not always where the chooser's are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.bucket import Bucket
+from thinwire.codecs.base import Codec, Residual
+from thinwire.codecs.intquant import Integers
+from thinwire.codecs.mask import Masked, MaskedIntegers
+from thinwire.codecs.sparse import Positions, TopKIntegers
+from thinwire.collectives import Exchange
+from thinwire.errors import ThinwireError
+from thinwire.methods.base import ErrorFeedback, check_density
+from thinwire.ops import mask as masks
+
+
+@dataclass
+class Trickle(ErrorFeedback):
+    """The largest steps of each rank, 18 bits for one value in a hundred, with feedback behind Adam's preconditioner.
+
+    Args:
+        density: share of each tensor's values that is sent (k = max(int(density * numel), 1)); lower => fewer bytes,
+            longer waits. With weights sharded, of each shard's.
+        mask: "own": each rank its own largest values with their positions; bytes grow with the number of ranks.
+            "shared": values at one mask for all, whose bytes do not grow; takes a larger density (0.05).
+        bits: of a value: 8, 4, or with a shared mask 32 (the network's own sum of fp32). Fewer => fewer bytes, and a
+            larger share of what is sent waits.
+        group: values that share a scale, a power of two from 8 to 4096 (larger => fewer bytes, more error).
+        feedback: "update", or "gradient": the same values of gradients, as top-k's.
+    """
+
+    name: ClassVar[str] = "trickle"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "d0.003": {"density": 0.003},
+        "shared": {"density": 0.05, "mask": "shared"},
+    }
+
+    density: float = 0.01
+    mask: Literal["own", "shared"] = "own"
+    bits: Literal[4, 8, 32] = 8
+    group: int = 64
+    feedback: Literal["gradient", "update"] = field(default="update", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density(self.name, self.density)
+        if self.mask == "own" and self.bits == 32:
+            raise ThinwireError("trickle: bits=32 is for mask='shared'; topk(feedback='update') sends values so")
+
+    def make_codec(self) -> Codec | None:
+        return None if self.bits == 32 else Integers(self.group, self.bits)
+
+    @property
+    def on_wire(self) -> bool:
+        return self.mask == "own"
+
+    @property
+    def granule(self) -> int:
+        return masks.WORD
+
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
+        if self.mask == "own":
+            segments = tuple((segment.start, segment.width, self._k(segment.span)) for segment in bucket.segments)
+            exchange.mean(bucket, TopKIntegers(segments, self._quantizer), residual=residual)
+            return
+        bucket.rows.add_(residual.old)  # type: ignore[arg-type]
+        codec = self._at_shared_mask(bucket, exchange)
+        exchange.mean(bucket, codec, on_wire=codec.linear, residual=Residual(None, residual.new))
+
+    @property
+    def _quantizer(self) -> Integers:
+        assert isinstance(self.codec, Integers)
+        return self.codec
+
+    def _k(self, columns: int) -> int:
+        return max(int(self.density * columns), 1)
+
+    def _at_shared_mask(self, bucket: Bucket, exchange: Exchange) -> Masked | MaskedIntegers:
+        """In step t rank r chooses the positions of row r + t; everybody gets all of them."""
+        rows, n = bucket.shape
+        parts = tuple((segment.width, self._k(segment.span)) for segment in bucket.segments)
+        positions = Positions(parts)
+        words = bucket.buffer("words", (rows, n // masks.WORD), torch.int64)
+        wires = bucket.buffer("positions", (rows, positions.nbytes), torch.uint8)
+        chosen = (exchange.rank + bucket.step) % rows
+
+        def scratch(use: object, shape: Any, dtype: torch.dtype) -> Tensor:
+            return bucket.buffer(("positions", use), shape, dtype)
+
+        with exchange.span("encode", bucket.rows):
+            mine = words[chosen : chosen + 1]
+            for segment, (_, k) in zip(bucket.segments, parts, strict=True):
+                values = bucket.columns(bucket.rows, segment)[chosen : chosen + 1]
+                masks.topk_mask(values, k, mine[:, segment.groups(masks.WORD)])
+            wire = bucket.buffer("chosen", (1, positions.nbytes), torch.uint8)
+            positions.write(mine, wire, scratch)
+        exchange.gather(wires, wire[0])
+        with exchange.span("decode", bucket.rows):
+            positions.read(wires.roll(bucket.step % rows, 0), words, scratch)
+        if self.bits == 32:
+            return Masked(words, sum(k for _, k in parts), owner_row=exchange.rank)
+        at = tuple((width // masks.WORD, k) for width, k in parts)
+        return MaskedIntegers(words, at, self._quantizer, owner_row=exchange.rank)

@@ -1,0 +1,192 @@
+"""Error feedback behind the preconditioner: what waits is a step of the weights, not a gradient.
+
+On rank n (on two levels: node n), for each compressed tensor, at step t:
+
+    v_n = b2 v_n + (1-b2) g_n^2                                         this rank's own, nothing is sent
+    r   = .9 r + .1 sum_S (mean_n g_n)^2 / sum_S mean_n g_n^2           S: a few coordinates, the same on all ranks
+    u_n = lr g_n / (sqrt(r v_n / (1 - b2^t)) + eps)
+    the method exchanges u_n, with its own error feedback:  c = what it makes of mean_n u_n
+    w   = (1 - lr decay) w - c
+
+Why. With the residual in front of Adam, a value that has waited k steps arrives as k gradients at once, and is divided
+by a sqrt(v) that has meanwhile been measured from such sums: its scale is stale. And Adam's momentum delays by nine
+more steps what the residual has delayed already. Here lr / sqrt(v) is fixed when the gradient is taken, and there is no
+momentum (docs/methods.md has the figures). r makes the variance of one rank's gradient that of the mean's: it is 1
+where all ranks have the same gradient, and 1/N where they have nothing but noise.
+
+lr, b2, eps and the decay are those of the user's ``torch.optim.AdamW``, of the parameter's group, lr as it stands in
+the backward pass. Its moments are never made for these parameters: v_n and what waits take their place.
+
+Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.19870), DGC (arXiv 1712.01887).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from thinwire.bucket import Bucket, Segment
+from thinwire.collectives import Exchange
+from thinwire.comm import local
+from thinwire.errors import ThinwireError
+from thinwire.methods.run import Run, Step
+from thinwire.methods.steps import OwnSteps, adam_of, refuse_scaled_apart
+from thinwire.ops.direction import direction
+from thinwire.state import State
+from thinwire.streams import seed_of
+
+if TYPE_CHECKING:
+    from thinwire.methods.base import Method
+
+SAMPLE = 64
+"""Values of a tensor that tell how much alike the ranks' gradients are: together with those of other tensors, and
+averaged over ten steps."""
+KEPT = 0.9
+"""Weight of the old r in the new one."""
+REFUSED = ("amsgrad", "maximize", "differentiable")
+
+
+class UpdateSpace:
+    """Turns gradients into steps before an exchange, and takes the steps that come back.
+
+    Attributes:
+        steps: the parameters whose gradient, as the engine holds it, is a step now.
+    """
+
+    def __init__(self, method: Method, run: Run, momentum: float = 0.0) -> None:
+        """``momentum``: b1 of an average of this rank's gradients that takes the place of g_n above v_n; 0: none.
+
+        Raises:
+            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay.
+        """
+        self._method, self._run, self._momentum = method, run, momentum
+        sent = [name for name, of in run.parameters.items() if method.keep_dense(of) is None]
+        self._name = f"{method.name} with feedback='update'"
+        self._held = adam_of(self._name, run, sent, refused=REFUSED)
+        refuse_scaled_apart(self._name, run)
+        self.steps = OwnSteps()
+        self._alike: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
+        self._largest: dict[str, Tensor] = {}  # |c| of each parameter, to notice who scales it
+        self._scaled: Tensor | None = None
+
+    @property
+    def _state(self) -> State:
+        return self._method.state
+
+    def watch(self, bucket: Bucket) -> None:
+        """Learn v_n from gradients that are sent as they are."""
+        values = bucket.buffer("watched", bucket.shape, torch.float32).copy_(bucket.rows)
+        self._precondition(bucket, values, torch.ones((), device=bucket.device))
+
+    def enter(self, bucket: Bucket, exchange: Exchange) -> None:
+        """``bucket.rows``: gradients become steps, g_n -> u_n."""
+        alike = self._measure(bucket, exchange)
+        r = self._state.get("alike", "")
+        if r is None:  # the first of all: what this bucket shows by itself
+            r = _ratio(alike.sum(0), exchange.rows)
+        self._precondition(bucket, bucket.rows, r)
+
+    def leave(self, bucket: Bucket) -> None:
+        """``bucket.mean`` holds steps that will be taken."""
+        for segment in bucket.segments:
+            self.steps.names.add(segment.name)
+            self._largest[segment.name] = bucket.columns(bucket.mean, segment).abs().amax()
+
+    def take(self, step: Step) -> None:
+        """w = (1 - lr decay) w - c, of all parameters whose c has come.
+
+        Raises:
+            ThinwireError: the steps of the time before were scaled between the backward pass and the optimizer's step,
+                as ``torch.nn.utils.clip_grad_norm_`` does to gradients. (It is told one step late, so that the host
+                does not wait for a device.)
+        """
+        if self._scaled is not None and not self._scaled.is_meta and bool(self._scaled):
+            raise ThinwireError(
+                f"{self._name}: a gradient is a step of the weights when backward() is over, and something has scaled "
+                "it: clip with wire.clip_grad_norm_, which leaves steps alone"
+            )
+        scaled: list[Tensor] = []
+
+        def move(name: str, weight: Tensor) -> None:
+            group = step.held[name].group
+            change, values = local(weight.grad), local(weight.detach())  # type: ignore[arg-type]
+            if decay := group["weight_decay"]:
+                values.mul_(1 - float(group["lr"]) * decay)
+            values.sub_(change)
+            if name in self._largest:
+                now = self._run.travels(name, change.reshape(-1)).abs().amax().float()
+                scaled.append((now - self._largest[name]).abs() > 0.01 * self._largest[name])
+
+        self.steps.take(step, move)
+        self._scaled = torch.stack(scaled).any() if scaled else None
+        self._largest.clear()
+
+    def done(self, step: Step) -> None:
+        """The step has been taken: r moves on."""
+        self.steps.show(step)
+        if self._alike:
+            of = torch.stack([self._alike[name] for name in sorted(self._alike)])
+            new = _ratio(of.sum(0), self._run.exchange.rows)
+            old = self._state.get("alike", "")
+            self._state.put("alike", "", new if old is None else KEPT * old + (1 - KEPT) * new)
+            self._alike.clear()
+
+    def forget(self) -> None:
+        """The step under way does not count."""
+        self.steps.forget()
+        self._alike.clear()
+        self._largest.clear()
+
+    def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
+        """``values`` (R, n): g -> u, and v -> v'."""
+        second, second_out = self._state.read("second", bucket), self._state.write("second", bucket)
+        first = first_out = None
+        if self._momentum:
+            first, first_out = self._state.read("first", bucket), self._state.write("first", bucket)
+        for segment in bucket.segments:
+            group = self._held[segment.name].group
+            beta2 = float(group["betas"][1])
+            seen = self._state.get("seen", segment.name)
+            seen = torch.ones((), device=bucket.device) if seen is None else seen + 1
+            self._state.put("seen", segment.name, seen)
+
+            def of(rows: Tensor, segment: Segment = segment) -> Tensor:
+                return bucket.columns(rows, segment)
+
+            direction(
+                of(values), of(second), of(second_out), None if first is None else of(first),
+                None if first_out is None else of(first_out), lr=float(group["lr"]) * _unbias(self._momentum, seen),
+                scale=r * _unbias(beta2, seen), beta1=self._momentum, beta2=beta2, eps=float(group["eps"]),
+            )  # fmt: skip
+
+    def _measure(self, bucket: Bucket, exchange: Exchange) -> Tensor:
+        """(tensors, 2): sum (mean_n g_n)^2 and sum mean_n g_n^2 over the sample of each tensor, in rank order."""
+        places = bucket.once("sampled", lambda: self._places(bucket))
+        everybody = bucket.buffer("samples", (exchange.rows, len(places)), torch.float32)
+        exchange.gather(everybody, bucket.rows.flatten()[places])
+        of = everybody.view(exchange.rows, -1, SAMPLE)
+        alike = torch.stack([of.mean(0).square().sum(1), of.square().mean(0).sum(1)], 1)
+        self._alike.update(zip((segment.name for segment in bucket.segments), alike, strict=True))
+        return alike
+
+    def _places(self, bucket: Bucket) -> Tensor:
+        """(tensors * SAMPLE,): where the samples lie in the bucket's flattened rows; of each tensor in one row."""
+        rows, n = bucket.shape
+        found = []
+        for segment in bucket.segments:
+            seed = seed_of(self._run.seed, segment.name)
+            columns = torch.randint(segment.span, (SAMPLE,), generator=torch.Generator().manual_seed(seed))
+            found.append(columns + segment.start + seed % rows * n)
+        return torch.cat(found).to(bucket.device)
+
+
+def _unbias(beta: float, steps: Tensor) -> Tensor:
+    """1 / (1 - beta^steps), 0-dim, for an average that has begun with 0."""
+    return (1 / (1 - beta ** steps.double())).float()
+
+
+def _ratio(alike: Tensor, ranks: int) -> Tensor:
+    """r, from sum (mean g)^2 and sum mean g^2: at most 1; no less than a fourth of what nothing but noise has."""
+    return (alike[0] / alike[1]).nan_to_num(1.0, 1.0).clamp_(min=0.25 / ranks)

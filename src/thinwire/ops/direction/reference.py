@@ -1,0 +1,18 @@
+"""Plain torch: the specification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def direction(
+    rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None, lr: Tensor,
+    scale: Tensor, beta1: float, beta2: float, eps: float,
+) -> None:  # fmt: skip
+    largest = torch.finfo(torch.float32).max
+    second_out.copy_((beta2 * second + (1 - beta2) * rows * rows).clamp_(max=largest))
+    if first is not None and first_out is not None:
+        first_out.copy_(beta1 * first + (1 - beta1) * rows)
+        rows.copy_(first_out)
+    rows.mul_(lr).div_((second_out * scale).sqrt_().add_(eps))

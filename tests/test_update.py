@@ -1,0 +1,361 @@
+"""feedback="update" and Trickle: the transcription, what is refused, the engines, the codec and the kernels."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import independent11 as paper
+import ranks
+import thinwire
+from engines import build, train
+from models import flat, loss_of
+from thinwire import methods
+from thinwire.codecs import Int8
+from thinwire.codecs.base import Residual
+from thinwire.codecs.sparse import Positions, TopKIntegers
+from thinwire.errors import ThinwireError
+from thinwire.ops import direction, mask
+from thinwire.ops.direction import cpu, reference
+from thinwire.streams import random_normal, seed_of
+from thinwire.testing import reduce_on_threads
+
+SHAPES = {"a": (16, 20), "b": (8, 40)}
+LR, B2, DECAY, STEPS, SIZE = 1e-2, 0.9, 0.1, 12, 3
+EPS = 1e-2  # so large that in the first step, too, larger gradients make larger steps: without it all are tied
+DENSITY = 0.125  # no k on the edge of an integer
+GROUP = 8
+
+
+def gradient(rank: int, step: int, numel: int) -> Tensor:
+    """A part that all ranks share, and noise; sizes that differ by 100 between values, and change with the steps."""
+    generator = torch.Generator().manual_seed(step)
+    common = torch.randn(numel, generator=generator)
+    own = torch.randn(numel, generator=torch.Generator().manual_seed(1000 + 10 * step + rank))
+    sizes = torch.logspace(-2, 0, numel)[torch.randperm(numel, generator=torch.Generator().manual_seed(7))]
+    return (0.5 * common + own) * sizes * (1 + step % 3)
+
+
+def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, betas=(0.9, B2), eps=EPS, weight_decay=DECAY)
+
+
+def played(spec: str, topology: str = "all_reduce", **more):
+    return reduce_on_threads(
+        lambda: methods.resolve(spec), gradient, topology=topology, size=SIZE, shapes=SHAPES, steps=STEPS,
+        optimizer=adamw, **more,
+    )  # fmt: skip
+
+
+def sample(tensor: int, t: int) -> list[int]:
+    """Ours: 64 of the values of a tensor, the same in all steps."""
+    name = list(SHAPES)[tensor]
+    generator = torch.Generator().manual_seed(seed_of(0, name))
+    return torch.randint(math.prod(SHAPES[name]), (64,), generator=generator).tolist()
+
+
+def k_of(h) -> int:
+    return paper.kept(h.size, DENSITY)
+
+
+COMPRESSORS = {
+    f"topk(density={DENSITY}, smallest=0, feedback='update')": lambda: paper.each_worker(
+        lambda h: paper.top_k(h, k_of(h))
+    ),
+    f"trickle(density={DENSITY}, smallest=0, group={GROUP})": lambda: paper.each_worker(
+        lambda h: paper.top_k_int8(h, k_of(h), GROUP, np.float32)
+    ),
+    f"radius(density={DENSITY}, T=3, start=0, smallest=0, feedback='update')": lambda: paper.RadiusUpdates(DENSITY, 3),
+    "powersgd(rank=2, smallest=0, feedback='update')": lambda: paper.PowerSGDUpdates(
+        {
+            i: random_normal(seed_of(0, name), shape[1] * 2, torch.device("cpu")).view(-1, 2)
+            for i, (name, shape) in enumerate(SHAPES.items())
+        }
+    ),
+    "powersgd(rank=2, smallest=0, feedback='update', beta1=0.5)": lambda: paper.PowerSGDUpdates(
+        {
+            i: random_normal(seed_of(0, name), shape[1] * 2, torch.device("cpu")).view(-1, 2)
+            for i, (name, shape) in enumerate(SHAPES.items())
+        }
+    ),
+    "tagc(theta=0, smallest=0, feedback='update')": lambda: paper.dense,
+}
+
+
+@pytest.mark.parametrize("spec", COMPRESSORS)
+def test_it_is_the_transcription(spec):
+    zeros = [np.zeros(shape) for shape in SHAPES.values()]
+    b1 = 0.5 if "beta1" in spec else 0.0
+    other = paper.Trickle(zeros, SIZE, COMPRESSORS[spec](), sample, delayed=True, b1=b1)
+    found = played(spec)
+    for step in range(STEPS):
+        parts = [
+            [part.reshape(shape) for part, shape in zip(of.split([320, 320]), SHAPES.values(), strict=True)]
+            for of in (found[rank][step]["input"] for rank in range(SIZE))
+        ]
+        expected = other.step(step + 1, parts, LR, B2, EPS, DECAY)
+        for rank in range(SIZE):
+            for name, of in zip(SHAPES, expected, strict=True):
+                ours = found[rank][step]["weights"][name].view(of.shape).double().numpy()
+                assert np.abs(ours - of).max() <= 2e-5 * np.abs(of).max(), (step, rank, name)
+    if "residual/a" in found[0][-1]:  # and what waits
+        for rank in range(SIZE):
+            for i, name in enumerate(SHAPES):
+                ours, of = found[rank][-1][f"residual/{name}"].double().numpy(), other.e[rank][i]
+                assert np.abs(ours.reshape(of.shape) - of).max() <= 1e-4 * np.abs(of).max()
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_a_shared_mask_is_chosen_row_by_row_and_loses_nothing(bits):
+    """Weights = what was taken - what waits; each step moves the same k values of every row on all ranks."""
+    found = played(f"trickle(density={DENSITY}, mask='shared', bits={bits}, smallest=0)")
+    for step, (before, after) in enumerate(pairwise(found[0])):
+        moved = after["weights"]["a"] - before["weights"]["a"] * (1 - LR * DECAY)
+        # A row has 107 values of "a" (padded), the last of the three 106.
+        for row in moved.split(107):
+            count = int((row.abs() > 1e-9).sum())
+            assert 0 < count <= int(DENSITY * 107), (step, count)
+    for step in range(STEPS):
+        assert all(torch.equal(found[0][step]["weights"]["a"], other[step]["weights"]["a"]) for other in found)
+
+
+def test_bytes_of_a_shared_mask_do_not_grow_with_the_ranks_and_own_ones_do():
+    def sent(spec: str, size: int) -> float:
+        found = reduce_on_threads(
+            lambda: methods.resolve(spec), gradient, topology="all_reduce", size=size, shapes={"w": (256, 1024)},
+            steps=2, optimizer=adamw,
+        )  # fmt: skip
+        return float(found[0][1]["bytes"])
+
+    own, shared = "trickle(smallest=0)", "trickle(density=0.05, mask='shared', smallest=0)"
+    assert sent(own, 8) > 2.2 * sent(own, 4)
+    assert sent(shared, 8) < 1.25 * sent(shared, 4)  # 7/8 to 3/4 of twice the values
+    dense = 2 * 3 / 4 * 4 * 256 * 1024
+    assert sent(own, 4) < 0.015 * dense
+
+
+def test_a_density_takes_at_most_24_bits_a_value():
+    for density in (0.003, 0.01, 0.05):
+        numel = 1 << 20
+        codec = TopKIntegers(((0, numel, int(density * numel)),), Int8(64))
+        assert 8 * codec.wire_numel(numel) / int(density * numel) < 19
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "spec", "words"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), "trickle(smallest=0)", "built on Adam"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "trickle(smallest=0)", "amsgrad"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "topk(feedback='update', smallest=0)", "decoupled"),
+    ],
+)
+def test_what_is_no_adamw_is_refused(optimizer, spec, words):
+    with pytest.raises(ThinwireError, match=words):
+        reduce_on_threads(
+            lambda: methods.resolve(spec), gradient, topology="all_reduce", size=1, shapes=SHAPES, optimizer=optimizer
+        )
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("dgc(feedback='update')", "no knob 'feedback'"), ("demo(feedback='update')", "no knob 'feedback'"),
+        ("topk(feedback='both')", "feedback is"), ("topk(beta1=0.5)", "beta1 does nothing"),
+        ("topk(feedback='update', beta1=1.0)", "beta1 is"), ("trickle(bits=32)", "mask='shared'"),
+        ("trickle(bits=5)", "bits is"), ("trickle(density=0)", "density is"),
+    ],
+)  # fmt: skip
+def test_bad_knobs_are_refused(spec, words):
+    with pytest.raises(ThinwireError, match=words):
+        methods.resolve(spec)
+
+
+# On the engines.
+
+
+def model_and_wire(kind: str, world: int, spec: str, **more):
+    model = build(kind, world)
+    groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
+    return model, optimizer, thinwire.compress(model, optimizer, spec, **more)
+
+
+def _everywhere(rank: int, world: int) -> list[str]:
+    """Moments are never made; ranks stay equal; a skipped step and a resume leave no trace; planned = sent."""
+    found = []
+    for kind in ("ddp", "fsdp2", "hsdp"):
+        spec = "trickle(density=0.1, smallest=100)"
+        model, optimizer, wire = model_and_wire(kind, world, spec)
+        train(model, optimizer, rank, range(3), wire)
+        saved = (
+            {name: value.clone() for name, value in model.state_dict().items()},
+            copy.deepcopy(optimizer.state_dict()), wire.state_dict(),
+        )  # fmt: skip
+        train(model, optimizer, rank, range(3, 6), wire)
+        plain = flat(model)
+        planned, sent = wire.plan.wire_bytes, sum(wire.stats()["wire_bytes_per_step"].values())
+        if kind == "ddp" and planned != sent:  # the others gather weights besides
+            found.append(f"{kind}: planned {planned}, sent {sent}")
+        compressed = [p for n, p in model.named_parameters() if p.dim() >= 2 and "embed" not in n and p.numel() >= 100]
+        if any("exp_avg" in optimizer.state[p] for p in compressed if p in optimizer.state):
+            found.append(f"{kind}: moments were made")
+        wire.close()
+
+        model, optimizer, wire = model_and_wire(kind, world, spec)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        wire.load_state_dict(saved[2])
+        train(model, optimizer, rank, [3], wire, poison=(3, 0))
+        train(model, optimizer, rank, range(3, 6), wire)
+        if wire.skipped != 1:
+            found.append(f"{kind}: {wire.skipped} skipped")
+        if not torch.equal(plain, flat(model)):
+            found.append(f"{kind}: resumed and skipped, the weights differ by {(plain - flat(model)).abs().max()}")
+        wire.close()
+    return found
+
+
+def test_on_every_engine():
+    for found in ranks.run(_everywhere, 4, LOCAL_WORLD_SIZE="2"):
+        assert not found, "\n".join(found)
+
+
+def _clips(rank: int, world: int) -> str:
+    model, optimizer, wire = model_and_wire("ddp", world, "trickle(density=0.1, smallest=100)")
+    for step in range(2):
+        train(model, optimizer, rank, [step], wire)  # with wire.clip_grad_norm_: fine
+    try:
+        for step in range(2, 4):
+            loss_of(model, step, rank).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
+            optimizer.step()
+            optimizer.zero_grad()
+    except ThinwireError as error:
+        return f"{step}: {error}"
+    return "nothing was said"
+
+
+def test_clipping_with_torch_is_noticed():
+    for said in ranks.run(_clips, 2):
+        assert said.startswith("3: ") and "wire.clip_grad_norm_" in said
+
+
+# The codec and the kernels.
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.tuples(st.integers(1, 12), st.floats(0, 1)), min_size=1, max_size=3))
+def test_positions_come_back(seed, shapes):
+    parts = tuple((64 * words, max(1, int(share * 64 * words))) for words, share in shapes)
+    n, generator = sum(width for width, _ in parts), torch.Generator().manual_seed(seed)
+    words, place = torch.zeros(3, n // 64, dtype=torch.int64), 0
+    for width, k in parts:
+        values = torch.randn(3, width, generator=generator)
+        mask.topk_mask(values, k, words[:, place // 64 : (place + width) // 64])
+        place += width
+    positions = Positions(parts)
+    wire = torch.full((3, positions.nbytes), 255, dtype=torch.uint8)
+
+    def space(use, shape, dtype):
+        return torch.zeros(shape, dtype=dtype)
+
+    positions.write(words, wire, space)
+    assert torch.equal(positions.read(wire, torch.full_like(words, -7), space), words)
+
+
+@pytest.mark.parametrize(
+    "segments", [((0, 640, 6), (640, 6400, 64)), ((0, 64, 64),), ((0, 16384, 164), (16384, 64, 1))]
+)
+def test_top_k_integers(segments):
+    codec, generator = TopKIntegers(segments, Int8(64)), torch.Generator().manual_seed(0)
+    n = sum(width for _, width, _ in segments)
+    rows, old = torch.randn(3, n, generator=generator), torch.randn(3, n, generator=generator)
+    wire, new, h = torch.zeros(3, codec.wire_numel(n), dtype=torch.uint8), torch.full((3, n), torch.nan), rows + old
+    codec.encode(rows.clone(), wire, residual=Residual(old, new))
+    out = codec.decode(wire, torch.full((3, n), torch.nan))
+    assert torch.allclose(out + new, h, rtol=0, atol=1e-6)
+    for start, width, k in segments:
+        part, sent = h[:, start : start + width], out[:, start : start + width]
+        largest = part.abs().topk(k).indices
+        assert not sent.scatter(1, largest, 0).any()  # nothing else
+        step = part.abs().amax() / 127
+        assert (sent - part).gather(1, largest).abs().max() <= step / 2 * 1.001
+    total = codec.decode_sum(wire, torch.full((n,), torch.nan), 1 / 3)
+    assert torch.allclose(total, out.mean(0), atol=1e-6)
+    plain = codec.encode(h.clone(), torch.zeros_like(wire))
+    assert torch.equal(codec.decode(plain, torch.zeros(3, n)), out)
+
+
+def check(fast, device="cpu"):
+    for momentum in (False, True):
+        for count, n, pad in ((1, 1, 0), (3, 1000, 24), (2, 4097, 0)):
+            generator = torch.Generator().manual_seed(n)
+            held = torch.randn(count, 5, n + pad, generator=generator)
+            held[:, 1].square_()
+            held[0, :3, 0] = 0  # a value that no batch used
+            if n > 1:
+                held[0, 0, 1], held[-1, 0, 2] = 1e30, 1e-30
+            ours, theirs = held.clone().to(device), held.clone()
+            for which, of in ((fast, ours), (reference, theirs)):
+                g, v, v_out, m, m_out = (of[:, i, :n] for i in range(5))
+                lr, scale = (torch.tensor(x, device=of.device) for x in (3e-3, 4.0))
+                pair = (m, m_out) if momentum else (None, None)
+                which.direction(g, v, v_out, *pair, lr, scale, 0.9, 0.95, 1e-8)
+            assert torch.allclose(ours.cpu(), theirs, rtol=2e-6, atol=0, equal_nan=True)
+            assert theirs[:, :3, :n].isfinite().all() and (momentum or theirs[0, 0, 0] == 0)
+
+
+def test_direction_equals_reference():
+    check(cpu)
+
+
+def test_direction_of_nothing():
+    empty = torch.zeros(2, 0)
+    one = torch.ones(())
+    direction.direction(empty, empty, empty, None, None, lr=one, scale=one, beta1=0, beta2=0.9, eps=1e-8)
+
+
+def test_triton_direction_interpreted_equals_reference():
+    pytest.importorskip("triton")
+    code = "import test_update; from thinwire.ops.direction import triton; test_update.check(triton)"
+    here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": here}
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_direction_on_a_gpu():
+    from thinwire.ops.direction import triton
+
+    check(triton, "cuda")
+
+
+def test_without_beta1_dense_is_a_density_of_one():
+    """One rank, everything sent: AdamW with beta1 = 0."""
+    found = reduce_on_threads(
+        lambda: methods.resolve("topk(density=1, smallest=0, feedback='update')"), gradient, topology="all_reduce",
+        size=1, shapes=SHAPES, steps=5, optimizer=adamw,
+    )  # fmt: skip
+    weights = [torch.nn.Parameter(torch.zeros(320)) for _ in SHAPES]
+    stepper = torch.optim.AdamW(weights, lr=LR, betas=(0.0, B2), eps=EPS, weight_decay=DECAY)
+    for step in range(5):
+        for weight, values in zip(weights, found[0][step]["input"].split([320, 320]), strict=True):
+            weight.grad = values
+        stepper.step()
+        for name, weight in zip(SHAPES, weights, strict=True):
+            assert torch.allclose(found[0][step]["weights"][name], weight, rtol=1e-5, atol=1e-7)
