@@ -137,6 +137,56 @@ def test_a_second_moment_of_the_mean(start):
             assert np.abs(weights_of(results[n][step]) - mine[n]).max() < 5e-6
 
 
+def signs(values: np.ndarray, size: int, group: int) -> np.ndarray:
+    """C of LS1, for one parameter whose chunk j is with server j: signs, times the mean of |x| in groups."""
+    span, coded = -(-len(values) // size), np.empty_like(values)
+    for row in range(0, len(values), span):
+        for first in range(row, min(row + span, len(values)), group):
+            at = slice(first, min(first + group, row + span))
+            coded[at] = np.where(values[at] < 0, -1, 1) * np.abs(values[at]).mean()
+    return coded
+
+
+@pytest.mark.skipif("sign" not in methods.names(), reason="there is no method 'sign' yet")
+@pytest.mark.parametrize(("size", "every"), [(2, 2), (3, 4)])
+def test_ls1_against_its_equations(size, every):
+    """One bit both ways: q_n = C[W - w_n + e_n], q = C[mean q_n + s]; W -= q; errors at both ends."""
+    start, steps, group = 2, 2 + 4 * every, 32
+    make = partial(LocalSteps, every=every, start=start, second_moment="mean",
+                   outer=f"sign(group={group}, smallest=0)", **PLAIN)  # fmt: skip
+    results = play(make, size, steps, optimizer=adamw)
+    edge = [math.prod(SHAPES["a"])]
+
+    def coded(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([signs(part, size, group) for part in np.split(values, edge)])
+
+    shared = np.zeros(len(weights_of(results[0][0])))
+    mine, errors, served = [shared] * size, [np.zeros_like(shared) for _ in range(size)], np.zeros_like(shared)
+    adams = [Adam64(len(shared)) for _ in range(size)]
+    for step in range(steps):
+        given = given64(results, step)
+        if step < start:
+            given = [sum(given) / size] * size
+        elif step == start:
+            for adam in adams:
+                adam.v, adam.over = size * adam.v, size
+        mine = [adam.step(w, g) for adam, w, g in zip(adams, mine, given, strict=True)]
+        if step < start:
+            shared = mine[0]
+        elif (step + 1 - start) % every == 0:
+            sent = []
+            for n in range(size):
+                waits = shared - mine[n] + errors[n]
+                sent.append(coded(waits))
+                errors[n] = waits - sent[-1]
+            mean = sum(sent) / size + served
+            served = mean - coded(mean)
+            shared = shared - coded(mean)
+            mine = [shared] * size
+        for n in range(size):
+            assert np.abs(weights_of(results[n][step]) - mine[n]).max() < 5e-6
+
+
 # Limits.
 
 

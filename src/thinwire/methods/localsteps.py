@@ -117,6 +117,7 @@ class LocalSteps(Method):
             raise ThinwireError(f"{self.name}: decay is a share, above 0 and up to 1, got {self.decay}")
         self._outer = replace(resolve(self.outer))  # another object than the user's, which a rehearsal would share
         self._check_outer()
+        self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count
         self._apart = False  # do the ranks' weights differ?
         self._shown = False  # is what is this rank's own in the state?
