@@ -477,6 +477,8 @@ def train(
                 world.swap(rank, None)  # everybody's step is over: its gradients may go
             prepare(turn, of)
             finite = of.step(turn)
+            if of.method.alone(of.road.step):
+                world.swap(rank, None)  # or this rank would be the first to have a loss, and go on
             in_a_row = 0 if finite else in_a_row + 1
             if rank == 0:
                 found.skipped += not finite
