@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -353,16 +353,20 @@ class Rank:
         stage._side.reduce = counted  # type: ignore[method-assign]
 
     def step(self, turn: int) -> bool:
-        """Exchange the gradients that are in this rank's row, and step; False: the step was skipped on all ranks."""
+        """Exchange the gradients that are in this rank's row, and step; False: the step was skipped on all ranks, or
+        by this rank where it is alone."""
         for flat, pieces in self._flats:
             self.road.reduce(flat, pieces)
         moves = frozenset(self.method.moves)
         norm = self.replica.clip(turn, self._gradients, self.clip, moves)
         self.guard.observe_all(self._gradients.values() if moves else [norm])
-        finite, _ = self.guard.agree(norm.device)
+        comms = self.stage.exchange.beside(self.guard.comms) if self.method.alone(self.road.step) else None
+        finite, _ = self.guard.agree(norm.device, comms=comms)
+        step = Step(
+            self.road.step, (self.replica.optimizer,), self.replica.weights, self.replica.factor, self._agree
+        )
         if finite:
             self._commit()
-            step = Step(self.road.step, (self.replica.optimizer,), self.replica.weights, self.replica.factor)
             self.method.before_step(step)
             self.replica.step(turn)
             self.method.after_step(step)
@@ -373,11 +377,17 @@ class Rank:
             self.method.undo()
             if self.bound is not None:
                 self.bound.rollback()
+            self.method.after_skip(step)
+            self._commit()
         self.sent += sum(self.ledger.now.bytes.values())
         self.dense += self.ledger.now.dense_bytes
         self.ledger.close_step(skipped=not finite)
         self.ledger.reset()
         return finite
+
+    def _agree(self, values: Iterable[Tensor]) -> bool:
+        self.guard.observe_all(values)
+        return self.guard.agree(torch.device("cpu"))[0]
 
     def _commit(self) -> None:
         self.state.commit()
@@ -440,7 +450,8 @@ def train(
         Rank(world, rank, config.method, replicas[0 if shared else rank], gradients, config) for rank in range(size)
     ]
     found = Trained(ranks)
-    together = Together(model, gradients) if batched and method.rank_equal else None
+    equal = method.rank_equal and not method.alone(config.steps)
+    together = Together(model, gradients) if batched and equal else None
     chosen = [] if held_out is None else batches(held_out.spread(sequences), 16)
     tokens: dict[int, tuple[Tensor, Tensor]] = {}
     losses = torch.zeros(config.steps, size)
@@ -466,13 +477,15 @@ def train(
                 world.swap(rank, None)  # everybody's step is over: its gradients may go
             prepare(turn, of)
             finite = of.step(turn)
+            if of.method.alone(of.road.step):
+                world.swap(rank, None)  # or this rank would be the first to have a loss, and go on
             in_a_row = 0 if finite else in_a_row + 1
             if rank == 0:
                 found.skipped += not finite
                 found.losses.append(float(reduced(list(losses[turn].split(1)), "mean")))
                 if chosen and ((turn + 1) % every == 0 or turn + 1 == config.steps):
                     found.curve.append((turn + 1, evaluate(of.replica.model, chosen)))
-            if in_a_row == GIVE_UP:
+            if in_a_row == GIVE_UP and not of.method.alone(of.road.step):
                 found.diverged = True
                 break
         of.method.finish()

@@ -69,6 +69,7 @@ POINTS = {
     "dgc": Point("dgc(density=0.01)", ""),
     "demo": Point("demo", ""),
     "onebit-adam": Point("onebit-adam(warmup=1)", "1-bit Adam"),
+    "local-steps": Point("local-steps", ""),
     "none": Point("none", ""),
 }
 

@@ -211,6 +211,10 @@ DRAWS: dict[str, Callable[[Pick], Knobs]] = {
     "sign": lambda pick: {
         "group": pick(32, 64, 128), "scale": pick("mean", "mean", "rms"), "start": pick(0, 0, 1)
     },
+    "local-steps": lambda pick: {
+        "every": pick(1, 1, 2), "start": pick(0, 0, 1), "outer_momentum": pick(0.0, 0.9),
+        "outer": pick("dense", "int8(smallest=0)", "topk(smallest=0, density=0.2)", "powersgd(smallest=0, rank=1)"),
+    },
 }  # fmt: skip
 
 
@@ -304,7 +308,10 @@ def draw(seed: int, only: str = "") -> Case:
     palette = [pick(*KINDS) for _ in range(pick(1, 2, 3))]
     if random.random() < 0.04:
         palette = list(ZEROS)
-    kind = {"scape": "adams", "onebit-adam": "adam", "frozen-adam": "adam", "radius": pick("adam", "sgd")}
+    kind = {
+        "scape": "adams", "onebit-adam": "adam", "frozen-adam": "adam", "radius": pick("adam", "sgd"),
+        "local-steps": "sgd",
+    }  # fmt: skip
     optimizer = kind.get(cls.name, "")
     steps = pick(2, 2, 2, 3, 3, 4)
     kinds = [tuple(tuple(pick(*palette) for _ in shapes) for _ in range(size)) for _ in range(steps)]

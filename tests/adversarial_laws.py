@@ -657,7 +657,8 @@ def _bits(values: Array) -> bytes:
 def _agreement(view: View, turn: int) -> list[str]:
     """All ranks hold the same bits where they must, and have sent as many bytes."""
     found, first = [], view.played.ranks[0][turn]
-    same = view.method.rank_equal and not view.case.owner
+    alone = view.method.alone(view.played.numbers[turn])
+    same = view.method.rank_equal and not alone and not view.case.owner
     for rank, ranks in enumerate(view.played.ranks[1:], 1):
         other = ranks[turn]
         if same and _bits(first.mean) != _bits(other.mean):
@@ -730,6 +731,8 @@ def _period(view: View) -> tuple[int, int]:
         return method.steady, method.refresh
     if method.name in ("onebit-adam", "frozen-adam") and view.case.owner:  # the first also gathers Adam's moment
         return method.steady + 1, 1
+    if method.name == "local-steps":
+        return method.steady, method.every
     if method.name == "lhc" or (method.name == "tagc" and method.theta and method.mask == "local"):
         return 0, 0
     return method.steady, 1

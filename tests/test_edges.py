@@ -70,8 +70,11 @@ CASES = [
     Case("demo(smallest=0, k=8, chunk=64, sign=False)", "momentum"),
     Case("onebit-adam(smallest=0, warmup=1, group=32)", "moment", "adamw"),
     Case("frozen-adam(smallest=0, warmup=1, density=0.1)", "moment", "adamw"),
+    Case("local-steps(every=1, outer='int8(smallest=0)', outer_momentum=0.0)"),
     Case("none"),
 ]  # fmt: skip
+NO_SCALER = ("local-steps",)
+"""Those that refuse a GradScaler."""
 STATEFUL = [case for case in CASES if resolve(case.method).keeps_state]
 
 

@@ -51,6 +51,7 @@ def refused(make, *words: str) -> None:
         ("bf16(smallest=3)", "smallest"), ("bf16(send='*')", "send"), ("bf16-acc32(smallest=3)", "smallest"),
         ("bf16-acc32(send='*')", "send"), ("lhc(theta=0.5)", "theta"), ("lhc(accumulate=False)", "accumulate"),
         ("lhc(mask='shared')", "mask"), ("dgc(error_feedback=False)", "error_feedback"),
+        ("local-steps(send='*')", "send"),
     ],
 )  # fmt: skip
 def test_a_knob_that_does_nothing_does_not_exist(text, knob, capsys):
@@ -117,7 +118,7 @@ def kind_of(cls: type, knob: str) -> set[type]:
 def test_values_of_another_type_are_refused_by_name(cls, knob):
     kinds = kind_of(cls, knob)
     allowed = tuple(kinds | ({int} if float in kinds else set()))
-    for kind in kinds - {NoneType}:
+    for kind in kinds - {NoneType, Method}:
         for value in JUNK[kind]:
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if (value is None and NoneType in kinds) or (number and isinstance(value, allowed)):

@@ -16,6 +16,7 @@ from thinwire.laws import Where, broken_laws, check_laws, small
 from thinwire.ledger import Ledger
 from thinwire.methods.base import CONSERVES, EXACT, Promise, Rounding
 from thinwire.methods.baselines import Int8
+from thinwire.methods.localsteps import LocalSteps
 from thinwire.methods.topk import TopK
 from thinwire.plan import Plan
 from thinwire.testing import Threads, exchange_on, parameters_for
@@ -34,6 +35,11 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("sign", {"scale": "rms"}), ("sign", {"feedback": "update"}), ("onebit-adam", {"scale": "rms"}),
     ("onebit-adam", {"warmup_bits": 8}), ("onebit-adam", {"warmup_bits": 4}),
     ("frozen-adam", {"warmup_bits": 4, "bits": 4}),
+    ("local-steps", {"outer": "topk(smallest=0, density=0.25)"}),
+    ("local-steps", {"outer": "int8(smallest=0)"}), ("local-steps", {"outer": "loco(smallest=0, group=32)"}),
+    ("local-steps", {"outer": "radius(smallest=0, density=0.25, start=1, T=2)", "every": 1}),
+    ("local-steps", {"outer": "fp8(smallest=0, error_feedback=True)", "every": 1, "second_moment": "mean"}),
+    ("local-steps", {"outer": "topk(smallest=0, density=0.25)", "decay": 0.5}),
 ]  # fmt: skip
 """Knobs that change what is promised, or how it is kept."""
 
@@ -172,6 +178,29 @@ class NeverTheSame(Careful):
         bucket.mean.mul_(1 + self.worlds.index(world) % 4 * 2.0**-23)
 
 
+class Wanders(LocalSteps):
+    """A rank's own step between rounds is not its own."""
+
+    def reduce(self, bucket, exchange):
+        super().reduce(bucket, exchange)
+        if bucket.step == 1:
+            exchange.mean(bucket)
+
+
+class Drifts(LocalSteps):
+    """After a round the ranks' weights differ by a bit."""
+
+    def after_step(self, step):
+        super().after_step(step)
+        if self.run.exchange.rank == 1 and self.rank_equal:
+            step.weights["a.weight"].data.mul_(1 + 2.0**-23)
+
+
+class MovesTooFar(LocalSteps):
+    def _outer_step(self, mean, number):
+        super()._outer_step(mean.mul_(1.01), number)
+
+
 class ClaimsToBeExact(Careful):
     @property
     def promise(self) -> Promise:
@@ -225,6 +254,13 @@ FAULTS = {
     Forgets: "promise", LeavesATrace: "undone", NeverTheSame: "repeats", ClaimsToBeExact: "promise",
     ClaimsToConserve: "promise", ClaimsMoreBits: "promise", TurnsRound: "promise", MakesSomethingOfNothing: "promise",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cls", "law"), [(Wanders, {"ranks", "bytes"}), (Drifts, {"ranks"}), (MovesTooFar, {"promise"})]
+)
+def test_a_fault_of_local_steps_is_noticed(cls, law):
+    assert {law for law, _ in broken_laws(partial(small, cls), Where("all_reduce", 3))} >= law
 
 
 @pytest.mark.parametrize(

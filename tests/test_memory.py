@@ -19,7 +19,7 @@ FEW = ("dense", "int8", "loco", "radius", "sdp4bit", "onebit-adam")
 def method_of(name: str) -> thinwire.Method:
     """With small tensors sent, and without a start."""
     method = resolve(name)
-    for knob, value in (("smallest", 256), ("start", 0), ("warmup", 1)):
+    for knob, value in (("smallest", 256), ("start", 0), ("warmup", 1), ("every", 1)):
         if knob in {field.name for field in method.knobs()}:
             setattr(method, knob, value)
     return method

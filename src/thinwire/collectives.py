@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -185,6 +185,10 @@ class Exchange(ABC):
         """Are all ranks on one node, so that nothing crosses a slow link?"""
         return self._group().one_node
 
+    def beside(self, comms: Iterable[Comm]) -> list[Comm]:
+        """Those of ``comms`` that are not this exchange's own."""
+        return [comm for comm in comms if comm is not self._group()]
+
     def on(self, double: Callable[[Comm], Comm]) -> Exchange:
         """The same topology on ``double`` of each of its groups."""
         found = copy.copy(self)
@@ -229,7 +233,7 @@ class Exchange(ABC):
         return mean
 
     def span(self, kind: str, tensor: Tensor) -> AbstractContextManager[None]:
-        """Count what a method does itself to ``tensor`` as ``kind`` ("encode" or "decode") in the ledger."""
+        """Count what a method does itself to ``tensor`` as ``kind`` ("encode", "decode", "exposed") in the ledger."""
         return self._group().ledger.span(kind, tensor)
 
     def union(self, words: Tensor) -> Tensor:

@@ -49,10 +49,13 @@ class Guard:
             norms = torch._foreach_norm(there, dtype=_wide(there))
             self.observe(torch.stack([norm.float() for norm in norms]))
 
-    def agree(self, device: torch.device, trouble: bool = False) -> tuple[bool, bool]:
+    def agree(
+        self, device: torch.device, trouble: bool = False, comms: Sequence[Comm] | None = None
+    ) -> tuple[bool, bool]:
         """Was every value observed on every rank finite; is any rank in ``trouble``?
 
-        Collective; forgets what was observed. One host sync. Switched off, it knows of this rank alone.
+        Collective over ``comms`` (None: all of its own); forgets what was observed. One host sync. Switched off, it
+        knows of this rank alone.
         """
         if not self.enabled:
             return True, trouble
@@ -61,7 +64,7 @@ class Guard:
         flag = total.isnan().float().reshape(1)
         if trouble:  # in which case nobody asks for the rest
             flag.fill_(2.0)
-        for comm in self.comms:
+        for comm in self.comms if comms is None else comms:
             comm.all_reduce(flag, "max")
         found = flag.item()
         return found == 0, found == 2

@@ -67,4 +67,4 @@ def _words(hint: Any) -> str:
         return f"{_words(parts[0])} or several"
     if origin is tuple:
         return f"{len(parts)} values, each {_words(parts[0])}"
-    return _WORDS.get(hint, str(hint))
+    return _WORDS.get(hint) or (f"a {hint.__name__.lower()}" if isinstance(hint, type) else str(hint))

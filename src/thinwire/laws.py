@@ -6,7 +6,7 @@
 
 On every engine that the method names, with 1 to 8 ranks, in one hop and in two, where the method takes two:
 
-* ``ranks``: all ranks hold the same bits where they must, and send as many bytes.
+* ``ranks``: all ranks hold the same bits where they must, and send as many bytes; none where each goes its own way.
 * ``promise``: what :class:`thinwire.methods.base.Promise` says.
 * ``bytes``: as many as planned, to the byte, in the steady state; no more where the method ``adapts``.
 * ``repeats``: the same inputs give the same bits.
@@ -41,9 +41,11 @@ from thinwire.testing import LockStep, Shapes, ThreadEngine, Threads
 SHAPES: Shapes = {"a.weight": (12, 16), "b.weight": (5, 7)}
 KNOBS: Mapping[str, Any] = {
     "smallest": 0, "start": 1, "warmup": 2, "density": 0.25, "T": 2, "rank": 1, "k": 8, "chunk": 64, "theta": 0.9,
-    "ratio": 4, "block": 16, "group": 32, "weight_group": 32,
+    "ratio": 4, "block": 16, "group": 32, "weight_group": 32, "every": 2, "outer_lr": 1.0, "outer_momentum": 0.0,
 }  # fmt: skip
 """With which tensors as small as ``SHAPES`` are compressed, and a few steps are more than the start."""
+RUN = 100
+"""Steps of the run that methods are told of: what they do at its end is not played."""
 WINDOW = 4
 """Steps of the steady state: two periods of the longest, ``T``."""
 FEW = 4
@@ -140,7 +142,11 @@ class Hop:
 
 @dataclass(frozen=True)
 class Taken:
-    """What one rank had after one step. ``moments``: the optimizer's ``exp_avg``, flat, in the order of parameters."""
+    """What one rank had after one step. ``moments``: the optimizer's ``exp_avg``, flat, in the order of parameters.
+
+    ``alone``: the rank took it by itself. ``stepped``: the weights as the optimizer left them. ``equal``: all ranks
+    hold the same weights now.
+    """
 
     hops: list[Hop]
     mean: Tensor
@@ -148,6 +154,9 @@ class Taken:
     state: dict[str, Tensor]
     moments: Tensor
     weights: Tensor
+    stepped: Tensor
+    alone: bool
+    equal: bool
 
 
 @dataclass(frozen=True)
@@ -193,7 +202,7 @@ def play(
     world = LockStep(where.size)
 
     def body(number: int) -> tuple[list[Taken], _Rank]:
-        rank, found = _Rank(make, where, world, number, steps), []
+        rank, found = _Rank(make, where, world, number), []
         for step in range(steps):
             if step in undo:
                 rank.exchange(step, 3 * gradient(number, steps + step, rank.numel))
@@ -208,7 +217,7 @@ def play(
 
 
 def _begun(make: Callable[[], Method], where: Where) -> _Rank:
-    return _Rank(make, where, Threads(where.size), 0, steps=100)
+    return _Rank(make, where, Threads(where.size), 0)
 
 
 class _Watched(Stage):
@@ -234,7 +243,7 @@ class _Watched(Stage):
 class _Rank:
     """One rank: its method, and the optimizer of a model whose gradients are handed in."""
 
-    def __init__(self, make: Callable[[], Method], where: Where, world: Threads, rank: int, steps: int) -> None:
+    def __init__(self, make: Callable[[], Method], where: Where, world: Threads, rank: int) -> None:
         self.ledger, self.method = Ledger(), make()
         method = self.method
         method.state = State(method.offloads)
@@ -248,7 +257,7 @@ class _Rank:
         self.engine = engine({name: SHAPES[name] for name in sent})
         self.numel, self.weights = self.engine.numel, self.engine.weights()
         self.optimizer = method.OPTIMIZER(list(self.weights.values()), lr=1e-3)
-        run = self.engine.run(steps, optimizers=(self.optimizer,), weights=self.weights)
+        run = self.engine.run(RUN, optimizers=(self.optimizer,), weights=self.weights)
         method.begin(run)
         self.road = self.engine.road(method, run, stage=_Watched)
         self.plan = Plan(self.road, run, where.engine)
@@ -277,6 +286,7 @@ class _Rank:
         with torch.no_grad():
             method.before_step(step)
             self.optimizer.step()
+            stepped = _flat(weights)
             method.after_step(step)
         state.commit()
         method.finish()
@@ -287,10 +297,17 @@ class _Rank:
             sum(self.ledger.now.bytes.values()),
             state.state_dict(),
             torch.cat([torch.zeros(0) if of is None else of.clone() for of in moments]),
-            torch.cat([weight.detach().clone() for weight in weights.values()]),
+            _flat(weights),
+            stepped,
+            method.alone(number),
+            method.rank_equal,
         )
         self.ledger.close_step()
         return taken
+
+
+def _flat(weights: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([weight.detach().clone() for weight in weights.values()])
 
 
 # The laws.
@@ -298,7 +315,7 @@ class _Rank:
 
 def _ranks(played: Played) -> Iterator[Broken]:
     """All that hold the same parameters hold the same bits of their means and weights; all send as many bytes."""
-    alike = played.method.rank_equal and not played.stages[-1].exchange.owner
+    alike = not played.stages[-1].exchange.owner
     for number, rank in enumerate(played.ranks):
         # In two hops, ranks that do not exchange with each other have other shards, of which one may need more bytes.
         twin = number % played.where.per_node if len(played.stages) == 2 else 0
@@ -308,8 +325,14 @@ def _ranks(played: Played) -> Iterator[Broken]:
                 break
             if played.where.topology == "two_level":  # there all hold everything
                 one = played.ranks[0][step]
-            if alike and not (_equal(one.mean, other.mean) and _equal(one.weights, other.weights)):
+            means, weights = other.equal and not other.alone, other.equal
+            if alike and ((means and not _equal(one.mean, other.mean))
+                          or (weights and not _equal(one.weights, other.weights))):  # fmt: skip
                 yield Broken("ranks", f"step {step}: ranks {twin} and {number} hold different bits")
+                break
+            across = other.sent if len(played.stages) == 1 else 0
+            if other.alone and not other.equal and (across or not _equal(other.stepped, other.weights)):
+                yield Broken("ranks", f"step {step}: something of another rank reaches rank {number}, which is alone")
                 break
 
 
@@ -332,7 +355,7 @@ class _Books:
         self, method: Method, exchange: Exchange, played: Played, hop: int, ranks: list[list[Taken]]
     ) -> None:
         self.promise, self.method, self.exchange, self.ranks, self.hop = method.promise, method, exchange, ranks, hop
-        self.size, self.rows = len(ranks), exchange.bucket_rows(method.on_wire)
+        self.size, self.rows = len(ranks), exchange.bucket_rows(method.carrier.on_wire)
         self.places: dict[str, slice] = {}
         self.numel, place = ranks[0][0].hops[hop].given.numel(), 0
         width = self.numel // (self.rows if exchange.owner else 1)
@@ -345,7 +368,9 @@ class _Books:
         exact = self.promise.kind == "exact"
         if self.promise.kind == "lossy":
             return
-        for step in range(len(self.ranks[0])):
+        for step, taken in enumerate(self.ranks[0]):
+            if taken.alone and not taken.equal and self.promise.of == "weights":
+                continue  # nothing comes in
             if exact:
                 if not self._exact(step):
                     yield Broken("promise", f"step {step}: the mean is not, bit for bit, the stock engine's")
@@ -379,10 +404,16 @@ class _Books:
             beta1: float = self.method.beta1  # type: ignore[attr-defined]
             earlier = beta1 * self._moments(step - 1, place)
             given, mean = (1 - beta1) * given, self._moments(step, place)
-        old, new = (self._waiting(at, name) for at in (step - 1, step))
+        began = torch.zeros(())
+        if promise.of == "weights" and self.ranks[0][step].alone:
+            began = self._began(step, place)
+            stepped, weights = ([getattr(rank[step], of) for rank in self.ranks] for of in ("stepped", "weights"))
+            given = began - torch.stack([self._flat(values, place) for values in stepped])
+            mean = began - self._rows(weights, place)
+        old, new = (self._waiting(at, name) for at in (step - 1, step))  # nothing of it changes between rounds
         off = given.sum(0) + old.sum(0) - new.sum(0) + self.size * (earlier - mean)
         off = off * self._flat(torch.ones(self.numel), place)  # padding has no gradient to lose
-        lengths = [*given, *old, *new, self.size * mean, self.size * torch.as_tensor(earlier)]
+        lengths = [*given, *old, *new, self.size * mean, self.size * torch.as_tensor(earlier), self.size * began]
         involved = sum(torch.linalg.vector_norm(values) for values in lengths)
         rounding = promise.rounding or Rounding("nothing")
         allowed = self.size * self._rounded(given + old, rounding)
@@ -392,7 +423,7 @@ class _Books:
     def _rounded(self, encoded: Tensor, rounding: Rounding) -> Tensor:
         """How far from the mean of ``encoded`` (N, R, n) an exchange may end by the format: (R, blocks), lengths."""
         blocks = _blocks(encoded, rounding.block)
-        if self.method.on_wire:  # the network rounds every one of its sums
+        if self.method.carrier.on_wire:  # the network rounds every one of its sums
             return (1 + rounding.value) ** self.size * self.size * _mean_off(blocks, rounding).mean(0)
         off = _mean_off(blocks, rounding).mean(0)
         if self.exchange.owner:
@@ -414,6 +445,11 @@ class _Books:
     def _moments(self, step: int, place: slice) -> Tensor:
         moments = [rank[max(step, 0)].moments for rank in self.ranks]
         return self._rows([values * (step >= 0) for values in moments], place)
+
+    def _began(self, step: int, place: slice) -> Tensor:
+        """The weights when all ranks held the same ones last, before ``step``; zeros at first."""
+        equal = [earlier for earlier in range(step) if self.ranks[0][earlier].equal]
+        return self._rows([rank[max(equal, default=0)].weights * bool(equal) for rank in self.ranks], place)
 
     def _waiting(self, step: int, name: str) -> Tensor:
         """What waits on each rank after ``step``, (N, R, n); zeros before the first."""

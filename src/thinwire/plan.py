@@ -144,7 +144,7 @@ class Plan:
         self._dear = delay is not None and steps is not None and delay.gap(steps) > DEAR
         if delay is not None and steps is not None and self.cost:
             self.cost += f"; {delay.gap(steps):+.1%} in the {steps:,} of this run"
-        losses = [stage.method.promise.lost for stage in stages if len(stage.dense) < len(self._why)]
+        losses = [stage.method.promise.lost for stage in stages if self._sent(stage)]
         self.lost = "; ".join(filter(None, dict.fromkeys(losses)))
 
     @functools.cached_property
@@ -222,9 +222,14 @@ class Plan:
 
     def _share(self, stage: Stage) -> float | None:
         """``compressed``, of ``stage`` itself."""
-        if stage.method.native or not stage.method.rank_equal or isinstance(stage.method, Fp32):
+        carrier = stage.method.carrier
+        if carrier.native or not carrier.rank_equal or isinstance(carrier, Fp32):
             return None
-        return sum(p.numel for p in self._parameters if p.name not in stage.dense) / self._values
+        return sum(p.numel for p in self._sent(stage)) / self._values
+
+    def _sent(self, stage: Stage) -> list[Parameter]:
+        """What the method of ``stage`` compresses."""
+        return [parameter for parameter in self._parameters if stage.method.keep_dense(parameter) is None]
 
     @functools.cached_property
     def _little(self) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,7 +70,12 @@ def rehearse(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = ()) 
     """
     on_cpu = all(local(weight).device.type == "cpu" for weight in run.weights.values())
     watch, ledger = _Watch(), Ledger()
-    play = _Play(layout, road, run, ledger, watch, None if on_cpu else watch)
+
+    def agree(comms: Iterable[Comm]) -> None:
+        for comm in comms:
+            CountingComm.like(comm, ledger).all_reduce(torch.empty(1, device=META), "max")
+
+    play = _Play(layout, road, run, ledger, watch, None if on_cpu else watch, agree=lambda: agree(guards))
     method, average, peak = play.method, _Average(), 0
     with torch.no_grad(), watch.counting():
         play.open()
@@ -81,8 +86,7 @@ def rehearse(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = ()) 
             play.gather(number)
             ledger.now = gradients = Account()
             parameters = play.exchange(number)
-            for comm in guards:
-                CountingComm.like(comm, ledger).all_reduce(torch.empty(1, device=META), "max")
+            agree(road.last.exchange.beside(guards) if method.alone(number) else guards)
             play.step(number)
             average.add(method.cycle.get(number, 0.0), gradients, watch.launches, weights, parameters)
             if number >= method.steady:
@@ -194,10 +198,13 @@ class _Play:
         watch: _Watch | None,
         offloads: _Watch | None,
         device: torch.device = META,
+        agree: Callable[[], object] = lambda: None,
     ) -> None:
         """``watch`` is told what is the engine's own; ``offloads`` also what state lives elsewhere than on the device.
+
+        ``agree``: all ranks agree on a flag beside a step's own.
         """
-        self._layout, self._watch, self._device, self._ledger = layout, watch, device, ledger
+        self._layout, self._watch, self._device, self._ledger, self._agree = layout, watch, device, ledger, agree
         self._weights = {
             name: nn.Parameter(torch.zeros_like(local(weight), device=device)) for name, weight in run.weights.items()
         }
@@ -242,7 +249,13 @@ class _Play:
 
     def step(self, number: int) -> None:
         """What the wire does around an optimizer's step."""
-        method, step = self.method, Step(number, self._optimizers, self._weights, torch.ones((), device=self._device))
+        method = self.method
+
+        def agree(values: Iterable[Tensor]) -> bool:
+            self._agree()
+            return True
+
+        step = Step(number, self._optimizers, self._weights, torch.ones((), device=self._device), agree)
         for name, weight in self._weights.items():
             weight.grad = self._gradients[name]
         method.state.commit()

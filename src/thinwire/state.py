@@ -60,6 +60,10 @@ class State:
         """``value`` (kept, not copied) is what ``get`` gives from now on: it belongs to no step."""
         self._small[kind, name] = value
 
+    def found(self, begins: str) -> list[tuple[str, str, Tensor]]:
+        """(kind, name, value) of all that was ``put`` or ``set`` with a kind that ``begins`` so."""
+        return [(kind, name, value) for (kind, name), value in self._small.items() if kind.startswith(begins)]
+
     def discard(self, kind: str, name: str) -> None:
         """``get`` finds nothing from now on."""
         for store in (self._small, self._small_staged, self._small_earlier):
@@ -91,6 +95,10 @@ class State:
         if spare is None:
             spare = self._staged[key] = self._other(key)
         return self._stage("write", spare, bucket.device) if kind in self._offload else spare
+
+    def written(self, kind: str, bucket: Bucket) -> Tensor | None:
+        """What has been written of ``kind`` for ``bucket``, and counts from the next ``commit`` on; None: nothing."""
+        return self._staged.get((kind, bucket.key))
 
     def put_back(self, kind: str, bucket: Bucket) -> None:
         """What ``write`` gave for ``bucket`` has been filled: an offloaded kind goes back to CPU memory now."""

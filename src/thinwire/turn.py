@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Turn:
     """The steps of one model.
 
     Attributes:
-        skipped: steps that were skipped on all ranks.
+        skipped: steps that were skipped on all ranks, or by this one where ranks go their own ways.
         norm, clip_factor: of the averaged gradients, 0-dim, once the user has clipped them in this step.
         closed: no exchange is due now: micro-batches are being accumulated.
         ended: there will be no more steps.
@@ -169,7 +169,10 @@ class Turn:
     # What the optimizers say.
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """``optimizer`` is about to step. The first of a step agrees with all ranks on whether the step counts."""
+        """``optimizer`` is about to step. The first of a step agrees with all ranks on whether the step counts.
+
+        Where each rank goes its own way (``Method.alone``) it agrees with those only that hold the same replica.
+        """
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
             raise ThinwireError("optimizer.step(closure) makes gradients after their check: call backward() first")
         self._look_for_scaler()
@@ -193,25 +196,39 @@ class Turn:
                 self._finish()
 
     def _begin(self) -> bool:
-        """All ranks agree whether the step counts, before any optimizer or state changes."""
+        """All ranks that take it agree whether the step counts, before any optimizer or state changes."""
         trouble = self._trouble()
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
-        finite, somewhere = self.guard.agree(next(iter(self.weights.values())).device, trouble is not None)
+        alone = self.method.alone(self.road.step)
+        comms = self.road.last.exchange.beside(self.guard.comms) if alone else None
+        finite, somewhere = self.guard.agree(self._device, trouble is not None, comms)
         if somewhere:
             raise ThinwireError(trouble or "another rank cannot take this step: see its message")
         if not finite:
-            self._skip()
+            self._skip(due=True)
             if not self._under_scaler():  # it wants to see the gradients of each optimizer
                 for other in self.optimizers:
                     _drop_gradients(other)
             return False
         self._commit()
         self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
-        self._open = Step(self.road.step, self.optimizers, self.weights, self.clip_factor)
+        self._open = self._step()
         self.engine.stepping()
         self.method.before_step(self._open)  # which may step parameters in an optimizer's place
         self.engine.stepped()
         return True
+
+    def _step(self) -> Step:
+        return Step(self.road.step, self.optimizers, self.weights, self.clip_factor, self._agree)
+
+    def _agree(self, values: Iterable[Tensor]) -> bool:
+        """What a method asks of all ranks beside a step's own flag."""
+        self.guard.observe_all(values)
+        return self.guard.agree(self._device)[0]
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.weights.values())).device
 
     def _finish(self) -> None:
         assert self._open is not None
@@ -220,13 +237,19 @@ class Turn:
         self.road.step += 1
         self._end(skipped=False)
 
-    def _skip(self) -> None:
-        """A skipped step does not move the methods' clock: it is as if it had not happened."""
+    def _skip(self, *, due: bool = False) -> None:
+        """A skipped step does not move the methods' clock: it is as if it had not happened.
+
+        ``due``: the optimizers were about to take it.
+        """
         self._skipping = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
         self.state.rollback()
         if self.bound is not None:
             self.bound.rollback()
         self.method.undo()
+        if due:
+            self.method.after_skip(self._step())
+            self._commit()
         self.skipped += 1
         self._end(skipped=True)
 

@@ -158,7 +158,10 @@ def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool | 
     engine = kind(cast(Any, model), method, ledger, two_level=two_level)
     if engine.kind not in method.engines:
         engine.close()
-        raise ThinwireError(f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}")
+        why = f": {method.ELSEWHERE}" if method.ELSEWHERE else ""
+        raise ThinwireError(
+            f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}{why}"
+        )
     return engine
 
 
@@ -256,7 +259,8 @@ class Wire:
 
     @property
     def skipped(self) -> int:
-        """Optimizer steps that were skipped on all ranks because a gradient was not finite, or was thrown away."""
+        """Optimizer steps that were skipped because a gradient was not finite, or was thrown away: on all ranks, or by
+        this rank alone where a method lets ranks go their own ways (local-steps)."""
         return self._turn.skipped
 
     def accumulate(self, *, last: bool = True) -> AbstractContextManager[None]:

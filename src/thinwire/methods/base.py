@@ -57,10 +57,10 @@ class Method:
     name: ClassVar[str] = "dense"
     """As written on the command line."""
     engines: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2", "hsdp")
+    ELSEWHERE: ClassVar[str] = ""
+    """Why it does not run on other engines, and what to take there."""
     two_level: ClassVar[bool] = False
     """Made for two levels: used wherever there are several nodes of several ranks, unless the user says no."""
-    rank_equal: ClassVar[bool] = True
-    """All ranks hold the same weights afterwards. Only a run that does not communicate says no."""
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.AdamW
     """What it is made for, where nobody says otherwise."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -130,6 +130,24 @@ class Method:
         return False
 
     @property
+    def carrier(self) -> Method:
+        """The method that encodes what travels: this one, or the one that it hands it to."""
+        return self
+
+    @property
+    def rank_equal(self) -> bool:
+        """Do all ranks (HSDP: those with the same shard) hold the same weights after the last step?"""
+        return True
+
+    def alone(self, number: int) -> bool:
+        """Does each rank (HSDP: each node) go its own way in the step after ``number`` others?
+
+        Then nothing of its gradients travels, and whether it counts is decided where it is taken: ranks' numbers of
+        steps taken may differ from then on.
+        """
+        return False
+
+    @property
     def granule(self) -> int:
         """Elements that the codecs take together: a parameter's columns are padded to a multiple."""
         return 1 if self.codec is None else self.codec.group
@@ -182,6 +200,12 @@ class Method:
 
     def after_step(self, step: Step) -> None:
         """Called when that step has been taken. What it puts into the state is kept at once."""
+
+    def after_skip(self, step: Step) -> None:
+        """Called in place of both when the step did not count: after ``undo``, with weights as they were.
+
+        What it puts into the state is kept at once. Not called where gradients were thrown away, and no step was due.
+        """
 
     def undo(self) -> None:
         """The step under way does not count. What ``reduce`` noted elsewhere than in the state is forgotten."""

@@ -132,12 +132,15 @@ class NoExchange(Method):
 
     name: ClassVar[str] = "none"
     engines: ClassVar[tuple[str, ...]] = ("ddp",)
-    rank_equal: ClassVar[bool] = False
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "nothing is sent")
 
     @property
     def promise(self) -> Promise:
         return Promise("lossy", "the other ranks' gradients never arrive")
+
+    @property
+    def rank_equal(self) -> bool:
+        return False
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Leave each rank its own gradient."""

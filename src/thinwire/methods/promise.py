@@ -45,14 +45,16 @@ class Promise:
             where the bucket has N belongs to that row's owner, and stands for all N ranks.
         of: "gradients", or first "moments" m: then (1 - beta1) times the inputs and beta1 times the last m come in, and
             m is what arrives; ``method.beta1``, and m the optimizer's ``exp_avg``. Or "updates": steps of the
-            weights, which ``compress()`` finds in the bucket's rows.
+            weights, which ``compress()`` finds in the bucket's rows. Or "weights": where ranks go their own ways, how
+            far each has moved its weights since all were equal comes in, and how far all are then moved is what arrives
+            (with an outer rate of 1 and no momentum).
         rounding: of one encoding, for "rounds".
     """
 
     kind: Literal["exact", "conserves", "rounds", "lossy"]
     lost: str = ""
     waits: Mapping[str, float] = field(default_factory=lambda: {"residual": 1.0})
-    of: Literal["gradients", "moments", "updates"] = "gradients"
+    of: Literal["gradients", "moments", "updates", "weights"] = "gradients"
     rounding: Rounding | None = None
 
     def __str__(self) -> str:

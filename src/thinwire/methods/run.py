@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -101,12 +101,14 @@ class Step:
     Attributes:
         number: optimizer steps taken before this one. weights: the trained parameters by name (DTensors on FSDP2).
         clip_factor: what ``clip_grad_norm_`` multiplied the averaged gradients with, 0-dim; None if it was not called.
+        agree: (values) -> are they finite on every rank? Collective, and waits for the device; True with guard=False.
     """
 
     number: int
     optimizers: tuple[torch.optim.Optimizer, ...]
     weights: Mapping[str, Tensor]
     clip_factor: Tensor | None = None
+    agree: Callable[[Iterable[Tensor]], bool] = lambda values: True
 
     @functools.cached_property
     def held(self) -> dict[str, Held]:

@@ -24,4 +24,5 @@ from thinwire.methods.sign import Sign as Sign
 from thinwire.methods.demo import DeMo as DeMo
 from thinwire.methods.onebit import OneBitAdam as OneBitAdam
 from thinwire.methods.onebit import FrozenAdam as FrozenAdam
+from thinwire.methods.localsteps import LocalSteps as LocalSteps
 from thinwire.methods.baselines import NoExchange as NoExchange

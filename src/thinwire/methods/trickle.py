@@ -28,7 +28,7 @@ from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.codecs.sparse import Positions, TopKIntegers
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, check_density
+from thinwire.methods.base import Delay, ErrorFeedback, check_density
 from thinwire.ops import mask as masks
 
 
@@ -77,6 +77,12 @@ class Trickle(ErrorFeedback):
     @property
     def granule(self) -> int:
         return masks.WORD
+
+    @property
+    def delay(self) -> Delay:
+        if self.feedback == "gradient":
+            return Delay(steps=700 * (1 - self.density) ** 2.4)
+        return Delay() if self.mask == "own" else Delay(steps=100)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))

@@ -1,0 +1,466 @@
+"""Local steps against their papers' equations in float64, their limits, what travels when, checkpoints in a round."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ranks
+import thinwire
+from engines import build, same_on_all_ranks, train
+from models import flat
+from thinwire import methods
+from thinwire.errors import ThinwireError
+from thinwire.methods import LocalSteps, resolve
+from thinwire.testing import reduce_on_threads
+
+SHAPES = {"a": (12, 16), "b": (5, 7)}
+PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
+TOPK = "topk(smallest=0, density=0.1)"
+
+
+def gradients(rank: int, step: int, numel: int) -> Tensor:
+    common = torch.randn(numel, generator=torch.Generator().manual_seed(8))
+    return common + torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def sgd(weights):
+    return torch.optim.SGD(weights, lr=0.1)
+
+
+def adamw(weights):
+    return torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1)
+
+
+def play(make, size=3, steps=8, *, optimizer=sgd, topology="all_reduce", **more):
+    return reduce_on_threads(make, gradients, topology=topology, size=size, shapes=SHAPES, steps=steps,
+                             optimizer=optimizer, **more)  # fmt: skip
+
+
+def weights_of(taken: dict[str, Any]) -> np.ndarray:
+    return torch.cat([taken["weights"][name].reshape(-1) for name in SHAPES]).double().numpy()
+
+
+# The papers' equations.
+
+
+class Adam64:
+    """AdamW on one rank, in float64; ``over``: what v counts as N times of."""
+
+    def __init__(self, numel: int, lr=1e-2, decay=0.1, over=1) -> None:
+        self.m, self.v, self.t, self.lr, self.decay, self.over = np.zeros(numel), np.zeros(numel), 0, lr, decay, over
+
+    def step(self, w: np.ndarray, g: np.ndarray) -> np.ndarray:
+        self.t += 1
+        self.m = 0.9 * self.m + 0.1 * g
+        self.v = 0.999 * self.v + 0.001 * g * g
+        m, v = self.m / (1 - 0.9**self.t), self.v / (1 - 0.999**self.t)
+        return w - self.lr * (m / (np.sqrt(v / self.over) + 1e-8) + self.decay * w)
+
+
+def given64(results, step: int) -> list[np.ndarray]:
+    return [rank[step]["input"].double().numpy() for rank in results]
+
+
+@pytest.mark.parametrize(("every", "lr", "mu"), [(1, 1.0, 0.0), (2, 0.7, 0.9), (3, 0.5, 0.5)])
+def test_diloco_against_its_equations(every, lr, mu):
+    size, steps = 3, 12
+    results = play(lambda: LocalSteps(every=every, outer_lr=lr, outer_momentum=mu), size, steps, optimizer=adamw)
+    shared = np.zeros(len(weights_of(results[0][0])))
+    mine, momentum = [shared] * size, np.zeros_like(shared)
+    adams = [Adam64(len(shared)) for _ in range(size)]
+    for step in range(steps):
+        mine = [adam.step(w, g) for adam, w, g in zip(adams, mine, given64(results, step), strict=True)]
+        if (step + 1) % every == 0:
+            outer = sum(shared - w for w in mine) / size
+            momentum = mu * momentum + outer
+            shared = shared - lr * (outer + mu * momentum)
+            mine = [shared] * size
+        for n in range(size):
+            assert np.abs(weights_of(results[n][step]) - mine[n]).max() < 2e-6
+
+
+def test_sparseloco_forgets_what_waits():
+    """e = decay e + D; the k largest of it are sent, and leave it; W -= mean."""
+    size, steps, decay, density = 3, 10, 0.5, 0.1
+    outer = f"topk(smallest=0, density={density})"
+    results = play(lambda: LocalSteps(every=2, outer=outer, decay=decay, **PLAIN), size, steps)
+    widths = [math.prod(shape) for shape in SHAPES.values()]
+    shared = np.zeros(sum(widths))
+    waits, mine = [np.zeros_like(shared) for _ in range(size)], [shared] * size
+    for step in range(steps):
+        mine = [w - 0.1 * g for w, g in zip(mine, given64(results, step), strict=True)]
+        if step % 2:
+            sent = []
+            for n in range(size):
+                error = decay * waits[n] + shared - mine[n]
+                parts = np.split(np.abs(error), [widths[0]])
+                keep = np.concatenate([part >= np.sort(part)[-int(density * len(part))] for part in parts])
+                sent.append(np.where(keep, error, 0))
+                waits[n] = error - sent[-1]
+            shared = shared - sum(sent) / size
+            mine = [shared] * size
+        for n in range(size):
+            assert np.abs(weights_of(results[n][step]) - mine[n]).max() < 1e-6
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_second_moment_of_the_mean(start):
+    """LS1's step: w -= lr (m^ / (sqrt(v^ / N) + eps) + decay w); after a dense start v is N times the mean's."""
+    size, steps = 4, 12
+    make = partial(LocalSteps, every=4, start=start, second_moment="mean", **PLAIN)
+    results = play(make, size, steps, optimizer=adamw)
+    shared = np.zeros(len(weights_of(results[0][0])))
+    mine, adams = [shared] * size, [Adam64(len(shared)) for _ in range(size)]
+    for step in range(steps):
+        given = given64(results, step)
+        if step < start:
+            given = [sum(given) / size] * size
+        elif step == start:
+            for adam in adams:
+                adam.v, adam.over = size * adam.v, size
+        mine = [adam.step(w, g) for adam, w, g in zip(adams, mine, given, strict=True)]
+        if step < start:
+            shared = mine[0]
+        elif (step + 1 - start) % 4 == 0 or step == steps - 1:
+            shared = sum(mine) / size
+            mine = [shared] * size
+        for n in range(size):
+            assert np.abs(weights_of(results[n][step]) - mine[n]).max() < 5e-6
+
+
+def signs(values: np.ndarray, size: int, group: int) -> np.ndarray:
+    """C of LS1, for one parameter whose chunk j is with server j: signs, times the mean of |x| in groups."""
+    span, coded = -(-len(values) // size), np.empty_like(values)
+    for row in range(0, len(values), span):
+        for first in range(row, min(row + span, len(values)), group):
+            at = slice(first, min(first + group, row + span))
+            coded[at] = np.where(values[at] < 0, -1, 1) * np.abs(values[at]).mean()
+    return coded
+
+
+@pytest.mark.skipif("sign" not in methods.names(), reason="there is no method 'sign' yet")
+@pytest.mark.parametrize(("size", "every"), [(2, 2), (3, 4)])
+def test_ls1_against_its_equations(size, every):
+    """One bit both ways: q_n = C[W - w_n + e_n], q = C[mean q_n + s]; W -= q; errors at both ends."""
+    start, steps, group = 2, 2 + 4 * every, 32
+    make = partial(LocalSteps, every=every, start=start, second_moment="mean",
+                   outer=f"sign(group={group}, smallest=0)", **PLAIN)  # fmt: skip
+    results = play(make, size, steps, optimizer=adamw)
+    edge = [math.prod(SHAPES["a"])]
+
+    def coded(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([signs(part, size, group) for part in np.split(values, edge)])
+
+    shared = np.zeros(len(weights_of(results[0][0])))
+    mine, errors, served = [shared] * size, [np.zeros_like(shared) for _ in range(size)], np.zeros_like(shared)
+    adams = [Adam64(len(shared)) for _ in range(size)]
+    for step in range(steps):
+        given = given64(results, step)
+        if step < start:
+            given = [sum(given) / size] * size
+        elif step == start:
+            for adam in adams:
+                adam.v, adam.over = size * adam.v, size
+        mine = [adam.step(w, g) for adam, w, g in zip(adams, mine, given, strict=True)]
+        if step < start:
+            shared = mine[0]
+        elif (step + 1 - start) % every == 0:
+            sent = []
+            for n in range(size):
+                waits = shared - mine[n] + errors[n]
+                sent.append(coded(waits))
+                errors[n] = waits - sent[-1]
+            mean = sum(sent) / size + served
+            served = mean - coded(mean)
+            shared = shared - coded(mean)
+            mine = [shared] * size
+        for n in range(size):
+            assert np.abs(weights_of(results[n][step]) - mine[n]).max() < 5e-6
+
+
+# Limits.
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_one_step_with_sgd_is_dense(size):
+    local, dense = play(lambda: LocalSteps(every=1, **PLAIN), size), play(lambda: resolve("dense"), size)
+    for step, taken in enumerate(local[0]):
+        assert np.abs(weights_of(taken) - weights_of(dense[0][step])).max() < 1e-6
+        assert all(np.array_equal(weights_of(rank[step]), weights_of(taken)) for rank in local)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_one_rank_trains_as_ever(every):
+    local, dense = (play(make, 1, optimizer=adamw) for make in (lambda: LocalSteps(every=every, **PLAIN),
+                                                                lambda: resolve("dense")))  # fmt: skip
+    for taken, other in zip(local[0], dense[0], strict=True):
+        assert np.abs(weights_of(taken) - weights_of(other)).max() < 1e-6
+
+
+def test_the_start_is_dense_bit_for_bit():
+    local, dense = play(lambda: LocalSteps(every=2, start=5), optimizer=adamw), play(lambda: resolve("dense"),
+                                                                                     optimizer=adamw)  # fmt: skip
+    for step in range(5):
+        assert np.array_equal(weights_of(local[1][step]), weights_of(dense[1][step]))
+    assert local[0][4]["bytes"] > 0 == local[0][5]["bytes"]
+
+
+def outers() -> list[str]:
+    """Every method that averages gradients, with small tensors sent and no start."""
+    found = []
+    for cls in methods.TABLE:
+        if cls is LocalSteps or not cls().rank_equal or cls().promise.of != "gradients":
+            continue
+        knobs = {"smallest": 0, "start": 0, "warmup": 1, "group": 32, "sign": False}
+        mine = [f"{knob.name}={knobs[knob.name]}" for knob in cls.knobs() if knob.name in knobs]
+        found.append(f"{cls.name}({', '.join(mine)})")
+    return found
+
+
+@pytest.mark.parametrize("outer", outers())
+def test_every_outer_method_runs(outer):
+    """Ranks hold the same bits after each round, and weights go where the gradients point."""
+    results = play(lambda: LocalSteps(every=2, outer=outer, **PLAIN), 3, 8)
+    for step in (1, 3, 5, 7):
+        ends = [weights_of(rank[step]) for rank in results]
+        assert all(np.array_equal(ends[0], end) for end in ends) and np.isfinite(ends[0]).all()
+    common = torch.randn(len(ends[0]), generator=torch.Generator().manual_seed(8)).double().numpy()
+    assert ends[0] @ common < -0.01 * np.linalg.norm(ends[0]) * np.linalg.norm(common)
+
+
+@pytest.mark.parametrize("topology", ["all_reduce", "hsdp"])
+@pytest.mark.parametrize("outer", [TOPK, "int8(smallest=0, error_feedback=True)", "powersgd(smallest=0, rank=1)"])
+def test_what_was_moved_has_arrived_or_waits(outer, topology):
+    """Of plain averaging with SGD: N times how far all are from the start + what waits = all local steps."""
+    size, steps, per_node = 4, 8, 2 if topology == "hsdp" else 1
+    results = play(lambda: LocalSteps(every=4, outer=outer, **PLAIN), size, steps, topology=topology,
+                   per_node=per_node)  # fmt: skip
+    for first in range(per_node):  # HSDP: the ranks with the same shard
+        group = results[first::per_node]
+        made = sum(0.1 * rank[step]["mean"].double() for rank in group for step in range(steps)).numpy()
+        arrived, place = -len(group) * weights_of(group[0][-1]), 0
+        for name, values in group[0][-1]["weights"].items():
+            waits = sum(rank[-1][f"residual/{name}"].double().reshape(-1) for rank in group)[: values.numel()].numpy()
+            at = slice(place, place := place + values.numel())
+            assert np.abs(made[at] - arrived[at] - waits).max() < 1e-5
+            assert np.abs(waits).max() > 1e-4
+
+
+def test_a_run_whose_length_is_known_ends_with_a_round():
+    results = play(lambda: LocalSteps(every=3), steps=8)
+    equal = [all(np.array_equal(weights_of(results[0][s]), weights_of(rank[s])) for rank in results) for s in range(8)]
+    assert equal == [False, False, True, False, False, True, False, True]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(("knobs", "word"), [
+    ({"every": 0}, "every"), ({"outer_lr": 0.0}, "outer_lr"), ({"outer_momentum": 1.0}, "outer_momentum"),
+    ({"decay": 0.0}, "decay"), ({"decay": 0.9}, "error feedback"), ({"outer": "none"}, "averages"),
+    ({"outer": "local-steps"}, "averages"), ({"outer": "onebit-adam"}, "Adam's place"), ({"outer": "nothing"}, "there"),
+    ({"dense": "*bias"}, "outer method"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(knobs, word):
+    with pytest.raises(ThinwireError, match=word):
+        LocalSteps(**knobs)
+
+
+def test_it_can_be_written_on_the_command_line():
+    method = resolve("local-steps(every=4, outer='int8(error_feedback=True)', outer_lr=0.7, outer_momentum=0.9)")
+    assert isinstance(method, LocalSteps) and method.carrier == resolve("int8(error_feedback=True)")
+    assert resolve(str(method)) == method and LocalSteps(outer=methods.TopK(density=0.5)).carrier.density == 0.5
+    sparse = resolve("local-steps:sparseloco(every=15)")
+    assert (sparse.every, sparse.decay, sparse.carrier.name) == (15, 0.95, "topk")
+
+
+# On engines.
+
+
+def method_of(**knobs: Any) -> LocalSteps:
+    return LocalSteps(**{"every": 3, "outer": TOPK, "start": 1, **knobs})
+
+
+def adam(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def inter_bytes(wire: Any) -> float:
+    return wire.ledger.last.bytes["inter"]
+
+
+def several(rank: int, world: int, function: Any, cases: list[tuple]) -> list[Any]:
+    """``function(rank, world, *case)`` of each case, in one process group."""
+    return [function(rank, world, *case) for case in cases]
+
+
+def _travels(rank: int, world: int, kind: str, outer: str) -> tuple[list[float], list[bool], float, float]:
+    """Bytes across nodes of each step, whether ranks were equal after it; bytes of a step, planned and sent."""
+    model = build(kind, world)
+    optimizer = adam(model)
+    wire = thinwire.compress(model, optimizer, method_of(outer=outer))
+    bytes_, equal, sent = [], [], []
+    for step in range(10):
+        train(model, optimizer, rank, [step], wire)
+        bytes_.append(inter_bytes(wire))
+        sent.append(sum(wire.ledger.last.bytes.values()) - wire.ledger.last.weight_bytes)
+        equal.append(_equal(model, kind))
+    planned = wire.plan.rehearsal.sent
+    wire.close()
+    return bytes_, equal, sum(planned.values()), sum(sent[4:]) / 6
+
+
+def _equal(model: Any, kind: str) -> bool:
+    if kind == "ddp":
+        return same_on_all_ranks(model)
+    shards = torch.cat([p.to_local().detach().flatten() for p in model.parameters()])
+    peers = [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
+    everybody = [None] * 4
+    dist.all_gather_object(everybody, shards)
+    return torch.equal(everybody[peers[0]], everybody[peers[1]])
+
+
+@pytest.mark.parametrize(("kind", "world", "per_node"), [("ddp", 2, 1), ("ddp", 4, 1), ("hsdp", 4, 2)])
+def test_between_rounds_nothing_travels(kind, world, per_node):
+    cases = [(kind, outer) for outer in ("dense", TOPK, "int8(smallest=0)")]
+    for found in ranks.run(several, world, _travels, cases, LOCAL_WORLD_SIZE=str(per_node)):
+        for bytes_, equal, planned, sent in found:
+            rounds = [step % 3 == 0 for step in range(10)]
+            assert equal == rounds
+            assert [nbytes > 0 for nbytes in bytes_] == rounds, "the guard's flag included"
+            assert sent == pytest.approx(planned, rel=1e-9)
+
+
+def _poisoned(rank: int, world: int, kind: str, at: int, every: int) -> dict[str, Any]:
+    """A loss that is not finite on rank 1 in step ``at``; what each rank did, and what it would have done without."""
+    found: dict[str, Any] = {}
+    for poison in (None, (at, 1)):
+        model = build(kind, world)
+        optimizer = adam(model)
+        wire = thinwire.compress(model, optimizer, method_of(every=every, outer="dense"))
+        equal, own = [], []
+        for step in range(9):
+            train(model, optimizer, rank, [step], wire, poison=poison)
+            equal.append(_equal(model, kind))
+            own.append(torch.cat([getattr(p, "_local_tensor", p).detach().flatten() for p in model.parameters()]))
+        found[str(poison)] = (equal, [values.numpy() for values in own], wire.skipped, wire.step)
+        wire.close()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world", "ats"), [("ddp", 2, (1, 2, 3)), ("hsdp", 4, (2,))])
+def test_a_spoilt_step_costs_its_rank_one_step_and_nobody_waits(kind, world, ats):
+    """At the beginning, in the middle and at the end of a round of 3, after one dense step."""
+    cases = [(kind, at, 3) for at in ats]
+    results = ranks.run(several, world, _poisoned, cases, LOCAL_WORLD_SIZE="2" if world == 4 else "1")
+    for rank, at, found in ((rank, *one) for rank, of in enumerate(results) for one in zip(ats, of, strict=True)):
+        equal, own, skipped, steps = found[str((at, 1))]
+        clean = found["None"]
+        spoilt = rank == 1 or (kind == "hsdp" and rank == 0)  # the node of rank 1
+        assert (skipped, steps) == (int(spoilt), 9) and clean[2:] == (0, 9)
+        assert equal == clean[0] == [step % 3 == 0 for step in range(9)]
+        for step in range(at):
+            assert np.array_equal(own[step], clean[1][step])
+        if at != 3:  # in the middle of the round: the others do as they would have
+            assert np.array_equal(own[at], clean[1][at]) == (not spoilt)
+            assert np.array_equal(own[at], own[at - 1]) == spoilt
+        assert all(np.isfinite(values).all() for values in own)
+
+
+def _ruined(rank: int, world: int) -> tuple[bool, bool, float, bool]:
+    """Weights that are not finite on rank 1 at the end of the second round."""
+    model = build("ddp", world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = iter(range(100))
+
+    def ruin(*unused: Any) -> None:
+        if next(steps) == 3 and rank == 1:
+            next(model.parameters()).data[0, 0] = torch.inf
+
+    optimizer.register_step_post_hook(ruin)
+    wire = thinwire.compress(model, optimizer, LocalSteps(every=2, outer=TOPK))
+    train(model, optimizer, rank, range(3), wire)
+    kinds = ("=anchor", "=outer momentum", "residual")
+    before = {key: value for key, value in wire.state_dict().items() if key.startswith(kinds)}
+    train(model, optimizer, rank, [3], wire)
+    after = wire.state_dict()
+    kept = len(before) > 20 and all(torch.equal(value, after[key]) for key, value in before.items())
+    back = all(torch.equal(weight, after[f"=anchor/{name.removeprefix('module.')}"])
+               for name, weight in model.named_parameters())  # fmt: skip
+    lost = wire.method.facts()["rounds that did not count"]
+    train(model, optimizer, rank, range(4, 8), wire)
+    return kept, back, lost, same_on_all_ranks(model) and bool(flat(model).isfinite().all())
+
+
+def test_a_round_with_weights_that_are_not_finite_does_not_count():
+    """All go back to where it began, what waits and the outer momentum too."""
+    assert ranks.run(_ruined, 2) == [(True, True, 1.0, True)] * 2
+
+
+def _resumed(rank: int, world: int, kind: str, stop: int, poison: tuple[int, int] | None) -> bool:
+    """Does a run that is killed after ``stop`` steps and goes on hold the bits of one that is not?"""
+
+    def make() -> tuple[Any, Any, Any]:
+        model = build(kind, world)
+        optimizer = adam(model)
+        wire = thinwire.compress(model, optimizer, method_of(second_moment="mean", every=4), steps=14)
+        return model, optimizer, wire
+
+    model, optimizer, wire = make()
+    train(model, optimizer, rank, range(stop), wire, poison=poison)
+    saved = wire.state_dict()
+    zero = {name: value.clone() for name, value in model.state_dict().items()}  # of which a program saves rank 0's
+    moments = copy.deepcopy(optimizer.state_dict())
+    if kind == "ddp":
+        box = [zero, moments]
+        dist.broadcast_object_list(box, 0)
+        zero, moments = box
+    train(model, optimizer, rank, range(stop, 14), wire, poison=poison)
+    whole = [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+    wire.close()
+    model, optimizer, wire = make()
+    model.load_state_dict(zero)
+    optimizer.load_state_dict(moments)
+    wire.load_state_dict(saved)
+    train(model, optimizer, rank, range(stop, 14), wire, poison=poison)
+    again = [getattr(p, "_local_tensor", p).detach() for p in model.parameters()]
+    equal = _equal(model, kind)
+    wire.close()
+    return equal and all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("hsdp", 4)])
+def test_killed_inside_a_round_and_resumed_bit_for_bit(kind, world):
+    """After the start; inside the second round, after one rank has skipped a step; just after a round."""
+    cases = [(kind, 1, None), (kind, 7, (4, 1)), (kind, 9, None)]
+    for found in ranks.run(several, world, _resumed, cases, LOCAL_WORLD_SIZE="2" if world == 4 else "1"):
+        assert found == [True] * len(cases)
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    found = []
+    for kind, options in (("fsdp2", {}), ("ddp", {"two_level": True}), ("ddp", {"scaler": torch.amp.GradScaler("cpu")}),
+                          ("ddp", {"sgd": True})):  # fmt: skip
+        model = build(kind, world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if options.pop("sgd", False) else adam(model)
+        try:
+            thinwire.compress(model, optimizer, method_of(second_moment="mean"), **options)
+        except ThinwireError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_an_engine_cannot_do_is_refused_by_name():
+    fsdp2, levels, scaler, adamless = ranks.run(_refused, 4, LOCAL_WORLD_SIZE="2")[0]
+    assert "fsdp2" in fsdp2 and "('replicate', 'shard') mesh (HSDP)" in fsdp2
+    assert "takes one level" in levels and "bfloat16" in scaler and "AdamW" in adamless
+    assert all("\n" not in line for line in (fsdp2, levels, scaler, adamless))
