@@ -280,7 +280,7 @@ def test_it_can_be_written_on_the_command_line():
     assert isinstance(method, LocalSteps) and method.carrier == resolve("int8(error_feedback=True)")
     assert resolve(str(method)) == method and LocalSteps(outer=methods.TopK(density=0.5)).carrier.density == 0.5
     sparse = resolve("local-steps:sparseloco(every=15)")
-    assert (sparse.every, sparse.decay, sparse.carrier.name) == (15, 0.95, "topk")
+    assert (sparse.every, sparse.decay, sparse.carrier.name) == (15, 0.95, "trickle")
 
 
 # On engines.
