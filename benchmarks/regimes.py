@@ -3,6 +3,7 @@
     python benchmarks/regimes.py --corpora DIR --regime scratch --model small --text peps \\
         --methods "dense" "topk(density=0.01)" --lrs 2e-3 4e-3 --seeds 0 1 2 --jobs 2
     python benchmarks/regimes.py --corpora DIR --check "dense" "topk(density=0.01)"
+    python benchmarks/regimes.py --table
 
 Each run is one line of docs/data/regimes.jsonl. A run that is there is not repeated, so the list can be made in pieces,
 by several processes at once. One process plays all N ranks, with the real methods (``virtual.py``); --check holds it
@@ -38,6 +39,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import virtual
+from regime_tables import markdown, read, rows
 from thinwire.methods import resolve
 from thinwire.train.config import Config, from_arguments
 from thinwire.train.data import Tokenizer, Windows, batches, read_corpus
@@ -62,7 +64,6 @@ TEXTS = {
     "wikitext": ("wikitext2-test.txt.xz", "wikitext2-valid.txt.xz"),
 }
 OPTIMIZERS = {"AdamW": "adamw", "AdamS": "adams", "SGD": "sgd"}
-KEY = ("regime", "text", "model", "ranks", "method", "lr", "seed", "steps", "base")
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,6 @@ def with_smallest(spec: str) -> str:
     return f"{spec[:-1]}, smallest={SMALLEST})" if spec.endswith(")") else f"{spec}(smallest={SMALLEST})"
 
 
-def rows_of(file: Path) -> dict[str, dict[str, Any]]:
-    """The runs that are there, by key; of several with one key the last."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    rows = [json.loads(line) for line in lines if line.strip()]
-    return {json.dumps({name: row[name] for name in KEY}, sort_keys=True): row for row in rows}
-
-
 def append(file: Path, row: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as stream:
@@ -177,7 +171,7 @@ def run(job: Job, place: Place) -> dict[str, Any] | None:
     """Train, and add the row to the results; None if it is there already, or if another process is about to."""
     torch.set_num_threads(1)
     with claimed(place.out / "locks" / job.name, wait=False) as mine:
-        known = rows_of(place.data).get(job.key)
+        known = read(place.data).get(job.key)
         if not mine or (known is not None and not (place.again and known["error"])):
             return None
         return _run(job, place)
@@ -249,7 +243,7 @@ def checkpoint(job: Job, place: Place) -> dict[str, torch.Tensor]:
     path = _checkpoint(job, place)
     with claimed(place.out / "locks" / job.name, wait=True):
         if not path.exists():
-            known = job.key in rows_of(place.data)
+            known = job.key in read(place.data)
             made = _train(job, place) if known else _run(job, place)
             if made.get("error") or made["valid"] is None:
                 raise RuntimeError(f"the dense run to begin with gave no weights: {job.key}")
@@ -280,17 +274,27 @@ SHAPE = (
 
 
 def on_processes(config: Config, text: str, out: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses by step, and weights and moments at the end, of ``thinwire train`` with ``config`` on gloo."""
+    """What :func:`finished` reads, of ``thinwire train`` with ``config`` on gloo."""
+    command = [sys.executable, "-m", "thinwire", "train", *arguments(config, text, out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return finished(out, config.steps)
+
+
+def arguments(config: Config, text: str, out: Path) -> list[str]:
+    """Of ``thinwire train``, for the run that ``config`` is here."""
     given = {name: getattr(config, name) for name in SHAPE if getattr(config, name) is not None} | {
         "seq_len": config.sequence, "ranks_per_node": 1, "eval_sequences": 0, "checkpoint_every": config.steps,
         "corpus": text, "valid": text, "device": "cpu", "out": out,
     }  # fmt: skip
     words = [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    command = [sys.executable, "-m", "thinwire", "train", "--betas", *map(str, config.betas), *words]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["loss"] for row in rows if "loss" in row][-config.steps :]
-    saved = load_file(out / "checkpoints" / f"step-{config.steps:06d}" / "model.safetensors")
+    return ["--betas", *map(str, config.betas), *words]
+
+
+def finished(out: Path, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses by step, and weights and moments at the end, of the ``thinwire train`` in ``out``."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in lines if "loss" in row][-steps:]
+    saved = load_file(out / "checkpoints" / f"step-{steps:06d}" / "model.safetensors")
     ours = {}
     for key, values in saved.items():
         kind, _, name = key.partition("/")
@@ -357,8 +361,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
     parser.add_argument("--sequential", action="store_true", help="gradients rank by rank: bit-equal to processes")
     parser.add_argument("--again", action="store_true", help="repeat runs that ended in an error")
+    parser.add_argument("--table", action="store_true", help="print what is there, and train nothing")
     parser.add_argument("--check", nargs="+", metavar="METHOD", help="20 steps here and on processes")
     args = parser.parse_args()
+    if args.table:
+        print(markdown(rows(read(args.data).values())))
+        return
     if args.corpora is None:
         parser.error("--corpora is needed to train")
     if SEQUENCES % args.ranks:
@@ -370,7 +378,7 @@ def main() -> None:
             print(f"{method}: {check(method, args, place)}", flush=True)
         return
     os.environ["OMP_NUM_THREADS"] = "1"
-    there = rows_of(place.data)
+    there = read(place.data)
     jobs = [job for job in jobs_of(args) if job.key not in there or (args.again and there[job.key]["error"])]
     print(f"{len(jobs)} runs to make", flush=True)
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:

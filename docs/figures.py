@@ -5,8 +5,9 @@
     python docs/figures.py --take SETTING RUN       # add the report of a `thinwire compare` to docs/data
 
 docs/data/settings.csv has one row per set of runs that can be compared with each other: what ran, when, at which
-commit, and the command. speed.csv and loss.csv have one row per method and setting. A block in a page begins with
-``<!-- generated: NAME -->`` and ends with ``<!-- end -->``; ``BLOCKS`` says what stands between.
+commit, and the command. speed.csv and loss.csv have one row per method and setting. regimes.jsonl has one line per
+run of benchmarks/regimes.py. A block in a page begins with ``<!-- generated: NAME -->`` and ends with
+``<!-- end -->``; ``BLOCKS`` says what stands between.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from thinwire.methods import TABLE
 
 HERE = Path(__file__).resolve().parent
 DATA, ROOT = HERE / "data", HERE.parent
+sys.path.append(str(ROOT / "benchmarks"))
+import regime_tables  # noqa: E402
+
 Row = dict[str, str]
 
 SPEED = ("ddp-500mbit", "ddp-500mbit-adams")
@@ -250,6 +254,17 @@ def losses(name: str) -> str:
     return "\n".join(lines)
 
 
+def regime_rows() -> list[regime_tables.Row]:
+    return regime_tables.rows(regime_tables.read(DATA / "regimes.jsonl").values())
+
+
+def regimes(regime: str, model: str, text: str, ranks: str) -> str:
+    """The tables of benchmarks/regimes.py for one regime, model, text and number of ranks."""
+    wanted = (regime, model, text, int(ranks))
+    chosen = [row for row in regime_rows() if (row.regime, row.model, row.text, row.ranks) == wanted]
+    return regime_tables.markdown(chosen) or f"{regime}: `{model}` on {text}, {ranks} ranks: not run yet."
+
+
 def tree() -> str:
     """Where each file of the package is, with the first sentence of its own docstring."""
     package = ROOT / "src" / "thinwire"
@@ -282,6 +297,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "choices": choices,
     "speed": speeds,
     "loss": losses,
+    "regimes": regimes,
 }
 BLOCK = re.compile(r"(<!-- generated: ([^\n]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -352,6 +368,7 @@ PICTURES: dict[str, tuple[str, Callable[[], Any]]] = {
     "speed-adams.png": ("step_time", lambda: step_times("ddp-125mbit-adams")),
     "training.png": ("gaps", lambda: gaps("small-ddp", *SHOWN)),
     "training-fsdp2.png": ("gaps", lambda: gaps("small-fsdp2")),
+    "regimes.png": ("regimes", lambda: regime_tables.points(regime_rows())),
 }
 """File -> the function of ``thinwire.lab.plots`` that draws it, and what it draws."""
 

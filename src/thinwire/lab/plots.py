@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise, zip_longest
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -13,6 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 from PIL import Image
@@ -154,17 +157,98 @@ def tradeoff(points: Sequence[tuple[str, float, float, bool]]) -> Figure:
     return figure
 
 
-def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]]) -> None:
-    """A name beside each dot, at the first of eight places where it meets no dot, no other name and no edge."""
+FAMILIES = {
+    "fewer bits": ("#0072B2", ("fp32", "bf16", "bf16-acc32", "int8", "fp8", "loco", "sdp4bit", "zeropp", "qsdp")),
+    "signs": ("#117733", ("onebit-adam", "sign")),
+    "projections": ("#8A7A00", ("powersgd", "separate")),
+    "sparse gradients": ("#CC6677", ("topk", "dgc", "radius", "scape", "demo")),
+    "sparse gradients, one mask": ("#AA4499", ("tagc", "lhc")),
+    "updates": ("#D55E00", ("trickle",)),
+    "local steps": ("#44AA99", ("localsteps",)),
+    "others": ("#000000", ()),
+}
+"""What travels: its colour, and the methods. With feedback="update" a sparse method sends updates."""
+
+
+def family(method: str) -> str:
+    """Of ``method`` with its knobs, as on the command line."""
+    if re.search(r"feedback=['\"]?update\b", method):
+        return "updates"
+    name = method.partition("(")[0].partition(":")[0].partition(" ")[0]
+    return next((family for family, (_, names) in FAMILIES.items() if name in names), "others")
+
+
+def regimes(points: Sequence[tuple[str, str, str, float, float]]) -> Figure:
+    """Loss against bytes, one dot per method and setting, one panel per regime; dense is the line at 0.
+
+    Args:
+        points: (regime, setting, method, loss above dense in percent, bytes of compressed tensors in percent of
+            dense's). The dots of a method in one panel are joined, and the first has its name.
+    """
+    panels, settings = (list(dict.fromkeys(point[at] for point in points)) for at in (0, 1))
+    shape = dict(zip(settings, cycle("os^Dv<>P"), strict=False))
+    figure, several = plt.subplots(
+        max(len(panels), 1), figsize=(8.5, 6.0 * max(len(panels), 1)), sharex=True, squeeze=False
+    )
+    for axes, panel in zip_longest(several[:, 0], panels, fillvalue=""):
+        mine = [point for point in points if point[0] == panel]
+        limits(axes, [point[3] for point in mine], [point[4] for point in points])
+        axes.set_title(panel)
+        axes.set_ylabel("validation loss above dense\n(down is better)")
+        spots, named = [], set()
+        for _, setting, method, gap, share in mine:
+            tint = FAMILIES[family(method)][0]
+            axes.plot(share, gap, shape[setting], color=tint, markersize=7, zorder=3)
+            spots.append((share, gap, "" if method in named else fill(method.replace(",", ", "), 30), tint))
+            named.add(method)
+        for method in named:
+            joined = sorted((point[4], point[3]) for point in mine if point[2] == method)
+            axes.plot(*zip(*joined, strict=True), color=FAMILIES[family(method)][0], linewidth=1, alpha=0.4)
+        label_dots(axes, spots, fontsize=8)
+    several[-1, 0].set_xlabel("bytes of compressed tensors, share of dense's (left is better)")
+    present = {family(point[2]) for point in points}
+    handles = [Line2D([], [], color=tint, marker="o", linestyle="", label=name)
+               for name, (tint, _) in FAMILIES.items() if name in present]  # fmt: skip
+    handles += [Line2D([], [], color=GREY, marker=shape[name], linestyle="", label=name) for name in settings]
+    if handles:
+        below = several[-1, 0].get_position().y0 - 0.75 / figure.get_figheight()
+        figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, below), ncols=3, frameon=False)
+    return figure
+
+
+def limits(axes: Axes, gaps: Sequence[float], shares: Sequence[float]) -> None:
+    """The scales of a panel of :func:`regimes`: linear up to 5% from dense, and logarithmic beyond."""
+    axes.axhline(0, color=INK, linewidth=1)
+    axes.annotate("dense", (1, 0), xytext=(4, 0), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+                  va="center", color=INK)  # fmt: skip
+    axes.set_yscale("symlog", linthresh=5, linscale=1.5)
+    axes.set_ylim(1.6 * min([-1, *gaps]), 1.3 * max([1, *gaps]))
+    axes.set_yticks([at for at in (-50, -20, -10, -5, -2, 0, 2, 5, 10, 20, 50, 100)
+                     if axes.get_ylim()[0] <= at <= axes.get_ylim()[1]])  # fmt: skip
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g}%" if value else "0")
+    axes.set_xscale("log")
+    axes.set_xlim(min([1, *shares]) / 4, 150)  # with room for names
+    axes.set_xticks([at for at in (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if at >= axes.get_xlim()[0]])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}%")
+    axes.minorticks_off()
+
+
+def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]], **style: Any) -> None:
+    """A name beside each dot, at the first of ten places where it meets no dot, no other name and no edge.
+
+    A dot without a name keeps its place free.
+    """
     axes.figure.canvas.draw()
     dots = [axes.transData.transform(spot[:2]) for spot in spots]
     reach = 7 * axes.figure.dpi / 72
     taken = [Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach) for x, y in dots]
     for at, (x, y, name, tint) in enumerate(spots):
+        if not name:
+            continue
         for across, up, side, level in PLACES:
             text = axes.annotate(
                 name, (x, y), xytext=(across, up), textcoords="offset points", ha=side, va=level, color=tint,
-                fontweight="bold", annotation_clip=False,
+                fontweight="bold", annotation_clip=False, **style,
             )  # fmt: skip
             box = text.get_window_extent()
             clear = not any(box.overlaps(other) for i, other in enumerate(taken) if i != at)
@@ -178,6 +262,7 @@ def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]]) -> No
 PLACES = (
     (9, 0, "left", "center"), (0, 9, "center", "bottom"), (0, -9, "center", "top"), (-9, 0, "right", "center"),
     (7, 7, "left", "bottom"), (7, -7, "left", "top"), (-7, 7, "right", "bottom"), (-7, -7, "right", "top"),
+    (0, 21, "center", "bottom"), (0, -21, "center", "top"),
 )  # fmt: skip
 
 
