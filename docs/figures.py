@@ -70,9 +70,12 @@ POINTS = {
     "loco": Point("loco", "LoCo"),
     "powersgd": Point("powersgd", "PowerSGD rank 4"),
     "topk": Point("topk(density=0.01)", "top-k d=0.01, error feedback"),
+    "trickle": Point("trickle", ""),
     "dgc": Point("dgc(density=0.01)", ""),
     "demo": Point("demo", ""),
     "onebit-adam": Point("onebit-adam(warmup=1)", "1-bit Adam"),
+    "sign": Point("sign", ""),
+    "frozen-adam": Point("frozen-adam", ""),
     "local-steps": Point("local-steps", ""),
     "none": Point("none", ""),
 }
