@@ -228,6 +228,45 @@ def _everywhere(rank: int, world: int) -> list[str]:
     return found
 
 
+def _flushes(rank: int, world: int) -> list[str]:
+    """Weights move by the mean of what waited, which is then nothing; and again: nothing."""
+    found = []
+    for kind, spec, more in (
+        ("ddp", "trickle(density=0.1, smallest=100)", {}), ("fsdp2", "trickle(density=0.1, smallest=100)", {}),
+        ("hsdp", "topk(density=0.1, smallest=100, feedback='update')", {}),
+        ("ddp", "trickle(density=0.1, smallest=100)", {"two_level": True}),
+        ("ddp", "sign(smallest=100, feedback='update')", {}),
+    ):  # fmt: skip
+        model, optimizer, wire = model_and_wire(kind, world, spec, **more)
+        train(model, optimizer, rank, range(3), wire)
+        before, waiting = flat(model), wire.state_dict()
+        wire.flush()
+        after, left = flat(model), wire.state_dict()
+        kinds = [name for name in left if name.startswith(("residual/", "server/"))]
+        if not kinds or any(left[name].any() for name in kinds):
+            found.append(f"{kind} {spec}: something waits")
+        if not any(waiting[name].any() for name in kinds) or torch.equal(before, after):
+            found.append(f"{kind} {spec}: nothing was delivered")
+        if kind == "ddp" and not more and spec.startswith("trickle"):
+            total = torch.cat([waiting[f"residual/{n.removeprefix('module.')}"].flatten()
+                               if f"residual/{n.removeprefix('module.')}" in waiting else torch.zeros(p.numel())
+                               for n, p in model.named_parameters()])  # fmt: skip
+            torch.distributed.all_reduce(total)
+            if not torch.allclose(before - after, total / world, atol=1e-6):
+                found.append(f"{kind}: not the mean of what waited")
+        wire.flush()
+        if not torch.equal(after, flat(model)):
+            found.append(f"{kind} {spec}: flushed twice")
+        train(model, optimizer, rank, range(3, 5), wire)  # and it goes on
+        wire.close()
+    return found
+
+
+def test_what_waits_is_delivered_on_demand():
+    for found in ranks.run(_flushes, 4, LOCAL_WORLD_SIZE="2"):
+        assert not found, "\n".join(found)
+
+
 def test_on_every_engine():
     for found in ranks.run(_everywhere, 4, LOCAL_WORLD_SIZE="2"):
         assert not found, "\n".join(found)

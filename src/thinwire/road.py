@@ -31,7 +31,7 @@ from thinwire.collectives import Exchange
 from thinwire.comm import Comm
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
-from thinwire.methods.base import Method, Parameter
+from thinwire.methods.base import ErrorFeedback, Method, Parameter
 from thinwire.methods.baselines import Fp32
 
 T = TypeVar("T")
@@ -96,6 +96,16 @@ class Stage:
             method.reduce(bucket, self.exchange)
             bucket.store(out)
             bucket.release()
+
+    def flush(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
+        """``carry`` of zeros, where the method sends what waits; what stays dense stays zero."""
+        for method, bucket in self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
+            if isinstance(method, ErrorFeedback):
+                bucket.step = self.step
+                bucket.load(flat, out)
+                method.flush(bucket, self.exchange)
+                bucket.store(out)
+                bucket.release()
 
     def _split(self, flat: Tensor, pieces: Pieces) -> list[tuple[Method, Bucket]]:
         """One bucket for what is compressed, one beside it for what stays dense."""
@@ -183,6 +193,10 @@ class Road:
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         """``reduce``, without what looks at the values and counts."""
         self._through(flat, pieces, out, [stage.carry for stage in self.stages])
+
+    def flush(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
+        """``carry`` of zeros ``flat``, and of what waits at the last stage."""
+        self._through(flat, pieces, out, [*(stage.carry for stage in self.stages[:-1]), self.last.flush])
 
     def _through(self, flat: Tensor, pieces: Pieces, out: Tensor, stages: Sequence[Carry]) -> None:
         if self.levels is not None:

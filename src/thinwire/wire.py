@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from thinwire.bound import Bound
-from thinwire.comm import Comm, GroupComm
+from thinwire.comm import Comm, GroupComm, local
 from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.guard import Guard
 from thinwire.integrations.base import Engine
@@ -25,11 +25,11 @@ from thinwire.integrations.fsdp2 import FSDP2
 from thinwire.ledger import Ledger
 from thinwire.memory import held
 from thinwire.methods import Method, resolve
-from thinwire.methods.base import Run, held_by
+from thinwire.methods.base import ErrorFeedback, Run, held_by
 from thinwire.plan import Plan
 from thinwire.rehearsal import compile_kernels
 from thinwire.report import Report
-from thinwire.road import Road, Stage
+from thinwire.road import Road, Stage, shard_of
 from thinwire.state import State
 from thinwire.turn import Turn
 
@@ -306,6 +306,36 @@ class Wire:
         self._turn.norm = None if moves else norm  # of all that the optimizers will see, or of none
         self._turn.clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
+
+    def flush(self) -> None:
+        """Deliver the steps that wait on all ranks, with feedback="update": the weights are then as if none had waited.
+
+        One dense exchange. Collective, between two steps; before an evaluation, at the end of a run, or before a
+        checkpoint that another number of ranks will go on from. The run goes on from here as from any other weights.
+
+        Raises:
+            ThinwireError: what waits with this method are gradients, which only an optimizer can make steps of.
+        """
+        self._turn.finish()
+        method = self.method
+        if not isinstance(method, ErrorFeedback) or method.update_space is None:
+            raise ThinwireError(
+                f"{method.name}: nothing waits that could be delivered without an optimizer's step; what does with "
+                "feedback='update' is a step of the weights"
+            )
+        if self._road.step <= method.first:
+            return
+        layout = self.engine.layout()
+        with torch.no_grad():
+            for pieces, dtype in zip(layout.buffers, layout.dtypes, strict=True):
+                flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=self._device)
+                out = flat.new_zeros(pieces[0].stride) if pieces[0].stride else flat
+                self._road.flush(flat, pieces, out)
+                for piece in shard_of(pieces) if pieces[0].stride else pieces:
+                    weight = local(self._turn.weights[piece.name].detach())
+                    weight.sub_(out[piece.columns][: weight.numel()].view(weight.shape))
+        self._state.commit()
+        self.engine.weights_changed()
 
     def weights_changed(self) -> None:
         """Say that weights were given other values than the optimizer's, on all ranks, through ``.data``.

@@ -435,6 +435,21 @@ class ErrorFeedback(Method):
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
 
+    def flush(self, bucket: Bucket, exchange: Exchange) -> None:
+        """``bucket.mean`` = all that waits, over all ranks; nothing waits then. ``bucket.rows`` are zeros.
+
+        One dense exchange. Called between steps, once something may wait.
+        """
+        for kind, counts in self.promise.waits.items():
+            old = self.state.read(kind, bucket)
+            if len(old) == len(bucket.rows):
+                bucket.rows.add_(old, alpha=counts)
+            else:  # an owner's, which stands for all ranks
+                bucket.rows[exchange.rank].add_(old[0], alpha=exchange.rows * counts)
+            self.state.write(kind, bucket).zero_()
+        bucket.clear_padding(bucket.rows)
+        exchange.mean(bucket)
+
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         if bucket.step < self.first:
             if self.update_space is not None:
