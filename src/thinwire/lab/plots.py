@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from itertools import cycle, pairwise, zip_longest
+from itertools import cycle, pairwise
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -190,12 +190,13 @@ def regimes(points: Sequence[tuple[str, str, str, float, float]]) -> Figure:
     figure, several = plt.subplots(
         max(len(panels), 1), figsize=(8.5, 6.0 * max(len(panels), 1)), sharex=True, squeeze=False
     )
-    for axes, panel in zip_longest(several[:, 0], panels, fillvalue=""):
+    for axes, panel in zip(several[:, 0], panels or [""], strict=True):
         mine = [point for point in points if point[0] == panel]
         limits(axes, [point[3] for point in mine], [point[4] for point in points])
         axes.set_title(panel)
         axes.set_ylabel("validation loss above dense\n(down is better)")
-        spots, named = [], set()
+        spots: list[tuple[float, float, str, str]] = []
+        named: set[str] = set()
         for _, setting, method, gap, share in mine:
             tint = FAMILIES[family(method)][0]
             axes.plot(share, gap, shape[setting], color=tint, markersize=7, zorder=3)
