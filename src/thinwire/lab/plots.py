@@ -163,8 +163,8 @@ FAMILIES = {
     "projections": ("#8A7A00", ("powersgd", "separate")),
     "sparse gradients": ("#CC6677", ("topk", "dgc", "radius", "scape", "demo")),
     "sparse gradients, one mask": ("#AA4499", ("tagc", "lhc")),
-    "updates": ("#D55E00", ("trickle",)),
-    "local steps": ("#44AA99", ("localsteps",)),
+    "updates": ("#D55E00", ("trickle", "frozen-adam")),
+    "local steps": ("#44AA99", ("local-steps",)),
     "others": ("#000000", ()),
 }
 """What travels: its colour, and the methods. With feedback="update" a sparse method sends updates."""
