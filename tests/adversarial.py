@@ -183,6 +183,14 @@ def _demo(pick: Pick) -> Knobs:
     }  # fmt: skip
 
 
+def _trickle(pick: Pick) -> Knobs:
+    mask, bits = pick("own", "own", "shared"), pick(4, 8)
+    return {
+        "density": pick(0.003, 0.1, 0.5, 1.0), "start": pick(0, 0, 1), "mask": mask, "group": pick(8, 64),
+        "bits": bits, "feedback": pick("update", "gradient"),
+    }  # fmt: skip
+
+
 DRAWS: dict[str, Callable[[Pick], Knobs]] = {
     "bf16-acc32": lambda pick: {"error_feedback": pick(True, False)},
     "int8": _grouped,
@@ -200,6 +208,7 @@ DRAWS: dict[str, Callable[[Pick], Knobs]] = {
     },
     "powersgd": lambda pick: {"rank": pick(1, 2, 4), "start": pick(0, 0, 1)},
     "topk": _topk,
+    "trickle": _trickle,
     "dgc": _dgc,
     "demo": _demo,
     "onebit-adam": lambda pick: {
@@ -310,7 +319,7 @@ def draw(seed: int, only: str = "") -> Case:
         palette = list(ZEROS)
     kind = {
         "scape": "adams", "onebit-adam": "adam", "frozen-adam": "adam", "radius": pick("adam", "sgd"),
-        "local-steps": "sgd",
+        "local-steps": "sgd", "trickle": "adam",
     }  # fmt: skip
     optimizer = kind.get(cls.name, "")
     steps = pick(2, 2, 2, 3, 3, 4)

@@ -340,6 +340,16 @@ def topk(view: View, turn: int, name: str) -> Iterator[Claim]:
     yield from _sent_the_largest(given + old, new, method)
 
 
+def trickle(view: View, turn: int, name: str) -> Iterator[Claim]:
+    """Of gradients with masks of their own. Steps are made inside, and a shared mask encodes twice: thinwire.laws."""
+    method: Any = view.method
+    if method.feedback == "update" or method.mask == "shared":
+        return
+    given = view.inputs(turn, name)
+    old, new = view.state(turn - 1, "residual", name), view.state(turn, "residual", name)
+    yield _elementwise(view, turn, name, given + old - new, np.abs(given) + np.abs(old) + np.abs(new), 4)
+
+
 def _largest(rows: Array, method: Any) -> Array:
     """The k largest of each row, ties to the lowest index, zeros elsewhere."""
     order = np.argsort(-np.abs(rows), axis=1, kind="stable")[:, : method._k(rows.shape[1])]
@@ -602,7 +612,7 @@ LAWS: dict[str, Callable[[View, int, str], Iterator[Claim]]] = {
     "dense": dense, "fp32": dense, "none": none, "bf16": lossy, "bf16-acc32": lossy, "int8": lossy, "fp8": lossy,
     "radius": radius, "scape": scape, "separate": separate, "tagc": tagc, "lhc": tagc, "sdp4bit": integers,
     "zeropp": integers, "qsdp": integers, "loco": loco, "powersgd": powersgd, "topk": topk, "dgc": dgc, "demo": demo,
-    "onebit-adam": onebit,
+    "onebit-adam": onebit, "trickle": trickle,
 }  # fmt: skip
 AT_THE_PLACE = ("dense", "fp32", "bf16", "bf16-acc32", "int8", "fp8", "sdp4bit", "zeropp", "qsdp", "none")
 """A value that is not finite shows at its own place of the mean, unless something waits."""
