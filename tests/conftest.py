@@ -1,6 +1,8 @@
-"""Time limits, and nothing else: see ``patience.py``."""
+"""Time limits (see ``patience.py``), and how the processor is shared; nothing else."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +13,12 @@ from thinwire.testing import Threads
 
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+# For this process and all that it starts: whoever is woken waits until whoever woke it sleeps, as there are more ranks
+# than cores. Else a rank's message wakes its peer in its place, while it holds a lock on which gloo's own thread spins:
+# most of a small model's step went there, half of it or more in the system.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # The library's own limits, where tests meet them.
 cluster.LIMIT_S *= PATIENCE
