@@ -1,12 +1,14 @@
-"""Time limits (see ``patience.py``), and how the processor is shared; nothing else."""
+"""Time limits (see ``patience.py``), how ranks share the processor, and kernels on a fresh checkout; nothing else."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
+import kernels
 from patience import PATIENCE
 from thinwire.lab import cluster
 from thinwire.testing import Threads
@@ -23,6 +25,16 @@ if hasattr(os, "SCHED_BATCH"):
 # The library's own limits, where tests meet them.
 cluster.LIMIT_S *= PATIENCE
 Threads.__init__.__defaults__ = (60 * PATIENCE,)
+
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # "gw0"; "" where there are none, and in the one that starts them
+if not WORKER:
+    os.environ["THINWIRE_COLD"] = str(int(kernels.are_missing()))  # workers inherit it
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if WORKER and os.environ["THINWIRE_COLD"] == "1":
+        torch.set_num_threads(1)
+        kernels.compile_all(backwards=int(WORKER[2:]) % 2 == 1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
