@@ -63,7 +63,8 @@ class Taken:
 class Played:
     """A case that was played: by turn the step's number, how it ended and the inputs; by rank what it had then.
 
-    ``spans``: of each tensor, columns without and with padding. ``rows``: of the bucket. ``plan``: bytes of a step.
+    ``spans``: of each tensor, columns without and with padding. ``rows``: of the bucket. ``plan``: rehearses a step and
+    returns its bytes; None: they are not looked at.
     """
 
     numbers: list[int]
@@ -74,7 +75,7 @@ class Played:
     exchange: Exchange
     spans: dict[str, tuple[int, int]]
     rows: int
-    plan: float
+    plan: Callable[[], float] | None
 
 
 class View:
@@ -722,12 +723,13 @@ def _as_planned(view: View) -> list[str]:
     steps = [turn for turn in view.turns if view.played.ranks[0][turn].counts]  # of those to keep
     first, period = _period(view)
     chosen = [turn for turn in steps if view.played.numbers[turn] >= first][:period]
-    if not period or len(chosen) < period:
+    if view.played.plan is None or not period or len(chosen) < period:
         return []
     sent = sum(view.played.ranks[0][turn].bytes for turn in chosen) / period
-    if abs(sent - view.played.plan) <= 1e-6 * max(sent, 1):
+    planned = view.played.plan()
+    if abs(sent - planned) <= 1e-6 * max(sent, 1):
         return []
-    return [f"{sent} bytes a step were sent, and {view.played.plan} announced"]
+    return [f"{sent} bytes a step were sent, and {planned} announced"]
 
 
 def _period(view: View) -> tuple[int, int]:

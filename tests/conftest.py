@@ -1,10 +1,14 @@
-"""Time limits, and nothing else: see ``patience.py``."""
+"""Time limits (see ``patience.py``), how ranks share the processor, and kernels on a fresh checkout; nothing else."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
+import kernels
 from patience import PATIENCE
 from thinwire.lab import cluster
 from thinwire.testing import Threads
@@ -12,9 +16,25 @@ from thinwire.testing import Threads
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
+# For this process and all that it starts: whoever is woken waits until whoever woke it sleeps, as there are more ranks
+# than cores. Else a rank's message wakes its peer in its place, while it holds a lock on which gloo's own thread spins:
+# most of a small model's step went there, half of it or more in the system.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 # The library's own limits, where tests meet them.
 cluster.LIMIT_S *= PATIENCE
 Threads.__init__.__defaults__ = (60 * PATIENCE,)
+
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # "gw0"; "" where there are none, and in the one that starts them
+if not WORKER:
+    os.environ["THINWIRE_COLD"] = str(int(kernels.are_missing()))  # workers inherit it
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if WORKER and os.environ["THINWIRE_COLD"] == "1":
+        torch.set_num_threads(1)
+        kernels.compile_all(backwards=int(WORKER[2:]) % 2 == 1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
