@@ -29,7 +29,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thinwire.methods import TABLE
+from thinwire.methods import TABLE, resolve
+from thinwire.methods.delay import Delay
 
 HERE = Path(__file__).resolve().parent
 DATA, ROOT = HERE / "data", HERE.parent
@@ -268,6 +269,24 @@ def regimes(regime: str, model: str, text: str, ranks: str) -> str:
     return regime_tables.markdown(chosen) or f"{regime}: `{model}` on {text}, {ranks} ranks: not run yet."
 
 
+def rule() -> str:
+    """What ``thinwire.methods.delay`` predicts beside what was measured, in all runs from scratch."""
+    found = [
+        (f"842k, {row['label']}", row["method"], 800, float(row["gap_percent"])) for row in of("loss", LOSS[0])
+    ]
+    found += [
+        (f"`{row.method}`, `{row.model}`, {row.text}, {row.ranks} ranks", row.method, row.steps, row.gap)
+        for row in regime_rows()
+        if row.regime in ("scratch", "long") and row.gap is not None and " " not in row.method
+    ]
+    lines = ["| run | steps | measured | predicted |", "|---|---:|---:|---:|"]
+    for label, spec, steps, gap in found:
+        delay = resolve(spec).delay
+        if delay is not None and (delay != Delay() or abs(gap) > 1):
+            lines.append(f"| {label} | {steps} | {gap:+.1f}% | {100 * delay.gap(steps):+.1f}% |")
+    return "\n".join(lines)
+
+
 def tree() -> str:
     """Where each file of the package is, with the first sentence of its own docstring."""
     package = ROOT / "src" / "thinwire"
@@ -301,6 +320,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "speed": speeds,
     "loss": losses,
     "regimes": regimes,
+    "rule": rule,
 }
 BLOCK = re.compile(r"(<!-- generated: ([^\n]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 

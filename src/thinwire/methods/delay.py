@@ -28,6 +28,11 @@ class Delay:
     steps: float = 0.0
     share: float = 0.0
 
+    @classmethod
+    def of_largest(cls, density: float, start: float) -> Delay:
+        """Of methods that send the largest values of gradients, after a dense ``start`` if it is a share of the run."""
+        return cls(steps=700 * (1 - density) ** 2.4 * (1 - (start if start < 1 else 0)))
+
     def gap(self, steps: int) -> float:
         """By how much the loss of a run of so many ``steps`` ends above dense's: 0.05 is 5%."""
         behind = min(self.share + self.steps / max(steps, 1), MOST)

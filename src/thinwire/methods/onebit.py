@@ -61,6 +61,7 @@ from thinwire.methods.base import (
     refuse_scaled_apart,
 )
 from thinwire.methods.sdp4bit import QuantizedWeights, SDP4Bit
+from thinwire.methods.steps import OwnSteps, adam_of
 from thinwire.methods.twoway import mean_both_ways
 from thinwire.weights import Message
 
@@ -109,8 +110,7 @@ class OneBitAdam(Method):
         super().__post_init__()
         check_smallest(self.name, self.smallest)
         check_start(self.name, "warmup", self.warmup)
-        self._received: set[str] = set()  # whose gradient is a momentum in this step
-        self._held: dict[str, Tensor] = {}  # gradients that the optimizer must not see
+        self._steps = OwnSteps()  # of those whose gradient is a momentum in this step
 
     def make_codec(self) -> Codec:
         return Sign(self.group, self.scale)
@@ -160,25 +160,9 @@ class OneBitAdam(Method):
         if self.first < 1:
             raise ThinwireError(f"{self.name}: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
         refuse_scaled_apart(self.name, run)
-        sent = {name: held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None}
-        for name, (optimizer, group) in sent.items():
-            if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-                raise ThinwireError(
-                    f"{self.name} is built on Adam: pass torch.optim.AdamW or Adam as the optimizer of {name}, got "
-                    f"{type(optimizer).__name__}, or name it in dense="
-                )
-            for knob in ("amsgrad", "maximize", "differentiable"):
-                if group.get(knob):
-                    raise ThinwireError(f"{self.name} cannot freeze the variance with {knob}=True: leave it out")
-            if group["weight_decay"] and not _decoupled(optimizer, group):
-                raise ThinwireError(
-                    f"{self.name} needs decoupled weight decay: pass torch.optim.AdamW instead of Adam"
-                )
-            if run.scaled and group.get("fused"):
-                raise ThinwireError(
-                    f"{self.name} under a GradScaler takes gradients unscaled before the step: leave fused=True out"
-                )
-        betas = {float(group["betas"][0]) for _, group in sent.values()}
+        sent = [name for name, of in run.parameters.items() if self.keep_dense(of) is None]
+        found = adam_of(self.name, run, sent, refused=("amsgrad", "maximize", "differentiable"))
+        betas = {float(group["betas"][0]) for _, group in found.values()}
         if len(betas) > 1:
             raise ThinwireError(f"{self.name} needs one beta1 for all parameter groups, got {sorted(betas)}")
         self.beta1 = betas.pop() if betas else 0.0
@@ -193,40 +177,32 @@ class OneBitAdam(Method):
         assert wires is not None
         for segment in bucket.segments:  # m, for the next l. 6
             self.state.put("moment", segment.name, codec.part(wires, bucket.shape[1], segment.columns))
-            self._received.add(segment.name)
+            self._steps.names.add(segment.name)
 
     def before_step(self, step: Step) -> None:
-        """The step of the parameters whose momentum has arrived (l. 13), with Adam's own arithmetic, in Adam's state.
+        """The step of those whose momentum has arrived (l. 13), with Adam's own arithmetic, in Adam's state."""
 
-        The optimizer leaves a parameter without gradient, and its moments and step count, as they are.
-        """
-        for name in sorted(self._received):
-            weight = step.weights[name]
-            if weight.grad is None:
-                continue
+        def move(name: str, weight: Tensor) -> None:
             optimizer, group = step.held[name]
             known = optimizer.state.get(weight, {})
             if "exp_avg_sq" not in known:
-                raise ThinwireError(f"onebit-adam: {name} had no gradient in the warm-up: name it in dense=")
+                raise ThinwireError(f"{self.name}: {name} had no gradient in the warm-up: name it in dense=")
             frozen = self.state.get("frozen", name)
             if frozen is None:
                 frozen = known["step"].detach().clone()
                 self.state.put("frozen", name, frozen)
             known["step"] += 1
-            moment = local(weight.grad)
+            moment = local(weight.grad)  # type: ignore[arg-type]
             local(known["exp_avg"]).copy_(moment)
             _frozen_step(local(weight.detach()), moment, local(known["exp_avg_sq"]), known["step"], frozen, group)
-            self._held[name], weight.grad = weight.grad, None
-        self._received.clear()
+
+        self._steps.take(step, move)
 
     def after_step(self, step: Step) -> None:
-        """What the engine holds as the gradient is there again for whoever looks at it."""
-        for name, gradient in self._held.items():
-            step.weights[name].grad = gradient
-        self._held.clear()
+        self._steps.show(step)
 
     def undo(self) -> None:
-        self._received.clear()
+        self._steps.forget()
 
     def _warm_up(self, bucket: Bucket, exchange: Exchange) -> None:
         """The mean gradient, dense or in few bits; what these leave out waits in the momentum's unit."""
@@ -308,10 +284,6 @@ class FrozenAdam(OneBitAdam):
     def codec_for(self, segments: Sequence[Segment]) -> Codec:
         parts = ((segment.start, segment.width, max(int(self.density * segment.span), 1)) for segment in segments)
         return TopKIntegers(tuple(parts), Integers(self.group, self.bits))
-
-
-def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
 def _frozen_step(

@@ -68,7 +68,7 @@ class PowerSGD(ErrorFeedback):
 
     @property
     def delay(self) -> Delay | None:
-        return Delay() if self.feedback == "update" else Delay(steps=250, share=0.07)
+        return Delay(steps=130) if self.feedback == "update" else Delay(steps=250, share=0.07)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         bucket.rows.add_(self.state.read("residual", bucket))  # Alg. 2, l. 7

@@ -124,7 +124,7 @@ class SEPARATE(ErrorFeedback):
 
     @property
     def delay(self) -> Delay | None:
-        return Delay(steps=500)
+        return Delay(steps=500 if self._keep >= 0.95 else 710)
 
     @property
     def granule(self) -> int:

@@ -117,8 +117,8 @@ class TAGC(ErrorFeedback):
     @property
     def delay(self) -> Delay | None:
         if self.feedback == "update":
-            return Delay()
-        return Delay(steps=700 * self.theta**2.4) if self.promise.kind == "conserves" else None
+            return Delay(steps=130 if self.mask == "shared" else 0)
+        return Delay.of_largest(1 - self.theta, self.start) if self.promise.kind == "conserves" else None
 
     @property
     def adapts(self) -> bool:

@@ -46,7 +46,7 @@ class TopK(ErrorFeedback):
     def delay(self) -> Delay | None:
         if self.feedback == "update":
             return Delay()
-        return Delay(steps=700 * (1 - self.density) ** 2.4) if self.error_feedback else None
+        return Delay.of_largest(self.density, self.start) if self.error_feedback else None
 
     @property
     def granule(self) -> int:

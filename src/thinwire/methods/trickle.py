@@ -81,7 +81,7 @@ class Trickle(ErrorFeedback):
     @property
     def delay(self) -> Delay:
         if self.feedback == "gradient":
-            return Delay(steps=700 * (1 - self.density) ** 2.4)
+            return Delay.of_largest(self.density, self.start)
         return Delay() if self.mask == "own" else Delay(steps=100)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
