@@ -78,37 +78,20 @@ def _gather_keep(rows, stride, old, old_stride, words, words_stride, payload, pa
 
 
 @njit
-def _scatter(payload, payload_stride, words, words_stride, out, stride, rows, count, k):
+def _scatter(payload, payload_stride, words, words_stride, out, stride, rows, count, k, clear):
     for row in range(rows):
         at = row * payload_stride
         end = at + k
         for i in range(count):
             start = row * stride + WORD * i
             values = out[start : start + WORD]
-            values[:] = np.float32(0)
+            if clear:
+                values[:] = np.float32(0)
             word = words[row * words_stride + i]
             if at + np.int64(set_bits(word)) > end:
                 return False
             while word != 0:
                 values[trailing_zeros(word)] = payload[at]
-                at += 1
-                word &= word - uint64(1)
-        if at != end:
-            return False
-    return True
-
-
-@njit
-def _write_at(payload, payload_stride, words, words_stride, out, stride, rows, count, k):
-    for row in range(rows):
-        at = row * payload_stride
-        end = at + k
-        for i in range(count):
-            word = words[row * words_stride + i]
-            if at + np.int64(set_bits(word)) > end:
-                return False
-            while word != 0:
-                out[row * stride + WORD * i + trailing_zeros(word)] = payload[at]
                 at += 1
                 word &= word - uint64(1)
         if at != end:
@@ -301,11 +284,15 @@ def gather_keep(
 
 
 def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
-    _expect(_scatter(*flat(payload), *unsigned(words), *flat(out), *words.shape, payload.shape[1]), payload)
+    _spread(payload, words, out, clear=True)
 
 
 def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
-    _expect(_write_at(*flat(payload), *unsigned(words), *flat(out), *words.shape, payload.shape[1]), payload)
+    _spread(payload, words, out, clear=False)
+
+
+def _spread(payload: Tensor, words: Tensor, out: Tensor, *, clear: bool) -> None:
+    _expect(_scatter(*flat(payload), *unsigned(words), *flat(out), *words.shape, payload.shape[1], clear), payload)
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:
