@@ -66,7 +66,7 @@ class UpdateSpace:
         self._method, self._run, self._momentum = method, run, momentum
         sent = [name for name, of in run.parameters.items() if method.keep_dense(of) is None]
         self._name = f"{method.name} with feedback='update'"
-        self._held = adam_of(self._name, run, sent, refused=REFUSED)
+        adam_of(self._name, run, sent, refused=REFUSED)
         refuse_scaled_apart(self._name, run)
         self.steps = OwnSteps()
         self._alike: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
@@ -152,7 +152,7 @@ class UpdateSpace:
         first = first_out = None
         if self._momentum:
             first, first_out = self._state.read("first", bucket), self._state.write("first", bucket)
-        groups = [self._held[segment.name].group for segment in bucket.segments]
+        groups = [self._run.held[segment.name].group for segment in bucket.segments]
         seen = self._seen(bucket)
         betas = torch.tensor([float(group["betas"][1]) for group in groups], dtype=torch.float64)
         lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64)
