@@ -7,16 +7,18 @@ T^-s, a run that is D steps behind ends
 
     (1 - D / T)^-s - 1
 
-above dense. D was read off the runs in docs/training.md, with s = 0.2, the slope of dense there; large models fall less
-steeply (0.05 to 0.1), which makes the estimate a cautious one. Going on from a checkpoint at a low learning rate costs
-none of this.
+above dense. D was read off the runs in docs/training.md, of 800 and 3200 steps, where s is 0.2. In long pre-training
+loss falls less steeply (0.05 to 0.1 by published scaling laws), so s goes down to 0.07 between 3200 and 32,000 steps:
+what is said of such runs is extrapolation. Going on from a checkpoint at a low learning rate costs none of this.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-SLOPE = 0.2
+SHORT, LONG = (3200, 0.2), (32_000, 0.07)
+"""Up to so many steps, and from so many on: the slope s of dense's loss."""
 MOST = 0.9
 """Of the run: what is further behind has not begun to learn."""
 
@@ -36,8 +38,15 @@ class Delay:
     def gap(self, steps: int) -> float:
         """By how much the loss of a run of so many ``steps`` ends above dense's: 0.05 is 5%."""
         behind = min(self.share + self.steps / max(steps, 1), MOST)
-        return (1 - behind) ** -SLOPE - 1
+        return (1 - behind) ** -slope(steps) - 1
 
     def __str__(self) -> str:
         short, long = self.gap(800), self.gap(50_000)
         return f"about {short:+.1%} of dense's loss in 800 steps from scratch, {long:+.1%} in 50,000"
+
+
+def slope(steps: int) -> float:
+    """s of a run of so many ``steps``: linear in their logarithm between ``SHORT`` and ``LONG``."""
+    (low, steep), (high, flat) = SHORT, LONG
+    part = math.log(max(steps, 1) / low) / math.log(high / low)
+    return steep + (flat - steep) * min(max(part, 0.0), 1.0)

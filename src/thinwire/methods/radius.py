@@ -83,7 +83,8 @@ class Radius(ErrorFeedback):
 
     @property
     def delay(self) -> Delay | None:
-        return Delay() if self.feedback == "update" else Delay(steps=600 * (1 - self.density))
+        rest = 1 - self.density
+        return Delay(steps=280) if self.feedback == "update" else Delay(steps=200 * rest, share=0.5 * rest)
 
     @property
     def granule(self) -> int:
