@@ -38,6 +38,8 @@ def test_a_gap_is_that_of_a_dense_run_of_fewer_steps():
 def test_a_short_run_with_a_dear_method_is_warned_of_and_a_long_one_is_not():
     short, long = plan("topk(density=0.01)", 800), plan("topk(density=0.01)", 200_000)
     assert short.warning is not None and "+47.0% in the 800 of this run" in short.warning
+    assert short.warning.endswith("unless it goes on from a checkpoint; feedback='update' costs +0.0%")
+    assert plan("scape", 800).warning.endswith("unless it goes on from a checkpoint")
     assert long.warning is None and "of dense's loss in 800 steps" in long.cost
     flat = " ".join(str(long).split())
     assert "costs about +47.0%" in flat and "in the 200,000 of this run" in flat

@@ -7,7 +7,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from thinwire.bucket import Layout
 from thinwire.comm import Comm
 from thinwire.errors import ThinwireError
 from thinwire.memory import Memory
-from thinwire.methods.base import Delay, Parameter, Run
+from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Run
 from thinwire.methods.baselines import Fp32
 from thinwire.rehearsal import Rehearsal, apart, rehearse
 from thinwire.road import Road, Stage
@@ -204,8 +204,19 @@ class Plan:
         """What has to be said at once: half of the values stay dense, a pattern of names matches none (``note``), or
         the run is so short that the method costs more than ``DEAR`` of its loss."""
         little = self.compressed is not None and self.compressed < 0.5
-        dear = f"{self.method} {self.cost}, unless it goes on from a checkpoint" if self._dear else None
+        dear = f"{self.method} {self.cost}, unless it goes on from a checkpoint{self._cheaper}" if self._dear else None
         return "; ".join(filter(None, (self.note if little or self._unmatched else None, dear))) or None
+
+    @property
+    def _cheaper(self) -> str:
+        """The knob that costs less of the loss, if there is one."""
+        method, steps = self._road.last.method, self._run.steps
+        if not isinstance(method, ErrorFeedback) or method.feedback == "update" or "feedback" in method.ABSENT:
+            return ""
+        other = replace(method, feedback="update").delay
+        if other is None or method.delay is None or steps is None or other.gap(steps) >= method.delay.gap(steps):
+            return ""
+        return f"; feedback='update' costs {other.gap(steps):+.1%}"
 
     @property
     def memory(self) -> Memory | None:
