@@ -39,7 +39,7 @@ import regime_tables  # noqa: E402
 
 Row = dict[str, str]
 
-SPEED = ("ddp-500mbit", "ddp-500mbit-adams")
+SPEED = ("ddp-500mbit", "ddp-500mbit-adams", "ddp-500mbit-trickle")
 LOSS = ("small-ddp", "small-fsdp2", "small-ddp-adams")
 """The settings of README's picture and tables. A figure of the first is preferred; one of the others carries a mark."""
 
@@ -71,7 +71,7 @@ POINTS = {
     "loco": Point("loco", "LoCo"),
     "powersgd": Point("powersgd", "PowerSGD rank 4"),
     "topk": Point("topk(density=0.01)", "top-k d=0.01, error feedback"),
-    "trickle": Point("trickle", ""),
+    "trickle": Point("trickle", "Trickle d=0.01"),
     "dgc": Point("dgc(density=0.01)", ""),
     "demo": Point("demo", ""),
     "onebit-adam": Point("onebit-adam(warmup=1)", "1-bit Adam"),
@@ -85,6 +85,7 @@ CHOICES = (
     ("a step that hardly waits for the network under `dense`", (), ""),
     ("any engine and any optimizer, and a first try", ("bf16", "int8"), SPEED[0]),
     ("DDP with Adam or AdamW, and a slower network", ("loco", "onebit-adam"), SPEED[0]),
+    ("AdamW, and a network for which 4 bits a value are too many", ("trickle",), SPEED[2]),
     ("FSDP2 across several nodes (weights travel too)", ("sdp4bit",), "fsdp2-500mbit"),
     ("a very slow network, a long run, and time to compare the loss with dense", ("powersgd", "separate"), SPEED[0]),
 )
