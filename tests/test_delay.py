@@ -12,16 +12,15 @@ from thinwire.methods import TABLE, resolve
 from thinwire.methods.delay import LONG, SHORT, Delay, slope
 from thinwire.plan import Plan, describe
 from thinwire.rehearsal import stand_in
-from thinwire.testing import road_of
+from thinwire.testing import plan_of
 
 
 def plan(spec: str, steps: int | None) -> Plan:
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     method, parameters = resolve(spec), list(describe(model).values())
     exchange = AllReduce(CountingComm(0, 4, [0, 1, 2, 3], Ledger()))
-    run = stand_in(method, parameters, exchange, steps or 10_000)
-    method.begin(run)
-    return Plan(road_of(method, parameters, exchange), run)
+    method.begin(stand_in(method, parameters, exchange, steps or 10_000))
+    return plan_of(method, parameters, exchange)
 
 
 def test_a_gap_is_that_of_a_dense_run_of_fewer_steps():
@@ -49,13 +48,7 @@ def test_a_short_run_with_a_dear_method_is_warned_of_and_a_long_one_is_not():
 
 
 def test_nothing_is_said_of_what_is_not_compressed():
-    method = resolve("topk(smallest=10000000)")
-    model = nn.Linear(512, 512)
-    parameters = list(describe(model).values())
-    exchange = AllReduce(CountingComm(0, 4, [0, 1, 2, 3], Ledger()))
-    run = stand_in(method, parameters, exchange, 800)
-    method.begin(run)
-    assert Plan(road_of(method, parameters, exchange), run).cost == ""
+    assert plan("topk(smallest=10000000)", 800).cost == ""
 
 
 @pytest.mark.parametrize("cls", TABLE, ids=lambda cls: cls.name)

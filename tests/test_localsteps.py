@@ -112,6 +112,17 @@ def test_sparseloco_forgets_what_waits():
             assert np.abs(weights_of(results[n][step]) - mine[n]).max() < 1e-6
 
 
+def stepped(adams: list[Adam64], weights: list[np.ndarray], given: list[np.ndarray], step: int, start: int):
+    """The weights of each worker after LS1's step; before ``start`` all take the mean gradient."""
+    size = len(adams)
+    if step < start:
+        given = [sum(given) / size] * size
+    elif step == start:
+        for adam in adams:
+            adam.v, adam.over = size * adam.v, size
+    return [adam.step(w, g) for adam, w, g in zip(adams, weights, given, strict=True)]
+
+
 @pytest.mark.parametrize("start", [0, 3])
 def test_a_second_moment_of_the_mean(start):
     """LS1's step: w -= lr (m^ / (sqrt(v^ / N) + eps) + decay w); after a dense start v is N times the mean's."""
@@ -121,13 +132,7 @@ def test_a_second_moment_of_the_mean(start):
     shared = np.zeros(len(weights_of(results[0][0])))
     mine, adams = [shared] * size, [Adam64(len(shared)) for _ in range(size)]
     for step in range(steps):
-        given = given64(results, step)
-        if step < start:
-            given = [sum(given) / size] * size
-        elif step == start:
-            for adam in adams:
-                adam.v, adam.over = size * adam.v, size
-        mine = [adam.step(w, g) for adam, w, g in zip(adams, mine, given, strict=True)]
+        mine = stepped(adams, mine, given64(results, step), step, start)
         if step < start:
             shared = mine[0]
         elif (step + 1 - start) % 4 == 0 or step == steps - 1:
@@ -147,7 +152,6 @@ def signs(values: np.ndarray, size: int, group: int) -> np.ndarray:
     return coded
 
 
-@pytest.mark.skipif("sign" not in methods.names(), reason="there is no method 'sign' yet")
 @pytest.mark.parametrize(("size", "every"), [(2, 2), (3, 4)])
 def test_ls1_against_its_equations(size, every):
     """One bit both ways: q_n = C[W - w_n + e_n], q = C[mean q_n + s]; W -= q; errors at both ends."""
@@ -164,13 +168,7 @@ def test_ls1_against_its_equations(size, every):
     mine, errors, served = [shared] * size, [np.zeros_like(shared) for _ in range(size)], np.zeros_like(shared)
     adams = [Adam64(len(shared)) for _ in range(size)]
     for step in range(steps):
-        given = given64(results, step)
-        if step < start:
-            given = [sum(given) / size] * size
-        elif step == start:
-            for adam in adams:
-                adam.v, adam.over = size * adam.v, size
-        mine = [adam.step(w, g) for adam, w, g in zip(adams, mine, given, strict=True)]
+        mine = stepped(adams, mine, given64(results, step), step, start)
         if step < start:
             shared = mine[0]
         elif (step + 1 - start) % every == 0:

@@ -44,22 +44,23 @@ def _encode(
     """The wire (R, m) of ``values`` (R, n), in a buffer that the bucket keeps."""
     wire = bucket.buffer(key, (len(values), codec.wire_numel(values.shape[1])), codec.wire_dtype)
     with comm.ledger.span("encode", values):
-        return codec.encode(values, wire, residual=residual, seed=seed, space=_scratch(bucket))
+        return codec.encode(values, wire, residual=residual, seed=seed, space=scratch(bucket))
 
 
 def _decode(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tensor, scale: float = 1.0) -> None:
     with comm.ledger.span("decode", out):
-        codec.decode(wire, out, space=_scratch(bucket))
+        codec.decode(wire, out, space=scratch(bucket))
         if scale != 1.0:
             out.mul_(scale)
 
 
 def _decode_sum(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tensor, scale: float) -> None:
     with comm.ledger.span("decode", out):
-        codec.decode_sum(wire, out, scale, space=_scratch(bucket))
+        codec.decode_sum(wire, out, scale, space=scratch(bucket))
 
 
-def _scratch(bucket: Rows) -> Space:
+def scratch(bucket: Rows) -> Space:
+    """Memory for a codec, of ``bucket``."""
     return lambda use, shape, dtype: bucket.buffer(("codec", use), shape, dtype)
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, viewable
 from thinwire.errors import ThinwireError
 
 
@@ -53,7 +53,5 @@ class GroupedBytes(Codec):
         """Payload (R, n * bits / 8) uint8 and scales (R, n / group) float32, views of ``wire``."""
         if wire.storage_offset() % 4 or (wire.shape[0] > 1 and wire.stride(0) % 4):
             raise ThinwireError(f"{self}: wire rows must start at a multiple of 4 bytes, because they hold fp32 scales")
-        if wire.shape[0] == 1:  # a row of one has any stride, and view() to a wider dtype looks at it
-            wire = wire.as_strided(wire.shape, (wire.shape[1], 1))
-        size = self._payload(n)
+        wire, size = viewable(wire), self._payload(n)
         return wire[:, :size], wire[:, size:].view(torch.float32)

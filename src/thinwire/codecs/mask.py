@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.bucket import padded
-from thinwire.codecs.base import Codec, Residual, Space
+from thinwire.codecs.base import Codec, Residual, Space, viewable
 from thinwire.codecs.intquant import Integers
 from thinwire.errors import ThinwireError
 from thinwire.ops import mask
@@ -248,8 +248,7 @@ class TopK(Codec):
 
     def _split(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Positions, (R, k) int32 or (R, n / 64) int64, and values (R, k) float32: views of ``wire``."""
-        if len(wire) == 1 or not wire.numel():  # such rows have any stride, and view() to a wider dtype looks at it
-            wire = wire.as_strided(wire.shape, (wire.shape[1], 1))
+        wire = viewable(wire)
         if wire.storage_offset() % 8 or wire.stride(0) % 8:
             raise ThinwireError(f"{self}: wire rows must start at a multiple of 8 bytes, because they hold mask words")
         head = self._head(n)

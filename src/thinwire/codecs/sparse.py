@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.bucket import padded
-from thinwire.codecs.base import Codec, Residual, Space
+from thinwire.codecs.base import Codec, Residual, Space, viewable
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.mask import MaskedIntegers
 from thinwire.errors import ThinwireError
@@ -55,9 +55,7 @@ class Positions:
 
     def _places(self, words: Tensor, wire: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Of each part: k, its mask words, its string of bits (R, words) int64, its lower bytes (R, k)."""
-        if len(wire) == 1 or not wire.numel():  # such rows have any stride, and view() to a wider dtype looks at it
-            wire = wire.as_strided(wire.shape, (wire.shape[1], 1))
-        word = place = 0
+        wire, word, place = viewable(wire), 0, 0
         for width, k in self.parts:
             middle = place + 8 * _string(width, k)
             of = words[:, word : word + width // mask.WORD]

@@ -310,6 +310,11 @@ def check_density(method: str, density: float) -> None:
         raise ThinwireError(f"{method}: density is the share of values sent, above 0 and up to 1, got {density}")
 
 
+def count_of(density: float, values: int) -> int:
+    """How many of so many ``values`` a ``density`` sends: one at least."""
+    return max(int(density * values), 1)
+
+
 def exempt_small(parameter: Parameter, smallest: int) -> str | None:
     """The common policy of lossy methods: norms, biases, other 1-D tensors, routers and small tensors stay dense."""
     if parameter.role in ("norm", "bias", "router"):

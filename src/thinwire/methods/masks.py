@@ -22,7 +22,7 @@ from thinwire.bucket import Bucket, Piece, Segment, padded
 from thinwire.collectives import Exchange
 from thinwire.comm import Work
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Method
+from thinwire.methods.base import Method, count_of
 from thinwire.ops import mask as masks
 from thinwire.weights import Message
 
@@ -56,7 +56,7 @@ class Schedule:
 
     def k(self, columns: int, step: int) -> int:
         """Values of ``columns`` that are sent in ``step``."""
-        return max(int(self.density_at(step) * columns), 1)
+        return count_of(self.density_at(step), columns)
 
     def refreshes(self, step: int) -> bool:
         """Is ``step`` the first with a new mask?"""

@@ -55,10 +55,10 @@ from thinwire.methods.base import (
     check_density,
     check_smallest,
     check_start,
+    count_of,
     exempt_small,
     first_step,
     refuse_chunks,
-    refuse_scaled_apart,
 )
 from thinwire.methods.sdp4bit import QuantizedWeights, SDP4Bit
 from thinwire.methods.steps import OwnSteps, adam_of
@@ -159,9 +159,8 @@ class OneBitAdam(Method):
         self.first = first_step(self.name, "warmup", self.warmup, run.steps)  # T_w
         if self.first < 1:
             raise ThinwireError(f"{self.name}: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
-        refuse_scaled_apart(self.name, run)
         sent = [name for name, of in run.parameters.items() if self.keep_dense(of) is None]
-        found = adam_of(self.name, run, sent, refused=("amsgrad", "maximize", "differentiable"))
+        found = adam_of(self.name, run, sent)
         betas = {float(group["betas"][0]) for _, group in found.values()}
         if len(betas) > 1:
             raise ThinwireError(f"{self.name} needs one beta1 for all parameter groups, got {sorted(betas)}")
@@ -282,7 +281,7 @@ class FrozenAdam(OneBitAdam):
         return self.codec_for([])
 
     def codec_for(self, segments: Sequence[Segment]) -> Codec:
-        parts = ((segment.start, segment.width, max(int(self.density * segment.span), 1)) for segment in segments)
+        parts = ((segment.start, segment.width, count_of(self.density, segment.span)) for segment in segments)
         return TopKIntegers(tuple(parts), Integers(self.group, self.bits))
 
 

@@ -34,7 +34,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, Step, check_density
+from thinwire.methods.base import Delay, ErrorFeedback, Step, check_density, count_of
 from thinwire.ops import mask as masks
 
 WORD = 64  # mask bits per int64
@@ -139,7 +139,7 @@ class Radius(ErrorFeedback):
         return found
 
     def _k(self, columns: int) -> int:
-        return max(int(self.density * columns), 1)
+        return count_of(self.density, columns)
 
     def _is_sent(self, name: str) -> bool:
         return self.keep_dense(self.run.parameters[name]) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -44,12 +44,18 @@ class OwnSteps:
         self.names.clear()
 
 
-def adam_of(method: str, run: Run, names: Iterable[str], *, refused: Collection[str]) -> dict[str, Held]:
+REFUSED = ("amsgrad", "maximize", "differentiable")
+"""Settings of Adam that no method's own steps know."""
+
+
+def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Held]:
     """The optimizer of each parameter of ``names``, whose steps the method takes, and its group there.
 
     Raises:
-        ThinwireError: it is no Adam with decoupled weight decay, or has one of the settings ``refused``.
+        ThinwireError: it is no Adam with decoupled weight decay, or has one of the settings ``REFUSED``; a GradScaler
+            would unscale the gradients of several optimizers.
     """
+    refuse_scaled_apart(method, run)
     found = {name: run.held[name] for name in names if name in run.held}
     for name, (optimizer, group) in found.items():
         if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
@@ -57,7 +63,7 @@ def adam_of(method: str, run: Run, names: Iterable[str], *, refused: Collection[
                 f"{method} is built on Adam: pass torch.optim.AdamW or Adam as the optimizer of {name}, got "
                 f"{type(optimizer).__name__}, or name it in dense="
             )
-        for knob in refused:
+        for knob in REFUSED:
             if group.get(knob):
                 raise ThinwireError(f"{method} takes Adam's steps itself, and knows no {knob}=True: leave it out")
         decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))

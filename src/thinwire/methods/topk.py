@@ -12,7 +12,7 @@ from thinwire.bucket import Bucket
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import Delay, ErrorFeedback, Promise, check_density
+from thinwire.methods.base import Delay, ErrorFeedback, Promise, check_density, count_of
 from thinwire.ops import mask as masks
 
 
@@ -75,7 +75,7 @@ class TopK(ErrorFeedback):
         return None if residual is None else residual.new
 
     def _k(self, columns: int) -> int:
-        return max(int(self.density * columns), 1)
+        return count_of(self.density, columns)
 
     def _codec(self, segments: list[tuple[int, int, int]]) -> TopKCodec:
         return TopKCodec(tuple(segments), listed=self.density < 1 / 32)  # where 4 k bytes are fewer than n / 8

@@ -19,16 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from thinwire.bucket import Bucket
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.codecs.sparse import Positions, TopKIntegers
-from thinwire.collectives import Exchange
+from thinwire.collectives import Exchange, scratch
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, check_density
+from thinwire.methods.base import Delay, ErrorFeedback, check_density, count_of
 from thinwire.ops import mask as masks
 
 
@@ -100,7 +99,7 @@ class Trickle(ErrorFeedback):
         return self.codec
 
     def _k(self, columns: int) -> int:
-        return max(int(self.density * columns), 1)
+        return count_of(self.density, columns)
 
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange) -> Masked | MaskedIntegers:
         """In step t rank r chooses the positions of row r + t; everybody gets all of them."""
@@ -110,20 +109,16 @@ class Trickle(ErrorFeedback):
         words = bucket.buffer("words", (rows, n // masks.WORD), torch.int64)
         wires = bucket.buffer("positions", (rows, positions.nbytes), torch.uint8)
         chosen = (exchange.rank + bucket.step) % rows
-
-        def scratch(use: object, shape: Any, dtype: torch.dtype) -> Tensor:
-            return bucket.buffer(("positions", use), shape, dtype)
-
         with exchange.span("encode", bucket.rows):
             mine = words[chosen : chosen + 1]
             for segment, (_, k) in zip(bucket.segments, parts, strict=True):
                 values = bucket.columns(bucket.rows, segment)[chosen : chosen + 1]
                 masks.topk_mask(values, k, mine[:, segment.groups(masks.WORD)])
             wire = bucket.buffer("chosen", (1, positions.nbytes), torch.uint8)
-            positions.write(mine, wire, scratch)
+            positions.write(mine, wire, scratch(bucket))
         exchange.gather(wires, wire[0])
         with exchange.span("decode", bucket.rows):
-            positions.read(wires.roll(bucket.step % rows, 0), words, scratch)
+            positions.read(wires.roll(bucket.step % rows, 0), words, scratch(bucket))
         if self.bits == 32:
             return Masked(words, sum(k for _, k in parts), owner_row=exchange.rank)
         at = tuple((width // masks.WORD, k) for width, k in parts)

@@ -32,7 +32,7 @@ from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
 from thinwire.methods.run import Run, Step
-from thinwire.methods.steps import OwnSteps, adam_of, refuse_scaled_apart
+from thinwire.methods.steps import OwnSteps, adam_of
 from thinwire.ops.direction import direction
 from thinwire.state import State
 from thinwire.streams import seed_of
@@ -47,7 +47,6 @@ PROBE = 4096
 """Values of a step by whose length it is noticed that it was scaled."""
 KEPT = 0.9
 """Weight of the old r in the new one."""
-REFUSED = ("amsgrad", "maximize", "differentiable")
 
 
 class UpdateSpace:
@@ -66,8 +65,7 @@ class UpdateSpace:
         self._method, self._run, self._momentum = method, run, momentum
         sent = [name for name, of in run.parameters.items() if method.keep_dense(of) is None]
         self._name = f"{method.name} with feedback='update'"
-        adam_of(self._name, run, sent, refused=REFUSED)
-        refuse_scaled_apart(self._name, run)
+        adam_of(self._name, run, sent)
         self.steps = OwnSteps()
         self._alike: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
         self._lengths: dict[str, tuple[Tensor, int]] = {}  # of the first values of each c: to notice who scales it

@@ -13,20 +13,9 @@ LARGEST = np.float32(torch.finfo(torch.float32).max)
 
 
 @njit
-def _plain(g, g_step, v, v_step, out, out_step, rows, n, scale, lr, beta2, rest2, eps):
-    for row in range(rows):
-        of, old, new = g[row * g_step :], v[row * v_step :], out[row * out_step :]
-        for i in range(n):
-            x = of[i]
-            moment = min(beta2 * old[i] + rest2 * x * x, LARGEST)
-            new[i] = moment
-            of[i] = lr * x / (np.sqrt(moment * scale) + eps)
-
-
-@njit
-def _with_momentum(
-    g, g_step, v, v_step, out, out_step, m, m_step, m_out, m_out_step, rows, n, scale, lr, beta1, rest1, beta2,
-    rest2, eps,
+def _direction(
+    g, g_step, v, v_step, out, out_step, m, m_step, m_out, m_out_step, momentum, rows, n, lr, scale, beta1, rest1,
+    beta2, rest2, eps,
 ):  # fmt: skip
     for row in range(rows):
         of, old, new = g[row * g_step :], v[row * v_step :], out[row * out_step :]
@@ -35,22 +24,18 @@ def _with_momentum(
             x = of[i]
             moment = min(beta2 * old[i] + rest2 * x * x, LARGEST)
             new[i] = moment
-            mean = beta1 * before[i] + rest1 * x
-            after[i] = mean
-            of[i] = lr * mean / (np.sqrt(moment * scale) + eps)
+            if momentum:
+                x = beta1 * before[i] + rest1 * x
+                after[i] = x
+            of[i] = lr * x / (np.sqrt(moment * scale) + eps)
 
 
 def direction(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None, lr: Tensor,
     scale: Tensor, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
-    count, n = rows.shape
-    size = (count, n, np.float32(float(scale)), np.float32(float(lr)))
-    last = (np.float32(beta2), np.float32(1 - beta2), np.float32(eps))
-    tensors = (*flat(rows), *flat(second), *flat(second_out))
-    if first is None or first_out is None:
-        _plain(*tensors, *size, *last)
-    else:
-        _with_momentum(
-            *tensors, *flat(first), *flat(first_out), *size, np.float32(beta1), np.float32(1 - beta1), *last
-        )
+    momentum = first is not None and first_out is not None
+    pair = (first, first_out) if first is not None and first_out is not None else (second, second_out)
+    tensors = [of for tensor in (rows, second, second_out, *pair) for of in flat(tensor)]
+    knobs = (float(lr), float(scale), beta1, 1 - beta1, beta2, 1 - beta2, eps)
+    _direction(*tensors, momentum, *rows.shape, *(np.float32(knob) for knob in knobs))
