@@ -36,7 +36,7 @@ from digests import KNOBS
 from faults import same, tensors_of
 from thinwire.comm import GroupComm
 from thinwire.ledger import Ledger
-from thinwire.methods import TABLE
+from thinwire.methods import TABLE as CLASSES
 from thinwire.train.config import Config
 from thinwire.train.data import Windows
 from thinwire.train.loop import Ranks, make_optimizer, settle_buckets, wrap
@@ -44,6 +44,7 @@ from thinwire.train.models import Decoder
 
 WORLD, STEPS, HALF, LIMIT_S = 4, 40, 20, 300
 ENGINES = ("ddp", "fsdp2", "hsdp")
+TABLE = {method.name: method for method in CLASSES}
 
 
 def method_of(name: str) -> str:
