@@ -272,7 +272,8 @@ class Plan:
         return max(sum(p.numel for p in self._parameters), 1)
 
     def __str__(self) -> str:
-        table = extras.load("rich.table").Table(title=f"{self.method} on {self.engine}, {self.ranks} ranks: sent per step and rank")
+        title = f"{self.method} on {self.engine}, {self.ranks} ranks: sent per step and rank"
+        table = extras.load("rich.table").Table(title=title)
         for column in ("parameter", "shape", "role", "sent as"):
             table.add_column(column, overflow="fold")
         for column in ("wire", "dense"):

@@ -19,7 +19,8 @@ class Report:
 
     def __str__(self) -> str:
         stats = self.stats
-        table = extras.load("rich.table").Table(title=f"{self.plan.method} on {self.plan.engine}: {stats['steps']} steps, this rank")
+        title = f"{self.plan.method} on {self.plan.engine}: {stats['steps']} steps, this rank"
+        table = extras.load("rich.table").Table(title=title)
         table.add_column("")
         table.add_column("per step (times: median)", justify="right")
         sent = sum(stats["wire_bytes_per_step"].values())
