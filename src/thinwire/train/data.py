@@ -26,7 +26,7 @@ HELD_OUT = 20
 _PRINTED = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _HIDDEN = [byte for byte in range(256) if byte not in _PRINTED]
 _BYTES = [chr(byte if byte in _PRINTED else 256 + _HIDDEN.index(byte)) for byte in range(256)]
-"""The character that stands for each byte in byte-level BPE (GPT-2): itself, or from U+0100 on where it is not shown."""
+"""The character that stands for each byte in byte-level BPE: itself, or from U+0100 on where it is not shown."""
 
 
 def read_corpus(names: Sequence[str]) -> str:
