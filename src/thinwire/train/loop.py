@@ -63,7 +63,7 @@ def joined(config: Config) -> Iterator[Ranks]:
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
         assert dist.group.WORLD is not None
-        comm = GroupComm(dist.group.WORLD, Ledger())
+        comm = GroupComm(dist.group.WORLD, Ledger(), device=device)
         checkpoint.barrier(comm)  # a rank with nothing to do would leave before the others have reached it
     except (RuntimeError, ValueError) as error:
         raise ThinwireError(
