@@ -13,6 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -175,6 +176,13 @@ class GroupComm(Comm):
         backend = dist.get_backend(self.group)
         group = dist.new_group([ranks[rank] for rank in chosen], backend=backend, use_local_synchronization=True)
         return GroupComm(group, self.ledger, [self.nodes[rank] for rank in chosen])
+
+    def patient(self, seconds: float) -> GroupComm:
+        """The same ranks with a gloo group of their own, for CPU tensors, that waits ``seconds`` for a rank: beside the
+        training, where one of them may be busy with files. Collective."""
+        limit = timedelta(seconds=seconds)
+        group = dist.new_group(list(self._global_ranks), timeout=limit, backend="gloo", use_local_synchronization=True)
+        return GroupComm(group, self.ledger, self.nodes)
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
         dist.all_reduce(tensor, _OPS[op], group=self.group)
