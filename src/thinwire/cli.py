@@ -10,6 +10,7 @@ import os
 import sys
 from typing import NoReturn
 
+from thinwire import extras
 from thinwire.errors import ThinwireError
 
 COMMANDS = {
@@ -42,7 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         if word not in COMMANDS:
             raise ThinwireError(f"unknown command '{word}'; there are: {', '.join(COMMANDS)}")
         module, function = COMMANDS[word][0].split(":")
-        return getattr(importlib.import_module(module), function)(rest)
+        try:
+            return getattr(importlib.import_module(module), function)(rest)
+        except ModuleNotFoundError as error:
+            raise extras.missing(error) from None
     except ThinwireError as error:
         print(f"thinwire: {error}", file=sys.stderr)
         return error.status

@@ -12,6 +12,8 @@ from types import ModuleType
 
 from torch import Tensor
 
+from thinwire.extras import EXTRAS
+
 
 @functools.cache
 def _load(family: str, module: str, needs: str) -> ModuleType:
@@ -21,7 +23,8 @@ def _load(family: str, module: str, needs: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != needs:
             raise
-        warnings.warn(f"{needs} is not installed: thinwire's kernels run as plain torch, slower", stacklevel=4)
+        how = f"pip install 'thinwire[{EXTRAS[needs]}]'"
+        warnings.warn(f"{needs} is not installed: thinwire's kernels run as plain torch, slower: {how}", stacklevel=4)
         return importlib.import_module(f"{family}.reference")
 
 
