@@ -28,7 +28,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, or 2 for input that cannot be used."""
+    """Run one command. Returns the exit status: 0, 2 for input that cannot be used, or the error's own."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
             raise extras.missing(error) from None
     except ThinwireError as error:
         print(f"thinwire: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         print("thinwire: interrupted", file=sys.stderr)
         return 130

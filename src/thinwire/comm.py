@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -187,6 +188,14 @@ class GroupComm(Comm):
         with _unsplit():
             group = dist.new_group([ranks[rank] for rank in chosen], backend=backend, use_local_synchronization=True)
         return GroupComm(group, self.ledger, [self.nodes[rank] for rank in chosen], self.device)
+
+    def patient(self, seconds: float) -> GroupComm:
+        """The same ranks with a gloo group of their own, for CPU tensors, that waits ``seconds`` for a rank: beside the
+        training, where one of them may be busy with files. Collective."""
+        ranks, limit = list(self._global_ranks), timedelta(seconds=seconds)
+        with _unsplit():
+            group = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+        return GroupComm(group, self.ledger, self.nodes)
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
         dist.all_reduce(tensor, _OPS[op], group=self.group)

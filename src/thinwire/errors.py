@@ -2,7 +2,13 @@
 
 
 class ThinwireError(Exception):
-    """What was asked for is not possible. The message is one line: what is wrong, and what to do instead."""
+    """What was asked for is not possible. The message is one line: what is wrong, and what to do instead.
+
+    Attributes:
+        status: what the ``thinwire`` program ends with.
+    """
+
+    status = 2
 
 
 class ThinwireWarning(UserWarning):

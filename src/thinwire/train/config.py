@@ -104,12 +104,22 @@ class Config:
     """Steps between evaluations (also at the start and at the end); 0: only those two."""
     eval_sequences: int = 64
     """Held-out sequences per evaluation, over all ranks (0: no evaluation)."""
+    checkpoints: bool = True
+    """Save at the end, and on SIGTERM or Ctrl-C before ending."""
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0: none."""
+    """Steps between further checkpoints; 0: no further ones."""
     keep: int = 2
-    """Checkpoints kept (the newest)."""
+    """Checkpoints kept (the newest of those that are good to go on from)."""
     resume: str | None = None
-    """A checkpoint folder to continue from, or "latest": the newest of this run's folder."""
+    """A checkpoint's folder to continue from; "latest": the newest in --out; "auto": the same, or afresh if there is
+    none."""
+    resume_anyway: bool = False
+    """Continue although the text, its order or the batch is another than the checkpoint's."""
+    overwrite: bool = False
+    """Start afresh in a folder that holds a run, which is removed."""
+    max_skipped: int = 20
+    """Steps in a row that are skipped, or whose loss is not finite, after which the run ends (higher: more patient);
+    0: never."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of the computation; weights and moments are fp32. auto: bf16 on CUDA, fp32 on CPU."""
@@ -119,6 +129,8 @@ class Config:
     """CPU threads per rank."""
     timeout: float = 120.0
     """Seconds to wait for the other ranks."""
+    file_timeout: float = 3600.0
+    """Seconds to wait for a rank that reads text, trains a tokenizer, or reads or writes a checkpoint."""
 
     def shape(self, vocabulary: int) -> ModelConfig:
         """The model's shape: the preset with what was overridden."""
@@ -164,14 +176,17 @@ class Config:
 
         for name in COUNTS:
             must(getattr(self, name) is None or getattr(self, name) >= 1, name, "must be 1 or more")
-        for name in ("eval_every", "eval_sequences", "checkpoint_every", "clip", "weight_decay", "lr"):
+        for name in ("eval_every", "eval_sequences", "checkpoint_every", "max_skipped", "clip", "weight_decay", "lr"):
             must(getattr(self, name) >= 0, name, "must not be negative")
         for name in ("warmup", "lr_end"):
             must(0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1")
         must(all(0 <= beta < 1 for beta in self.betas), "betas", "are two numbers from 0 to below 1")
-        must(0 < self.timeout <= LONGEST_S, "timeout", f"is in seconds, above 0 and up to {LONGEST_S:,}")
+        for name in ("timeout", "file_timeout"):
+            must(0 < getattr(self, name) <= LONGEST_S, name, f"is in seconds, above 0 and up to {LONGEST_S:,}")
         must(abs(self.seed) <= LARGEST_SEED, "seed", f"is a whole number up to {LARGEST_SEED:,} in size")
         must(bool(self.corpus) and all(self.corpus), "corpus", "needs a file or more, 'stdlib' or hub:NAME")
+        must(not self.checkpoint_every or self.checkpoints, "checkpoint_every", "is not for --no-checkpoints")
+        must(not (self.overwrite and self.resume), "resume", "does not go with --overwrite, which starts afresh")
         if self.bucket_mb is not None:
             must(0 < self.bucket_mb <= LARGEST_BUCKET_MB, "bucket_mb", f"is above 0 and up to {LARGEST_BUCKET_MB:,}")
             must(self.engine == "ddp", "bucket_mb", f"is for --engine ddp, not {self.engine}")

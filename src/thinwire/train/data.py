@@ -7,6 +7,7 @@ import gzip
 import importlib.util
 import lzma
 import sysconfig
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
+from thinwire.train.folder import write
 
 SPAN = 1 << 15
 """Characters in a row that go to one side of the split: every ``HELD_OUT``-th span is held out."""
@@ -57,7 +59,7 @@ def _read_file(path: Path) -> str:
     try:
         with openers.get(path.suffix, open)(path, "rt", encoding="utf-8", errors="replace") as file:
             return file.read()
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ThinwireError(f"cannot read the corpus {path}: {reason}") from None
 
@@ -97,6 +99,12 @@ def split(text: str) -> tuple[str, str]:
     return "".join(span for i, span in enumerate(spans) if i % HELD_OUT != HELD_OUT - 1), "".join(held)
 
 
+def tokenizer_file(name: str, folder: Path) -> Path | None:
+    """Where the tokenizer ``name`` keeps what it was trained to; None: it was not trained here."""
+    kind, _, size = name.partition(":")
+    return folder / f"tokenizer-bpe-{size}.json" if kind == "bpe" else None
+
+
 class Tokenizer:
     """``bytes``; ``bpe:SIZE``, trained on the training text and kept in ``folder``; or ``hub:NAME``.
 
@@ -104,15 +112,17 @@ class Tokenizer:
         vocabulary: number of tokens.
     """
 
-    def __init__(self, name: str, train_text: str, folder: Path, *, trains: bool = True) -> None:
-        """``trains``: this rank trains a BPE if there is none yet; the others load what it wrote (call it after)."""
+    def __init__(
+        self, name: str, train_text: str, folder: Path, *, trains: bool = True, anew: bool = False
+    ) -> None:
+        """``trains``: this rank trains a BPE if there is none yet, or ``anew``; the others load what it wrote."""
         self._tokenizer = None
         if name == "bytes":
             self.vocabulary = 256
             return
         kind, _, rest = name.partition(":")
         if kind == "bpe":
-            self._tokenizer = self._bpe(rest, train_text, folder, trains)
+            self._tokenizer = self._bpe(rest, train_text, folder, trains, anew)
         elif kind == "hub" and rest:
             self._tokenizer = self._from_hub(rest)
         else:
@@ -120,14 +130,15 @@ class Tokenizer:
         self.vocabulary = self._tokenizer.get_vocab_size()
 
     @staticmethod
-    def _bpe(size: str, text: str, folder: Path, trains: bool):
+    def _bpe(size: str, text: str, folder: Path, trains: bool, anew: bool):
         from tokenizers import Tokenizer as HubTokenizer
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
         if not size.isdigit() or int(size) < 257:
             raise ThinwireError(f"bpe:{size}: the size must be a number of 257 tokens or more")
-        path = folder / f"tokenizer-bpe-{size}.json"
-        if trains and not path.exists():
+        path = tokenizer_file(f"bpe:{size}", folder)
+        assert path is not None
+        if trains and (anew or not path.exists()):
             tokenizer = HubTokenizer(models.BPE())
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             tokenizer.decoder = decoders.ByteLevel()
@@ -136,8 +147,11 @@ class Tokenizer:
             )
             tokenizer.train_from_iterator((text[i : i + SPAN] for i in range(0, len(text), SPAN)), trainer)
             folder.mkdir(parents=True, exist_ok=True)
-            tokenizer.save(str(path))
-        return HubTokenizer.from_file(str(path))
+            write(path, tokenizer.to_str(pretty=True))
+        try:
+            return HubTokenizer.from_file(str(path))
+        except Exception as error:  # whatever its parser raises
+            raise ThinwireError(f"{path} is damaged: remove it, and it is trained anew ({error})") from None
 
     @staticmethod
     def _from_hub(name: str):
