@@ -17,6 +17,9 @@ COMMANDS = {
     "train": ("thinwire.train.cli:main", "pre-train a language model, on this machine's ranks or under torchrun"),
     "compare": ("thinwire.lab.cli:compare_main", "train with several methods on one emulated network: table, pictures"),
     "lab": ("thinwire.lab.cli:lab_main", "run any torchrun-style command on an emulated cluster"),
+    "tokenize": ("thinwire.train.tokens:main", "tokenize text once, for `thinwire train --corpus FOLDER`"),
+    "sample": ("thinwire.train.trained:sample_main", "print text that a trained model goes on with"),
+    "export": ("thinwire.train.trained:export_main", "write a trained model as a Hugging Face folder"),
     "methods": ("thinwire.methods:main", "list the methods and their knobs"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -29,10 +30,10 @@ from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.lab.counters import interface_bytes
 from thinwire.ledger import Ledger
 from thinwire.optim import AdamS
-from thinwire.train import differences
+from thinwire.train import differences, tokens
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import Config
-from thinwire.train.data import Tokenizer, Windows, batches, read_corpus, split, tokenizer_file
+from thinwire.train.data import Tokenizer, Windows, batches, read_corpus, spans, split, tokenizer_file
 from thinwire.train.differences import hash_of
 from thinwire.train.display import Display
 from thinwire.train.folder import Folder, opened, write
@@ -124,13 +125,19 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 def text_windows(config: Config, folder: Folder) -> tuple[Tokenizer, Windows, Windows]:
     """The tokenizer, and the windows to train on and to evaluate on."""
     together = folder.together
+    files = together.do(lambda: tokens.find(config.corpus, config.valid, config.tokenizer))
+    if files is not None:
+        folder.by_first(lambda: tokens.keep_tokenizer(files, folder.path))
+        train_windows = Windows(files.train, config.sequence, config.seed)
+        loaded = together.do(lambda: Tokenizer(files.tokenizer, (), folder.path, trains=False))
+        return loaded, train_windows, Windows(files.valid, config.sequence)
 
     def read() -> tuple[str, str]:
         text = read_corpus(config.corpus)
         return (text, read_corpus(config.valid)) if config.valid else split(text)
 
     def tokenizer(trains: bool) -> Tokenizer:
-        return Tokenizer(config.tokenizer, train_text, folder.path, trains=trains, anew=config.overwrite)
+        return Tokenizer(config.tokenizer, spans([train_text]), folder.path, trains=trains, anew=config.overwrite)
 
     train_text, valid_text = together.do(read)
     together.do(lambda: tokenizer(True) if together.rank == 0 else None)
@@ -257,7 +264,7 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
     streak = 0  # steps in a row that were skipped, or had a loss that is not finite
 
     def describe() -> None:
-        write(config.out / "config.yaml", config.to_yaml())
+        write(config.out / "config.yaml", dataclasses.replace(config, tokenizer=tokenizer.name).to_yaml())
         write(config.out / "plan.txt", f"{wire.plan}\n")
 
     together.do(describe if comm.rank == 0 else lambda: None)
