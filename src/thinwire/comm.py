@@ -12,9 +12,11 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -29,7 +31,7 @@ Work = dist.Work
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "or": dist.ReduceOp.BOR}
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
 class Comm(ABC):
@@ -53,7 +55,7 @@ class Comm(ABC):
         return "intra" if self.nodes[peer] == self.nodes[self.rank] else "inter"
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce ``tensor`` over all ranks, in place; ``op`` is "sum", "mean", "max" or "or" (integers)."""
+        """Reduce ``tensor`` over all ranks, in place; ``op`` is "sum", "mean" or "max"."""
         if self.size > 1:
             self._count_ring("all_reduce", 2 * (self.size - 1) / self.size * tensor.nbytes)
             with self.ledger.span("wire", tensor):
@@ -153,12 +155,21 @@ class GroupComm(Comm):
     to point, receives first, which fills the link (``benchmarks/gloo.py`` prints both).
     """
 
-    def __init__(self, group: dist.ProcessGroup, ledger: Ledger, nodes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ledger: Ledger,
+        nodes: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """``device``: of the tensors that will travel; a group may have a backend for each."""
         if nodes is None:
             nodes = node_numbers(group)
         super().__init__(dist.get_rank(group), dist.get_world_size(group), nodes, ledger)
-        self.group = group
-        self.reduce_scatter_is_all_reduce = "gloo" in str(dist.get_backend(group))
+        self.group, self.device = group, torch.device(device)
+        self.reduce_scatter_is_all_reduce = _backend(group, self.device) == "gloo"
+        # gloo moves device memory in its collectives only.
+        self._point_to_point = self.reduce_scatter_is_all_reduce and self.device.type == "cpu"
         self._global_ranks = dist.get_process_group_ranks(group)
 
     def twin(self) -> GroupComm:
@@ -174,14 +185,16 @@ class GroupComm(Comm):
         """
         ranks = dist.get_process_group_ranks(self.group)
         backend = dist.get_backend(self.group)
-        group = dist.new_group([ranks[rank] for rank in chosen], backend=backend, use_local_synchronization=True)
-        return GroupComm(group, self.ledger, [self.nodes[rank] for rank in chosen])
+        with _unsplit():
+            group = dist.new_group([ranks[rank] for rank in chosen], backend=backend, use_local_synchronization=True)
+        return GroupComm(group, self.ledger, [self.nodes[rank] for rank in chosen], self.device)
 
     def patient(self, seconds: float) -> GroupComm:
         """The same ranks with a gloo group of their own, for CPU tensors, that waits ``seconds`` for a rank: beside the
         training, where one of them may be busy with files. Collective."""
-        limit = timedelta(seconds=seconds)
-        group = dist.new_group(list(self._global_ranks), timeout=limit, backend="gloo", use_local_synchronization=True)
+        ranks, limit = list(self._global_ranks), timedelta(seconds=seconds)
+        with _unsplit():
+            group = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
         return GroupComm(group, self.ledger, self.nodes)
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
@@ -191,7 +204,7 @@ class GroupComm(Comm):
         _reduce_scatter_single(out, rows.view(-1), _OPS[op], group=self.group)
 
     def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> Work | None:
-        if row.is_cuda:
+        if not self._point_to_point:
             return _all_gather_single(out.view(-1), row, group=self.group, async_op=async_op)
         out = out.view(self.size, -1)
         work = self._to_and_from_peers([row] * self.size, out, tag=1)
@@ -203,7 +216,7 @@ class GroupComm(Comm):
         return None
 
     def _all_to_all(self, out: Tensor, rows: Tensor) -> None:
-        if rows.is_cuda:
+        if not self._point_to_point:
             dist.all_to_all_single(out, rows, group=self.group)
             return
         work = self._to_and_from_peers(rows, out, tag=2)
@@ -248,6 +261,28 @@ class Then(Work):
         self._work.wait(*timeout)
         self._then()
         return True
+
+
+@contextmanager
+def _unsplit() -> Iterator[None]:
+    """Groups made here get a communicator of their own.
+
+    After ``init_process_group(device_id=...)`` torch would split it off the job's, in which every rank of the job has
+    to take part.
+    """
+    whole = dist.group.WORLD
+    assert whole is not None
+    bound, whole.bound_device_id = whole.bound_device_id, None
+    try:
+        yield
+    finally:
+        whole.bound_device_id = bound
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that carries ``group``'s tensors of ``device``: "gloo", "nccl", ..."""
+    pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
+    return dict(pairs).get(device.type, pairs[-1][-1])
 
 
 def local(weight: Tensor) -> Tensor:

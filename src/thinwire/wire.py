@@ -104,7 +104,7 @@ def compress(
         method.begin(run)
         if inner is not None:
             inner.begin(replace(run, exchange=engine.hops[0], hop=1))
-        others = None if stages is None else GroupComm(stages, ledger)
+        others = None if stages is None else GroupComm(stages, ledger, device=next(model.parameters()).device)
         wire = Wire(engine, run, method, ledger, guard, inner, others, scaler if scaled else None, bound)
     except ThinwireError:
         engine.close()

@@ -42,7 +42,7 @@ class DDP:
         self._check(model, method)
         self.wire_dtype: torch.dtype | None = None
         # A group of our own: the worker's collectives must not meet DDP's own (buffer broadcasts) on one group.
-        comm = GroupComm(model.process_group, ledger).twin()
+        comm = GroupComm(model.process_group, ledger, device=next(model.parameters()).device).twin()
         self.comms: list[Comm] = [comm]
         self.rank = comm.rank
         self.hops: tuple[Exchange, ...] = (AllReduce(comm),)

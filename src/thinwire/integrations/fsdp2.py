@@ -158,7 +158,8 @@ class FSDP2:
     def comm(self, group: dist.ProcessGroup) -> GroupComm:
         """The verbs on one of the engine's own groups."""
         if id(group) not in self._comms:
-            self._comms[id(group)] = GroupComm(group, self.ledger)
+            device = next(self.model.parameters()).device
+            self._comms[id(group)] = GroupComm(group, self.ledger, device=device)
         return self._comms[id(group)]
 
     def attach(self, turn: Turn, road: Road) -> None:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,12 @@ from thinwire.train.folder import write
 SPAN = 1 << 15
 """Characters in a row that go to one side of the split: every ``HELD_OUT``-th span is held out."""
 HELD_OUT = 20
+
+
+_PRINTED = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_HIDDEN = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTES = [chr(byte if byte in _PRINTED else 256 + _HIDDEN.index(byte)) for byte in range(256)]
+"""The character that stands for each byte in byte-level BPE: itself, or from U+0100 on where it is not shown."""
 
 
 def read_corpus(names: Sequence[str]) -> str:
@@ -155,6 +161,26 @@ class Tokenizer:
             return HubTokenizer.from_pretrained(name)
         except Exception as error:  # the hub's client raises whatever its transport raises
             raise ThinwireError(f"cannot load the tokenizer '{name}': {str(error).splitlines()[0]}") from None
+
+    def as_hub(self) -> Any:
+        """A ``tokenizers.Tokenizer`` that gives the same tokens."""
+        if self._tokenizer is not None:
+            return self._tokenizer
+        from tokenizers import Tokenizer as HubTokenizer
+        from tokenizers import decoders, models, pre_tokenizers
+
+        # BPE without merges, over the characters by which it writes bytes.
+        numbers = {letter: byte for byte, letter in enumerate(_BYTES)}
+        hub = HubTokenizer(models.BPE(vocab=numbers, merges=[]))
+        hub.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        hub.decoder = decoders.ByteLevel()
+        return hub
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``; bytes that are no UTF-8 become U+FFFD."""
+        if self._tokenizer is None:
+            return bytes(tokens).decode("utf-8", errors="replace")
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def encode(self, text: str) -> Tensor:
         """Tokens, (T,), in the smallest integer dtype that holds them."""

@@ -71,7 +71,7 @@ def joined(config: Config) -> Iterator[Ranks]:
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
         assert dist.group.WORLD is not None
-        comm = GroupComm(dist.group.WORLD, Ledger())
+        comm = GroupComm(dist.group.WORLD, Ledger(), device=device)
         # A rank with nothing to do would leave before the others have reached it.
         comm.all_reduce(torch.zeros(1, device=device))
     except (RuntimeError, ValueError) as error:
