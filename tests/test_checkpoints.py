@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from thinwire import cli
 from thinwire.comm import GroupComm
 from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.ledger import Ledger
@@ -675,3 +676,45 @@ def test_metrics_are_cut_back_to_one_row_per_step(tmp_path):
     assert cut(tmp_path / "none", 4) == 0.0
     path.write_bytes(b"\xff\xfe\n[]\n3\n")
     assert cut(path, 4) == 0.0 and path.read_text() == ""
+
+
+# --- thinwire inspect -------------------------------------------------------------------------------------------------
+
+
+def inspected(capsys: pytest.CaptureFixture[str], *paths: Path) -> tuple[int, str]:
+    status = cli.main(["inspect", *map(str, paths)])
+    said = capsys.readouterr()
+    return status, said.out + said.err
+
+
+def test_inspect_shows_what_waits_on_each_rank_and_what_is_damaged(tmp_path, capsys):
+    run_on([tmp_path] * 2, lambda run: run.save(4, 8))
+    status, shown = inspected(capsys, tmp_path)
+    assert status == 0 and "step-000008: step 8 of run" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["seed", "0"] in rows and ["weight", "2", "4"] in rows  # four values of 1 on rank 0, of 2 on rank 1
+    assert sum(row[-1:] == ["fit"] for row in rows) == 3
+    path = tmp_path / "checkpoints/step-000008"
+    flip(path / "rank-0001.safetensors", -5)
+    (path / "rank-0000.safetensors").unlink()
+    status, shown = inspected(capsys, path)
+    assert status == 1 and "checksum of wire/" in shown and "another host may have it" in shown
+    line = f"thinwire: {tmp_path}/none is not a checkpoint: it has no meta.json\n"
+    assert inspected(capsys, tmp_path / "none") == (2, line)
+
+
+def test_inspect_shows_how_two_checkpoints_differ(tmp_path, capsys):
+    def other(run: Run) -> None:
+        run.model.weight.data[0, 0] += 0.5
+        run.checkpoints.run = first
+        run.checkpoints.save(4, model=run.model, optimizer=run.optimizer, wire=run.wire, about={"seed": 1})
+
+    run_on([tmp_path / "a"], lambda run: run.save(4))
+    first = checkpoint.of(tmp_path / "a").meta["run"]
+    run_on([tmp_path / "b"], other)
+    assert inspected(capsys, tmp_path / "a", tmp_path / "a")[0] == 0
+    status, shown = inspected(capsys, tmp_path / "a", tmp_path / "b")
+    rows = [line.split() for line in shown.splitlines()]
+    assert status == 1 and ["seed", "0", "1"] in rows
+    assert "model: model/weight" in shown and "0.5" in shown
+    assert "9 tensors are equal bit for bit, 1 are not" in shown
