@@ -133,7 +133,7 @@ class StrictGroup(dist.ProcessGroup):
     def __init__(self, options: Any) -> None:
         """``options``: what torch tells the maker of a backend."""
         store, rank, size = options.store, options.group_rank, options.group_size
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch declares another one
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
         self._device = torch.device("cpu")
         self._inner = dist.ProcessGroup(store, rank, size)
