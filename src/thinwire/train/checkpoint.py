@@ -98,6 +98,20 @@ def read_meta(path: Path) -> Checkpoint:
     return Checkpoint(path, meta)
 
 
+def of(place: Path) -> Checkpoint:
+    """The checkpoint in the folder ``place``, or the newest good one of the run that is there.
+
+    Raises:
+        Damaged: there is none, or its meta.json cannot be read.
+    """
+    for folder in (place / "checkpoints", place):
+        for name in reversed(steps_in(folder)):
+            found = read_meta(folder / name)
+            if found.meta["good"]:
+                return found
+    return read_meta(place)
+
+
 def _no_meta(path: Path) -> str:
     return f"{path} is not a checkpoint: it has no meta.json"
 
@@ -298,7 +312,7 @@ class Checkpoints:
         return self._read(found[0], path)
 
     def _newest(self, resume: str) -> Resumed | None:
-        found, wrong = self._look(lambda: self.path.glob("step-*"))
+        found, wrong = self._look(lambda: [self.path / name for name in steps_in(self.path)])
         pointers = self.together.gather(self._pointer)
         wrong += [
             f"{self.path / 'latest'} names {name}, which is not there"
@@ -393,9 +407,9 @@ class Checkpoints:
 
     def _listed(self) -> Iterator[tuple[Checkpoint | None, str]]:
         """Every checkpoint of this folder: by its meta.json, or what is wrong with it."""
-        for path in sorted(self.path.glob("step-*"), key=lambda path: _number(path.name)):
+        for name in steps_in(self.path):
             try:
-                yield read_meta(path), ""
+                yield read_meta(self.path / name), ""
             except Damaged as error:
                 yield None, str(error)
 
@@ -409,6 +423,11 @@ def _fresh(path: Path) -> None:
 def _number(name: str) -> int:
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else -1
+
+
+def steps_in(path: Path) -> list[str]:
+    """The names of the checkpoints in ``path``, by step."""
+    return sorted((found.name for found in path.glob("step-*") if _NAME.fullmatch(found.name)), key=_number)
 
 
 def obsolete(there: dict[str, bool], newest: str, latest: str, keep: int) -> list[str]:

@@ -366,8 +366,6 @@ class Trained(TypedDict):
 class Diverged(ThinwireError):
     """No step has counted for a while."""
 
-    status = 1
-
     def __init__(self, step: int, streak: int, latest: str) -> None:
         kept = f"the last good checkpoint is {latest}" if latest else "there is no good checkpoint"
         super().__init__(
