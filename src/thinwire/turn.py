@@ -11,13 +11,14 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.bound import Bound
-from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.errors import ThinwireError, ThinwireWarning, doing
 from thinwire.guard import Guard
 from thinwire.integrations.base import Engine, all_zero
 from thinwire.ledger import Ledger
@@ -104,6 +105,15 @@ class Turn:
         self._skipping.clear()
         self.norm = self.clip_factor = None
         self._seen.update(dict.fromkeys(names))
+
+    @property
+    def number(self) -> int:
+        """Of the optimizer step under way, from 1; skipped ones count."""
+        return self.road.step + self.skipped + 1
+
+    def exchanging(self, what: str, names: Iterable[str]) -> AbstractContextManager[None]:
+        """Inside, ``what`` of the parameters ``names`` is exchanged: so says the error of a rank that is lost there."""
+        return doing(self.number, lambda: f"the exchange of {what} of {_some(list(names))}")
 
     @property
     def open(self) -> bool:
@@ -201,7 +211,8 @@ class Turn:
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
         alone = self.method.alone(self.road.step)
         comms = self.road.last.exchange.beside(self.guard.comms) if alone else None
-        finite, somewhere = self.guard.agree(self._device, trouble is not None, comms)
+        with self._agreeing():
+            finite, somewhere = self.guard.agree(self._device, trouble is not None, comms)
         if somewhere:
             raise ThinwireError(trouble or "another rank cannot take this step: see its message")
         if not finite:
@@ -214,9 +225,13 @@ class Turn:
         self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
         self._open = self._step()
         self.engine.stepping()
-        self.method.before_step(self._open)  # which may step parameters in an optimizer's place
+        with self._agreeing():
+            self.method.before_step(self._open)  # which may step parameters in an optimizer's place
         self.engine.stepped()
         return True
+
+    def _agreeing(self) -> AbstractContextManager[None]:
+        return doing(self.number, lambda: "optimizer.step()")
 
     def _step(self) -> Step:
         return Step(self.road.step, self.optimizers, self.weights, self.clip_factor, self._agree)
@@ -232,7 +247,8 @@ class Turn:
 
     def _finish(self) -> None:
         assert self._open is not None
-        self.method.after_step(self._open)
+        with self._agreeing():
+            self.method.after_step(self._open)
         self._commit()
         self.road.step += 1
         self._end(skipped=False)
@@ -312,6 +328,10 @@ class Turn:
                 break
             frame = frame.f_back
         return False
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm import GroupComm
-from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.comm import GroupComm, is_of_the_network, network_words
+from thinwire.elastic import init_process_group
+from thinwire.errors import LostRank, ThinwireError, ThinwireWarning
 from thinwire.lab.counters import interface_bytes
 from thinwire.ledger import Ledger
 from thinwire.optim import AdamS
@@ -70,7 +71,7 @@ def joined(config: Config) -> Iterator[Ranks]:
     torch.set_num_threads(config.threads)
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
+        init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
         assert dist.group.WORLD is not None
         comm = GroupComm(dist.group.WORLD, Ledger(), device=device)
         # A rank with nothing to do would leave before the others have reached it.
@@ -80,10 +81,15 @@ def joined(config: Config) -> Iterator[Ranks]:
             f"rank {rank} could not reach the other {int(os.environ['WORLD_SIZE']) - 1} ranks at {where} within "
             f"{config.timeout:g} s ({type(error).__name__}): are all of them started, and is the address right?"
         ) from None
+    lost = False
     try:
         yield Ranks(comm, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
+    except (LostRank, RuntimeError):
+        lost = True  # without one of its ranks, taking a group down may wait as long as its collectives did
+        raise
     finally:
-        dist.destroy_process_group()
+        if not lost:
+            dist.destroy_process_group()
 
 
 def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
@@ -184,16 +190,16 @@ def train(config: Config) -> dict[str, Any]:
     """Train as one rank of the job; returns what summary.json holds. Collective.
 
     Raises:
-        ThinwireError: for input that cannot be used, or when another rank is gone.
+        ThinwireError: for input that cannot be used, or (LostRank, where one of ours has noticed) when another rank is
+            gone.
     """
     config.check()
     try:
         with joined(config) as ranks:
             return _train(config, ranks)
-    except (dist.DistError, RuntimeError) as error:
-        text = str(error)
-        if any(word in text.lower() for word in ("gloo", "nccl", "connection", "timed out")):
-            raise ThinwireError(f"lost another rank: {text.splitlines()[0][:200]}") from None
+    except RuntimeError as error:  # of a collective that is torch's own
+        if is_of_the_network(error):
+            raise ThinwireError(f"rank {os.environ['RANK']} lost another rank: {network_words(error)}") from None
         raise
 
 
