@@ -360,7 +360,8 @@ def _inherit_timeout(group: dist.ProcessGroup) -> None:
     if whole is None or limit is None or whole >= limit or limit not in _DEFAULTS:
         return
     for backend in _backends(group):
-        backend._set_default_timeout(whole)
+        if hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(whole)
 
 
 _DEFAULTS = [
