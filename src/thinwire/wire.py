@@ -259,7 +259,8 @@ class Wire:
         if scaler is not None and method.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
-            compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
+            gathered = {shard.dtype for shard in engine.layout().shards}
+            compile_kernels(self._road, run, self._device, gathered)  # which may refuse: nothing is hooked yet
         self._turn = Turn(
             engine, method, run.optimizers, run.weights, self._road, self._guard, self._stage.bound, ledger,
             scaled=scaler is not None,
