@@ -12,6 +12,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import ranks
 from thinwire import cli
 from thinwire.comm import GroupComm
 from thinwire.errors import ThinwireError, ThinwireWarning
@@ -33,7 +35,9 @@ from thinwire.train.config import Config, from_arguments
 from thinwire.train.data import Windows
 from thinwire.train.display import Display, cut
 from thinwire.train.folder import Folder, opened
+from thinwire.train.launch import free_port
 from thinwire.train.together import Together
+from thinwire.wire import Wire
 
 
 def on(world: int, body: Callable[[Together], Any]) -> list[Any]:
@@ -659,6 +663,43 @@ def test_a_metrics_file_that_cannot_be_written_ends_the_run_in_one_line(tmp_path
     with mock.patch.object(Display, "__enter__", full), pytest.raises(ThinwireError) as caught:
         one_rank("--steps", "4")
     assert str(caught.value) == f"cannot write {tmp_path}/run/metrics.jsonl: No space left on device"
+
+
+def _train(rank: int, world: int, port: int, words: list[str], dies_at: int) -> int:
+    dist.destroy_process_group()  # that of ranks.py: the program makes its own
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    accumulate = Wire.accumulate
+
+    def dies(self: Wire, *, last: bool = True) -> Any:
+        if self.step == dies_at and last:  # between two micro-batches
+            os.kill(os.getpid(), signal.SIGKILL)
+        return accumulate(self, last=last)
+
+    with mock.patch.object(Wire, "accumulate", dies), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        return cli.main(["train", *words])
+
+
+def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
+    words = [
+        "--preset", "tiny", "--layers", "1", "--width", "64", "--seq-len", "16", "--batch-size", "2", "--steps", "5",
+        "--accumulate", "2", "--corpus", str(text), "--eval-sequences", "0", "--checkpoint-every", "2",
+        "--method", "scape(smallest=1000, density=0.05, warmup=1)", "--optimizer", "adams", "--resume", "auto",
+    ]  # fmt: skip
+
+    def train(out: str, dies_at: int = -1) -> list[int]:
+        return ranks.run(
+            _train, 2, free_port(), [*words, "--out", f"{tmp_path}/{out}"], dies_at, LOCAL_WORLD_SIZE="2"
+        )
+
+    assert train("whole") == [0, 0]
+    with pytest.raises(AssertionError, match="returned nothing"):
+        train("killed", dies_at=3)
+    assert names(tmp_path / "killed") == ["latest", "step-000002"]
+    assert train("killed") == [0, 0]
+    whole, killed = (tmp_path / name / "checkpoints/step-000005" for name in ("whole", "killed"))
+    assert len(list(whole.glob("rank-*"))) == 2 and equal(whole, killed)
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
