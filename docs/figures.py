@@ -305,7 +305,9 @@ def differing() -> str:
         differences.FITS: "refused", differences.DATA: "refused without `--resume-anyway`", differences.EXACT: "warned",
     }  # fmt: skip
     lines = ["| difference | what it is | on resume |", "|---|---|---|"]
-    lines += [f"| `{name}` | {what} | {words[level]} |" for name, (level, what) in differences.TABLE.items()]
+    for name, (level, what) in differences.TABLE.items():
+        word = "refused without `--resize`" if name in differences.LAYOUT else words[level]
+        lines.append(f"| `{name}` | {what} | {word} |")
     return "\n".join(lines)
 
 
