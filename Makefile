@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 train: $(STAMP)
-	$(BIN)/thinwire train --out $(OUT)
+	$(BIN)/thinwire train --out $(OUT) --overwrite
 
 test: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)

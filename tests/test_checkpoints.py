@@ -12,6 +12,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import ranks
 from thinwire import cli
 from thinwire.comm import GroupComm
 from thinwire.errors import ThinwireError, ThinwireWarning
@@ -33,7 +35,9 @@ from thinwire.train.config import Config, from_arguments
 from thinwire.train.data import Windows
 from thinwire.train.display import Display, cut
 from thinwire.train.folder import Folder, opened
+from thinwire.train.launch import free_port
 from thinwire.train.together import Together
+from thinwire.wire import Wire
 
 
 def on(world: int, body: Callable[[Together], Any]) -> list[Any]:
@@ -187,19 +191,19 @@ class Stub:
 class Run:
     """One rank's model, and its checkpoints in ``path`` (of the ranks' folders where there are several)."""
 
-    def __init__(self, place: Folder, keep: int = 2, seed: int = 0) -> None:
+    def __init__(self, place: Folder, keep: int = 2, seed: int = 0, about: dict[str, Any] | None = None, **how) -> None:
         torch.manual_seed(seed)
         self.model: Any = nn.Linear(3, 2)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.model(torch.ones(1, 3)).sum().backward()
         self.optimizer.step()
         self.wire: Any = Stub(place.together.rank)
-        self.checkpoints = Checkpoints(place, keep)
+        self.checkpoints = Checkpoints(place, about or {"seed": 0}, keep=keep, **how)
 
     def save(self, *steps: int, good: bool = True) -> None:
         for step in steps:
             self.checkpoints.save(
-                step, model=self.model, optimizer=self.optimizer, wire=self.wire, about={"seed": 0}, good=good
+                step, 10 * step, model=self.model, optimizer=self.optimizer, wire=self.wire, good=good
             )
 
     def resume(self, how: str = "auto") -> int | None:
@@ -311,6 +315,46 @@ def test_what_no_host_has_is_named(tmp_path):
     lost.unlink()
     for error in run_on(hosts, lambda run: run.resume()):
         assert "step-000004 is not whole: rank-0001.safetensors is missing" in str(error)
+
+
+# --- other ranks than before ------------------------------------------------------------------------------------------
+
+
+def test_another_number_of_ranks_gets_the_weights_and_the_states_of_all_that_were(tmp_path):
+    def save(run: Run) -> list[float]:
+        rank = run.checkpoints.together.rank
+        run.wire.state = {f"rank-{rank:04d}-of-0002/residual/weight": torch.full((4,), rank + 1.0)}
+        run.save(4)
+        return run.model.weight.flatten().tolist()
+
+    def resume(run: Run) -> Any:
+        given: dict[str, Any] = {}
+        run.wire.load_state_dict = lambda state, **how: given.update(how, keys=sorted(state))
+        return run.resume(), run.model.weight.flatten().tolist(), given
+
+    two, three = ({"world_size": ranks, "seed": 0} for ranks in (2, 3))
+    weights = run_on([tmp_path] * 2, save, about=two)[0]
+    refused = run_on([tmp_path] * 3, resume, about=three, seed=1)
+    assert all("made by 2 ranks, this run has 3" in str(error) for error in refused)
+    given = {"resize": "flush", "keys": [f"rank-000{rank}-of-0002/residual/weight" for rank in range(2)]}
+    with mock.patch.object(checkpoint.warnings, "warn") as warn:
+        found = run_on([tmp_path] * 2 + [tmp_path / "new"], resume, about=three, seed=1, resize="flush")
+    assert found == [(4, weights, given)] * 3
+    assert "world_size 2 there and 3 here" in warn.call_args[0][0]
+    unmoved = run_on([tmp_path] * 2, resume, about=two, seed=1, resize="flush")
+    assert [keys for _, _, keys in unmoved] == [{"keys": [name]} for name in given["keys"]]
+
+
+def test_shards_are_put_side_by_side(tmp_path):
+    weight, step = torch.arange(12.0).view(4, 3), torch.tensor(7.0)
+    for rank, part in enumerate(weight.split([2, 1, 1, 0]) * 2):  # two copies of four shards
+        tensors = {"model/w": part, "optimizer/w/exp_avg": part + 1, "optimizer/w/step": step, "wire/x": step + 1}
+        checkpoint._write(tensors, tmp_path / checkpoint.rank_file(rank))
+    meta = {"files": {checkpoint.rank_file(rank): 0 for rank in range(8)}, "about": {"mesh": "4 x 2"}}
+    found = dict(checkpoint.whole(checkpoint.Checkpoint(tmp_path, meta)))
+    assert found.keys() == {"model/w", "optimizer/w/exp_avg", "optimizer/w/step"}
+    assert torch.equal(found["model/w"], weight) and torch.equal(found["optimizer/w/exp_avg"], weight + 1)
+    assert torch.equal(found["optimizer/w/step"], step)
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -492,8 +536,8 @@ def test_a_disk_that_is_full_is_told_by_all_and_older_checkpoints_stay(tmp_path,
 
 INDIFFERENT = {
     "preset", "seq_len", "corpus", "valid", "tokenizer", "shard_size", "out", "ranks", "ranks_per_node", "eval_every",
-    "eval_sequences", "checkpoints", "checkpoint_every", "keep", "resume", "resume_anyway", "overwrite", "max_skipped",
-    "timeout", "file_timeout",
+    "eval_sequences", "checkpoints", "checkpoint_every", "keep", "resume", "resume_anyway", "resize", "overwrite",
+    "max_skipped", "timeout", "file_timeout",
 }  # fmt: skip
 """What shows in something else that is compared (the model's shape, hashes of the text, the mesh), or nowhere."""
 
@@ -541,8 +585,12 @@ def test_other_data_need_a_word_and_other_rates_are_told():
         differences.compare(described(), described(layers=1), anyway=True)
     same = {"method": "topk(density=0.01 )"}, {"method": "topk( density=0.01)"}
     assert differences.compare(*(described(**written) for written in same)) == ""
-    with pytest.raises(ThinwireError, match="made by 2 ranks, this run has 4"):
-        differences.compare(described() | {"world_size": 2}, described())
+    fewer = described() | {"world_size": 2, "mesh": "1 x 2", "layers": 3}
+    with pytest.raises(ThinwireError, match=r"made by 2 ranks, this run has 4; .* with --resize"):
+        differences.compare(fewer, described())
+    with pytest.raises(ThinwireError, match=r"such a run: layers 3 there and 2 here$"):
+        differences.compare(fewer, described(), resize="flush")
+    assert "world_size 2 there" in differences.compare(fewer | {"layers": 2}, described(), resize="flush")
 
 
 # --- whole runs of one rank -------------------------------------------------------------------------------------------
@@ -621,6 +669,24 @@ def test_a_run_that_is_stopped_goes_on_exactly_and_its_folder_is_its_own(tmp_pat
     assert not [str(said.message) for said in recwarn if "not bit for bit" in str(said.message)]
 
 
+def test_a_run_goes_on_on_another_engine(tmp_path, one_rank):
+    """What the method keeps is the library's matter, and left out here."""
+    words = ["--method", "dense", "--resume", "auto", "--checkpoint-every", "2", "--keep", "9"]
+    with mock.patch.object(Config, "learning_rate", lambda self, step: 1e-3):
+        one_rank(*words, "--steps", "6", "--out", f"{tmp_path}/whole")
+    for steps, engine in (("2", "ddp"), ("4", "fsdp2"), ("6", "ddp")):
+        with mock.patch.object(Wire, "load_state_dict", lambda self, state, **how: None), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ThinwireWarning)
+            with mock.patch.object(Config, "learning_rate", lambda self, step: 1e-3):
+                one_rank(*words, "--steps", steps, "--engine", engine, "--resize", "reset")
+    for step in (2, 4, 6):
+        folders = [tmp_path / name / f"checkpoints/step-{step:06d}" for name in ("whole", "run")]
+        ours, theirs = (dict(checkpoint.whole(read_meta(folder))) for folder in folders)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0, msg=f"{step}: {name}")
+
+
 def test_a_run_that_diverges_ends_and_its_last_good_checkpoint_stays(tmp_path, one_rank):
     words = ["--steps", "12", "--checkpoint-every", "2", "--keep", "1", "--max-skipped", "4"]
     take = Windows.take
@@ -659,6 +725,43 @@ def test_a_metrics_file_that_cannot_be_written_ends_the_run_in_one_line(tmp_path
     with mock.patch.object(Display, "__enter__", full), pytest.raises(ThinwireError) as caught:
         one_rank("--steps", "4")
     assert str(caught.value) == f"cannot write {tmp_path}/run/metrics.jsonl: No space left on device"
+
+
+def _train(rank: int, world: int, port: int, words: list[str], dies_at: int) -> int:
+    dist.destroy_process_group()  # that of ranks.py: the program makes its own
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    accumulate = Wire.accumulate
+
+    def dies(self: Wire, *, last: bool = True) -> Any:
+        if self.step == dies_at and last:  # between two micro-batches
+            os.kill(os.getpid(), signal.SIGKILL)
+        return accumulate(self, last=last)
+
+    with mock.patch.object(Wire, "accumulate", dies), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        return cli.main(["train", *words])
+
+
+def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
+    words = [
+        "--preset", "tiny", "--layers", "1", "--width", "64", "--seq-len", "16", "--batch-size", "2", "--steps", "5",
+        "--accumulate", "2", "--corpus", str(text), "--eval-sequences", "0", "--checkpoint-every", "2",
+        "--method", "scape(smallest=1000, density=0.05, warmup=1)", "--optimizer", "adams", "--resume", "auto",
+    ]  # fmt: skip
+
+    def train(out: str, dies_at: int = -1) -> list[int]:
+        return ranks.run(
+            _train, 2, free_port(), [*words, "--out", f"{tmp_path}/{out}"], dies_at, LOCAL_WORLD_SIZE="2"
+        )
+
+    assert train("whole") == [0, 0]
+    with pytest.raises(AssertionError, match="returned nothing"):
+        train("killed", dies_at=3)
+    assert names(tmp_path / "killed") == ["latest", "step-000002"]
+    assert train("killed") == [0, 0]
+    whole, killed = (tmp_path / name / "checkpoints/step-000005" for name in ("whole", "killed"))
+    assert len(list(whole.glob("rank-*"))) == 2 and equal(whole, killed)
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -707,11 +810,11 @@ def test_inspect_shows_how_two_checkpoints_differ(tmp_path, capsys):
     def other(run: Run) -> None:
         run.model.weight.data[0, 0] += 0.5
         run.checkpoints.run = first
-        run.checkpoints.save(4, model=run.model, optimizer=run.optimizer, wire=run.wire, about={"seed": 1})
+        run.save(4)
 
     run_on([tmp_path / "a"], lambda run: run.save(4))
     first = checkpoint.of(tmp_path / "a").meta["run"]
-    run_on([tmp_path / "b"], other)
+    run_on([tmp_path / "b"], other, about={"seed": 1})
     assert inspected(capsys, tmp_path / "a", tmp_path / "a")[0] == 0
     status, shown = inspected(capsys, tmp_path / "a", tmp_path / "b")
     rows = [line.split() for line in shown.splitlines()]

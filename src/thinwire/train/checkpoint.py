@@ -14,11 +14,13 @@ kill at any moment leaves every visible checkpoint whole.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import uuid
 import warnings
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +30,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from thinwire.comm import local
 from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.plan import clean_name
+from thinwire.train import differences
 from thinwire.train import folder as files
 from thinwire.train.folder import Folder
 from thinwire.train.together import Elsewhere
@@ -57,8 +60,8 @@ class Checkpoint:
     """One that is there, by its meta.json.
 
     Attributes:
-        meta: format, run and save (what tells two runs, and two saves, apart), step, good, world_size, files {name:
-            bytes}, about (what the run is: :mod:`thinwire.train.differences`).
+        meta: format, run and save (what tells two runs, and two saves, apart), step, sequences, good, world_size,
+            files {name: bytes}, about (what the run is: :mod:`thinwire.train.differences`).
     """
 
     path: Path
@@ -180,11 +183,17 @@ class Seen:
 
 @dataclass
 class Resumed:
-    """A checkpoint to go on from, and what of it this rank takes: its own tensors, and those that all have alike."""
+    """A checkpoint to go on from, and what of it this rank takes: its own tensors, and those that all have alike.
+
+    Attributes:
+        resize: what becomes of what waits on the ranks of the checkpoint, where they are not those of this run; None:
+            they are. Then nothing is read before ``put_back``.
+    """
 
     checkpoint: Checkpoint
     own: dict[str, Tensor]
     common: dict[str, Tensor]
+    resize: str | None = None
 
     def put_back(self, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire) -> None:
         """Weights, moments and the method's state are as they were.
@@ -192,26 +201,73 @@ class Resumed:
         Raises:
             ThinwireError: they are not those of this model.
         """
-        path, tensors = self.checkpoint.path, self.common or self.own
-        named = _named(model)
-        moments: dict[str, list[str]] = {key: [] for key in named}
-        for name in tensors:
-            kind, _, key = name.partition("/")
-            owner = key.rpartition("/")[0] if kind == "optimizer" else key
-            if kind != "wire" and owner not in named:
-                raise ThinwireError(f"{path} holds {owner}, which this model has not")
-            if kind == "optimizer":
-                moments[owner].append(name)
+        path, named = self.checkpoint.path, _named(model)
+        missing = set(named)
         with torch.no_grad():
-            for key, parameter in named.items():
-                saved, mine = tensors.get(f"model/{key}"), local(parameter)
-                if saved is None or saved.shape != mine.shape:
-                    shape = None if saved is None else tuple(saved.shape)
-                    raise ThinwireError(f"{path}: {key} has shape {shape}, this model needs {tuple(mine.shape)}")
-                mine.copy_(saved)
-                for name in moments[key]:
-                    optimizer.state[parameter][name.rpartition("/")[2]] = _like(tensors[name], parameter)
-        wire.load_state_dict({n.removeprefix("wire/"): value for n, value in self.own.items() if n.startswith("wire/")})
+            for name, saved in whole(self.checkpoint) if self.resize else (self.common or self.own).items():
+                kind, _, key = name.partition("/")
+                if kind == "wire":
+                    continue
+                key, _, moment = key.rpartition("/") if kind == "optimizer" else (key, "", "")
+                if key not in named:
+                    raise ThinwireError(f"{path} holds {key}, which this model has not")
+                parameter = named[key]
+                if kind == "optimizer":
+                    optimizer.state[parameter][moment] = self._like(saved, parameter)
+                    continue
+                needed = parameter.shape if self.resize else local(parameter).shape
+                if saved.shape != needed:
+                    raise ThinwireError(
+                        f"{path}: {key} has shape {tuple(saved.shape)}, this model needs {tuple(needed)}"
+                    )
+                local(parameter).copy_(local(self._like(saved, parameter)))
+                missing.remove(key)
+        if missing:
+            raise ThinwireError(f"{path} holds no {min(missing)}, which this model has")
+        states = dict(self._states())
+        load: Any = wire.load_state_dict
+        load(states, resize=self.resize) if self.resize else load(states)
+
+    def _states(self) -> Iterator[tuple[str, Tensor]]:
+        """The method's state: this rank's, or of all ranks of the checkpoint where they are others."""
+        found = iter(self.own.items())
+        if self.resize:
+            paths = [self.checkpoint.path / rank_file(rank) for rank in range(self.checkpoint.meta["world_size"])]
+            found = itertools.chain.from_iterable(read_tensors(path, "wire/") for path in paths)
+        return ((name.removeprefix("wire/"), value) for name, value in found if name.startswith("wire/"))
+
+    def _like(self, saved: Tensor, parameter: nn.Parameter) -> Tensor:
+        """A weight or a moment as ``parameter`` is held; a scalar (AdamW's step count) stays on the CPU."""
+        if saved.dim() == 0:
+            return saved
+        saved = saved.to(parameter.device)
+        if not isinstance(parameter, DTensor):
+            return saved
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if self.resize:  # each rank has all of it, and keeps its part
+            return DTensor.from_local(saved, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
+                placements=placements
+            )
+        return DTensor.from_local(
+            saved, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+
+
+def whole(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Weights ("model/NAME") and moments ("optimizer/NAME/KIND"), one by one, whatever engine they were sharded by.
+
+    Shards of FSDP2 lie side by side along dim 0; of HSDP's copies the first is read.
+    """
+    files = [checkpoint.path / MODEL]
+    if MODEL not in checkpoint.meta["files"]:
+        share = int(checkpoint.meta["about"]["mesh"].split()[0])
+        files = [checkpoint.path / rank_file(rank) for rank in range(share)]
+    for begins in ("model/", "optimizer/"):
+        for parts in zip(*(read_tensors(path, begins) for path in files), strict=True):
+            (name, first), *rest = parts
+            if any(other != name for other, _ in rest):
+                raise Damaged(f"{checkpoint.path}: the ranks' files do not hold the same tensors")
+            yield name, torch.cat([first, *(part for _, part in rest)]) if rest and first.dim() else first
 
 
 class Checkpoints:
@@ -222,18 +278,23 @@ class Checkpoints:
         latest: the name of the newest good one that this run has written, or goes on from; "" while there is none.
     """
 
-    def __init__(self, folder: Folder, keep: int) -> None:
+    def __init__(
+        self, folder: Folder, about: dict[str, Any], *, keep: int, anyway: bool = False, resize: str | None = None
+    ) -> None:
+        """``about``: what the run is. ``anyway``, ``resize``: which differences are let pass when it goes on."""
         self.folder, self.together, self.keep = folder, folder.together, keep
+        self.about, self.anyway, self.resize = about, anyway, resize
         self.path = folder.path / "checkpoints"
         self.run = self.together.tell(uuid.uuid4().hex)[0]
         self.latest = ""
 
     def save(
-        self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire, about: dict[str, Any],
+        self, step: int, sequences: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire,
         good: bool = True,
     ) -> Path:  # fmt: skip
         """Write the checkpoint of ``step``, and remove those of this run that are not among the newest ``keep``.
 
+        ``sequences``: of the shuffled text that all ranks together have trained on.
         One that is not ``good`` (the run diverges) is marked so: it replaces no other, and ``latest`` does not name it.
 
         Raises:
@@ -252,8 +313,8 @@ class Checkpoints:
 
         def seal() -> None:
             meta = {
-                "format": FORMAT, "run": self.run, "save": save, "step": step, "good": good,
-                "world_size": together.size, "files": dict(sorted(sizes.items())), "about": about,
+                "format": FORMAT, "run": self.run, "save": save, "step": step, "sequences": sequences,
+                "good": good, "world_size": together.size, "files": dict(sorted(sizes.items())), "about": self.about,
             }  # fmt: skip
             _write_meta(partial, meta)
 
@@ -288,10 +349,11 @@ class Checkpoints:
     def find(self, resume: str) -> Resumed | None:
         """What ``--resume`` means: "auto", "latest" or a checkpoint's folder; its files are read. None: start afresh.
 
-        "auto" and "latest" take the newest that is whole where what ``latest`` names is not, and say so.
+        "auto" and "latest" take the newest that is whole where what ``latest`` names is not, and say so. What else is
+        another than in the checkpoint, and may be, is said too.
 
         Raises:
-            ThinwireError: there is no such checkpoint, or nothing that is there can be used.
+            ThinwireError: there is no such checkpoint, nothing that is there can be used, or it is not of such a run.
         """
         resumed = self._newest(resume) if resume in ("auto", "latest") else self._named(Path(resume))
         if resumed is not None:
@@ -300,6 +362,10 @@ class Checkpoints:
                 self.run, self.latest = resumed.checkpoint.meta["run"], path.name
             else:
                 self.folder.check_free()
+            differ = differences.compare(resumed.checkpoint.meta["about"], self.about, anyway=True, resize=self.resize)
+            if differ and self.together.rank == 0:
+                line = f"going on, but not bit for bit as the run would have: {differ}"
+                warnings.warn(line, ThinwireWarning, stacklevel=2)
         return resumed
 
     def _named(self, path: Path) -> Resumed:
@@ -362,18 +428,24 @@ class Checkpoints:
     def _read(self, seen: Seen, path: Path) -> Resumed:
         """This rank's part of a checkpoint, from ``path``, where what this folder lacks is brought from other ranks."""
         together, rank = self.together, self.together.rank
+        differences.compare(seen.meta["about"], self.about, anyway=self.anyway, resize=self.resize)
+        resize = self.resize if differences.moved(seen.meta["about"], self.about) else None
         lost = [file for file, holders in seen.holders.items() if not holders]
         if lost:
             raise Damaged(f"{path} is not whole: {lost[0]} is missing or has another size")
-        own = rank_file(rank if seen.meta["world_size"] == together.size else 0)
-        needed = [own, MODEL] if MODEL in seen.holders else [own]
-        path = self._fetch(seen, path, needed)
+        own, common = rank_file(rank), [MODEL] if MODEL in seen.holders else []
+        path = self._fetch(seen, path, list(seen.holders) if resize else [own, *common])
+        checkpoint = Checkpoint(path, seen.meta)
 
-        def read() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-            common = dict(read_tensors(path / MODEL)) if MODEL in needed else {}
-            return dict(read_tensors(path / own)), common
+        def read() -> Resumed:
+            if resize:
+                for file in seen.holders:
+                    deque(read_tensors(path / file), maxlen=0)  # for the checksums' sake
+                return Resumed(checkpoint, {}, {}, resize)
+            tensors = {file: dict(read_tensors(path / file)) for file in [own, *common]}
+            return Resumed(checkpoint, tensors[own], tensors.get(MODEL, {}))
 
-        return Resumed(Checkpoint(path, seen.meta), *together.do(read))
+        return together.do(read)
 
     def _fetch(self, seen: Seen, path: Path, needed: list[str]) -> Path:
         """Bring what the ranks of this folder need and it has not from ranks that have it. The folder that has it."""
@@ -459,16 +531,3 @@ def _tensors(
         for kind, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer/{key}/{kind}"] = local(value)
     return (own, tensors) if wire.engine.kind == "ddp" else (own | tensors, {})
-
-
-def _like(saved: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A moment as the optimizer holds it: sharded as its parameter; a scalar (AdamW's step count) stays on the CPU."""
-    if saved.dim() == 0:
-        return saved
-    saved = saved.to(parameter.device)
-    if not isinstance(parameter, DTensor):
-        return saved
-    return DTensor.from_local(
-        saved, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-        stride=parameter.stride(),
-    )  # fmt: skip

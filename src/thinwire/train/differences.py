@@ -67,6 +67,10 @@ TABLE: dict[str, tuple[str, str]] = {
 """For each entry of what a run is: what becomes of a difference, and what the entry says."""
 
 
+LAYOUT = ("engine", "mesh", "world_size", "two_level", "intra")
+"""How weights and the method's state lie on the ranks: with --resize these may be others."""
+
+
 def about(
     config: Config, shape: ModelConfig, *, tokens: tuple[str, str], world_size: int, per_node: int, device: str,
     dtype: str,
@@ -103,26 +107,35 @@ def between(saved: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     return [name for name in TABLE if saved.get(name) != ours.get(name)]
 
 
-def compare(saved: dict[str, Any], ours: dict[str, Any], *, anyway: bool = False) -> str:
+def moved(saved: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Do weights and state lie otherwise on the ranks than they did?"""
+    return bool({*LAYOUT} & {*between(saved, ours)})
+
+
+def compare(saved: dict[str, Any], ours: dict[str, Any], *, anyway: bool = False, resize: str | None = None) -> str:
     """A line about the differences with which the run goes on; "" if there are none.
 
     Raises:
-        ThinwireError: it cannot go on, or must not without ``anyway``; with both values of each difference.
+        ThinwireError: it cannot go on, or must not without ``anyway`` or ``resize``; with both values of each
+            difference.
     """
     differ = between(saved, ours)
-    if "world_size" in differ:
-        raise ThinwireError(
-            f"the checkpoint was made by {saved.get('world_size')} ranks, this run has {ours['world_size']}: "
-            "start as many"
-        )
 
     def told(*levels: str) -> str:
         return ", ".join(
             f"{name} {_shown(saved.get(name))} there and {_shown(ours.get(name))} here"
             for name in differ
-            if TABLE[name][0] in levels
+            if (EXACT if resize and name in LAYOUT else TABLE[name][0]) in levels
         )
 
+    if moved(saved, ours) and not resize:
+        what = told(FITS)
+        if "world_size" in differ:
+            what = f"made by {saved.get('world_size')} ranks, this run has {ours.get('world_size')}"
+        raise ThinwireError(
+            f"the checkpoint is not of such a run: {what}; make it one, or say with --resize what becomes of what its "
+            "ranks had yet to send"
+        )
     if told(FITS):
         raise ThinwireError(f"the checkpoint is not of such a run: {told(FITS)}")
     if told(DATA) and not anyway:

@@ -12,7 +12,6 @@ import resource
 import signal
 import statistics
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm import GroupComm, is_of_the_network, network_words
 from thinwire.elastic import init_process_group
-from thinwire.errors import LostRank, ThinwireError, ThinwireWarning
+from thinwire.errors import LostRank, ThinwireError
 from thinwire.lab.counters import interface_bytes
 from thinwire.ledger import Ledger
 from thinwire.optim import AdamS
@@ -221,19 +220,15 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
         config, shape, tokens=_same_text(together, train_windows, valid_windows), world_size=comm.size,
         per_node=ranks.per_node, device=device.type, dtype="bf16" if bf16 else "fp32",
     )  # fmt: skip
-    checkpoints = Checkpoints(folder, config.keep)
+    checkpoints = Checkpoints(
+        folder, about, keep=config.keep, anyway=config.resume_anyway, resize=config.resize
+    )  # fmt: skip
     resumed = checkpoints.find(config.resume) if config.resume else None
-    start = resumed.checkpoint.step if resumed else 0
-    if resumed:
-        differ = differences.compare(resumed.checkpoint.meta["about"], about, anyway=config.resume_anyway)
-        if start >= config.steps:
-            raise ThinwireError(
-                f"the checkpoint is at step {start}, the run ends at {config.steps}: nothing is left to do; "
-                "raise --steps"
-            )
-        if differ and together.rank == 0:
-            line = f"going on, but not bit for bit as the run would have: {differ}"
-            warnings.warn(line, ThinwireWarning, stacklevel=2)
+    start, sequences = (resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]) if resumed else (0, 0)
+    if start >= config.steps:
+        raise ThinwireError(
+            f"the checkpoint is at step {start}, the run ends at {config.steps}: nothing is left to do; raise --steps"
+        )
 
     def cast():
         return torch.autocast(device.type, torch.bfloat16, enabled=by_autocast)
@@ -302,8 +297,8 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
                 group["lr"] = config.learning_rate(step)
             loss = torch.zeros(1, device=device)
             for micro in range(config.accumulate):
-                place = ((step * config.accumulate + micro) * comm.size + comm.rank) * config.batch_size
-                inputs, targets = train_windows.take(place, config.batch_size)
+                inputs, targets = train_windows.take(sequences + comm.rank * config.batch_size, config.batch_size)
+                sequences += comm.size * config.batch_size
                 with wire.accumulate(last=micro == config.accumulate - 1):
                     with cast():
                         part = runner(inputs.to(device), targets.to(device)) / config.accumulate
@@ -325,7 +320,7 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
             losses.append(mean)
             streak = streak + 1 if any_skipped or not math.isfinite(mean) else 0
             display.step(
-                _row(wire, step + 1, mean, float(norm), optimizer, seconds, wall, tokens_per_step, skipped),
+                _row(wire, step + 1, mean, float(norm), optimizer, seconds, wall, sequences * config.sequence, skipped),
                 tokens_per_step / seconds,
             )
             if trouble:
@@ -337,7 +332,7 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
                 wire.ledger.now = type(wire.ledger.now)()
             due = config.checkpoint_every and (step + 1) % config.checkpoint_every == 0
             if config.checkpoints and (due or stopped or step + 1 == config.steps):
-                checkpoints.save(step + 1, **state, about=about, good=streak == 0)
+                checkpoints.save(step + 1, sequences, **state, good=streak == 0)
             if stopped and step + 1 < config.steps:
                 raise _stopped(step + 1, max(together.tell(signals.number)), config)
         stats = wire.stats()
@@ -395,7 +390,7 @@ def _same_text(together: Together, train: Windows, valid: Windows) -> tuple[str,
     return told[0][0], told[0][1]
 
 
-def _row(wire: Wire, step, loss, norm, optimizer, seconds, wall, tokens_per_step, skipped) -> dict[str, Any]:
+def _row(wire: Wire, step, loss, norm, optimizer, seconds, wall, tokens, skipped) -> dict[str, Any]:
     last = wire.last_step()
     row = {
         "step": step,
@@ -404,7 +399,7 @@ def _row(wire: Wire, step, loss, norm, optimizer, seconds, wall, tokens_per_step
         "grad_norm": norm,
         "step_ms": 1e3 * seconds,
         "wall_s": wall,
-        "tokens": step * tokens_per_step,
+        "tokens": tokens,
         "wire_bytes": last["wire_bytes_per_step"],
         **{kind: last[kind] for kind in ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")},
         "skipped": wire.skipped > skipped,
