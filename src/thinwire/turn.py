@@ -178,13 +178,30 @@ class Turn:
 
     # What the optimizers say.
 
-    def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """``optimizer`` is about to step. The first of a step agrees with all ranks on whether the step counts.
 
         Where each rank goes its own way (``Method.alone``) it agrees with those only that hold the same replica.
+
+        A closure makes the gradients: it runs here, before their check. Returns the arguments that ``step`` gets in
+        place of ``args`` and ``kwargs``, if it had one.
         """
-        if any(callable(value) for value in (*args[1:], *kwargs.values())):
-            raise ThinwireError("optimizer.step(closure) makes gradients after their check: call backward() first")
+        closure = next((value for value in (*args[1:], *kwargs.values()) if callable(value)), None)
+        if closure is None:
+            self._check(optimizer)
+            return None
+        with torch.enable_grad():
+            ran = _Ran(optimizer, closure())
+        self._check(optimizer)
+        return (
+            tuple(ran if value is closure else value for value in args),
+            {name: ran if value is closure else value for name, value in kwargs.items()},
+        )
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Does the step count? If not, ``optimizer`` finds no gradients."""
+        if not self._seen and self._open is None and _makes_state(optimizer):
+            return
         self._look_for_scaler()
         idle = not _has_gradients(optimizer) and not self.engine.accumulated()
         if self._settled and self._open is None and idle:
@@ -334,8 +351,30 @@ def _some(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
+class _Ran:
+    """A closure that has been run: an optimizer that asks for it is told its ``loss``, once."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+        self.name, self.losses = type(optimizer).__name__, [loss]
+
+    def __call__(self) -> Any:
+        if not self.losses:
+            raise ThinwireError(
+                f"{self.name} calls its closure several times in one step, each time with other weights: take an "
+                "optimizer that needs one gradient per step"
+            )
+        return self.losses.pop()
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Is it a first step of nothing? ``torch.distributed.checkpoint`` takes one, to have a state to load into."""
+    if optimizer.state or any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups):
+        return False
+    return _has_gradients(optimizer) and all_zero(parameter.grad for parameter in _parameters(optimizer))
 
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:

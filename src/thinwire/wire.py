@@ -62,7 +62,7 @@ def compress(
             replicated across dim 0 and sharded along dim 1 (HSDP); compiled or not.
         optimizer: any ``torch.optim.Optimizer``, or several, such as Muon for matrices and AdamW for the rest. Together
             they hold every parameter that requires a gradient. They make one step together: it counts, or is skipped,
-            for all of them.
+            for all of them. Wrappers and containers that hold them as ``optimizer`` or ``optimizers`` are opened.
         method: a method, or its name: ``"bf16"``, ``"int8(group=64)"``; see ``thinwire.methods.names()``.
         guard: skip a step on all ranks when any gradient on any rank is not finite (one flag of 4 bytes and one host
             sync per step). False: such a gradient goes to the optimizer as it is.
@@ -188,13 +188,27 @@ def _engine(
 
 
 def _optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    several = tuple(given) if isinstance(given, list | tuple) else (given,)
+    several = tuple(_unwrapped(given))
     for optimizer in several:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ThinwireError(f"an optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if len({id(optimizer) for optimizer in several}) < len(several) or not several:
         raise ThinwireError("pass each optimizer once, and one at least")
     return several
+
+
+def _unwrapped(given: Any) -> Iterator[Any]:
+    """Those that step, inside of what steps them: Accelerate's and Lightning's wrapper has one ``optimizer`` and never
+    calls the hooks of its own ``step``, torchtitan's container has several ``optimizers``.
+    """
+    inside = getattr(given, "optimizers", getattr(given, "optimizer", None))
+    if isinstance(given, list | tuple):
+        for one in given:
+            yield from _unwrapped(one)
+    elif inside is None:
+        yield given
+    else:
+        yield from _unwrapped(inside)
 
 
 def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
