@@ -388,7 +388,7 @@ SLEEPING = """
 import sys
 from thinwire.train.launch import start_ranks
 sys.executable = sys.argv[1]
-start_ranks([], 2, 2)
+sys.exit(start_ranks([], 2, 2))
 """
 
 
