@@ -17,15 +17,18 @@ from unittest import mock
 from patience import PATIENCE
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["warm"])
+_servers: dict[str, forkserver.ForkServer] = {}
 
 
-def _start_fork_server() -> None:
+def _fork_server(warm: str) -> forkserver.ForkServer:
     """By hand: it finds ``warm`` along PYTHONPATH only, and must not have more than one thread."""
     here = os.path.dirname(__file__)
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    server = _servers.setdefault(warm, forkserver.ForkServer())
+    server.set_forkserver_preload([warm])
     with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1"):
-        forkserver.ensure_running()
+        server.ensure_running()
+    return server
 
 
 def _end_with_pytest() -> None:
@@ -69,14 +72,16 @@ def _collect(ranks: list[Any], results: Any, seconds: float, name: str) -> list[
     return [found[rank] for rank in range(len(ranks))]
 
 
-def run(function: Callable, world: int, *args: Any, seconds: float = 300, **environment: str) -> list[Any]:
+def run(
+    function: Callable, world: int, *args: Any, seconds: float = 300, warm: str = "warm", **environment: str
+) -> list[Any]:
     """``[function(rank, world, *args) for rank in range(world)]``, each in its own process.
 
     ``function`` lives at a module's top level; what it returns is pickled (no tensors that share memory: ``.tolist()``,
     numpy, or ``.clone()``d tensors are converted by the caller). Raises with the first rank's traceback, and when no
-    rank has finished for ``seconds`` times THINWIRE_PATIENCE.
+    rank has finished for ``seconds`` times THINWIRE_PATIENCE. ``warm``: the module that ranks are born with.
     """
-    _start_fork_server()
+    server = _fork_server(warm)
     results = _context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -84,8 +89,9 @@ def run(function: Callable, world: int, *args: Any, seconds: float = 300, **envi
             _context.Process(target=_rank, args=(rank, world, store, function, args, environment, results), daemon=True)
             for rank in range(world)
         ]
-        for process in ranks:
-            process.start()
+        with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+            for process in ranks:
+                process.start()
         try:
             found = _collect(ranks, results, seconds * PATIENCE, function.__name__)
             for process in ranks:

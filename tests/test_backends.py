@@ -24,7 +24,7 @@ def test_bytes_are_those_of_the_backend_that_carries_the_device():
 def _bound(rank, world):
     split = []
     dist.distributed_c10d._get_split_source = split.append
-    dist.group.WORLD.bound_device_id = torch.device("cpu:0")
+    dist.group.WORLD.bound_device_id = torch.device("cuda:0")
     dist.new_group([0])
     before = len(split)
     comm = GroupComm(dist.group.WORLD, Ledger()).twin()
@@ -32,4 +32,4 @@ def _bound(rank, world):
 
 
 def test_a_group_of_some_ranks_is_not_split_off_all_ranks():
-    assert ranks.run(_bound, 1) == [(1, 1, 1, "cpu:0")]
+    assert ranks.run(_bound, 1) == [(1, 1, 1, "cuda:0")]

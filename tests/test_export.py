@@ -29,7 +29,7 @@ def decoder(family: str) -> Decoder:
 def test_transformers_gives_the_same_logits_and_tokens(family, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     model = decoder(family)
-    tokenizer = Tokenizer("bytes", "", tmp_path)
+    tokenizer = Tokenizer("bytes", (), tmp_path)
     export(model.shape, dict(model.named_parameters()), tokenizer.as_hub(), tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     text = "Grüße, 17 Ω"
@@ -40,7 +40,7 @@ def test_transformers_gives_the_same_logits_and_tokens(family, tmp_path):
 
 
 def test_a_folder_that_holds_a_model_and_a_shape_without_counterpart_are_refused(tmp_path):
-    model, hub = decoder("gpt"), Tokenizer("bytes", "", tmp_path).as_hub()
+    model, hub = decoder("gpt"), Tokenizer("bytes", (), tmp_path).as_hub()
     export(model.shape, dict(model.named_parameters()), hub, tmp_path / "hf")
     with pytest.raises(ThinwireError, match="holds a model already"):
         export(model.shape, dict(model.named_parameters()), hub, tmp_path / "hf")

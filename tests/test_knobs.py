@@ -95,6 +95,32 @@ def test_defaults_presets_and_what_they_print_are_accepted():
             assert not {knob.name for knob in cls.knobs()} & set(cls.ABSENT)
 
 
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("scape:density:0.1", "scape(density=0.1)"),
+        ("int8:group:64:error_feedback:True", "int8(group=64, error_feedback=True)"),
+        ("topk:feedback:update:dense:*bias", "topk(feedback='update', dense='*bias')"),
+        ("radius:paper:density:0.4", "radius:paper(density=0.4)"),
+        (" int8 : group : 64 (smallest=3)", "int8(group=64, smallest=3)"),
+    ],
+)  # fmt: skip
+def test_a_name_without_equals_signs_and_brackets_means_the_same(text, same):
+    assert methods.resolve(text) == methods.resolve(same)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("int8:group", "a knob has a value behind it, int8:group:VALUE"), ("int8:", "int8 has no preset ''"),
+        ("int8:group:64:group:32", "cannot read"), ("int8:group:64(group=64)", "cannot read"),
+        ("int8:group:many", "int8: group is a whole number, got 'many'"), ("int8:a:b", "int8 has no knob 'a'"),
+    ],
+)  # fmt: skip
+def test_a_name_without_equals_signs_that_cannot_be_read_says_why(text, words):
+    refused(lambda: methods.resolve(text), words)
+
+
 # values that a knob cannot take
 
 JUNK = {

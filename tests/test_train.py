@@ -25,7 +25,7 @@ from thinwire import cli
 from thinwire.errors import ThinwireError
 from thinwire.train import loop
 from thinwire.train.config import Config, from_arguments, from_yaml
-from thinwire.train.data import Tokenizer, Windows, read_corpus, split
+from thinwire.train.data import Tokenizer, Windows, read_corpus, spans, split
 from thinwire.train.launch import free_port
 from thinwire.train.models import PRESETS, Decoder, ModelConfig, parameter_count
 
@@ -126,16 +126,16 @@ def test_the_standard_library_is_a_corpus():
 
 def test_tokenizers(tmp_path):
     text = "the cat sat on the mat. " * 200 + "ÄÖ 语"
-    tokenizer = Tokenizer("bytes", text, tmp_path)
+    tokenizer = Tokenizer("bytes", (), tmp_path)
     assert bytes(tokenizer.encode(text).tolist()).decode() == text
-    bpe = Tokenizer("bpe:300", text, tmp_path)
+    bpe = Tokenizer("bpe:300", spans([text]), tmp_path)
     assert 256 < bpe.vocabulary <= 300
     assert len(bpe.encode(text)) < len(text) / 2
-    other = Tokenizer("bpe:300", "", tmp_path, trains=False)
+    other = Tokenizer("bpe:300", (), tmp_path, trains=False)
     assert torch.equal(other.encode(text), bpe.encode(text))
     for name in ("bpe:", "bpe:10", "words", "hub:"):
         with pytest.raises(ThinwireError):
-            Tokenizer(name, text, tmp_path)
+            Tokenizer(name, spans([text]), tmp_path)
 
 
 def test_yaml_command_line_and_object_are_the_same(tmp_path):

@@ -18,6 +18,9 @@ COMMANDS = {
     "inspect": ("thinwire.train.inspect:main", "show what a checkpoint holds and whether it is whole, or compare two"),
     "compare": ("thinwire.lab.cli:compare_main", "train with several methods on one emulated network: table, pictures"),
     "lab": ("thinwire.lab.cli:lab_main", "run any torchrun-style command on an emulated cluster"),
+    "tokenize": ("thinwire.train.tokens:main", "tokenize text once, for `thinwire train --corpus FOLDER`"),
+    "sample": ("thinwire.train.trained:sample_main", "print text that a trained model goes on with"),
+    "export": ("thinwire.train.trained:export_main", "write a trained model as a Hugging Face folder"),
     "methods": ("thinwire.methods:main", "list the methods and their knobs"),
 }
 

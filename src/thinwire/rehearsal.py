@@ -29,7 +29,7 @@ from thinwire.ledger import Ledger
 from thinwire.ledger import Step as Account
 from thinwire.memory import Memory
 from thinwire.methods.base import Method, Parameter, Run, Step
-from thinwire.ops.backends import launches
+from thinwire.ops.backends import every_variant, launches
 from thinwire.road import Road, Stage
 from thinwire.state import State
 from thinwire.weights import Replica
@@ -95,17 +95,20 @@ def rehearse(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = ()) 
         return average.result(sizes, Memory(watch.live, peak))
 
 
-def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
-    """Play the steady state on ``device`` with the smallest parameter that the method compresses, and zeros.
+def compile_kernels(road: Road, run: Run, device: torch.device, gathered: Collection[torch.dtype] = ()) -> None:
+    """Play the steady state on ``device``, with zeros for the smallest parameters that are compressed and that are not.
 
     So no rank compiles in the first steps, while the others wait. Costs nothing where nothing is compressed.
+    ``gathered``: the dtypes of the weights of a sharded engine.
     """
     method = road.last.method
     sent = [parameter for parameter in run.parameters.values() if method.keep_dense(parameter) is None]
     if method.native or not sent:
         return
-    smallest = min(sent, key=lambda parameter: (parameter.local, parameter.name))
-    only = replace(run, parameters={smallest.name: smallest}, weights={smallest.name: run.weights[smallest.name]})
+    dense = [parameter for parameter in run.parameters.values() if method.keep_dense(parameter) is not None]
+    least = [min(of, key=lambda parameter: (parameter.local, parameter.name)) for of in (sent, dense) if of]
+    names = [parameter.name for parameter in least]
+    only = replace(run, parameters=dict(zip(names, least, strict=True)), weights={n: run.weights[n] for n in names})
     # Groups of one rank: others would have to choose masks and scales that fit.
     ledger = Ledger()
 
@@ -115,17 +118,20 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
         return one
 
     alone = Road([replace(stage, exchange=stage.exchange.on(lone)) for stage in road.stages])
-    shard = Shard((Piece(smallest.name, 0, smallest.local),), (), smallest.local, torch.float32)
-    layout = replace(
-        apart(only.parameters.values(), alone, torch.float32), shards=[shard], comm=CountingComm(0, 1, [0], ledger)
-    )
+    own = (Piece(names[0], 0, least[0].local),)
+    shards = [Shard(own, (), least[0].local, dtype) for dtype in gathered]
+    layout = replace(apart(least, alone, torch.float32), shards=shards, comm=CountingComm(0, 1, [0], ledger))
     play = _Play(layout, alone, only, ledger, None, None, device)
-    with torch.no_grad():
-        play.open()
-        for number in _steps(play.method):
-            play.gather(number)
-            play.exchange(number)
-            play.step(number)
+    token = every_variant.set(True)
+    try:
+        with torch.no_grad():
+            play.open()
+            for number in _steps(play.method):
+                play.gather(number)
+                play.exchange(number)
+                play.step(number)
+    finally:
+        every_variant.reset(token)
 
 
 def apart(parameters: Iterable[Parameter], road: Road, dtype: torch.dtype | None) -> Layout:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.bound import Bound
-from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.errors import ThinwireError, ThinwireWarning, doing
 from thinwire.guard import Guard
 from thinwire.integrations.base import Engine, all_zero
 from thinwire.ledger import Ledger
@@ -106,6 +107,15 @@ class Turn:
         self._seen.update(dict.fromkeys(names))
 
     @property
+    def number(self) -> int:
+        """Of the optimizer step under way, from 1; skipped ones count."""
+        return self.road.step + self.skipped + 1
+
+    def exchanging(self, what: str, names: Iterable[str]) -> AbstractContextManager[None]:
+        """Inside, ``what`` of the parameters ``names`` is exchanged: so says the error of a rank that is lost there."""
+        return doing(self.number, lambda: f"the exchange of {what} of {_some(list(names))}")
+
+    @property
     def open(self) -> bool:
         """Have some optimizers stepped, and others not yet?"""
         return self._open is not None
@@ -168,13 +178,30 @@ class Turn:
 
     # What the optimizers say.
 
-    def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """``optimizer`` is about to step. The first of a step agrees with all ranks on whether the step counts.
 
         Where each rank goes its own way (``Method.alone``) it agrees with those only that hold the same replica.
+
+        A closure makes the gradients: it runs here, before their check. Returns the arguments that ``step`` gets in
+        place of ``args`` and ``kwargs``, if it had one.
         """
-        if any(callable(value) for value in (*args[1:], *kwargs.values())):
-            raise ThinwireError("optimizer.step(closure) makes gradients after their check: call backward() first")
+        closure = next((value for value in (*args[1:], *kwargs.values()) if callable(value)), None)
+        if closure is None:
+            self._check(optimizer)
+            return None
+        with torch.enable_grad():
+            ran = _Ran(optimizer, closure())
+        self._check(optimizer)
+        return (
+            tuple(ran if value is closure else value for value in args),
+            {name: ran if value is closure else value for name, value in kwargs.items()},
+        )
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Does the step count? If not, ``optimizer`` finds no gradients."""
+        if not self._seen and self._open is None and _makes_state(optimizer):
+            return
         self._look_for_scaler()
         idle = not _has_gradients(optimizer) and not self.engine.accumulated()
         if self._settled and self._open is None and idle:
@@ -201,7 +228,8 @@ class Turn:
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
         alone = self.method.alone(self.road.step)
         comms = self.road.last.exchange.beside(self.guard.comms) if alone else None
-        finite, somewhere = self.guard.agree(self._device, trouble is not None, comms)
+        with self._agreeing():
+            finite, somewhere = self.guard.agree(self._device, trouble is not None, comms)
         if somewhere:
             raise ThinwireError(trouble or "another rank cannot take this step: see its message")
         if not finite:
@@ -214,9 +242,13 @@ class Turn:
         self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
         self._open = self._step()
         self.engine.stepping()
-        self.method.before_step(self._open)  # which may step parameters in an optimizer's place
+        with self._agreeing():
+            self.method.before_step(self._open)  # which may step parameters in an optimizer's place
         self.engine.stepped()
         return True
+
+    def _agreeing(self) -> AbstractContextManager[None]:
+        return doing(self.number, lambda: "optimizer.step()")
 
     def _step(self) -> Step:
         return Step(self.road.step, self.optimizers, self.weights, self.clip_factor, self._agree)
@@ -232,7 +264,8 @@ class Turn:
 
     def _finish(self) -> None:
         assert self._open is not None
-        self.method.after_step(self._open)
+        with self._agreeing():
+            self.method.after_step(self._open)
         self._commit()
         self.road.step += 1
         self._end(skipped=False)
@@ -314,8 +347,34 @@ class Turn:
         return False
 
 
+def _some(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+class _Ran:
+    """A closure that has been run: an optimizer that asks for it is told its ``loss``, once."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+        self.name, self.losses = type(optimizer).__name__, [loss]
+
+    def __call__(self) -> Any:
+        if not self.losses:
+            raise ThinwireError(
+                f"{self.name} calls its closure several times in one step, each time with other weights: take an "
+                "optimizer that needs one gradient per step"
+            )
+        return self.losses.pop()
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Is it a first step of nothing? ``torch.distributed.checkpoint`` takes one, to have a state to load into."""
+    if optimizer.state or any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups):
+        return False
+    return _has_gradients(optimizer) and all_zero(parameter.grad for parameter in _parameters(optimizer))
 
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.hooks import RemovableHandle
 
+from thinwire.agreement import Agreement, in_words, model_facts, optimizer_facts, version
 from thinwire.bound import Bound
 from thinwire.comm import Comm, GroupComm, local
 from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.guard import Guard
-from thinwire.integrations.base import Engine
+from thinwire.integrations.base import Engine, Meet
 from thinwire.integrations.ddp import DDP
 from thinwire.integrations.fsdp2 import FSDP2
 from thinwire.ledger import Ledger
@@ -50,14 +53,16 @@ def compress(
 ) -> Wire:
     """Exchange ``model``'s gradients with ``method`` from now on.
 
-    Collective: all ranks call it, with the same arguments, before the first step.
+    Collective: all ranks call it, with the same arguments, before the first step. They compare what must be the same
+    (method and settings, seed, the model's parameters, the optimizers' settings, versions), and where one differs or
+    fails all raise. What is changed later, such as a learning rate, is not compared.
 
     Args:
         model: a ``DistributedDataParallel``; or a model after ``fully_shard`` on a 1-D mesh (FSDP2) or on a 2-D mesh,
             replicated across dim 0 and sharded along dim 1 (HSDP); compiled or not.
         optimizer: any ``torch.optim.Optimizer``, or several, such as Muon for matrices and AdamW for the rest. Together
             they hold every parameter that requires a gradient. They make one step together: it counts, or is skipped,
-            for all of them.
+            for all of them. Wrappers and containers that hold them as ``optimizer`` or ``optimizers`` are opened.
         method: a method, or its name: ``"bf16"``, ``"int8(group=64)"``; see ``thinwire.methods.names()``.
         guard: skip a step on all ranks when any gradient on any rank is not finite (one flag of 4 bytes and one host
             sync per step). False: such a gradient goes to the optimizer as it is.
@@ -81,34 +86,46 @@ def compress(
             no bound.
 
     Raises:
-        ThinwireError: for everything that cannot be carried, by name, with the alternative.
+        ThinwireError: for everything that cannot be carried, by name, with the alternative; for ranks that do not
+            agree, with the rank and what differs.
+        LostRank: another rank does not come within the timeout of the process group.
     """
-    method = resolve(method)
-    if hasattr(method, "state"):
-        raise ThinwireError(f"this {method.name} object already serves another model: make one per compress()")
-    optimizers = _optimizers(optimizer)
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ThinwireError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-    ledger = Ledger()
-    engine = _engine(model, method, ledger, two_level)
-    parameters = {parameter.name: parameter for parameter in engine.parameters.values()}
-    try:
+    kind, wrapped = _kind(model)
+    comms = [GroupComm(group, Ledger()) for group in kind.process_groups(wrapped)]
+    with Agreement(comms, None if stages is None else GroupComm(stages, Ledger())) as agreement:
+        method = resolve(method)
+        if hasattr(method, "state"):
+            raise ThinwireError(f"this {method.name} object already serves another model: make one per compress()")
+        optimizers = _optimizers(optimizer)
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise ThinwireError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+        scaled = scaler is not None and scaler.is_enabled()
+        shared = {"guard": guard, "steps": steps, "thinwire": version(), "torch": torch.__version__}
+        inside = None if intra is None else resolve(intra)
+        settings = {
+            "engine": kind.__name__, "method": method, "seed": seed, "bound": bound, "two_level": two_level,
+            "intra": inside, "scaler": scaled, **shared,
+        }  # fmt: skip
+        if method.two_level if two_level is None else two_level:
+            settings["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE")
+        facts = in_words(settings) | model_facts(wrapped) | optimizer_facts(optimizers, wrapped) | kind.facts(wrapped)
+        ledger = Ledger()
+        engine = _engine(kind, wrapped, method, ledger, two_level, lambda: agreement.compare(facts, in_words(shared)))
+        agreement.undo = engine.close
+        parameters = {parameter.name: parameter for parameter in engine.parameters.values()}
         inner = _intra(engine, method, intra)
         if steps is not None and steps < 1:
             raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {steps}")
-        weights, scaled = _weights(engine, optimizers), scaler is not None and scaler.is_enabled()
         run = Run(
-            parameters, engine.hops[-1], steps, seed, optimizers, weights, engine.rank, scaled, len(engine.hops),
-            engine.chunk,
+            parameters, engine.hops[-1], steps, seed, optimizers, _weights(engine, optimizers), engine.rank, scaled,
+            len(engine.hops), engine.chunk,
         )  # fmt: skip
         method.begin(run)
         if inner is not None:
             inner.begin(replace(run, exchange=engine.hops[0], hop=1))
         others = None if stages is None else GroupComm(stages, ledger, device=next(model.parameters()).device)
         wire = Wire(engine, run, method, ledger, guard, inner, others, scaler if scaled else None, bound)
-    except ThinwireError:
-        engine.close()
-        raise
+    wire.attach()
     warning = None
     with suppress(ThinwireError, NotImplementedError, RuntimeError):  # what it refuses, all ranks refuse in a step
         warning = wire.plan.warning if engine.rank == 0 else None
@@ -130,23 +147,28 @@ def _intra(engine: Engine, method: Method, intra: Method | str | None) -> Method
     return None if len(engine.hops) == 1 else found
 
 
-def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool | None) -> Engine:
+def _kind(model: nn.Module) -> tuple[type[DDP] | type[FSDP2], Any]:
+    """The engine that ``model`` is wrapped in, and the model as it wraps it."""
     if not isinstance(model, nn.Module):
         raise ThinwireError(f"the model must be a torch module, got {type(model).__name__}")
     if not torch.distributed.is_initialized():
         raise ThinwireError("torch.distributed is not initialized: start under torchrun and call init_process_group()")
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):
-        kind: type[DDP] | type[FSDP2] = DDP
-    elif any(isinstance(module, FSDPModule) for module in model.modules()):
-        kind = FSDP2
-    elif any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        return DDP, model
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return FSDP2, model
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ThinwireError("FSDP1 (FullyShardedDataParallel) is not carried: use fully_shard (FSDP2)")
-    else:
-        raise ThinwireError(
-            f"{type(model).__name__} is not wrapped for data parallelism: pass DistributedDataParallel(model), "
-            "or call fully_shard(model) first"
-        )
+    raise ThinwireError(
+        f"{type(model).__name__} is not wrapped for data parallelism: pass DistributedDataParallel(model), "
+        "or call fully_shard(model) first"
+    )
+
+
+def _engine(
+    kind: type[DDP] | type[FSDP2], model: Any, method: Method, ledger: Ledger, two_level: bool | None, meet: Meet
+) -> Engine:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ThinwireError("no parameter of the model requires a gradient")
     for name, parameter in model.named_parameters():
@@ -155,7 +177,7 @@ def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool | 
                 f"{name} is {parameter.dtype}: {method.name} carries float32 and bfloat16 gradients; "
                 "convert the model, or use method 'dense'"
             )
-    engine = kind(cast(Any, model), method, ledger, two_level=two_level)
+    engine = kind(model, method, ledger, two_level=two_level, meet=meet)
     if engine.kind not in method.engines:
         engine.close()
         why = f": {method.ELSEWHERE}" if method.ELSEWHERE else ""
@@ -166,13 +188,27 @@ def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool | 
 
 
 def _optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    several = tuple(given) if isinstance(given, list | tuple) else (given,)
+    several = tuple(_unwrapped(given))
     for optimizer in several:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ThinwireError(f"an optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if len({id(optimizer) for optimizer in several}) < len(several) or not several:
         raise ThinwireError("pass each optimizer once, and one at least")
     return several
+
+
+def _unwrapped(given: Any) -> Iterator[Any]:
+    """Those that step, inside of what steps them: Accelerate's and Lightning's wrapper has one ``optimizer`` and never
+    calls the hooks of its own ``step``, torchtitan's container has several ``optimizers``.
+    """
+    inside = getattr(given, "optimizers", getattr(given, "optimizer", None))
+    if isinstance(given, list | tuple):
+        for one in given:
+            yield from _unwrapped(one)
+    elif inside is None:
+        yield given
+    else:
+        yield from _unwrapped(inside)
 
 
 def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -237,20 +273,20 @@ class Wire:
         if scaler is not None and method.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
-            compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
+            gathered = {shard.dtype for shard in engine.layout().shards}
+            compile_kernels(self._road, run, self._device, gathered)  # which may refuse: nothing is hooked yet
         self._turn = Turn(
             engine, method, run.optimizers, run.weights, self._road, self._guard, self._stage.bound, ledger,
             scaled=scaler is not None,
         )  # fmt: skip
-        self._hooks = [
-            hook
-            for optimizer in run.optimizers
-            for hook in (
-                optimizer.register_step_pre_hook(self._turn.before),
-                optimizer.register_step_post_hook(self._turn.after),
-            )
-        ]
-        engine.attach(self._turn, self._road)
+        self._hooks: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Begin: ``compress()`` calls this once all ranks have come so far."""
+        for optimizer in self._turn.optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._turn.before))
+            self._hooks.append(optimizer.register_step_post_hook(self._turn.after))
+        self.engine.attach(self._turn, self._road)
 
     @property
     def step(self) -> int:

@@ -28,6 +28,9 @@ def names() -> list[str]:
 def resolve(method: Method | str) -> Method:
     """A method from its name: ``"int8"``, ``"int8(group=64, error_feedback=True)"``, ``"radius:paper(density=0.4)"``.
 
+    ``"int8:group:64:error_feedback:True"`` and ``"radius:paper:density:0.4"`` say the same to programs whose own
+    parser takes ``=`` or brackets for itself.
+
     Raises:
         ThinwireError: the name or a knob is unknown, or a knob's value is not one.
     """
@@ -36,24 +39,33 @@ def resolve(method: Method | str) -> Method:
     if not isinstance(method, str):
         raise ThinwireError(f"a method is a thinwire method or its name, got {type(method).__name__}")
     name, _, knobs = method.strip().partition("(")
-    name, _, preset = name.partition(":")
+    name, *colons = name.split(":")
     by_name = {cls.name: cls for cls in TABLE}
     cls = by_name.get(name.strip().lower().replace("_", "-"))
     if cls is None:
         raise ThinwireError(f"unknown method '{name.strip()}'; there are: {', '.join(by_name)}")
+    preset = colons.pop(0).strip() if len(colons) % 2 else None
+    pairs = list(zip(map(str.strip, colons[::2]), map(_value, colons[1::2]), strict=True))
     try:
         call = ast.parse(f"f({knobs}" if knobs or "(" in method else "f()", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError
-        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        pairs += [(str(keyword.arg), ast.literal_eval(keyword.value)) for keyword in call.keywords]
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            raise ValueError
     except (SyntaxError, ValueError):
-        raise ThinwireError(f"cannot read '{method}'; write {cls.name}(knob=value, ...)") from None
-    if preset:
-        if preset.strip() not in cls.PRESETS:
-            known_presets = ", ".join(f"{cls.name}:{known}" for known in cls.PRESETS) or "none"
-            raise ThinwireError(f"{cls.name} has no preset '{preset.strip()}'; there are: {known_presets}")
-        values = {**cls.PRESETS[preset.strip()], **values}
+        raise ThinwireError(
+            f"cannot read '{method}'; write {cls.name}(knob=value, ...) or {cls.name}:knob:value:..."
+        ) from None
     known = [knob.name for knob in cls.knobs()]
+    if preset is not None:
+        if preset in known:
+            raise ThinwireError(f"cannot read '{method}': a knob has a value behind it, {cls.name}:{preset}:VALUE")
+        if preset not in cls.PRESETS:
+            known_presets = ", ".join(f"{cls.name}:{known}" for known in cls.PRESETS) or "none"
+            raise ThinwireError(f"{cls.name} has no preset '{preset}'; there are: {known_presets}")
+        values = {**cls.PRESETS[preset], **values}
     for knob in values:
         if knob not in known:
             raise cls.no_knob(knob)
@@ -61,6 +73,14 @@ def resolve(method: Method | str) -> Method:
         return cls(**values)
     except TypeError as error:
         raise ThinwireError(f"{cls.name}: {error}") from None
+
+
+def _value(text: str) -> Any:
+    """A knob's value as a command line has it: strings need no quotes."""
+    try:
+        return ast.literal_eval(text.strip())
+    except (SyntaxError, ValueError):
+        return text.strip()
 
 
 class Listed(NamedTuple):

@@ -6,7 +6,7 @@ import functools
 import importlib
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import ModuleType
 
@@ -31,6 +31,12 @@ def _load(family: str, module: str, needs: str) -> ModuleType:
 launches: ContextVar[Counter[str] | None] = ContextVar("launches", default=None)
 """Where operations on tensors without storage are counted, by family and name, if anybody wants to know."""
 
+every_variant: ContextVar[bool] = ContextVar("every_variant", default=False)
+"""Compile what a launch would need on other memory, too: on a GPU, before the first step."""
+
+host_code: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("host_code", default=None)
+"""By family, what runs on tensors without storage in place of nothing at all: see ``thinwire.ops.dry``."""
+
 
 class _Nothing(ModuleType):
     """What runs on tensors without storage: every operation writes to tensors that are handed in."""
@@ -49,7 +55,7 @@ def backend(family: str) -> Callable[[Tensor], ModuleType]:
 
     def choose(tensor: Tensor) -> ModuleType:
         if tensor.is_meta:
-            return nothing
+            return (host_code.get() or {}).get(family, nothing)
         if tensor.device.type == "cpu":
             return _load(family, "cpu", "numba")
         if tensor.device.type == "cuda":

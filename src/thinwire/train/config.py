@@ -7,7 +7,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import tyro
 import yaml
@@ -15,6 +15,8 @@ import yaml
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
 from thinwire.train.models import PRESETS, ModelConfig
+
+T = TypeVar("T")
 
 COUNTS = (
     "steps", "batch_size", "accumulate", "threads", "keep", "ranks", "ranks_per_node", "shard_size", "seq_len",
@@ -65,11 +67,12 @@ class Config:
     """HSDP: ranks that share one copy of the weights. Default: the ranks of a node."""
 
     corpus: tuple[str, ...] = ("stdlib",)
-    """Files or globs (.xz and .gz too), "stdlib" (the source of Python's standard library), or "hub:NAME"."""
+    """Files or globs (.xz and .gz too), "stdlib" (the source of Python's standard library), or "hub:NAME"; or what was
+    tokenized: a folder that `thinwire tokenize` wrote, or token files (.bin as nanoGPT writes them, .npy)."""
     valid: tuple[str, ...] = ()
     """Text held out, as for corpus. Default: every 20th span of the corpus."""
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (trained on the corpus) or hub:NAME."""
+    """bytes, bpe:SIZE (trained on the corpus) or hub:NAME; ids:SIZE for token files: so many different tokens."""
 
     steps: int = 400
     """Optimizer steps of the whole run."""
@@ -270,10 +273,20 @@ def from_arguments(arguments: list[str], where: str = "") -> Config:
             default = from_yaml(Path(name))
             del arguments[i : i + (1 if "=" in word else 2)]
             break
-    caught = _Caught()
+    return parsed(Config, arguments, "thinwire train", default=default, where=where)
+
+
+def parsed(kind: type[T], arguments: list[str], program: str, *, default: T | None = None, where: str = "") -> T:
+    """The options of ``program``, a dataclass ``kind``, from its command line.
+
+    Raises:
+        ThinwireError: one line in place of tyro's box.
+    """
+    caught, given = _Caught(), {} if default is None else {"default": default}
+    cli: Any = tyro.cli
     try:
         with contextlib.redirect_stderr(caught):  # type: ignore[type-var]
-            return tyro.cli(Config, args=arguments, default=default, prog="thinwire train")
+            return cli(kind, args=arguments, prog=program, **given)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

@@ -15,6 +15,7 @@ from thinwire.methods import resolve
 from thinwire.methods.base import Method
 from thinwire.train.config import Config
 from thinwire.train.models import ModelConfig
+from thinwire.train.tokens import TokenFiles
 
 FITS = "fits"
 """Weights, moments or the method's state would not fit: always refused."""
@@ -94,8 +95,10 @@ def settings(method: Method) -> str:
     return f"{method.name}({words})" if words else method.name
 
 
-def hash_of(tokens: Tensor) -> str:
-    """Of (T,) tokens on the CPU."""
+def hash_of(tokens: Tensor | TokenFiles) -> str:
+    """Of (T,) tokens on the CPU, or in files."""
+    if isinstance(tokens, TokenFiles):
+        return tokens.digest()
     return hashlib.blake2b(tokens.numpy().data, digest_size=8).hexdigest()
 
 

@@ -88,6 +88,9 @@ def _wait(processes: list[subprocess.Popen]) -> int:
         states = [process.poll() for process in processes]
         failed = [state for state in states if state]
         if failed:
+            for rank, state in enumerate(states):
+                if state is not None and state < 0:
+                    print(f"thinwire: rank {rank} was ended by {signal.Signals(-state).name}", file=sys.stderr)
             # The others notice by themselves and may say why; then they are ended.
             deadline = time.monotonic() + 3
             while time.monotonic() < deadline and any(process.poll() is None for process in processes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -23,15 +24,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm import GroupComm
-from thinwire.errors import ThinwireError
+from thinwire.comm import GroupComm, is_of_the_network, network_words
+from thinwire.elastic import init_process_group
+from thinwire.errors import LostRank, ThinwireError
 from thinwire.lab.counters import interface_bytes
 from thinwire.ledger import Ledger
 from thinwire.optim import AdamS
-from thinwire.train import differences
+from thinwire.train import differences, tokens
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import Config
-from thinwire.train.data import Tokenizer, Windows, batches, read_corpus, split, tokenizer_file
+from thinwire.train.data import Tokenizer, Windows, batches, read_corpus, spans, split, tokenizer_file
 from thinwire.train.differences import hash_of
 from thinwire.train.display import Display
 from thinwire.train.folder import Folder, opened, write
@@ -68,7 +70,7 @@ def joined(config: Config) -> Iterator[Ranks]:
     torch.set_num_threads(config.threads)
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
+        init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
         assert dist.group.WORLD is not None
         comm = GroupComm(dist.group.WORLD, Ledger(), device=device)
         # A rank with nothing to do would leave before the others have reached it.
@@ -78,10 +80,15 @@ def joined(config: Config) -> Iterator[Ranks]:
             f"rank {rank} could not reach the other {int(os.environ['WORLD_SIZE']) - 1} ranks at {where} within "
             f"{config.timeout:g} s ({type(error).__name__}): are all of them started, and is the address right?"
         ) from None
+    lost = False
     try:
         yield Ranks(comm, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
+    except (LostRank, RuntimeError):
+        lost = True  # without one of its ranks, taking a group down may wait as long as its collectives did
+        raise
     finally:
-        dist.destroy_process_group()
+        if not lost:
+            dist.destroy_process_group()
 
 
 def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
@@ -123,13 +130,19 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 def text_windows(config: Config, folder: Folder) -> tuple[Tokenizer, Windows, Windows]:
     """The tokenizer, and the windows to train on and to evaluate on."""
     together = folder.together
+    files = together.do(lambda: tokens.find(config.corpus, config.valid, config.tokenizer))
+    if files is not None:
+        folder.by_first(lambda: tokens.keep_tokenizer(files, folder.path))
+        train_windows = Windows(files.train, config.sequence, config.seed)
+        loaded = together.do(lambda: Tokenizer(files.tokenizer, (), folder.path, trains=False))
+        return loaded, train_windows, Windows(files.valid, config.sequence)
 
     def read() -> tuple[str, str]:
         text = read_corpus(config.corpus)
         return (text, read_corpus(config.valid)) if config.valid else split(text)
 
     def tokenizer(trains: bool) -> Tokenizer:
-        return Tokenizer(config.tokenizer, train_text, folder.path, trains=trains, anew=config.overwrite)
+        return Tokenizer(config.tokenizer, spans([train_text]), folder.path, trains=trains, anew=config.overwrite)
 
     train_text, valid_text = together.do(read)
     together.do(lambda: tokenizer(True) if together.rank == 0 else None)
@@ -176,16 +189,16 @@ def train(config: Config) -> dict[str, Any]:
     """Train as one rank of the job; returns what summary.json holds. Collective.
 
     Raises:
-        ThinwireError: for input that cannot be used, or when another rank is gone.
+        ThinwireError: for input that cannot be used, or (LostRank, where one of ours has noticed) when another rank is
+            gone.
     """
     config.check()
     try:
         with joined(config) as ranks:
             return _train(config, ranks)
-    except (dist.DistError, RuntimeError) as error:
-        text = str(error)
-        if any(word in text.lower() for word in ("gloo", "nccl", "connection", "timed out")):
-            raise ThinwireError(f"lost another rank: {text.splitlines()[0][:200]}") from None
+    except RuntimeError as error:  # of a collective that is torch's own
+        if is_of_the_network(error):
+            raise ThinwireError(f"rank {os.environ['RANK']} lost another rank: {network_words(error)}") from None
         raise
 
 
@@ -252,7 +265,7 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
     streak = 0  # steps in a row that were skipped, or had a loss that is not finite
 
     def describe() -> None:
-        write(config.out / "config.yaml", config.to_yaml())
+        write(config.out / "config.yaml", dataclasses.replace(config, tokenizer=tokenizer.name).to_yaml())
         write(config.out / "plan.txt", f"{wire.plan}\n")
 
     together.do(describe if comm.rank == 0 else lambda: None)

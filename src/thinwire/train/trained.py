@@ -52,7 +52,7 @@ def read(place: Path) -> Trained:
     run = found.path.parent.parent
     shape = ModelConfig(**{field.name: about[field.name] for field in fields(ModelConfig) if field.name != "context"})
     config = from_yaml(run / "config.yaml")
-    tokenizer = Tokenizer(config.tokenizer, "", run, trains=False)
+    tokenizer = Tokenizer(config.tokenizer, (), run, trains=False)
     shape = ModelConfig(**{**vars(shape), "context": config.sequence}).check()
     return Trained(found.path, found.step, shape, _whole(found), tokenizer)
 
