@@ -604,7 +604,8 @@ def one_rank(tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
     small = [
         "--preset", "tiny", "--layers", "1", "--width", "64", "--seq-len", "16", "--batch-size", "2", "--device", "cpu",
-        "--corpus", str(text), "--eval-sequences", "2", "--eval-every", "2", "--method", "topk(smallest=1000)",
+        "--corpus", str(text), "--eval-sequences", "2", "--eval-every", "2",
+        "--method", "int8(smallest=1000, error_feedback=True)",
     ]  # fmt: skip
 
     def train(*words: str) -> dict[str, Any]:
@@ -664,6 +665,7 @@ def test_a_run_that_is_stopped_goes_on_exactly_and_its_folder_is_its_own(tmp_pat
     assert steps_of(tmp_path / "run") == [*rows[:5], "eval 3", *rows[5:]]
     with pytest.raises(ThinwireError, match="nothing is left to do"):
         one_rank("--steps", "6", "--resume", "latest")
+    assert one_rank("--steps", "6", "--resume", "auto") == {}
     one_rank("--steps", "2", "--overwrite", "--no-checkpoints")
     assert steps_of(tmp_path / "run") == ["eval 0", "1", "2", "eval 2"] and not run.exists()
     assert not [str(said.message) for said in recwarn if "not bit for bit" in str(said.message)]

@@ -328,6 +328,9 @@ def test_bad_input_gets_one_line_and_a_status(tmp_path, text):
         (["--bucket-mb", "5", "--engine", "fsdp2"], "--bucket-mb is for --engine ddp"),
         (["--optimizer", "lion"], "optimizer"),
         (["--lr", "fast"], "lr"),
+        (["--method", "scape"], "scape is built on AdamS: add --optimizer adams"),
+        (["--no-checkpoints", "--checkpoint-every", "5"], "--checkpoint-every is not for --no-checkpoints"),
+        (["--resume", "auto", "--overwrite"], "--resume does not go with --overwrite"),
         (["--frobnicate"], "frobnicate"),
     ],
 )
@@ -336,6 +339,14 @@ def test_bad_settings_are_refused_before_a_rank_is_started(tmp_path, monkeypatch
     monkeypatch.setattr("thinwire.train.launch.start_ranks", None)
     status = cli.main(["train", "--preset", "tiny", "--ranks", "2", "--out", f"{tmp_path}/run", *words])
     assert refused([(status, capsys.readouterr().err)], line)
+
+
+def test_tasks_of_srun_do_not_start_a_job_each(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setattr("thinwire.train.launch.start_ranks", None)
+    status = cli.main(["train", "--out", f"{tmp_path}/run"])
+    assert refused([(status, capsys.readouterr().err)], "srun has started several tasks")
 
 
 @pytest.mark.parametrize(
@@ -388,7 +399,7 @@ SLEEPING = """
 import sys
 from thinwire.train.launch import start_ranks
 sys.executable = sys.argv[1]
-start_ranks([], 2, 2)
+sys.exit(start_ranks([], 2, 2))
 """
 
 

@@ -14,6 +14,7 @@ import yaml
 
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
+from thinwire.optim import AdamS
 from thinwire.train.models import PRESETS, ModelConfig
 
 T = TypeVar("T")
@@ -168,7 +169,9 @@ class Config:
             raise ThinwireError(f"unknown preset '{self.preset}'; there are: {', '.join(PRESETS)}")
         from thinwire.methods import resolve
 
-        resolve(self.method)
+        method = resolve(self.method)
+        if method.OPTIMIZER is AdamS and self.optimizer != "adams":
+            raise ThinwireError(f"--method {method.name} is built on AdamS: add --optimizer adams")
         if self.intra is not None:
             resolve(self.intra)
         self._check_ranges()

@@ -136,7 +136,10 @@ def _sweep(path: Path) -> None:
     for place in (path, path / "checkpoints"):
         for left in place.glob(".*"):
             if re.fullmatch(r"\..*\.(partial|old)|\.rank-[0-9a-f]{32}-\d+", left.name):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+                if left.is_dir():
+                    shutil.rmtree(left, ignore_errors=True)  # a rank of the killed run may be at its end still
+                else:
+                    left.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:

@@ -186,7 +186,7 @@ def settle_buckets(model: nn.Module, windows: Windows, config: Config, ranks: Ra
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Train as one rank of the job; returns what summary.json holds. Collective.
+    """Train as one rank of the job; returns what summary.json holds, {} where nothing was left to do. Collective.
 
     Raises:
         ThinwireError: for input that cannot be used, or (LostRank, where one of ours has noticed) when another rank is
@@ -226,9 +226,12 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
     resumed = checkpoints.find(config.resume) if config.resume else None
     start, sequences = (resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]) if resumed else (0, 0)
     if start >= config.steps:
-        raise ThinwireError(
-            f"the checkpoint is at step {start}, the run ends at {config.steps}: nothing is left to do; raise --steps"
-        )
+        line = f"the checkpoint is at step {start}, the run ends at {config.steps}: nothing is left to do"
+        if config.resume != "auto":
+            raise ThinwireError(f"{line}; raise --steps")
+        if comm.rank == 0:  # a scheduler that starts the run until it has ended need not be told to stop
+            print(line, flush=True)
+        return {}
 
     def cast():
         return torch.autocast(device.type, torch.bfloat16, enabled=by_autocast)
@@ -338,7 +341,8 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
         stats = wire.stats()
         valid = look(config.steps)
         summary = _summary(config, ranks, parameters, losses, times, wall, tokens_per_step, stats, wire)
-        summary |= {"first_valid_loss": first_valid, "valid_loss": valid}
+        if config.eval_sequences:
+            summary |= {"first_valid_loss": first_valid, "valid_loss": valid}
 
         def conclude() -> None:
             display.check()
@@ -347,8 +351,9 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
                 write(config.out / "report.txt", f"{wire.report()}\n")
 
         together.do(conclude)
+        losses_said = f"validation loss {first_valid:.4f} -> {valid:.4f}, " if config.eval_sequences else ""
         display.say(
-            f"validation loss {first_valid:.4f} -> {valid:.4f}, {summary['tokens_per_s']:,.0f} tokens/s, "
+            f"{losses_said}{summary['tokens_per_s']:,.0f} tokens/s, "
             f"{summary['step_ms']:.0f} ms per step of which {summary['exposed_ms']:.0f} ms waiting for the network"
         )
         display.say(f"files: {config.out}/ {', '.join(summary['files'])}")

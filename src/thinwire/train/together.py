@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 
 from thinwire.comm import Comm
-from thinwire.errors import ThinwireError
+from thinwire.errors import LostRank, ThinwireError
 
 T = TypeVar("T")
 
@@ -63,6 +63,8 @@ class Together:
         try:
             done = work()
             mine = {"done": shown(done)}
+        except LostRank:  # there is nobody to tell
+            raise
         except Exception as caught:
             error = in_one_line(caught)
             kind = "" if isinstance(error, ThinwireError) else f"{type(error).__name__}: "
