@@ -52,6 +52,8 @@ def compress(
     stages: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
     bound: float | None = 10.0,
+    max_skipped: int | None = 20,
+    check_every: int | None = None,
 ) -> Wire:
     """Exchange ``model``'s gradients with ``method`` from now on.
 
@@ -86,6 +88,12 @@ def compress(
             batch does not rule the steps after it. What is cut off is lost, counted and shown. Lower => smaller
             excesses are cut, and more ordinary gradients are. None: nothing is ever cut. Methods that keep nothing have
             no bound.
+        max_skipped: steps in a row that the guard may skip before all ranks raise. Lower => a run that has diverged
+            ends sooner. None: it never does. (A step that a GradScaler skips does not count. Where ranks step alone,
+            each counts its own.)
+        check_every: optimizer steps between two comparisons of what ranks must hold in common: hashes of weights,
+            masks, gathered weights; for what no setting shows, such as a scheduler that differs. Lower => noticed
+            sooner, dearer. None: never.
 
     Raises:
         ThinwireError: for everything that cannot be carried, by name, with the alternative; for ranks that do not
@@ -101,12 +109,18 @@ def compress(
         optimizers = _optimizers(optimizer)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise ThinwireError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+        for name, number in (("max_skipped", max_skipped), ("check_every", check_every)):
+            if not (number is None or (isinstance(number, int) and number is not True and number >= 1)):
+                raise ThinwireError(f"{name} is a number of optimizer steps, 1 or more, or None, got {number!r}")
         scaled = scaler is not None and scaler.is_enabled()
-        shared = {"guard": guard, "steps": steps, "thinwire": version(), "torch": torch.__version__}
+        shared = {
+            "guard": guard, "max_skipped": max_skipped, "steps": steps, "thinwire": version(),
+            "torch": torch.__version__,
+        }  # fmt: skip
         inside = None if intra is None else resolve(intra)
         settings = {
             "engine": kind.__name__, "method": method, "seed": seed, "bound": bound, "two_level": two_level,
-            "intra": inside, "scaler": scaled, **shared,
+            "intra": inside, "scaler": scaled, "check_every": check_every, **shared,
         }  # fmt: skip
         if method.two_level if two_level is None else two_level:
             settings["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE")
@@ -126,7 +140,10 @@ def compress(
         if inner is not None:
             inner.begin(replace(run, exchange=engine.hops[0], hop=1))
         others = None if stages is None else GroupComm(stages, ledger, device=next(model.parameters()).device)
-        wire = Wire(engine, run, method, ledger, guard, inner, others, scaler if scaled else None, bound)
+        wire = Wire(
+            engine, run, method, ledger, guard, inner, others, scaler if scaled else None, bound, max_skipped,
+            check_every,
+        )  # fmt: skip
     wire.attach()
     warning = None
     with suppress(ThinwireError, NotImplementedError, RuntimeError):  # what it refuses, all ranks refuse in a step
@@ -249,6 +266,8 @@ class Wire:
         stages: Comm | None = None,
         scaler: torch.amp.GradScaler | None = None,
         bound: float | None = None,
+        max_skipped: int | None = None,
+        check_every: int | None = None,
     ) -> None:
         """``inner``: the method of the hop inside the node, where that is one of its own."""
         self.engine, self.method, self.ledger = engine, method, ledger
@@ -283,7 +302,7 @@ class Wire:
             compile_kernels(self._road, run, self._device, gathered)  # which may refuse: nothing is hooked yet
         self._turn = Turn(
             engine, method, run.optimizers, run.weights, self._road, self._guard, self._stage.bound, ledger,
-            scaled=scaler is not None,
+            scaled=scaler is not None, max_skipped=max_skipped, check_every=check_every,
         )  # fmt: skip
         self._hooks: list[RemovableHandle] = []
 
