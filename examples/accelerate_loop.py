@@ -5,6 +5,7 @@ Needs pip install 'thinwire[hf]'.
 """
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -17,13 +18,14 @@ from torch.utils.data import DataLoader
 
 from thinwire.integrations.accelerate import compress
 
-CONTEXT, STEPS, MICRO_BATCHES = 16, 60, 2
+CONTEXT, STEPS, MICRO_BATCHES = 16, 40, 2
 TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
 WINDOWS = TEXT.unfold(0, CONTEXT + 1, 3)
 
 
 def main(method: str = "int8") -> None:
-    accelerator = Accelerator(gradient_accumulation_steps=MICRO_BATCHES)
+    cpu = torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"])
+    accelerator = Accelerator(gradient_accumulation_steps=MICRO_BATCHES, cpu=cpu)
     torch.manual_seed(0)
     layers = [nn.Embedding(256, 64), nn.Flatten(), nn.Linear(64 * CONTEXT, 512), nn.GELU(), nn.Linear(512, 256)]
     model = nn.Sequential(*layers)
@@ -52,6 +54,7 @@ def main(method: str = "int8") -> None:
                 accelerator.print(f"step {step}: loss {loss.item():.3f}")
             if step == STEPS // 2:
                 accelerator.save_state(folder)  # with what each rank keeps, in FOLDER/thinwire
+                accelerator.wait_for_everyone()  # rank 0 writes what all read
                 accelerator.load_state(folder)
     accelerator.print(wire.report())
     wire.close()

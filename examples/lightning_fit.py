@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from thinwire.integrations.lightning import ThinwireStrategy
 
-CONTEXT, STEPS = 16, 60
+CONTEXT, STEPS = 16, 40
 TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
 WINDOWS = TEXT.unfold(0, CONTEXT + 1, 3)
 

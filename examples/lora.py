@@ -17,7 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import thinwire
 
-BLOCK, STEPS = 64, 60
+BLOCK, STEPS = 64, 40
+LORA = LoraConfig(r=8, lora_alpha=32, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True)
 TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
 
 
@@ -31,7 +32,7 @@ def main(method: str = "int8:smallest:0") -> None:
     base = GPT2LMHeadModel(GPT2Config(
         vocab_size=256, n_positions=BLOCK, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     ))  # fmt: skip
-    adapted = get_peft_model(base, LoraConfig(r=8, lora_alpha=32, target_modules=["c_attn", "c_fc", "c_proj"]))
+    adapted = get_peft_model(base, LORA)
     model = DDP(adapted.to(device))
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
     wire = thinwire.compress(model, optimizer, method, steps=STEPS)
@@ -47,7 +48,7 @@ def main(method: str = "int8:smallest:0") -> None:
         wire.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 0 and step % 10 == 0:
+        if rank == 0 and (step == 1 or step % 10 == 0):
             print(f"step {step}: loss {loss.item():.3f}")
     if rank == 0:
         print(wire.report())

@@ -21,7 +21,7 @@ import thinwire
 
 method = "int8"
 n_layer, n_head, n_embd, block_size = 2, 4, 128, 64
-batch_size, gradient_accumulation_steps, max_iters, log_interval = 8, 2, 60, 10
+batch_size, gradient_accumulation_steps, max_iters, log_interval = 8, 2, 40, 10
 learning_rate, min_lr, warmup_iters, grad_clip = 2e-3, 2e-4, 5, 1.0
 
 for argument in sys.argv[1:]:  # nanoGPT's configurator

@@ -5,6 +5,7 @@ runs/trainer if there is one. Needs pip install 'thinwire[hf]'.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -27,8 +28,9 @@ def main(method: str = "int8") -> None:
     trainer = Trainer(
         model,
         TrainingArguments(
-            OUT, max_steps=60, per_device_train_batch_size=8, learning_rate=2e-3, lr_scheduler_type="cosine",
-            bf16=True, logging_steps=10, save_steps=30, save_total_limit=1, report_to=[], disable_tqdm=True,
+            OUT, max_steps=40, per_device_train_batch_size=8, learning_rate=2e-3, lr_scheduler_type="cosine",
+            bf16=True, logging_steps=10, save_steps=20, save_total_limit=1, report_to=[], disable_tqdm=True,
+            use_cpu=torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]),
         ),
         train_dataset=[{"input_ids": block, "labels": block} for block in BLOCKS],
     )  # fmt: skip

@@ -43,6 +43,8 @@ def attach(trainer: Trainer, method: Method | str = "int8", **options: Any) -> T
     """
     if any(isinstance(callback, Thinwire) for callback in trainer.callback_handler.callbacks):
         raise ThinwireError("this Trainer compresses already: attach() once")
+    if not hasattr(trainer, "_save_optimizer_and_scheduler"):
+        raise ThinwireError("this transformers saves in another way: pip install -U 'thinwire[hf]'")
     callback = Thinwire(trainer, method, options)
     trainer.callback_handler.callbacks.insert(0, callback)  # before those that report what it logs
     if trainer.args.ddp_find_unused_parameters is None:
