@@ -14,6 +14,7 @@ import thinwire
 from engines import adamw, same_on_all_ranks, shown, stats_of, train
 from models import Net, flat
 from thinwire import methods
+from thinwire.saved import entries
 
 METHODS = [
     "radius(density=0.3, T=4, start=0, smallest=100)",
@@ -95,7 +96,7 @@ def _nan(rank, world, kind):
             optimizer = optimizer_for(method, model)
             wire = thinwire.compress(model, optimizer, method, steps=16)
             train(model, optimizer, rank, given, wire, poison=poison)
-            states.append((flat(model), wire.state_dict(), wire.skipped))
+            states.append((flat(model), entries(wire.state_dict()), wire.skipped))
             wire.close()
         (weights, state, skipped), (others, other, _) = states
         state.pop("skipped"), other.pop("skipped")

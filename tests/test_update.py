@@ -26,6 +26,7 @@ from thinwire.codecs.sparse import Positions, TopKIntegers
 from thinwire.errors import ThinwireError
 from thinwire.ops import direction, mask
 from thinwire.ops.direction import cpu, reference
+from thinwire.saved import entries
 from thinwire.streams import random_normal, seed_of
 from thinwire.testing import reduce_on_threads
 
@@ -236,9 +237,9 @@ def _flushes(rank: int, world: int) -> list[str]:
     ):  # fmt: skip
         model, optimizer, wire = model_and_wire(kind, world, spec, **more)
         train(model, optimizer, rank, range(3), wire)
-        before, waiting = flat(model), wire.state_dict()
+        before, waiting = flat(model), entries(wire.state_dict())
         wire.flush()
-        after, left = flat(model), wire.state_dict()
+        after, left = flat(model), entries(wire.state_dict())
         kinds = [name for name in left if name.startswith(("residual/", "server/"))]
         if not kinds or any(left[name].any() for name in kinds):
             found.append(f"{kind} {spec}: something waits")

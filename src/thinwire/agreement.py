@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,20 +119,37 @@ class Agreement:
         return rows
 
 
-def _check(rows: Sequence[tuple[int, Facts]]) -> None:
-    """Refuse the first fact in which ``rows``, of (rank, facts), differ."""
+class Difference(NamedTuple):
+    """The first fact in which ranks differ: what it is on ``rank``, and what ``usual`` on ``others``, in words."""
+
+    name: str
+    rank: int
+    value: str
+    others: str
+    usual: str
+
+
+def difference(rows: Sequence[tuple[int, Facts]]) -> Difference | None:
+    """The first in which ``rows``, of (rank, facts), differ; named is a rank that is not of the largest party."""
     for name in dict.fromkeys(name for _, facts in rows for name in facts):
-        values = Counter(facts.get(name, "nothing") for _, facts in rows)
-        if len(values) == 1:
+        values = [(rank, facts.get(name, "nothing")) for rank, facts in rows]
+        usual, count = Counter(value for _, value in values).most_common(1)[0]
+        if count == len(rows):
             continue
-        usual, count = values.most_common(1)[0]
-        odd, value = next((rank, of) for rank, facts in rows if (of := facts.get(name, "nothing")) != usual)
-        who = "the others" if count == len(rows) - 1 else f"{count} of {len(rows)} ranks"
+        odd, value = next((rank, value) for rank, value in values if value != usual)
         if len(rows) == 2:
-            who = next(f"rank {rank}" for rank, _ in rows if rank != odd)
+            others = next(f"rank {rank}" for rank, _ in values if rank != odd)
+        else:
+            others = "the others" if count == len(rows) - 1 else f"{count} of {len(rows)} ranks"
+        return Difference(name, odd, value, others, usual)
+    return None
+
+
+def _check(rows: Sequence[tuple[int, Facts]]) -> None:
+    if found := difference(rows):
         raise ThinwireError(
-            f"rank {odd} has {name} = {_short(value)}, {who} {'have' if who.endswith('s') else 'has'} {_short(usual)}: "
-            "all ranks call compress() with the same model, optimizer and arguments"
+            f"rank {found.rank} has {found.name} = {_short(found.value)}, but on {found.others} it is "
+            f"{_short(found.usual)}: all ranks call compress() with the same model, optimizer and arguments"
         )
 
 

@@ -171,10 +171,12 @@ class Exchange(ABC):
     """A topology, handed to the method by the engine: a method is written once and does not ask which it is.
 
     Attributes:
+        comm: the ranks that it connects.
         rows: the number of owners, which is the number of ranks.
         owner: this rank keeps one row of the result only.
     """
 
+    comm: Comm
     owner: bool = False
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from thinwire.bucket import Layout, Piece, Shard
 from thinwire.collectives import Exchange
 from thinwire.comm import Comm, CountingComm, local
+from thinwire.errors import ThinwireError
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.ledger import Step as Account
@@ -93,6 +94,36 @@ def rehearse(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = ()) 
                 peak = max(peak, watch.peak)
         sizes = {name: parameter.local for name, parameter in run.parameters.items()}
         return average.result(sizes, Memory(watch.live, peak))
+
+
+def kept(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
+    """What the state of ``road``'s method will hold at its largest: key -> a tensor without storage.
+
+    Raises:
+        ThinwireError: the method refuses one of the parameters, or reads values on the host.
+    """
+    method, found = road.last.method, dict[str, Tensor]()
+    if not method.keeps_state and not method.encodes_weights:
+        return found
+    play = _Play(layout, road, run, Ledger(), None, None)
+    try:
+        with torch.no_grad():
+            if method.alone(method.steady):  # its state holds what differs by rank, of the user's optimizers too
+                play.own_moments(run)
+            play.open()
+            for number in sorted({0, method.steady, *method.cycle}):  # where a warm-up begins, most is sent
+                play.gather(number)
+                play.exchange(number)
+                play.step(number)
+                for key, value in play.method.state.state_dict().items():
+                    if key not in found or value.numel() > found[key].numel():
+                        found[key] = torch.empty(value.shape, dtype=value.dtype, device=META)
+    except NotImplementedError:
+        raise ThinwireError(
+            f"{method.name} reads values on the host, so nobody knows what its state will be: it cannot be "
+            "saved"
+        ) from None
+    return found
 
 
 def compile_kernels(road: Road, run: Run, device: torch.device, gathered: Collection[torch.dtype] = ()) -> None:
@@ -224,6 +255,11 @@ class _Play:
         self.method = self._road.last.method
         self._buffers = [self._buffer(*of) for of in zip(layout.buffers, layout.dtypes, strict=True)]
         self._gathers: list[tuple[Replica, Tensor]] = []  # and where it puts everybody's weights
+
+    def own_moments(self, run: Run) -> None:
+        """The optimizers keep what the user's do, instead of what any Adam does."""
+        for double, original in zip(self._optimizers, run.optimizers, strict=True):
+            _step_once(double, original)
 
     def open(self) -> None:
         """What the engine keeps for the method's sake."""
@@ -389,3 +425,17 @@ def _optimizer_like(original: torch.optim.Optimizer, known: dict[int, nn.Paramet
         for weight in group["params"]
     }
     return double
+
+
+def _step_once(double: Any, original: torch.optim.Optimizer) -> None:
+    """Leave in ``double`` what ``original`` keeps after a step, if it can be found out without values."""
+    double._optimizer_step_pre_hooks, double._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    stand_in, double.state = double.state, defaultdict(dict)
+    for group in double.param_groups:
+        group.update({knob: False for knob in ("foreach", "fused", "capturable") if knob in group})
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight)
+    try:
+        double.step()
+    except Exception:  # somebody's own optimizer, which reads values
+        double.state = stand_in
