@@ -252,6 +252,8 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
         intra=config.intra,
         steps=config.steps,
         seed=config.seed,
+        max_skipped=None,  # they are counted here, together with losses that are not finite
+        check_every=config.check_every or None,
     )
     runner: Any = torch.compile(model) if config.compile else model
     state: Trained = {"model": model, "optimizer": optimizer, "wire": wire}
