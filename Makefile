@@ -4,15 +4,17 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 OUT    ?= runs/first
 JOBS   ?= 2
+VENV   ?= .venv
 
-BIN   := .venv/bin
-STAMP := .venv/.ready
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.ready
 
-.PHONY: help setup train test test-gpu check format bench clean
+.PHONY: help setup train test test-torch test-gpu check format bench clean
 
 help:
 	@echo "make train     train a small language model on two ranks of this machine, into $(OUT)"
 	@echo "make test      run the tests, $(JOBS) at a time (JOBS=1: one after the other)"
+	@echo "make test-torch TORCH=torch==2.11.0   run the tests on another torch, in an environment of its own"
 	@echo "make test-gpu  run the tests that need a CUDA device"
 	@echo "make check     ruff and mypy"
 	@echo "make format    let ruff repair what it can"
@@ -26,17 +28,20 @@ $(STAMP): pyproject.toml
 		|| { echo "thinwire needs Python 3.11 or newer: apt-get install python3, or make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 		|| { echo "python3 cannot make a virtual environment: apt-get install python3-venv" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TORCH)"
 	@touch $@
 
 train: $(STAMP)
-	$(BIN)/thinwire train --out $(OUT)
+	$(BIN)/thinwire train --out $(OUT) --overwrite
 
 test: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-torch:
+	$(MAKE) test VENV=".venv-$(subst =,,$(TORCH))"
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
@@ -54,5 +59,5 @@ bench: $(STAMP)
 	@set -e; for file in benchmarks/*.py; do echo "$$file"; $(BIN)/python "$$file"; done
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info $(OUT)
+	rm -rf .venv .venv-torch* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info $(OUT)
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

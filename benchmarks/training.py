@@ -79,6 +79,7 @@ def run(label: str, method: str, seed: int, args: argparse.Namespace) -> None:
         "--steps", str(args.steps), "--seed", str(seed), "--ranks", str(args.ranks), "--seq-len", str(args.seq_len),
         "--batch-size", str(args.batch_size), "--corpus", args.corpus, "--valid", args.valid, "--out", str(out),
         "--eval-every", str(max(args.steps // 8, 1)), "--eval-sequences", "256", "--lr", str(args.lr),
+        "--no-checkpoints", "--overwrite",
     ]  # fmt: skip
     if args.ranks_per_node:
         command += ["--ranks-per-node", str(args.ranks_per_node)]

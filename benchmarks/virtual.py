@@ -84,11 +84,8 @@ def reduced(values: Sequence[Tensor], op: str) -> Tensor:
     Of N chunks, chunk c starts at rank c - 1 and goes down the ring to rank c: x_c + (x_c+1 + (... + x_c-1)).
     """
     size, numel = len(values), values[0].numel()
-    if op in ("max", "or"):
-        result = values[0].clone()
-        for value in values[1:]:
-            result = torch.maximum(result, value) if op == "max" else result | value
-        return result
+    if op == "max":
+        return torch.stack(list(values)).amax(0)
     of, result = values[0].element_size(), torch.empty_like(values[0])
     segments = -(-max(-(-numel * of // SEGMENT), 2 * size) // size)  # of each chunk
     width = -(-numel * of // (segments * size * of)) * segments

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from thinwire.methods import TABLE, resolve
 from thinwire.methods.delay import Delay
+from thinwire.train import differences
 
 HERE = Path(__file__).resolve().parent
 DATA, ROOT = HERE / "data", HERE.parent
@@ -298,6 +299,18 @@ def tree() -> str:
     return "\n".join(["```", *(f"{name:<{width}}{what}".rstrip() for name, what in entries), "```"])
 
 
+def differing() -> str:
+    """What becomes of each difference when a run of the training program goes on."""
+    words = {
+        differences.FITS: "refused", differences.DATA: "refused without `--resume-anyway`", differences.EXACT: "warned",
+    }  # fmt: skip
+    lines = ["| difference | what it is | on resume |", "|---|---|---|"]
+    for name, (level, what) in differences.TABLE.items():
+        word = "refused without `--resize`" if name in differences.LAYOUT else words[level]
+        lines.append(f"| `{name}` | {what} | {word} |")
+    return "\n".join(lines)
+
+
 BESIDE = (
     ("benchmarks/", "timings and training runs, each file a program"),
     ("examples/", "whole training programs of 50 lines"),
@@ -322,6 +335,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "loss": losses,
     "regimes": regimes,
     "rule": rule,
+    "differences": differing,
 }
 BLOCK = re.compile(r"(<!-- generated: ([^\n]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from test_ops_sparse import run_python
+from programs import needs_triton, run_python
 from thinwire import AdamS
 from thinwire.errors import ThinwireError
 from thinwire.ops.adams import cpu, reference
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 SHAPES = [(7, 5), (33,), (1,), (0,), (4, 3, 2)]
 
 
@@ -180,28 +178,6 @@ print("checked")
 """
     done = run_python(code, TRITON_INTERPRET="1")
     assert done.stdout.strip().endswith("checked"), done.stderr
-
-
-@needs_triton
-@pytest.mark.parametrize("capability", [80, 90])
-def test_triton_compiles_without_a_gpu(capability, tmp_path):
-    code = f"""
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from thinwire.ops.adams import triton as t
-for kind in ("*fp32", "*bf16"):
-    for given in (0, 1):
-        names = t._adams.arg_names
-        types = {{**{{name: "fp32" for name in names}}, **{{name: kind for name in names[:4]}}, "n": "i32"}}
-        types |= {{"GIVEN": "constexpr", "BLOCK": "constexpr"}}
-        constants = {{(names.index("GIVEN"),): given, (names.index("BLOCK"),): 1024}}
-        source = ASTSource(t._adams, types, constexprs=constants)
-        assert triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm["cubin"]
-print("compiled")
-"""
-    done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert done.stdout.strip().endswith("compiled"), done.stderr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -26,6 +26,7 @@ import ranks
 import thinwire
 from engines import adamw, shown, stats_of
 from models import Net, batch, flat
+from thinwire.saved import entries
 
 METHODS = [
     "int8(smallest=100, error_feedback=True)", "radius(smallest=100, start=0, T=2, density=0.2)",
@@ -187,7 +188,8 @@ def _kept(rank, world):
         backward(model, 0, 53)
         arrived = {name: parameter.grad.to_local().clone() for name, parameter in model.named_parameters()}
         optimizer.step()
-        residuals = {key.partition("/")[2]: value for key, value in wire.state_dict().items() if "residual/" in key}
+        saved = entries(wire.state_dict())
+        residuals = {key.partition("/")[2]: value for key, value in saved.items() if "residual/" in key}
         wire.close()
         worst, most = 0.0, 0.0
         for name, parameter in stock.named_parameters():

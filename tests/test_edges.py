@@ -21,6 +21,7 @@ import thinwire
 from engines import build
 from models import flat
 from thinwire.methods import TABLE, resolve
+from thinwire.saved import entries
 
 SHAPES = {"w0": (37, 53), "w1": (41, 37), "w2": (29, 31)}
 Found = dict[str, dict[str, Any]]
@@ -178,7 +179,7 @@ class Books:
 
     def read(self, law: str, name: str, shape: tuple[int, ...], weight: Tensor) -> dict[str, Tensor]:
         """By kind, summed over ranks: of each rank its own, of the owners' theirs, and of the moment the one."""
-        state = self.wire.state_dict()
+        state = entries(self.wire.state_dict())
         own = {"moment": ("residual",), "ends": ("residual",), "velocity": ("residual", "velocity")}.get(law, (law,))
         found = {kind: summed(self._place(state.get(f"{kind}/{name}"), shape, served=False)) for kind in own}
         if law == "moment":

@@ -14,6 +14,7 @@ import thinwire
 from engines import build, same_on_all_ranks
 from models import flat
 from test_edges import LAW, SHAPES, STATEFUL, Case, Given, conserve, each, error_of, findings, on, same, tensors
+from thinwire.saved import entries
 
 OWN_MOMENTUM = ("scape", "onebit-adam", "frozen-adam", "dgc", "demo")
 
@@ -72,7 +73,8 @@ def _spoilt_pairs(rank, world, engine):
                 (model(_given(2 * step + half, rank)) * factor).backward()
             optimizer.step()
             optimizer.zero_grad()
-        state = wire.state_dict()
+        state = entries(wire.state_dict())
+        state.pop("about")
         counts = int(state.pop("step")), int(state.pop("skipped"))
         kept = [flat(model), *tensors(optimizer), *(values for _, values in sorted(state.items()))]
         wire.close()

@@ -15,6 +15,7 @@ import thinwire
 from engines import build
 from models import flat
 from test_edges import SHAPES, Given, full, parts, summed
+from thinwire.saved import entries
 
 TOPK = "topk(smallest=0, density=0.1)"
 SCAPE = "scape(smallest=0, density=0.1, warmup=1)"
@@ -93,7 +94,7 @@ def _thrown_away(world: int, rank: int, engine: str, inf: bool, ours: bool) -> t
                 total[name] += summed(given.double()) - world * full(weights[name].grad).double()
             optimizer.step()
         optimizer.zero_grad()
-    waits = {name: wire.state_dict()[f"residual/{name}"].double() for name in total}
+    waits = {name: entries(wire.state_dict())[f"residual/{name}"].double() for name in total}
     lost = max(abs(float(total[name].sum() - summed(waits[name].sum()))) for name in total)
     return wire.step, wire.skipped, lost
 

@@ -20,6 +20,7 @@ from models import flat
 from thinwire import methods
 from thinwire.errors import ThinwireError
 from thinwire.methods import LocalSteps, resolve
+from thinwire.saved import entries
 from thinwire.testing import reduce_on_threads
 
 SHAPES = {"a": (12, 16), "b": (5, 7)}
@@ -388,9 +389,9 @@ def _ruined(rank: int, world: int) -> tuple[bool, bool, float, bool]:
     wire = thinwire.compress(model, optimizer, LocalSteps(every=2, outer=TOPK))
     train(model, optimizer, rank, range(3), wire)
     kinds = ("=anchor", "=outer momentum", "residual")
-    before = {key: value for key, value in wire.state_dict().items() if key.startswith(kinds)}
+    before = {key: value for key, value in entries(wire.state_dict()).items() if key.startswith(kinds)}
     train(model, optimizer, rank, [3], wire)
-    after = wire.state_dict()
+    after = entries(wire.state_dict())
     kept = len(before) > 20 and all(torch.equal(value, after[key]) for key, value in before.items())
     back = all(torch.equal(weight, after[f"=anchor/{name.removeprefix('module.')}"])
                for name, weight in model.named_parameters())  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import numpy as np
@@ -11,7 +10,8 @@ import torch
 
 from independent11 import FrozenV
 from papers import OneBitAdamPaper
-from test_ops_quant import apart, assert_same_bits, hard_rows, margin, poisoned, run_python
+from programs import needs_triton, run_python
+from test_ops_quant import apart, assert_same_bits, hard_rows, margin, poisoned
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.sparse import TopKIntegers
@@ -380,9 +380,6 @@ def test_cpu_kernels_are_the_reference(group, dtype):
         check_kernels(cpu, count, groups, group, dtype)
 
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
 @needs_triton
 def test_triton_interpreted_is_the_reference():
     code = """
@@ -395,33 +392,6 @@ print("checked")
 """
     done = run_python(code, TRITON_INTERPRET="1")
     assert done.stdout.strip().endswith("checked"), done.stderr
-
-
-@needs_triton
-def test_triton_compiles_without_a_gpu(tmp_path):
-    """Types and layouts, which the interpreter does not check."""
-    code = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from thinwire.ops.sign import triton as t
-
-def build(kernel, **types):
-    constants = {(i,): types[name] for i, name in enumerate(kernel.arg_names) if isinstance(types[name], int)}
-    signature = {name: "constexpr" if isinstance(kind, int) else kind for name, kind in types.items()}
-    source = ASTSource(kernel, signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False})
-    assert compiled.asm["cubin"] and "fma" not in compiled.asm["ptx"]
-
-wire = dict(bits="*u8", bits_stride="i64", scales="*fp32", scales_stride="i64")
-for kind, rms in (("*fp32", 0), ("*i16", 1)):
-    build(t._pack, rows=kind, rows_stride="i64", shares="*fp32", shares_stride="i64", **wire, groups="i32",
-          GROUP=128, LEVELS=7, BLOCK=32, RMS=rms)
-build(t._unpack, **wire, out="*fp32", out_stride="i64", factor="fp32", peers="i32", groups="i32", GROUP=128, BLOCK=32)
-print("compiled")
-"""
-    done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert done.stdout.strip().endswith("compiled"), done.stderr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from test_ops_quant import needs_triton, run_python
+from programs import needs_triton, run_python
 from thinwire.codecs import Masked, Residual, TopK
 from thinwire.errors import ThinwireError
 from thinwire.ops import mask
@@ -199,6 +199,68 @@ print("checked")
 """
     done = run_python(code, TRITON_INTERPRET="1")
     assert done.stdout.strip().endswith("checked"), done.stderr
+
+
+def check_positions(fast: ModuleType, device: str = "cpu") -> None:
+    """Masks, lists and values of rows that lie apart, some full and some empty; nothing is written beside them."""
+    for n, k, rows in ((64, 1, 1), (64 * 9, 100, 3), (64 * 17, 64 * 17, 2), (64 * 9, 0, 2)):
+        x = gaussian(rows, n, seed=n + k)
+        words = mask.topk_mask(x, k, torch.empty(rows, n // 64, dtype=torch.int64)).to(device)
+        found = []
+        for module in (reference, fast):
+            listed = torch.full((rows, k + 3), -9, dtype=torch.int32, device=device)
+            again = torch.full((rows, n // 64 + 2), -7, device=device)
+            flags = torch.ones(rows, n + 16, dtype=torch.bool, device=device)
+            total = torch.full((n,), math.nan, device=device)
+            module.indices(words, listed[:, 1 : k + 1])
+            module.from_indices(listed[:, 1 : k + 1].flip(1), again[:, 1:-1])
+            module.unpack(words, flags[:, :n])
+            module.scatter_add(x[:, :k].to(device), words, total, 0.3)
+            found.append((listed, again, flags, total, module.popcount(words)))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), (n, k, rows)
+
+
+def check_a_wrong_mask_stays_in_its_row(fast: ModuleType, device: str = "cpu") -> None:
+    """Of a mask with more bits than its payload has room for, the others count as none, and nothing is lost."""
+    words = torch.full((2, 10), -1, device=device)
+    words[1] = 5
+    x, wide = gaussian(2, 640).to(device), torch.full((2, 40), 9.0, device=device)
+    payload, rest = wide[:, :30], torch.full((2, 640), math.nan, device=device)
+    fast.gather_keep(x, None, words, payload, rest)
+    assert torch.equal(payload[0], x[0, :30]) and (rest[0, :30] == 0).all() and torch.equal(rest[0, 30:], x[0, 30:])
+    assert (wide[:, 30:] == 9).all()
+    out = torch.full((2, 640), math.nan, device=device)
+    fast.scatter(payload, words, out)
+    assert torch.equal(out[0], x[0] - rest[0])
+    listed = torch.full((2, 40), -9, dtype=torch.int32, device=device)
+    fast.indices(words, listed[:, :30])
+    assert listed[0, :30].tolist() == list(range(30)) and (listed[:, 30:] == -9).all()
+    positions = torch.tensor([[3, -1, 640, 2**31 - 1, -(2**31)]], dtype=torch.int32, device=device)
+    around = torch.full((1, 12), -7, device=device)
+    fast.from_indices(positions, around[:, 1:-1])
+    assert around[0].tolist() == [-7, 8, *[0] * 9, -7]
+
+
+@needs_triton
+def test_triton_positions_interpreted_equal_the_reference():
+    code = """
+import test_ops_mask
+from thinwire.ops.mask import triton
+test_ops_mask.check_positions(triton)
+test_ops_mask.check_a_wrong_mask_stays_in_its_row(triton)
+print("checked")
+"""
+    done = run_python(code, TRITON_INTERPRET="1")
+    assert done.stdout.strip().endswith("checked"), done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_positions():
+    from thinwire.ops.mask import triton
+
+    check_positions(triton, "cuda")
+    check_a_wrong_mask_stays_in_its_row(triton, "cuda")
 
 
 @pytest.mark.gpu

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from torch import Tensor
 
-from test_ops_sparse import run_python
+from programs import needs_triton, run_python
 from thinwire.bucket import Bucket
 from thinwire.codecs import Residual
 from thinwire.codecs.projection import ESTIMATORS, SRHT, Estimator, Projection
@@ -154,7 +152,7 @@ def test_what_does_not_fit_is_refused():
         codec.encode(torch.zeros(1, 512), torch.zeros(1, 65))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_triton_interpreted_on_rows_that_lie_apart():
     """With and without a residual and its update, several rows, in place; small blocks are the reference's."""
     code = """

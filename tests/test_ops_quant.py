@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from types import ModuleType
 
@@ -15,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from patience import PATIENCE
+from programs import needs_triton, run_python
 from thinwire.ops import quant as ops
 from thinwire.ops.quant import cpu, reference
 
@@ -250,15 +246,6 @@ def test_empty_rows_are_left_alone() -> None:
     assert ops.sum_rows(empty, torch.empty(0)).numel() == 0
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    here = os.path.dirname(__file__)
-    source = os.path.dirname(os.path.dirname(os.path.dirname(ops.__file__)))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([source, here]), **environment}
-    return subprocess.run(
-        [sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True, timeout=300 * PATIENCE
-    )
-
-
 def test_numba_is_imported_at_first_use_only() -> None:
     code = """
 import sys, torch, thinwire.codecs as c
@@ -289,9 +276,6 @@ assert [str(w.message) for w in caught if "numba" in str(w.message)] == [
     assert done.returncode == 0, done.stderr
 
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
 @needs_triton
 def test_triton_interpreted_equals_reference() -> None:
     code = """
@@ -308,42 +292,6 @@ print("checked")
 """
     done = run_python(code, TRITON_INTERPRET="1")
     assert done.stdout.strip().endswith("checked"), done.stderr
-
-
-@needs_triton
-@pytest.mark.parametrize("capability", [80, 90])
-def test_triton_compiles_without_a_gpu(capability: int, tmp_path: object) -> None:
-    """Types and layouts, which the interpreter does not check."""
-    code = f"""
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from thinwire.ops.quant import triton as t
-
-def build(kernel, **types):
-    constants = {{(i,): types[name] for i, name in enumerate(kernel.arg_names) if isinstance(types[name], int)}}
-    signature = {{name: "constexpr" if isinstance(kind, int) else kind for name, kind in types.items()}}
-    source = ASTSource(kernel, signature, constexprs=constants)
-    target = GPUTarget("cuda", {capability}, 32)
-    compiled = triton.compile(source, target=target, options={{"enable_fp_fusion": False}})
-    assert compiled.asm["cubin"]
-    return compiled.asm["ptx"]
-
-for kind in ("*fp32", "*i16"):
-    build(t._sum_rows, rows=kind, rows_stride="i64", out="*fp32", factor="fp32", count="i32", n="i32", BLOCK=4096)
-for four, codes, kind, stochastic in ((0, "*i8", "*fp32", 0), (1, "*u8", "*i16", 1)):
-    grouped = dict(codes=codes, codes_stride="i64", scales="*fp32", scales_stride="i64", groups="i32")
-    for group, rotated in ((128, 0), (128, 1), (32, 1)):
-        constants = dict(GROUP=group, BLOCK=4096 // group, FOUR=four, ROTATED=rotated)
-        rows = dict(rows=kind, rows_stride="i64", key="i32", STOCHASTIC=stochastic)
-        ptx = build(t._quantize, **rows, **grouped, **constants)
-        assert "fma" not in ptx and "div.rn.f32" in ptx
-        decoded = dict(out="*fp32", out_stride="i64", factor="fp32", peers="i32")
-        assert "fma" not in build(t._dequantize, **decoded, **grouped, **constants)
-print("compiled")
-"""
-    done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert done.stdout.strip().endswith("compiled"), done.stderr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

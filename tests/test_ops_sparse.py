@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from patience import PATIENCE
+from programs import needs_triton, run_python
 from thinwire.codecs import Masked, TopK
 from thinwire.codecs.projection import ESTIMATORS, Estimator, Projection
 from thinwire.errors import ThinwireError
@@ -281,17 +277,6 @@ def test_what_does_not_fit_is_refused():
         Masked(torch.zeros(1, 1, dtype=torch.int64), 1, dtype=torch.float16)
 
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": paths, **environment}
-    return subprocess.run(
-        [sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True, timeout=300 * PATIENCE
-    )
-
-
 @needs_triton
 def test_triton_interpreted_equals_reference():
     code = """
@@ -341,38 +326,3 @@ print("checked")
 """
     done = run_python(code, TRITON_INTERPRET="1")
     assert done.stdout.strip().endswith("checked"), done.stderr
-
-
-@needs_triton
-@pytest.mark.parametrize("capability", [80, 90])
-def test_triton_compiles_without_a_gpu(capability, tmp_path):
-    """Types and layouts, which the interpreter does not check."""
-    code = f"""
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from thinwire.ops.mask import triton as m
-from thinwire.ops.projection import triton as p
-from thinwire.ops.sketch import triton as s
-
-def build(kernel, pointers, **constants):
-    names = dict(pointers)
-    types = {{n: "constexpr" if n in constants else names.get(n, "i64") for n in kernel.arg_names}}
-    values = {{(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants}}
-    source = ASTSource(kernel, types, constexprs=values)
-    assert triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm["cubin"]
-
-f = dict.fromkeys(("rows", "old", "payload", "new", "out", "signs"), "*fp32")
-f |= dict(words="*i64", before="*i32", counts="*i32", flags="*u8", places="*i32", norm="fp32", n="i32", kept="i32")
-build(m._count, f, BLOCK=512)
-build(m._gather_keep, f, FEEDBACK=True, KEEP=True, BLOCK=512)
-build(m._scatter, f, ALL=True, BLOCK=512)
-build(m._scatter, f, ALL=False, BLOCK=512)
-build(m._pack, f, BLOCK=64)
-build(p._project, f, FEEDBACK=True, KEEP=True, A=16, C=16)
-build(p._reconstruct, f, A=16, C=32)
-build(s._encode, f, GOLDEN=s._GOLDEN.value, MIX1=s._MIX1.value, MIX2=s._MIX2.value, MIX3=s._MIX3.value, BLOCK=512)
-print("compiled")
-"""
-    done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert done.stdout.strip().endswith("compiled"), done.stderr

@@ -25,7 +25,7 @@ from thinwire import cli
 from thinwire.errors import ThinwireError
 from thinwire.train import loop
 from thinwire.train.config import Config, from_arguments, from_yaml
-from thinwire.train.data import Tokenizer, Windows, read_corpus, split
+from thinwire.train.data import Tokenizer, Windows, read_corpus, spans, split
 from thinwire.train.launch import free_port
 from thinwire.train.models import PRESETS, Decoder, ModelConfig, parameter_count
 
@@ -126,16 +126,16 @@ def test_the_standard_library_is_a_corpus():
 
 def test_tokenizers(tmp_path):
     text = "the cat sat on the mat. " * 200 + "ÄÖ 语"
-    tokenizer = Tokenizer("bytes", text, tmp_path)
+    tokenizer = Tokenizer("bytes", (), tmp_path)
     assert bytes(tokenizer.encode(text).tolist()).decode() == text
-    bpe = Tokenizer("bpe:300", text, tmp_path)
+    bpe = Tokenizer("bpe:300", spans([text]), tmp_path)
     assert 256 < bpe.vocabulary <= 300
     assert len(bpe.encode(text)) < len(text) / 2
-    other = Tokenizer("bpe:300", "", tmp_path, trains=False)
+    other = Tokenizer("bpe:300", (), tmp_path, trains=False)
     assert torch.equal(other.encode(text), bpe.encode(text))
     for name in ("bpe:", "bpe:10", "words", "hub:"):
         with pytest.raises(ThinwireError):
-            Tokenizer(name, text, tmp_path)
+            Tokenizer(name, spans([text]), tmp_path)
 
 
 def test_yaml_command_line_and_object_are_the_same(tmp_path):
@@ -328,6 +328,9 @@ def test_bad_input_gets_one_line_and_a_status(tmp_path, text):
         (["--bucket-mb", "5", "--engine", "fsdp2"], "--bucket-mb is for --engine ddp"),
         (["--optimizer", "lion"], "optimizer"),
         (["--lr", "fast"], "lr"),
+        (["--method", "scape"], "scape is built on AdamS: add --optimizer adams"),
+        (["--no-checkpoints", "--checkpoint-every", "5"], "--checkpoint-every is not for --no-checkpoints"),
+        (["--resume", "auto", "--overwrite"], "--resume does not go with --overwrite"),
         (["--frobnicate"], "frobnicate"),
     ],
 )
@@ -336,6 +339,14 @@ def test_bad_settings_are_refused_before_a_rank_is_started(tmp_path, monkeypatch
     monkeypatch.setattr("thinwire.train.launch.start_ranks", None)
     status = cli.main(["train", "--preset", "tiny", "--ranks", "2", "--out", f"{tmp_path}/run", *words])
     assert refused([(status, capsys.readouterr().err)], line)
+
+
+def test_tasks_of_srun_do_not_start_a_job_each(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setattr("thinwire.train.launch.start_ranks", None)
+    status = cli.main(["train", "--out", f"{tmp_path}/run"])
+    assert refused([(status, capsys.readouterr().err)], "srun has started several tasks")
 
 
 @pytest.mark.parametrize(
@@ -388,7 +399,7 @@ SLEEPING = """
 import sys
 from thinwire.train.launch import start_ranks
 sys.executable = sys.argv[1]
-start_ranks([], 2, 2)
+sys.exit(start_ranks([], 2, 2))
 """
 
 

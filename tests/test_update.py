@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +18,7 @@ import ranks
 import thinwire
 from engines import build, train
 from models import flat, loss_of
+from programs import needs_triton, run_python
 from thinwire import methods
 from thinwire.codecs import Int8
 from thinwire.codecs.base import Residual
@@ -29,6 +26,7 @@ from thinwire.codecs.sparse import Positions, TopKIntegers
 from thinwire.errors import ThinwireError
 from thinwire.ops import direction, mask
 from thinwire.ops.direction import cpu, reference
+from thinwire.saved import entries
 from thinwire.streams import random_normal, seed_of
 from thinwire.testing import reduce_on_threads
 
@@ -239,9 +237,9 @@ def _flushes(rank: int, world: int) -> list[str]:
     ):  # fmt: skip
         model, optimizer, wire = model_and_wire(kind, world, spec, **more)
         train(model, optimizer, rank, range(3), wire)
-        before, waiting = flat(model), wire.state_dict()
+        before, waiting = flat(model), entries(wire.state_dict())
         wire.flush()
-        after, left = flat(model), wire.state_dict()
+        after, left = flat(model), entries(wire.state_dict())
         kinds = [name for name in left if name.startswith(("residual/", "server/"))]
         if not kinds or any(left[name].any() for name in kinds):
             found.append(f"{kind} {spec}: something waits")
@@ -367,13 +365,11 @@ def test_direction_of_nothing():
     direction.direction(empty, empty, empty, None, None, lr=one, scale=one, beta1=0, beta2=0.9, eps=1e-8)
 
 
+@needs_triton
 def test_triton_direction_interpreted_equals_reference():
-    pytest.importorskip("triton")
     code = "import test_update; from thinwire.ops.direction import triton; test_update.check(triton)"
-    here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": here}
-    )
+    done = run_python(code, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu

@@ -10,12 +10,17 @@ import os
 import sys
 from typing import NoReturn
 
+from thinwire import extras
 from thinwire.errors import ThinwireError
 
 COMMANDS = {
     "train": ("thinwire.train.cli:main", "pre-train a language model, on this machine's ranks or under torchrun"),
+    "inspect": ("thinwire.train.inspect:main", "show what a checkpoint holds and whether it is whole, or compare two"),
     "compare": ("thinwire.lab.cli:compare_main", "train with several methods on one emulated network: table, pictures"),
     "lab": ("thinwire.lab.cli:lab_main", "run any torchrun-style command on an emulated cluster"),
+    "tokenize": ("thinwire.train.tokens:main", "tokenize text once, for `thinwire train --corpus FOLDER`"),
+    "sample": ("thinwire.train.trained:sample_main", "print text that a trained model goes on with"),
+    "export": ("thinwire.train.trained:export_main", "write a trained model as a Hugging Face folder"),
     "methods": ("thinwire.methods:main", "list the methods and their knobs"),
 }
 
@@ -27,7 +32,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, or 2 for input that cannot be used."""
+    """Run one command. Returns the exit status: 0, 2 for input that cannot be used, or the error's own."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
@@ -42,10 +47,13 @@ def main(argv: list[str] | None = None) -> int:
         if word not in COMMANDS:
             raise ThinwireError(f"unknown command '{word}'; there are: {', '.join(COMMANDS)}")
         module, function = COMMANDS[word][0].split(":")
-        return getattr(importlib.import_module(module), function)(rest)
+        try:
+            return getattr(importlib.import_module(module), function)(rest)
+        except ModuleNotFoundError as error:
+            raise extras.missing(error) from None
     except ThinwireError as error:
         print(f"thinwire: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         print("thinwire: interrupted", file=sys.stderr)
         return 130

@@ -171,10 +171,12 @@ class Exchange(ABC):
     """A topology, handed to the method by the engine: a method is written once and does not ask which it is.
 
     Attributes:
+        comm: the ranks that it connects.
         rows: the number of owners, which is the number of ranks.
         owner: this rank keeps one row of the result only.
     """
 
+    comm: Comm
     owner: bool = False
 
     @property
@@ -237,9 +239,31 @@ class Exchange(ABC):
         """Count what a method does itself to ``tensor`` as ``kind`` ("encode", "decode", "exposed") in the ledger."""
         return self._group().ledger.span(kind, tensor)
 
-    def union(self, words: Tensor) -> Tensor:
-        """``words`` (R, w) of integers = their bitwise or over all ranks, in place, on every rank."""
-        return self._group().all_reduce(words.view(torch.uint8), "or").view(words.dtype)
+    def union(self, bucket: Rows, words: Tensor) -> Tensor:
+        """(R, w) the bitwise or of all ranks' ``words`` (R, w), integers: a workspace of ``bucket``'s, on every rank.
+
+        Rank r makes the r-th of N chunks of it, and all gather these: what an all-reduce sends. (NCCL reduces numbers,
+        not bits.)
+        """
+        comm = self._group()
+        shape = comm.size, -(-words.nbytes // comm.size)
+        chunks = bucket.buffer("chunks", shape, torch.uint8)
+        received = bucket.buffer("received chunks", shape, torch.uint8)
+        result = chunks.view(-1)[: words.nbytes].view(words.dtype).view(words.shape)
+        result.copy_(words)
+        comm.all_to_all(received, chunks)
+        left = comm.size
+        while left > 1:  # halves, so that there are few launches
+            first = -(-left // 2)
+            received[: left - first] |= received[first:left]
+            left = first
+        comm.all_gather(chunks, received[0])
+        return result
+
+    def fill(self, words: Tensor) -> Tensor:
+        """``words`` of integers, of which each is zero on all ranks but one = that rank's, in place, on every rank."""
+        self._group().all_reduce(words.view(torch.uint8))
+        return words
 
     def share(self, rows: Tensor) -> Tensor:
         """``rows`` (R, w): where each rank owns a row, row r becomes rank r's on every rank, in place."""

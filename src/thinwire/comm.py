@@ -10,15 +10,21 @@ Legend for the whole library: N ranks, L ranks per node, n elements per row, m e
 from __future__ import annotations
 
 import os
+import re
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import LostRank, ThinwireError
 from thinwire.ledger import Ledger
 
 Work = dist.Work
@@ -28,7 +34,7 @@ Work = dist.Work
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "or": dist.ReduceOp.BOR}
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
 class Comm(ABC):
@@ -52,7 +58,7 @@ class Comm(ABC):
         return "intra" if self.nodes[peer] == self.nodes[self.rank] else "inter"
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce ``tensor`` over all ranks, in place; ``op`` is "sum", "mean", "max" or "or" (integers)."""
+        """Reduce ``tensor`` over all ranks, in place; ``op`` is "sum", "mean" or "max"."""
         if self.size > 1:
             self._count_ring("all_reduce", 2 * (self.size - 1) / self.size * tensor.nbytes)
             with self.ledger.span("wire", tensor):
@@ -100,6 +106,15 @@ class Comm(ABC):
         self.ledger.call(kind)
         for link, peers in self._peers.items():
             self.ledger.count(link, peers * nbytes)
+
+    @contextmanager
+    def waiting(self, verb: str, peer: int | None = None) -> Iterator[None]:
+        """Inside, this rank waits for the others of the group, or for rank ``peer`` of it, in a ``verb``.
+
+        Raises:
+            LostRank: in the place of what the network raises when they do not come.
+        """
+        yield
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: str) -> None: ...
@@ -150,15 +165,29 @@ class GroupComm(Comm):
     gloo's own all-to-all posts each send before the receive, so the word "ready to receive" queues behind the data and
     the two directions of a link take turns: half of its rate (all-gather: two thirds). On gloo we therefore send point
     to point, receives first, which fills the link (``benchmarks/gloo.py`` prints both).
+
+    Attributes:
+        ranks: their numbers in the job. timeout: how long one waits for the others; None where torch does not say.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ledger: Ledger, nodes: Sequence[int] | None = None) -> None:
-        if nodes is None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ledger: Ledger,
+        nodes: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """``device``: of the tensors that will travel; a group may have a backend for each."""
+        if nodes is None:  # torch's group, or the user's
             nodes = node_numbers(group)
+            _inherit_timeout(group)
         super().__init__(dist.get_rank(group), dist.get_world_size(group), nodes, ledger)
-        self.group = group
-        self.reduce_scatter_is_all_reduce = "gloo" in str(dist.get_backend(group))
-        self._global_ranks = dist.get_process_group_ranks(group)
+        self.group, self.device = group, torch.device(device)
+        self.reduce_scatter_is_all_reduce = _backend(group, self.device) == "gloo"
+        # gloo moves device memory in its collectives only.
+        self._point_to_point = self.reduce_scatter_is_all_reduce and self.device.type == "cpu"
+        self.timeout = timeout_of(group)
+        self.ranks = dist.get_process_group_ranks(group)
 
     def twin(self) -> GroupComm:
         """The same ranks with a process group of their own, so that another thread may use it beside this one."""
@@ -167,26 +196,49 @@ class GroupComm(Comm):
     def subset(self, chosen: Sequence[int]) -> GroupComm:
         """A process group of some of our ranks (this one among them), each with a group of its own in the same call.
 
-        Collective over the chosen ranks only: other ranks of the job need not take part. The group lives until the
-        job's ``destroy_process_group()``: torch names it by its ranks and the number of groups alive, and would meet
-        the keys of a destroyed one in the store, and wait for ever.
+        It waits as long as ours. Collective over the chosen ranks only: other ranks of the job need not take part. The
+        group lives until the job's ``destroy_process_group()``: torch names it by its ranks and the number of groups
+        alive, and would meet the keys of a destroyed one in the store, and wait for ever.
         """
-        ranks = dist.get_process_group_ranks(self.group)
-        backend = dist.get_backend(self.group)
-        group = dist.new_group([ranks[rank] for rank in chosen], backend=backend, use_local_synchronization=True)
-        return GroupComm(group, self.ledger, [self.nodes[rank] for rank in chosen])
+        group = self._new([self.ranks[rank] for rank in chosen], dist.get_backend(self.group), self.timeout)
+        return GroupComm(group, self.ledger, [self.nodes[rank] for rank in chosen], self.device)
+
+    def patient(self, seconds: float) -> GroupComm:
+        """The same ranks with a gloo group of their own, for CPU tensors, that waits ``seconds`` for a rank: beside the
+        training, where one of them may be busy with files. Collective."""
+        return GroupComm(self._new(self.ranks, "gloo", timedelta(seconds=seconds)), self.ledger, self.nodes)
+
+    def _new(self, ranks: Sequence[int], backend: str, limit: timedelta | None) -> dist.ProcessGroup:
+        with self.waiting("new group"), _unsplit():
+            return dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+
+    @contextmanager
+    def waiting(self, verb: str, peer: int | None = None) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:  # torch's own DistError is one
+            if not is_of_the_network(error):
+                raise
+            mine = self.ranks[self.rank]
+            lost = self.ranks if peer is None else [self.ranks[peer]]
+            others = [rank for rank in lost if rank != mine]
+            raise LostRank(mine, others, verb, time.monotonic() - began, network_words(error)) from error
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
-        dist.all_reduce(tensor, _OPS[op], group=self.group)
+        with self.waiting("all-reduce"):
+            dist.all_reduce(tensor, _OPS[op], group=self.group)
 
     def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None:
-        _reduce_scatter_single(out, rows.view(-1), _OPS[op], group=self.group)
+        with self.waiting("reduce-scatter"):
+            _reduce_scatter_single(out, rows.view(-1), _OPS[op], group=self.group)
 
     def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> Work | None:
-        if row.is_cuda:
-            return _all_gather_single(out.view(-1), row, group=self.group, async_op=async_op)
+        if not self._point_to_point:
+            with self.waiting("all-gather"):
+                return _all_gather_single(out.view(-1), row, group=self.group, async_op=async_op)
         out = out.view(self.size, -1)
-        work = self._to_and_from_peers([row] * self.size, out, tag=1)
+        work = self._to_and_from_peers("all-gather", [row] * self.size, out, tag=1)
         if out[self.rank].data_ptr() != row.data_ptr():
             out[self.rank].copy_(row.view(-1))
         if async_op:
@@ -195,14 +247,15 @@ class GroupComm(Comm):
         return None
 
     def _all_to_all(self, out: Tensor, rows: Tensor) -> None:
-        if rows.is_cuda:
-            dist.all_to_all_single(out, rows, group=self.group)
+        if not self._point_to_point:
+            with self.waiting("all-to-all"):
+                dist.all_to_all_single(out, rows, group=self.group)
             return
-        work = self._to_and_from_peers(rows, out, tag=2)
+        work = self._to_and_from_peers("all-to-all", rows, out, tag=2)
         out[self.rank].copy_(rows[self.rank])
         work.wait()
 
-    def _to_and_from_peers(self, rows: Sequence[Tensor] | Tensor, out: Tensor, tag: int) -> _AllOf:
+    def _to_and_from_peers(self, verb: str, rows: Sequence[Tensor] | Tensor, out: Tensor, tag: int) -> _FromPeers:
         """Send ``rows[peer]`` to, and receive ``out[peer]`` from, every peer; each rank starts with its next neighbour.
 
         Messages between two ranks with one tag arrive in the order in which both post them.
@@ -210,22 +263,33 @@ class GroupComm(Comm):
         turns = range(1, self.size)
         sources = [(self.rank - turn) % self.size for turn in turns]
         targets = [(self.rank + turn) % self.size for turn in turns]
-        ranks, group = self._global_ranks, self.group
-        received = [dist.irecv(out[peer], ranks[peer], group=group, tag=tag) for peer in sources]
-        sent = [dist.isend(rows[peer], ranks[peer], group=group, tag=tag) for peer in targets]
-        return _AllOf([work for work in [*received, *sent] if work is not None])
+        ranks, group = self.ranks, self.group
+        works: list[tuple[int, Work | None]] = []
+        for peer in sources:
+            with self.waiting(verb, peer):
+                works.append((peer, dist.irecv(out[peer], ranks[peer], group=group, tag=tag)))
+        for peer in targets:
+            with self.waiting(verb, peer):
+                works.append((peer, dist.isend(rows[peer], ranks[peer], group=group, tag=tag)))
+        return _FromPeers(self, verb, works)
 
 
-class _AllOf(Work):
-    """Several works as one."""
+class _FromPeers(Work):
+    """The messages from and to all peers, as one work. Each is waited for as long as the group's timeout says.
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    (gloo's own limit for a message is that of the group's birth, whatever its timeout was set to later.)
+    """
+
+    def __init__(self, comm: GroupComm, verb: str, works: Sequence[tuple[int, Work | None]]) -> None:
         super().__init__()
-        self._works = works
+        self._comm, self._verb, self._works = comm, verb, works
 
     def wait(self, *timeout) -> bool:
-        for work in self._works:
-            work.wait(*timeout)
+        limit = timeout or (() if self._comm.timeout is None else (self._comm.timeout,))
+        for peer, work in self._works:
+            if work is not None:
+                with self._comm.waiting(self._verb, peer):
+                    work.wait(*limit)
         return True
 
 
@@ -242,6 +306,28 @@ class Then(Work):
         return True
 
 
+@contextmanager
+def _unsplit() -> Iterator[None]:
+    """Groups made here get a communicator of their own.
+
+    After ``init_process_group(device_id=...)`` torch would split it off the job's, in which every rank of the job has
+    to take part.
+    """
+    whole = dist.group.WORLD
+    assert whole is not None
+    bound, whole.bound_device_id = whole.bound_device_id, None
+    try:
+        yield
+    finally:
+        whole.bound_device_id = bound
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that carries ``group``'s tensors of ``device``: "gloo", "nccl", ..."""
+    pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
+    return dict(pairs).get(device.type, pairs[-1][-1])
+
+
 def local(weight: Tensor) -> Tensor:
     """This rank's part of a parameter or of its moments: itself, or a DTensor's shard."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
@@ -254,3 +340,50 @@ def node_numbers(group: dist.ProcessGroup) -> list[int]:
     """
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return [rank // per_node for rank in dist.get_process_group_ranks(group)]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a rank waits for the others of ``group``, which torch shows nowhere but in the backend's options.
+
+    The shortest of its backends'; None where none of them says.
+    """
+    found = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group)]
+    return min((limit for limit in found if limit is not None), default=None)
+
+
+def _inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Let ``group`` wait no longer than the job's own group, if torch made it and left it at its default.
+
+    ``init_device_mesh`` does not hand on what ``init_process_group(timeout=...)`` was told.
+    """
+    whole, limit = timeout_of(dist.group.WORLD), timeout_of(group)  # type: ignore[arg-type]
+    if whole is None or limit is None or whole >= limit or limit not in _DEFAULTS:
+        return
+    for backend in _backends(group):
+        if hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(whole)
+
+
+_DEFAULTS = [
+    getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout")
+]
+
+
+def _devices(group: dist.ProcessGroup) -> Sequence[torch.device]:
+    return getattr(group, "_device_types", ())
+
+
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    return [group._get_backend(device) for device in _devices(group)]
+
+
+def is_of_the_network(error: BaseException) -> bool:
+    """Does ``error``, torch's own, say that other ranks cannot be reached?"""
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "nccl", "connection", "timed out", "timeout", "socket"))
+
+
+def network_words(error: BaseException) -> str:
+    """The network's own words, without the place in its source and without its advice."""
+    words = str(error).strip().splitlines()[0].split("This is typically caused")[0]
+    return re.sub(r"^\[[^]]*\] *", "", words).strip().rstrip(".")[:200]

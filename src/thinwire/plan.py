@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from thinwire import extras
 from thinwire.bucket import Layout
 from thinwire.comm import Comm
 from thinwire.errors import ThinwireError
@@ -193,7 +194,7 @@ class Plan:
     def _apart(self) -> Rehearsal:
         """With a buffer for each parameter."""
         layout = apart(self._parameters, self._road, self._wire_dtype)
-        return rehearse(layout, self._road, self._run, self._guards)
+        return rehearse(layout, self._road, self._run, self._guards, watched=False)
 
     @property
     def note(self) -> str | None:
@@ -271,10 +272,8 @@ class Plan:
         return max(sum(p.numel for p in self._parameters), 1)
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=f"{self.method} on {self.engine}, {self.ranks} ranks: sent per step and rank")
+        title = f"{self.method} on {self.engine}, {self.ranks} ranks: sent per step and rank"
+        table = extras.load("rich.table").Table(title=title)
         for column in ("parameter", "shape", "role", "sent as"):
             table.add_column(column, overflow="fold")
         for column in ("wire", "dense"):
@@ -301,7 +300,7 @@ class Plan:
         if self.note is not None:
             table.caption += f"\n{self.note}"
         out = io.StringIO()
-        Console(file=out, width=120, color_system=None).print(table)
+        extras.load("rich.console").Console(file=out, width=120, color_system=None).print(table)
         return out.getvalue().rstrip()
 
 

@@ -9,10 +9,11 @@ steps compile the kernels.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,12 +25,13 @@ from torch.utils._pytree import tree_leaves
 from thinwire.bucket import Layout, Piece, Shard
 from thinwire.collectives import Exchange
 from thinwire.comm import Comm, CountingComm, local
+from thinwire.errors import ThinwireError
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.ledger import Step as Account
 from thinwire.memory import Memory
 from thinwire.methods.base import Method, Parameter, Run, Step
-from thinwire.ops.backends import launches
+from thinwire.ops.backends import every_variant, launches
 from thinwire.road import Road, Stage
 from thinwire.state import State
 from thinwire.weights import Replica
@@ -47,7 +49,7 @@ class Rehearsal:
         weights: bytes sent for one gathering of the weights, where the engine shards them.
         collectives: calls by kind, without those for the weights.
         launches: kernels by name: "aten.add_", "thinwire.ops.mask.topk_mask". What only makes a view is none.
-        memory: see :class:`Memory`.
+        memory: see :class:`Memory`; None where only what is sent was asked for, and no kernel was counted either.
     """
 
     sent: Mapping[str, float]
@@ -55,21 +57,24 @@ class Rehearsal:
     weights: float
     collectives: Mapping[str, float]
     launches: Mapping[str, float]
-    memory: Memory
+    memory: Memory | None
 
 
-def rehearse(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = ()) -> Rehearsal:
+def rehearse(
+    layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), *, watched: bool = True
+) -> Rehearsal:
     """What the method of ``road`` needs in its steady state. Nothing of that size is allocated.
 
     Args:
         layout: the buffers that will come; what is sent is told by parameter where each holds one (:func:`apart`).
         guards: the groups on which ranks agree whether a step counts.
+        watched: False: only what is sent, in a quarter of the time: neither kernels nor memory.
 
     Raises:
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
     """
     on_cpu = all(local(weight).device.type == "cpu" for weight in run.weights.values())
-    watch, ledger = _Watch(), Ledger()
+    watch, ledger = _Watch() if watched else None, Ledger()
 
     def agree(comms: Iterable[Comm]) -> None:
         for comm in comms:
@@ -77,35 +82,70 @@ def rehearse(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = ()) 
 
     play = _Play(layout, road, run, ledger, watch, None if on_cpu else watch, agree=lambda: agree(guards))
     method, average, peak = play.method, _Average(), 0
-    with torch.no_grad(), watch.counting():
+    with torch.no_grad(), nullcontext() if watch is None else watch.counting():
         play.open()
-        for number in _steps(method):
-            watch.peak = watch.live
-            watch.launches.clear()
+        for number in _steps(method, watched=watched):
+            if watch is not None:
+                watch.peak = watch.live
+                watch.launches.clear()
             ledger.now = weights = Account()
             play.gather(number)
             ledger.now = gradients = Account()
             parameters = play.exchange(number)
             agree(road.last.exchange.beside(guards) if method.alone(number) else guards)
             play.step(number)
-            average.add(method.cycle.get(number, 0.0), gradients, watch.launches, weights, parameters)
-            if number >= method.steady:
+            launched = {} if watch is None else watch.launches
+            average.add(method.cycle.get(number, 0.0), gradients, launched, weights, parameters)
+            if watch is not None and number >= method.steady:
                 peak = max(peak, watch.peak)
         sizes = {name: parameter.local for name, parameter in run.parameters.items()}
-        return average.result(sizes, Memory(watch.live, peak))
+        return average.result(sizes, None if watch is None else Memory(watch.live, peak))
 
 
-def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
-    """Play the steady state on ``device`` with the smallest parameter that the method compresses, and zeros.
+def kept(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
+    """What the state of ``road``'s method will hold at its largest: key -> a tensor without storage.
+
+    Raises:
+        ThinwireError: the method refuses one of the parameters, or reads values on the host.
+    """
+    method, found = road.last.method, dict[str, Tensor]()
+    if not method.keeps_state and not method.encodes_weights:
+        return found
+    play = _Play(layout, road, run, Ledger(), None, None)
+    try:
+        with torch.no_grad():
+            if method.alone(method.steady):  # its state holds what differs by rank, of the user's optimizers too
+                play.own_moments(run)
+            play.open()
+            for number in sorted({0, method.steady, *method.cycle}):  # where a warm-up begins, most is sent
+                play.gather(number)
+                play.exchange(number)
+                play.step(number)
+                for key, value in play.method.state.state_dict().items():
+                    if key not in found or value.numel() > found[key].numel():
+                        found[key] = torch.empty(value.shape, dtype=value.dtype, device=META)
+    except NotImplementedError:
+        raise ThinwireError(
+            f"{method.name} reads values on the host, so nobody knows what its state will be: it cannot be "
+            "saved"
+        ) from None
+    return found
+
+
+def compile_kernels(road: Road, run: Run, device: torch.device, gathered: Collection[torch.dtype] = ()) -> None:
+    """Play the steady state on ``device``, with zeros for the smallest parameters that are compressed and that are not.
 
     So no rank compiles in the first steps, while the others wait. Costs nothing where nothing is compressed.
+    ``gathered``: the dtypes of the weights of a sharded engine.
     """
     method = road.last.method
     sent = [parameter for parameter in run.parameters.values() if method.keep_dense(parameter) is None]
     if method.native or not sent:
         return
-    smallest = min(sent, key=lambda parameter: (parameter.local, parameter.name))
-    only = replace(run, parameters={smallest.name: smallest}, weights={smallest.name: run.weights[smallest.name]})
+    dense = [parameter for parameter in run.parameters.values() if method.keep_dense(parameter) is not None]
+    least = [min(of, key=lambda parameter: (parameter.local, parameter.name)) for of in (sent, dense) if of]
+    names = [parameter.name for parameter in least]
+    only = replace(run, parameters=dict(zip(names, least, strict=True)), weights={n: run.weights[n] for n in names})
     # Groups of one rank: others would have to choose masks and scales that fit.
     ledger = Ledger()
 
@@ -115,17 +155,20 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
         return one
 
     alone = Road([replace(stage, exchange=stage.exchange.on(lone)) for stage in road.stages])
-    shard = Shard((Piece(smallest.name, 0, smallest.local),), (), smallest.local, torch.float32)
-    layout = replace(
-        apart(only.parameters.values(), alone, torch.float32), shards=[shard], comm=CountingComm(0, 1, [0], ledger)
-    )
+    own = (Piece(names[0], 0, least[0].local),)
+    shards = [Shard(own, (), least[0].local, dtype) for dtype in gathered]
+    layout = replace(apart(least, alone, torch.float32), shards=shards, comm=CountingComm(0, 1, [0], ledger))
     play = _Play(layout, alone, only, ledger, None, None, device)
-    with torch.no_grad():
-        play.open()
-        for number in _steps(play.method):
-            play.gather(number)
-            play.exchange(number)
-            play.step(number)
+    token = every_variant.set(True)
+    try:
+        with torch.no_grad():
+            play.open()
+            for number in _steps(play.method):
+                play.gather(number)
+                play.exchange(number)
+                play.step(number)
+    finally:
+        every_variant.reset(token)
 
 
 def apart(parameters: Iterable[Parameter], road: Road, dtype: torch.dtype | None) -> Layout:
@@ -148,13 +191,15 @@ def stand_in(method: Method, parameters: Iterable[Parameter], exchange: Exchange
     return Run(known, exchange, steps, optimizers=optimizers, weights=weights)
 
 
-def _steps(method: Method) -> list[int]:
-    """The last step before the steady state, its first ones, and those that stand for all; before each the last one.
+def _steps(method: Method, *, watched: bool = True) -> list[int]:
+    """The last step before the steady state and its first, those that stand for all, and before each the last one.
 
     A method may do more after a gap: SCAPE's message brings the weights from one step to the next, and no further.
+    ``watched``: two steps more, in which memory may peak.
     """
     first = method.steady
-    return sorted({max(first - 1, 0), *range(first, first + 3), *method.cycle, *(max(n - 1, 0) for n in method.cycle)})
+    opening = range(first, first + (3 if watched else 1))
+    return sorted({max(first - 1, 0), *opening, *method.cycle, *(max(n - 1, 0) for n in method.cycle)})
 
 
 class _Average:
@@ -178,7 +223,7 @@ class _Average:
                 total[key] += share * value  # type: ignore[assignment]
         self._weights = sum(weights.bytes.values())  # the first of all gathers everything, the last is as all others
 
-    def result(self, sizes: Mapping[str, int], memory: Memory) -> Rehearsal:
+    def result(self, sizes: Mapping[str, int], memory: Memory | None) -> Rehearsal:
         rest = sum(self._sent.values()) - sum(self._parameters.values())
         values = max(sum(sizes.values()), 1)
         parameters = {name: self._parameters[name] + rest * size / values for name, size in sizes.items()}
@@ -218,6 +263,11 @@ class _Play:
         self.method = self._road.last.method
         self._buffers = [self._buffer(*of) for of in zip(layout.buffers, layout.dtypes, strict=True)]
         self._gathers: list[tuple[Replica, Tensor]] = []  # and where it puts everybody's weights
+
+    def own_moments(self, run: Run) -> None:
+        """The optimizers keep what the user's do, instead of what any Adam does."""
+        for double, original in zip(self._optimizers, run.optimizers, strict=True):
+            _step_once(double, original)
 
     def open(self) -> None:
         """What the engine keeps for the method's sake."""
@@ -327,7 +377,8 @@ class _Watch(TorchDispatchMode):
             launches.reset(token)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = args[0] if _in_place(function) and args[0].is_meta else function(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 self._note(tensor, tensor.untyped_storage().nbytes())
@@ -356,6 +407,15 @@ class _Watch(TorchDispatchMode):
         self.live -= self._known.pop(key)
 
 
+@functools.cache
+def _in_place(function: Any) -> bool:
+    """Does a torch operation leave its first argument as it is, but for the values? Torch takes 1 ms to find out."""
+    schema = function._schema
+    written = [result.alias_info is not None and result.alias_info.is_write for result in schema.returns]
+    return schema.name.endswith("_") and written == [True] and torch.Tag.inplace_view not in function.tags
+
+
+@functools.cache
 def _is_free(function: Any) -> bool:
     """Does a torch operation launch no kernel: makes memory, or another view of it?"""
     schema = function._schema
@@ -383,3 +443,17 @@ def _optimizer_like(original: torch.optim.Optimizer, known: dict[int, nn.Paramet
         for weight in group["params"]
     }
     return double
+
+
+def _step_once(double: Any, original: torch.optim.Optimizer) -> None:
+    """Leave in ``double`` what ``original`` keeps after a step, if it can be found out without values."""
+    double._optimizer_step_pre_hooks, double._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    stand_in, double.state = double.state, defaultdict(dict)
+    for group in double.param_groups:
+        group.update({knob: False for knob in ("foreach", "fused", "capturable") if knob in group})
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight)
+    try:
+        double.step()
+    except Exception:  # somebody's own optimizer, which reads values
+        double.state = stand_in

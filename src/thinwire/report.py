@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from thinwire import extras
 from thinwire.ledger import KINDS, LINKS
 from thinwire.plan import Plan, human
 
@@ -17,11 +18,9 @@ class Report:
         self.stats, self.plan = stats, plan
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
         stats = self.stats
-        table = Table(title=f"{self.plan.method} on {self.plan.engine}: {stats['steps']} steps, this rank")
+        title = f"{self.plan.method} on {self.plan.engine}: {stats['steps']} steps, this rank"
+        table = extras.load("rich.table").Table(title=title)
         table.add_column("")
         table.add_column("per step (times: median)", justify="right")
         sent = sum(stats["wire_bytes_per_step"].values())
@@ -48,5 +47,5 @@ class Report:
             table.add_row("memory at its peak, as planned", human(stats["memory_planned_bytes"]))
         table.caption = self.plan.note
         out = io.StringIO()
-        Console(file=out, width=100, color_system=None).print(table)
+        extras.load("rich.console").Console(file=out, width=100, color_system=None).print(table)
         return out.getvalue().rstrip()

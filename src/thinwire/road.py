@@ -346,6 +346,8 @@ class Worker:
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._last: torch.futures.Future | None = None
+        self._failed: BaseException | None = None
 
     def submit(self, job: Callable[[], Tensor], device: torch.device, *, last: bool) -> torch.futures.Future:
         """A future of ``job()``. ``last``: no more jobs in this step; from now on the engine waits (exposed time)."""
@@ -355,8 +357,17 @@ class Worker:
             self._thread = threading.Thread(target=self._run, daemon=True, name="thinwire")
             self._thread.start()
         future: torch.futures.Future = torch.futures.Future()
+        self._last = future
         self._jobs.put((job, future, time.perf_counter() if last else None))
         return future
+
+    def settle(self) -> None:
+        """Wait for what was submitted. Raises what a job has raised; the jobs behind it were not run."""
+        try:
+            if self._last is not None:
+                self._last.wait()
+        finally:
+            self._last = self._failed = None
 
     def close(self) -> None:
         """Finish what was submitted and end the thread."""
@@ -368,11 +379,13 @@ class Worker:
     def _run(self) -> None:
         while (entry := self._jobs.get()) is not None:
             job, future, waiting_since = entry
-            try:
-                result = job()
-            except BaseException as error:
-                # DDP casts what it finds in the future: it shows the message, whatever the exception's type.
-                future.set_exception(RuntimeError(f"thinwire: {error}"))
+            if self._failed is None:
+                try:
+                    result = job()
+                except BaseException as error:
+                    self._failed = error
+            if self._failed is not None:
+                future.set_exception(self._failed)
                 continue
             if waiting_since is not None:
                 self._ledger.add("exposed", time.perf_counter() - waiting_since)

@@ -151,8 +151,6 @@ def _reduced(values: Sequence[Tensor], op: str) -> Tensor:
     for value in values[1:]:
         if op == "max":
             result = torch.maximum(result, value)
-        elif op == "or":
-            result |= value
         else:
             result += value
     return result / len(values) if op == "mean" else result

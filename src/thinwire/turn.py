@@ -11,18 +11,21 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.bound import Bound
-from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.comm import local
+from thinwire.errors import ThinwireError, ThinwireWarning, doing
 from thinwire.guard import Guard
 from thinwire.integrations.base import Engine, all_zero
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Step
 from thinwire.plan import clean_name
+from thinwire.replicas import Replicas
 from thinwire.road import Road
 from thinwire.state import State
 
@@ -58,12 +61,18 @@ class Turn:
         ledger: Ledger,
         *,
         scaled: bool,
+        max_skipped: int | None = None,
+        check_every: int | None = None,
     ) -> None:
-        """``weights``: the trained parameters. ``scaled``: a GradScaler was given."""
+        """``weights``: the trained parameters. ``scaled``: a GradScaler was given. ``max_skipped``, ``check_every``: as
+        ``compress()`` has them.
+        """
         self.engine, self.method, self.optimizers, self.weights = engine, method, tuple(optimizers), weights
         self.road, self.guard, self.bound, self.ledger = road, guard, bound, ledger
         self.state: State = method.state
         self.skipped = 0
+        self._max_skipped, self._in_a_row = max_skipped, 0
+        self._replicas = None if check_every is None else Replicas(self, check_every)
         self.norm: Tensor | None = None
         self.clip_factor: Tensor | None = None
         self.closed = self.ended = False
@@ -104,6 +113,15 @@ class Turn:
         self._skipping.clear()
         self.norm = self.clip_factor = None
         self._seen.update(dict.fromkeys(names))
+
+    @property
+    def number(self) -> int:
+        """Of the optimizer step under way, from 1; skipped ones count."""
+        return self.road.step + self.skipped + 1
+
+    def exchanging(self, what: str, names: Iterable[str]) -> AbstractContextManager[None]:
+        """Inside, ``what`` of the parameters ``names`` is exchanged: so says the error of a rank that is lost there."""
+        return doing(self.number, lambda: f"the exchange of {what} of {_some(list(names))}")
 
     @property
     def open(self) -> bool:
@@ -218,22 +236,33 @@ class Turn:
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
         alone = self.method.alone(self.road.step)
         comms = self.road.last.exchange.beside(self.guard.comms) if alone else None
-        finite, somewhere = self.guard.agree(self._device, trouble is not None, comms)
+        with self._agreeing():
+            finite, somewhere = self.guard.agree(self._device, trouble is not None, comms)
         if somewhere:
             raise ThinwireError(trouble or "another rank cannot take this step: see its message")
         if not finite:
+            number = self.number
+            self._in_a_row += 1
+            diverged = None if self._in_a_row != self._max_skipped else self._diverged(number)
             self._skip(due=True)
+            self._look(number)
             if not self._under_scaler():  # it wants to see the gradients of each optimizer
                 for other in self.optimizers:
                     _drop_gradients(other)
+            if diverged is not None:
+                raise ThinwireError(diverged)
             return False
         self._commit()
         self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
         self._open = self._step()
         self.engine.stepping()
-        self.method.before_step(self._open)  # which may step parameters in an optimizer's place
+        with self._agreeing():
+            self.method.before_step(self._open)  # which may step parameters in an optimizer's place
         self.engine.stepped()
         return True
+
+    def _agreeing(self) -> AbstractContextManager[None]:
+        return doing(self.number, lambda: "optimizer.step()")
 
     def _step(self) -> Step:
         return Step(self.road.step, self.optimizers, self.weights, self.clip_factor, self._agree)
@@ -249,10 +278,33 @@ class Turn:
 
     def _finish(self) -> None:
         assert self._open is not None
-        self.method.after_step(self._open)
+        with self._agreeing():
+            self.method.after_step(self._open)
+        number = self.number
         self._commit()
         self.road.step += 1
+        self._in_a_row = 0
         self._end(skipped=False)
+        self._look(number)
+
+    def _look(self, number: int) -> None:
+        """Step ``number`` is over."""
+        if self._replicas is not None:
+            with doing(number, lambda: "the comparison of replicas"):
+                self._replicas.look(number)
+
+    def _diverged(self, number: int) -> str:
+        """Why there will be no more steps; called while their gradients are still there."""
+        begun = number - self._in_a_row + 1
+        named = [(f"the weights {name}", weight) for name, weight in self.weights.items()]
+        named += [(f"the gradient of {name}", weight.grad) for name, weight in self.weights.items()
+                  if weight.grad is not None]  # fmt: skip
+        seen = next((f" ({what} among them)" for what, values in named if not bool(local(values).isfinite().all())), "")
+        return (
+            f"{self._in_a_row} steps in a row were skipped, from step {begun} on, because of values that are not finite"
+            f"{seen}: go back to a checkpoint before step {begun}, with a lower learning rate; max_skipped says how "
+            "many are too many"
+        )
 
     def _skip(self, *, due: bool = False) -> None:
         """A skipped step does not move the methods' clock: it is as if it had not happened.
@@ -329,6 +381,10 @@ class Turn:
                 break
             frame = frame.f_back
         return False
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 class _Ran:

@@ -102,6 +102,11 @@ class Replica:
         """Where the next gather finds this rank's weights, and puts the others': (N * n,)."""
         return self._empty() if self._out is None else self._out
 
+    @property
+    def held(self) -> Tensor | None:
+        """(N * n,) what is there, the same on all ranks of ``comm``; None where nothing is between two gathers."""
+        return None if self.step is None else self._out
+
     def look(self) -> None:
         """Note whether something has changed the weights since the last look."""
         now = self._version()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.hooks import RemovableHandle
 
+from thinwire.agreement import Agreement, in_words, model_facts, optimizer_facts, version
 from thinwire.bound import Bound
 from thinwire.comm import Comm, GroupComm, local
 from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.guard import Guard
-from thinwire.integrations.base import Engine
+from thinwire.integrations.base import Engine, Meet
 from thinwire.integrations.ddp import DDP
 from thinwire.integrations.fsdp2 import FSDP2
 from thinwire.ledger import Ledger
@@ -27,9 +31,10 @@ from thinwire.memory import held
 from thinwire.methods import Method, resolve
 from thinwire.methods.base import ErrorFeedback, Run, held_by
 from thinwire.plan import Plan
-from thinwire.rehearsal import compile_kernels
+from thinwire.rehearsal import compile_kernels, kept
 from thinwire.report import Report
 from thinwire.road import Road, Stage, shard_of
+from thinwire.saved import About, Form
 from thinwire.state import State
 from thinwire.turn import Turn
 
@@ -47,10 +52,14 @@ def compress(
     stages: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
     bound: float | None = 10.0,
+    max_skipped: int | None = 20,
+    check_every: int | None = None,
 ) -> Wire:
     """Exchange ``model``'s gradients with ``method`` from now on.
 
-    Collective: all ranks call it, with the same arguments, before the first step.
+    Collective: all ranks call it, with the same arguments, before the first step. They compare what must be the same
+    (method and settings, seed, the model's parameters, the optimizers' settings, versions), and where one differs or
+    fails all raise. What is changed later, such as a learning rate, is not compared.
 
     Args:
         model: a ``DistributedDataParallel``; or a model after ``fully_shard`` on a 1-D mesh (FSDP2) or on a 2-D mesh,
@@ -79,36 +88,63 @@ def compress(
             batch does not rule the steps after it. What is cut off is lost, counted and shown. Lower => smaller
             excesses are cut, and more ordinary gradients are. None: nothing is ever cut. Methods that keep nothing have
             no bound.
+        max_skipped: steps in a row that the guard may skip before all ranks raise. Lower => a run that has diverged
+            ends sooner. None: it never does. (A step that a GradScaler skips does not count. Where ranks step alone,
+            each counts its own.)
+        check_every: optimizer steps between two comparisons of what ranks must hold in common: hashes of weights,
+            masks, gathered weights; for what no setting shows, such as a scheduler that differs. Lower => noticed
+            sooner, dearer. None: never.
 
     Raises:
-        ThinwireError: for everything that cannot be carried, by name, with the alternative.
+        ThinwireError: for everything that cannot be carried, by name, with the alternative; for ranks that do not
+            agree, with the rank and what differs.
+        LostRank: another rank does not come within the timeout of the process group.
     """
-    method = resolve(method)
-    if hasattr(method, "state"):
-        raise ThinwireError(f"this {method.name} object already serves another model: make one per compress()")
-    optimizers = _optimizers(optimizer)
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ThinwireError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-    ledger = Ledger()
-    engine = _engine(model, method, ledger, two_level)
-    parameters = {parameter.name: parameter for parameter in engine.parameters.values()}
-    try:
+    kind, wrapped = _kind(model)
+    comms = [GroupComm(group, Ledger()) for group in kind.process_groups(wrapped)]
+    with Agreement(comms, None if stages is None else GroupComm(stages, Ledger())) as agreement:
+        method = resolve(method)
+        if hasattr(method, "state"):
+            raise ThinwireError(f"this {method.name} object already serves another model: make one per compress()")
+        optimizers = _optimizers(optimizer)
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise ThinwireError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+        for name, number in (("max_skipped", max_skipped), ("check_every", check_every)):
+            if not (number is None or (isinstance(number, int) and number is not True and number >= 1)):
+                raise ThinwireError(f"{name} is a number of optimizer steps, 1 or more, or None, got {number!r}")
+        scaled = scaler is not None and scaler.is_enabled()
+        shared = {
+            "guard": guard, "max_skipped": max_skipped, "steps": steps, "thinwire": version(),
+            "torch": torch.__version__,
+        }  # fmt: skip
+        inside = None if intra is None else resolve(intra)
+        settings = {
+            "engine": kind.__name__, "method": method, "seed": seed, "bound": bound, "two_level": two_level,
+            "intra": inside, "scaler": scaled, "check_every": check_every, **shared,
+        }  # fmt: skip
+        if method.two_level if two_level is None else two_level:
+            settings["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE")
+        facts = in_words(settings) | model_facts(wrapped) | optimizer_facts(optimizers, wrapped) | kind.facts(wrapped)
+        ledger = Ledger()
+        engine = _engine(kind, wrapped, method, ledger, two_level, lambda: agreement.compare(facts, in_words(shared)))
+        agreement.undo = engine.close
+        parameters = {parameter.name: parameter for parameter in engine.parameters.values()}
         inner = _intra(engine, method, intra)
         if steps is not None and steps < 1:
             raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {steps}")
-        weights, scaled = _weights(engine, optimizers), scaler is not None and scaler.is_enabled()
         run = Run(
-            parameters, engine.hops[-1], steps, seed, optimizers, weights, engine.rank, scaled, len(engine.hops),
-            engine.chunk,
+            parameters, engine.hops[-1], steps, seed, optimizers, _weights(engine, optimizers), engine.rank, scaled,
+            len(engine.hops), engine.chunk,
         )  # fmt: skip
         method.begin(run)
         if inner is not None:
             inner.begin(replace(run, exchange=engine.hops[0], hop=1))
-        others = None if stages is None else GroupComm(stages, ledger)
-        wire = Wire(engine, run, method, ledger, guard, inner, others, scaler if scaled else None, bound)
-    except ThinwireError:
-        engine.close()
-        raise
+        others = None if stages is None else GroupComm(stages, ledger, device=next(model.parameters()).device)
+        wire = Wire(
+            engine, run, method, ledger, guard, inner, others, scaler if scaled else None, bound, max_skipped,
+            check_every,
+        )  # fmt: skip
+    wire.attach()
     warning = None
     with suppress(ThinwireError, NotImplementedError, RuntimeError):  # what it refuses, all ranks refuse in a step
         warning = wire.plan.warning if engine.rank == 0 else None
@@ -130,23 +166,28 @@ def _intra(engine: Engine, method: Method, intra: Method | str | None) -> Method
     return None if len(engine.hops) == 1 else found
 
 
-def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool | None) -> Engine:
+def _kind(model: nn.Module) -> tuple[type[DDP] | type[FSDP2], Any]:
+    """The engine that ``model`` is wrapped in, and the model as it wraps it."""
     if not isinstance(model, nn.Module):
         raise ThinwireError(f"the model must be a torch module, got {type(model).__name__}")
     if not torch.distributed.is_initialized():
         raise ThinwireError("torch.distributed is not initialized: start under torchrun and call init_process_group()")
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):
-        kind: type[DDP] | type[FSDP2] = DDP
-    elif any(isinstance(module, FSDPModule) for module in model.modules()):
-        kind = FSDP2
-    elif any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        return DDP, model
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return FSDP2, model
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ThinwireError("FSDP1 (FullyShardedDataParallel) is not carried: use fully_shard (FSDP2)")
-    else:
-        raise ThinwireError(
-            f"{type(model).__name__} is not wrapped for data parallelism: pass DistributedDataParallel(model), "
-            "or call fully_shard(model) first"
-        )
+    raise ThinwireError(
+        f"{type(model).__name__} is not wrapped for data parallelism: pass DistributedDataParallel(model), "
+        "or call fully_shard(model) first"
+    )
+
+
+def _engine(
+    kind: type[DDP] | type[FSDP2], model: Any, method: Method, ledger: Ledger, two_level: bool | None, meet: Meet
+) -> Engine:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ThinwireError("no parameter of the model requires a gradient")
     for name, parameter in model.named_parameters():
@@ -155,7 +196,7 @@ def _engine(model: nn.Module, method: Method, ledger: Ledger, two_level: bool | 
                 f"{name} is {parameter.dtype}: {method.name} carries float32 and bfloat16 gradients; "
                 "convert the model, or use method 'dense'"
             )
-    engine = kind(cast(Any, model), method, ledger, two_level=two_level)
+    engine = kind(model, method, ledger, two_level=two_level, meet=meet)
     if engine.kind not in method.engines:
         engine.close()
         why = f": {method.ELSEWHERE}" if method.ELSEWHERE else ""
@@ -225,11 +266,17 @@ class Wire:
         stages: Comm | None = None,
         scaler: torch.amp.GradScaler | None = None,
         bound: float | None = None,
+        max_skipped: int | None = None,
+        check_every: int | None = None,
     ) -> None:
         """``inner``: the method of the hop inside the node, where that is one of its own."""
         self.engine, self.method, self.ledger = engine, method, ledger
         self._state = method.state = State(method.offloads)
-        self._stages = stages
+        self._stages, self._run = stages, run
+        self._about = About.of(
+            dist.get_rank(), dist.get_world_size(), engine.kind, engine.hops, run.parameters.values(), method,
+            levels=engine.levels is not None, inside=inner, seed=run.seed, bound=bound,
+        )  # fmt: skip
         self._device = next(iter(engine.model.parameters())).device
         self._guard = Guard([*engine.comms, *([] if stages is None else [stages])], guard)
         self._road = Road(
@@ -251,20 +298,20 @@ class Wire:
         if scaler is not None and method.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
-            compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
+            gathered = {shard.dtype for shard in engine.layout().shards}
+            compile_kernels(self._road, run, self._device, gathered)  # which may refuse: nothing is hooked yet
         self._turn = Turn(
             engine, method, run.optimizers, run.weights, self._road, self._guard, self._stage.bound, ledger,
-            scaled=scaler is not None,
+            scaled=scaler is not None, max_skipped=max_skipped, check_every=check_every,
         )  # fmt: skip
-        self._hooks = [
-            hook
-            for optimizer in run.optimizers
-            for hook in (
-                optimizer.register_step_pre_hook(self._turn.before),
-                optimizer.register_step_post_hook(self._turn.after),
-            )
-        ]
-        engine.attach(self._turn, self._road)
+        self._hooks: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Begin: ``compress()`` calls this once all ranks have come so far."""
+        for optimizer in self._turn.optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._turn.before))
+            self._hooks.append(optimizer.register_step_post_hook(self._turn.after))
+        self.engine.attach(self._turn, self._road)
 
     @property
     def step(self) -> int:
@@ -385,34 +432,52 @@ class Wire:
         self.ledger.reset()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What this rank has to keep for the method: ``kind/parameter`` -> tensor, and the steps. Differs by rank."""
+        """What this rank has to keep for the method: a flat dict of tensors, all of this rank's, none of another's.
+
+        Keys are ``"rank-0003-of-0004/kind/parameter"`` (:mod:`thinwire.saved` lists them); they, shapes and dtypes are
+        the same in every step. What has not been exchanged yet is zero. ``torch.distributed.checkpoint`` takes the wire
+        itself: ``dcp.save({"wire": wire})``.
+        """
         self._turn.finish()
         self.method.finish()
-        counts = {"step": torch.tensor(self._road.step), "skipped": torch.tensor(self.skipped)}
-        bound = {} if self._stage.bound is None else self._stage.bound.state_dict()
-        return {**counts, **{f"bound/{key}": value for key, value in bound.items()}, **self._state.state_dict()}
+        return self._form.pack({**self._counts(), **self._state.state_dict()}, self._where)
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from ``state_dict()`` of the same rank, with the same method and world size.
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from ``state_dict()`` of the same rank, with the same method, settings, model and ranks.
 
         Raises:
-            ThinwireError: a value is not finite: it would spoil the weights in the first step.
+            ThinwireError: it is another rank's or another run's, it lacks an entry or has one too many, or a value is
+                not finite. The wire is then as it was.
         """
-        for key, values in state.items():
-            if values.is_floating_point() and not bool(values.isfinite().all()):
-                raise ThinwireError(
-                    f"the state '{key}' holds values that are not finite: take an older checkpoint, or leave this "
-                    "entry out (what waited there is then lost)"
-                )
+        self._take(self._form.unpack(state))
+
+    def _take(self, values: dict[str, Tensor]) -> None:
+        """Go on from ``values``, by key without the rank, which have been checked."""
         self._turn.reset()
-        rest = dict(state)
-        step, self._turn.skipped = int(rest.pop("step")), int(rest.pop("skipped"))
-        self._road.step = step
-        bound = {key.removeprefix("bound/"): rest.pop(key) for key in list(rest) if key.startswith("bound/")}
+        self._road.step, self._turn.skipped = int(values.pop("step")), int(values.pop("skipped"))
+        bound = {key.removeprefix("bound/"): values.pop(key) for key in list(values) if key.startswith("bound/")}
         if self._stage.bound is not None:
             self._stage.bound.load_state_dict(bound)
-        self._state.load_state_dict({name: values.to(self._device) for name, values in rest.items()})
+        device = self._where
+        # What nothing waits in needs no memory before it is used.
+        self._state.load_state_dict({k: v.to(device) for k, v in values.items() if k.startswith("=") or bool(v.any())})
         self.method.state_changed()
+
+    @property
+    def _where(self) -> torch.device:
+        """The device of the weights, which may have come there after ``compress()``."""
+        return next(iter(self._turn.weights.values())).device
+
+    def _counts(self) -> dict[str, Tensor]:
+        bound = {} if self._stage.bound is None else self._stage.bound.state_dict()
+        counts = {"step": torch.tensor(self._road.step), "skipped": torch.tensor(self.skipped)}
+        return counts | {f"bound/{key}": value for key, value in bound.items()}
+
+    @functools.cached_property
+    def _form(self) -> Form:
+        """Of this rank's state, which a rehearsal finds out."""
+        shapes = kept(self.engine.layout(), self._road, self._run)
+        return Form(self._about, {**self._counts(), **shapes})
 
     def close(self) -> None:
         """End the worker thread. A backward pass that would exchange gradients raises from now on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,10 @@ from thinwire.methods.base import Method, Parameter
 if TYPE_CHECKING:
     from thinwire.road import Levels, Road
     from thinwire.turn import Turn
+
+
+Meet = Callable[[], None]
+"""Called by an engine once it has looked at its model, before it makes groups of its own: collective."""
 
 
 class Engine(Protocol):

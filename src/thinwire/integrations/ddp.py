@@ -17,7 +17,7 @@ from thinwire.bucket import Layout, Piece
 from thinwire.collectives import AllReduce, Exchange, ReduceScatter
 from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError
-from thinwire.integrations.base import all_zero, split_by_node, wants_two_levels
+from thinwire.integrations.base import Meet, all_zero, split_by_node, wants_two_levels
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter
 from thinwire.plan import describe
@@ -36,13 +36,14 @@ class DDP:
     kind = "ddp"
 
     def __init__(
-        self, model: DistributedDataParallel, method: Method, ledger: Ledger, *, two_level: bool | None
+        self, model: DistributedDataParallel, method: Method, ledger: Ledger, *, two_level: bool | None, meet: Meet
     ) -> None:
         self.model = model
         self._check(model, method)
+        meet()
         self.wire_dtype: torch.dtype | None = None
         # A group of our own: the worker's collectives must not meet DDP's own (buffer broadcasts) on one group.
-        comm = GroupComm(model.process_group, ledger).twin()
+        comm = GroupComm(model.process_group, ledger, device=next(model.parameters()).device).twin()
         self.comms: list[Comm] = [comm]
         self.rank = comm.rank
         self.hops: tuple[Exchange, ...] = (AllReduce(comm),)
@@ -61,6 +62,17 @@ class DDP:
         self._watches: list[RemovableHandle] = []
         self._gone = False  # what this step has exchanged was thrown away before another backward pass
         self._looked = False  # at its values, whether they are zeros
+
+    @staticmethod
+    def process_groups(model: DistributedDataParallel) -> list[dist.ProcessGroup]:
+        """Those of the user's that cross to every rank that trains with this one."""
+        return [model.process_group]
+
+    @staticmethod
+    def facts(model: DistributedDataParallel) -> dict[str, str]:
+        """What must be the same on all ranks, for buckets of theirs to be the same."""
+        names = ("bucket_bytes_cap", "find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+        return {name: str(getattr(model, name, None)) for name in names}
 
     @staticmethod
     def _check(model: DistributedDataParallel, method: Method) -> None:
@@ -94,7 +106,15 @@ class DDP:
         def hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
             flat, pieces = bucket.buffer(), self._map(bucket)
             turn.enter([piece.name for piece in pieces])
-            return self.worker.submit(lambda: road.reduce(flat, pieces), flat.device, last=bucket.is_last())
+
+            def job() -> Tensor:
+                with turn.exchanging("gradients", (piece.name for piece in pieces)):
+                    return road.reduce(flat, pieces)
+
+            if bucket.is_last():
+                # Before DDP's own callback, which shows of an error in a future that it is no tensor.
+                torch.autograd.Variable._execution_engine.queue_callback(self.worker.settle)
+            return self.worker.submit(job, flat.device, last=bucket.is_last())
 
         self.model.register_comm_hook(None, hook)
         self._watch(turn)

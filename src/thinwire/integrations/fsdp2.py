@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from thinwire.bucket import Layout, Piece, Shard
 from thinwire.collectives import AllReduce, Exchange, ReduceScatter
 from thinwire.comm import Comm, GroupComm, Work
 from thinwire.errors import ThinwireError
-from thinwire.integrations.base import all_zero, split_by_node, wants_two_levels
+from thinwire.integrations.base import Meet, all_zero, split_by_node, wants_two_levels
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter
 from thinwire.plan import clean_name, describe
@@ -57,12 +57,26 @@ def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
     return found
 
 
+def _other_groups(model: nn.Module, known: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """The groups of the meshes of ``model``'s parameters that have other ranks than those ``known``."""
+    taken = {tuple(dist.get_process_group_ranks(group)) for group in known}
+    found: list[dist.ProcessGroup] = []
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        for group in [] if mesh is None else mesh.get_all_groups():
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if ranks not in taken:
+                taken.add(ranks)
+                found.append(group)
+    return found
+
+
 class FSDP2:
     """One communication object per FSDP module; torch calls it with the module's flat gradient and takes our row."""
 
     kind = "fsdp2"
 
-    def __init__(self, model: Any, method: Method, ledger: Ledger, *, two_level: bool | None) -> None:
+    def __init__(self, model: Any, method: Method, ledger: Ledger, *, two_level: bool | None, meet: Meet) -> None:
         self.model, self.method, self.ledger = model, method, ledger
         self.groups = param_groups(model)
         if not self.groups:
@@ -70,6 +84,7 @@ class FSDP2:
         if not isinstance(model, FSDPModule):
             raise ThinwireError("the root module is not sharded: call fully_shard(model) after its parts")
         self._check()
+        meet()
         shards = {
             id(fsdp_param.sharded_param): (tuple(fsdp_param._orig_size), tuple(fsdp_param.padded_sharded_param_size))
             for _, group in self.groups
@@ -100,18 +115,29 @@ class FSDP2:
             self.hops = ReduceScatter(intra), ReduceScatter(inter)
         self.comms += self._beside()
 
+    @staticmethod
+    def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+        """Those of the user's that cross, one after the other, to every rank that trains with this one."""
+        info = param_groups(model)[0][1].mesh_info
+        names = ("shard_process_group", "replicate_process_group")
+        found = [getattr(info, name) for name in names if hasattr(info, name)]
+        return found + _other_groups(model, found)
+
+    @staticmethod
+    def facts(model: nn.Module) -> dict[str, str]:
+        """What must be the same on all ranks, for buffers of theirs to be the same: modules, dtypes, when they gather.
+        """
+        names = {id(module): clean_name(name) for name, module in model.named_modules()}
+        found = {}
+        for module, group in param_groups(model):
+            after = None if group.post_forward_mesh_info is None else group.post_forward_mesh_info.shard_mesh_size
+            found[f"FSDP module '{names[id(module)]}'"] = f"{len(group.fsdp_params)} parameters, {group.mp_policy}, " \
+                f"resharded over {after}"
+        return found
+
     def _beside(self) -> list[Comm]:
         """The mesh dimensions that are not data parallel (tensor parallelism): their ranks share the guard's flag."""
-        taken = {tuple(dist.get_process_group_ranks(comm.group)) for comm in self._comms.values()}
-        found: list[Comm] = []
-        for parameter in self.model.parameters():
-            mesh = getattr(parameter, "device_mesh", None)
-            for group in [] if mesh is None else mesh.get_all_groups():
-                ranks = tuple(dist.get_process_group_ranks(group))
-                if ranks not in taken:
-                    taken.add(ranks)
-                    found.append(self.comm(group))
-        return found
+        return [self.comm(group) for group in _other_groups(self.model, [of.group for of in self._comms.values()])]
 
     @staticmethod
     def _reduce_dtype(group: Any) -> torch.dtype | None:
@@ -158,7 +184,8 @@ class FSDP2:
     def comm(self, group: dist.ProcessGroup) -> GroupComm:
         """The verbs on one of the engine's own groups."""
         if id(group) not in self._comms:
-            self._comms[id(group)] = GroupComm(group, self.ledger)
+            device = next(self.model.parameters()).device
+            self._comms[id(group)] = GroupComm(group, self.ledger, device=device)
         return self._comms[id(group)]
 
     def attach(self, turn: Turn, road: Road) -> None:
@@ -323,7 +350,7 @@ class _GroupLink:
         widths = [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in fsdp_params]
         total, pieces, column = sum(widths), [], 0
         for fsdp_param, width in zip(fsdp_params, widths, strict=True):
-            pieces.append(Piece(self._name(fsdp_param), column, width * ranks, ranks, total))
+            pieces.append(Piece(self.name(fsdp_param), column, width * ranks, ranks, total))
             column += width
         return tuple(pieces)
 
@@ -337,7 +364,7 @@ class _GroupLink:
         trained, frozen, column = [], [], 0
         for fsdp_param in self.group.fsdp_params:
             width = math.prod(fsdp_param.padded_sharded_param_size)
-            piece = Piece(self._name(fsdp_param), column, width)
+            piece = Piece(self.name(fsdp_param), column, width)
             if id(fsdp_param.sharded_param) in self.engine.parameters:
                 trained.append(piece)
             elif fsdp_param.sharded_param.requires_grad:
@@ -353,7 +380,8 @@ class _GroupLink:
             raise ThinwireError(f"FSDP2 gathers {numel} values per rank, but the shards of {names} have {column}")
         return Shard(tuple(trained), tuple(frozen), numel, dtype)
 
-    def _name(self, fsdp_param: Any) -> str:
+    def name(self, fsdp_param: Any) -> str:
+        """Of the parameter in the user's model."""
         known = self.engine.parameters.get(id(fsdp_param.sharded_param))
         return known.name if known is not None else clean_name(fsdp_param._param_fqn)
 
@@ -390,7 +418,8 @@ class _GroupLink:
             if not self.entered:  # torch leaves the reduce-scatter out where one rank has all of the shard
                 self.turn.enter([piece.name for piece in inter])
             self.entered = False
-            stage.reduce(shard, inter, shard)
+            with self.turn.exchanging("gradients", (piece.name for piece in inter)):
+                stage.reduce(shard, inter, shard)
             if not shard.is_cuda:
                 self.engine.ledger.add("exposed", time.perf_counter() - began)
 
@@ -415,10 +444,11 @@ class _ReduceScatter:
         pieces = self.link.verify(input_tensor, group.size())
         self.link.turn.enter([piece.name for piece in pieces])
         self.link.entered = True
-        if self.link.engine.kind == "hsdp":
-            self.link.road.stages[0].reduce(input_tensor, pieces, output_tensor)
-        else:
-            self.link.road.reduce(input_tensor, pieces, output_tensor)
+        with self.link.turn.exchanging("gradients", (piece.name for piece in pieces)):
+            if self.link.engine.kind == "hsdp":
+                self.link.road.stages[0].reduce(input_tensor, pieces, output_tensor)
+            else:
+                self.link.road.reduce(input_tensor, pieces, output_tensor)
         if not input_tensor.is_cuda:
             self.link.engine.ledger.add("exposed", time.perf_counter() - began)
 
@@ -454,7 +484,7 @@ class _AllGather:
         comm, ledger = self.engine.comm(group), self.engine.ledger
         ledger.count_dense((comm.size - 1) * input_tensor.nbytes)
         began = time.perf_counter()
-        with ledger.weights(), torch.no_grad():
+        with self._exchanging(), ledger.weights(), torch.no_grad():
             if self.replica is not None and self._encoded:
                 # While some optimizers have stepped and others have not, weights change without a step being over.
                 unsettled = self.link.turn.open
@@ -464,7 +494,11 @@ class _AllGather:
         if input_tensor.is_cuda:
             return work
         ledger.add("exposed", time.perf_counter() - began)
-        return None if work is None else _TimedWork(work, ledger)
+        return None if work is None else _TimedWork(work, ledger, self._exchanging)
+
+    def _exchanging(self) -> AbstractContextManager[None]:
+        names = (self.link.name(fsdp_param) for fsdp_param in self.link.group.fsdp_params)
+        return self.link.turn.exchanging("weights", names)
 
     @property
     def _encoded(self) -> bool:
@@ -478,13 +512,14 @@ class _AllGather:
 class _TimedWork(Work):
     """A work whose wait is written down as exposed time. (FSDP2 waits only for what is a ``Work``.)"""
 
-    def __init__(self, work: Work, ledger: Ledger) -> None:
+    def __init__(self, work: Work, ledger: Ledger, exchanging: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
-        self._work, self._ledger = work, ledger
+        self._work, self._ledger, self._exchanging = work, ledger, exchanging
 
     def wait(self, *timeout: Any) -> bool:
         began = time.perf_counter()
-        done = self._work.wait(*timeout)
+        with self._exchanging():
+            done = self._work.wait(*timeout)
         waited = time.perf_counter() - began
         self._ledger.add("exposed", waited)
         self._ledger.add("wire", waited)

@@ -38,7 +38,7 @@ def compare(
     mtu: int = 1500,
     limit_s: float | None = None,
     extra: Sequence[str] = (),
-    program: Sequence[str] = ("thinwire", "train"),
+    program: Sequence[str] = ("thinwire", "train", "--no-checkpoints"),
 ) -> int:
     """Run ``program`` once per method within one cluster, one after the other; write report.json, report.md, pictures.
 

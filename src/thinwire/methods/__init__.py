@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from inspect import getdoc
 from typing import Any, NamedTuple
 
@@ -96,10 +97,25 @@ def listed() -> list[Listed]:
     return [Listed(cls.name, cls, (getdoc(cls) or "").partition("\n")[0], cls().promise) for cls in TABLE]
 
 
+def _described(name: str, cls: type[Method], does: str, promise: Promise) -> dict[str, Any]:
+    """One method for a program to read."""
+    return {
+        "name": name,
+        "does": does,
+        "promise": {"kind": promise.kind, "of": promise.of, "text": str(promise)},
+        "engines": list(cls.engines),
+        "knobs": {knob.name: knob.default for knob in cls.knobs()},
+        "presets": {f"{name}:{preset}": dict(values) for preset, values in cls.PRESETS.items()},
+    }
+
+
 def main(argv: list[str]) -> int:
-    """``thinwire methods``: each method, what it does and promises, its knobs and their defaults."""
+    """``thinwire methods [--json]``: each method, what it does and promises, its knobs and their defaults."""
+    if argv == ["--json"]:
+        print(json.dumps([_described(*method) for method in listed()], indent=2))
+        return 0
     if argv and argv[0] not in ("-h", "--help"):
-        raise ThinwireError(f"'thinwire methods' takes no arguments, got '{argv[0]}'")
+        raise ThinwireError(f"'thinwire methods' takes --json or nothing, got '{argv[0]}'")
     for name, cls, does, promise in listed():
         knobs = ", ".join(f"{knob.name}={knob.default!r}" for knob in cls.knobs()) or "none"
         print(f"{name:<12}{does}\n{'':<12}{promise}\n{'':<12}knobs: {knobs}")

@@ -139,6 +139,11 @@ class Method:
         """Do all ranks (HSDP: those with the same shard) hold the same weights after the last step?"""
         return True
 
+    @property
+    def alike(self) -> Collection[str]:
+        """Kinds of state of any shape (``State.put``) that are the same on all ranks that the exchange connects."""
+        return ()
+
     def alone(self, number: int) -> bool:
         """Does each rank (HSDP: each node) go its own way in the step after ``number`` others?
 

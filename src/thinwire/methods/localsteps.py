@@ -261,7 +261,6 @@ class LocalSteps(Method):
             self._depart(step)
             self._arrive(step)
         self._missed += 1
-        self.state.set("missed", "", torch.tensor(self._missed))
 
     def _depart(self, step: Step) -> None:
         """Before the first local step: W is what all hold."""
@@ -332,7 +331,6 @@ class LocalSteps(Method):
             self.state.rollback()
             self._outer.undo()
             self._lost += 1
-            self.state.set("lost", "", torch.tensor(self._lost))
         for name, weight in step.weights.items():
             local(weight.detach()).copy_(self._anchors[name].detach())
 
@@ -401,6 +399,8 @@ class LocalSteps(Method):
     def finish(self) -> None:
         """Show in the state what a checkpoint of the model does not hold: this rank's own weights and moments."""
         self._outer.finish()
+        self.state.set("missed", "", torch.tensor(self._missed))
+        self.state.set("lost", "", torch.tensor(self._lost))
         if not self.state.found("anchor"):
             return
         self._shown = True

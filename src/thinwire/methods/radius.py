@@ -21,7 +21,7 @@ masks are all-gathered as bits. The authors' code does not save its mask and res
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -129,6 +129,10 @@ class Radius(ErrorFeedback):
     @property
     def cycle(self) -> Mapping[int, float]:
         return {self.first: 1 / self.T} | ({self.first + 1: 1 - 1 / self.T} if self.T > 1 else {})
+
+    @property
+    def alike(self) -> Collection[str]:
+        return () if self.run.exchange.owner else ("mask",)  # of its own shard, where a rank owns one
 
     def facts(self) -> dict[str, float]:
         found = {}

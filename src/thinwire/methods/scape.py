@@ -30,7 +30,7 @@ see :mod:`thinwire.methods.masks`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -331,6 +331,10 @@ class SCAPE(Method):
         # Masks are sent at the end of the step before the one that they are for.
         rest = {self.steady: 1 - 1 / self.refresh} if self.refresh > 1 else {}
         return {**rest, self.steady + self.refresh - 1: 1 / self.refresh}
+
+    @property
+    def alike(self) -> Collection[str]:
+        return ("mask",)
 
     def facts(self) -> dict[str, float]:
         return {"density": self._schedule.density_at(self._step)} if self.density < 1 else {}

@@ -155,7 +155,7 @@ class TAGC(ErrorFeedback):
         parts = tuple(self._part(s.name, s.start, s.width, s.span, exchange, bucket.step) for s in bucket.segments)
         self._refuse_overload(parts)
         shape, flags = bucket.shape, (bucket.shape[0], bucket.shape[1] // masks.WORD)
-        words, index, left = (bucket.buffer(use, flags, torch.int64) for use in ("words", "index", "left"))
+        words, left = (bucket.buffer(use, flags, torch.int64) for use in ("words", "left"))
         k = sum(part.k for part in parts)
         sent, rest = (bucket.buffer(use, (shape[0], k), torch.float32) for use in ("sent", "rest"))
         with exchange.span("encode", bucket.rows):
@@ -165,7 +165,7 @@ class TAGC(ErrorFeedback):
                 self._sparsify(values, part, words[:, part.words], sent[:, kept], columns)  # l. 2: g and acc
                 if not part.cells:
                     columns.zero_()  # all of it is sent
-        exchange.union(index.copy_(words))  # l. 3-4
+        index = exchange.union(bucket, words)  # l. 3-4
         self._round(parts, sent, rest, exchange)  # ours, so that sums are exact
         estimate = self.leftovers == "median"
         # l. 5-6 and 8-10: CountSketch._encode, the network's sum, CountSketch._decode.
@@ -215,14 +215,14 @@ class TAGC(ErrorFeedback):
             self.state.put("peak", part.name, torch.where(due, 0, peak))
 
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
-        """One rank's mask for all: its bits, OR-ed with the zeros of the others, are the union."""
+        """One rank's mask for all, in turn: the others have zeros in its place."""
         words = bucket.buffer("words", (bucket.shape[0], bucket.shape[1] // masks.WORD), torch.int64).zero_()
         with exchange.span("encode", bucket.rows):
             for segment in bucket.segments:
                 if seed_of(self.run.seed, segment.name, bucket.step) % exchange.rows == exchange.rank:
                     mine = words[:, segment.groups(masks.WORD)]
                     masks.topk_mask(bucket.columns(bucket.rows, segment), self._k(segment.span), mine)  # l. 2
-        exchange.union(words)  # l. 3-4
+        exchange.fill(words)  # l. 3-4
         k = sum(self._k(segment.span) for segment in bucket.segments)
         codec = Masked(words, k, owner_row=exchange.mine)
         exchange.mean(bucket, codec, residual=Residual(None, acc))  # values at the mask in place of l. 5-10; l. 2: acc

@@ -6,11 +6,13 @@ import functools
 import importlib
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import ModuleType
 
 from torch import Tensor
+
+from thinwire.extras import EXTRAS
 
 
 @functools.cache
@@ -21,12 +23,19 @@ def _load(family: str, module: str, needs: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != needs:
             raise
-        warnings.warn(f"{needs} is not installed: thinwire's kernels run as plain torch, slower", stacklevel=4)
+        how = f"pip install 'thinwire[{EXTRAS[needs]}]'"
+        warnings.warn(f"{needs} is not installed: thinwire's kernels run as plain torch, slower: {how}", stacklevel=4)
         return importlib.import_module(f"{family}.reference")
 
 
 launches: ContextVar[Counter[str] | None] = ContextVar("launches", default=None)
 """Where operations on tensors without storage are counted, by family and name, if anybody wants to know."""
+
+every_variant: ContextVar[bool] = ContextVar("every_variant", default=False)
+"""Compile what a launch would need on other memory, too: on a GPU, before the first step."""
+
+host_code: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("host_code", default=None)
+"""By family, what runs on tensors without storage in place of nothing at all: see ``thinwire.ops.dry``."""
 
 
 class _Nothing(ModuleType):
@@ -46,7 +55,7 @@ def backend(family: str) -> Callable[[Tensor], ModuleType]:
 
     def choose(tensor: Tensor) -> ModuleType:
         if tensor.is_meta:
-            return nothing
+            return (host_code.get() or {}).get(family, nothing)
         if tensor.device.type == "cpu":
             return _load(family, "cpu", "numba")
         if tensor.device.type == "cuda":

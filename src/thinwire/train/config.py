@@ -7,14 +7,17 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import tyro
 import yaml
 
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
+from thinwire.optim import AdamS
 from thinwire.train.models import PRESETS, ModelConfig
+
+T = TypeVar("T")
 
 COUNTS = (
     "steps", "batch_size", "accumulate", "threads", "keep", "ranks", "ranks_per_node", "shard_size", "seq_len",
@@ -65,11 +68,12 @@ class Config:
     """HSDP: ranks that share one copy of the weights. Default: the ranks of a node."""
 
     corpus: tuple[str, ...] = ("stdlib",)
-    """Files or globs (.xz and .gz too), "stdlib" (the source of Python's standard library), or "hub:NAME"."""
+    """Files or globs (.xz and .gz too), "stdlib" (the source of Python's standard library), or "hub:NAME"; or what was
+    tokenized: a folder that `thinwire tokenize` wrote, or token files (.bin as nanoGPT writes them, .npy)."""
     valid: tuple[str, ...] = ()
     """Text held out, as for corpus. Default: every 20th span of the corpus."""
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (trained on the corpus) or hub:NAME."""
+    """bytes, bpe:SIZE (trained on the corpus) or hub:NAME; ids:SIZE for token files: so many different tokens."""
 
     steps: int = 400
     """Optimizer steps of the whole run."""
@@ -104,12 +108,25 @@ class Config:
     """Steps between evaluations (also at the start and at the end); 0: only those two."""
     eval_sequences: int = 64
     """Held-out sequences per evaluation, over all ranks (0: no evaluation)."""
+    checkpoints: bool = True
+    """Save at the end, and on SIGTERM or Ctrl-C before ending."""
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0: none."""
+    """Steps between further checkpoints; 0: no further ones."""
     keep: int = 2
-    """Checkpoints kept (the newest)."""
+    """Checkpoints kept (the newest of those that are good to go on from)."""
     resume: str | None = None
-    """A checkpoint folder to continue from, or "latest": the newest of this run's folder."""
+    """A checkpoint's folder to continue from; "latest": the newest in --out; "auto": the same, or afresh if there is
+    none."""
+    resume_anyway: bool = False
+    """Continue although the text, its order or the batch is another than the checkpoint's."""
+    resize: Literal["flush", "redistribute", "reset"] | None = None
+    """Continue on other ranks than the checkpoint's, or another engine. What its ranks had yet to send is delivered at
+    once (flush), shared out to the new ranks (redistribute), or lost (reset)."""
+    overwrite: bool = False
+    """Start afresh in a folder that holds a run, which is removed."""
+    max_skipped: int = 20
+    """Steps in a row that are skipped, or whose loss is not finite, after which the run ends (higher: more patient);
+    0: never."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of the computation; weights and moments are fp32. auto: bf16 on CUDA, fp32 on CPU."""
@@ -119,6 +136,8 @@ class Config:
     """CPU threads per rank."""
     timeout: float = 120.0
     """Seconds to wait for the other ranks."""
+    file_timeout: float = 3600.0
+    """Seconds to wait for a rank that reads text, trains a tokenizer, or reads or writes a checkpoint."""
 
     def shape(self, vocabulary: int) -> ModelConfig:
         """The model's shape: the preset with what was overridden."""
@@ -150,7 +169,9 @@ class Config:
             raise ThinwireError(f"unknown preset '{self.preset}'; there are: {', '.join(PRESETS)}")
         from thinwire.methods import resolve
 
-        resolve(self.method)
+        method = resolve(self.method)
+        if method.OPTIMIZER is AdamS and self.optimizer != "adams":
+            raise ThinwireError(f"--method {method.name} is built on AdamS: add --optimizer adams")
         if self.intra is not None:
             resolve(self.intra)
         self._check_ranges()
@@ -164,14 +185,17 @@ class Config:
 
         for name in COUNTS:
             must(getattr(self, name) is None or getattr(self, name) >= 1, name, "must be 1 or more")
-        for name in ("eval_every", "eval_sequences", "checkpoint_every", "clip", "weight_decay", "lr"):
+        for name in ("eval_every", "eval_sequences", "checkpoint_every", "max_skipped", "clip", "weight_decay", "lr"):
             must(getattr(self, name) >= 0, name, "must not be negative")
         for name in ("warmup", "lr_end"):
             must(0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1")
         must(all(0 <= beta < 1 for beta in self.betas), "betas", "are two numbers from 0 to below 1")
-        must(0 < self.timeout <= LONGEST_S, "timeout", f"is in seconds, above 0 and up to {LONGEST_S:,}")
+        for name in ("timeout", "file_timeout"):
+            must(0 < getattr(self, name) <= LONGEST_S, name, f"is in seconds, above 0 and up to {LONGEST_S:,}")
         must(abs(self.seed) <= LARGEST_SEED, "seed", f"is a whole number up to {LARGEST_SEED:,} in size")
         must(bool(self.corpus) and all(self.corpus), "corpus", "needs a file or more, 'stdlib' or hub:NAME")
+        must(not self.checkpoint_every or self.checkpoints, "checkpoint_every", "is not for --no-checkpoints")
+        must(not (self.overwrite and self.resume), "resume", "does not go with --overwrite, which starts afresh")
         if self.bucket_mb is not None:
             must(0 < self.bucket_mb <= LARGEST_BUCKET_MB, "bucket_mb", f"is above 0 and up to {LARGEST_BUCKET_MB:,}")
             must(self.engine == "ddp", "bucket_mb", f"is for --engine ddp, not {self.engine}")
@@ -252,10 +276,20 @@ def from_arguments(arguments: list[str], where: str = "") -> Config:
             default = from_yaml(Path(name))
             del arguments[i : i + (1 if "=" in word else 2)]
             break
-    caught = _Caught()
+    return parsed(Config, arguments, "thinwire train", default=default, where=where)
+
+
+def parsed(kind: type[T], arguments: list[str], program: str, *, default: T | None = None, where: str = "") -> T:
+    """The options of ``program``, a dataclass ``kind``, from its command line.
+
+    Raises:
+        ThinwireError: one line in place of tyro's box.
+    """
+    caught, given = _Caught(), {} if default is None else {"default": default}
+    cli: Any = tyro.cli
     try:
         with contextlib.redirect_stderr(caught):  # type: ignore[type-var]
-            return tyro.cli(Config, args=arguments, default=default, prog="thinwire train")
+            return cli(kind, args=arguments, prog=program, **given)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

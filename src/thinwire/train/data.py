@@ -5,22 +5,38 @@ from __future__ import annotations
 import glob
 import gzip
 import importlib.util
+import itertools
 import lzma
 import sysconfig
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
+from thinwire.train.folder import write
+
+if TYPE_CHECKING:
+    from thinwire.train.tokens import TokenFiles
 
 SPAN = 1 << 15
 """Characters in a row that go to one side of the split: every ``HELD_OUT``-th span is held out."""
 HELD_OUT = 20
+PIECE = 1 << 22
+"""Characters that are read from a file at a time."""
+BATCH = 16
+"""Spans that are tokenized at a time: tokenizers keeps about 100 bytes for each byte of them."""
+
+
+_PRINTED = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_HIDDEN = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTES = [chr(byte if byte in _PRINTED else 256 + _HIDDEN.index(byte)) for byte in range(256)]
+"""The character that stands for each byte in byte-level BPE: itself, or from U+0100 on where it is not shown."""
 
 
 def read_corpus(names: Sequence[str]) -> str:
@@ -29,44 +45,69 @@ def read_corpus(names: Sequence[str]) -> str:
     Raises:
         ThinwireError: a name matches nothing, cannot be read, or the text is empty.
     """
-    text = "\n".join(_read(name) for name in names)
+    text = "".join(pieces(names))
     if not text.strip():
         raise ThinwireError(f"the corpus {', '.join(names)} has no text in it")
     return text
 
 
-def _read(name: str) -> str:
+def pieces(names: Sequence[str]) -> Iterator[str]:
+    """``read_corpus`` in pieces of at most ``PIECE`` characters, read as they are asked for."""
+    between = ""
+    for name in names:
+        for document in _documents(name):
+            yield between
+            yield from document
+            between = "\n"
+
+
+def spans(text: Iterable[str]) -> Iterator[str]:
+    """A ``text`` in pieces of any size, cut into spans: ``SPAN`` characters each, the last one what is left."""
+    kept = ""
+    for piece in text:
+        kept += piece
+        whole = len(kept) - len(kept) % SPAN
+        yield from (kept[start : start + SPAN] for start in range(0, whole, SPAN))
+        kept = kept[whole:]
+    if kept:
+        yield kept
+
+
+def _documents(name: str) -> Iterator[Iterable[str]]:
+    """The texts that ``name`` stands for, each in pieces; a line's end goes between two of them."""
     if name == "stdlib":
-        return _standard_library()
-    if name.startswith("hub:"):
-        return _hub(name.removeprefix("hub:"))
-    paths = sorted(glob.glob(name, recursive=True)) if any(c in name for c in "*?[") else [name]
-    if not paths:
-        raise ThinwireError(f"no file matches the corpus '{name}'")
-    return "\n".join(_read_file(Path(path)) for path in paths)
+        yield from map(_read_file, _standard_library())
+    elif name.startswith("hub:"):
+        yield from ((text,) for text in _hub(name.removeprefix("hub:")))
+    else:
+        paths = sorted(glob.glob(name, recursive=True)) if any(c in name for c in "*?[") else [name]
+        if not paths:
+            raise ThinwireError(f"no file matches the corpus '{name}'")
+        yield from (_read_file(Path(path)) for path in paths)
 
 
-def _read_file(path: Path) -> str:
+def _read_file(path: Path) -> Iterator[str]:
     openers: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
     try:
         with openers.get(path.suffix, open)(path, "rt", encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except (OSError, EOFError, lzma.LZMAError) as error:
+            while text := file.read(PIECE):
+                yield text
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ThinwireError(f"cannot read the corpus {path}: {reason}") from None
 
 
-def _standard_library() -> str:
+def _standard_library() -> list[Path]:
     """The source of Python's own standard library, without its tests: about 10 MB of real text on every machine."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
     files = sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
     if not files:
         raise ThinwireError(f"Python's standard library has no source in {root}: name files with --corpus")
-    return "\n".join(_read_file(path) for path in files)
+    return files
 
 
-def _hub(name: str) -> str:
+def _hub(name: str) -> Iterable[str]:
     if importlib.util.find_spec("datasets") is None:
         raise ThinwireError(f"the corpus hub:{name} needs the 'datasets' package: pip install 'thinwire[hub]'")
     from datasets import load_dataset
@@ -78,60 +119,80 @@ def _hub(name: str) -> str:
         raise ThinwireError(f"cannot load the data set '{name}': {str(error).splitlines()[0]}") from None
     if "text" not in rows.column_names:
         raise ThinwireError(f"the data set '{name}' has no column 'text', only {', '.join(rows.column_names)}")
-    return "\n".join(rows["text"])
+    return (row["text"] for row in rows)
 
 
 def split(text: str) -> tuple[str, str]:
     """(train, valid): every 20th span of 32 Ki characters is held out; a short text gives up its last 20th."""
-    spans = [text[start : start + SPAN] for start in range(0, len(text), SPAN)]
-    if len(spans) < HELD_OUT:
+    if len(text) <= (HELD_OUT - 1) * SPAN:
         cut = len(text) - len(text) // HELD_OUT
         return text[:cut], text[cut:]
-    held = spans[HELD_OUT - 1 :: HELD_OUT]
-    return "".join(span for i, span in enumerate(spans) if i % HELD_OUT != HELD_OUT - 1), "".join(held)
+    cut_up = list(spans([text]))
+    return "".join(span for i, span in enumerate(cut_up) if not is_held_out(i)), "".join(
+        span for i, span in enumerate(cut_up) if is_held_out(i)
+    )
+
+
+def is_held_out(span: int) -> bool:
+    """Is the span of this number, of a text that has more than ``HELD_OUT`` - 1, not trained on?"""
+    return span % HELD_OUT == HELD_OUT - 1
+
+
+def tokenizer_file(name: str, folder: Path) -> Path | None:
+    """Where the tokenizer ``name`` keeps what it was trained to; None: it was not trained here."""
+    kind, _, size = name.partition(":")
+    return folder / f"tokenizer-bpe-{size}.json" if kind == "bpe" else None
 
 
 class Tokenizer:
-    """``bytes``; ``bpe:SIZE``, trained on the training text and kept in ``folder``; or ``hub:NAME``.
+    """``bytes``; ``bpe:SIZE``, trained on the training text and kept in ``folder``; ``hub:NAME``; or ``ids:SIZE``, of
+    which only the number of tokens is known.
 
     Attributes:
-        vocabulary: number of tokens.
+        name: as above. vocabulary: number of tokens.
     """
 
-    def __init__(self, name: str, train_text: str, folder: Path, *, trains: bool = True) -> None:
-        """``trains``: this rank trains a BPE if there is none yet; the others load what it wrote (call it after)."""
-        self._tokenizer = None
-        if name == "bytes":
-            self.vocabulary = 256
-            return
+    def __init__(
+        self, name: str, train: Iterable[str], folder: Path, *, trains: bool = True, anew: bool = False
+    ) -> None:
+        """``train``: the training text, in spans. ``trains``: this rank trains a BPE if there is none yet, or ``anew``;
+        the others load what it wrote."""
+        self.name, self._tokenizer = name, None
         kind, _, rest = name.partition(":")
+        if name == "bytes" or (kind == "ids" and rest.isdigit() and int(rest) > 0):
+            self.vocabulary = 256 if name == "bytes" else int(rest)
+            return
         if kind == "bpe":
-            self._tokenizer = self._bpe(rest, train_text, folder, trains)
+            self._tokenizer = self._bpe(rest, train, folder, trains, anew)
         elif kind == "hub" and rest:
             self._tokenizer = self._from_hub(rest)
         else:
-            raise ThinwireError(f"unknown tokenizer '{name}'; there are: bytes, bpe:SIZE, hub:NAME")
+            raise ThinwireError(f"unknown tokenizer '{name}'; there are: bytes, bpe:SIZE, hub:NAME, ids:SIZE")
         self.vocabulary = self._tokenizer.get_vocab_size()
 
     @staticmethod
-    def _bpe(size: str, text: str, folder: Path, trains: bool):
+    def _bpe(size: str, train: Iterable[str], folder: Path, trains: bool, anew: bool):
         from tokenizers import Tokenizer as HubTokenizer
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
         if not size.isdigit() or int(size) < 257:
             raise ThinwireError(f"bpe:{size}: the size must be a number of 257 tokens or more")
-        path = folder / f"tokenizer-bpe-{size}.json"
-        if trains and not path.exists():
+        path = tokenizer_file(f"bpe:{size}", folder)
+        assert path is not None
+        if trains and (anew or not path.exists()):
             tokenizer = HubTokenizer(models.BPE())
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             tokenizer.decoder = decoders.ByteLevel()
             trainer = trainers.BpeTrainer(
                 vocab_size=int(size), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
             )
-            tokenizer.train_from_iterator((text[i : i + SPAN] for i in range(0, len(text), SPAN)), trainer)
+            tokenizer.train_from_iterator(train, trainer)
             folder.mkdir(parents=True, exist_ok=True)
-            tokenizer.save(str(path))
-        return HubTokenizer.from_file(str(path))
+            write(path, tokenizer.to_str(pretty=True))
+        try:
+            return HubTokenizer.from_file(str(path))
+        except Exception as error:  # whatever its parser raises
+            raise ThinwireError(f"{path} is damaged: remove it, and it is trained anew ({error})") from None
 
     @staticmethod
     def _from_hub(name: str):
@@ -142,12 +203,50 @@ class Tokenizer:
         except Exception as error:  # the hub's client raises whatever its transport raises
             raise ThinwireError(f"cannot load the tokenizer '{name}': {str(error).splitlines()[0]}") from None
 
-    def encode(self, text: str) -> Tensor:
-        """Tokens, (T,), in the smallest integer dtype that holds them."""
+    def as_hub(self) -> Any:
+        """A ``tokenizers.Tokenizer`` that gives the same tokens."""
+        self._needs_text()
+        if self._tokenizer is not None:
+            return self._tokenizer
+        from tokenizers import Tokenizer as HubTokenizer
+        from tokenizers import decoders, models, pre_tokenizers
+
+        # BPE without merges, over the characters by which it writes bytes.
+        numbers = {letter: byte for byte, letter in enumerate(_BYTES)}
+        hub = HubTokenizer(models.BPE(vocab=numbers, merges=[]))
+        hub.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        hub.decoder = decoders.ByteLevel()
+        return hub
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``; bytes that are no UTF-8 become U+FFFD."""
+        self._needs_text()
         if self._tokenizer is None:
-            return torch.from_numpy(np.frombuffer(bytearray(text.encode("utf-8")), dtype=np.uint8))
-        pieces = self._tokenizer.encode_batch([text[i : i + SPAN] for i in range(0, len(text), SPAN)])
-        return torch.tensor([token for piece in pieces for token in piece.ids], dtype=torch.int32)
+            return bytes(tokens).decode("utf-8", errors="replace")
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def encode(self, text: str) -> Tensor:
+        """Tokens, (T,), in the smallest integer dtype of torch's that holds them."""
+        return torch.from_numpy(np.concatenate([*self.encoded(spans([text])), np.empty(0, self.dtype)]))
+
+    def _needs_text(self) -> None:
+        if self.name.startswith("ids:"):
+            raise ThinwireError(f"--tokenizer {self.name} knows numbers only: no text can be made of them, or read")
+
+    @property
+    def dtype(self) -> type[np.integer]:
+        """Of the tokens: uint8, or int32."""
+        return np.uint8 if self.vocabulary <= 256 else np.int32
+
+    def encoded(self, text: Iterable[str]) -> Iterator[np.ndarray]:
+        """The tokens of a text in spans, span by span, each (T,)."""
+        self._needs_text()
+        if self._tokenizer is None:
+            yield from (np.frombuffer(span.encode("utf-8"), np.uint8) for span in text)
+            return
+        text = iter(text)
+        while batch := list(itertools.islice(text, BATCH)):
+            yield from (np.array(found.ids, self.dtype) for found in self._tokenizer.encode_batch_fast(batch))
 
 
 @dataclass
@@ -157,7 +256,7 @@ class Windows:
     Within an epoch no window comes twice; each epoch has an order of its own.
     """
 
-    tokens: Tensor
+    tokens: Tensor | TokenFiles
     length: int
     seed: int = 0
 

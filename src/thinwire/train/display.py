@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -11,11 +12,37 @@ from typing import Any, TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from thinwire.errors import ThinwireError
+from thinwire.train.folder import write
+
+
+def cut(path: Path, step: int) -> float:
+    """Leave of a metrics.jsonl what a run at ``step`` had written; the seconds that it had run then.
+
+    The evaluation at ``step`` goes too: a run that goes on from there makes it again.
+    """
+    kept, wall = [], 0.0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+            if row["step"] > step - ("valid_loss" in row):
+                continue
+            wall = float(row["wall_s"])
+        except (ValueError, TypeError, KeyError):  # half a line, of a run that was killed
+            continue
+        kept.append(line + "\n")
+    write(path, "".join(kept))
+    return wall
+
 
 class Display:
     """Rank 0's display and files; on other ranks everything here does nothing.
 
     On a terminal: a progress bar. Elsewhere: a line at the start, per evaluation and at the end.
+
+    Attributes:
+        wall: seconds that the run had taken when it was interrupted, where it goes on.
+        trouble: why a row could not be written; "" while all is well.
     """
 
     def __init__(self, folder: Path, rank: int, steps: int, start: int) -> None:
@@ -24,15 +51,20 @@ class Display:
         self._board: Any = None
         self._progress: Progress | None = None
         self._task: Any = None
+        self.wall, self.trouble = 0.0, ""
 
     def __enter__(self) -> Display:
         if self.rank != 0:
             return self
-        self._file = (self.folder / "metrics.jsonl").open("a" if self.start else "w", buffering=1)
+        metrics = self.folder / "metrics.jsonl"
+        if self.start:
+            self.wall = cut(metrics, self.start)
+        self._file = metrics.open("a" if self.start else "w", buffering=1)
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(self.folder / "tensorboard"))
+            purge = self.start + 1 if self.start else None
+            self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge)
         if sys.stdout.isatty():
             self._progress = Progress(
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
@@ -47,7 +79,8 @@ class Display:
             self._progress.stop()
         for part in (self._board, self._file):
             if part is not None:
-                part.close()
+                with contextlib.suppress(OSError):  # a full disk has been told of
+                    part.close()
 
     def say(self, line: str) -> None:
         """A line for the user."""
@@ -69,10 +102,18 @@ class Display:
         self._write(row)
         self.say(f"step {row['step']:>6}  validation loss {row['valid_loss']:.4f}")
 
+    def check(self) -> None:
+        """Raises ThinwireError where a row could not be written."""
+        if self.trouble:
+            raise ThinwireError(self.trouble)
+
     def _write(self, row: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(row) + "\n")
-        if self._board is not None:
-            for name, value in row.items():
-                if isinstance(value, int | float) and name != "step":
-                    self._board.add_scalar(name, value, row["step"])
+        try:
+            if self._file is not None:
+                self._file.write(json.dumps(row) + "\n")
+            if self._board is not None:
+                for name, value in row.items():
+                    if isinstance(value, int | float) and name != "step":
+                        self._board.add_scalar(name, value, row["step"])
+        except OSError as error:
+            self.trouble = f"cannot write {self.folder / 'metrics.jsonl'}: {error.strerror}"

@@ -29,16 +29,27 @@ def free_port() -> int:
 def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
     """Run ``thinwire train`` with these arguments on ``ranks`` ranks, said to be ``per_node`` on a node.
 
-    Returns the exit status of the first that fails, or 0.
+    Returns the exit status of the first that fails (128 + signal where a signal ended it), or 0.
 
-    When one fails or this process ends, however it ends, the others are ended too. A line that several ranks print to
-    standard error is shown once.
+    A first SIGTERM or Ctrl-C is passed on to the ranks, which save and end; a second one ends them. When one fails or
+    this process ends, however it ends, the others are ended too. A line that several ranks print to standard error is
+    shown once.
     """
     port = str(free_port())
     command = [sys.executable, "-m", "thinwire", "train", *arguments]
-    processes, relays, shown = [], [], _Shown()
-    # SIGTERM as Ctrl-C: the ranks are ended on the way out.
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    processes: list[subprocess.Popen[str]] = []
+    relays, shown = [], _Shown()
+    passed_on: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        if passed_on:
+            raise KeyboardInterrupt  # the ranks are ended on the way out
+        passed_on.append(number)
+        for process in processes:
+            process.send_signal(number)
+
+    handled = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, pass_on) for number in handled}
     try:
         for rank in range(ranks):
             environment = {
@@ -54,7 +65,7 @@ def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
             }
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_die_with_parent, start_new_session=True,  # a terminal's Ctrl-C reaches them from here alone
             )  # fmt: skip
             processes.append(process)
             relays.append(threading.Thread(target=shown.relay, args=(process.stderr,), daemon=True))
@@ -68,7 +79,8 @@ def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
             process.wait()
         for relay in relays:
             relay.join(timeout=5)
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _wait(processes: list[subprocess.Popen]) -> int:
@@ -76,18 +88,17 @@ def _wait(processes: list[subprocess.Popen]) -> int:
         states = [process.poll() for process in processes]
         failed = [state for state in states if state]
         if failed:
+            for rank, state in enumerate(states):
+                if state is not None and state < 0:
+                    print(f"thinwire: rank {rank} was ended by {signal.Signals(-state).name}", file=sys.stderr)
             # The others notice by themselves and may say why; then they are ended.
             deadline = time.monotonic() + 3
             while time.monotonic() < deadline and any(process.poll() is None for process in processes):
                 time.sleep(0.05)
-            return failed[0] if failed[0] > 0 else 1
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
         if all(state == 0 for state in states):
             return 0
         time.sleep(0.05)
-
-
-def _interrupt(*unused: object) -> None:
-    raise KeyboardInterrupt  # not by SIGINT, which a shell's background jobs ignore
 
 
 def _die_with_parent() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import math
 import os
 import resource
+import signal
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -21,16 +24,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm import Comm, GroupComm
-from thinwire.errors import ThinwireError
+from thinwire.comm import GroupComm, is_of_the_network, network_words
+from thinwire.elastic import init_process_group
+from thinwire.errors import LostRank, ThinwireError
 from thinwire.lab.counters import interface_bytes
 from thinwire.ledger import Ledger
 from thinwire.optim import AdamS
-from thinwire.train import checkpoint
+from thinwire.train import differences, tokens
+from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import Config
-from thinwire.train.data import Tokenizer, Windows, batches, read_corpus, split
+from thinwire.train.data import Tokenizer, Windows, batches, read_corpus, spans, split, tokenizer_file
+from thinwire.train.differences import hash_of
 from thinwire.train.display import Display
+from thinwire.train.folder import Folder, opened, write
 from thinwire.train.models import Decoder
+from thinwire.train.signals import Signals, Stopped
+from thinwire.train.together import Together
 from thinwire.wire import Wire, compress
 
 
@@ -38,7 +47,7 @@ from thinwire.wire import Wire, compress
 class Ranks:
     """This rank's place: ``comm`` reaches all of them (its bytes are not the method's and are not counted as such)."""
 
-    comm: Comm
+    comm: GroupComm
     local: int
     per_node: int
     device: torch.device
@@ -61,19 +70,25 @@ def joined(config: Config) -> Iterator[Ranks]:
     torch.set_num_threads(config.threads)
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
+        init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
         assert dist.group.WORLD is not None
-        comm = GroupComm(dist.group.WORLD, Ledger())
-        checkpoint.barrier(comm)  # a rank with nothing to do would leave before the others have reached it
+        comm = GroupComm(dist.group.WORLD, Ledger(), device=device)
+        # A rank with nothing to do would leave before the others have reached it.
+        comm.all_reduce(torch.zeros(1, device=device))
     except (RuntimeError, ValueError) as error:
         raise ThinwireError(
             f"rank {rank} could not reach the other {int(os.environ['WORLD_SIZE']) - 1} ranks at {where} within "
             f"{config.timeout:g} s ({type(error).__name__}): are all of them started, and is the address right?"
         ) from None
+    lost = False
     try:
         yield Ranks(comm, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
+    except (LostRank, RuntimeError):
+        lost = True  # without one of its ranks, taking a group down may wait as long as its collectives did
+        raise
     finally:
-        dist.destroy_process_group()
+        if not lost:
+            dist.destroy_process_group()
 
 
 def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
@@ -112,21 +127,34 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     return kind(groups, lr=config.lr, betas=config.betas)
 
 
-def text_windows(config: Config, ranks: Ranks) -> tuple[Tokenizer, Windows, Windows]:
+def text_windows(config: Config, folder: Folder) -> tuple[Tokenizer, Windows, Windows]:
     """The tokenizer, and the windows to train on and to evaluate on."""
-    train_text = read_corpus(config.corpus)
-    if config.valid:
-        valid_text = read_corpus(config.valid)
-    else:
-        train_text, valid_text = split(train_text)
-    first = ranks.comm.rank == 0
-    if first:
-        tokenizer = Tokenizer(config.tokenizer, train_text, config.out)
-    checkpoint.barrier(ranks.comm)
-    if not first:
-        tokenizer = Tokenizer(config.tokenizer, train_text, config.out, trains=False)
-    train_windows = Windows(tokenizer.encode(train_text), config.sequence, config.seed)
-    return tokenizer, train_windows, Windows(tokenizer.encode(valid_text), config.sequence)
+    together = folder.together
+    files = together.do(lambda: tokens.find(config.corpus, config.valid, config.tokenizer))
+    if files is not None:
+        folder.by_first(lambda: tokens.keep_tokenizer(files, folder.path))
+        train_windows = Windows(files.train, config.sequence, config.seed)
+        loaded = together.do(lambda: Tokenizer(files.tokenizer, (), folder.path, trains=False))
+        return loaded, train_windows, Windows(files.valid, config.sequence)
+
+    def read() -> tuple[str, str]:
+        text = read_corpus(config.corpus)
+        return (text, read_corpus(config.valid)) if config.valid else split(text)
+
+    def tokenizer(trains: bool) -> Tokenizer:
+        return Tokenizer(config.tokenizer, spans([train_text]), folder.path, trains=trains, anew=config.overwrite)
+
+    train_text, valid_text = together.do(read)
+    together.do(lambda: tokenizer(True) if together.rank == 0 else None)
+    if kept := tokenizer_file(config.tokenizer, folder.path):
+        together.copy(0, kept, kept if folder.first and together.rank else None)
+
+    def encode() -> tuple[Tokenizer, Windows, Windows]:
+        found = tokenizer(False)
+        train_windows = Windows(found.encode(train_text), config.sequence, config.seed)
+        return found, train_windows, Windows(found.encode(valid_text), config.sequence)
+
+    return together.do(encode)
 
 
 def evaluate(model: Any, windows: Windows, config: Config, ranks: Ranks, cast) -> float:
@@ -158,35 +186,52 @@ def settle_buckets(model: nn.Module, windows: Windows, config: Config, ranks: Ra
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Train as one rank of the job; returns what summary.json holds. Collective.
+    """Train as one rank of the job; returns what summary.json holds, {} where nothing was left to do. Collective.
 
     Raises:
-        ThinwireError: for input that cannot be used, or when another rank is gone.
+        ThinwireError: for input that cannot be used, or (LostRank, where one of ours has noticed) when another rank is
+            gone.
     """
     config.check()
     try:
         with joined(config) as ranks:
             return _train(config, ranks)
-    except (dist.DistError, RuntimeError) as error:
-        text = str(error)
-        if any(word in text.lower() for word in ("gloo", "nccl", "connection", "timed out")):
-            raise ThinwireError(f"lost another rank: {text.splitlines()[0][:200]}") from None
+    except RuntimeError as error:  # of a collective that is torch's own
+        if is_of_the_network(error):
+            raise ThinwireError(f"rank {os.environ['RANK']} lost another rank: {network_words(error)}") from None
         raise
 
 
 def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
-    comm, device = ranks.comm, ranks.device
-    tokenizer, train_windows, valid_windows = text_windows(config, ranks)
-    shape = config.shape(tokenizer.vocabulary)
-    resumed = checkpoint.find(config.resume, config.out / "checkpoints") if config.resume else None
-    if resumed:
-        checkpoint.check(
-            resumed[1], world_size=comm.size, engine=config.engine, method=config.method, steps=config.steps
-        )
-    start = resumed[1]["step"] if resumed else 0
+    together = Together(ranks.comm.patient(config.file_timeout))
+    with opened(config.out, together) as folder:
+        return _run(config, ranks, folder)
 
+
+def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
+    comm, device, together = ranks.comm, ranks.device, folder.together
+    if not config.resume and not config.overwrite:
+        folder.check_free()
+    tokenizer, train_windows, valid_windows = text_windows(config, folder)
+    shape = config.shape(tokenizer.vocabulary)
     bf16 = config.dtype == "bf16" or (config.dtype == "auto" and device.type == "cuda")
     by_autocast = bf16 and config.engine == "ddp"  # FSDP2 has its own mixed precision
+    about = differences.about(
+        config, shape, tokens=_same_text(together, train_windows, valid_windows), world_size=comm.size,
+        per_node=ranks.per_node, device=device.type, dtype="bf16" if bf16 else "fp32",
+    )  # fmt: skip
+    checkpoints = Checkpoints(
+        folder, about, keep=config.keep, anyway=config.resume_anyway, resize=config.resize
+    )  # fmt: skip
+    resumed = checkpoints.find(config.resume) if config.resume else None
+    start, sequences = (resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]) if resumed else (0, 0)
+    if start >= config.steps:
+        line = f"the checkpoint is at step {start}, the run ends at {config.steps}: nothing is left to do"
+        if config.resume != "auto":
+            raise ThinwireError(f"{line}; raise --steps")
+        if comm.rank == 0:  # a scheduler that starts the run until it has ended need not be told to stop
+            print(line, flush=True)
+        return {}
 
     def cast():
         return torch.autocast(device.type, torch.bfloat16, enabled=by_autocast)
@@ -209,19 +254,29 @@ def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
         seed=config.seed,
     )
     runner: Any = torch.compile(model) if config.compile else model
+    state: Trained = {"model": model, "optimizer": optimizer, "wire": wire}
     if resumed:
-        checkpoint.load(resumed[0], model=model, optimizer=optimizer, wire=wire, rank=comm.rank)
+        together.do(functools.partial(resumed.put_back, **state))
+        resumed = None  # its tensors are as large as the model's
+    else:
+        folder.clear()
 
-    if comm.rank == 0:
-        config.out.mkdir(parents=True, exist_ok=True)
-        (config.out / "config.yaml").write_text(config.to_yaml())
-        (config.out / "plan.txt").write_text(f"{wire.plan}\n")
     tokens_per_step = comm.size * config.batch_size * config.accumulate * config.sequence
     losses: list[float] = []
     times: list[float] = []
-    wall, first_valid, valid = 0.0, math.nan, math.nan
+    first_valid, valid = math.nan, math.nan
+    streak = 0  # steps in a row that were skipped, or had a loss that is not finite
 
-    with Display(config.out, comm.rank, config.steps, start) as display:
+    def describe() -> None:
+        write(config.out / "config.yaml", dataclasses.replace(config, tokenizer=tokenizer.name).to_yaml())
+        write(config.out / "plan.txt", f"{wire.plan}\n")
+
+    together.do(describe if comm.rank == 0 else lambda: None)
+    with contextlib.ExitStack() as stack:
+        display = Display(config.out, comm.rank, config.steps, start)
+        together.do(lambda: stack.enter_context(display))
+        signals = stack.enter_context(Signals())
+        wall = display.wall
         display.say(
             f"{shape.family} {config.preset}: {parameters:,} parameters, {config.method} on {config.engine}, "
             f"{comm.size} ranks on {ranks.nodes} node{'s' * (ranks.nodes > 1)}, {device.type}, "
@@ -245,8 +300,8 @@ def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
                 group["lr"] = config.learning_rate(step)
             loss = torch.zeros(1, device=device)
             for micro in range(config.accumulate):
-                place = ((step * config.accumulate + micro) * comm.size + comm.rank) * config.batch_size
-                inputs, targets = train_windows.take(place, config.batch_size)
+                inputs, targets = train_windows.take(sequences + comm.rank * config.batch_size, config.batch_size)
+                sequences += comm.size * config.batch_size
                 with wire.accumulate(last=micro == config.accumulate - 1):
                     with cast():
                         part = runner(inputs.to(device), targets.to(device)) / config.accumulate
@@ -261,30 +316,44 @@ def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
             seconds = time.perf_counter() - began
             wall += seconds
             times.append(seconds)
-            comm.all_reduce(loss, "mean")
-            losses.append(float(loss))
+            # What any rank has to say to all rides on the loss.
+            flags = [wire.skipped > skipped, signals.number > 0, bool(display.trouble)]
+            told = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=device)])
+            mean, any_skipped, stopped, trouble = comm.all_reduce(told, "mean").tolist()
+            losses.append(mean)
+            streak = streak + 1 if any_skipped or not math.isfinite(mean) else 0
             display.step(
-                _row(wire, step + 1, losses[-1], float(norm), optimizer, seconds, wall, tokens_per_step, skipped),
+                _row(wire, step + 1, mean, float(norm), optimizer, seconds, wall, sequences * config.sequence, skipped),
                 tokens_per_step / seconds,
             )
+            if trouble:
+                together.do(display.check)
+            if config.max_skipped and streak >= config.max_skipped:
+                raise Diverged(step + 1, streak, checkpoints.latest)
             if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
                 valid = look(step + 1)
                 wire.ledger.now = type(wire.ledger.now)()
-            if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0:
-                about = {"engine": config.engine, "method": config.method, "preset": config.preset}
-                checkpoint.save(
-                    config.out / "checkpoints", step=step + 1, model=model, optimizer=optimizer, wire=wire, comm=comm,
-                    about=about, keep=config.keep,
-                )  # fmt: skip
+            due = config.checkpoint_every and (step + 1) % config.checkpoint_every == 0
+            if config.checkpoints and (due or stopped or step + 1 == config.steps):
+                checkpoints.save(step + 1, sequences, **state, good=streak == 0)
+            if stopped and step + 1 < config.steps:
+                raise _stopped(step + 1, max(together.tell(signals.number)), config)
         stats = wire.stats()
         valid = look(config.steps)
         summary = _summary(config, ranks, parameters, losses, times, wall, tokens_per_step, stats, wire)
-        summary |= {"first_valid_loss": first_valid, "valid_loss": valid}
-        if comm.rank == 0:
-            (config.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-            (config.out / "report.txt").write_text(f"{wire.report()}\n")
+        if config.eval_sequences:
+            summary |= {"first_valid_loss": first_valid, "valid_loss": valid}
+
+        def conclude() -> None:
+            display.check()
+            if comm.rank == 0:
+                write(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
+                write(config.out / "report.txt", f"{wire.report()}\n")
+
+        together.do(conclude)
+        losses_said = f"validation loss {first_valid:.4f} -> {valid:.4f}, " if config.eval_sequences else ""
         display.say(
-            f"validation loss {first_valid:.4f} -> {valid:.4f}, {summary['tokens_per_s']:,.0f} tokens/s, "
+            f"{losses_said}{summary['tokens_per_s']:,.0f} tokens/s, "
             f"{summary['step_ms']:.0f} ms per step of which {summary['exposed_ms']:.0f} ms waiting for the network"
         )
         display.say(f"files: {config.out}/ {', '.join(summary['files'])}")
@@ -292,7 +361,41 @@ def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
     return summary
 
 
-def _row(wire: Wire, step, loss, norm, optimizer, seconds, wall, tokens_per_step, skipped) -> dict[str, Any]:
+class Trained(TypedDict):
+    """What a checkpoint is of."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    wire: Wire
+
+
+class Diverged(ThinwireError):
+    """No step has counted for a while."""
+
+    def __init__(self, step: int, streak: int, latest: str) -> None:
+        kept = f"the last good checkpoint is {latest}" if latest else "there is no good checkpoint"
+        super().__init__(
+            f"the run diverges: steps {step - streak + 1} to {step} were skipped, or had a loss that is not finite; "
+            f"{kept}. A lower --lr may help; --max-skipped 0 goes on"
+        )
+
+
+def _stopped(step: int, number: int, config: Config) -> Stopped:
+    name = signal.Signals(number).name
+    kept = f"step-{step:06d} is saved, --resume auto goes on from it" if config.checkpoints else "nothing is saved"
+    return Stopped(number, f"ended by {name} after step {step}: {kept}")
+
+
+def _same_text(together: Together, train: Windows, valid: Windows) -> tuple[str, str]:
+    """Hashes of the tokens, which have to be every rank's."""
+    told = together.gather(lambda: [hash_of(windows.tokens) for windows in (train, valid)])
+    for rank, hashes in enumerate(told):
+        if hashes != told[0]:
+            raise ThinwireError(f"rank {rank} reads another text than rank 0: --corpus and --valid must be the same")
+    return told[0][0], told[0][1]
+
+
+def _row(wire: Wire, step, loss, norm, optimizer, seconds, wall, tokens, skipped) -> dict[str, Any]:
     last = wire.last_step()
     row = {
         "step": step,
@@ -301,7 +404,7 @@ def _row(wire: Wire, step, loss, norm, optimizer, seconds, wall, tokens_per_step
         "grad_norm": norm,
         "step_ms": 1e3 * seconds,
         "wall_s": wall,
-        "tokens": step * tokens_per_step,
+        "tokens": tokens,
         "wire_bytes": last["wire_bytes_per_step"],
         **{kind: last[kind] for kind in ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")},
         "skipped": wire.skipped > skipped,
@@ -333,7 +436,7 @@ def _summary(config, ranks, parameters, losses, times, wall, tokens_per_step, st
         "train_loss": statistics.fmean(losses[-10:]),
         "first_valid_loss": None,
         "valid_loss": None,
-        "tokens_per_s": tokens_per_step * len(times) / wall,
+        "tokens_per_s": tokens_per_step * len(times) / sum(times),
         "step_ms": step_ms,
         "wire_bytes_per_step": stats["wire_bytes_per_step"],
         "dense_bytes_per_step": stats["dense_bytes_per_step"],

@@ -7,27 +7,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.ops.gpu import alignment, along, kernel, launch
+
 BLOCK = 1024
 
 
-@triton.jit
+@kernel
 def _adams(
     weight, moment, gradient, given, rate, beta1, rest1, beta2, rest2, eps, keep, root, n, GIVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    old = tl.load(moment + at, mask=inside, other=0).to(tl.float32)
-    g = tl.load(gradient + at, mask=inside, other=0).to(tl.float32)
+    old = tl.load(along(moment, at, ALIGN), mask=inside, other=0).to(tl.float32)
+    g = tl.load(along(gradient, at, ALIGN), mask=inside, other=0).to(tl.float32)
     if GIVEN:
-        new = tl.load(given + at, mask=inside, other=0).to(tl.float32)
+        new = tl.load(along(given, at, ALIGN), mask=inside, other=0).to(tl.float32)
     else:
         new = beta1 * old + rest1 * g
     denominator = tl.sqrt_rn(beta2 * old * old + rest2 * g * g) * root + eps
-    w = tl.load(weight + at, mask=inside, other=0).to(tl.float32)
+    w = tl.load(along(weight, at, ALIGN), mask=inside, other=0).to(tl.float32)
     w = w * keep - rate * tl.div_rn(new, tl.where(inside, denominator, 1.0))
-    tl.store(weight + at, w.to(weight.dtype.element_ty), mask=inside)
-    tl.store(moment + at, new.to(moment.dtype.element_ty), mask=inside)
+    tl.store(along(weight, at, ALIGN), w.to(weight.dtype.element_ty), mask=inside)
+    tl.store(along(moment, at, ALIGN), new.to(moment.dtype.element_ty), mask=inside)
 
 
 def adams(
@@ -36,7 +38,7 @@ def adams(
 ) -> None:  # fmt: skip
     n = weight.numel()
     last = moment if given is None else given
-    _adams[(triton.cdiv(n, BLOCK),)](
-        weight, moment, gradient, last, rate, beta1, 1 - beta1, beta2, 1 - beta2, eps, keep, root, n,
-        GIVEN=given is not None, BLOCK=BLOCK, enable_fp_fusion=False,
+    launch(
+        _adams, (triton.cdiv(n, BLOCK),), weight, moment, gradient, last, rate, beta1, 1 - beta1, beta2, 1 - beta2, eps,
+        keep, root, n, GIVEN=given is not None, BLOCK=BLOCK, ALIGN=alignment(weight, moment, gradient, last),
     )  # fmt: skip

@@ -7,26 +7,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.ops.gpu import alignment, kernel, launch, row_of
+
 BLOCK = 1024
 
 
-@triton.jit
+@kernel
 def _direction(
     g, g_step, v, v_step, out, out_step, m, m_step, m_out, m_out_step, lr, scale, beta1, rest1, beta2, rest2, eps, n,
-    largest, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr,
+    largest, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    x = tl.load(g + row * g_step + at, mask=inside, other=0)
-    second = beta2 * tl.load(v + row * v_step + at, mask=inside, other=0) + rest2 * x * x
+    x = tl.load(row_of(g, g_step, row, ALIGN) + at, mask=inside, other=0)
+    second = beta2 * tl.load(row_of(v, v_step, row, ALIGN) + at, mask=inside, other=0) + rest2 * x * x
     second = tl.minimum(second, largest)
-    tl.store(out + row * out_step + at, second, mask=inside)
+    tl.store(row_of(out, out_step, row, ALIGN) + at, second, mask=inside)
     if MOMENTUM:
-        x = beta1 * tl.load(m + row * m_step + at, mask=inside, other=0) + rest1 * x
-        tl.store(m_out + row * m_out_step + at, x, mask=inside)
+        x = beta1 * tl.load(row_of(m, m_step, row, ALIGN) + at, mask=inside, other=0) + rest1 * x
+        tl.store(row_of(m_out, m_out_step, row, ALIGN) + at, x, mask=inside)
     root = tl.sqrt_rn(second * tl.load(scale)) + eps
-    tl.store(g + row * g_step + at, tl.div_rn(tl.load(lr) * x, tl.where(inside, root, 1.0)), mask=inside)
+    tl.store(row_of(g, g_step, row, ALIGN) + at, tl.div_rn(tl.load(lr) * x, tl.where(inside, root, 1.0)), mask=inside)
 
 
 def direction(
@@ -35,8 +37,8 @@ def direction(
 ) -> None:  # fmt: skip
     count, n = rows.shape
     before, after = (second, second_out) if first is None or first_out is None else (first, first_out)
-    _direction[(triton.cdiv(n, BLOCK), count)](
-        rows, rows.stride(0), second, second.stride(0), second_out, second_out.stride(0), before, before.stride(0),
-        after, after.stride(0), lr, scale, beta1, 1 - beta1, beta2, 1 - beta2, eps, n,
-        3.4028234663852886e38, MOMENTUM=first is not None, BLOCK=BLOCK, enable_fp_fusion=False,
+    launch(
+        _direction, (triton.cdiv(n, BLOCK), count), rows, second, second_out, before, after, lr, scale, beta1,
+        1 - beta1, beta2, 1 - beta2, eps, n, 3.4028234663852886e38, MOMENTUM=first is not None, BLOCK=BLOCK,
+        ALIGN=alignment(rows, second, second_out, before, after),
     )  # fmt: skip

@@ -3,7 +3,8 @@
 A mask is int64 words (R, n / 64), n a multiple of 64: bit j of word i of a row stands for element 64 i + j. Values are
 float32. Rows may be apart in memory (any stride in dim 0); each row is contiguous. Payloads hold the values at the
 set bits of each row, in order; the number of set bits is the caller's knowledge, so no shape depends on data. On a CPU
-a row with another number of bits is refused; on a GPU asking would stall the stream, and it is the caller's to keep.
+a row with another number of bits is refused; on a GPU asking would stall the stream: bits after the k-th count as none,
+and so do positions that are out of range.
 """
 
 from __future__ import annotations

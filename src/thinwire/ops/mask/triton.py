@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.ops.gpu import alignment, along, kernel, launch, row_of
 from thinwire.ops.mask import reference
 
 NAN_BITS = 0x7F800001  # any NaN, as an integer: all are equal, and larger than infinity
@@ -27,52 +28,105 @@ def _bits(words, at, inside):
 
 
 @triton.jit
+def _place(words, before, at, inside, k):
+    """Of the elements ``at``: is it on the mask, and which of the row's bits is it? ``before``: of the block's first.
+
+    Bits after the k-th are taken for none: a mask with too many does not reach beyond its row of a payload.
+    """
+    bits = _bits(words, at, inside)
+    place = tl.load(before) + tl.cumsum(bits, 0) - bits
+    return (bits != 0) & (place < k), place
+
+
+@kernel
 def _count(words, words_stride, counts, counts_stride, n, BLOCK: tl.constexpr):
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(counts + row * counts_stride + block, tl.sum(_bits(words + row * words_stride, at, at < n)))
+    counts += row * counts_stride
+    tl.store(counts, 0, mask=block == 0)
+    tl.store(counts + block + 1, tl.sum(_bits(words + row * words_stride, at, at < n)))
 
 
-@triton.jit
+@kernel
 def _gather_keep(
     rows, stride, old, old_stride, words, words_stride, before, before_stride, payload, payload_stride, new, new_stride,
-    n, FEEDBACK: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+    n, k, FEEDBACK: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    total = tl.load(rows + row * stride + at, mask=inside, other=0)
+    total = tl.load(row_of(rows, stride, row, ALIGN) + at, mask=inside, other=0)
     if FEEDBACK:
-        total += tl.load(old + row * old_stride + at, mask=inside, other=0)
-    bits = _bits(words + row * words_stride, at, inside)
-    place = tl.load(before + row * before_stride + block) + tl.cumsum(bits, 0) - bits
-    tl.store(payload + row * payload_stride + place, total, mask=bits != 0)
+        total += tl.load(row_of(old, old_stride, row, ALIGN) + at, mask=inside, other=0)
+    on, place = _place(words + row * words_stride, before + row * before_stride + block, at, inside, k)
+    tl.store(payload + row * payload_stride + place, total, mask=on)
     if KEEP:
-        tl.store(new + row * new_stride + at, tl.where(bits != 0, 0.0, total), mask=inside)
+        tl.store(row_of(new, new_stride, row, ALIGN) + at, tl.where(on, 0.0, total), mask=inside)
 
 
-@triton.jit
+@kernel
 def _scatter(
-    payload, payload_stride, words, words_stride, before, before_stride, out, stride, n, ALL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    payload, payload_stride, words, words_stride, before, before_stride, out, stride, n, k, ALL: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    bits = _bits(words + row * words_stride, at, inside)
-    place = tl.load(before + row * before_stride + block) + tl.cumsum(bits, 0) - bits
-    values = tl.load(payload + row * payload_stride + place, mask=bits != 0, other=0.0)
-    tl.store(out + row * stride + at, values, mask=inside if ALL else bits != 0)
+    on, place = _place(words + row * words_stride, before + row * before_stride + block, at, inside, k)
+    values = tl.load(payload + row * payload_stride + place, mask=on, other=0.0)
+    tl.store(row_of(out, stride, row, ALIGN) + at, values, mask=inside if ALL else on)
 
 
-@triton.jit
-def _pack(flags, flags_stride, words, words_stride, count, BLOCK: tl.constexpr):
+@kernel
+def _scatter_add(
+    payload, payload_stride, words, words_stride, before, before_stride, out, scale, peers, n, k, BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    total = tl.zeros((BLOCK,), tl.float32)
+    for peer in range(peers):
+        row = tl.cast(peer, tl.int64)
+        on, place = _place(words + row * words_stride, before + row * before_stride + block, at, inside, k)
+        total += tl.load(payload + row * payload_stride + place, mask=on, other=0.0)
+    tl.store(along(out, at, ALIGN), total * scale, mask=inside)
+
+
+@kernel
+def _indices(words, words_stride, before, before_stride, out, stride, n, k, BLOCK: tl.constexpr):
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    on, place = _place(words + row * words_stride, before + row * before_stride + block, at, at < n, k)
+    tl.store(out + row * stride + place, at.to(tl.int32), mask=on)
+
+
+@kernel
+def _from_indices(positions, stride, words, words_stride, n, k, BLOCK: tl.constexpr):
+    """Several positions may be of one word: their bits are added by an atomic or. Positions out of range are none."""
+    row = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(positions + row * stride + i, mask=i < k, other=-1).to(tl.int64)
+    bit = tl.full((BLOCK,), 1, tl.int64) << (at & 63)
+    tl.atomic_or(words + row * words_stride + (at >> 6), bit, mask=(at >= 0) & (at < n), sem="relaxed")
+
+
+@kernel
+def _unpack(words, words_stride, flags, stride, n, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bits = _bits(words + row * words_stride, at, at < n)
+    tl.store(row_of(flags, stride, row, ALIGN) + at, bits.to(tl.uint8), mask=at < n)
+
+
+@kernel
+def _pack(flags, flags_stride, words, words_stride, count, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bit = tl.arange(0, 64)
     at = word[:, None] * 64 + bit[None, :]
     inside = (word < count)[:, None]
-    flag = tl.load(flags + row * flags_stride + at, mask=inside, other=0).to(tl.int64)
+    flag = tl.load(row_of(flags, flags_stride, row, ALIGN) + at, mask=inside, other=0).to(tl.int64)
     tl.store(words + row * words_stride + word, tl.sum(flag << bit[None, :].to(tl.int64), axis=1), mask=word < count)
 
 
@@ -80,28 +134,31 @@ def _grid(words: Tensor) -> tuple[int, int]:
     return triton.cdiv(words.shape[1] * reference.WORD, BLOCK), words.shape[0]
 
 
+def _counts(words: Tensor) -> Tensor:
+    """A zero, then the set bits of every 512 elements of each row: (R, 1 + blocks) int32."""
+    blocks, count = _grid(words)
+    counts = torch.empty((count, 1 + blocks), dtype=torch.int32, device=words.device)
+    launch(_count, (blocks, count), words, counts, words.shape[1] * reference.WORD, BLOCK=BLOCK)
+    return counts
+
+
 def directory(words: Tensor) -> Tensor:
-    """Set bits of each row before every 512 elements: (R, blocks) int32."""
-    counts = torch.empty(_grid(words)[::-1], dtype=torch.int32, device=words.device)
-    _count[_grid(words)](words, words.stride(0), counts, counts.stride(0), words.shape[1] * reference.WORD, BLOCK)
-    return (counts.cumsum(1) - counts).int()
+    """Set bits of each row before every 512 elements, and of all: (R, 1 + blocks) int32."""
+    return _counts(words).cumsum_(1)
 
 
 def popcount(words: Tensor) -> Tensor:
-    counts = torch.empty(_grid(words)[::-1], dtype=torch.int32, device=words.device)
-    _count[_grid(words)](words, words.stride(0), counts, counts.stride(0), words.shape[1] * reference.WORD, BLOCK)
-    return counts.sum(1)
+    return _counts(words).sum(1)
 
 
 def gather_keep(
     rows: Tensor, residual: Tensor | None, words: Tensor, payload: Tensor, residual_out: Tensor | None
 ) -> None:
-    before = directory(words)
     old = rows if residual is None else residual
     new = rows if residual_out is None else residual_out  # not written to unless kept
-    _gather_keep[_grid(words)](
-        rows, rows.stride(0), old, old.stride(0), words, words.stride(0), before, before.stride(0), payload,
-        payload.stride(0), new, new.stride(0), rows.shape[1], residual is not None, residual_out is not None, BLOCK,
+    launch(
+        _gather_keep, _grid(words), rows, old, words, directory(words), payload, new, rows.shape[1], payload.shape[1],
+        FEEDBACK=residual is not None, KEEP=residual_out is not None, BLOCK=BLOCK, ALIGN=alignment(rows, old, new),
     )  # fmt: skip
 
 
@@ -114,26 +171,41 @@ def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
 
 
 def _spread(payload: Tensor, words: Tensor, out: Tensor, *, everything: bool) -> None:
-    before = directory(words)
-    _scatter[_grid(words)](
-        payload, payload.stride(0), words, words.stride(0), before, before.stride(0), out, out.stride(0), out.shape[1],
-        everything, BLOCK,
+    launch(
+        _scatter, _grid(words), payload, words, directory(words), out, out.shape[1], payload.shape[1], ALL=everything,
+        BLOCK=BLOCK, ALIGN=alignment(out),
     )  # fmt: skip
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:
-    expanded = torch.empty((1, out.numel()), dtype=out.dtype, device=out.device)
-    out.zero_()
-    for values, row in zip(payload.split(1), words.split(1), strict=True):
-        scatter(values, row, expanded)
-        out.add_(expanded[0])
-    if scale != 1.0:
-        out.mul_(scale)
+    launch(
+        _scatter_add, _grid(words)[:1], payload, words, directory(words), out, scale, len(payload), out.numel(),
+        payload.shape[1], BLOCK=BLOCK, ALIGN=alignment(out),
+    )  # fmt: skip
+
+
+def indices(words: Tensor, out: Tensor) -> None:
+    n = words.shape[1] * reference.WORD
+    launch(_indices, _grid(words), words, directory(words), out, n, out.shape[1], BLOCK=BLOCK)
+
+
+def from_indices(positions: Tensor, words: Tensor) -> None:
+    words.zero_()
+    count, k = positions.shape
+    if k:
+        grid = (triton.cdiv(k, BLOCK), count)
+        launch(_from_indices, grid, positions, words, words.shape[1] * reference.WORD, k, BLOCK=BLOCK)
 
 
 def pack(flags: Tensor, words: Tensor) -> None:
     grid = (triton.cdiv(words.shape[1], 64), words.shape[0])
-    _pack[grid](flags.view(torch.uint8), flags.stride(0), words, words.stride(0), words.shape[1], 64)
+    flags = flags.view(torch.uint8)
+    launch(_pack, grid, flags, words, words.shape[1], BLOCK=64, ALIGN=alignment(flags))
+
+
+def unpack(words: Tensor, flags: Tensor) -> None:
+    flags = flags.view(torch.uint8)
+    launch(_unpack, _grid(words), words, flags, flags.shape[1], BLOCK=BLOCK, ALIGN=alignment(flags))
 
 
 def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
@@ -144,7 +216,3 @@ def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
     flags, equal = magnitudes > smallest, magnitudes == smallest
     missing = k - flags.sum(1, keepdim=True)
     pack(flags.logical_or_(equal & (equal.cumsum(1, dtype=torch.int32) <= missing)), words)
-
-
-# Not on any hot path, or one pass of torch's already.
-unpack, indices, from_indices = reference.unpack, reference.indices, reference.from_indices

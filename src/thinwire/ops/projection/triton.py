@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.ops.gpu import alignment, kernel, launch, row_of
 from thinwire.ops.projection import reference
 
 LANES = tl.constexpr(reference.LANES)
@@ -39,19 +40,19 @@ def _transform(tile, A: tl.constexpr, C: tl.constexpr):
     return tl.reshape(tl.permute(tl.reshape(tile, (C, A, LANES)), (1, 0, 2)), (A, C * LANES))
 
 
-@triton.jit
+@kernel
 def _project(
     rows, stride, old, old_stride, signs, places, payload, payload_stride, new, new_stride, kept, norm,
-    FEEDBACK: tl.constexpr, KEEP: tl.constexpr, A: tl.constexpr, C: tl.constexpr,
+    FEEDBACK: tl.constexpr, KEEP: tl.constexpr, A: tl.constexpr, C: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     row, tile_number = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     column = tl.arange(0, C * LANES)[None, :]
     at = tl.arange(0, A)[:, None] * (C * LANES) + column
     number = tl.arange(0, A)[:, None] * C + column // LANES
     start = tile_number * (A * C * LANES)
-    total = tl.load(rows + row * stride + start + at)
+    total = tl.load(row_of(rows, stride, row, ALIGN) + start + at)
     if FEEDBACK:
-        total += tl.load(old + row * old_stride + start + at)
+        total += tl.load(row_of(old, old_stride, row, ALIGN) + start + at)
     sign = tl.load(signs + number) * norm
     tile = _transform(total * sign, A, C)
     place = tl.load(places + number)
@@ -59,11 +60,14 @@ def _project(
     tl.store(to, tile, mask=place >= 0)
     if KEEP:
         rest = _transform(tl.where(place >= 0, 0.0, tile), A, C)
-        tl.store(new + row * new_stride + start + at, rest * sign)
+        tl.store(row_of(new, new_stride, row, ALIGN) + start + at, rest * sign)
 
 
-@triton.jit
-def _reconstruct(payload, payload_stride, signs, places, out, stride, kept, norm, A: tl.constexpr, C: tl.constexpr):
+@kernel
+def _reconstruct(
+    payload, payload_stride, signs, places, out, stride, kept, norm, A: tl.constexpr, C: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
     row, tile_number = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     column = tl.arange(0, C * LANES)[None, :]
     at = tl.arange(0, A)[:, None] * (C * LANES) + column
@@ -71,13 +75,14 @@ def _reconstruct(payload, payload_stride, signs, places, out, stride, kept, norm
     place = tl.load(places + number)
     source = payload + row * payload_stride + (tile_number * kept + place) * LANES + column % LANES
     tile = _transform(tl.load(source, mask=place >= 0, other=0.0), A, C)
-    tl.store(out + row * stride + tile_number * (A * C * LANES) + at, tile * tl.load(signs + number) * norm)
+    out = row_of(out, stride, row, ALIGN) + tile_number * (A * C * LANES)
+    tl.store(out + at, tile * tl.load(signs + number) * norm)
 
 
-def _factors(block: int) -> tuple[int, int]:
+def _factors(block: int) -> dict[str, int]:
     """A and C, powers of two with A * C = block."""
     bits = block.bit_length() - 1
-    return 2 ** (bits // 2), 2 ** (bits - bits // 2)
+    return {"A": 2 ** (bits // 2), "C": 2 ** (bits - bits // 2)}
 
 
 def _places(chosen: Tensor, block: int) -> Tensor:
@@ -96,9 +101,10 @@ def srht_project(
     old = rows if residual is None else residual
     new = rows if residual_out is None else residual_out  # not written to unless kept
     grid = (rows.shape[1] // (block * reference.LANES), rows.shape[0])
-    _project[grid](
-        rows, rows.stride(0), old, old.stride(0), signs, _places(chosen, block), payload, payload.stride(0), new,
-        new.stride(0), chosen.numel(), block**-0.5, residual is not None, residual_out is not None, *_factors(block),
+    launch(
+        _project, grid, rows, old, signs, _places(chosen, block), payload, new, chosen.numel(), block**-0.5,
+        FEEDBACK=residual is not None, KEEP=residual_out is not None, ALIGN=alignment(rows, old, new), fused=True,
+        **_factors(block),
     )  # fmt: skip
 
 
@@ -108,7 +114,7 @@ def srht_reconstruct(payload: Tensor, signs: Tensor, chosen: Tensor, out: Tensor
         reference.srht_reconstruct(payload, signs, chosen, out)
         return
     grid = (out.shape[1] // (block * reference.LANES), out.shape[0])
-    _reconstruct[grid](
-        payload, payload.stride(0), signs, _places(chosen, block), out, out.stride(0), chosen.numel(), block**-0.5,
-        *_factors(block),
+    launch(
+        _reconstruct, grid, payload, signs, _places(chosen, block), out, chosen.numel(), block**-0.5,
+        ALIGN=alignment(out), fused=True, **_factors(block),
     )  # fmt: skip

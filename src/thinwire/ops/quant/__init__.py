@@ -26,12 +26,9 @@ the sum of transformed values is the transform of the sum.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
 from thinwire.ops.backends import backend
-from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import ORDER, Format
 
 __all__ = [
@@ -41,10 +38,6 @@ __all__ = [
 
 
 _backend = backend("thinwire.ops.quant")
-
-
-def _backend_fp8(tensor: Tensor) -> ModuleType:
-    return reference if tensor.is_cuda else _backend(tensor)
 
 
 def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
@@ -73,20 +66,20 @@ def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, s
 def quantize_fp8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:
     """``rows`` (R, n) float32 or bfloat16 -> E4M3 ``codes`` (R, n) uint8 and ``scales`` (R, n / group) float32."""
     if rows.numel():
-        _backend_fp8(rows).quantize_fp8(rows, group, codes, scales)
+        _backend(rows).quantize_fp8(rows, group, codes, scales)
 
 
 def dequantize_fp8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> Tensor:
     """E4M3 ``codes`` (R, n) uint8 * ``scales`` (R, n / group) -> ``out`` (R, n) float32."""
     if out.numel():
-        _backend_fp8(out).dequantize_fp8(codes, scales, group, out)
+        _backend(out).dequantize_fp8(codes, scales, group, out)
     return out
 
 
 def dequantize_sum_fp8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float = 1.0) -> Tensor:
     """``scale`` * the sum over peers of E4M3 ``codes`` (N, n) uint8 * ``scales`` -> ``out`` (n,) float32."""
     if out.numel():
-        _backend_fp8(out).dequantize_sum_fp8(codes, scales, group, out, scale)
+        _backend(out).dequantize_sum_fp8(codes, scales, group, out, scale)
     return out
 
 

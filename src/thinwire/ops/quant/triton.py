@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, wire_alignment
 from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import Format
 
@@ -121,75 +122,67 @@ def _rotate(low, high, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (BLOCK, 2, GROUP // 2)), (0, 2, 1)))
 
 
-@triton.jit(do_not_specialize=["key"])
+@kernel
 def _quantize(
     rows, rows_stride, codes, codes_stride, scales, scales_stride, groups, key,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr, ROTATED: tl.constexpr,
+    WIRE: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = GROUP // 2
     row = tl.program_id(1).to(tl.int64)
     g, at, to = _places(BLOCK, GROUP, FOUR)
     inside = (g < groups)[:, None]
-    low = _load(rows + row * rows_stride + at, inside)
-    high = _load(rows + row * rows_stride + at + HALF, inside)
+    rows = row_of(rows, rows_stride, row, 16 if WIRE > 1 else 1)
+    low, high = _load(rows + at, inside), _load(rows + at + HALF, inside)
     if ROTATED:
         low, high = _rotate(low * NORM, high * NORM, BLOCK, GROUP)
     largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
     scale, per_scale = _scale_of(largest, FOUR)
     finite = (largest < 0x7F800000)[:, None]
     pair = (row * groups + g)[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    codes += row * codes_stride
+    codes = row_of(codes, codes_stride, row, WIRE)
     _store_codes(codes, to, inside, low, high, finite, per_scale[:, None], pair, key, HALF, FOUR, STOCHASTIC)
     tl.store(scales + row * scales_stride + g, scale, mask=g < groups)
 
 
-@triton.jit
+@kernel
 def _dequantize(
     codes, codes_stride, scales, scales_stride, out, out_stride, factor, peers, groups,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, ROTATED: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, ROTATED: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
     """Every row of ``out``: ``factor`` * the sum of ``peers`` rows of codes from there on, or its transform."""
     HALF: tl.constexpr = GROUP // 2
     row = tl.program_id(1).to(tl.int64)
     g, at, to = _places(BLOCK, GROUP, FOUR)
     inside = (g < groups)[:, None]
-    codes += row * codes_stride
-    scales += row * scales_stride
-    scale = tl.load(scales + g, mask=g < groups, other=0.0)[:, None]
-    low, high = _load_codes(codes, to, inside, HALF, FOUR)
+    scale = tl.load(scales + row * scales_stride + g, mask=g < groups, other=0.0)[:, None]
+    low, high = _load_codes(row_of(codes, codes_stride, row, WIRE), to, inside, HALF, FOUR)
     low, high = low * scale, high * scale
-    for _ in range(1, peers):
-        codes += codes_stride
-        scales += scales_stride
-        scale = tl.load(scales + g, mask=g < groups, other=0.0)[:, None]
-        more_low, more_high = _load_codes(codes, to, inside, HALF, FOUR)
+    for peer in range(1, peers):
+        scale = tl.load(scales + (row + peer) * scales_stride + g, mask=g < groups, other=0.0)[:, None]
+        more_low, more_high = _load_codes(row_of(codes, codes_stride, row + peer, WIRE), to, inside, HALF, FOUR)
         low += more_low * scale
         high += more_high * scale
     low, high = low * factor, high * factor
     if ROTATED:
         low, high = _rotate(low, high, BLOCK, GROUP)
-    tl.store(out + row * out_stride + at, low, mask=inside)
-    tl.store(out + row * out_stride + at + HALF, high, mask=inside)
+    out = row_of(out, out_stride, row, 16 if WIRE > 1 else 1)
+    tl.store(out + at, low, mask=inside)
+    tl.store(out + at + HALF, high, mask=inside)
 
 
-@triton.jit
-def _sum_rows(rows, rows_stride, out, factor, count, n, BLOCK: tl.constexpr):
+@kernel
+def _sum_rows(rows, rows_stride, out, factor, count, n, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    total = _load(rows + at, inside)
-    for _ in range(1, count):
-        rows += rows_stride
-        total += _load(rows + at, inside)
-    tl.store(out + at, total * factor, mask=inside)
+    total = _load(along(rows, at, ALIGN), inside)
+    for row in range(1, count):
+        total += _load(row_of(rows, rows_stride, row, ALIGN) + at, inside)
+    tl.store(along(out, at, ALIGN), total * factor, mask=inside)
 
 
 def _words(rows: Tensor) -> Tensor:
     return rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], out: Tensor, *arguments: Any, **blocks: int) -> None:
-    with torch.cuda.device_of(out):
-        kernel[grid](*arguments, **blocks, enable_fp_fusion=False)
 
 
 def _blocks(n: int, group: int) -> tuple[int, int]:
@@ -201,11 +194,10 @@ def _blocks(n: int, group: int) -> tuple[int, int]:
 def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
     count, n = rows.shape
     block, programs = _blocks(n, format.group)
-    strides = rows.stride(0), codes.stride(0), scales.stride(0)
-    numbers = n // format.group, reference.key_of(seed or 0)
-    arguments = _words(rows), strides[0], codes, strides[1], scales, strides[2], *numbers
-    _launch(_quantize, (programs, count), codes, *arguments, BLOCK=block, STOCHASTIC=seed is not None,
-            **_constants(format))  # fmt: skip
+    launch(
+        _quantize, (programs, count), _words(rows), codes, scales, n // format.group, reference.key_of(seed or 0),
+        BLOCK=block, STOCHASTIC=seed is not None, WIRE=wire_alignment(codes, rows), **_constants(format),
+    )  # fmt: skip
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:
@@ -220,10 +212,11 @@ def _decode(codes: Tensor, scales: Tensor, peers: int, format: Format, out: Tens
     """``out`` (R, n) of ``peers`` rows of codes each; R or ``peers`` is 1."""
     count, n = out.shape
     block, programs = _blocks(n, format.group)
-    strides = codes.stride(0), scales.stride(0), out.stride(0)
     factor = scale * reference.NORM if format.hadamard else scale
-    arguments = codes, strides[0], scales, strides[1], out, strides[2], factor, peers, n // format.group
-    _launch(_dequantize, (programs, count), out, *arguments, BLOCK=block, **_constants(format))
+    launch(
+        _dequantize, (programs, count), codes, scales, out, factor, peers, n // format.group, BLOCK=block,
+        WIRE=wire_alignment(codes, out), **_constants(format),
+    )  # fmt: skip
 
 
 def _constants(format: Format) -> dict[str, Any]:
@@ -232,5 +225,11 @@ def _constants(format: Format) -> dict[str, Any]:
 
 def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:
     count, n = rows.shape
-    arguments = _words(rows), rows.stride(0), out, scale, count, n
-    _launch(_sum_rows, (triton.cdiv(n, PER_PROGRAM),), out, *arguments, BLOCK=PER_PROGRAM)
+    launch(
+        _sum_rows, (triton.cdiv(n, PER_PROGRAM),), _words(rows), out, scale, count, n, BLOCK=PER_PROGRAM,
+        ALIGN=alignment(rows, out),
+    )  # fmt: skip
+
+
+quantize_fp8 = reference.quantize_fp8
+dequantize_fp8, dequantize_sum_fp8 = reference.dequantize_fp8, reference.dequantize_sum_fp8

@@ -6,14 +6,12 @@ Launched without floating-point fusion: a product contracted into an addition wo
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.quant.triton import _load
+from thinwire.ops.gpu import kernel, launch, row_of, wire_alignment
+from thinwire.ops.quant.triton import _load, _words
 
 PER_PROGRAM = 4096  # elements of one row that one program handles
 
@@ -28,66 +26,70 @@ def _places(BLOCK: tl.constexpr, GROUP: tl.constexpr):
     return g, g[:, None, None] * GROUP + place * PART + byte[None, None, :], g[:, None] * PART + byte[None, :], place
 
 
-@triton.jit
+@kernel
 def _pack(
     rows, rows_stride, shares, shares_stride, bits, bits_stride, scales, scales_stride, groups,
-    GROUP: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr,
+    GROUP: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     g, at, to, place = _places(BLOCK, GROUP)
-    values = _load(rows + row * rows_stride + at, (g < groups)[:, None, None])
+    values = _load(row_of(rows, rows_stride, row, 16 if WIRE > 1 else 1) + at, (g < groups)[:, None, None])
     share = tl.load(shares + row * shares_stride + g, mask=g < groups, other=0.0)
     terms = tl.reshape((values * values if RMS else tl.abs(values)) * share[:, None, None], (BLOCK, GROUP))
     for level in tl.static_range(LEVELS):
         terms = tl.sum(tl.reshape(terms, (BLOCK, 2, GROUP >> (level + 1))), axis=1)
     scale = tl.sum(terms, axis=1)  # of one
     byte = tl.sum((values < 0).to(tl.int32) << place, axis=1)
-    tl.store(bits + row * bits_stride + to, byte.to(tl.uint8), mask=(g < groups)[:, None])
+    tl.store(row_of(bits, bits_stride, row, WIRE) + to, byte.to(tl.uint8), mask=(g < groups)[:, None])
     tl.store(scales + row * scales_stride + g, tl.sqrt_rn(scale) if RMS else scale, mask=g < groups)
 
 
 @triton.jit
+def _signs(bits, scales, to, g, inside, place):
+    """+-scale of every element."""
+    byte = tl.load(bits + to, mask=inside[:, None], other=0).to(tl.int32)[:, None, :]
+    scale = tl.load(scales + g, mask=inside, other=0.0)[:, None, None]
+    return (1 - 2 * (byte >> place & 1)).to(tl.float32) * scale
+
+
+@kernel
 def _unpack(
     bits, bits_stride, scales, scales_stride, out, out_stride, factor, peers, groups,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
     """Every row of ``out``: ``factor`` * the sum of ``peers`` rows of bits from there on."""
     row = tl.program_id(1).to(tl.int64)
     g, at, to, place = _places(BLOCK, GROUP)
     inside = g < groups
-    bits += row * bits_stride
-    scales += row * scales_stride
-    byte = tl.load(bits + to, mask=inside[:, None], other=0).to(tl.int32)[:, None, :]
-    scale = tl.load(scales + g, mask=inside, other=0.0)[:, None, None]
-    total = (1 - 2 * (byte >> place & 1)).to(tl.float32) * scale
-    for _ in range(1, peers):
-        bits += bits_stride
-        scales += scales_stride
-        byte = tl.load(bits + to, mask=inside[:, None], other=0).to(tl.int32)[:, None, :]
-        scale = tl.load(scales + g, mask=inside, other=0.0)[:, None, None]
-        total += (1 - 2 * (byte >> place & 1)).to(tl.float32) * scale
-    tl.store(out + row * out_stride + at, total * factor, mask=inside[:, None, None])
+    total = _signs(row_of(bits, bits_stride, row, WIRE), scales + row * scales_stride, to, g, inside, place)
+    for peer in range(1, peers):
+        wire = row_of(bits, bits_stride, row + peer, WIRE)
+        total += _signs(wire, scales + (row + peer) * scales_stride, to, g, inside, place)
+    out = row_of(out, out_stride, row, 16 if WIRE > 1 else 1)
+    tl.store(out + at, total * factor, mask=inside[:, None, None])
 
 
-def _launch(kernel: Any, count: int, groups: int, group: int, out: Tensor, *arguments: Any, **constants: int) -> None:
-    block = max(1, PER_PROGRAM // group)
-    with torch.cuda.device_of(out):
-        kernel[(triton.cdiv(groups, block), count)](
-            *arguments, groups, GROUP=group, BLOCK=block, **constants, enable_fp_fusion=False
-        )
+def _blocks(rows: Tensor, group: int) -> tuple[int, int, tuple[int, int]]:
+    """Groups of a row, groups per program, and the grid."""
+    groups, block = rows.shape[1] // group, max(1, PER_PROGRAM // group)
+    return groups, block, (triton.cdiv(groups, block), len(rows))
 
 
 def pack(rows: Tensor, group: int, shares: Tensor, bits: Tensor, scales: Tensor, rms: bool) -> None:
-    words = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
-    arguments = [each for tensor in (words, shares, bits, scales) for each in (tensor, tensor.stride(0))]
-    levels = group.bit_length() - 1
-    _launch(_pack, len(rows), rows.shape[1] // group, group, bits, *arguments, LEVELS=levels, RMS=rms)
+    groups, block, grid = _blocks(rows, group)
+    launch(
+        _pack, grid, _words(rows), shares, bits, scales, groups, GROUP=group, LEVELS=group.bit_length() - 1,
+        BLOCK=block, RMS=rms, WIRE=wire_alignment(bits, rows),
+    )  # fmt: skip
 
 
 def _decode(bits: Tensor, scales: Tensor, peers: int, group: int, out: Tensor, factor: float) -> None:
     """``out`` (R, n) of ``peers`` rows of bits each; R or ``peers`` is 1."""
-    arguments = [each for tensor in (bits, scales, out) for each in (tensor, tensor.stride(0))]
-    _launch(_unpack, len(out), out.shape[1] // group, group, out, *arguments, factor, peers)
+    groups, block, grid = _blocks(out, group)
+    launch(
+        _unpack, grid, bits, scales, out, factor, peers, groups, GROUP=group, BLOCK=block,
+        WIRE=wire_alignment(bits, out),
+    )  # fmt: skip
 
 
 def unpack(bits: Tensor, scales: Tensor, group: int, out: Tensor) -> None:

@@ -1,0 +1,165 @@
+"""Is a run that was killed and resumed the run that was not, bit for bit? Every method, on every engine.
+
+    python benchmarks/exact.py                         # all (tens of minutes)
+    python benchmarks/exact.py topk sdp4bit --engines ddp --seed 3
+
+Three ways each, on 4 ranks: 40 steps straight, against 20 steps, kill -9 of all ranks at a random step, `--resume auto`
+and the rest, through `thinwire train`; the same with two micro-batches per step, killed between the two; and through
+torch.distributed.checkpoint, in a loop of our own. Compared are all weights, moments and states of all ranks. The exit
+status is the number of those that differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import forked
+import thinwire
+from digests import KNOBS
+from faults import same, tensors_of
+from thinwire.comm import GroupComm
+from thinwire.ledger import Ledger
+from thinwire.methods import TABLE as CLASSES
+from thinwire.train.config import Config
+from thinwire.train.data import Windows
+from thinwire.train.loop import Ranks, make_optimizer, settle_buckets, wrap
+from thinwire.train.models import Decoder
+
+WORLD, STEPS, HALF, LIMIT_S = 4, 40, 20, 300
+ENGINES = ("ddp", "fsdp2", "hsdp")
+TABLE = {method.name: method for method in CLASSES}
+
+
+def method_of(name: str) -> str:
+    """With knobs that make a model of 58 thousand parameters worth compressing, and phases change within 40 steps."""
+    knobs = [KNOBS.get(name, "").replace(" ", "")]
+    if "smallest" in {field.name for field in TABLE[name].knobs()}:
+        knobs.append("smallest=1000")
+    return f"{name}({','.join(filter(None, knobs))})" if any(knobs) else name
+
+
+def optimizer_of(name: str) -> str:
+    return {"AdamS": "adams", "SGD": "sgd"}.get(TABLE[name].OPTIMIZER.__name__, "adamw")
+
+
+def words_of(name: str, engine: str, accumulate: int) -> list[str]:
+    words = f"--steps {STEPS} --checkpoint-every {HALF} --keep 9 --resume auto --engine {engine} --timeout 60"
+    words += f" --method {method_of(name)} --optimizer {optimizer_of(name)} --accumulate {accumulate}"
+    return [*words.split(), *(["--shard-size", "2"] if engine == "hsdp" else [])]
+
+
+def through_train(name: str, engine: str, accumulate: int, box: Path, at: int) -> str:
+    """"exact", or what went wrong."""
+    words = words_of(name, engine, accumulate)
+
+    def dies(rank: int, step: int, micro: int) -> None:
+        if (step, micro) == (at, accumulate):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for out, fault, status in (("a", None, 0), ("b", dies, "SIGKILL"), ("b", None, 0)):
+        job = forked.train(words, WORLD, box / out, fault=fault)
+        job.wait(LIMIT_S)
+        if any(end[0] != status for end in job.end().values()):
+            return f"refused: {job.last()}" if out == "a" and not job.tracebacks else f"run {out}: {job.last()}"
+    return "exact" if same(tensors_of(box / "a", STEPS), tensors_of(box / "b", STEPS)) else "DIFFERS"
+
+
+def through_dcp(name: str, engine: str, box: Path) -> str:
+    for resumes in (False, True):
+        job = forked.start(functools.partial(_loop, name, engine, box, resumes), WORLD, box / f"dcp{resumes}")
+        job.wait(LIMIT_S)
+        if any(end[0] != 0 for end in job.end().values()):
+            return job.last()
+        if not resumes:
+            straight = [job.lines(rank)[-1] for rank in range(WORLD)]
+    return "exact" if straight == [job.lines(rank)[-1] for rank in range(WORLD)] else "DIFFERS"
+
+
+def _loop(name: str, engine: str, box: Path, resumes: bool, rank: int) -> int:
+    """One rank: 40 steps with a checkpoint after 20, or the 20 that follow it; prints a digest of all that it holds."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    assert dist.group.WORLD is not None
+    comm = GroupComm(dist.group.WORLD, Ledger())
+    ranks = Ranks(comm, comm.rank, comm.size, torch.device("cpu"))
+    config = Config(
+        preset="tiny", layers=1, width=64, heads=2, seq_len=32, batch_size=2, method=method_of(name), steps=STEPS,
+        engine=engine, optimizer=optimizer_of(name), shard_size=2 if engine == "hsdp" else None,
+    ).check()  # fmt: skip
+    windows = Windows(torch.tensor(list(forked.TEXT.encode()), dtype=torch.uint8), 32)
+    torch.manual_seed(0)
+    model: Any = wrap(Decoder(config.shape(256)), config, ranks, False)
+    optimizer = make_optimizer(model, config)
+    if engine == "ddp":
+        settle_buckets(model, windows, config, ranks, lambda: torch.autocast("cpu", enabled=False))
+    wire = thinwire.compress(model, optimizer, config.method, steps=STEPS)
+
+    def parts() -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments, "wire": wire}
+
+    if resumes:
+        state = parts()
+        dcp.load(state, checkpoint_id=str(box / "dcp"))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for step in range(HALF if resumes else 0, STEPS):
+        if step == HALF and not resumes:
+            dcp.save(parts(), checkpoint_id=str(box / "dcp"))
+        inputs, targets = windows.take((step * comm.size + comm.rank) * 2, 2)
+        with wire.accumulate():
+            model(inputs, targets).backward()
+        wire.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    digest = hashlib.sha256()
+    for _, value in sorted({**dict(model.named_parameters()), **wire.state_dict()}.items()):
+        value = value.to_local() if hasattr(value, "to_local") else value
+        digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    print(digest.hexdigest())
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("methods", nargs="*", choices=[*TABLE, []], help="all if none is named")
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--seed", type=int, default=0, help="of the steps at which ranks are killed")
+    chosen = parser.parse_args()
+    draw, differ, began = random.Random(chosen.seed), 0, time.monotonic()
+    print(f"| method | engine | kill -9, resumed | between micro-batches | through DCP |   (seed {chosen.seed})")
+    for name in chosen.methods or TABLE:
+        for engine in chosen.engines:
+            first, second = (draw.randrange(HALF + 1, STEPS + 1) for _ in range(2))
+            if engine not in TABLE[name].engines:
+                continue
+            with tempfile.TemporaryDirectory(prefix="thinwire-exact-") as folder:
+                box = Path(folder)
+                cells = [through_train(name, engine, 1, box, first)]
+                shutil.rmtree(box / "a", ignore_errors=True)
+                shutil.rmtree(box / "b", ignore_errors=True)
+                cells += [through_train(name, engine, 2, box, second), through_dcp(name, engine, box)]
+            differ += sum(cell != "exact" and not cell.startswith("refused") for cell in cells)
+            print(f"| {method_of(name)} | {engine} | {cells[0]} (at {first}) | {cells[1]} (at {second}) | {cells[2]} |",
+                  flush=True)  # fmt: skip
+    print(f"{differ} differ; {time.monotonic() - began:.0f} s")
+    return differ
+
+
+if __name__ == "__main__":
+    sys.exit(main())

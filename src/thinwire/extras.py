@@ -1,0 +1,42 @@
+"""Packages that are needed for some things only, and the extra that brings each."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from thinwire.errors import ThinwireError
+
+EXTRAS = {
+    "numba": "cpu",
+    "triton": "gpu",
+    "rich": "train",
+    "tyro": "train",
+    "yaml": "train",
+    "safetensors": "train",
+    "tokenizers": "train",
+    "matplotlib": "plots",
+    "datasets": "hub",
+    "transformers": "hub",
+}
+"""Package, by the name that is imported -> extra."""
+
+
+def load(module: str) -> ModuleType:
+    """``module``, imported.
+
+    Raises:
+        ThinwireError: it is not installed; with the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise missing(error) from None
+
+
+def missing(error: ModuleNotFoundError) -> Exception:
+    """What to raise in place of ``error``: one line with a command, if an extra brings what is not there."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        return error
+    return ThinwireError(f"the package '{package}' is not installed: pip install 'thinwire[{EXTRAS[package]}]'")

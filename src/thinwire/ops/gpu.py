@@ -1,0 +1,80 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""What all Triton kernels share: how they are compiled, what is known of an address, and the one place of launches."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thinwire.ops.backends import every_variant
+
+VARIANTS = {"ALIGN": (16, 1), "WIRE": (16, 4)}
+"""The values that these constants have in a step: see :func:`alignment` and :func:`wire_alignment`."""
+
+
+def kernel(function: Any) -> Any:
+    """``triton.jit`` of what is launched: compiled anew for other dtypes and constants, and for nothing else.
+
+    Left to itself, Triton compiles one more variant for each argument that is 1, or a multiple of 16, and a step that
+    meets one waits for it, with all other ranks.
+    """
+    parameters = inspect.signature(function).parameters
+    given = [name for name, parameter in parameters.items() if parameter.annotation != "tl.constexpr"]
+    return triton.jit(do_not_specialize=given, do_not_specialize_on_alignment=given)(function)
+
+
+@triton.jit
+def row_of(tensor, stride, row, ALIGN: tl.constexpr):
+    """Where row ``row`` of ``tensor`` starts: at a multiple of ``ALIGN`` bytes, perhaps far beyond 2 GiB."""
+    return tl.multiple_of(tensor + tl.cast(row, tl.int64) * stride, ALIGN)
+
+
+@triton.jit
+def along(tensor, at, ALIGN: tl.constexpr):
+    """The elements ``at`` (BLOCK,) of ``tensor``, the first of which lies at a multiple of ``ALIGN`` bytes."""
+    return tl.multiple_of(tensor + at, ALIGN)
+
+
+def alignment(*values: Tensor) -> int:
+    """ALIGN of a kernel: 16 if the rows of all ``values`` start at multiples of 16 bytes, else 1."""
+    return 16 if all(_starts_at(16, each) for each in values) else 1
+
+
+def wire_alignment(wire: Tensor, *values: Tensor) -> int:
+    """WIRE of a kernel: 16 or 4 if the rows of ``wire``, bytes, start at multiples of it and ``values`` of 16; else 1.
+
+    A wire's rows are multiples of 4 bytes, as a scale is.
+    """
+    if alignment(*values) == 1:
+        return 1
+    return next((size for size in VARIANTS["WIRE"] if _starts_at(size, wire)), 1)
+
+
+def _starts_at(size: int, tensor: Tensor) -> bool:
+    step = tensor.stride(0) * tensor.itemsize if tensor.dim() == 2 and len(tensor) > 1 else 0
+    return tensor.data_ptr() % size == 0 and step % size == 0
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, fused: bool = False, **constants: Any) -> None:
+    """Run ``kernel``, programs ``grid``, on the device of its first tensor, whichever is the current one.
+
+    Args:
+        arguments: a tensor of two dimensions stands for itself and the distance of its rows in elements.
+        fused: a product may be contracted into an addition, and is then rounded once instead of twice.
+        constants: for those of ``VARIANTS``, all values are compiled before the first step.
+    """
+    given: list[Any] = []
+    for argument in arguments:
+        given += [argument, argument.stride(0)] if isinstance(argument, Tensor) and argument.dim() == 2 else [argument]
+    constants["enable_fp_fusion"] = fused
+    with torch.cuda.device_of(next(argument for argument in arguments if isinstance(argument, Tensor))):
+        if every_variant.get():
+            for name in VARIANTS.keys() & constants.keys():
+                for value in VARIANTS[name]:
+                    kernel.warmup(*given, grid=grid, **{**constants, name: value})
+        kernel[grid](*given, **constants)

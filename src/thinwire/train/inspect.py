@@ -1,0 +1,168 @@
+"""``thinwire inspect``: what a checkpoint is, whether it is whole, and what waits in it; or how two of them differ."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from thinwire.errors import ThinwireError
+from thinwire.train.checkpoint import Checkpoint, Damaged, of, read_tensors
+from thinwire.train.differences import TABLE, between
+
+USAGE = """usage: thinwire inspect CHECKPOINT [OTHER]
+
+Show a checkpoint: what run it is of, whether every checksum fits, and the norm of what waits on each rank, by
+parameter. Or how it differs from OTHER. Each is a checkpoint's folder, or a run's: then its newest that is good.
+
+The exit status is 0; 1 where a file is damaged, or the two differ; 2 for what is no checkpoint."""
+MOST_RANKS = 8
+"""Columns of the table by rank; beyond that it shows the least, the median and the largest of them."""
+MOST_TENSORS = 20
+_OF_A_RANK = re.compile(r"rank-\d+-of-\d+/")
+
+
+def main(argv: list[str]) -> int:
+    """Show one checkpoint, or how two differ."""
+    if not argv or set(argv) & {"-h", "--help"}:
+        print(USAGE)
+        return 0 if argv else 2
+    if len(argv) > 2:
+        raise ThinwireError(f"'thinwire inspect' takes one checkpoint or two, got {len(argv)}")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    found = [of(Path(word)) for word in argv]
+    return show(found[0], console) if len(found) == 1 else compare(found[0], found[1], console)
+
+
+def show(checkpoint: Checkpoint, console: Console) -> int:
+    """Print what ``checkpoint`` is, its files, and norms by parameter and rank. 1 if a file is damaged."""
+    meta = checkpoint.meta
+    word = "" if meta["good"] else ", NOT GOOD (taken while steps were skipped, or the loss was not finite)"
+    console.print(f"{checkpoint.path}: step {checkpoint.step} of run {meta['run'][:12]}{word}", soft_wrap=True)
+    about = _table("setting", "value")
+    for name in TABLE:
+        if meta["about"].get(name) is not None:
+            about.add_row(name, str(meta["about"][name]))
+    console.print(about)
+
+    files = _table("file", "size", "tensors", "checksums")
+    norms: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    damaged: list[str] = []
+    for name, size in meta["files"].items():
+        number, word = 0, "fit"
+        if not (checkpoint.path / name).exists():
+            word = "not here: another host may have it"
+        else:
+            try:
+                for key, tensor in read_tensors(checkpoint.path / name):
+                    number += 1
+                    if waits := _waits(key, tensor):
+                        norms[waits][_rank(name)] = float(torch.linalg.vector_norm(tensor.float()))
+            except Damaged as error:
+                word = "DAMAGED"
+                damaged.append(str(error))
+        files.add_row(name, _bytes(size), str(number), word)
+    console.print(files)
+    for line in damaged:
+        console.print(line, soft_wrap=True)
+    for kind in sorted({kind for kind, _ in norms}):
+        console.print(_by_rank(kind, {name: by_rank for (other, name), by_rank in norms.items() if other == kind}))
+    return int(bool(damaged))
+
+
+def _waits(key: str, tensor: Tensor) -> tuple[str, str] | None:
+    """The kind of state and the parameter, of a tensor that a method keeps for one."""
+    owner, _, rest = key.partition("/")
+    kind, _, name = _OF_A_RANK.sub("", rest).partition("/")
+    kept = owner == "wire" and name and tensor.is_floating_point() and tensor.dim()
+    return (kind.lstrip("="), name) if kept else None
+
+
+def _rank(file: str) -> int:
+    return int(file.removeprefix("rank-").partition(".")[0])
+
+
+def _by_rank(kind: str, norms: dict[str, dict[int, float]]) -> Table:
+    ranks = sorted({rank for by_rank in norms.values() for rank in by_rank})
+    many = len(ranks) > MOST_RANKS
+    columns = ["least", "median", "largest"] if many else [f"rank {rank}" for rank in ranks]
+    table = _table(f"norm of {kind}", *columns)
+    for name, by_rank in norms.items():
+        values = torch.tensor([by_rank.get(rank, 0.0) for rank in ranks], dtype=torch.float64)
+        shown = [values.min(), values.median(), values.max()] if many else list(values)
+        table.add_row(name, *(f"{float(value):.4g}" for value in shown))
+    return table
+
+
+def compare(one: Checkpoint, other: Checkpoint, console: Console) -> int:
+    """Print how two checkpoints differ. 1 if they do, or one is damaged."""
+    console.print(f"{one.path} and {other.path}", soft_wrap=True)
+    settings = _table("setting", "one", "the other")
+    ours, theirs = one.meta["about"], other.meta["about"]
+    rows = [(name, str(ours.get(name)), str(theirs.get(name))) for name in between(ours, theirs)]
+    rows += [(name, str(one.meta[name]), str(other.meta[name])) for name in ("step", "good", "run")
+             if one.meta[name] != other.meta[name]]  # fmt: skip
+    for row in rows:
+        settings.add_row(*row)
+    if rows:
+        console.print(settings)
+
+    table = _table("tensor", "largest difference", "relative")
+    names = sorted({*one.meta["files"], *other.meta["files"]})
+    equal, differ = 0, []
+    for name in names:
+        try:
+            for key, distance, relative in _distances(one.path / name, other.path / name):
+                if distance == 0:
+                    equal += 1
+                else:
+                    differ.append((relative, f"{name.partition('.')[0]}: {key}", distance))
+        except Damaged as error:
+            differ.append((float("inf"), str(error), float("nan")))
+    for relative, key, distance in sorted(differ, reverse=True)[:MOST_TENSORS]:
+        table.add_row(key, f"{distance:.4g}", f"{relative:.4g}")
+    if differ:
+        console.print(table)
+    more = f", of which {MOST_TENSORS} are shown" if len(differ) > MOST_TENSORS else ""
+    console.print(f"{equal} tensors are equal bit for bit, {len(differ)} are not{more}")
+    return int(bool(differ or rows))
+
+
+def _distances(one: Path, other: Path) -> Iterator[tuple[str, float, float]]:
+    """(name, largest difference, norm of the difference by that of the first) of each tensor; inf: they do not pair."""
+    ours = dict(read_tensors(one))
+    for key, theirs in read_tensors(other):
+        mine = ours.pop(key, None)
+        if mine is None or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            yield key, float("inf"), float("inf")
+        elif torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
+            yield key, 0.0, 0.0
+        else:
+            gap = (mine.double() - theirs.double()).abs()
+            yield key, float(gap.max()), float(gap.norm() / mine.double().norm())
+    for key in ours:
+        yield key, float("inf"), float("inf")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if name.startswith(("rank", "size", "least", "med", "larg", "rel"))
+                         else "left", no_wrap=number == 0)  # fmt: skip
+    return table
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
+        size /= 1000
+    raise AssertionError

@@ -1,0 +1,41 @@
+"""``thinwire sample``: text from a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from thinwire.train.models import Decoder
+
+
+def tokens(
+    model: Decoder, prompt: Tensor, count: int, *, temperature: float = 1.0, top_k: int = 0, seed: int = 0
+) -> Iterator[int]:
+    """``count`` tokens that follow ``prompt``, (T,) int64 with T >= 1, one by one.
+
+    Each is drawn given as many tokens before it as the model's context holds.
+
+    Args:
+        temperature: lower => likelier tokens; 0: always the likeliest.
+        top_k: draw among so many likeliest tokens; 0: among all.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    text = prompt.tolist()
+    model.eval()
+    for _ in range(count):
+        with torch.no_grad():
+            window = torch.tensor([text[-model.shape.context :]])
+            logits = model(window)[0, -1].float()
+        text.append(_draw(logits, temperature, top_k, generator))
+        yield text[-1]
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        least = logits.topk(min(top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))

@@ -1,0 +1,825 @@
+"""Checkpoints of ``thinwire train``: what is kept, what is found again, what is refused; ranks are threads mostly."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ranks
+from thinwire import cli
+from thinwire.comm import GroupComm
+from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.ledger import Ledger
+from thinwire.testing import ThreadComm, Threads
+from thinwire.train import checkpoint, differences, folder, loop, together
+from thinwire.train.checkpoint import Checkpoints, obsolete, read_meta, read_tensors
+from thinwire.train.config import Config, from_arguments
+from thinwire.train.data import Windows
+from thinwire.train.display import Display, cut
+from thinwire.train.folder import Folder, opened
+from thinwire.train.launch import free_port
+from thinwire.train.together import Together
+from thinwire.wire import Wire
+
+
+def on(world: int, body: Callable[[Together], Any]) -> list[Any]:
+    """``body`` on ranks that are threads: what each returned, or the ThinwireError or OSError that it raised."""
+    threads = Threads(world)
+
+    def rank_body(rank: int) -> Any:
+        try:
+            return body(Together(ThreadComm(threads, rank, Ledger())))
+        except (ThinwireError, ValueError) as error:
+            return error
+
+    return threads.run(rank_body)
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+
+def test_trouble_on_one_rank_is_raised_on_all_with_its_name():
+    def body(ranks: Together) -> str:
+        def work() -> str:
+            if ranks.rank == 1:
+                raise OSError(28, "No space left on device", "/full/file")
+            return f"done by {ranks.rank}"
+
+        assert ranks.gather(lambda: ranks.rank * 2) == [0, 2, 4]
+        return ranks.do(work)
+
+    found = [str(error) for error in on(3, body)]
+    line = "cannot use /full/file: No space left on device"
+    assert found == [f"rank 1: {line}", line, f"rank 1: {line}"]
+
+
+def test_an_error_that_nobody_foresaw_is_told_to_the_others_too():
+    def body(ranks: Together) -> None:
+        ranks.do(lambda: int("x") if ranks.rank == 0 else 0)
+
+    mine, others = on(2, body)
+    assert type(mine) is ValueError and str(others) == f"rank 0: ValueError: {mine}"
+
+
+@pytest.mark.parametrize("size", [0, 5, 8, 21])
+def test_a_file_travels_in_chunks(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(together, "CHUNK", 8)
+    data = bytes(range(size))
+    (tmp_path / "1").write_bytes(data)
+    on(3, lambda ranks: ranks.copy(1, tmp_path / "1", tmp_path / "2" if ranks.rank == 2 else None))
+    assert (tmp_path / "2").read_bytes() == data
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_find_out_whether_their_folders_are_one(tmp_path):
+    def homes(*names: str) -> tuple[int, ...]:
+        def body(ranks: Together) -> tuple[int, ...]:
+            with opened(tmp_path / names[ranks.rank], ranks) as place:
+                return place.homes
+
+        return on(len(names), body)[0]
+
+    assert homes("a", "a", "a") == (0, 0, 0)
+    assert homes("a", "b", "a", "b") == (0, 1, 0, 1)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == [".lock"]
+
+
+def test_a_second_run_in_a_folder_is_refused_by_the_name_of_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "LOCK_WAIT_S", 0.0)
+
+    def second(ranks: Together) -> None:
+        with opened(tmp_path, ranks):
+            pass
+
+    def first(ranks: Together) -> list[Any]:
+        with opened(tmp_path, ranks):
+            return on(2, second)
+
+    mine, other = on(1, first)[0]
+    assert "is in use by process " in str(mine) and str(other) == f"rank 0: {mine}"
+    assert on(2, second) == [None, None]
+
+
+def test_a_folder_that_cannot_be_used_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    def said(path: Path) -> str:
+        def body(ranks: Together) -> None:
+            with opened(path, ranks):
+                pass
+
+        return str(on(1, body)[0])
+
+    assert said(tmp_path / "file") == f"--out {tmp_path / 'file'} is a file: name a folder"
+    assert said(tmp_path / "file/run").startswith("cannot use ")
+
+
+def test_what_a_killed_run_left_is_removed_at_the_next_start(tmp_path):
+    for name in ("checkpoints/.step-000003.partial", "checkpoints/.step-000001.0123abcd.old"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "x").write_text("x")
+    (tmp_path / f".rank-{'a' * 32}-3").touch()
+    (tmp_path / ".mine").touch()
+
+    def body(ranks: Together) -> list[str]:
+        with opened(tmp_path, ranks):
+            return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+
+    assert on(1, body)[0] == [".lock", ".mine", "checkpoints"]
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("there", "newest", "latest", "gone"),
+    [
+        ([5, 10, 15], 15, 15, [5]),
+        ([999999, 1000000, 1000001], 1000001, 1000001, [999999]),
+        ([35, 37, 40], 37, 37, [40]),  # the run has gone back to 35
+        ([5, 10, 15], 15, 5, []),  # never what latest names
+        ([5, 10, -15], 15, 10, []),
+        ([5, 10, -15, -20], 20, 10, [15]),
+        ([5, -10, -15, 20], 20, 20, [10, 15]),
+        ([35, 40, -37], 37, 40, []),  # what is not good replaces nothing
+    ],
+)  # fmt: skip
+def test_retention_is_by_step_and_spares_what_is_good(there, newest, latest, gone):
+    """Negative: not good."""
+    by_name = {f"step-{abs(step):06d}": step > 0 for step in there}
+    names = obsolete(by_name, f"step-{newest:06d}", f"step-{latest:06d}", keep=2)
+    assert sorted(names) == sorted(f"step-{step:06d}" for step in gone)
+
+
+class Stub:
+    """In a wire's place."""
+
+    class engine:
+        kind = "ddp"
+
+    def __init__(self, rank: int) -> None:
+        self.state = {"step": torch.tensor(3), "residual/weight": torch.full((1, 4), rank + 1.0)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = state
+
+
+class Run:
+    """One rank's model, and its checkpoints in ``path`` (of the ranks' folders where there are several)."""
+
+    def __init__(self, place: Folder, keep: int = 2, seed: int = 0, about: dict[str, Any] | None = None, **how) -> None:
+        torch.manual_seed(seed)
+        self.model: Any = nn.Linear(3, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model(torch.ones(1, 3)).sum().backward()
+        self.optimizer.step()
+        self.wire: Any = Stub(place.together.rank)
+        self.checkpoints = Checkpoints(place, about or {"seed": 0}, keep=keep, **how)
+
+    def save(self, *steps: int, good: bool = True) -> None:
+        for step in steps:
+            self.checkpoints.save(
+                step, 10 * step, model=self.model, optimizer=self.optimizer, wire=self.wire, good=good
+            )
+
+    def resume(self, how: str = "auto") -> int | None:
+        found = self.checkpoints.find(how)
+        if found is None:
+            return None
+        found.put_back(model=self.model, optimizer=self.optimizer, wire=self.wire)
+        return found.checkpoint.step
+
+    def weights(self) -> list[float]:
+        return [*self.model.weight.flatten().tolist(), *self.wire.state["residual/weight"].flatten().tolist()]
+
+
+def run_on(paths: list[Path], body: Callable[[Run], Any], **how: Any) -> list[Any]:
+    """``body`` of a run whose ranks have these folders."""
+
+    def rank_body(ranks: Together) -> Any:
+        with opened(paths[ranks.rank], ranks) as place:
+            return body(Run(place, **how))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ThinwireWarning)
+        return on(len(paths), rank_body)
+
+
+def names(path: Path) -> list[str]:
+    return sorted(found.name for found in (path / "checkpoints").glob("*"))
+
+
+def test_only_the_newest_of_this_run_stay(tmp_path):
+    run_on([tmp_path], lambda run: run.save(300, 400))
+    other = names(tmp_path)
+    run_on([tmp_path], lambda run: run.save(100, 200, 250))
+    assert names(tmp_path) == ["latest", "step-000200", "step-000250", *other[1:]]
+    assert (tmp_path / "checkpoints/latest").read_text() == "step-000250\n"
+
+
+def test_one_rank_gets_back_what_it_saved(tmp_path):
+    saved = run_on([tmp_path] * 2, lambda run: (run.save(4), run.weights())[1])
+    found = run_on([tmp_path] * 2, lambda run: (run.resume(), run.weights(), len(run.optimizer.state)), seed=1)
+    assert found == [(4, weights, 2) for weights in saved]
+    assert saved[0][-1] == 1.0 and saved[1][-1] == 2.0
+
+
+def test_what_is_not_good_replaces_nothing(tmp_path):
+    def body(run: Run) -> int | None:
+        run.save(5, 10)
+        run.save(15, 20, good=False)
+        return run.resume()
+
+    assert run_on([tmp_path], body) == [10]
+    assert names(tmp_path) == ["latest", "step-000005", "step-000010", "step-000020"]
+    assert run_on([tmp_path / "other"], lambda run: (run.save(5, good=False), run.resume())[1]) == [None]
+
+
+def test_auto_starts_afresh_and_latest_does_not(tmp_path):
+    assert run_on([tmp_path], lambda run: run.resume()) == [None]
+    assert "there is no checkpoint in" in str(run_on([tmp_path], lambda run: run.resume("latest"))[0])
+    assert "has no meta.json" in str(run_on([tmp_path], lambda run: run.resume(str(tmp_path / "none")))[0])
+
+
+def test_a_checkpoint_of_another_folder_begins_a_run_of_its_own(tmp_path):
+    run_on([tmp_path / "a"], lambda run: run.save(4))
+    path = str(tmp_path / "a/checkpoints/step-000004")
+    assert run_on([tmp_path / "b"], lambda run: (run.resume(path), run.save(8))[0]) == [4]
+    first, second = (read_meta(tmp_path / name).meta["run"] for name in ("a/checkpoints/step-000004",
+                                                                        "b/checkpoints/step-000008"))  # fmt: skip
+    assert first != second
+    assert "holds a run already" in str(run_on([tmp_path / "b"], lambda run: run.resume(path))[0])
+    assert run_on([tmp_path / "a"], lambda run: (run.resume(path), run.save(6, 8))[0]) == [4]
+    assert names(tmp_path / "a") == ["latest", "step-000006", "step-000008"]
+
+
+# --- hosts without a shared folder ------------------------------------------------------------------------------------
+
+
+def test_each_host_keeps_its_part_and_gets_back_what_it_lost(tmp_path):
+    hosts = [tmp_path / "a", tmp_path / "b", tmp_path / "b"]
+    saved = run_on(hosts, lambda run: (run.save(4, 8), run.weights())[1])
+    part = ["meta.json", "model.safetensors"]
+    kept = [sorted(path.name for path in (host / "checkpoints/step-000008").iterdir()) for host in hosts[:2]]
+    assert kept == [[*part, "rank-0000.safetensors"], [*part, "rank-0001.safetensors", "rank-0002.safetensors"]]
+
+    def resumed() -> None:
+        assert run_on(hosts, lambda run: (run.resume(), run.weights()), seed=1) == [(8, weights) for weights in saved]
+
+    resumed()
+    (tmp_path / "b/checkpoints/step-000008/model.safetensors").unlink()
+    resumed()
+    # The hosts have changed places: what each needs is on the other.
+    (tmp_path / "a").rename(tmp_path / "c")
+    (tmp_path / "b").rename(tmp_path / "a")
+    (tmp_path / "c").rename(tmp_path / "b")
+    resumed()
+    assert [names(host) for host in hosts[:2]] == [["latest", "step-000004", "step-000008"]] * 2
+
+
+def test_a_host_that_has_nothing_gets_its_part(tmp_path):
+    run_on([tmp_path / "a"] * 2, lambda run: run.save(4))
+    assert run_on([tmp_path / "a", tmp_path / "new"], lambda run: (run.resume(), run.weights()[-1])) == [(4, 1), (4, 2)]
+    given = sorted(path.name for path in (tmp_path / "new/checkpoints/step-000004").iterdir())
+    assert given == ["meta.json", "model.safetensors", "rank-0001.safetensors"]
+
+
+def test_what_no_host_has_is_named(tmp_path):
+    hosts = [tmp_path / "a", tmp_path / "b"]
+    run_on(hosts, lambda run: run.save(4))
+    lost = tmp_path / "b/checkpoints/step-000004/rank-0001.safetensors"
+    lost.unlink()
+    for error in run_on(hosts, lambda run: run.resume()):
+        assert "step-000004 is not whole: rank-0001.safetensors is missing" in str(error)
+
+
+# --- other ranks than before ------------------------------------------------------------------------------------------
+
+
+def test_another_number_of_ranks_gets_the_weights_and_the_states_of_all_that_were(tmp_path):
+    def save(run: Run) -> list[float]:
+        rank = run.checkpoints.together.rank
+        run.wire.state = {f"rank-{rank:04d}-of-0002/residual/weight": torch.full((4,), rank + 1.0)}
+        run.save(4)
+        return run.model.weight.flatten().tolist()
+
+    def resume(run: Run) -> Any:
+        given: dict[str, Any] = {}
+        run.wire.load_state_dict = lambda state, **how: given.update(how, keys=sorted(state))
+        return run.resume(), run.model.weight.flatten().tolist(), given
+
+    two, three = ({"world_size": ranks, "seed": 0} for ranks in (2, 3))
+    weights = run_on([tmp_path] * 2, save, about=two)[0]
+    refused = run_on([tmp_path] * 3, resume, about=three, seed=1)
+    assert all("made by 2 ranks, this run has 3" in str(error) for error in refused)
+    given = {"resize": "flush", "keys": [f"rank-000{rank}-of-0002/residual/weight" for rank in range(2)]}
+    with mock.patch.object(checkpoint.warnings, "warn") as warn:
+        found = run_on([tmp_path] * 2 + [tmp_path / "new"], resume, about=three, seed=1, resize="flush")
+    assert found == [(4, weights, given)] * 3
+    assert "world_size 2 there and 3 here" in warn.call_args[0][0]
+    unmoved = run_on([tmp_path] * 2, resume, about=two, seed=1, resize="flush")
+    assert [keys for _, _, keys in unmoved] == [{"keys": [name]} for name in given["keys"]]
+
+
+def test_shards_are_put_side_by_side(tmp_path):
+    weight, step = torch.arange(12.0).view(4, 3), torch.tensor(7.0)
+    for rank, part in enumerate(weight.split([2, 1, 1, 0]) * 2):  # two copies of four shards
+        tensors = {"model/w": part, "optimizer/w/exp_avg": part + 1, "optimizer/w/step": step, "wire/x": step + 1}
+        checkpoint._write(tensors, tmp_path / checkpoint.rank_file(rank))
+    meta = {"files": {checkpoint.rank_file(rank): 0 for rank in range(8)}, "about": {"mesh": "4 x 2"}}
+    found = dict(checkpoint.whole(checkpoint.Checkpoint(tmp_path, meta)))
+    assert found.keys() == {"model/w", "optimizer/w/exp_avg", "optimizer/w/step"}
+    assert torch.equal(found["model/w"], weight) and torch.equal(found["optimizer/w/exp_avg"], weight + 1)
+    assert torch.equal(found["optimizer/w/step"], step)
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x40
+    path.write_bytes(data)
+
+
+HARMS: dict[str, Callable[[Path], object]] = {
+    "model truncated": lambda path: (path / "model.safetensors").write_bytes(b"0" * 50),
+    "model empty": lambda path: (path / "model.safetensors").write_bytes(b""),
+    "rank missing": lambda path: (path / "rank-0001.safetensors").unlink(),
+    "a bit of a tensor": lambda path: flip(path / "model.safetensors", -5),
+    "a bit of a rank's tensor": lambda path: flip(path / "rank-0001.safetensors", -5),
+    "a bit of the header": lambda path: flip(path / "model.safetensors", 60),
+    "meta no text": lambda path: (path / "meta.json").write_bytes(b"\xff\xfe"),
+    "meta a list": lambda path: (path / "meta.json").write_text("[]"),
+    "meta empty": lambda path: (path / "meta.json").write_text(""),
+    "meta deep": lambda path: (path / "meta.json").write_text("[" * 100000),
+    "meta of a later version": lambda path: (path / "meta.json").write_text('{"format": 99}'),
+    "meta changed": lambda path: (path / "meta.json").write_text(
+        (path / "meta.json").read_text().replace('"step": 8', '"step": 9')
+    ),
+    "meta missing": lambda path: (path / "meta.json").unlink(),
+    "latest no text": lambda path: (path.parent / "latest").write_bytes(b"\xff\xfe"),
+    "latest dangles": lambda path: (path.parent / "latest").write_text("step-000099"),
+    "latest leads elsewhere": lambda path: (path.parent / "latest").write_text("../../etc"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_damage_is_named_and_the_newest_whole_checkpoint_taken(tmp_path, harm):
+    run_on([tmp_path] * 2, lambda run: run.save(4, 8))
+    path = tmp_path / "checkpoints/step-000008"
+    HARMS[harm](path)
+    latest = harm.startswith("latest")
+
+    def resume(how: str) -> list[Any]:
+        def body(run: Run) -> Any:
+            return run.resume(how)
+
+        return run_on([tmp_path] * 2, body)
+
+    with warnings.catch_warnings(record=True), mock.patch.object(checkpoint.warnings, "warn") as warn:
+        found = resume("auto")
+    assert found == ([8, 8] if latest else [4, 4])
+    assert warn.call_count == (harm != "latest no text" and harm != "latest leads elsewhere")
+    if not latest:
+        shutil.rmtree(tmp_path / "checkpoints/step-000004")
+        for how in ("auto", str(path)):
+            for error in resume(how):
+                assert isinstance(error, ThinwireError) and str(path) in str(error) and "\n" not in str(error)
+
+
+def test_a_foreign_file_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(3)}, path)
+    with pytest.raises(ThinwireError, match="foreign"):
+        list(read_tensors(path))
+    path.write_bytes(b"\x80\x04\x95cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(ThinwireError, match="damaged or foreign"):
+        list(read_tensors(path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool])
+def test_every_dtype_and_shape_comes_back(tmp_path, dtype):
+    given = {"a": torch.arange(6).view(2, 3), "b": torch.ones(()), "c": torch.zeros(0, 4)}
+    tensors = {name: tensor.to(dtype) for name, tensor in given.items()}
+    checkpoint._write(tensors, tmp_path / "x.safetensors")
+    found = dict(read_tensors(tmp_path / "x.safetensors"))
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) and found[name].dtype == dtype for name in tensors)
+    assert list(load_file(tmp_path / "x.safetensors")) == ["a", "b", "c"]
+
+
+def test_another_model_is_refused(tmp_path):
+    run_on([tmp_path], lambda run: run.save(4))
+
+    def wider(run: Run) -> None:
+        run.model = nn.Linear(4, 2)
+        run.resume()
+
+    def less(run: Run) -> None:
+        run.model = nn.Linear(3, 2, bias=False)
+        run.resume()
+
+    assert "weight has shape (2, 3), this model needs (2, 4)" in str(run_on([tmp_path], wider)[0])
+    assert "holds bias, which this model has not" in str(run_on([tmp_path], less)[0])
+
+
+class Killed(BaseException):
+    """As by kill -9: nothing is done after it."""
+
+
+def test_a_kill_at_any_moment_leaves_every_visible_checkpoint_whole(tmp_path):
+    """Between any two changes of the disk, of a save that overwrites a step and removes two others."""
+
+    def killed_after(changes: int) -> bool:
+        path = tmp_path / str(changes)
+        run_on([path], lambda run: run.save(4, 8, 12))
+        left = [changes]
+
+        def counted(change: Callable) -> Callable:
+            def call(*args: Any, **how: Any) -> Any:
+                if left[0] <= 0:
+                    raise Killed
+                left[0] -= 1
+                return change(*args, **how)
+
+            return call
+
+        def body(run: Run) -> bool:
+            run.resume(str(path / "checkpoints/step-000008"))
+            try:
+                with contextlib.ExitStack() as stack:
+                    for of, name in (
+                        (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (checkpoint, "save_file"),
+                        (folder, "sync"), (shutil, "rmtree"), (folder.os, "fsync"),
+                    ):  # fmt: skip
+                        stack.enter_context(mock.patch.object(of, name, counted(getattr(of, name))))
+                    run.save(12)
+            except Killed:
+                return True
+            return False
+
+        killed = run_on([path], body)[0]
+        for found in (path / "checkpoints").glob("step-*"):
+            seen = read_meta(found)
+            assert seen.here == list(seen.meta["files"]), f"{changes}: {found}"
+            for name in seen.here:
+                list(read_tensors(found / name))
+        with mock.patch.object(checkpoint.warnings, "warn"):
+            assert run_on([path], lambda run: run.resume())[0] in (8, 12), changes
+        return killed
+
+    changes = 0
+    while killed_after(changes):
+        changes += 1
+    assert changes > 15
+
+
+@pytest.mark.parametrize("at", ["save_file", "write"])
+def test_a_disk_that_is_full_is_told_by_all_and_older_checkpoints_stay(tmp_path, at):
+    full = OSError(28, "No space left on device", "x")
+
+    def body(run: Run) -> Any:
+        run.save(4)
+        before = names(tmp_path)
+        of, name = (checkpoint, "_write") if at == "save_file" else (folder, "write")
+        if run.checkpoints.together.rank == 0:
+            real = getattr(of, name)
+
+            def once(*args: Any) -> Any:
+                if threading.current_thread() is mine:
+                    raise full
+                return real(*args)
+
+            mine = threading.current_thread()
+            setattr(of, name, once)
+        try:
+            run.save(8)
+        except ThinwireError as error:
+            return str(error), names(tmp_path) == before, list((tmp_path / "checkpoints").glob(".*"))
+        finally:
+            if run.checkpoints.together.rank == 0:
+                setattr(of, name, real)
+
+    found = run_on([tmp_path] * 2, body)
+    line = "cannot use x: No space left on device"
+    assert [said[0] for said in found] == [line, f"rank 0: {line}"]
+    assert found[0][1:] == (True, [])
+    assert run_on([tmp_path] * 2, lambda run: run.resume()) == [4, 4]
+
+
+# --- what may differ --------------------------------------------------------------------------------------------------
+
+INDIFFERENT = {
+    "preset", "seq_len", "corpus", "valid", "tokenizer", "shard_size", "out", "ranks", "ranks_per_node", "eval_every",
+    "eval_sequences", "checkpoints", "checkpoint_every", "keep", "resume", "resume_anyway", "resize", "overwrite",
+    "max_skipped", "timeout", "file_timeout",
+}  # fmt: skip
+"""What shows in something else that is compared (the model's shape, hashes of the text, the mesh), or nowhere."""
+
+
+def described(**changes: Any) -> dict[str, Any]:
+    config = dataclasses.replace(Config(preset="tiny"), **changes)
+    return differences.about(
+        config, config.shape(256), tokens=("a", "b"), world_size=4, per_node=2, device="cpu", dtype="fp32"
+    )
+
+
+def test_every_setting_is_compared_or_known_not_to_matter():
+    fields = {field.name for field in dataclasses.fields(Config)}
+    assert fields - set(differences.TABLE) == INDIFFERENT
+    assert described().keys() == differences.TABLE.keys()
+    assert json.loads(json.dumps(described())) == described()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": 1}, "seed 0 there and 1 here"),
+        ({"batch_size": 4, "accumulate": 2}, "batch_size 8 there and 4 here, accumulate 1 there and 2 here"),
+        ({"layers": 1}, "layers 2 there and 1 here"),
+        ({"optimizer": "adams"}, "optimizer adamw there and adams here"),
+        ({"engine": "hsdp"}, "engine ddp there and hsdp here, mesh 1 x 4 there and 2 x 2 here"),
+        ({"method": "topk(density=0.02)"}, "method dense there and topk(density=0.02) here"),
+        ({"seq_len": 32}, "context 64 there and 32 here"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_by_name(changes, words):
+    with pytest.raises(ThinwireError) as caught:
+        differences.compare(described(), described(**changes))
+    assert words in str(caught.value)
+
+
+def test_other_data_need_a_word_and_other_rates_are_told():
+    told = "seed 0 there and 1 here"
+    assert differences.compare(described(), described(seed=1), anyway=True) == told
+    assert differences.compare(described(), described(lr=1.0, threads=2)) == (
+        "lr 0.002 there and 1.0 here, threads 1 there and 2 here"
+    )
+    assert differences.compare(described(), described()) == ""
+    with pytest.raises(ThinwireError, match="layers"):
+        differences.compare(described(), described(layers=1), anyway=True)
+    same = {"method": "topk(density=0.01 )"}, {"method": "topk( density=0.01)"}
+    assert differences.compare(*(described(**written) for written in same)) == ""
+    fewer = described() | {"world_size": 2, "mesh": "1 x 2", "layers": 3}
+    with pytest.raises(ThinwireError, match=r"made by 2 ranks, this run has 4; .* with --resize"):
+        differences.compare(fewer, described())
+    with pytest.raises(ThinwireError, match=r"such a run: layers 3 there and 2 here$"):
+        differences.compare(fewer, described(), resize="flush")
+    assert "world_size 2 there" in differences.compare(fewer | {"layers": 2}, described(), resize="flush")
+
+
+# --- whole runs of one rank -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
+    """``thinwire train`` with these words, on the one rank of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
+    small = [
+        "--preset", "tiny", "--layers", "1", "--width", "64", "--seq-len", "16", "--batch-size", "2", "--device", "cpu",
+        "--corpus", str(text), "--eval-sequences", "2", "--eval-every", "2",
+        "--method", "int8(smallest=1000, error_feedback=True)",
+    ]  # fmt: skip
+
+    def train(*words: str) -> dict[str, Any]:
+        assert dist.group.WORLD is not None
+        ranks = loop.Ranks(GroupComm(dist.group.WORLD, Ledger()), 0, 1, torch.device("cpu"))
+        config = from_arguments([*small, "--out", f"{tmp_path}/run", *words]).check()
+        return loop._train(config, ranks)
+
+    try:
+        yield train
+    finally:
+        dist.destroy_process_group()
+
+
+def steps_of(out: Path) -> list[str]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [f"{'eval ' * ('valid_loss' in row)}{row['step']}" for row in rows]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {f"{path.name}: {name}": tensor for path in files for name, tensor in load_file(path).items()}
+
+
+def equal(one: Path, other: Path) -> bool:
+    ours, theirs = tensors(one), tensors(other)
+    return len(ours) > 1 and ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_a_run_that_is_stopped_goes_on_exactly_and_its_folder_is_its_own(tmp_path, one_rank, recwarn):
+    one_rank("--steps", "6", "--out", f"{tmp_path}/whole")
+    whole, run = tmp_path / "whole/checkpoints", tmp_path / "run/checkpoints"
+    assert names(tmp_path / "whole") == ["latest", "step-000006"]
+    real = Display.step
+
+    def step(self: Display, row: dict[str, Any], rate: float) -> None:
+        real(self, row, rate)
+        if row["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with mock.patch.object(Display, "step", step), pytest.raises(ThinwireError) as caught:
+        one_rank("--steps", "6", "--resume", "auto")
+    line = "ended by SIGTERM after step 3: step-000003 is saved, --resume auto goes on from it"
+    assert (str(caught.value), caught.value.status) == (line, 143)
+    with pytest.raises(ThinwireError, match="holds a run already: --resume auto goes on"):
+        one_rank("--steps", "6")
+    with pytest.raises(ThinwireError, match="seed 0 there and 1 here"):
+        one_rank("--steps", "6", "--resume", "auto", "--seed", "1")
+    with pytest.raises(ThinwireError, match="holds a run already"):
+        one_rank("--steps", "9", "--resume", str(whole / "step-000006"))
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:  # as if it had been killed after another step
+        file.write('{"step": 4, "loss": 1.0, "wall_s": 1}\n{"step"')
+    one_rank("--steps", "6", "--resume", "auto")
+    assert equal(whole / "step-000006", run / "step-000006")
+    rows = ["eval 0", "1", "2", "eval 2", "3", "4", "eval 4", "5", "6", "eval 6"]
+    assert steps_of(tmp_path / "whole") == rows
+    assert steps_of(tmp_path / "run") == [*rows[:5], "eval 3", *rows[5:]]
+    with pytest.raises(ThinwireError, match="nothing is left to do"):
+        one_rank("--steps", "6", "--resume", "latest")
+    assert one_rank("--steps", "6", "--resume", "auto") == {}
+    one_rank("--steps", "2", "--overwrite", "--no-checkpoints")
+    assert steps_of(tmp_path / "run") == ["eval 0", "1", "2", "eval 2"] and not run.exists()
+    assert not [str(said.message) for said in recwarn if "not bit for bit" in str(said.message)]
+
+
+def test_a_run_goes_on_on_another_engine(tmp_path, one_rank):
+    """What the method keeps is the library's matter, and left out here."""
+    words = ["--method", "dense", "--resume", "auto", "--checkpoint-every", "2", "--keep", "9"]
+    with mock.patch.object(Config, "learning_rate", lambda self, step: 1e-3):
+        one_rank(*words, "--steps", "6", "--out", f"{tmp_path}/whole")
+    for steps, engine in (("2", "ddp"), ("4", "fsdp2"), ("6", "ddp")):
+        with mock.patch.object(Wire, "load_state_dict", lambda self, state, **how: None), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ThinwireWarning)
+            with mock.patch.object(Config, "learning_rate", lambda self, step: 1e-3):
+                one_rank(*words, "--steps", steps, "--engine", engine, "--resize", "reset")
+    for step in (2, 4, 6):
+        folders = [tmp_path / name / f"checkpoints/step-{step:06d}" for name in ("whole", "run")]
+        ours, theirs = (dict(checkpoint.whole(read_meta(folder))) for folder in folders)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0, msg=f"{step}: {name}")
+
+
+def test_a_run_that_diverges_ends_and_its_last_good_checkpoint_stays(tmp_path, one_rank):
+    words = ["--steps", "12", "--checkpoint-every", "2", "--keep", "1", "--max-skipped", "4"]
+    take = Windows.take
+
+    def spoil(self: Windows, first: int, count: int) -> Any:
+        inputs, targets = take(self, first, count)
+        return inputs, targets if first < 2 * 5 else targets.fill_(-1_000_000)
+
+    def loss(*given: Any) -> torch.Tensor:
+        good = bool((given[1] >= 0).all())
+        return cross_entropy(given[0], given[1].clamp(min=0)) * (1.0 if good else float("nan"))
+
+    cross_entropy = torch.nn.functional.cross_entropy
+    with mock.patch.object(Windows, "take", spoil), mock.patch("torch.nn.functional.cross_entropy", loss):
+        with pytest.raises(ThinwireError) as caught:
+            one_rank(*words)
+        assert "steps 6 to 9 were skipped" in str(caught.value) and "checkpoint is step-000004" in str(caught.value)
+        assert names(tmp_path / "run") == ["latest", "step-000004", "step-000008"]
+        with pytest.raises(ThinwireError, match="steps 6 to 9 were skipped"):
+            one_rank(*words, "--resume", "auto")
+    assert steps_of(tmp_path / "run")[-1] == "9"
+
+
+def test_a_metrics_file_that_cannot_be_written_ends_the_run_in_one_line(tmp_path, one_rank):
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    enter = Display.__enter__
+
+    def full(self: Display) -> Display:
+        enter(self)
+        self._file = Full()
+        return self
+
+    with mock.patch.object(Display, "__enter__", full), pytest.raises(ThinwireError) as caught:
+        one_rank("--steps", "4")
+    assert str(caught.value) == f"cannot write {tmp_path}/run/metrics.jsonl: No space left on device"
+
+
+def _train(rank: int, world: int, port: int, words: list[str], dies_at: int) -> int:
+    dist.destroy_process_group()  # that of ranks.py: the program makes its own
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    accumulate = Wire.accumulate
+
+    def dies(self: Wire, *, last: bool = True) -> Any:
+        if self.step == dies_at and last:  # between two micro-batches
+            os.kill(os.getpid(), signal.SIGKILL)
+        return accumulate(self, last=last)
+
+    with mock.patch.object(Wire, "accumulate", dies), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        return cli.main(["train", *words])
+
+
+def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
+    words = [
+        "--preset", "tiny", "--layers", "1", "--width", "64", "--seq-len", "16", "--batch-size", "2", "--steps", "5",
+        "--accumulate", "2", "--corpus", str(text), "--eval-sequences", "0", "--checkpoint-every", "2",
+        "--method", "scape(smallest=1000, density=0.05, warmup=1)", "--optimizer", "adams", "--resume", "auto",
+    ]  # fmt: skip
+
+    def train(out: str, dies_at: int = -1) -> list[int]:
+        return ranks.run(
+            _train, 2, free_port(), [*words, "--out", f"{tmp_path}/{out}"], dies_at, LOCAL_WORLD_SIZE="2"
+        )
+
+    assert train("whole") == [0, 0]
+    with pytest.raises(AssertionError, match="returned nothing"):
+        train("killed", dies_at=3)
+    assert names(tmp_path / "killed") == ["latest", "step-000002"]
+    assert train("killed") == [0, 0]
+    whole, killed = (tmp_path / name / "checkpoints/step-000005" for name in ("whole", "killed"))
+    assert len(list(whole.glob("rank-*"))) == 2 and equal(whole, killed)
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_cut_back_to_one_row_per_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": 0, "valid_loss": 5.0, "wall_s": 0.0}]
+    rows += [{"step": step, "loss": 4.0, "wall_s": step / 2} for step in range(1, 8)]
+    rows.insert(5, {"step": 4, "valid_loss": 3.0, "wall_s": 2.0})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 8, "lo')
+    assert cut(path, 4) == 2.0
+    left = [json.loads(line) for line in path.read_text().splitlines()]
+    assert left == [row for row in rows if row["step"] < 4 or (row["step"] == 4 and "loss" in row)]
+    assert cut(tmp_path / "none", 4) == 0.0
+    path.write_bytes(b"\xff\xfe\n[]\n3\n")
+    assert cut(path, 4) == 0.0 and path.read_text() == ""
+
+
+# --- thinwire inspect -------------------------------------------------------------------------------------------------
+
+
+def inspected(capsys: pytest.CaptureFixture[str], *paths: Path) -> tuple[int, str]:
+    status = cli.main(["inspect", *map(str, paths)])
+    said = capsys.readouterr()
+    return status, said.out + said.err
+
+
+def test_inspect_shows_what_waits_on_each_rank_and_what_is_damaged(tmp_path, capsys):
+    run_on([tmp_path] * 2, lambda run: run.save(4, 8))
+    status, shown = inspected(capsys, tmp_path)
+    assert status == 0 and "step-000008: step 8 of run" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["seed", "0"] in rows and ["weight", "2", "4"] in rows  # four values of 1 on rank 0, of 2 on rank 1
+    assert sum(row[-1:] == ["fit"] for row in rows) == 3
+    path = tmp_path / "checkpoints/step-000008"
+    flip(path / "rank-0001.safetensors", -5)
+    (path / "rank-0000.safetensors").unlink()
+    status, shown = inspected(capsys, path)
+    assert status == 1 and "checksum of wire/" in shown and "another host may have it" in shown
+    line = f"thinwire: {tmp_path}/none is not a checkpoint: it has no meta.json\n"
+    assert inspected(capsys, tmp_path / "none") == (2, line)
+
+
+def test_inspect_shows_how_two_checkpoints_differ(tmp_path, capsys):
+    def other(run: Run) -> None:
+        run.model.weight.data[0, 0] += 0.5
+        run.checkpoints.run = first
+        run.save(4)
+
+    run_on([tmp_path / "a"], lambda run: run.save(4))
+    first = checkpoint.of(tmp_path / "a").meta["run"]
+    run_on([tmp_path / "b"], other, about={"seed": 1})
+    assert inspected(capsys, tmp_path / "a", tmp_path / "a")[0] == 0
+    status, shown = inspected(capsys, tmp_path / "a", tmp_path / "b")
+    rows = [line.split() for line in shown.splitlines()]
+    assert status == 1 and ["seed", "0", "1"] in rows
+    assert "model: model/weight" in shown and "0.5" in shown
+    assert "9 tensors are equal bit for bit, 1 are not" in shown

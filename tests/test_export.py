@@ -1,0 +1,100 @@
+"""A trained model outside of Thinwire: transformers gives the same logits."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer as HubTokenizer
+
+import ranks
+from thinwire import cli
+from thinwire.errors import ThinwireError
+from thinwire.train import sample, tokens, trained
+from thinwire.train.data import Tokenizer, Windows, batches
+from thinwire.train.export import export
+from thinwire.train.launch import free_port
+from thinwire.train.models import Decoder, ModelConfig
+
+SHAPES = {
+    "gpt": ModelConfig(layers=2, width=48, heads=4, hidden=100, context=24),
+    "llama": ModelConfig(family="llama", layers=2, width=48, heads=4, kv_heads=2, hidden=64, context=24),
+}
+
+
+def decoder(family: str) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(SHAPES[family]).eval()
+    for parameter in model.parameters():  # biases too
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_transformers_gives_the_same_logits_and_tokens(family, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = decoder(family)
+    tokenizer = Tokenizer("bytes", (), tmp_path)
+    export(model.shape, dict(model.named_parameters()), tokenizer.as_hub(), tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    text = "Grüße, 17 Ω"
+    numbers = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(text, return_tensors="pt").input_ids
+    assert numbers[0].tolist() == list(text.encode())
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(numbers).logits, model(numbers), rtol=1e-5, atol=1e-5)
+
+
+def test_a_folder_that_holds_a_model_and_a_shape_without_counterpart_are_refused(tmp_path):
+    model, hub = decoder("gpt"), Tokenizer("bytes", (), tmp_path).as_hub()
+    export(model.shape, dict(model.named_parameters()), hub, tmp_path / "hf")
+    with pytest.raises(ThinwireError, match="holds a model already"):
+        export(model.shape, dict(model.named_parameters()), hub, tmp_path / "hf")
+    with pytest.raises(ThinwireError, match="grouped-query"):
+        export(ModelConfig(heads=4, kv_heads=2), {}, hub, tmp_path / "other")
+
+
+def test_tokens_are_drawn_as_asked():
+    model, prompt = decoder("gpt"), torch.tensor([1, 2, 3])
+    likeliest = list(sample.tokens(model, prompt, 40, temperature=0))  # beyond the context of 24
+    assert likeliest[0] == int(model(prompt[None])[0, -1].argmax()) and len(likeliest) == 40
+    assert list(sample.tokens(model, prompt, 40, top_k=1)) == likeliest
+    drawn = [list(sample.tokens(model, prompt, 20, seed=seed)) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    allowed = set(model(prompt[None])[0, -1].topk(5).indices.tolist())
+    assert {next(sample.tokens(model, prompt, 1, top_k=5, seed=seed)) for seed in range(30)} <= allowed
+
+
+def _train(rank: int, world: int, port: int, words: list[str]) -> int:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.destroy_process_group()  # that of the tests: a run makes its own
+    return cli.main(["train", *words])
+
+
+@pytest.mark.parametrize("family, engine", [("gpt", "fsdp2"), ("llama", "ddp")])
+def test_a_run_on_token_files_is_read_back_sampled_and_exported(family, engine, tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
+    assert cli.main(["tokenize", str(text), "--tokenizer", "bpe:280", "--out", str(tmp_path / "tokens")]) == 0
+    words = [
+        "--preset", "tiny", "--family", family, "--layers", "1", "--width", "30", "--heads", "3", "--seq-len", "16",
+        "--batch-size", "2", "--steps", "3", "--eval-sequences", "8", "--corpus", str(tmp_path / "tokens"),
+        "--engine", engine, "--out", str(out),
+    ]  # fmt: skip
+    assert ranks.run(_train, 2, free_port(), words, LOCAL_WORLD_SIZE="2") == [0, 0]
+    found = trained.read(out)
+    windows = Windows(tokens.find([str(tmp_path / "tokens")], (), "bytes").valid, 16)
+    with torch.no_grad():
+        loss = torch.stack([found.model()(*pair) for pair in batches(windows.spread(8), 8)]).mean()
+    torch.testing.assert_close(float(loss), json.loads((out / "summary.json").read_text())["valid_loss"])
+    capsys.readouterr()
+    assert cli.main(["sample", str(out), "--prompt", "5 times", "--tokens", "9", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("5 times")
+    assert cli.main(["export", str(out / "checkpoints" / "step-000003"), str(tmp_path / "hf")]) == 0
+    kept = Tokenizer("bpe:280", (), out, trains=False).as_hub().to_str()
+    assert HubTokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json")).to_str() == kept
+    assert sum(1 for _ in (tmp_path / "hf").iterdir()) == 4
+    assert cli.main(["sample", str(tmp_path / "hf")]) == 2
+    assert "is not a checkpoint" in capsys.readouterr().err

@@ -1,0 +1,209 @@
+"""What a saved state holds, whose it is, what is refused, and how it goes through ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+
+import ranks
+import thinwire
+from engines import adamw, build, train
+from thinwire.errors import ThinwireError
+from thinwire.laws import small
+from thinwire.methods import TABLE
+from thinwire.saved import entries
+
+TOPK = "topk(smallest=100, density=0.1)"
+
+
+def refusal(load: Any, *args: Any, **more: Any) -> str:
+    """What is said, in one line; "" where nothing is."""
+    try:
+        load(*args, **more)
+    except ThinwireError as error:
+        return str(error) if "\n" not in str(error) else "several lines"
+    return ""
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def _forms(rank: int, world: int, kind: str) -> list[str]:
+    """Of every method: what a fresh wire shows is what it shows after any step, and what is loaded was saved."""
+    wrong = []
+    for cls in (cls for cls in TABLE if kind in cls.engines):
+        method = small(cls)
+        if not method.keeps_state and not (method.encodes_weights and kind == "fsdp2"):
+            continue
+        model = build(kind, world, net=_shorter)
+        optimizer = cls.OPTIMIZER(model.parameters(), lr=1e-3)
+        wire = thinwire.compress(model, optimizer, method, steps=100)
+        fresh = {key: (value.shape, value.dtype) for key, value in wire.state_dict().items()}
+        if any(not key.startswith(f"rank-{rank:04d}-of-{world:04d}/") for key in fresh):
+            wrong.append(f"{cls.name}: {list(fresh)}")
+        for step in range(4):
+            train(model, optimizer, rank, [step], wire)
+            state = wire.state_dict()
+            found = {key: (value.shape, value.dtype) for key, value in state.items()}
+            wrong += [f"{cls.name}, step {step}: {key} is {found.get(key)}, and was {fresh.get(key)}"
+                      for key in sorted({*found, *fresh}) if found.get(key) != fresh.get(key)]  # fmt: skip
+            if step % 2:
+                wire.load_state_dict(state)
+            if not same(state, wire.state_dict()):
+                wrong.append(f"{cls.name}, step {step}: loaded, it saves something else")
+        wire.close()
+    return wrong
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_the_form_of_a_state_is_known_before_the_first_step(kind, world):
+    for wrong in ranks.run(_forms, world, kind):
+        assert not wrong, "\n".join(wrong)
+
+
+def _run(spec: str, kind: str, world: int, **more: Any) -> tuple[Any, Any, Any]:
+    model = build(kind, world)
+    optimizer = adamw(model)
+    return model, optimizer, thinwire.compress(model, optimizer, spec, **more)
+
+
+def _refused(rank: int, world: int) -> dict[str, tuple[str, bool]]:
+    model, optimizer, wire = _run(TOPK, "ddp", world)
+    train(model, optimizer, rank, range(3), wire)
+    mine = wire.state_dict()
+    theirs: list[Any] = [None] * world
+    dist.all_gather_object(theirs, mine)
+    key = f"rank-{rank:04d}-of-{world:04d}/"
+    residual = key + "residual/blocks.0.up.weight"
+    another = {name: values for name, values in mine.items() if name != residual}
+    cases = {
+        "empty": {}, "of another rank": theirs[1 - rank], "of all ranks": theirs[0] | theirs[1],
+        "without a residual": another, "with something else": {**mine, key + "residual/nobody": torch.zeros(2)},
+        "of another shape": {**mine, residual: torch.zeros(1, 5)},
+        "of another dtype": {**mine, residual: mine[residual].double()},
+        "not finite": {**mine, residual: mine[residual] / 0}, "plain names": {"residual/w": torch.zeros(1)},
+        "without about": {name: of for name, of in mine.items() if name != key + "about"},
+        "damaged": {**mine, key + "about": torch.zeros(4096, dtype=torch.uint8)},
+    }  # fmt: skip
+    found = {}
+    for name, state in cases.items():
+        found[name] = refusal(wire.load_state_dict, state), same(mine, wire.state_dict())
+    wire.close()
+    for name, kind, spec, more in (
+        ("another method", "ddp", "trickle(smallest=100)", {}),
+        ("another knob", "ddp", "topk(smallest=100, density=0.2)", {}),
+        ("another seed", "ddp", TOPK, {"seed": 1}), ("another bound", "ddp", TOPK, {"bound": None}),
+        ("another engine", "fsdp2", TOPK, {}), ("another model", "ddp", TOPK, {"layers": 1}),
+    ):  # fmt: skip
+        net = {"net": _shorter} if more.pop("layers", None) else {}
+        model = build(kind, world, **net)
+        optimizer = adamw(model)
+        wire = thinwire.compress(model, optimizer, spec, **more)
+        before = wire.state_dict()
+        found[name] = refusal(wire.load_state_dict, mine), same(before, wire.state_dict())
+        wire.close()
+    return found
+
+
+def _shorter() -> Any:
+    from models import Net
+
+    return Net(layers=1)
+
+
+SAID = {
+    "empty": "the state is empty, and this is rank {rank} of 2",
+    "of another rank": "the state is that of rank {other} of 2, and this is rank {rank} of 2",
+    "of all ranks": "the state is that of rank {other} of 2, and this is rank {rank} of 2",
+    "without a residual": "the state lacks 'rank-000{rank}-of-0002/residual/blocks.0.up.weight'",
+    "with something else": "this run keeps no 'rank-000{rank}-of-0002/residual/nobody', which the state holds",
+    "of another shape": "residual/blocks.0.up.weight' is torch.float32 (1, 5), this run needs torch.float32 (1, 1296)",
+    "of another dtype": "is torch.float64 (1, 1296), this run needs torch.float32 (1, 1296)",
+    "not finite": "residual/blocks.0.up.weight' holds values that are not finite",
+    "plain names": "'residual/w' is no entry of a state",
+    "without about": "the state has no 'rank-000{rank}-of-0002/about'",
+    "damaged": "'rank-000{rank}-of-0002/about' is damaged",
+    "another method": "it was saved with method topk, this run has trickle",
+    "another knob": "it was saved with density=0.1 of topk, this run has density=0.2",
+    "another seed": "it was saved with seed=0, this run has seed=1",
+    "another bound": "it was saved with bound=10.0, this run has bound=None",
+    "another engine": "it was saved on ddp, this run is on fsdp2",
+    "another model": "it holds blocks.1.down.bias, which this run does not train",
+}
+
+
+def test_what_is_not_this_ranks_own_is_refused_by_name_and_changes_nothing():
+    for rank, found in enumerate(ranks.run(_refused, 2)):
+        assert found.keys() == SAID.keys()
+        for case, (said, unchanged) in found.items():
+            assert SAID[case].format(rank=rank, other=1 - rank) in said, (case, said)
+            assert unchanged, case
+
+
+def test_a_state_of_other_ranks_is_refused_by_their_number():
+    saved = ranks.run(_saved_alone, 1)[0]
+    for said in ranks.run(_loaded_by_two, 2, saved):
+        assert said.startswith("the state is that of rank 0 of 1") and "resize='flush'" in said
+
+
+def _saved_alone(rank: int, world: int) -> dict[str, Any]:
+    model, optimizer, wire = _run(TOPK, "ddp", world)
+    train(model, optimizer, rank, range(2), wire)
+    return {key: value.numpy() for key, value in wire.state_dict().items()}
+
+
+def _loaded_by_two(rank: int, world: int, saved: dict[str, Any]) -> str:
+    _, _, wire = _run(TOPK, "ddp", world)
+    return refusal(wire.load_state_dict, {key: torch.tensor(value) for key, value in saved.items()})
+
+
+METHODS = {
+    "ddp": ("topk(smallest=100, density=0.1)", "powersgd(smallest=100, start=0)", "radius(smallest=100, start=1, T=2)",
+            "onebit-adam(smallest=100, warmup=2)", "trickle(smallest=100, density=0.1)",
+            "local-steps(every=2, outer='topk(smallest=100)')"),
+    "fsdp2": ("topk(smallest=100, density=0.1)", "sdp4bit(smallest=100)", "tagc(smallest=100, theta=0.9)"),
+    "hsdp": ("sign(smallest=100)", "topk(smallest=100, density=0.1)"),
+}  # fmt: skip
+
+
+def _through_dcp(rank: int, world: int, kind: str, folder: str) -> dict[str, tuple[bool, bool, bool]]:
+    found = {}
+    for number, spec in enumerate(METHODS[kind]):
+        model, optimizer, wire = _run(spec, kind, world, steps=50)
+        train(model, optimizer, rank, range(3), wire)
+        state, path = wire.state_dict(), str(Path(folder) / str(number))
+        if number:
+            dcp.save({"wire": wire}, checkpoint_id=path)
+        else:
+            dcp.async_save({"wire": wire}, checkpoint_id=path).result()
+        alike = isinstance(wire, Stateful) and same(state, wire.state_dict())
+        wire.close()
+        _, _, fresh = _run(spec, kind, world, steps=50)
+        dcp.load({"wire": fresh}, checkpoint_id=path)
+        back = fresh.step == 3 and same(state, fresh.state_dict())
+        there = any(value.any() for key, value in state.items() if key.endswith("blocks.0.up.weight"))
+        fresh.close()
+        found[spec] = alike, back, bool(there)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_a_fresh_wire_gets_all_of_its_own_back_through_dcp(kind, world):
+    with tempfile.TemporaryDirectory() as folder:
+        for found in ranks.run(_through_dcp, world, kind, folder):
+            assert found == {spec: (True, True, True) for spec in METHODS[kind]}
+        assert not [path for path in Path(folder).rglob("*") if path.suffix in (".pkl", ".pt")]
+
+
+def test_entries_are_known_without_their_rank():
+    assert entries({"rank-0001-of-0002/residual/a.b": 1}) == {"residual/a.b": 1}

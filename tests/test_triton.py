@@ -1,0 +1,110 @@
+"""Kernels for CUDA, without CUDA: how they are launched, what is compiled before the first step, and what they become.
+
+That they compute what the reference computes is tested beside the operations, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import thinwire
+from test_memory import method_of
+from test_rehearsal import exchange_of
+from thinwire.bucket import Layout, Piece, Shard
+from thinwire.collectives import Exchange
+from thinwire.methods import TABLE
+from thinwire.methods.base import Parameter
+from thinwire.ops import dry, mask, quant
+from thinwire.ops.backends import launches
+from thinwire.rehearsal import META, compile_kernels, rehearse, stand_in
+from thinwire.testing import parameters_for, road_of
+
+SOURCE = Path(thinwire.__file__).parent
+SHAPES = {"a": (67, 77), "b": (96, 64), "a.bias": (33,)}
+"""Two that are sent, one in rows whose length is a multiple of nothing, and one that stays dense."""
+
+
+def test_every_launch_goes_through_the_one_that_minds_the_device():
+    """``kernel[grid](...)`` stands once."""
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text()
+        if "import triton" not in text and path.name != "triton.py":
+            continue
+        called = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        if any(isinstance(f, ast.Subscript) or getattr(f, "attr", "") in ("run", "warmup") for f in called):
+            found.add(path.relative_to(SOURCE).as_posix())
+    assert found == {"ops/gpu.py"}
+
+
+def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
+    """Whichever is the current one: a rank need not have called ``torch.cuda.set_device``."""
+    inside = []
+
+    @contextmanager
+    def device_of(tensor):
+        inside.append(tensor)
+        yield
+        inside.clear()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    seen = []
+    rows, out = torch.zeros(3, 64, device="meta"), torch.zeros(64, device="meta")
+    with dry.run(lambda name, variant: seen.extend(inside)):
+        quant.sum_rows(rows, out)
+    assert len(seen) == 1 and seen[0] is rows
+
+
+def layout_of(parameters: Sequence[Parameter], exchange: Exchange) -> Layout:
+    """All parameters in one buffer, beside each other."""
+    place, pieces, shares = 0, [], []
+    total = sum(of.local for of in parameters)
+    for of in parameters:
+        stride = total if exchange.owner else 0
+        pieces.append(Piece(of.name, place, of.local * exchange.rows if stride else of.numel, exchange.rows, stride))
+        shares.append(Piece(of.name, place, of.local))
+        place += of.local if exchange.owner else of.numel
+    shards = [Shard(tuple(shares), (), total, torch.float32)] if exchange.owner else []
+    return Layout([tuple(pieces)], [torch.float32], shards, exchange._group())
+
+
+@pytest.mark.parametrize("name", [cls.name for cls in TABLE])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_no_step_waits_for_a_kernel(name, kind):
+    """What the steps of many ranks launch was compiled before, with the smallest parameters and one rank."""
+    method = method_of(name)
+    if kind not in method.engines:
+        pytest.skip(f"{name} does not run on {kind}")
+    exchange = exchange_of(kind, 5)
+    parameters = list(parameters_for(exchange, SHAPES).values())
+    run, road = stand_in(method, parameters, exchange), road_of(method, parameters, exchange)
+    compiled: set[tuple[object, ...]] = set()
+    needed: set[tuple[object, ...]] = set()
+    layout = layout_of(parameters, exchange)
+    with dry.run(lambda kernel, variant: compiled.add((kernel, *sorted(variant.items())))):
+        compile_kernels(road, run, META, {shard.dtype for shard in layout.shards})
+    with dry.run(lambda kernel, variant: needed.add((kernel, *sorted(variant.items())))):
+        rehearse(layout, road, run)
+    assert not needed - compiled
+
+
+def test_a_dry_run_counts_what_the_host_code_launches():
+    """Not one kernel per operation: a gather at a mask counts its bits first. Afterwards all is as it was."""
+    rows, words = torch.zeros(2, 128, device="meta"), torch.zeros(2, 2, dtype=torch.int64, device="meta")
+
+    def counted() -> dict[str, int]:
+        token = launches.set(counter := Counter())
+        mask.gather_keep(rows, None, words, rows[:, :5], None)
+        launches.reset(token)
+        return dict(counter)
+
+    with dry.run():
+        assert counted() == {"thinwire.ops.mask._count": 1, "thinwire.ops.mask._gather_keep": 1}
+    assert counted() == {"thinwire.ops.mask.gather_keep": 1}
