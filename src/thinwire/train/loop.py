@@ -358,7 +358,8 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
             f"{losses_said}{summary['tokens_per_s']:,.0f} tokens/s, "
             f"{summary['step_ms']:.0f} ms per step of which {summary['exposed_ms']:.0f} ms waiting for the network"
         )
-        display.say(f"files: {config.out}/ {', '.join(summary['files'])}")
+        kept = [f"checkpoints/{checkpoints.latest}"] if checkpoints.latest else []
+        display.say(f"files: {config.out}/ {', '.join(summary['files'] + kept)}")
     wire.close()
     return summary
 
