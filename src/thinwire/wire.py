@@ -120,7 +120,8 @@ def compress(
         inside = None if intra is None else resolve(intra)
         settings = {
             "engine": kind.__name__, "method": method, "seed": seed, "bound": bound, "two_level": two_level,
-            "intra": inside, "scaler": scaled, "check_every": check_every, **shared,
+            "intra": inside, "check_every": check_every, "scaled by": None if scaler is None else scaler.get_scale(),
+            **shared,
         }  # fmt: skip
         if method.two_level if two_level is None else two_level:
             settings["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE")
@@ -353,14 +354,16 @@ class Wire:
         for parameter in self.engine.model.parameters():
             if parameter.grad is not None and id(parameter) not in moves:
                 meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-        norms = [get_total_norm([p.grad for p in of if p.grad is not None], norm_type) for of in meshes.values()]
-        norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+        with self._turn.inside("clip_grad_norm_()"), self.engine.comms[0].waiting("all-reduce"):
+            norms = [get_total_norm([p.grad for p in of if p.grad is not None], norm_type) for of in meshes.values()]
+            norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
         if not norms:  # nothing but steps
             norms = [torch.zeros((), device=self._device)]
         norm = norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
         if self._stages is not None:
             every = torch.zeros(self._stages.size, 1, dtype=torch.float32, device=self._device)
-            self._stages.all_gather(every, norm.float().reshape(1).to(self._device))
+            with self._turn.inside("clip_grad_norm_()"):
+                self._stages.all_gather(every, norm.float().reshape(1).to(self._device))
             norm = torch.linalg.vector_norm(every, norm_type)
         for parameters in meshes.values():
             clip_grads_with_norm_(parameters, max_norm, norm)
