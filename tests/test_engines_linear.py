@@ -73,7 +73,7 @@ def resumed(kind, world, method, model, optimizer, wire):
 
 
 def _train(rank, world, kind):
-    """With a step that does not count, and without it; this one, elsewhere than on DDP, in two runs: see ``_resume``."""
+    """With a step that does not count, and without it: this one, elsewhere than on DDP, stopped and resumed."""
     found = {}
     for method in METHODS if kind == "fsdp2" else tried(kind):
         model, optimizer, wire = begun(kind, world, method)
