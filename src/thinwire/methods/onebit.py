@@ -224,7 +224,7 @@ class OneBitAdam(Method):
 
     def _moment(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """m of all workers (R, n): as last received; at first the optimizer's own."""
-        moments = bucket.buffer("moment", bucket.shape, torch.float32)
+        moments = bucket.scratch("moment", bucket.shape, torch.float32)
         wires = {segment.name: self.state.get("moment", segment.name) for segment in bucket.segments}
         if any(wire is None for wire in wires.values()):
             self._adam_moment(bucket, exchange, moments)

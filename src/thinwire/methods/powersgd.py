@@ -75,8 +75,8 @@ class PowerSGD(ErrorFeedback):
         residual = self.state.write("residual", bucket)
         sizes = [self._sizes(bucket, segment) for segment in bucket.segments]
         r, whole = self.rank, len(bucket.rows)
-        left = bucket.buffer("P", (sum(whole * rows * r for rows, _ in sizes),), torch.float32)
-        right = bucket.buffer("Q", (sum(cols * r for _, cols in sizes),), torch.float32)
+        left = bucket.scratch("P", (sum(whole * rows * r for rows, _ in sizes),), torch.float32)
+        right = bucket.scratch("Q", (sum(cols * r for _, cols in sizes),), torch.float32)
         parts = left.split([whole * rows * r for rows, _ in sizes])
         ps = [part.view(whole, -1, r) for part in parts]
         qs = [part.view(-1, r) for part in right.split([cols * r for _, cols in sizes])]

@@ -182,7 +182,7 @@ class SCAPE(Method):
         moments.add_up(rows, residual.view(-1), rows[:0], self.beta1)  # l. 10, without m
         if not self._schedule.refreshes(bucket.step + 1):
             return
-        scores = bucket.buffer("scores", (1, bucket.shape[1]), torch.float32)
+        scores = bucket.scratch("scores", (1, bucket.shape[1]), torch.float32)
         torch.add(bucket.rows[mine : mine + 1], self.state.read("common", bucket, rows=1), out=scores)
         for segment in bucket.segments:
             values, moment = scores[:, segment.columns], self._moment(segment)

@@ -155,9 +155,9 @@ class TAGC(ErrorFeedback):
         parts = tuple(self._part(s.name, s.start, s.width, s.span, exchange, bucket.step) for s in bucket.segments)
         self._refuse_overload(parts)
         shape, flags = bucket.shape, (bucket.shape[0], bucket.shape[1] // masks.WORD)
-        words, left = (bucket.buffer(use, flags, torch.int64) for use in ("words", "left"))
+        words, left = (bucket.scratch(use, flags, torch.int64) for use in ("words", "left"))
         k = sum(part.k for part in parts)
-        sent, rest = (bucket.buffer(use, (shape[0], k), torch.float32) for use in ("sent", "rest"))
+        sent, rest = (bucket.scratch(use, (shape[0], k), torch.float32) for use in ("sent", "rest"))
         with exchange.span("encode", bucket.rows):
             sent.zero_()
             for part, kept, _ in places(parts):
@@ -216,7 +216,7 @@ class TAGC(ErrorFeedback):
 
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
         """One rank's mask for all, in turn: the others have zeros in its place."""
-        words = bucket.buffer("words", (bucket.shape[0], bucket.shape[1] // masks.WORD), torch.int64).zero_()
+        words = bucket.scratch("words", (bucket.shape[0], bucket.shape[1] // masks.WORD), torch.int64).zero_()
         with exchange.span("encode", bucket.rows):
             for segment in bucket.segments:
                 if seed_of(self.run.seed, segment.name, bucket.step) % exchange.rows == exchange.rank:
