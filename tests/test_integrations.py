@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
@@ -283,8 +284,12 @@ def test_lightning(tmp_path):
 # ----------------------------------------------------------------------------------------------------- the core's share
 
 
+FRAMEWORKS = ("accelerate", "lightning", "peft", "transformers")
+
+
 def _closures(rank, world):
     """By a closure as without, with a step that is skipped."""
+    assert not set(FRAMEWORKS) & set(sys.modules), "the library imports a framework of its own accord"
     launched(rank, world)
     found = {}
     for method in ("dense", KEEPS):
@@ -334,6 +339,21 @@ def _closures(rank, world):
 def test_a_closure_that_makes_the_gradients_is_carried():
     for found in ranks.run(_closures, 2):
         assert found == {"same": {"dense": True, KEEPS: True}, "skipped": 1, "finite": True}
+
+
+@pytest.mark.parametrize(("library", "extra"), [("transformers", "hf"), ("lightning", "lightning")])
+def test_without_its_library_an_adapter_names_the_command(library, extra, monkeypatch):
+    class Absent:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == library:
+                raise ModuleNotFoundError(f"No module named '{library}'", name=library)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, f"thinwire.integrations.{library}", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
+    with pytest.raises(ThinwireError, match=rf"'{library}' is not installed: pip install 'thinwire\[{extra}\]'"):
+        importlib.import_module(f"thinwire.integrations.{library}")
 
 
 class Wrapped:

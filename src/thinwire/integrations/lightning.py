@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import thinwire
-from thinwire.errors import ThinwireError
+from thinwire import extras
 from thinwire.integrations import files
 from thinwire.methods import Method
 from thinwire.wire import Wire
@@ -25,8 +25,8 @@ try:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer.states import TrainerFn
-except ImportError:
-    raise ThinwireError("this needs lightning: pip install 'thinwire[lightning]'") from None
+except ModuleNotFoundError as error:
+    raise extras.missing(error) from None
 
 
 class ThinwireStrategy(DDPStrategy):

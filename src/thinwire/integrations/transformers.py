@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from thinwire import extras
 from thinwire.errors import ThinwireError
 from thinwire.integrations import accelerate, files
 from thinwire.methods import Method
@@ -19,8 +20,8 @@ from thinwire.wire import Wire
 
 try:
     from transformers import Trainer, TrainerCallback
-except ImportError:
-    raise ThinwireError("this needs transformers and accelerate: pip install 'thinwire[hf]'") from None
+except ModuleNotFoundError as error:
+    raise extras.missing(error) from None
 
 
 def attach(trainer: Trainer, method: Method | str = "int8", **options: Any) -> Thinwire:
@@ -83,6 +84,8 @@ class Thinwire(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = self.trainer.model_wrapped
         if self.wire is None or self.wire.engine.model is not getattr(model, "_orig_mod", model):
+            if self.wire is not None:
+                self.wire.close()
             self.wire = accelerate.compress(
                 self.trainer.accelerator, model, self.trainer.optimizer, self.method, steps=state.max_steps,
                 **self.options,
