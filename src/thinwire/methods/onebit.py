@@ -184,7 +184,7 @@ class OneBitAdam(Method):
             self._steps.names.add(segment.name)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
-        """m' = the mean of m_n + e_n, and s. No signs say it: the next l. 6 takes it from the optimizer, as the first."""
+        """m' = the mean of m_n + e_n, and s. No signs say it: the next l. 6 asks the optimizer, as the first does."""
         warm = bucket.step < self.first
         if warm and self.warmup_bits == 32:
             exchange.mean(bucket)
