@@ -31,7 +31,7 @@ from thinwire.collectives import Exchange
 from thinwire.comm import Comm
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
-from thinwire.methods.base import ErrorFeedback, Method, Parameter
+from thinwire.methods.base import Method, Parameter
 from thinwire.methods.baselines import Fp32
 
 T = TypeVar("T")
@@ -50,6 +50,7 @@ class Stage:
         bound: of what a step may put into the method's state, if it has any.
         scale: what a GradScaler multiplies the gradients with now, 0-dim; None: nothing. The method sees them without.
         step: optimizer steps taken so far; skipped ones do not count.
+        flush_at: the step whose exchange is dense and delivers all that waits.
     """
 
     method: Method
@@ -61,6 +62,7 @@ class Stage:
     bound: Bound | None = None
     scale: Callable[[torch.device], Tensor] | None = None
     step: int = 0
+    flush_at: int | None = None
 
     def __post_init__(self) -> None:
         self._parts: _Compositions[list[tuple[Method, Bucket]]] = _Compositions()
@@ -93,17 +95,18 @@ class Stage:
         for method, bucket in self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
             bucket.step = self.step
             bucket.load(flat, out)
-            method.reduce(bucket, self.exchange)
+            due = self.flush_at == self.step and method is self.method
+            (method.deliver if due else method.reduce)(bucket, self.exchange)
             bucket.store(out)
             bucket.release()
 
     def flush(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         """``carry`` of zeros, where the method sends what waits; what stays dense stays zero."""
         for method, bucket in self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
-            if isinstance(method, ErrorFeedback):
+            if method is self.method:
                 bucket.step = self.step
                 bucket.load(flat, out)
-                method.flush(bucket, self.exchange)
+                method.send_all(bucket, self.exchange)
                 bucket.store(out)
                 bucket.release()
 

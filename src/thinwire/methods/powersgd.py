@@ -29,7 +29,7 @@ from torch import Tensor
 from thinwire.bucket import Bucket, Segment
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, Parameter
+from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Resized
 from thinwire.streams import random_normal, seed_of
 
 TINY = 2.0**-126
@@ -65,6 +65,10 @@ class PowerSGD(ErrorFeedback):
             if self.rank * (rows + cols) >= rows * cols:
                 return f"rank {self.rank} saves nothing"
         return why
+
+    @property
+    def resized(self) -> Mapping[str, Resized]:
+        return {**super().resized, "q": "equal"}
 
     @property
     def delay(self) -> Delay | None:

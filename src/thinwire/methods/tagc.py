@@ -35,7 +35,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.codecs.sketch import CountSketch, Part, places
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Promise
+from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Promise, Resized
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 from thinwire.streams import seed_of
@@ -119,6 +119,10 @@ class TAGC(ErrorFeedback):
         if self.feedback == "update":
             return Delay(steps=130 if self.mask == "shared" else 0)
         return Delay.of_largest(1 - self.theta, self.start) if self.promise.kind == "conserves" else None
+
+    @property
+    def resized(self) -> Mapping[str, Resized]:
+        return {**super().resized, "left": "anew", "peak": "anew", "union": "anew"}
 
     @property
     def adapts(self) -> bool:
