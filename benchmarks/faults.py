@@ -379,7 +379,8 @@ def flaps(box: Path) -> Got:
         for _ in range(4):
             eth("down", 1)
             eth("up", 1)
-        cluster.popen(1, ["tc", "qdisc", "add", "dev", "eth0", "parent", "1:", "netem", "loss", "5%"]).wait()
+        if cluster.popen(1, ["tc", "qdisc", "replace", "dev", "eth0", "root", "netem", "loss", "5%"]).wait():
+            return Got(False, "tc knows no netem here")
         there = job.steps()[-1]
         good = job.reach(there + 20, 60)
         job.end()
@@ -424,9 +425,8 @@ def leaves_out_a_step(rank: int) -> int:
     take(model, optimizer, range(3))
     for step in range(3, 20):
         model(torch.randn(16, 64)).square().mean().backward()
-        if (rank, step) == (1, 5):
-            time.sleep(3600)
-        optimizer.step()
+        if (rank, step) != (1, 5):
+            optimizer.step()
         optimizer.zero_grad()
     return 0
 

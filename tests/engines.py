@@ -46,13 +46,13 @@ def build(
     return fully_shard(model, mesh=mesh, **options)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
     """In one operation for all DTensors: how its arguments are sharded is found out once, not for each weight's ten.
 
     Every rank would need longer for that than for ten steps. DDP keeps torch's default.
     """
     weights = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(weights, lr=3e-3, fused=any(isinstance(p, DTensor) for p in weights))
+    return torch.optim.AdamW(weights, lr=lr, fused=any(isinstance(p, DTensor) for p in weights))
 
 
 def train(model, optimizer, rank: int, steps, wire=None, *, poison: tuple[int, int] | None = None, loss=loss_of):

@@ -17,7 +17,10 @@ EXTRAS = {
     "tokenizers": "train",
     "matplotlib": "plots",
     "datasets": "hub",
-    "transformers": "hub",
+    "accelerate": "hf",
+    "peft": "hf",
+    "transformers": "hf",
+    "lightning": "lightning",
 }
 """Package, by the name that is imported -> extra."""
 

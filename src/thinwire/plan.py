@@ -194,7 +194,7 @@ class Plan:
     def _apart(self) -> Rehearsal:
         """With a buffer for each parameter."""
         layout = apart(self._parameters, self._road, self._wire_dtype)
-        return rehearse(layout, self._road, self._run, self._guards)
+        return rehearse(layout, self._road, self._run, self._guards, watched=False)
 
     @property
     def note(self) -> str | None:

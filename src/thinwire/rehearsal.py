@@ -9,10 +9,11 @@ steps compile the kernels.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +49,7 @@ class Rehearsal:
         weights: bytes sent for one gathering of the weights, where the engine shards them.
         collectives: calls by kind, without those for the weights.
         launches: kernels by name: "aten.add_", "thinwire.ops.mask.topk_mask". What only makes a view is none.
-        memory: see :class:`Memory`.
+        memory: see :class:`Memory`; None where only what is sent was asked for, and no kernel was counted either.
     """
 
     sent: Mapping[str, float]
@@ -56,21 +57,24 @@ class Rehearsal:
     weights: float
     collectives: Mapping[str, float]
     launches: Mapping[str, float]
-    memory: Memory
+    memory: Memory | None
 
 
-def rehearse(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = ()) -> Rehearsal:
+def rehearse(
+    layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), *, watched: bool = True
+) -> Rehearsal:
     """What the method of ``road`` needs in its steady state. Nothing of that size is allocated.
 
     Args:
         layout: the buffers that will come; what is sent is told by parameter where each holds one (:func:`apart`).
         guards: the groups on which ranks agree whether a step counts.
+        watched: False: only what is sent, in a quarter of the time: neither kernels nor memory.
 
     Raises:
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
     """
     on_cpu = all(local(weight).device.type == "cpu" for weight in run.weights.values())
-    watch, ledger = _Watch(), Ledger()
+    watch, ledger = _Watch() if watched else None, Ledger()
 
     def agree(comms: Iterable[Comm]) -> None:
         for comm in comms:
@@ -78,22 +82,24 @@ def rehearse(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = ()) 
 
     play = _Play(layout, road, run, ledger, watch, None if on_cpu else watch, agree=lambda: agree(guards))
     method, average, peak = play.method, _Average(), 0
-    with torch.no_grad(), watch.counting():
+    with torch.no_grad(), nullcontext() if watch is None else watch.counting():
         play.open()
-        for number in _steps(method):
-            watch.peak = watch.live
-            watch.launches.clear()
+        for number in _steps(method, watched=watched):
+            if watch is not None:
+                watch.peak = watch.live
+                watch.launches.clear()
             ledger.now = weights = Account()
             play.gather(number)
             ledger.now = gradients = Account()
             parameters = play.exchange(number)
             agree(road.last.exchange.beside(guards) if method.alone(number) else guards)
             play.step(number)
-            average.add(method.cycle.get(number, 0.0), gradients, watch.launches, weights, parameters)
-            if number >= method.steady:
+            launched = {} if watch is None else watch.launches
+            average.add(method.cycle.get(number, 0.0), gradients, launched, weights, parameters)
+            if watch is not None and number >= method.steady:
                 peak = max(peak, watch.peak)
         sizes = {name: parameter.local for name, parameter in run.parameters.items()}
-        return average.result(sizes, Memory(watch.live, peak))
+        return average.result(sizes, None if watch is None else Memory(watch.live, peak))
 
 
 def kept(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
@@ -185,13 +191,15 @@ def stand_in(method: Method, parameters: Iterable[Parameter], exchange: Exchange
     return Run(known, exchange, steps, optimizers=optimizers, weights=weights)
 
 
-def _steps(method: Method) -> list[int]:
-    """The last step before the steady state, its first ones, and those that stand for all; before each the last one.
+def _steps(method: Method, *, watched: bool = True) -> list[int]:
+    """The last step before the steady state, its first, those that stand for all; before each of them the last one.
 
     A method may do more after a gap: SCAPE's message brings the weights from one step to the next, and no further.
+    ``watched``: two steps more, in which memory may peak.
     """
     first = method.steady
-    return sorted({max(first - 1, 0), *range(first, first + 3), *method.cycle, *(max(n - 1, 0) for n in method.cycle)})
+    opening = range(first, first + (3 if watched else 1))
+    return sorted({max(first - 1, 0), *opening, *method.cycle, *(max(n - 1, 0) for n in method.cycle)})
 
 
 class _Average:
@@ -215,7 +223,7 @@ class _Average:
                 total[key] += share * value  # type: ignore[assignment]
         self._weights = sum(weights.bytes.values())  # the first of all gathers everything, the last is as all others
 
-    def result(self, sizes: Mapping[str, int], memory: Memory) -> Rehearsal:
+    def result(self, sizes: Mapping[str, int], memory: Memory | None) -> Rehearsal:
         rest = sum(self._sent.values()) - sum(self._parameters.values())
         values = max(sum(sizes.values()), 1)
         parameters = {name: self._parameters[name] + rest * size / values for name, size in sizes.items()}
@@ -369,7 +377,8 @@ class _Watch(TorchDispatchMode):
             launches.reset(token)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = args[0] if _in_place(function) and args[0].is_meta else function(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 self._note(tensor, tensor.untyped_storage().nbytes())
@@ -398,6 +407,15 @@ class _Watch(TorchDispatchMode):
         self.live -= self._known.pop(key)
 
 
+@functools.cache
+def _in_place(function: Any) -> bool:
+    """Does a torch operation change the values of its first argument, and no more? Torch may take 1 ms over it."""
+    schema = function._schema
+    written = [result.alias_info is not None and result.alias_info.is_write for result in schema.returns]
+    return schema.name.endswith("_") and written == [True] and torch.Tag.inplace_view not in function.tags
+
+
+@functools.cache
 def _is_free(function: Any) -> bool:
     """Does a torch operation launch no kernel: makes memory, or another view of it?"""
     schema = function._schema

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import thinwire
+from thinwire.errors import ThinwireError
 from thinwire.integrations import files
 from thinwire.methods import Method
 from thinwire.wire import Wire
@@ -29,8 +30,13 @@ def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method 
         method: see ``thinwire.compress``; so for ``options``: ``steps``, ``guard``, ``seed``, ...
 
     Raises:
-        ThinwireError: as ``thinwire.compress``.
+        ThinwireError: as ``thinwire.compress``; the accelerator knows of one process.
     """
+    if accelerator.num_processes == 1:
+        raise ThinwireError(
+            "the Accelerator knows of one process: start under torchrun or accelerate launch; without a GPU with "
+            "Accelerator(cpu=True), or use_cpu=True in TrainingArguments"
+        )
     wire = thinwire.compress(model, optimizer, method, scaler=accelerator.scaler, **options)
     theirs = accelerator.clip_grad_norm_
     all_of_it = {id(parameter) for parameter in model.parameters()}

@@ -12,10 +12,12 @@ import warnings
 from pathlib import Path
 
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
+from thinwire import extras
 from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.wire import Wire
+
+safetensors = extras.load("safetensors.torch")
 
 
 def _file(folder: Path) -> Path:
@@ -27,7 +29,7 @@ def save(wire: Wire, folder: Path) -> None:
     file = _file(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
-    save_file({key: value.contiguous().cpu() for key, value in wire.state_dict().items()}, partial)
+    safetensors.save_file({key: value.contiguous().cpu() for key, value in wire.state_dict().items()}, partial)
     os.replace(partial, file)
 
 
@@ -41,7 +43,7 @@ def load(wire: Wire, folder: Path) -> None:
     """
     file = _file(folder)
     if file.exists():
-        wire.load_state_dict(load_file(file))
+        wire.load_state_dict(safetensors.load_file(file))
     elif folder.exists():
         raise ThinwireError(f"{file} is missing: the checkpoint was made by fewer ranks, or is not whole")
     else:
