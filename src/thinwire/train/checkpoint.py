@@ -14,17 +14,17 @@ kill at any moment leaves every visible checkpoint whole.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import re
 import uuid
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,7 +42,9 @@ from thinwire.train.together import Elsewhere
 from thinwire.wire import Wire
 
 FORMAT = 2
+Resize = Literal["flush", "redistribute", "reset"]
 MODEL = "model.safetensors"
+_WIRE = "wire/"
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -143,29 +145,59 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
     files.sync(path)
 
 
-def read_tensors(path: Path, begins: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in ``path`` whose name ``begins`` so, one by one, on the CPU, with their checksums compared.
-
-    Raises:
-        Damaged: the file is missing, truncated, foreign, or one of these tensors is not what was written.
-    """
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[tuple[Any, dict[str, int]]]:
+    """A file of tensors, and their checksums by name. Raises Damaged for what goes wrong in the block, too."""
     try:
         with safe_open(path, "pt") as file:
             sums = json.loads((file.metadata() or {}).get("crc32", "null"))
             if not isinstance(sums, dict) or set(sums) != set(file.keys()):
                 raise Damaged(f"{path} is damaged or foreign: its list of checksums does not fit")
-            for name in sorted(sums):
-                if name.startswith(begins):
-                    tensor = file.get_tensor(name)
-                    if _crc(name, tensor) != sums[name]:
-                        raise Damaged(f"{path} is damaged: the checksum of {name} does not fit")
-                    yield name, tensor
+            yield file, sums
     except FileNotFoundError:
         raise Damaged(f"{path} is missing") from None
     except OSError as error:
         raise Damaged(f"cannot read {path}: {error.strerror or error}") from None
     except (SafetensorError, ValueError) as error:
         raise Damaged(f"{path} is damaged or foreign: {' '.join(str(error).split())[:100]}") from None
+
+
+def read_tensors(path: Path, begins: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in ``path`` whose name ``begins`` so, one by one, on the CPU, with their checksums compared.
+
+    Raises:
+        Damaged: the file is missing, truncated, foreign, or one of these tensors is not what was written.
+    """
+    with _open(path) as (file, sums):
+        for name in sorted(name for name in sums if name.startswith(begins)):
+            yield name, _checked(path, name, file.get_tensor(name), sums)
+
+
+def _checked(path: Path, name: str, tensor: Tensor, sums: dict[str, int]) -> Tensor:
+    if _crc(name, tensor) != sums[name]:
+        raise Damaged(f"{path} is damaged: the checksum of {name} does not fit")
+    return tensor
+
+
+class States(Mapping[str, Tensor]):
+    """The method's states of all ranks of a checkpoint, by key: read when they are looked up."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._path: dict[str, Path] = {}
+        for path in paths:
+            with _open(path) as (_, sums):
+                self._path |= {name.removeprefix(_WIRE): path for name in sums if name.startswith(_WIRE)}
+
+    def __getitem__(self, key: str) -> Tensor:
+        path, name = self._path[key], _WIRE + key
+        with _open(path) as (file, sums):
+            return _checked(path, name, file.get_tensor(name), sums)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._path)
+
+    def __len__(self) -> int:
+        return len(self._path)
 
 
 @dataclass(frozen=True)
@@ -193,7 +225,7 @@ class Resumed:
     checkpoint: Checkpoint
     own: dict[str, Tensor]
     common: dict[str, Tensor]
-    resize: str | None = None
+    resize: Resize | None = None
 
     def put_back(self, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire) -> None:
         """Weights, moments and the method's state are as they were.
@@ -224,17 +256,12 @@ class Resumed:
                 missing.remove(key)
         if missing:
             raise ThinwireError(f"{path} holds no {min(missing)}, which this model has")
-        states = dict(self._states())
-        load: Any = wire.load_state_dict
-        load(states, resize=self.resize) if self.resize else load(states)
-
-    def _states(self) -> Iterator[tuple[str, Tensor]]:
-        """The method's state: this rank's, or of all ranks of the checkpoint where they are others."""
-        found = iter(self.own.items())
         if self.resize:
-            paths = [self.checkpoint.path / rank_file(rank) for rank in range(self.checkpoint.meta["world_size"])]
-            found = itertools.chain.from_iterable(read_tensors(path, "wire/") for path in paths)
-        return ((name.removeprefix("wire/"), value) for name, value in found if name.startswith("wire/"))
+            ranks = range(self.checkpoint.meta["world_size"])
+            wire.load_state_dict(States(path / rank_file(rank) for rank in ranks), resize=self.resize)
+            return
+        own = {name.removeprefix(_WIRE): value for name, value in self.own.items() if name.startswith(_WIRE)}
+        wire.load_state_dict(own)
 
     def _like(self, saved: Tensor, parameter: nn.Parameter) -> Tensor:
         """A weight or a moment as ``parameter`` is held; a scalar (AdamW's step count) stays on the CPU."""
@@ -279,7 +306,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Folder, about: dict[str, Any], *, keep: int, anyway: bool = False, resize: str | None = None
+        self, folder: Folder, about: dict[str, Any], *, keep: int, anyway: bool = False, resize: Resize | None = None
     ) -> None:
         """``about``: what the run is. ``anyway``, ``resize``: which differences are let pass when it goes on."""
         self.folder, self.together, self.keep = folder, folder.together, keep
@@ -528,7 +555,7 @@ def _tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What this rank alone has, and what all have alike."""
-    own = {f"wire/{key}": value for key, value in wire.state_dict().items()}
+    own = {_WIRE + key: value for key, value in wire.state_dict().items()}
     tensors: dict[str, Tensor] = {}
     for key, parameter in _named(model).items():
         tensors[f"model/{key}"] = local(parameter)
