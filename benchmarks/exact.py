@@ -3,10 +3,10 @@
     python benchmarks/exact.py                         # all (tens of minutes)
     python benchmarks/exact.py topk sdp4bit --engines ddp --seed 3
 
-Three ways each, on 4 ranks: 40 steps straight, against 20 steps, kill -9 of all ranks at a random step, `--resume auto`
-and the rest, through `thinwire train`; the same with two micro-batches per step, killed between the two; and through
-torch.distributed.checkpoint, in a loop of our own. Compared are all weights, moments and states of all ranks. The exit
-status is the number of those that differ.
+Two ways each, on 4 ranks: 40 steps straight, against 20 steps, kill -9 of all ranks before a random micro-batch of a
+random step, `--resume auto` and the rest, through `thinwire train` (two micro-batches per step); and through
+torch.distributed.checkpoint into a fresh model in a fresh process, in a loop of our own. Compared are all weights,
+moments and states of all ranks. The exit status is the number of those that differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import functools
 import hashlib
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -35,6 +34,7 @@ import thinwire
 from digests import KNOBS
 from faults import same, tensors_of
 from thinwire.comm import GroupComm
+from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.methods import TABLE as CLASSES
 from thinwire.train.config import Config
@@ -59,42 +59,58 @@ def optimizer_of(name: str) -> str:
     return {"AdamS": "adams", "SGD": "sgd"}.get(TABLE[name].OPTIMIZER.__name__, "adamw")
 
 
-def words_of(name: str, engine: str, accumulate: int) -> list[str]:
+def words_of(name: str, engine: str) -> list[str]:
     words = f"--steps {STEPS} --checkpoint-every {HALF} --keep 9 --resume auto --engine {engine} --timeout 60"
-    words += f" --method {method_of(name)} --optimizer {optimizer_of(name)} --accumulate {accumulate}"
+    words += f" --method {method_of(name)} --optimizer {optimizer_of(name)} --accumulate 2"
     return [*words.split(), *(["--shard-size", "2"] if engine == "hsdp" else [])]
 
 
-def through_train(name: str, engine: str, accumulate: int, box: Path, at: int) -> str:
-    """"exact", or what went wrong."""
-    words = words_of(name, engine, accumulate)
+def through_train(name: str, engine: str, box: Path, at: tuple[int, int]) -> str:
+    """"exact", or what went wrong. ``at``: step and micro-batch before which all ranks are killed."""
 
     def dies(rank: int, step: int, micro: int) -> None:
-        if (step, micro) == (at, accumulate):
+        if (step, micro) == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     for out, fault, status in (("a", None, 0), ("b", dies, "SIGKILL"), ("b", None, 0)):
-        job = forked.train(words, WORLD, box / out, fault=fault)
+        job = forked.train(words_of(name, engine), WORLD, box / out, fault=fault)
         job.wait(LIMIT_S)
         if any(end[0] != status for end in job.end().values()):
             return f"refused: {job.last()}" if out == "a" and not job.tracebacks else f"run {out}: {job.last()}"
     return "exact" if same(tensors_of(box / "a", STEPS), tensors_of(box / "b", STEPS)) else "DIFFERS"
 
 
-def through_dcp(name: str, engine: str, box: Path) -> str:
-    for resumes in (False, True):
-        job = forked.start(functools.partial(_loop, name, engine, box, resumes), WORLD, box / f"dcp{resumes}")
-        job.wait(LIMIT_S)
-        if any(end[0] != 0 for end in job.end().values()):
-            return job.last()
-        if not resumes:
-            straight = [job.lines(rank)[-1] for rank in range(WORLD)]
-    return "exact" if straight == [job.lines(rank)[-1] for rank in range(WORLD)] else "DIFFERS"
+def through_dcp(names: list[str], engine: str) -> dict[str, str]:
+    """For each method "exact", or what went wrong. The ranks of the second half are other processes."""
+    with tempfile.TemporaryDirectory(prefix="thinwire-exact-") as folder:
+        told: list[list[dict[str, str]]] = []
+        for resumes in (False, True):
+            body = functools.partial(_loops, names, engine, Path(folder), resumes)
+            job = forked.start(body, WORLD, Path(folder, "ranks"))
+            job.wait(LIMIT_S * len(names))
+            job.end()
+            told.append([dict(line.split("\t") for line in job.lines(rank) if "\t" in line) for rank in range(WORLD)])
+            last = job.last()
+    found = {}
+    for name in names:
+        straight, resumed = ([rank.get(name, f"ended before: {last}") for rank in ranks] for ranks in told)
+        wrong = [digest for digest in straight + resumed if " " in digest]
+        found[name] = wrong[0] if wrong else "exact" if straight == resumed else "DIFFERS"
+    return found
 
 
-def _loop(name: str, engine: str, box: Path, resumes: bool, rank: int) -> int:
-    """One rank: 40 steps with a checkpoint after 20, or the 20 that follow it; prints a digest of all that it holds."""
+def _loops(names: list[str], engine: str, box: Path, resumes: bool, rank: int) -> int:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for name in names:
+        try:
+            print(f"{name}\t{_loop(name, engine, box / name, resumes)}")
+        except ThinwireError as error:
+            print(f"{name}\trefused: {error}")
+    return 0
+
+
+def _loop(name: str, engine: str, box: Path, resumes: bool) -> str:
+    """One rank: 40 steps with a checkpoint after 20, or the 20 after it. Returns a digest of all that it holds."""
     assert dist.group.WORLD is not None
     comm = GroupComm(dist.group.WORLD, Ledger())
     ranks = Ranks(comm, comm.rank, comm.size, torch.device("cpu"))
@@ -116,11 +132,11 @@ def _loop(name: str, engine: str, box: Path, resumes: bool, rank: int) -> int:
 
     if resumes:
         state = parts()
-        dcp.load(state, checkpoint_id=str(box / "dcp"))
+        dcp.load(state, checkpoint_id=str(box))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for step in range(HALF if resumes else 0, STEPS):
         if step == HALF and not resumes:
-            dcp.save(parts(), checkpoint_id=str(box / "dcp"))
+            dcp.save(parts(), checkpoint_id=str(box))
         inputs, targets = windows.take((step * comm.size + comm.rank) * 2, 2)
         with wire.accumulate():
             model(inputs, targets).backward()
@@ -131,8 +147,8 @@ def _loop(name: str, engine: str, box: Path, resumes: bool, rank: int) -> int:
     for _, value in sorted({**dict(model.named_parameters()), **wire.state_dict()}.items()):
         value = value.to_local() if hasattr(value, "to_local") else value
         digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    print(digest.hexdigest())
-    return 0
+    wire.close()
+    return digest.hexdigest()
 
 
 def main() -> int:
@@ -140,23 +156,21 @@ def main() -> int:
     parser.add_argument("methods", nargs="*", choices=[*TABLE, []], help="all if none is named")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--seed", type=int, default=0, help="of the steps at which ranks are killed")
+    parser.add_argument("--only", choices=("train", "dcp"), help="one of the two ways")
     chosen = parser.parse_args()
     draw, differ, began = random.Random(chosen.seed), 0, time.monotonic()
-    print(f"| method | engine | kill -9, resumed | between micro-batches | through DCP |   (seed {chosen.seed})")
-    for name in chosen.methods or TABLE:
-        for engine in chosen.engines:
-            first, second = (draw.randrange(HALF + 1, STEPS + 1) for _ in range(2))
-            if engine not in TABLE[name].engines:
-                continue
-            with tempfile.TemporaryDirectory(prefix="thinwire-exact-") as folder:
-                box = Path(folder)
-                cells = [through_train(name, engine, 1, box, first)]
-                shutil.rmtree(box / "a", ignore_errors=True)
-                shutil.rmtree(box / "b", ignore_errors=True)
-                cells += [through_train(name, engine, 2, box, second), through_dcp(name, engine, box)]
-            differ += sum(cell != "exact" and not cell.startswith("refused") for cell in cells)
-            print(f"| {method_of(name)} | {engine} | {cells[0]} (at {first}) | {cells[1]} (at {second}) | {cells[2]} |",
-                  flush=True)  # fmt: skip
+    print(f"seed {chosen.seed}\n| method | engine | `thinwire train`, kill -9 | through DCP |\n|---|---|---|---|")
+    for engine in chosen.engines:
+        names = [name for name in chosen.methods or TABLE if engine in TABLE[name].engines]
+        by_dcp = through_dcp(names, engine) if chosen.only != "train" else dict.fromkeys(names, "-")
+        for name in names:
+            at, cell = (draw.randrange(HALF + 1, STEPS + 1), draw.randrange(1, 3)), "-"
+            if chosen.only != "dcp":
+                with tempfile.TemporaryDirectory(prefix="thinwire-exact-") as folder:
+                    cell = through_train(name, engine, Path(folder), at) + f" (step {at[0]}, micro-batch {at[1]})"
+            cells = [cell, by_dcp[name]]
+            differ += sum(not cell.startswith(("exact", "refused", "-")) for cell in cells)
+            print(f"| {method_of(name)} | {engine} | {cells[0]} | {cells[1]} |", flush=True)
     print(f"{differ} differ; {time.monotonic() - began:.0f} s")
     return differ
 

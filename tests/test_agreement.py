@@ -20,10 +20,11 @@ import thinwire
 from models import Net, loss_of
 from patience import PATIENCE
 from ranks import run
-from thinwire.agreement import _check
-from thinwire.comm import timeout_of
+from thinwire.agreement import Agreement, _check
+from thinwire.comm import GroupComm, timeout_of
 from thinwire.elastic import meet
 from thinwire.errors import LostRank, ThinwireError
+from thinwire.ledger import Ledger
 from thinwire.replicas import WIDTH, digest
 from thinwire.testing import Threads
 
@@ -116,7 +117,7 @@ def test_ranks_that_do_not_agree_are_told_so_on_all_of_them():
     assert zero["steps"] == one["steps"] == "1"
 
 
-def test_the_odd_one_out_is_named_and_stages_may_differ():
+def test_the_odd_one_out_is_named():
     facts = [{"method": "int8"}] * 4
     facts[2] = {"method": "fp8"}
     with pytest.raises(ThinwireError, match=r"^rank 2 has method = fp8, but on the others it is int8: "):
@@ -124,6 +125,40 @@ def test_the_odd_one_out_is_named_and_stages_may_differ():
     facts[3] = {"method": "bf16"}
     with pytest.raises(ThinwireError, match=r"^rank 2 has method = fp8, but on 2 of 4 ranks it is int8: "):
         _check(list(enumerate(facts)))
+
+
+def _grid(rank: int, world: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    inner, outer = (GroupComm(mesh.get_group(name), Ledger()) for name in ("inner", "outer"))
+    stage, guard = str(rank // 2), str(rank < 2)
+    cases = [
+        ([inner, outer], None, {"method": "fp8" if rank == 3 else "int8"}, {}),
+        ([inner, outer], None, {"error": "no such file"} if rank == 1 else {"method": "int8"}, {}),
+        ([inner], outer, {"model": stage}, {"guard": "True"}),
+        ([inner], outer, {"model": stage}, {"guard": guard}),
+        ([inner], outer, {"model": str(rank)}, {"guard": "True"}),
+    ]
+    said = []
+    for comms, beside, facts, shared in cases:
+        try:
+            with Agreement(comms, beside) as agreement:
+                if "error" in facts:
+                    raise ThinwireError(facts["error"])
+                agreement.compare(facts, shared)
+            said.append("agreed")
+        except ThinwireError as error:
+            said.append(str(error).partition(": all ranks")[0])
+    return said
+
+
+def test_all_ranks_of_a_mesh_come_to_one_verdict_and_stages_have_their_own_models():
+    found = run(_grid, 4)
+    assert found[0] == found[2] == found[3] == [
+        "rank 3 has method = fp8, but on the others it is int8", "rank 1: no such file", "agreed",
+        "rank 2 has guard = False, but on 2 of 4 ranks it is True",
+        "rank 1 has model = 1, but on rank 0 it is 0",
+    ]  # fmt: skip
+    assert found[1][1] == "no such file" and [*found[1][:1], *found[1][2:]] == [*found[0][:1], *found[0][2:]]
 
 
 LIMIT_S = 2.0

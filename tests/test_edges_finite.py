@@ -240,7 +240,7 @@ def test_a_saved_state_that_is_not_finite_is_refused_by_its_key():
 
 # --------------------------------------------------------------------------------------------------- a spoilt batch
 
-SPOILT, STEPS, LAST = 20, 61, 10
+SPOILT, STEPS, LAST = 12, 45, 10
 LEARNING = {"sgd": 0.5, "adamw": 1e-2, "adams": 1e-2}
 SPOILT_CASES = [
     Case("int8(smallest=100, error_feedback=True)", "", "adamw"),

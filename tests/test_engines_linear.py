@@ -74,7 +74,7 @@ def resumed(kind, world, method, model, optimizer, wire):
 
 
 def _train(rank, world, kind):
-    """With a step that does not count, and without it; that one in two runs, but for DDP (see ``_resume``)."""
+    """With a step that does not count, and without it: this one, elsewhere than on DDP, stopped and resumed."""
     found = {}
     for method in METHODS if kind == "fsdp2" else tried(kind):
         model, optimizer, wire = begun(kind, world, method)

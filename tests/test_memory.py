@@ -9,10 +9,13 @@ import thinwire
 from engines import adamw, build, train
 from models import Net
 from ranks import run
+from thinwire.bucket import Arena, Bucket, Piece
 from thinwire.memory import held
 from thinwire.methods import TABLE, resolve
+from thinwire.testing import reduce_on_threads
 
 MORE = ("int8(error_feedback=True)", "tagc:recommended", "scape(payload='int8')", "separate:paper", "sdp4bit:qw")
+CPU = torch.device("cpu")
 FEW = ("dense", "int8", "loco", "radius", "sdp4bit", "onebit-adam")
 
 
@@ -76,3 +79,46 @@ def test_a_tensor_counts_once_whatever_shows_it():
     cpu, values = torch.device("cpu"), torch.zeros(100)
     assert held(cpu, {"a": [values, values[10:20]]}, (values.view(10, 10),)) == 400
     assert held(torch.device("meta"), values) == 0
+
+
+def gradient(rank: int, step: int, numel: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@pytest.mark.parametrize("topology", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("name", [*(cls.name for cls in TABLE), *MORE, "scape(refresh=3)"])
+def test_nothing_relies_on_what_was_in_scratch_memory(monkeypatch, name, topology):
+    """Buckets take turns with it: whatever another one has left there, the bits are the same."""
+    if "ddp" not in resolve(name).engines or (topology == "reduce_scatter" and "fsdp2" not in resolve(name).engines):
+        pytest.skip(f"{name} does not run there")
+
+    def reduced() -> list[torch.Tensor]:
+        found = reduce_on_threads(
+            lambda: method_of(name), gradient, topology=topology, size=2, shapes={"a": (24, 30), "b": (7, 90)}, steps=4,
+            optimizer=thinwire.AdamS if name.startswith("scape") else torch.optim.AdamW,
+        )  # fmt: skip
+        return [values for rank in found for step in rank for values in (step["mean"], *step["weights"].values())]
+
+    def load(bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> None:
+        for memory in bucket._arena._held.values():
+            memory.fill_(255)  # a NaN of float32, -1 of integers
+        original(bucket, flat, out)
+
+    clean, original = reduced(), Bucket.load
+    monkeypatch.setattr(Bucket, "load", load)
+    for expected, found in zip(clean, reduced(), strict=True):
+        assert torch.equal(found, expected) and found.isfinite().all()
+
+
+def test_buckets_of_a_stage_take_turns_with_their_memory():
+    """Of each use, what the largest needs; in another dtype, too. What a bucket keeps is its own."""
+    arena = Arena()
+    large, small = (
+        Bucket([Piece("a", 0, n)], rows=1, owner=False, group=8, dtype=torch.float32, device=CPU, arena=arena)
+        for n in (100, 20)
+    )
+    first = large.scratch("wire", (4, 25), torch.float32)
+    again = small.scratch("wire", (3, 10), torch.int64)
+    assert again.data_ptr() == first.data_ptr() and held(CPU, large, small) == 400
+    assert large.buffer("mask", (5,), torch.float32).data_ptr() != small.buffer("mask", (5,), torch.float32).data_ptr()
+    assert large.scratch("wire", (101,), torch.float32).numel() == 101 and held(CPU, arena) == 404

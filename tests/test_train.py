@@ -439,7 +439,9 @@ def test_nothing_is_left_behind(tmp_path, text, how):
             os.kill(ranks[1], signal.SIGKILL)
         else:
             launcher.send_signal(getattr(signal, how))
-        assert launcher.wait(timeout=60 * PATIENCE) != 0
+        status = launcher.wait(timeout=60 * PATIENCE)
+        assert status == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9, "rank dies": status or 1}[how]
+        assert (tmp_path / "run/checkpoints/latest").exists() == (how == "SIGINT")
         deadline = time.monotonic() + 60 * PATIENCE
         while any(Path(f"/proc/{rank}").exists() for rank in ranks):
             assert time.monotonic() < deadline, "a rank is still there"

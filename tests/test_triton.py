@@ -6,6 +6,7 @@ That they compute what the reference computes is tested beside the operations, i
 from __future__ import annotations
 
 import ast
+import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import thinwire
+from programs import needs_triton, run_python
 from test_memory import method_of
 from test_rehearsal import exchange_of
 from thinwire.bucket import Layout, Piece, Shard
@@ -108,3 +110,22 @@ def test_a_dry_run_counts_what_the_host_code_launches():
     with dry.run():
         assert counted() == {"thinwire.ops.mask._count": 1, "thinwire.ops.mask._gather_keep": 1}
     assert counted() == {"thinwire.ops.mask.gather_keep": 1}
+
+
+@needs_triton
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_the_machine_code_of_all_kernels(capability, tmp_path):
+    """No registers spilled; 16 or, on a wire, 4 bytes at a time; 64 bits for the place of a row; no variant by size."""
+    code = f"import aot; aot.main({capability})"
+    done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for found in map(json.loads, done.stdout.splitlines()):
+        assert found["stack"] == 0, found
+        assert not found["narrow"] and not found["specialized"], found
+        assert not found["fused"] or found["kernel"].startswith("projection."), found
+        widths = {int(access[2:]) for access in found["accesses"]}
+        assert min(widths) >= 4, found
+        by_places = found["constants"].get("ALL") is False or found["kernel"] in ("moments._take", "mask._unpack")
+        if {"ALIGN", "WIRE"} & found["constants"].keys() and not by_places and "projection" not in found["kernel"]:
+            assert max(widths) == 16, found

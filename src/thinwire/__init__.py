@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinwire.errors import LostRank as LostRank
     from thinwire.errors import ThinwireError as ThinwireError
     from thinwire.errors import ThinwireWarning as ThinwireWarning
     from thinwire.methods.base import Method as Method
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AdamS": "optim",
+    "LostRank": "errors",
     "Method": "methods.base",
     "ThinwireError": "errors",
     "ThinwireWarning": "errors",

@@ -13,6 +13,7 @@ owners otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
@@ -91,7 +92,28 @@ class Rows(Protocol):
     @property
     def shape(self) -> Sequence[int]: ...
 
-    def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+    def scratch(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+
+
+class Arena:
+    """Scratch memory for buckets that take turns, on one thread or stream: of each use, what the largest one needs."""
+
+    def __init__(self) -> None:
+        self._held: dict[object, Tensor] = {}
+
+    def take(self, key: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the use ``key``, which holds whatever it held: the same for all who ask with that key."""
+        size = math.prod(shape) * dtype.itemsize
+        held = self._held.get(key)
+        if held is None or held.numel() < size or held.device != device:
+            self._held.pop(key, None)  # before the next one is allocated
+            held = None
+            held = self._held[key] = torch.zeros(size, dtype=torch.uint8, device=device)
+        return held[:size].view(dtype).view(*shape)
+
+    def clear(self) -> None:
+        """Free it all: it grows again to what is needed."""
+        self._held.clear()
 
 
 class Shard(NamedTuple):
@@ -150,10 +172,12 @@ class Bucket:
         dtype: torch.dtype,
         device: torch.device,
         spans: Sequence[int] = (),
+        arena: Arena | None = None,
     ) -> None:
         """``rows`` owners; ``owner``: this rank keeps one row only; ``group``: elements that a codec takes together.
 
-        ``spans``: of the pieces in a row, where they are not to be as short as can be.
+        ``spans``: of the pieces in a row, where they are not to be as short as can be. ``arena``: that it shares with
+        other buckets.
         """
         self.group, self.owner = group, owner
         self.segments = self._place(pieces, rows, group, spans)
@@ -163,6 +187,7 @@ class Bucket:
         self.step = 0
         self.rows: Tensor = torch.empty(0)
         self.mean: Tensor = torch.empty(0)
+        self._arena = Arena() if arena is None else arena
         self._buffers: dict[object, Tensor] = {}
         self._made: dict[object, tuple[tuple[object, ...], object]] = {}
 
@@ -188,6 +213,10 @@ class Bucket:
             known = None
             known = self._buffers[key] = torch.zeros(*shape, dtype=dtype, device=self.device)
         return known
+
+    def scratch(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A workspace for the use ``key`` between ``load`` and ``release``. Others have it next: it is not zeros."""
+        return self._arena.take(key, shape, dtype, self.device)
 
     def once(self, key: object, make: Callable[[], T], *of: object) -> T:
         """What ``make()`` gave, kept as long as the bucket lives and ``of``, which it depends on, stay the same.
@@ -218,14 +247,14 @@ class Bucket:
         if self._same_form(flat):
             self.rows = flat.view(self.shape)
         else:
-            self.rows = self.buffer("rows", self.shape, self.dtype)
+            self.rows = self.scratch("rows", self.shape, self.dtype)
             self.pack(flat, self.rows)
         if not self.owner:
             self.mean = self.rows
         elif out.numel() == self.shape[1] and out.dtype == self.dtype and self._contiguous:
             self.mean = out.view(1, -1)
         else:
-            self.mean = self.buffer("mean", (1, self.shape[1]), self.dtype)
+            self.mean = self.scratch("mean", (1, self.shape[1]), self.dtype)
 
     def store(self, out: Tensor) -> None:
         """Give the mean back: to the engine's buffer (as in ``load``), or to this rank's own row (1-D) if ``owner``."""

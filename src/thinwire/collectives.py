@@ -42,7 +42,7 @@ def _encode(
     seed: Seeds | None = None,
 ) -> Tensor:
     """The wire (R, m) of ``values`` (R, n), in a buffer that the bucket keeps."""
-    wire = bucket.buffer(key, (len(values), codec.wire_numel(values.shape[1])), codec.wire_dtype)
+    wire = bucket.scratch(key, (len(values), codec.wire_numel(values.shape[1])), codec.wire_dtype)
     with comm.ledger.span("encode", values):
         return codec.encode(values, wire, residual=residual, seed=seed, space=scratch(bucket))
 
@@ -61,12 +61,12 @@ def _decode_sum(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tenso
 
 def scratch(bucket: Rows) -> Space:
     """Memory for a codec, of ``bucket``."""
-    return lambda use, shape, dtype: bucket.buffer(("codec", use), shape, dtype)
+    return lambda use, shape, dtype: bucket.scratch(("codec", use), shape, dtype)
 
 
 def _sum_of_peers(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tensor, scale: float) -> None:
     """All-to-all of ``wire`` (N, m), then ``out`` (n,) = scale * the sum of what the peers sent: fp32, rank order."""
-    received = bucket.buffer("received", wire.shape, wire.dtype)
+    received = bucket.scratch("received", wire.shape, wire.dtype)
     comm.all_to_all(received, wire)
     _decode_sum(comm, bucket, received, codec, out, scale)
 
@@ -106,15 +106,15 @@ def mean_all_reduce(
         _decode(comm, bucket, wire, codec, bucket.mean, scale)
         return
     if on_wire:
-        everybody = bucket.buffer("everybody", (comm.size, wire.shape[1]), wire.dtype)
+        everybody = bucket.scratch("everybody", (comm.size, wire.shape[1]), wire.dtype)
         comm.all_gather(everybody, wire[0])
         _decode_sum(comm, bucket, everybody, codec, bucket.mean[0], scale)
         return
     if len(rows) != comm.size:
         raise ThinwireError(f"a sum in fp32 over {comm.size} ranks needs {comm.size} rows, the bucket has {len(rows)}")
-    mine = bucket.buffer("mine", (1, rows.shape[1]), torch.float32)
+    mine = bucket.scratch("mine", (1, rows.shape[1]), torch.float32)
     _sum_of_peers(comm, bucket, wire, codec, mine[0], scale)
-    rest = None if residual is None else Residual(None, bucket.buffer("rest", mine.shape, torch.float32))
+    rest = None if residual is None else Residual(None, bucket.scratch("rest", mine.shape, torch.float32))
     again = _encode(comm, bucket, mine, codec, "again", rest, None if seed is None else seed.next())
     if residual is not None and rest is not None:
         residual.new[comm.rank].add_(rest.new[0], alpha=comm.size)
@@ -159,7 +159,7 @@ def mean_reduce_scatter(
         return
     wire = _encode(comm, bucket, rows, codec, "wire", residual, seed)
     if codec.linear and on_wire:
-        row = bucket.buffer("row", (1, wire.shape[1]), wire.dtype)
+        row = bucket.scratch("row", (1, wire.shape[1]), wire.dtype)
         exact = codec.wire_dtype == torch.float32 and codec.divisible  # divided where dense divides
         comm.reduce_scatter(row[0], wire, "mean" if exact else "sum")
         _decode(comm, bucket, row, codec, mean, 1.0 if exact else 1 / comm.size)
@@ -231,7 +231,7 @@ class Exchange(ABC):
 
         Rank r sends row j of its rows to rank j, encoded, where they are summed in fp32.
         """
-        mean = bucket.mean if self.owner else bucket.buffer("served", (1, bucket.shape[1]), torch.float32)
+        mean = bucket.mean if self.owner else bucket.scratch("served", (1, bucket.shape[1]), torch.float32)
         mean_reduce_scatter(self._group(), _Served(bucket, bucket.rows, mean), codec, on_wire=False, residual=residual)
         return mean
 
@@ -247,8 +247,8 @@ class Exchange(ABC):
         """
         comm = self._group()
         shape = comm.size, -(-words.nbytes // comm.size)
-        chunks = bucket.buffer("chunks", shape, torch.uint8)
-        received = bucket.buffer("received chunks", shape, torch.uint8)
+        chunks = bucket.scratch("chunks", shape, torch.uint8)
+        received = bucket.scratch("received chunks", shape, torch.uint8)
         result = chunks.view(-1)[: words.nbytes].view(words.dtype).view(words.shape)
         result.copy_(words)
         comm.all_to_all(received, chunks)
@@ -359,7 +359,7 @@ class _Bare:
     def shape(self) -> Sequence[int]:
         return self.rows.shape
 
-    def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def scratch(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         raise NotImplementedError
 
 
@@ -375,5 +375,5 @@ class _Served:
     def shape(self) -> Sequence[int]:
         return self.rows.shape
 
-    def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self.bucket.buffer(("serve", key), shape, dtype)
+    def scratch(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.bucket.scratch(("serve", key), shape, dtype)

@@ -192,7 +192,7 @@ def stand_in(method: Method, parameters: Iterable[Parameter], exchange: Exchange
 
 
 def _steps(method: Method, *, watched: bool = True) -> list[int]:
-    """The last step before the steady state and its first, those that stand for all, and before each the last one.
+    """The last step before the steady state, its first, those that stand for all; before each of them the last one.
 
     A method may do more after a gap: SCAPE's message brings the weights from one step to the next, and no further.
     ``watched``: two steps more, in which memory may peak.
@@ -409,7 +409,7 @@ class _Watch(TorchDispatchMode):
 
 @functools.cache
 def _in_place(function: Any) -> bool:
-    """Does a torch operation leave its first argument as it is, but for the values? Torch takes 1 ms to find out."""
+    """Does a torch operation change the values of its first argument, and no more? Torch may take 1 ms over it."""
     schema = function._schema
     written = [result.alias_info is not None and result.alias_info.is_write for result in schema.returns]
     return schema.name.endswith("_") and written == [True] and torch.Tag.inplace_view not in function.tags

@@ -20,18 +20,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire.bound import Bound
-from thinwire.bucket import Bucket, Piece
+from thinwire.bucket import Arena, Bucket, Piece
 from thinwire.collectives import Exchange
 from thinwire.comm import Comm
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
-from thinwire.methods.base import ErrorFeedback, Method, Parameter
+from thinwire.methods.base import Method, Parameter
 from thinwire.methods.baselines import Fp32
 
 T = TypeVar("T")
@@ -50,6 +50,7 @@ class Stage:
         bound: of what a step may put into the method's state, if it has any.
         scale: what a GradScaler multiplies the gradients with now, 0-dim; None: nothing. The method sees them without.
         step: optimizer steps taken so far; skipped ones do not count.
+        flush_at: the step whose exchange is dense and delivers all that waits.
     """
 
     method: Method
@@ -61,6 +62,7 @@ class Stage:
     bound: Bound | None = None
     scale: Callable[[torch.device], Tensor] | None = None
     step: int = 0
+    flush_at: int | None = None
 
     def __post_init__(self) -> None:
         self._parts: _Compositions[list[tuple[Method, Bucket]]] = _Compositions()
@@ -93,17 +95,18 @@ class Stage:
         for method, bucket in self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
             bucket.step = self.step
             bucket.load(flat, out)
-            method.reduce(bucket, self.exchange)
+            due = self.flush_at == self.step and method is self.method
+            (method.deliver if due else method.reduce)(bucket, self.exchange)
             bucket.store(out)
             bucket.release()
 
     def flush(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         """``carry`` of zeros, where the method sends what waits; what stays dense stays zero."""
         for method, bucket in self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
-            if isinstance(method, ErrorFeedback):
+            if method is self.method:
                 bucket.step = self.step
                 bucket.load(flat, out)
-                method.flush(bucket, self.exchange)
+                method.send_all(bucket, self.exchange)
                 bucket.store(out)
                 bucket.release()
 
@@ -124,13 +127,18 @@ class Stage:
             group=method.granule,
             dtype=flat.dtype if method.native else torch.float32,
             device=flat.device,
+            arena=self._parts.arena,
         )
 
 
 class _Compositions(Generic[T]):
-    """What is made once for each composition of a buffer."""
+    """What is made once for each composition of a buffer, and the memory in which buffers take turns.
+
+    ``arena``: a stage's buffers come one after the other, on one thread or stream.
+    """
 
     def __init__(self) -> None:
+        self.arena = Arena()
         self._made: dict[tuple[Pieces, torch.dtype], T] = {}
 
     def once(self, pieces: Pieces, dtype: torch.dtype, make: Callable[[], T]) -> T:
@@ -143,6 +151,7 @@ class _Compositions(Generic[T]):
             names = {piece.name for piece in pieces}
             for old in [old for old in self._made if names & {piece.name for piece in old[0]}]:
                 del self._made[old]
+                self.arena.clear()
             self._made[key] = make()
         return self._made[key]
 
@@ -264,8 +273,8 @@ class ScatterAndShare(Levels):
 
     def through(self, flat, pieces, out, first, second, dtype):
         bucket, inside, across = self._made.once(pieces, dtype, lambda: self._make(flat, pieces, dtype))
-        rows = bucket.buffer("rows", bucket.shape, dtype)
-        shard = bucket.buffer("shard", (bucket.shape[1],), dtype)
+        rows = bucket.scratch("rows", bucket.shape, dtype)
+        shard = bucket.scratch("shard", (bucket.shape[1],), dtype)
         bucket.pack(flat, rows)
         first(rows.view(-1), inside, shard)
         second(shard, across, shard)
@@ -278,7 +287,10 @@ class ScatterAndShare(Levels):
     def _make(self, flat: Tensor, pieces: Pieces, dtype: torch.dtype) -> tuple[Bucket, Pieces, Pieces]:
         """The bucket that packs ``flat`` as rows (L, n), the pieces of those, and of a shard."""
         ranks, spans = self.intra.size, [self.widths[piece.name] for piece in pieces]
-        bucket = Bucket(pieces, rows=ranks, owner=False, group=1, dtype=dtype, device=flat.device, spans=spans)
+        bucket = Bucket(
+            pieces, rows=ranks, owner=False, group=1, dtype=dtype, device=flat.device, spans=spans,
+            arena=self._made.arena,
+        )  # fmt: skip
         n = bucket.shape[1]
         inside = tuple(Piece(of.name, of.start, of.span * ranks, ranks, n) for of in bucket.segments)
         return bucket, inside, shard_of(inside)
@@ -293,24 +305,30 @@ class Regroup(Levels):
     def __init__(self, stock: Exchange, local: int, nodes: int) -> None:
         super().__init__(stock)
         self._local, self._nodes = local, nodes
-        self._made: _Compositions[_Regrouped] = _Compositions()
+        self._made: _Compositions[tuple[Pieces, Pieces]] = _Compositions()
 
     def through(self, flat, pieces, out, first, second, dtype):
         local, nodes = self._local, self._nodes
-        made = self._made.once(pieces, dtype, lambda: self._make(flat, pieces, dtype))
+        inside, across = self._made.once(pieces, dtype, lambda: self._make(flat, pieces))
+        n = flat.numel() // (local * nodes)
+        rows, row, apart = (
+            self._made.arena.take(use, shape, dtype, flat.device)
+            for use, shape in (("rows", (local, nodes * n)), ("row", (nodes * n,)), ("apart", (nodes, n)))
+        )
         spans = [(piece.offset, piece.numel // piece.rows) for piece in pieces]
         for at, span in spans:
             source = flat.view(nodes, local, -1)[:, :, at : at + span]
-            made.rows[:, nodes * at : nodes * (at + span)].view(local, nodes, span).copy_(source.transpose(0, 1))
-        first(made.rows.view(-1), made.inside, made.row)
+            rows[:, nodes * at : nodes * (at + span)].view(local, nodes, span).copy_(source.transpose(0, 1))
+        first(rows.view(-1), inside, row)
         for at, span in spans:
-            made.apart[:, at : at + span].copy_(made.row[nodes * at : nodes * (at + span)].view(nodes, span))
-        second(made.apart.view(-1), made.across, out)
+            apart[:, at : at + span].copy_(row[nodes * at : nodes * (at + span)].view(nodes, span))
+        second(apart.view(-1), across, out)
 
     def on(self, double):
         return Regroup(self.stock.on(double), self._local, self._nodes)
 
-    def _make(self, flat: Tensor, pieces: Pieces, dtype: torch.dtype) -> _Regrouped:
+    def _make(self, flat: Tensor, pieces: Pieces) -> tuple[Pieces, Pieces]:
+        """Where the parameters lie in the first stage's rows (L, M * n), and in the second one's (M, n)."""
         local, nodes = self._local, self._nodes
         n = flat.numel() // (local * nodes)
         inside, across = [], []
@@ -318,20 +336,7 @@ class Regroup(Levels):
             at, span = piece.offset, piece.numel // piece.rows
             inside.append(Piece(piece.name, nodes * at, nodes * span * local, local, nodes * n))
             across.append(Piece(piece.name, at, span * nodes, nodes, n))
-        shapes = ((local, nodes * n), (nodes * n,), (nodes, n))
-        rows, row, apart = (torch.empty(shape, dtype=dtype, device=flat.device) for shape in shapes)
-        return _Regrouped(rows, row, apart, tuple(inside), tuple(across))
-
-
-class _Regrouped(NamedTuple):
-    """Of one composition: ``rows`` (L, M * n) and ``row`` (M * n,), the first stage's, where ``inside`` lie; ``apart``
-    (M, n), the second one's, where ``across`` do."""
-
-    rows: Tensor
-    row: Tensor
-    apart: Tensor
-    inside: Pieces
-    across: Pieces
+        return tuple(inside), tuple(across)
 
 
 class Worker:

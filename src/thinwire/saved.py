@@ -4,7 +4,7 @@ A saved state is a flat dict of tensors. Every key begins with the rank that it 
 be taken for another's, whoever saves it, ``torch.distributed.checkpoint`` included:
 
     rank-0003-of-0004/about            uint8 (b,): JSON, see :class:`About`
-    rank-0003-of-0004/step             int64: and "skipped"
+    rank-0003-of-0004/step             int64: steps taken; "skipped"; "flush", the step that delivers all, or -1
     rank-0003-of-0004/residual/w       float32 (R, span): what a method keeps in the form of a bucket's rows
     rank-0003-of-0004/=mask/w          what else it keeps, of any shape and dtype
     rank-0003-of-0004/lengths          int64 (K,): of those, sorted by key, the last dimension; -1: not there
@@ -16,13 +16,16 @@ place, as ``torch.distributed.checkpoint`` does, finds in a fresh wire all that 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
@@ -46,6 +49,7 @@ class About:
         method, knobs: its name, and all its settings. inside: the method of the hop inside the node, if there is one.
         seed, bound: as they were given to ``compress()``.
         parameters: name -> (shape, elements on this rank with the engine's padding).
+        across: those that are sharded along another dimension than the first.
     """
 
     rank: int
@@ -59,6 +63,7 @@ class About:
     seed: int
     bound: float | None
     parameters: Mapping[str, tuple[tuple[int, ...], int]]
+    across: tuple[str, ...] = ()
     format: int = FORMAT
 
     @classmethod
@@ -75,14 +80,22 @@ class About:
         inside: Method | None = None,
         seed: int = 0,
         bound: float | None = None,
+        weights: Mapping[str, Tensor] | None = None,
     ) -> About:
-        """Of this rank of a run."""
+        """Of this rank of a run. ``weights``: the trained parameters, of which DTensors know how they are sharded."""
         return cls(
             rank, ranks, engine, levels, tuple((hop.rank, hop.rows, hop.owner) for hop in hops), method.name,
             {knob.name: str(getattr(method, knob.name)) for knob in method.knobs()},
             None if inside is None else str(inside), seed, bound,
             {of.name: (of.shape, of.local) for of in sorted(parameters, key=lambda of: of.name)},
+            tuple(sorted(name for name, weight in (weights or {}).items() if _across(weight))),
         )  # fmt: skip
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """(which, of how many) of the shards that a hop inside the node leaves; where each rank owns a row: all."""
+        rank, rows, _ = self.hops[0]
+        return (0, 1) if len(self.hops) == 1 or self.hops[-1][2] else (rank, rows)
 
     @property
     def prefix(self) -> str:
@@ -111,19 +124,31 @@ class About:
             found["parameters"] = {
                 name: (tuple(map(int, shape)), int(local)) for name, (shape, local) in found["parameters"].items()
             }
+            found["across"] = tuple(map(str, found["across"]))
             return cls(**{field.name: found[field.name] for field in fields(cls)})
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ThinwireError(f"'{key}' is damaged: take an older checkpoint") from None
 
-    def unlike(self, saved: About, *, ranks: bool = True) -> str | None:
-        """The first thing in which ``saved`` differs from this run, and what it is here; ``ranks``: also in ranks."""
-        if ranks:
-            if saved.engine != self.engine or saved.levels != self.levels:
-                return f"it was saved on {_engine(saved)}, this run is on {_engine(self)}"
-            if saved.hops != self.hops:
-                return f"it was saved by {_place(saved)}, this is {_place(self)}"
-            if saved.inside != self.inside:
-                return f"it was saved with intra={saved.inside}, this run has intra={self.inside}"
+    def unlike(self, saved: About) -> str | None:
+        """The first thing in which ``saved`` differs from this run, and what it is here."""
+        return self.unlike_place(saved) or self.unlike_run(saved)
+
+    def unlike_place(self, saved: About) -> str | None:
+        """The same of ranks and engine."""
+        if saved.engine != self.engine or saved.levels != self.levels:
+            return f"it was saved on {_engine(saved)}, this run is on {_engine(self)}"
+        if saved.hops != self.hops:
+            return f"it was saved by {_place(saved)}, this is {_place(self)}"
+        if saved.inside != self.inside:
+            return f"it was saved with intra={saved.inside}, this run has intra={self.inside}"
+        for name, (_, local) in self.parameters.items():
+            there = saved.parameters.get(name, ((), local))[1]
+            if there != local and saved.parameters[name][0] == self.parameters[name][0]:
+                return f"{name} had {there} elements on this rank, and has {local} in this run"
+        return None
+
+    def unlike_run(self, saved: About) -> str | None:
+        """The same of all else."""
         if saved.method != self.method:
             return f"it was saved with method {saved.method}, this run has {self.method}"
         for knob in sorted({*saved.knobs, *self.knobs}):
@@ -133,19 +158,17 @@ class About:
         for name in ("seed", "bound"):
             if getattr(saved, name) != getattr(self, name):
                 return f"it was saved with {name}={getattr(saved, name)}, this run has {name}={getattr(self, name)}"
-        return self._unlike_model(saved, ranks)
-
-    def _unlike_model(self, saved: About, ranks: bool) -> str | None:
-        for name, (shape, local) in self.parameters.items():
+        for name, (shape, _) in self.parameters.items():
             if name not in saved.parameters:
                 return f"it knows nothing of {name}, which this run trains"
-            theirs, there = saved.parameters[name]
-            if theirs != shape:
-                return f"{name} was {theirs}, and is {shape} in this run"
-            if ranks and there != local:
-                return f"{name} had {there} elements on this rank, and has {local} in this run"
+            if saved.parameters[name][0] != shape:
+                return f"{name} was {saved.parameters[name][0]}, and is {shape} in this run"
         more = [name for name in saved.parameters if name not in self.parameters]
         return f"it holds {more[0]}, which this run does not train" if more else None
+
+
+def _across(weight: Tensor) -> bool:
+    return any(placement.is_shard() and placement.dim != 0 for placement in getattr(weight, "placements", ()))
 
 
 def _engine(about: About) -> str:
@@ -209,41 +232,36 @@ class Form:
         _check_keys(prefix, mine, shapes)
         for key, value in mine.items():
             check_finite(f"{prefix}/{key}", value)
-        return self._trim(mine)
+        return trim(mine)
 
     def _check_owner(self, state: Mapping[str, Tensor]) -> None:
         """Is all of ``state`` this rank's?"""
-        about, owners = self.about, {}
-        for key in state:
-            found = _KEY.fullmatch(key)
-            if found is None:
-                raise ThinwireError(
-                    f"'{key}' is no entry of a state: those are named '{about.prefix}/...', as wire.state_dict() does"
-                )
-            owners[found[1]] = int(found[2]), int(found[3])
+        about, owners = self.about, split(state)
         here = f"this is rank {about.rank} of {about.ranks}"
         if not owners:
             raise ThinwireError(f"the state is empty, and {here}: each rank loads what its own state_dict() gave")
-        for prefix, (rank, ranks) in owners.items():
+        for rank, ranks in owners:
             if ranks != about.ranks:
                 raise ThinwireError(
                     f"the state is that of rank {rank} of {ranks}, and {here}: hand in the states of all {ranks} ranks "
                     "in one dict, with resize='flush', 'redistribute' or 'reset'"
                 )
-            if prefix != about.prefix:
+            if rank != about.rank:
                 raise ThinwireError(
                     f"the state is that of rank {rank} of {ranks}, and {here}: each rank saves and loads its own"
                 )
 
-    def _trim(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Without what was not there, and without the zeros behind a value."""
-        found = {key: value for key, value in values.items() if key != "lengths"}
-        for key, length in zip(self._small, values["lengths"].tolist() if self._small else (), strict=True):
-            if length < 0:
-                del found[key]
-            elif found[key].dim():
-                found[key] = found[key][..., :length]
-        return found
+
+def trim(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One rank's ``values`` without what was not there, and without the zeros behind a value."""
+    found = {key: value for key, value in sorted(values.items()) if key != "lengths"}
+    small = [key for key in found if key.startswith(_SMALL)]
+    for key, length in zip(small, values["lengths"].tolist() if small else (), strict=True):
+        if length < 0:
+            del found[key]
+        elif found[key].dim():
+            found[key] = found[key][..., :length]
+    return found
 
 
 def _last(value: Tensor) -> int:
@@ -277,6 +295,50 @@ def check_finite(key: str, values: Tensor) -> None:
             f"the state '{key}' holds values that are not finite, which would spoil the weights in the first step: "
             "take an older checkpoint"
         )
+
+
+def split(state: Iterable[str]) -> dict[tuple[int, int], list[str]]:
+    """(rank, ranks) -> its keys, of those of ``state``.
+
+    Raises:
+        ThinwireError: a key is no entry of a state.
+    """
+    owners: dict[tuple[int, int], list[str]] = {}
+    for key in state:
+        found = _KEY.fullmatch(key)
+        if found is None:
+            raise ThinwireError(
+                f"'{key}' is no entry of a state: those are named 'rank-0000-of-0001/...', as wire.state_dict() does"
+            )
+        owners.setdefault((int(found[2]), int(found[3])), []).append(key)
+    return owners
+
+
+def own_of(state: Mapping[str, Tensor], about: About) -> dict[str, Tensor] | None:
+    """The entries of the rank ``about`` in ``state``, if it was saved by the same ranks on the same engine."""
+    own = split(state).get((about.rank, about.ranks))
+    key = f"{about.prefix}/about"
+    if own is None or key not in own or about.unlike_place(About.load(key, state[key])):
+        return None
+    return {key: state[key] for key in own}
+
+
+def from_dcp(checkpoint: str | os.PathLike, name: str = "wire") -> dict[str, Tensor]:
+    """The states of all ranks that ``dcp.save({name: wire})`` wrote to the folder ``checkpoint``, on the CPU.
+
+    For ``wire.load_state_dict(..., resize=...)`` on other ranks; on the same ones ``dcp.load({name: wire})`` is enough.
+    Not collective.
+    """
+    reader = dcp.FileSystemReader(checkpoint)
+    found = {
+        key: torch.empty(of.size, dtype=of.properties.dtype)
+        for key, of in reader.read_metadata().state_dict_metadata.items()
+        if key.startswith(f"{name}.rank-") and isinstance(of, TensorStorageMetadata)
+    }
+    if not found:
+        raise ThinwireError(f"{checkpoint} holds no state of a wire under the name '{name}'")
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return {key.removeprefix(f"{name}."): value for key, value in found.items()}
 
 
 def entries(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,15 +45,15 @@ class State:
         self._earlier: dict[tuple[str, object], Tensor] = {}  # of this step's exchanges before the present one
         self._spare: dict[tuple[str, object], Tensor] = {}
         self._small: dict[tuple[str, str], Tensor] = {}
-        self._small_staged: dict[tuple[str, str], Tensor] = {}
-        self._small_earlier: dict[tuple[str, str], Tensor] = {}
+        self._small_staged: dict[tuple[str, str], Tensor | None] = {}
+        self._small_earlier: dict[tuple[str, str], Tensor | None] = {}
 
     def get(self, kind: str, name: str) -> Tensor | None:
         """The committed ``kind`` of parameter ``name``, of any shape and dtype; None at first. Not to be written to."""
         return self._small_earlier.get((kind, name), self._small.get((kind, name)))
 
-    def put(self, kind: str, name: str, value: Tensor) -> None:
-        """``value`` (kept, not copied) is what ``get`` gives from the next ``commit`` on."""
+    def put(self, kind: str, name: str, value: Tensor | None) -> None:
+        """``value`` (kept, not copied) is what ``get`` gives from the next ``commit`` on; None: nothing."""
         self._small_staged[kind, name] = value
 
     def set(self, kind: str, name: str, value: Tensor) -> None:
@@ -85,6 +85,16 @@ class State:
         if kind not in self._offload:
             return values
         return self._stage("read", values, bucket.device).copy_(values, non_blocking=True)
+
+    def held(self, kind: str, bucket: Bucket) -> Tensor | None:
+        """As ``read``, with as many rows as there are; None where nothing of ``kind`` is known of the bucket."""
+        for segment in bucket.segments:
+            name = kind, segment.name
+            if name in self._loose:
+                return self.read(kind, bucket, self._loose[name].shape[0])
+            if name in self._home:
+                return self.read(kind, bucket, self._current[kind, self._home[name][0]].shape[0])
+        return None
 
     def write(self, kind: str, bucket: Bucket, rows: int | None = None) -> Tensor:
         """Where the next values go: (R, n) float32, to be filled whole. Nothing changes until ``commit``."""
@@ -134,7 +144,11 @@ class State:
         for key, written in self._earlier.items():
             self._spare[key], self._current[key] = self._current[key], written
         self._earlier.clear()
-        self._small.update(self._small_earlier)
+        for name, value in self._small_earlier.items():
+            if value is None:
+                self._small.pop(name, None)
+            else:
+                self._small[name] = value
         self._small_earlier.clear()
 
     def rollback(self) -> None:

@@ -123,6 +123,10 @@ class Turn:
         """Inside, ``what`` of the parameters ``names`` is exchanged: so says the error of a rank that is lost there."""
         return doing(self.number, lambda: f"the exchange of {what} of {_some(list(names))}")
 
+    def inside(self, call: str) -> AbstractContextManager[None]:
+        """This rank is inside a ``call`` of the user's, to which all ranks come."""
+        return doing(self.number, lambda: call)
+
     @property
     def open(self) -> bool:
         """Have some optimizers stepped, and others not yet?"""
@@ -236,7 +240,7 @@ class Turn:
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
         alone = self.method.alone(self.road.step)
         comms = self.road.last.exchange.beside(self.guard.comms) if alone else None
-        with self._agreeing():
+        with self.inside("optimizer.step()"):
             finite, somewhere = self.guard.agree(self._device, trouble is not None, comms)
         if somewhere:
             raise ThinwireError(trouble or "another rank cannot take this step: see its message")
@@ -256,13 +260,10 @@ class Turn:
         self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
         self._open = self._step()
         self.engine.stepping()
-        with self._agreeing():
+        with self.inside("optimizer.step()"):
             self.method.before_step(self._open)  # which may step parameters in an optimizer's place
         self.engine.stepped()
         return True
-
-    def _agreeing(self) -> AbstractContextManager[None]:
-        return doing(self.number, lambda: "optimizer.step()")
 
     def _step(self) -> Step:
         return Step(self.road.step, self.optimizers, self.weights, self.clip_factor, self._agree)
@@ -278,7 +279,7 @@ class Turn:
 
     def _finish(self) -> None:
         assert self._open is not None
-        with self._agreeing():
+        with self.inside("optimizer.step()"):
             self.method.after_step(self._open)
         number = self.number
         self._commit()

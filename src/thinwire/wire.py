@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,9 @@ from thinwire.methods.base import ErrorFeedback, Run, held_by
 from thinwire.plan import Plan
 from thinwire.rehearsal import compile_kernels, kept
 from thinwire.report import Report
+from thinwire.resize import move
 from thinwire.road import Road, Stage, shard_of
-from thinwire.saved import About, Form
+from thinwire.saved import About, Form, own_of
 from thinwire.state import State
 from thinwire.turn import Turn
 
@@ -120,7 +121,8 @@ def compress(
         inside = None if intra is None else resolve(intra)
         settings = {
             "engine": kind.__name__, "method": method, "seed": seed, "bound": bound, "two_level": two_level,
-            "intra": inside, "scaler": scaled, "check_every": check_every, **shared,
+            "intra": inside, "check_every": check_every, "scaled by": None if scaler is None else scaler.get_scale(),
+            **shared,
         }  # fmt: skip
         if method.two_level if two_level is None else two_level:
             settings["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE")
@@ -276,6 +278,7 @@ class Wire:
         self._about = About.of(
             dist.get_rank(), dist.get_world_size(), engine.kind, engine.hops, run.parameters.values(), method,
             levels=engine.levels is not None, inside=inner, seed=run.seed, bound=bound,
+            weights=run.weights,
         )  # fmt: skip
         self._device = next(iter(engine.model.parameters())).device
         self._guard = Guard([*engine.comms, *([] if stages is None else [stages])], guard)
@@ -353,14 +356,16 @@ class Wire:
         for parameter in self.engine.model.parameters():
             if parameter.grad is not None and id(parameter) not in moves:
                 meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-        norms = [get_total_norm([p.grad for p in of if p.grad is not None], norm_type) for of in meshes.values()]
-        norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+        with self._turn.inside("clip_grad_norm_()"), self.engine.comms[0].waiting("all-reduce"):
+            norms = [get_total_norm([p.grad for p in of if p.grad is not None], norm_type) for of in meshes.values()]
+            norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
         if not norms:  # nothing but steps
             norms = [torch.zeros((), device=self._device)]
         norm = norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
         if self._stages is not None:
             every = torch.zeros(self._stages.size, 1, dtype=torch.float32, device=self._device)
-            self._stages.all_gather(every, norm.float().reshape(1).to(self._device))
+            with self._turn.inside("clip_grad_norm_()"):
+                self._stages.all_gather(every, norm.float().reshape(1).to(self._device))
             norm = torch.linalg.vector_norm(every, norm_type)
         for parameters in meshes.values():
             clip_grads_with_norm_(parameters, max_norm, norm)
@@ -368,21 +373,36 @@ class Wire:
         self._turn.clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
-    def flush(self) -> None:
-        """Deliver the steps that wait on all ranks, with feedback="update": the weights are then as if none had waited.
+    def flush(self, *, with_next: bool = False) -> None:
+        """Deliver all that waits on all ranks. Collective, between two steps: before an evaluation, or a run's end.
 
-        One dense exchange. Collective, between two steps; before an evaluation, at the end of a run, or before a
-        checkpoint that another number of ranks will go on from. The run goes on from here as from any other weights.
+        With feedback="update" what waits are steps of the weights: one dense exchange, and the weights are as if none
+        had waited. The run goes on from there as from any other weights. With any other method they are gradients,
+        which only an optimizer can make steps of:
+
+        ``with_next``: the next step delivers them. Call it before that step's last backward pass, on all ranks: its
+        exchange is dense, whatever the method, and counted as what it sends; nothing waits after it. Should the step be
+        skipped, the one after does it. With local-steps it is the end of the round. Works with every method that keeps
+        something.
 
         Raises:
-            ThinwireError: what waits with this method are gradients, which only an optimizer can make steps of.
+            ThinwireError: nothing waits with this method, or what does takes ``with_next=True``; the next step's
+                gradients have been exchanged already.
         """
         self._turn.finish()
         method = self.method
+        if not self._waits:
+            raise ThinwireError(f"{method}: nothing waits from step to step that could be delivered")
+        if with_next:
+            self._turn.begin_micro_batch()
+            if self._turn.exchanged():
+                raise ThinwireError("flush(with_next=True) after an exchange: call it before the step's backward pass")
+            self._stage.flush_at = self._road.step
+            return
         if not isinstance(method, ErrorFeedback) or method.update_space is None:
             raise ThinwireError(
-                f"{method.name}: nothing waits that could be delivered without an optimizer's step; what does with "
-                "feedback='update' is a step of the weights"
+                f"{method.name}: nothing waits that could be delivered without an optimizer's step: call "
+                "flush(with_next=True) before the next backward pass"
             )
         if self._road.step <= method.first:
             return
@@ -442,19 +462,52 @@ class Wire:
         self.method.finish()
         return self._form.pack({**self._counts(), **self._state.state_dict()}, self._where)
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], resize: Literal["flush", "redistribute", "reset"] | None = None
+    ) -> None:
         """Go on from ``state_dict()`` of the same rank, with the same method, settings, model and ranks.
+
+        Args:
+            state: this rank's; with ``resize`` those of all ranks that saved it, merged in one mapping, of which each
+                value is looked up once.
+            resize: what becomes of what waits, where the state was saved by another number of ranks or on another
+                engine. "redistribute": every rank takes over the mean of it, which is as much of the next mean as
+                before. "flush": the same, and the next step is dense and delivers all of it (:meth:`flush`). "reset":
+                it is dropped, with a warning. Where ranks and engine are the same, each rank gets its own back.
 
         Raises:
             ThinwireError: it is another rank's or another run's, it lacks an entry or has one too many, or a value is
-                not finite. The wire is then as it was.
+                not finite; or it cannot be moved to these ranks. The wire is then as it was.
         """
-        self._take(self._form.unpack(state))
+        if resize not in (None, "flush", "redistribute", "reset"):
+            raise ThinwireError(f"resize is 'flush', 'redistribute' or 'reset', got '{resize}'")
+        if resize is None:
+            self._take(self._form.unpack(state))
+            return
+        if (own := own_of(state, self._about)) is not None:
+            self._take(self._form.unpack(own))
+            return
+        values, dropped = move(state, self._form, self.method, drop=resize == "reset")
+        self._take(values)
+        if resize == "flush" and self._waits:
+            self._stage.flush_at = self._road.step
+        if resize == "reset" and self.engine.rank == 0:
+            warnings.warn(
+                f"{self.method.name}: what waited was dropped, of norm {dropped:.3g} in the next mean; resize='flush' "
+                "delivers it", ThinwireWarning, stacklevel=2,
+            )  # fmt: skip
+
+    @property
+    def _waits(self) -> bool:
+        """Has the method anything that waits?"""
+        return any(key.partition("/")[0] in self.method.promise.waits for key in self._form.shapes)
 
     def _take(self, values: dict[str, Tensor]) -> None:
         """Go on from ``values``, by key without the rank, which have been checked."""
         self._turn.reset()
         self._road.step, self._turn.skipped = int(values.pop("step")), int(values.pop("skipped"))
+        flush = int(values.pop("flush"))
+        self._stage.flush_at = None if flush < 0 else flush
         bound = {key.removeprefix("bound/"): values.pop(key) for key in list(values) if key.startswith("bound/")}
         if self._stage.bound is not None:
             self._stage.bound.load_state_dict(bound)
@@ -470,8 +523,10 @@ class Wire:
 
     def _counts(self) -> dict[str, Tensor]:
         bound = {} if self._stage.bound is None else self._stage.bound.state_dict()
-        counts = {"step": torch.tensor(self._road.step), "skipped": torch.tensor(self.skipped)}
-        return counts | {f"bound/{key}": value for key, value in bound.items()}
+        flush = self._road.step if self._stage.flush_at == self._road.step else -1
+        counts = {"step": self._road.step, "skipped": self.skipped, "flush": flush}
+        usual = {f"bound/{key}": value for key, value in bound.items()}
+        return {**{key: torch.tensor(count) for key, count in counts.items()}, **usual}
 
     @functools.cached_property
     def _form(self) -> Form:

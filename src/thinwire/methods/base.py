@@ -32,6 +32,8 @@ from thinwire.methods.update import UpdateSpace
 from thinwire.state import State
 from thinwire.weights import Message
 
+Resized = Literal["equal", "shard", "mean", "anew"]
+"""See ``Method.resized``."""
 SMALL = 64 * 1024
 """Elements below which a tensor is not worth compressing: 0.3% of a model's values, most of an 8-bit wire's error."""
 
@@ -200,6 +202,28 @@ class Method:
         """Write the mean over ranks of ``bucket.rows`` to ``bucket.mean``."""
         exchange.mean(bucket, self.codec, on_wire=self.on_wire)
 
+    def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
+        """``reduce`` in a step that is dense, after which nothing waits."""
+        self.send_all(bucket, exchange)
+
+    def send_all(self, bucket: Bucket, exchange: Exchange) -> None:
+        """``bucket.mean`` = the mean over ranks of ``bucket.rows`` and of all that waits; nothing waits then.
+
+        One dense exchange. The rows are in the unit of what waits; between steps they are zeros.
+        """
+        for kind, counts in self.promise.waits.items():
+            old = self.state.held(kind, bucket)
+            if old is None:
+                continue
+            if len(old) == len(bucket.rows):
+                bucket.rows.add_(old, alpha=counts)
+            else:  # an owner's, which stands for all ranks
+                bucket.rows[exchange.rank].add_(old[0], alpha=exchange.rows * counts)
+            self.state.write(kind, bucket, len(old)).zero_()
+            self.state.put_back(kind, bucket)
+        bucket.clear_padding(bucket.rows)
+        exchange.mean(bucket)
+
     def before_step(self, step: Step) -> None:
         """Called once per optimizer step, when its gradients are known to be finite, before the step is taken."""
 
@@ -254,6 +278,18 @@ class Method:
     def offloads(self) -> tuple[str, ...]:
         """Kinds of its state that live in CPU memory."""
         return ()
+
+    @property
+    def resized(self) -> Mapping[str, Resized]:
+        """What becomes of each kind (or pattern of kinds) that was ``put`` into its state when a run goes on with other
+        ranks. What has rows needs no word: it becomes its mean over the ranks that held it, which is as much of the
+        next mean as before.
+
+        "equal": it is the same on all ranks, and is kept. "shard": on all that hold the same shard, which have to be as
+        many as before. "mean": its mean over those. "anew": it belongs to these ranks, and is found anew. No word: such
+        a state is refused.
+        """
+        return {"replica": "anew", "replica step": "anew"}
 
     @property
     def encodes_weights(self) -> bool:
@@ -445,22 +481,17 @@ class ErrorFeedback(Method):
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
 
-    def flush(self, bucket: Bucket, exchange: Exchange) -> None:
-        """``bucket.mean`` = all that waits, over all ranks; nothing waits then. ``bucket.rows`` are zeros.
-
-        One dense exchange. Called between steps, once something may wait.
-        """
-        for kind, counts in self.promise.waits.items():
-            old = self.state.read(kind, bucket)
-            if len(old) == len(bucket.rows):
-                bucket.rows.add_(old, alpha=counts)
-            else:  # an owner's, which stands for all ranks
-                bucket.rows[exchange.rank].add_(old[0], alpha=exchange.rows * counts)
-            self.state.write(kind, bucket).zero_()
-        bucket.clear_padding(bucket.rows)
-        exchange.mean(bucket)
+    @property
+    def resized(self) -> Mapping[str, Resized]:
+        return {**super().resized, "seen": "equal", "alike": "equal"}  # update.py's
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        self._exchange(bucket, exchange, self.compress)
+
+    def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
+        self._exchange(bucket, exchange, self.send_all)
+
+    def _exchange(self, bucket: Bucket, exchange: Exchange, send: Callable[[Bucket, Exchange], None]) -> None:
         if bucket.step < self.first:
             if self.update_space is not None:
                 self.update_space.watch(bucket)
@@ -468,7 +499,7 @@ class ErrorFeedback(Method):
             return
         if self.update_space is not None:
             self.update_space.enter(bucket, exchange)
-        self.compress(bucket, exchange)
+        send(bucket, exchange)
         if self.update_space is not None:
             self.update_space.leave(bucket)
 

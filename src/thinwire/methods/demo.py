@@ -80,7 +80,8 @@ class DeMo(ErrorFeedback):
     @property
     def promise(self) -> Promise:
         what = f"a share of {1 - self.beta:.3g} of what waits is dropped every step"
-        return Promise("lossy", what + (", and the optimizer sees signs only" if self.sign else ""))
+        what += ", and the optimizer sees signs only" if self.sign else ""
+        return Promise("lossy", what, {"momentum": self.beta})
 
     def begin(self, run: Run) -> None:
         super().begin(run)

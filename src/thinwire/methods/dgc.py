@@ -56,7 +56,8 @@ class DGC(TopK):
     def promise(self) -> Promise:
         if self.momentum == 0:
             return CONSERVES
-        return Promise("lossy", "where a value is sent, its momentum is dropped: momentum=0 has none to drop")
+        what = "where a value is sent, its momentum is dropped: momentum=0 has none to drop"
+        return Promise("lossy", what, {"residual": 1.0, "velocity": self.momentum})
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         old, velocity = self.state.read("velocity", bucket), self.state.write("velocity", bucket)

@@ -38,6 +38,7 @@ from thinwire.methods.base import (
     Method,
     Parameter,
     Promise,
+    Resized,
     Run,
     Step,
     check_start,
@@ -124,6 +125,7 @@ class LocalSteps(Method):
         self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count
         self._apart = False  # do the ranks' weights differ?
+        self._due = False  # is all that waits to be delivered in the next round?
         self._shown = False  # is what is this rank's own in the state?
         self._anchors: dict[str, nn.Parameter] = {}  # W
         self._scaled: list[tuple[dict[str, Any], Any, Any]] = []  # groups of the user's, their lr and weight decay
@@ -186,7 +188,8 @@ class LocalSteps(Method):
     @property
     def promise(self) -> Promise:
         if self.decay < 1:
-            return Promise("lossy", f"a share of {1 - self.decay:.3g} of what waits is dropped every round")
+            what = f"a share of {1 - self.decay:.3g} of what waits is dropped every round"
+            return Promise("lossy", what, self._outer.promise.waits)
         kept = self._outer.promise
         return replace(CONSERVES if kept.kind == "exact" else kept, of="weights")
 
@@ -212,6 +215,14 @@ class LocalSteps(Method):
     @property
     def offloads(self) -> tuple[str, ...]:
         return self._outer.offloads
+
+    @property
+    def resized(self) -> Mapping[str, Resized]:
+        own: dict[str, Resized] = {
+            "anchor": "shard", "outer momentum": "shard", OWN_WEIGHT: "shard", f"{OWN_MOMENT}*": "mean",
+            "missed": "equal", "lost": "equal", "due": "equal",
+        }  # fmt: skip
+        return {**self._outer.resized, **own}
 
     def policy(self, parameter: Parameter) -> str | None:
         return self._outer.keep_dense(parameter)
@@ -242,6 +253,11 @@ class LocalSteps(Method):
         """In the dense start the mean; then this rank's own gradient stays what it is."""
         if bucket.step < self.first:
             exchange.mean(bucket)
+
+    def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
+        """What waits with the outer method is due at the end of the round."""
+        self.reduce(bucket, exchange)
+        self._due |= bucket.step >= self.first
 
     def before_step(self, step: Step) -> None:
         if step.number < self.first:
@@ -319,7 +335,8 @@ class LocalSteps(Method):
         for method, bucket, at in self._parts:
             bucket.step = number
             bucket.load(moved[at], moved[at])
-            method.reduce(bucket, self.run.exchange)
+            due = self._due and method is self._outer
+            (method.deliver if due else method.reduce)(bucket, self.run.exchange)
             if self.decay < 1:
                 self._forget(method, bucket)
             bucket.store(moved[at])
@@ -327,6 +344,7 @@ class LocalSteps(Method):
         if step.agree([norm, moved]):
             self.state.commit()
             self._outer_step(moved, number)
+            self._due = False
         else:
             self.state.rollback()
             self._outer.undo()
@@ -401,6 +419,7 @@ class LocalSteps(Method):
         self._outer.finish()
         self.state.set("missed", "", torch.tensor(self._missed))
         self.state.set("lost", "", torch.tensor(self._lost))
+        self.state.set("due", "", torch.tensor(int(self._due)))
         if not self.state.found("anchor"):
             return
         self._shown = True
@@ -420,8 +439,9 @@ class LocalSteps(Method):
     def state_changed(self) -> None:
         """Go on from a checkpoint: W and its momentum, and what is this rank's own, are there again."""
         self._outer.state_changed()
-        missed, lost = self.state.get("missed", ""), self.state.get("lost", "")
-        self._missed, self._lost = (0 if count is None else int(count) for count in (missed, lost))
+        counts = (self.state.get(kind, "") for kind in ("missed", "lost", "due"))
+        self._missed, self._lost, due = (0 if count is None else int(count) for count in counts)
+        self._due = bool(due)
         self._sgd.state.clear()
         for kind, name, saved in self.state.found(""):
             if kind in ("anchor", "outer momentum", OWN_WEIGHT):

@@ -54,8 +54,12 @@ class LoCo(ErrorFeedback):
     @property
     def promise(self) -> Promise:
         if self.reset:
-            return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it")
-        return replace(self.conserves, waits={"error": 1 / (1 - self.beta)})
+            return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", self._waits)
+        return replace(self.conserves, waits=self._waits)
+
+    @property
+    def _waits(self) -> dict[str, float]:
+        return {"error": 1 / (1 - self.beta)}
 
     def make_codec(self) -> Codec:
         return Int4(self.group)

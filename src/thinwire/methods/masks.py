@@ -118,7 +118,7 @@ class Masks:
         if not self._schedule.listed(step):
             masks.topk_mask(values, k, mask.view(torch.int64).view(1, -1))
             return
-        words = bucket.buffer("words", (1, bucket.shape[1] // WORD), torch.int64)[:, : segment.width // WORD]
+        words = bucket.scratch("words", (1, bucket.shape[1] // WORD), torch.int64)[:, : segment.width // WORD]
         masks.topk_mask(values, k, words)
         positions = mask.view(torch.int32)
         masks.indices(words, positions[:k].view(1, -1))

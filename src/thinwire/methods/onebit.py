@@ -50,6 +50,7 @@ from thinwire.methods.base import (
     Method,
     Parameter,
     Promise,
+    Resized,
     Run,
     Step,
     check_density,
@@ -137,6 +138,10 @@ class OneBitAdam(Method):
         return Promise("conserves", waits={"residual": 1.0, "server": 1.0}, of="moments")
 
     @property
+    def resized(self) -> Mapping[str, Resized]:
+        return {**super().resized, "frozen": "equal", "moment": "anew"}
+
+    @property
     def keeps_state(self) -> bool:
         return True
 
@@ -176,6 +181,23 @@ class OneBitAdam(Method):
         assert wires is not None
         for segment in bucket.segments:  # m, for the next l. 6
             self.state.put("moment", segment.name, codec.part(wires, bucket.shape[1], segment.columns))
+            self._steps.names.add(segment.name)
+
+    def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
+        """m' = the mean of m_n + e_n, and s. No signs say it: the next l. 6 asks the optimizer, as the first does."""
+        warm = bucket.step < self.first
+        if warm and self.warmup_bits == 32:
+            exchange.mean(bucket)
+            return
+        bucket.rows.mul_(1 - self.beta1)
+        if not warm:
+            bucket.rows.add_(self._moment(bucket, exchange), alpha=self.beta1)
+        self.send_all(bucket, exchange)
+        if warm:
+            bucket.mean.div_(1 - self.beta1)
+            return
+        for segment in bucket.segments:
+            self.state.put("moment", segment.name, None)
             self._steps.names.add(segment.name)
 
     def before_step(self, step: Step) -> None:
@@ -224,7 +246,7 @@ class OneBitAdam(Method):
 
     def _moment(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """m of all workers (R, n): as last received; at first the optimizer's own."""
-        moments = bucket.buffer("moment", bucket.shape, torch.float32)
+        moments = bucket.scratch("moment", bucket.shape, torch.float32)
         wires = {segment.name: self.state.get("moment", segment.name) for segment in bucket.segments}
         if any(wire is None for wire in wires.values()):
             self._adam_moment(bucket, exchange, moments)

@@ -29,7 +29,7 @@ from torch import Tensor
 from thinwire.bucket import Bucket, Segment
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, Parameter
+from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Resized
 from thinwire.streams import random_normal, seed_of
 
 TINY = 2.0**-126
@@ -67,6 +67,10 @@ class PowerSGD(ErrorFeedback):
         return why
 
     @property
+    def resized(self) -> Mapping[str, Resized]:
+        return {**super().resized, "q": "equal"}
+
+    @property
     def delay(self) -> Delay | None:
         return Delay(steps=130) if self.feedback == "update" else Delay(steps=250, share=0.07)
 
@@ -75,8 +79,8 @@ class PowerSGD(ErrorFeedback):
         residual = self.state.write("residual", bucket)
         sizes = [self._sizes(bucket, segment) for segment in bucket.segments]
         r, whole = self.rank, len(bucket.rows)
-        left = bucket.buffer("P", (sum(whole * rows * r for rows, _ in sizes),), torch.float32)
-        right = bucket.buffer("Q", (sum(cols * r for _, cols in sizes),), torch.float32)
+        left = bucket.scratch("P", (sum(whole * rows * r for rows, _ in sizes),), torch.float32)
+        right = bucket.scratch("Q", (sum(cols * r for _, cols in sizes),), torch.float32)
         parts = left.split([whole * rows * r for rows, _ in sizes])
         ps = [part.view(whole, -1, r) for part in parts]
         qs = [part.view(-1, r) for part in right.split([cols * r for _, cols in sizes])]

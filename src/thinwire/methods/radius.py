@@ -34,7 +34,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, Step, check_density, count_of
+from thinwire.methods.base import Delay, ErrorFeedback, Resized, Step, check_density, count_of
 from thinwire.ops import mask as masks
 
 WORD = 64  # mask bits per int64
@@ -125,6 +125,10 @@ class Radius(ErrorFeedback):
                 for name, weight in step.weights.items()
                 if self._is_sent(name) and not isinstance(step.held[name].optimizer, torch.optim.AdamW)
             }
+
+    @property
+    def resized(self) -> Mapping[str, Resized]:
+        return {**super().resized, "mask": "anew", "resampled": "anew", "clip": "anew"}
 
     @property
     def cycle(self) -> Mapping[int, float]:

@@ -51,6 +51,7 @@ from thinwire.methods.base import (
     Method,
     Parameter,
     Promise,
+    Resized,
     Rounding,
     Run,
     Step,
@@ -143,12 +144,19 @@ class SCAPE(Method):
         self._apart = run.exchange.owner
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        self._exchange(bucket, exchange)
+
+    def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
+        self._exchange(bucket, exchange, whole=True)
+
+    def _exchange(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
+        """``whole``: as at first, M is all ones."""
         if self.density == 1:
             exchange.mean(bucket)
             return
         self._step = bucket.step
         self._masks.finish()
-        used = self._masks.words(bucket)  # M of all rows; None: all ones (l. 5)
+        used = None if whole else self._masks.words(bucket)  # M of all rows; None: all ones (l. 5)
         if used is None:
             words = torch.full((bucket.shape[1] // WORD,), -1, dtype=torch.int64, device=bucket.device)
         else:
@@ -182,7 +190,7 @@ class SCAPE(Method):
         moments.add_up(rows, residual.view(-1), rows[:0], self.beta1)  # l. 10, without m
         if not self._schedule.refreshes(bucket.step + 1):
             return
-        scores = bucket.buffer("scores", (1, bucket.shape[1]), torch.float32)
+        scores = bucket.scratch("scores", (1, bucket.shape[1]), torch.float32)
         torch.add(bucket.rows[mine : mine + 1], self.state.read("common", bucket, rows=1), out=scores)
         for segment in bucket.segments:
             values, moment = scores[:, segment.columns], self._moment(segment)
@@ -288,6 +296,10 @@ class SCAPE(Method):
     @property
     def adds_up(self) -> bool:
         return False
+
+    @property
+    def resized(self) -> Mapping[str, Resized]:
+        return {**super().resized, "mask": "anew", "chosen": "anew"}
 
     @property
     def delay(self) -> Delay | None:

@@ -116,11 +116,13 @@ class SEPARATE(ErrorFeedback):
     def promise(self) -> Promise:
         if self._keep == 1:
             return Promise("lossy", "what a projection leaves out is not returned: beta below 1 returns it")
+        waits = {"residual": 1 / (1 - self._keep)}
         if self.reset and self.restart == "zero":
-            return Promise("lossy", f"every {self.reset} steps what waits is dropped: restart='send' sends it")
+            return Promise("lossy", f"every {self.reset} steps what waits is dropped: restart='send' sends it", waits)
         if self.reset and self._keep:
-            return Promise("lossy", f"a reset sends {1 - self._keep:.2g} of what was still to come: reset=0 drops none")
-        return replace(self.conserves, waits={"residual": 1 / (1 - self._keep)})
+            what = f"a reset sends {1 - self._keep:.2g} of what was still to come: reset=0 drops none"
+            return Promise("lossy", what, waits)
+        return replace(self.conserves, waits=waits)
 
     @property
     def delay(self) -> Delay | None:

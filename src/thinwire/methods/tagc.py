@@ -35,7 +35,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.codecs.sketch import CountSketch, Part, places
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Promise
+from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Promise, Resized
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 from thinwire.streams import seed_of
@@ -121,6 +121,10 @@ class TAGC(ErrorFeedback):
         return Delay.of_largest(1 - self.theta, self.start) if self.promise.kind == "conserves" else None
 
     @property
+    def resized(self) -> Mapping[str, Resized]:
+        return {**super().resized, "left": "anew", "peak": "anew", "union": "anew"}
+
+    @property
     def adapts(self) -> bool:
         return self.mask == "local" and self.theta > 0
 
@@ -155,9 +159,9 @@ class TAGC(ErrorFeedback):
         parts = tuple(self._part(s.name, s.start, s.width, s.span, exchange, bucket.step) for s in bucket.segments)
         self._refuse_overload(parts)
         shape, flags = bucket.shape, (bucket.shape[0], bucket.shape[1] // masks.WORD)
-        words, left = (bucket.buffer(use, flags, torch.int64) for use in ("words", "left"))
+        words, left = (bucket.scratch(use, flags, torch.int64) for use in ("words", "left"))
         k = sum(part.k for part in parts)
-        sent, rest = (bucket.buffer(use, (shape[0], k), torch.float32) for use in ("sent", "rest"))
+        sent, rest = (bucket.scratch(use, (shape[0], k), torch.float32) for use in ("sent", "rest"))
         with exchange.span("encode", bucket.rows):
             sent.zero_()
             for part, kept, _ in places(parts):
@@ -216,7 +220,7 @@ class TAGC(ErrorFeedback):
 
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
         """One rank's mask for all, in turn: the others have zeros in its place."""
-        words = bucket.buffer("words", (bucket.shape[0], bucket.shape[1] // masks.WORD), torch.int64).zero_()
+        words = bucket.scratch("words", (bucket.shape[0], bucket.shape[1] // masks.WORD), torch.int64).zero_()
         with exchange.span("encode", bucket.rows):
             for segment in bucket.segments:
                 if seed_of(self.run.seed, segment.name, bucket.step) % exchange.rows == exchange.rank:

@@ -106,15 +106,15 @@ class Trickle(ErrorFeedback):
         rows, n = bucket.shape
         parts = tuple((segment.width, self._k(segment.span)) for segment in bucket.segments)
         positions = Positions(parts)
-        words = bucket.buffer("words", (rows, n // masks.WORD), torch.int64)
-        wires = bucket.buffer("positions", (rows, positions.nbytes), torch.uint8)
+        words = bucket.scratch("words", (rows, n // masks.WORD), torch.int64)
+        wires = bucket.scratch("positions", (rows, positions.nbytes), torch.uint8)
         chosen = (exchange.rank + bucket.step) % rows
         with exchange.span("encode", bucket.rows):
             mine = words[chosen : chosen + 1]
             for segment, (_, k) in zip(bucket.segments, parts, strict=True):
                 values = bucket.columns(bucket.rows, segment)[chosen : chosen + 1]
                 masks.topk_mask(values, k, mine[:, segment.groups(masks.WORD)])
-            wire = bucket.buffer("chosen", (1, positions.nbytes), torch.uint8)
+            wire = bucket.scratch("chosen", (1, positions.nbytes), torch.uint8)
             positions.write(mine, wire, scratch(bucket))
         exchange.gather(wires, wire[0])
         with exchange.span("decode", bucket.rows):

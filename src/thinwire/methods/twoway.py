@@ -53,7 +53,7 @@ def mean_both_ways(
         return None
     served.add_(state.read("server", bucket, rows=1))
     _clear(bucket, served, rank)
-    wires = bucket.buffer("served wires", (exchange.rows, codec.wire_numel(n)), codec.wire_dtype)
+    wires = bucket.scratch("served wires", (exchange.rows, codec.wire_numel(n)), codec.wire_dtype)
     mine = wires[rank : rank + 1]
     error = Residual(None, state.write("server", bucket, rows=1))
     with exchange.span("encode", served):

@@ -77,7 +77,7 @@ class UpdateSpace:
 
     def watch(self, bucket: Bucket) -> None:
         """Learn v_n from gradients that are sent as they are."""
-        values = bucket.buffer("watched", bucket.shape, torch.float32).copy_(bucket.rows)
+        values = bucket.scratch("watched", bucket.shape, torch.float32).copy_(bucket.rows)
         self._precondition(bucket, values, torch.ones((), device=bucket.device))
 
     def enter(self, bucket: Bucket, exchange: Exchange) -> None:
@@ -176,7 +176,7 @@ class UpdateSpace:
     def _measure(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """(tensors, 2): sum (mean_n g_n)^2 and sum mean_n g_n^2 over the sample of each tensor, in rank order."""
         places = bucket.once("sampled", lambda: self._places(bucket))
-        everybody = bucket.buffer("samples", (exchange.rows, len(places)), torch.float32)
+        everybody = bucket.scratch("samples", (exchange.rows, len(places)), torch.float32)
         exchange.gather(everybody, bucket.rows.flatten()[places])
         of = everybody.view(exchange.rows, -1, SAMPLE)
         alike = torch.stack([of.mean(0).square().sum(1), of.square().mean(0).sum(1)], 1)

@@ -40,9 +40,15 @@ def along(tensor, at, ALIGN: tl.constexpr):
     return tl.multiple_of(tensor + at, ALIGN)
 
 
+@triton.jit
+def whole(n, ALIGN: tl.constexpr):
+    """``n``, which is a multiple of ``ALIGN``: a mask that may end anywhere would cut accesses to single elements."""
+    return n // ALIGN * ALIGN
+
+
 def alignment(*values: Tensor) -> int:
-    """ALIGN of a kernel: 16 if the rows of all ``values`` start at multiples of 16 bytes, else 1."""
-    return 16 if all(_starts_at(16, each) for each in values) else 1
+    """ALIGN of a kernel: 16 if all rows of ``values`` start at multiples of 16 bytes and are of 16 elements; else 1."""
+    return 16 if all(_starts_at(16, each) and each.shape[-1] % 16 == 0 for each in values) else 1
 
 
 def wire_alignment(wire: Tensor, *values: Tensor) -> int:

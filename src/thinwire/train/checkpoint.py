@@ -382,8 +382,10 @@ class Checkpoints:
         pointers = self.together.gather(self._pointer)
         wrong += [
             f"{self.path / 'latest'} names {name}, which is not there"
-            for name in sorted({*pointers} - {"", *(seen.name for seen in found)})
+            for name in sorted({name for name in pointers if name} - {seen.name for seen in found})
         ]
+        if None in pointers:
+            wrong.append(f"{self.path / 'latest'} is damaged")
         good = [seen for seen in found if seen.meta["good"]]
         for seen in sorted(good, key=lambda seen: (seen.name in pointers, seen.step), reverse=True):
             try:
@@ -469,13 +471,15 @@ class Checkpoints:
         together.do(publish)
         return path if path.exists() else self.path / seen.name
 
-    def _pointer(self) -> str:
-        """The name in ``latest``; "" where there is none, or none that can be read."""
+    def _pointer(self) -> str | None:
+        """The name in ``latest``; "" where there is none, None where it is damaged."""
         try:
             name = (self.path / "latest").read_text(encoding="utf-8").strip()
-        except (OSError, ValueError):
+        except FileNotFoundError:
             return ""
-        return name if _NAME.fullmatch(name) else ""
+        except (OSError, ValueError):
+            return None
+        return name if _NAME.fullmatch(name) else None
 
     def _listed(self) -> Iterator[tuple[Checkpoint | None, str]]:
         """Every checkpoint of this folder: by its meta.json, or what is wrong with it."""
@@ -502,7 +506,7 @@ def steps_in(path: Path) -> list[str]:
     return sorted((found.name for found in path.glob("step-*") if _NAME.fullmatch(found.name)), key=_number)
 
 
-def obsolete(there: dict[str, bool], newest: str, latest: str, keep: int) -> list[str]:
+def obsolete(there: dict[str, bool], newest: str, latest: str | None, keep: int) -> list[str]:
     """Which checkpoints of a run to remove after ``newest`` was written: all but the ``keep`` newest good ones.
 
     ``there``: for each name, is it good? What is beyond ``newest`` belongs to a future that the run has gone back

@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     if not under_torchrun():
         if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # each of srun's tasks would start a job of its own
             raise ThinwireError(
-                "srun has started several tasks: let it start one torchrun per node, or each task with RANK, "
+                "srun has started several tasks: let it start one torchrun per node, or give each task RANK, "
                 "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             )
         ranks = config.ranks or _default_ranks(config.device)

@@ -24,6 +24,9 @@ COUNTS = (
     "layers", "width", "heads", "kv_heads", "hidden",
 )  # fmt: skip
 """Settings that are 1 or more, or left out."""
+NOT_NEGATIVE = (
+    "eval_every", "eval_sequences", "checkpoint_every", "max_skipped", "check_every", "clip", "weight_decay", "lr",
+)  # fmt: skip
 LARGEST_BUCKET_MB = 1_000_000
 LONGEST_S = 1_000_000_000
 LARGEST_SEED = 2**43
@@ -127,6 +130,9 @@ class Config:
     max_skipped: int = 20
     """Steps in a row that are skipped, or whose loss is not finite, after which the run ends (higher: more patient);
     0: never."""
+    check_every: int = 0
+    """Steps between two comparisons of what all ranks must hold alike, by hashes (lower: a difference is noticed
+    sooner); 0: never."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of the computation; weights and moments are fp32. auto: bf16 on CUDA, fp32 on CPU."""
@@ -185,7 +191,7 @@ class Config:
 
         for name in COUNTS:
             must(getattr(self, name) is None or getattr(self, name) >= 1, name, "must be 1 or more")
-        for name in ("eval_every", "eval_sequences", "checkpoint_every", "max_skipped", "clip", "weight_decay", "lr"):
+        for name in NOT_NEGATIVE:
             must(getattr(self, name) >= 0, name, "must not be negative")
         for name in ("warmup", "lr_end"):
             must(0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1")

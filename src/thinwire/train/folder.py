@@ -133,7 +133,7 @@ def _locked(path: Path) -> IO[str]:
 
 def _sweep(path: Path) -> None:
     """Remove what a run that was killed left half made or half removed."""
-    for place in (path, path / "checkpoints"):
+    for place in (path, path / "checkpoints", *path.glob("checkpoints/step-*")):
         for left in place.glob(".*"):
             if re.fullmatch(r"\..*\.(partial|old)|\.rank-[0-9a-f]{32}-\d+", left.name):
                 if left.is_dir():

@@ -82,7 +82,7 @@ def _waits(key: str, tensor: Tensor) -> tuple[str, str] | None:
     """The kind of state and the parameter, of a tensor that a method keeps for one."""
     owner, _, rest = key.partition("/")
     kind, _, name = _OF_A_RANK.sub("", rest).partition("/")
-    kept = owner == "wire" and name and tensor.is_floating_point() and tensor.dim()
+    kept = owner == "wire" and kind != "bound" and name and tensor.is_floating_point() and tensor.dim()
     return (kind.lstrip("="), name) if kept else None
 
 

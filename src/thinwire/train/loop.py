@@ -252,6 +252,8 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
         intra=config.intra,
         steps=config.steps,
         seed=config.seed,
+        max_skipped=None,  # they are counted here, together with losses that are not finite
+        check_every=config.check_every or None,
     )
     runner: Any = torch.compile(model) if config.compile else model
     state: Trained = {"model": model, "optimizer": optimizer, "wire": wire}
@@ -356,7 +358,8 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
             f"{losses_said}{summary['tokens_per_s']:,.0f} tokens/s, "
             f"{summary['step_ms']:.0f} ms per step of which {summary['exposed_ms']:.0f} ms waiting for the network"
         )
-        display.say(f"files: {config.out}/ {', '.join(summary['files'])}")
+        kept = [f"checkpoints/{checkpoints.latest}"] if checkpoints.latest else []
+        display.say(f"files: {config.out}/ {', '.join(summary['files'] + kept)}")
     wire.close()
     return summary
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.gpu import alignment, along, kernel, launch
+from thinwire.ops.gpu import alignment, along, kernel, launch, whole
 
 BLOCK = 1024
 
@@ -18,7 +18,7 @@ def _adams(
     BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
+    inside = at < whole(n, ALIGN)
     old = tl.load(along(moment, at, ALIGN), mask=inside, other=0).to(tl.float32)
     g = tl.load(along(gradient, at, ALIGN), mask=inside, other=0).to(tl.float32)
     if GIVEN:

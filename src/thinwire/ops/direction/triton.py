@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.gpu import alignment, kernel, launch, row_of
+from thinwire.ops.gpu import alignment, kernel, launch, row_of, whole
 
 BLOCK = 1024
 
@@ -19,7 +19,7 @@ def _direction(
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
+    inside = at < whole(n, ALIGN)
     x = tl.load(row_of(g, g_step, row, ALIGN) + at, mask=inside, other=0)
     second = beta2 * tl.load(row_of(v, v_step, row, ALIGN) + at, mask=inside, other=0) + rest2 * x * x
     second = tl.minimum(second, largest)

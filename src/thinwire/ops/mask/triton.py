@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.gpu import alignment, along, kernel, launch, row_of
+from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
 from thinwire.ops.mask import reference
 
 NAN_BITS = 0x7F800001  # any NaN, as an integer: all are equal, and larger than infinity
@@ -54,7 +54,7 @@ def _gather_keep(
 ):  # fmt: skip
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
+    inside = at < whole(n, ALIGN)
     total = tl.load(row_of(rows, stride, row, ALIGN) + at, mask=inside, other=0)
     if FEEDBACK:
         total += tl.load(row_of(old, old_stride, row, ALIGN) + at, mask=inside, other=0)
@@ -71,7 +71,7 @@ def _scatter(
 ):  # fmt: skip
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
+    inside = at < whole(n, ALIGN)
     on, place = _place(words + row * words_stride, before + row * before_stride + block, at, inside, k)
     values = tl.load(payload + row * payload_stride + place, mask=on, other=0.0)
     tl.store(row_of(out, stride, row, ALIGN) + at, values, mask=inside if ALL else on)
@@ -84,7 +84,7 @@ def _scatter_add(
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
+    inside = at < whole(n, ALIGN)
     total = tl.zeros((BLOCK,), tl.float32)
     for peer in range(peers):
         row = tl.cast(peer, tl.int64)
@@ -115,8 +115,8 @@ def _from_indices(positions, stride, words, words_stride, n, k, BLOCK: tl.conste
 def _unpack(words, words_stride, flags, stride, n, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bits = _bits(words + row * words_stride, at, at < n)
-    tl.store(row_of(flags, stride, row, ALIGN) + at, bits.to(tl.uint8), mask=at < n)
+    bits = _bits(words + row * words_stride, at, at < whole(n, ALIGN))
+    tl.store(row_of(flags, stride, row, ALIGN) + at, bits.to(tl.uint8), mask=at < whole(n, ALIGN))
 
 
 @kernel

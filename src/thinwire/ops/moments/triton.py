@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.gpu import alignment, along, kernel, launch
+from thinwire.ops.gpu import alignment, along, kernel, launch, whole
 from thinwire.ops.mask.triton import _bits
 
 BLOCK = 1024
@@ -16,8 +16,8 @@ BLOCK = 1024
 @kernel
 def _add_up(gradient, residual, moment, beta1, rest1, m, n, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside, gradient = at < n, along(gradient, at, ALIGN)
-    old = tl.load(along(moment, at, ALIGN), mask=at < m, other=0)
+    inside, gradient = at < whole(n, ALIGN), along(gradient, at, ALIGN)
+    old = tl.load(along(moment, at, ALIGN), mask=at < whole(m, ALIGN), other=0)
     total = rest1 * tl.load(gradient, mask=inside, other=0)
     total += tl.load(along(residual, at, ALIGN), mask=inside, other=0)
     tl.store(gradient, total + beta1 * old, mask=inside)
@@ -27,7 +27,7 @@ def _add_up(gradient, residual, moment, beta1, rest1, m, n, BLOCK: tl.constexpr,
 def _take(values, moment, words, beta1, m, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     values = along(values, at, ALIGN)
-    due = (at < m) & (_bits(words, at, at < m) != 0)
+    due = (at < whole(m, ALIGN)) & (_bits(words, at, at < whole(m, ALIGN)) != 0)
     old = tl.load(along(moment, at, ALIGN), mask=due, other=0)
     tl.store(values, tl.load(values, mask=due, other=0) - beta1 * old, mask=due)
 
@@ -35,22 +35,22 @@ def _take(values, moment, words, beta1, m, BLOCK: tl.constexpr, ALIGN: tl.conste
 @kernel
 def _rejoin(mean, common, moment, words, beta1, common_out, m, n, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside, mean = at < n, along(mean, at, ALIGN)
+    inside, mean = at < whole(n, ALIGN), along(mean, at, ALIGN)
     on = _bits(words, at, inside) != 0
     left = tl.load(along(common, at, ALIGN), mask=inside, other=0)
     tl.store(mean, tl.load(mean, mask=inside & on, other=0) + left, mask=inside & on)
-    old = beta1 * tl.load(along(moment, at, ALIGN), mask=at < m, other=0)
+    old = beta1 * tl.load(along(moment, at, ALIGN), mask=at < whole(m, ALIGN), other=0)
     tl.store(along(common_out, at, ALIGN), tl.where(on, 0.0, left + old), mask=inside)
 
 
 @kernel
 def _settle(mean, moment, words, beta1, rest1, given, m, n, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside, mean = at < n, along(mean, at, ALIGN)
+    inside, mean = at < whole(n, ALIGN), along(mean, at, ALIGN)
     on = inside & (_bits(words, at, inside) != 0)
     sent = tl.load(mean, mask=on, other=0)
-    old = beta1 * tl.load(along(moment, at, ALIGN), mask=on & (at < m), other=0)
-    tl.store(along(given, at, ALIGN), tl.where(on, old + sent, 0.0), mask=at < m)
+    old = beta1 * tl.load(along(moment, at, ALIGN), mask=on & (at < whole(m, ALIGN)), other=0)
+    tl.store(along(given, at, ALIGN), tl.where(on, old + sent, 0.0), mask=at < whole(m, ALIGN))
     tl.store(mean, tl.div_rn(sent, tl.full(sent.shape, 1.0, tl.float32) * rest1), mask=on)
 
 

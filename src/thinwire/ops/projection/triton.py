@@ -3,8 +3,8 @@
 
 The Hadamard matrix of size B = A * C is the Kronecker product of those of sizes A and C, so a tile of B x 16 is
 transformed by two small matrix products, along each of the two digits of its row number. The same numbers as
-``reference`` up to the order of additions. Blocks below 256, whose factors are too small for a matrix product, take the
-reference.
+``reference`` up to the order of additions. Blocks of other sizes than 256 take the reference: the factors of smaller
+ones are too small for a matrix product, and larger tiles do not fit into a program's registers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from thinwire.ops.gpu import alignment, kernel, launch, row_of
 from thinwire.ops.projection import reference
 
 LANES = tl.constexpr(reference.LANES)
-SMALLEST = 256
+BLOCK, WARPS = 256, 8
+FACTORS = {"A": 16, "C": 16}
 
 
 @triton.jit
@@ -79,12 +80,6 @@ def _reconstruct(
     tl.store(out + at, tile * tl.load(signs + number) * norm)
 
 
-def _factors(block: int) -> dict[str, int]:
-    """A and C, powers of two with A * C = block."""
-    bits = block.bit_length() - 1
-    return {"A": 2 ** (bits // 2), "C": 2 ** (bits - bits // 2)}
-
-
 def _places(chosen: Tensor, block: int) -> Tensor:
     """Where each row of H D goes in the payload, -1 for the rows that are not sent."""
     places = torch.full((block,), -1, dtype=torch.int32, device=chosen.device)
@@ -95,7 +90,7 @@ def srht_project(
     rows: Tensor, residual: Tensor | None, signs: Tensor, chosen: Tensor, payload: Tensor, residual_out: Tensor | None
 ) -> None:
     block = signs.numel()
-    if block < SMALLEST:
+    if block != BLOCK:
         reference.srht_project(rows, residual, signs, chosen, payload, residual_out)
         return
     old = rows if residual is None else residual
@@ -104,17 +99,17 @@ def srht_project(
     launch(
         _project, grid, rows, old, signs, _places(chosen, block), payload, new, chosen.numel(), block**-0.5,
         FEEDBACK=residual is not None, KEEP=residual_out is not None, ALIGN=alignment(rows, old, new), fused=True,
-        **_factors(block),
+        num_warps=WARPS, **FACTORS,
     )  # fmt: skip
 
 
 def srht_reconstruct(payload: Tensor, signs: Tensor, chosen: Tensor, out: Tensor) -> None:
     block = signs.numel()
-    if block < SMALLEST:
+    if block != BLOCK:
         reference.srht_reconstruct(payload, signs, chosen, out)
         return
     grid = (out.shape[1] // (block * reference.LANES), out.shape[0])
     launch(
         _reconstruct, grid, payload, signs, _places(chosen, block), out, chosen.numel(), block**-0.5,
-        ALIGN=alignment(out), fused=True, **_factors(block),
+        ALIGN=alignment(out), fused=True, num_warps=WARPS, **FACTORS,
     )  # fmt: skip

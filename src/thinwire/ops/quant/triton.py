@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, wire_alignment
+from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole, wire_alignment
 from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import Format
 
@@ -174,7 +174,7 @@ def _dequantize(
 @kernel
 def _sum_rows(rows, rows_stride, out, factor, count, n, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
+    inside = at < whole(n, ALIGN)
     total = _load(along(rows, at, ALIGN), inside)
     for row in range(1, count):
         total += _load(row_of(rows, rows_stride, row, ALIGN) + at, inside)

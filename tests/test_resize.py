@@ -1,0 +1,296 @@
+"""What waits moves to other ranks and engines, and arrives; ``wire.flush``."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+import ranks
+import thinwire
+from engines import adamw, build, train
+from models import Net, flat, loss_of
+from thinwire.bucket import Layout
+from thinwire.errors import ThinwireError
+from thinwire.laws import Where, _Rank, gradient, small
+from thinwire.methods import TABLE
+from thinwire.rehearsal import kept
+from thinwire.resize import move
+from thinwire.saved import About, Form, entries, from_dcp
+from thinwire.testing import Threads
+
+U = 2.0**-24
+COUNTS = {"step": torch.tensor(7), "skipped": torch.tensor(0), "flush": torch.tensor(-1)}
+TRIP = (
+    Where("all_reduce", 4), Where("all_reduce", 2), Where("all_reduce", 3), Where("reduce_scatter", 3),
+    Where("reduce_scatter", 2), Where("hsdp", 4, 2), Where("hsdp", 6, 3), Where("two_level_owner", 4, 2),
+    Where("two_level", 4, 2), Where("all_reduce", 4),
+)  # fmt: skip
+"""4 -> 2 -> 3 ranks, and DDP -> FSDP2 -> HSDP -> two levels -> DDP."""
+WAIT = [cls for cls in TABLE if small(cls).keeps_state or "error_feedback" in {knob.name for knob in cls.knobs()}]
+
+
+def make(cls: type) -> Any:
+    knobs = {knob.name for knob in cls.knobs()}
+    more = {"error_feedback": True} if "error_feedback" in knobs else {}
+    return small(cls, **more, **({"outer": "topk(smallest=0, density=0.25)"} if cls.name == "local-steps" else {}))
+
+
+class Ranks:
+    """All ranks of a place, each with a method that has begun."""
+
+    def __init__(self, cls: type, where: Where) -> None:
+        self.where, self.world = where, Threads(where.size)
+        self.ranks = [_Rank(partial(make, cls), where, self.world, number) for number in range(where.size)]
+        first = self.ranks[0]
+        shapes = kept(Layout([first.engine.pieces], [torch.float32]), first.road, first.method.run)  # all ranks' are
+        self.forms = []
+        for number, rank in enumerate(self.ranks):
+            engine, method = rank.engine, rank.method
+            about = About.of(
+                number, where.size, where.engine, engine.hops, engine.parameters.values(), method,
+                levels=engine.levels is not None,
+            )  # fmt: skip
+            self.forms.append(Form(about, {**COUNTS, **shapes}))
+
+    def train(self) -> None:
+        """Into the steady state, and to the end of a round."""
+
+        def body(number: int) -> None:
+            rank, step = self.ranks[number], 0
+            while step < rank.method.steady + 4 or not rank.method.rank_equal:
+                rank.exchange(step, gradient(number, step, rank.numel))
+                rank.finish(step)
+                step += 1
+
+        self.world.run(body)
+
+    def saved(self) -> dict[str, Tensor]:
+        states = [form.pack({**COUNTS, **rank.method.state.state_dict()})
+                  for form, rank in zip(self.forms, self.ranks, strict=True)]  # fmt: skip
+        return {key: value for state in states for key, value in state.items()}
+
+    def load(self, state: dict[str, Tensor], *, drop: bool = False) -> float:
+        for form, rank in zip(self.forms, self.ranks, strict=True):
+            values, lost = move(state, form, rank.method, drop=drop)
+            rank.method.state.load_state_dict({key: of for key, of in values.items() if key not in COUNTS})
+            rank.method.state_changed()
+        return lost
+
+    def delivered(self) -> tuple[dict[str, Tensor], float]:
+        """What a dense exchange of zeros brings, parameter by parameter, and the largest value that has waited."""
+        rows = [of for key, of in self.saved().items() if "/=" not in key and of.is_floating_point()]
+        most = max(float(of.abs().max()) for of in rows)
+
+        def body(number: int) -> Tensor:
+            rank = self.ranks[number]
+            engine = rank.engine
+            flat = torch.zeros(engine.numel)
+            out = torch.zeros(engine.numel // engine.rows) if engine.owner else flat
+            with torch.no_grad():
+                rank.road.flush(flat, engine.pieces, out)
+            rank.method.state.commit()
+            return out
+
+        outs, engine = self.world.run(body), self.ranks[0].engine
+        found = {}
+        for piece in engine.pieces:
+            rows = engine.rows if engine.owner else 1
+            parts = [out[piece.offset :][: piece.numel // rows] for out in outs[:rows]]
+            found[piece.name] = torch.cat(parts)[: engine.parameters[piece.name].numel]
+        return found, most
+
+
+def places(cls: type) -> list[Where]:
+    found = []
+    for where in TRIP:
+        if where.engine in cls.engines and (cls.name != "local-steps" or where.topology == "all_reduce"):
+            try:
+                _Rank(partial(make, cls), where, Threads(where.size), 0)
+            except ThinwireError:  # takes one level
+                continue
+            found.append(where)
+    return found
+
+
+@pytest.mark.parametrize("cls", WAIT, ids=lambda cls: cls.name)
+def test_what_waits_arrives_after_every_move(cls):
+    """The same, value by value, up to the rounding of float32; and nothing of it is left behind."""
+    first, *rest = places(cls)
+    here = Ranks(cls, first)
+    here.train()
+    waits = False
+    for where in rest:
+        state = here.saved()
+        expected, most = here.delivered()
+        again, _ = here.delivered()
+        assert not any(values.any() for values in again.values()), "nothing waits after a delivery"
+        there = Ranks(cls, where)
+        there.load(state)
+        found, _ = there.delivered()
+        for name, values in expected.items():
+            counts = max([1.0, *there.ranks[0].method.promise.waits.values()])
+            assert torch.allclose(found[name], values, rtol=0, atol=32 * U * counts * most), (where, name)
+            waits |= bool(values.any())
+        here = Ranks(cls, where)
+        here.load(state)
+    assert waits or cls.name == "lhc", "nothing waited"  # its gradients are not sparse here: they go whole
+
+
+# On the engines.
+
+METHODS = (
+    "topk(smallest=100, density=0.1)", "sign(smallest=100)", "scape(smallest=100, density=0.1, warmup=2)",
+    "onebit-adam(smallest=100, warmup=2, warmup_bits=8)", "powersgd(smallest=100, feedback='update')",
+    "local-steps(every=2, outer='topk(smallest=100, density=0.1)')",
+)  # fmt: skip
+
+
+def start(spec: str, kind: str, world: int) -> tuple[Any, Any, Any]:
+    model = build(kind, world, net=shorter)
+    make = thinwire.AdamS if spec.startswith("scape") else None
+    optimizer = adamw(model) if make is None else make(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    return model, optimizer, thinwire.compress(model, optimizer, spec, steps=50)
+
+
+def shorter() -> Net:
+    return Net(layers=1)
+
+
+def supported(spec: str, kind: str) -> bool:
+    return kind in thinwire.methods.resolve(spec).engines
+
+
+def waiting(wire: Any) -> dict[str, Tensor]:
+    """This rank's part of what waits."""
+    waits = wire.method.promise.waits
+    return {key: of for key, of in entries(wire.state_dict()).items() if key.partition("/")[0] in waits}
+
+
+def _flushed(rank: int, world: int, kind: str) -> list[str]:
+    """The next step delivers all; what it brings is the mean of the gradients and of what waited."""
+    wrong = []
+    for spec in (spec for spec in METHODS if supported(spec, kind)):
+        model, optimizer, wire = start(spec, kind, world)
+        train(model, optimizer, rank, range(4), wire)
+        local = spec.startswith("local")
+        before, waited = flat(model), waiting(wire)
+        if not any(values.any() for values in waited.values()):
+            wrong.append(f"{spec}: nothing waited")
+        wire.flush(with_next=True)
+        if spec.startswith("topk") and kind == "ddp":
+            stock = build(kind, world, net=shorter)
+            stock.load_state_dict(model.state_dict())
+            loss_of(stock, 4, rank).backward()
+            loss_of(model, 4, rank).backward()
+            for (name, one), other in zip(model.module.named_parameters(), stock.module.parameters(), strict=True):
+                expected = other.grad.clone()
+                if f"residual/{name}" in waited:
+                    rest = waited[f"residual/{name}"].clone()
+                    dist.all_reduce(rest)
+                    expected += rest.view_as(expected) / world
+                if not torch.allclose(one.grad, expected, atol=1e-6):
+                    wrong.append(f"{spec}: {name} is not the mean of gradients and of what waited")
+            wire.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            train(model, optimizer, rank, [4], wire, poison=None if local else (4, 0))
+            state = wire.state_dict()  # of a step that was skipped: it is still due
+            wire.load_state_dict(state)
+            train(model, optimizer, rank, [4, 5] if local else [4], wire)
+        if any(values.any() for values in waiting(wire).values()):
+            wrong.append(f"{spec}: something waits")
+        sent = sum(wire.last_step()["wire_bytes_per_step"].values())
+        train(model, optimizer, rank, [6, 7], wire)
+        if not local and sum(wire.last_step()["wire_bytes_per_step"].values()) >= sent:
+            wrong.append(f"{spec}: the step that delivers sent no more than another")
+        if not any(values.any() for values in waiting(wire).values()) or torch.equal(before, flat(model)):
+            wrong.append(f"{spec}: it does not go on")
+        loss_of(model, 8, rank).backward()
+        said = ""
+        try:
+            wire.flush(with_next=True)
+        except ThinwireError as error:
+            said = str(error)
+        if "before the step's backward pass" not in said:
+            wrong.append(f"{spec}: after the exchange it says '{said}'")
+        wire.close()
+    _, _, wire = start("int8(smallest=100)", kind, world)
+    try:
+        wire.flush(with_next=True)
+        wrong.append("int8 has something to deliver")
+    except ThinwireError as error:
+        if "int8(smallest=100): nothing waits" not in str(error):
+            wrong.append(str(error))
+    return wrong
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_flush_with_the_next_step(kind):
+    for wrong in ranks.run(_flushed, 2, kind):
+        assert not wrong, "\n".join(wrong)
+
+
+def _save(rank: int, world: int, kind: str, specs: list[str], folder: str) -> None:
+    for number, spec in enumerate(specs):
+        model, optimizer, wire = start(spec, kind, world)
+        train(model, optimizer, rank, range(4), wire)
+        dcp.save({"wire": wire}, checkpoint_id=f"{folder}/{number}")
+        wire.close()
+
+
+def _resized(rank: int, world: int, kind: str, before: str, specs: list[str], folder: str) -> list[str]:
+    wrong = []
+    for number, spec in enumerate(specs):
+        state = from_dcp(f"{folder}/{number}")
+        for policy in ("flush",) if number else ("flush", "redistribute", "reset", None):
+            model, optimizer, wire = start(spec, kind, world)
+            fresh = wire.state_dict()
+            heard = []
+            try:
+                with warnings.catch_warnings(record=True) as heard:
+                    warnings.simplefilter("always")
+                    wire.load_state_dict(state, resize=policy)
+            except ThinwireError as error:
+                if policy is not None or any(not torch.equal(of, fresh[k]) for k, of in wire.state_dict().items()):
+                    wrong.append(f"{spec}, {policy}: {error}")
+                wire.close()
+                continue
+            if policy is None:
+                wrong.append(f"{spec}: loaded without a word")
+            waits = any(of.any() for of in waiting(wire).values())
+            if waits != (policy != "reset"):
+                wrong.append(f"{spec}, {policy}: {'something' if waits else 'nothing'} waits")
+            if (policy == "reset" and rank == 0) != any("was dropped, of norm" in str(of.message) for of in heard):
+                wrong.append(f"{spec}, {policy}: warned {len(heard)} times")
+            if wire.step != 4:
+                wrong.append(f"{spec}, {policy}: at step {wire.step}")
+            if policy == "flush" and not spec.startswith("onebit"):  # which needs the moments of its optimizer
+                losses = train(model, optimizer, rank, [4, 5] if spec.startswith("local") else [4], wire)
+                if any(of.any() for of in waiting(wire).values()) or not all(map(math.isfinite, losses)):
+                    wrong.append(f"{spec}: something waits after the first step")
+            wire.close()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "specs"),
+    [(("ddp", 2), ("ddp", 3), (0, 5)), (("ddp", 2), ("fsdp2", 3), (2,)), (("fsdp2", 2), ("hsdp", 4), (0, 4))],
+    ids=lambda of: "-".join(map(str, of)),
+)  # fmt: skip
+def test_a_run_goes_on_with_other_ranks(before, after, specs):
+    """Refused without a policy, and as each of the three says."""
+    chosen = [METHODS[number] for number in specs]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks.run(_save, before[1], before[0], chosen, folder)
+        for wrong in ranks.run(_resized, after[1], after[0], before[0], chosen, folder):
+            assert not wrong, "\n".join(wrong)
