@@ -153,8 +153,9 @@ class World:
     """What has happened: one at a time, ``World.now``.
 
     Attributes:
-        races: (one access, the other) -> how often. gaveaway: the same, of memory that was free too early.
-        waits: our own places that wait, as "file:line verb". deaf: those that are ignored.
+        races: (one access, the other) -> how often. given_away: the same, of memory that was free too early.
+        waits: our own places that wait, as "file:line verb". deaf: the one that is ignored.
+        syncs: where the host waited for the device. exposed: ms per step, as the ledger has it.
     """
 
     now: World
@@ -162,6 +163,7 @@ class World:
     def __init__(self, deaf: str = "") -> None:
         World.now = self
         self.streams, self.count, self.deaf = 0, 0, deaf
+        self.exposed = 0.0
         self.waits: Counter[str] = Counter()
         self.races: Counter[tuple[str, str]] = Counter()
         self.given_away: Counter[tuple[str, str]] = Counter()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -43,7 +43,7 @@ class Nested(nn.Module):
         return self.own(self.inner(x))
 
 
-def build(kind: str, **options: Any) -> nn.Module:
+def build(kind: str) -> nn.Module:
     """``fsdp2-keep`` does not reshard, ``fsdp2-shared`` calls a module twice, ``fsdp2-nested`` has one in another."""
     torch.manual_seed(0)
     blocks = [Nested() if kind == "fsdp2-nested" else Block()]
@@ -55,20 +55,18 @@ def build(kind: str, **options: Any) -> nn.Module:
     mesh = mesh or init_device_mesh("cpu", (4,))
     for block in blocks:
         if isinstance(block, Nested):
-            fully_shard(block.inner, mesh=mesh, **options)
-        fully_shard(block, mesh=mesh, reshard_after_forward=kind != "fsdp2-keep", **options)
+            fully_shard(block.inner, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=kind != "fsdp2-keep")
     if kind == "fsdp2-shared":
         blocks[0].set_modules_to_forward_prefetch(blocks[1:])
-    return fully_shard(model, mesh=mesh, reshard_after_forward=kind != "fsdp2-keep", **options)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=kind != "fsdp2-keep")
 
 
-def steps(
-    kind: str, make: Callable[[], methods.Method], *, guard: bool = True, deaf: str = "", **options: Any
-) -> World:
+def steps(kind: str, make: Callable[[], methods.Method], *, guard: bool = True, deaf: str = "") -> World:
     """Some of everything: micro-batches, a step that is skipped, a state that is loaded, buckets that are rebuilt."""
     world = World(deaf)
     method = make()
-    model = build(kind, **options)
+    model = build(kind)
     optimizer = method.OPTIMIZER(model.parameters(), lr=1e-3)
     handle = thinwire.compress(model, optimizer, method, steps=100, guard=guard)
     inputs = torch.randn(4, WIDTH)
@@ -91,6 +89,7 @@ def steps(
         step()
         step()
     assert handle.skipped == guard
+    world.exposed = handle.ledger.stats()["exposed_ms"]
     handle.close()
     return world
 
@@ -136,18 +135,21 @@ def test_nor_without_the_guard_for_whose_flag_the_host_waits(kind):
         assert not world.wrong(), "\n".join(world.wrong()[:8])
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
+def test_the_time_that_was_waited_is_told_by_events(kind):
+    """Here an operation takes a millisecond: those of the last exchange, and of each gathering of weights."""
+    assert steps(kind, methods.Dense).exposed > (5 if kind == "ddp" else 20)
+
+
 def test_every_wait_of_ours_is_needed():
     """Each is left out in turn, in some run that has it: something is unordered then."""
-    mixed = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
-    runs: list[tuple[str, Callable[[], methods.Method], dict[str, Any]]] = [
-        ("ddp", partial(small, methods.SCAPE, offload=True), {"guard": False}),
-        ("ddp", partial(small, methods.PowerSGD), {}), ("fsdp2-shared", partial(small, methods.SDP4Bit), {}),
-        ("hsdp", methods.Dense, mixed),
+    runs: list[tuple[str, Callable[[], methods.Method], bool]] = [
+        ("ddp", partial(small, methods.SCAPE, offload=True), False), ("ddp", partial(small, methods.PowerSGD), True),
+        ("fsdp2-shared", partial(small, methods.SDP4Bit), True),
     ]  # fmt: skip
     needed: dict[str, bool] = {}
-    for kind, make, more in runs:
-        waits = steps(kind, make, **more).waits
-        for wait in waits:
-            needed[wait] = needed.get(wait, False) or bool(steps(kind, make, deaf=wait, **more).wrong())
+    for kind, make, guard in runs:
+        for wait in steps(kind, make, guard=guard).waits:
+            needed[wait] = needed.get(wait, False) or bool(steps(kind, make, guard=guard, deaf=wait).wrong())
     assert len(needed) > 6
     assert all(needed.values()), [wait for wait, shows in needed.items() if not shows]

@@ -173,7 +173,6 @@ class Replica:
                     "it was saved with another world size"
                 )
             row[piece.columns].copy_(saved)
-            devices.keep(saved)
             found = self._state.get("replica step", piece.name)
             assert found is not None
             step = int(found)

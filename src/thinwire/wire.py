@@ -99,7 +99,7 @@ def compress(
         weights, scaled = _weights(engine, optimizers), scaler is not None and scaler.is_enabled()
         run = Run(
             parameters, engine.hops[-1], steps, seed, optimizers, weights, engine.rank, scaled, len(engine.hops),
-            engine.chunk,
+            engine.chunk, engine.gathers,
         )  # fmt: skip
         method.begin(run)
         if inner is not None:

@@ -100,6 +100,7 @@ class FSDP2:
             intra, inter = split_by_node(shard)
             self.levels = Regroup(self.hops[0], intra.size, inter.size)
             self.hops = ReduceScatter(intra), ReduceScatter(inter)
+        self.ranks = math.prod(comm.size for comm in self.comms)
         self.comms += self._beside()
 
     def _beside(self) -> list[Comm]:
@@ -114,6 +115,15 @@ class FSDP2:
                     taken.add(ranks)
                     found.append(self.comm(group))
         return found
+
+    @property
+    def gathers(self) -> frozenset[torch.dtype]:
+        """In which the weights are gathered."""
+        return frozenset(
+            group.mp_policy.param_dtype or fsdp_param.sharded_param.dtype
+            for _, group in self.groups
+            for fsdp_param in group.fsdp_params
+        )
 
     @staticmethod
     def _reduce_dtype(group: Any) -> torch.dtype | None:
@@ -130,8 +140,6 @@ class FSDP2:
                     "DistributedDataParallel, or fully_shard on a ('replicate', 'shard') mesh"
                 )
             meshes.add((id(info.shard_process_group), id(getattr(info, "replicate_process_group", None))))
-            if getattr(group, "gradient_divide_factor", None) is not None:
-                raise ThinwireError("set_gradient_divide_factor(): Thinwire returns the mean; scale the loss instead")
             if getattr(group, "force_sum_reduction_for_comms", False):
                 raise ThinwireError("set_force_sum_reduction_for_comms(): Thinwire returns the mean; turn it off")
             if type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy":
@@ -321,6 +329,11 @@ class _GroupLink:
 
         self.group.post_backward = post_backward
 
+    @property
+    def divisor(self) -> float | None:
+        """What the user has the sum over all ranks divided by (``set_gradient_divide_factor``); None: their number."""
+        return getattr(self.group, "gradient_divide_factor", None)
+
     def reduced(self, began: float) -> None:
         """Gradients have been reduced, on the current stream, since ``began``: the compute stream may have to wait."""
         if (end := devices.mark(self.device)) is None:
@@ -411,8 +424,12 @@ class _GroupLink:
             began = time.perf_counter()
             devices.keep(shard)  # torch 2.11 to 2.13 let go of the buffer while this stream still reads it
             ranks = self.engine.hops[0].rows
+            if self.divisor is not None and ranks == 1:  # torch has divided by it already
+                shard.mul_(self.divisor)
             if self._expected is not None and ranks == 1:
                 self.verify(shard, 1)
+            if self.divisor is not None and ranks == 1:
+                shard.mul_(self.engine.ranks / self.divisor)
             inter = shard_of(self.pieces(ranks))
             if not self.entered:  # torch leaves the reduce-scatter out where one rank has all of the shard
                 self.turn.enter([piece.name for piece in inter])
@@ -433,12 +450,13 @@ class _ReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
-        if op != dist.ReduceOp.AVG:
-            raise ThinwireError(
-                f"FSDP2 asks for {op}: Thinwire returns the mean; see set_gradient_divide_factor and reduce_dtype"
-            )
+        factor = self.link.divisor
+        if factor is None and op != dist.ReduceOp.AVG:
+            raise ThinwireError(f"FSDP2 asks for {op}: Thinwire returns the mean; see reduce_dtype")
         began = time.perf_counter()
         pieces = self.link.verify(input_tensor, group.size())
+        if factor is not None:  # the sum divided by it is the mean of what is so many times as large
+            input_tensor.mul_(self.link.engine.ranks / factor)
         self.link.turn.enter([piece.name for piece in pieces])
         self.link.entered = True
         if self.link.engine.kind == "hsdp":
