@@ -429,11 +429,6 @@ def _refusals(rank, world):
         model.register_comm_hook(None, lambda state, bucket: None)
         return model, adamw(model), ("int8",)
 
-    def divided():
-        model = build("fsdp2", world)
-        model.set_gradient_divide_factor(2.0)
-        return model, adamw(model), ("int8",)
-
     def half():
         model = build("ddp", world, prepare=lambda m: m.half())
         return model, adamw(model), ("int8",)
@@ -472,14 +467,14 @@ def _refusals(rank, world):
         model = build("ddp", world)
         return model, adamw(model), ("int8(grup=3)",)
 
-    cases = (hooked, divided, half, unused, sparse, replicated, bare, stranger, silent, unknown, knob)
+    cases = (hooked, half, unused, sparse, replicated, bare, stranger, silent, unknown, knob)
     return {make.__name__: refusal(make) for make in cases}
 
 
 def test_what_cannot_be_carried_is_refused_by_name_with_the_alternative():
     found = ranks.run(_refusals, 2)[0]
     expected = {
-        "hooked": "already has a communication hook", "divided": "set_gradient_divide_factor", "half": "float16",
+        "hooked": "already has a communication hook", "half": "float16",
         "unused": "find_unused_parameters", "sparse": "sparse=False", "replicated": "DistributedDataParallel",
         "bare": "fully_shard", "stranger": "none of the model's parameters", "silent": "ddp only",
         "unknown": "there are: dense", "knob": "it has: dense, send",
@@ -488,6 +483,29 @@ def test_what_cannot_be_carried_is_refused_by_name_with_the_alternative():
         assert found[case] is not None, f"{case} was not refused"
         assert words in found[case], f"{case}: {found[case]}"
         assert "\n" not in found[case]
+
+
+def _divided(rank, world, kind, method):
+    """The loss of a step divided by all of its tokens, and the gradients summed: torchtitan trains so."""
+    found = []
+    for factor in (None, 1.0, 4.0):
+        model = build(kind, world)
+        if factor is not None:
+            for module in model.modules():
+                if hasattr(module, "set_gradient_divide_factor"):
+                    module.set_gradient_divide_factor(factor)
+        optimizer = adamw(model)
+        wire = thinwire.compress(model, optimizer, method)
+        train(model, optimizer, rank, range(4), wire, loss=lambda *of, f=factor: loss_of(*of) * ((f or world) / world))
+        found.append(flat(model))
+        wire.close()
+    return [torch.equal(of, found[0]) for of in found]
+
+
+@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp", 4), ("hsdp-1", 2)])
+def test_the_sum_may_be_divided_by_any_number(kind, world):
+    """By a power of two nothing is rounded."""
+    assert all(all(equal) for equal in ranks.run(_divided, world, kind, "int8(smallest=100, error_feedback=True)"))
 
 
 def test_engines_module_is_importable_by_ranks():

@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import ranks
 import thinwire
-from engines import build, train
+from engines import build, same_on_all_ranks, train
 from independent4 import SCAPE as ScapePaper
 from programs import needs_triton, run_python
 from thinwire import weights as replicas
@@ -318,3 +319,26 @@ def test_weights_gathered_at_the_mask_are_the_weights():
             _, sent, planned = found["masked", kind]
             assert sent == planned  # of three steps one was skipped: its weights had been there
         assert found["masked", "fsdp2"][1] < 0.3 * found["dense", "fsdp2-keep"][1]
+
+
+def _mixed(rank, world):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    errors, trained = [], []
+    for method in ("scape(density=0.1, warmup=1, smallest=100)", "scape(smallest=100, weights='masked')"):
+        model = build("fsdp2", world, policy=policy)
+        optimizer = AdamS(model.parameters(), lr=3e-3)
+        try:
+            wire = thinwire.compress(model, optimizer, method, steps=10)
+        except ThinwireError as error:
+            errors.append(str(error))
+            continue
+        losses = train(model, optimizer, rank, range(4), wire)
+        trained.append((losses[-1] < losses[0], same_on_all_ranks(model)))
+        wire.close()
+    return trained, errors
+
+
+def test_weights_that_are_gathered_in_few_bits_are_gathered_whole_or_refused_at_once():
+    for trained, errors in ranks.run(_mixed, 2):
+        assert trained == [(True, True)]
+        assert len(errors) == 1 and "FSDP2 gathers them in torch.bfloat16: take weights='auto'" in errors[0]

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from thinwire import device as devices
 from thinwire.bucket import Piece
 from thinwire.errors import ThinwireError
 
@@ -78,8 +79,8 @@ class Bound:
         size = torch.maximum(before, self._shares[places] * torch.linalg.vector_norm(self._usual))
         over = (norms > self.times * size) & (before > 0) & norms.isfinite()
         factors = torch.where(over, size / norms, 1.0)
-        # On CPU a look costs nothing and mostly saves a pass; on CUDA it would wait for the device.
-        if flat.is_cuda or bool(over.any()):
+        # On CPU a look costs nothing and mostly saves a pass; on a GPU it would wait for the device.
+        if devices.streams(flat.device) is not None or bool(over.any()):
             torch._foreach_mul_(views, list(factors.to(flat.dtype).unbind()))
         found = torch.where(over, self.times * size, torch.where(norms.isfinite(), norms, before))
         usual[places] = torch.where(before > 0, MEMORY * before + (1 - MEMORY) * found, found)

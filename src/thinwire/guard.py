@@ -20,7 +20,7 @@ class Guard:
 
     def __init__(self, comms: Sequence[Comm], enabled: bool = True) -> None:
         self.comms, self.enabled = comms, enabled
-        self._total: Tensor | None = None
+        self._residues: list[Tensor] = []
 
     def observe(self, values: Tensor) -> None:
         """Note whether ``values`` (any shape) are finite, by their norm.
@@ -31,13 +31,13 @@ class Guard:
         if not self.enabled or values.numel() == 0:
             return
         total = torch.linalg.vector_norm(values, dtype=_wide([values])).float()
-        # inf - inf is NaN and NaN stays NaN: a running sum of (x - x) is 0 while everything is finite, NaN after.
-        residue = total - total
-        self._total = residue if self._total is None else self._total + residue
+        # inf - inf is NaN and NaN stays NaN: the sum of all (x - x) is 0 while everything is finite, NaN else. They are
+        # added up in the end, because what observes may be on different streams, of which none waits for another.
+        self._residues.append(total - total)
 
     def forget(self) -> None:
         """Drop what was observed: the step that it belongs to was never taken."""
-        self._total = None
+        self._residues.clear()
 
     def observe_all(self, gradients: Iterable[Tensor | None]) -> None:
         """Look at what came out, which may have overflowed on the way, or never came by (one rank alone).
@@ -59,14 +59,14 @@ class Guard:
         """
         if not self.enabled:
             return True, trouble
-        total = torch.zeros((), dtype=torch.float32, device=device) if self._total is None else self._total
-        self._total = None
-        flag = total.isnan().float().reshape(1)
+        residues = self._residues or [torch.zeros((), dtype=torch.float32, device=device)]
+        flag = torch.stack(residues).sum().isnan().float().reshape(1)
         if trouble:  # in which case nobody asks for the rest
             flag.fill_(2.0)
         for comm in self.comms if comms is None else comms:
             comm.all_reduce(flag, "max")
         found = flag.item()
+        self.forget()  # once the device has read them
         return found == 0, found == 2
 
 

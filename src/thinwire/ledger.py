@@ -8,8 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from thinwire import device as devices
 
 LINKS = ("inter", "intra")
 KINDS = ("encode", "wire", "decode", "exposed")
@@ -22,7 +25,7 @@ class Step:
     bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    events: list[tuple[str, Any, Any]] = field(default_factory=list)
     weight_bytes: float = 0.0
     dense_bytes: float = 0.0
     skipped: bool = False
@@ -31,7 +34,7 @@ class Step:
         """Turn device events into seconds (waits for the device, so: at the end of a step's life, not inside it)."""
         for kind, start, end in self.events:
             end.synchronize()
-            self.seconds[kind] += start.elapsed_time(end) / 1e3
+            self.seconds[kind] += max(start.elapsed_time(end), 0.0) / 1e3  # the end may have come first
         self.events.clear()
 
 
@@ -74,18 +77,20 @@ class Ledger:
 
     @contextmanager
     def span(self, kind: str, tensor: torch.Tensor | None = None) -> Iterator[None]:
-        """Time a stage: by events on the current stream for a CUDA tensor (no host sync), by the clock otherwise."""
+        """Time a stage: by events on the current stream on a GPU (no host sync), by the clock otherwise."""
         step = self.now
-        if tensor is not None and tensor.is_cuda:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
+        start = None if tensor is None else devices.mark(tensor.device)
+        if tensor is not None and start is not None:
             yield
-            end.record()
-            step.events.append((kind, start, end))
+            step.events.append((kind, start, devices.mark(tensor.device)))
         else:
             began = time.perf_counter()
             yield
             step.seconds[kind] += time.perf_counter() - began
+
+    def between(self, kind: str, start: Any, end: Any) -> None:
+        """Add the time from one event to another, nothing where the other came first."""
+        self.now.events.append((kind, start, end))
 
     def close_step(self, *, skipped: bool = False) -> None:
         """End the current step: what follows belongs to the next."""

@@ -132,11 +132,10 @@ def kept(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
     return found
 
 
-def compile_kernels(road: Road, run: Run, device: torch.device, gathered: Collection[torch.dtype] = ()) -> None:
+def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     """Play the steady state on ``device``, with zeros for the smallest parameters that are compressed and that are not.
 
     So no rank compiles in the first steps, while the others wait. Costs nothing where nothing is compressed.
-    ``gathered``: the dtypes of the weights of a sharded engine.
     """
     method = road.last.method
     sent = [parameter for parameter in run.parameters.values() if method.keep_dense(parameter) is None]
@@ -156,7 +155,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device, gathered: Collec
 
     alone = Road([replace(stage, exchange=stage.exchange.on(lone)) for stage in road.stages])
     own = (Piece(names[0], 0, least[0].local),)
-    shards = [Shard(own, (), least[0].local, dtype) for dtype in gathered]
+    shards = [Shard(own, (), least[0].local, dtype) for dtype in run.gathers]
     layout = replace(apart(least, alone, torch.float32), shards=shards, comm=CountingComm(0, 1, [0], ledger))
     play = _Play(layout, alone, only, ledger, None, None, device)
     token = every_variant.set(True)

@@ -20,11 +20,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from thinwire import device as devices
 from thinwire.bound import Bound
 from thinwire.bucket import Arena, Bucket, Piece
 from thinwire.collectives import Exchange
@@ -350,14 +351,14 @@ class Worker:
         self._ledger = ledger
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: Any = None
         self._last: torch.futures.Future | None = None
         self._failed: BaseException | None = None
 
     def submit(self, job: Callable[[], Tensor], device: torch.device, *, last: bool) -> torch.futures.Future:
         """A future of ``job()``. ``last``: no more jobs in this step; from now on the engine waits (exposed time)."""
-        if device.type == "cuda":
-            return self._enqueue(job, device, last)
+        if (there := devices.streams(device)) is not None:
+            return self._enqueue(there, job, device, last)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="thinwire")
             self._thread.start()
@@ -396,18 +397,17 @@ class Worker:
                 self._ledger.add("exposed", time.perf_counter() - waiting_since)
             future.set_result(result)
 
-    def _enqueue(self, job: Callable[[], Tensor], device: torch.device, last: bool) -> torch.futures.Future:
+    def _enqueue(
+        self, there: Any, job: Callable[[], Tensor], device: torch.device, last: bool
+    ) -> torch.futures.Future:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        start = torch.cuda.Event(enable_timing=True)
-        start.record()
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        future: torch.futures.Future = torch.futures.Future(devices=[device])
-        with torch.cuda.stream(self._stream):
+            self._stream = there.Stream(device)
+        start = devices.mark(device)
+        self._stream.wait_stream(there.current_stream(device))
+        future = devices.future(device)
+        with there.stream(self._stream):
             result = job()
             if last:
-                end = torch.cuda.Event(enable_timing=True)
-                end.record()
-                self._ledger.now.events.append(("exposed", start, end))
+                self._ledger.between("exposed", start, devices.mark(device))
             future.set_result(result)
         return future

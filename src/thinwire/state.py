@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from thinwire import device as devices
 from thinwire.bucket import Bucket, Segment
 from thinwire.errors import ThinwireError
 
@@ -119,7 +120,7 @@ class State:
     def _new(self, kind: str, shape: Sequence[int], device: torch.device) -> Tensor:
         if kind not in self._offload:
             return torch.zeros(shape, dtype=torch.float32, device=device)
-        return torch.zeros(shape, dtype=torch.float32, pin_memory=device.type == "cuda")
+        return devices.host_memory(shape, device)
 
     def _stage(self, use: str, values: Tensor, device: torch.device) -> Tensor:
         """A view of ``values``' shape of the staging buffer on ``device``; everything that uses it is on one stream."""
@@ -161,8 +162,8 @@ class State:
     def state_dict(self) -> dict[str, Tensor]:
         """``"kind/parameter"`` -> (R, span) this rank's committed values without padding, and what was ``put``."""
         for use, device in self._stages:
-            if use == "write" and device.type == "cuda":
-                torch.cuda.synchronize(device)  # copies to CPU memory may be under way
+            if use == "write":
+                devices.wait(device)  # copies to CPU memory may be under way
         result = {f"{_SMALL}{kind}/{name}": value.clone() for (kind, name), value in self._small.items()}
         result |= {f"{kind}/{name}": values.clone() for (kind, name), values in self._loose.items()}
         for (kind, name), (home, segment) in self._home.items():
@@ -186,6 +187,8 @@ class State:
         home = self._home.get(name)
         if home is not None and home[0] == bucket.key:
             return False
+        if kind in self._offload:
+            devices.wait(bucket.device)  # copies to CPU memory may be under way
         key, loose = (kind, bucket.key), self._loose.pop(name, None)
         target = _columns(self._current[key], segment)
         if loose is not None:
@@ -195,6 +198,7 @@ class State:
                     f"{tuple(target.shape)}: it was saved with another world size or engine"
                 )
             target.copy_(loose)
+            devices.keep(loose)
         elif home is not None:
             old = (kind, home[0])
             target.copy_(_columns(self._current[old], home[1]))

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from thinwire import device as devices
 from thinwire.bucket import Shard
 from thinwire.comm import Comm, Then, Work
 from thinwire.errors import ThinwireError
@@ -195,8 +196,9 @@ class Replica:
 
     def _exchange(self, message: Tensor, out: Tensor, async_op: bool) -> Work | None:
         everybody = message.new_empty((self.comm.size, len(message)))
-        # On CUDA everything is in the order of the engine's own stream: there is nothing to wait for on the host.
-        work = self.comm.all_gather(everybody, message, async_op=async_op and not message.is_cuda)
+        # On a GPU everything is in the order of the engine's own stream: there is nothing to wait for on the host.
+        async_op = async_op and devices.streams(message.device) is None
+        work = self.comm.all_gather(everybody, message, async_op=async_op)
 
         def receive() -> None:
             with self.comm.ledger.span("decode", message), torch.no_grad():

@@ -136,7 +136,7 @@ def compress(
             raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {steps}")
         run = Run(
             parameters, engine.hops[-1], steps, seed, optimizers, _weights(engine, optimizers), engine.rank, scaled,
-            len(engine.hops), engine.chunk,
+            len(engine.hops), engine.chunk, engine.gathers,
         )  # fmt: skip
         method.begin(run)
         if inner is not None:
@@ -301,8 +301,7 @@ class Wire:
         if scaler is not None and method.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
-            gathered = {shard.dtype for shard in engine.layout().shards}
-            compile_kernels(self._road, run, self._device, gathered)  # which may refuse: nothing is hooked yet
+            compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
         self._turn = Turn(
             engine, method, run.optimizers, run.weights, self._road, self._guard, self._stage.bound, ledger,
             scaled=scaler is not None, max_skipped=max_skipped, check_every=check_every,

@@ -36,6 +36,7 @@ class Engine(Protocol):
         comms: the groups on which ranks agree whether a step counts.
         rank: of this process among the data-parallel ones.
         wire_dtype: of the engine's buffers; None: as the parameters.
+        gathers: dtypes in which sharded weights are gathered; none where they are not sharded.
     """
 
     kind: str
@@ -47,6 +48,9 @@ class Engine(Protocol):
     comms: list[Comm]
     rank: int
     wire_dtype: torch.dtype | None
+
+    @property
+    def gathers(self) -> frozenset[torch.dtype]: ...
 
     @property
     def exchanges(self) -> bool:

@@ -201,6 +201,7 @@ class DDP:
     def gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.model.module.parameters() if parameter.requires_grad]
 
+    gathers: frozenset[torch.dtype] = frozenset()
     exchanges = True
     """The hook is called whatever the number of ranks."""
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from thinwire import device as devices
 from thinwire.bucket import Layout, Piece, Shard
 from thinwire.collectives import AllReduce, Exchange, ReduceScatter
 from thinwire.comm import Comm, GroupComm, Work
@@ -93,6 +94,7 @@ class FSDP2:
         self.parameters: dict[int, Parameter] = describe(cast(nn.Module, model), shards)
         self._comms: dict[int, GroupComm] = {}
         self._gathers: list[_AllGather] = []
+        self.tail: tuple[Any, Any] | None = None  # events of the last reduction: gradients were there; means were
         info = self.groups[0][1].mesh_info
         self.wire_dtype: torch.dtype | None = self._reduce_dtype(self.groups[0][1])
         shard = self.comm(info.shard_process_group)
@@ -113,6 +115,7 @@ class FSDP2:
             intra, inter = split_by_node(shard)
             self.levels = Regroup(self.hops[0], intra.size, inter.size)
             self.hops = ReduceScatter(intra), ReduceScatter(inter)
+        self.ranks = math.prod(comm.size for comm in self.comms)
         self.comms += self._beside()
 
     @staticmethod
@@ -139,6 +142,15 @@ class FSDP2:
         """The mesh dimensions that are not data parallel (tensor parallelism): their ranks share the guard's flag."""
         return [self.comm(group) for group in _other_groups(self.model, [of.group for of in self._comms.values()])]
 
+    @property
+    def gathers(self) -> frozenset[torch.dtype]:
+        """In which the weights are gathered."""
+        return frozenset(
+            group.mp_policy.param_dtype or fsdp_param.sharded_param.dtype
+            for _, group in self.groups
+            for fsdp_param in group.fsdp_params
+        )
+
     @staticmethod
     def _reduce_dtype(group: Any) -> torch.dtype | None:
         policy = group.mp_policy
@@ -154,8 +166,6 @@ class FSDP2:
                     "DistributedDataParallel, or fully_shard on a ('replicate', 'shard') mesh"
                 )
             meshes.add((id(info.shard_process_group), id(getattr(info, "replicate_process_group", None))))
-            if getattr(group, "gradient_divide_factor", None) is not None:
-                raise ThinwireError("set_gradient_divide_factor(): Thinwire returns the mean; scale the loss instead")
             if getattr(group, "force_sum_reduction_for_comms", False):
                 raise ThinwireError("set_force_sum_reduction_for_comms(): Thinwire returns the mean; turn it off")
             if type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy":
@@ -259,10 +269,14 @@ class FSDP2:
         return all_zero((weight.grad for weight in weights), self.comms)
 
     def settled(self) -> None:
-        """The step is over: nothing to forget."""
+        """The step is over."""
+        self.tail = None
 
     def stepping(self) -> None:
         """An optimizer is about to give the weights new values; any others that they were given are news."""
+        if self.tail is not None:
+            self.ledger.between("exposed", *self.tail)
+            self.tail = None
         for replica in self.replicas:
             replica.look()
 
@@ -300,6 +314,10 @@ class _GroupLink:
         self.entered = False  # is this reduction known to the turn?
         self._active: list[Any] = []
         self._expected: list[Tensor] | None = None
+        self.device: torch.device = group.device
+        self.gathered: Any = None  # an event: the last gather of the weights is over
+        self.copied: Any = None  # an event: FSDP2 has read what it gave
+        self._computed: Any = None  # an event: the gradients of the next reduction are there
         self._seen: set[tuple[Piece, ...]] = set()
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
         self._watch()
@@ -307,11 +325,22 @@ class _GroupLink:
     def _watch(self) -> None:
         """Know which parameters are in the next reduction: torch leaves out those without a gradient, and says nothing.
 
-        The numel can be the same for other parameters, so the set has to be read where torch decides it.
+        The numel can be the same for other parameters, so the set has to be read where torch decides it. On a GPU, know
+        also when the stream that computes has come to where it needs what is on its way.
         """
-        original = self.group.post_backward
+        original, original_wait = self.group.post_backward, self.group.wait_for_unshard
+
+        def wait_for_unshard() -> None:
+            if self.gathered is not None:
+                self.engine.ledger.between("exposed", devices.mark(self.device), self.gathered)
+                self.gathered = None
+            original_wait()
+            self.copied = devices.mark(self.device)
+
+        self.group.wait_for_unshard = wait_for_unshard
 
         def post_backward(*unused: Any) -> Any:
+            self._computed = devices.mark(self.device)
             zeros = getattr(self.group, "reduce_scatter_unused_params", False)
             self._active = [
                 fsdp_param
@@ -325,6 +354,18 @@ class _GroupLink:
             return original(*unused)
 
         self.group.post_backward = post_backward
+
+    @property
+    def divisor(self) -> float | None:
+        """What the user has the sum over all ranks divided by (``set_gradient_divide_factor``); None: their number."""
+        return getattr(self.group, "gradient_divide_factor", None)
+
+    def reduced(self, began: float) -> None:
+        """Gradients have been reduced, on the current stream, since ``began``: the compute stream may have to wait."""
+        if (end := devices.mark(self.device)) is None:
+            self.engine.ledger.add("exposed", time.perf_counter() - began)
+        else:
+            self.engine.tail = self._computed, end  # of a backward pass, the last one's
 
     @staticmethod
     def _gradient(fsdp_param: Any) -> Tensor:
@@ -408,20 +449,21 @@ class _GroupLink:
 
         def hook(shard: Tensor) -> None:
             began = time.perf_counter()
-            if shard.is_cuda:
-                # torch 2.11 to 2.13 let go of the buffer while this stream still reads it.
-                shard.record_stream(torch.cuda.current_stream(shard.device))
+            devices.keep(shard)  # torch 2.11 to 2.13 let go of the buffer while this stream still reads it
             ranks = self.engine.hops[0].rows
+            if self.divisor is not None and ranks == 1:  # torch has divided by it already
+                shard.mul_(self.divisor)
             if self._expected is not None and ranks == 1:
                 self.verify(shard, 1)
+            if self.divisor is not None and ranks == 1:
+                shard.mul_(self.engine.ranks / self.divisor)
             inter = shard_of(self.pieces(ranks))
             if not self.entered:  # torch leaves the reduce-scatter out where one rank has all of the shard
                 self.turn.enter([piece.name for piece in inter])
             self.entered = False
             with self.turn.exchanging("gradients", (piece.name for piece in inter)):
                 stage.reduce(shard, inter, shard)
-            if not shard.is_cuda:
-                self.engine.ledger.add("exposed", time.perf_counter() - began)
+            self.reduced(began)
 
         return hook
 
@@ -436,12 +478,13 @@ class _ReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
-        if op != dist.ReduceOp.AVG:
-            raise ThinwireError(
-                f"FSDP2 asks for {op}: Thinwire returns the mean; see set_gradient_divide_factor and reduce_dtype"
-            )
+        factor = self.link.divisor
+        if factor is None and op != dist.ReduceOp.AVG:
+            raise ThinwireError(f"FSDP2 asks for {op}: Thinwire returns the mean; see reduce_dtype")
         began = time.perf_counter()
         pieces = self.link.verify(input_tensor, group.size())
+        if factor is not None:  # the sum divided by it is the mean of what is so many times as large
+            input_tensor.mul_(self.link.engine.ranks / factor)
         self.link.turn.enter([piece.name for piece in pieces])
         self.link.entered = True
         with self.link.turn.exchanging("gradients", (piece.name for piece in pieces)):
@@ -449,8 +492,7 @@ class _ReduceScatter:
                 self.link.road.stages[0].reduce(input_tensor, pieces, output_tensor)
             else:
                 self.link.road.reduce(input_tensor, pieces, output_tensor)
-        if not input_tensor.is_cuda:
-            self.link.engine.ledger.add("exposed", time.perf_counter() - began)
+        self.link.reduced(began)
 
 
 class _AllGather:
@@ -478,6 +520,8 @@ class _AllGather:
         if self.replica is None or (self.replica.shard, self.replica.device) != (shard, device):
             message = method.weight_message(shard, comm.rank)
             self.replica = Replica(message, method.state, shard, comm, device, self.link.version)
+        if self.link.copied is not None:  # a module may be called twice in one forward pass
+            devices.streams(device).current_stream(device).wait_event(self.link.copied)
         return self.replica.allocate()
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> Work | None:
@@ -491,7 +535,8 @@ class _AllGather:
                 work = self.replica.gather(output_tensor, self.road.step, unsettled=unsettled, async_op=async_op)
             else:
                 work = comm.all_gather(output_tensor, input_tensor, async_op=async_op)
-        if input_tensor.is_cuda:
+        if (end := devices.mark(input_tensor.device)) is not None:
+            self.link.gathered = end if work is None else None
             return work
         ledger.add("exposed", time.perf_counter() - began)
         return None if work is None else _TimedWork(work, ledger, self._exchanging)

@@ -68,6 +68,7 @@ class Run:
         chunk: (which, of how many) of a parameter's equal chunks of dim 0 travels here, where the rank holds all of its
             weight (two levels on DDP). None: what travels is what the rank holds.
         scaled: gradients reach the optimizer multiplied with a GradScaler's scale, which the optimizer may undo itself.
+        gathers: dtypes in which the engine gathers weights that it shards; none where it shards none.
     """
 
     parameters: Mapping[str, Parameter]
@@ -80,6 +81,7 @@ class Run:
     scaled: bool = False
     hop: int = 1
     chunk: tuple[int, int] | None = None
+    gathers: frozenset[torch.dtype] = frozenset()
 
     @functools.cached_property
     def held(self) -> dict[str, Held]:

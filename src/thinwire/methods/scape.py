@@ -83,7 +83,8 @@ class SCAPE(Method):
         clip: what clipping the gradient does to the moment. "paper": nothing, v alone sees the clipped gradient;
             "return": the moment too, and what was clipped off goes back to what waits.
         weights: what is gathered of weights that FSDP2 shards: "masked", the values at the mask (a copy of all weights
-            stays in memory, float32), or "dense".
+            stays in memory, float32), or "dense". "auto": masked where FSDP2 gathers float32, dense where
+            MixedPrecisionPolicy(param_dtype=) has it gather fewer bits, which cannot be kept up to date.
         payload: dtype of the values: "fp32", "bf16" (half the bytes, 8 significant bits; the rounding is lost), or
             "int8" and "int4" in groups of 64 (what quantization leaves out joins what waits; sent to everybody, so
             that on DDP and HSDP the bytes grow with the number of ranks). On FSDP2 moments that fell off the mask
@@ -105,7 +106,7 @@ class SCAPE(Method):
     refresh: int = 1
     clip: Literal["paper", "return"] = "paper"
     payload: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
-    weights: Literal["masked", "dense"] = "masked"
+    weights: Literal["auto", "masked", "dense"] = "auto"
     offload: bool = False
     smallest: int = SMALL
 
@@ -126,6 +127,12 @@ class SCAPE(Method):
     def begin(self, run: Run) -> None:
         super().begin(run)
         refuse_chunks(self.name, run)
+        if self.weights == "masked" and run.gathers - {torch.float32}:
+            raise ThinwireError(
+                "scape: weights='masked' keeps gathered weights up to date in float32, and FSDP2 gathers them in "
+                f"{', '.join(sorted(map(str, run.gathers)))}: take weights='auto', or leave param_dtype out of "
+                "MixedPrecisionPolicy"
+            )
         sent = {name: held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None}
         for name, (optimizer, _) in sent.items():
             if not isinstance(optimizer, AdamS):
@@ -283,14 +290,10 @@ class SCAPE(Method):
     @property
     def encodes_weights(self) -> bool:
         """With a hop inside the node a rank does not know the masks of its node's other shards: they go whole."""
-        return self.weights == "masked" and self.density < 1 and self._apart and self.run.hop == 1
+        masked = self.weights == "masked" or (self.weights == "auto" and not self.run.gathers - {torch.float32})
+        return masked and self.density < 1 and self._apart and self.run.hop == 1
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
-        if shard.dtype != torch.float32:
-            raise ThinwireError(
-                f"scape keeps gathered weights up to date in float32, and FSDP2 gathers them in {shard.dtype}: "
-                "leave param_dtype out of MixedPrecisionPolicy, or use weights='dense'"
-            )
         return AtMask(self._used, self._keep, shard.pieces, rank)  # Alg. 2, l. 3-5
 
     @property

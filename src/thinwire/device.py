@@ -1,0 +1,45 @@
+"""What is different on a device that works through streams while the host goes on: nothing else asks for CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def streams(device: torch.device) -> Any:
+    """torch's module of ``device``'s streams and events; None where work is over when a call returns (CPU)."""
+    return torch.cuda if device.type == "cuda" else None
+
+
+def mark(device: torch.device) -> Any:
+    """A timed event, recorded on the current stream; None where there are no streams."""
+    if (there := streams(device)) is None:
+        return None
+    event = there.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def future(device: torch.device) -> torch.futures.Future:
+    """One that is completed under a stream: whoever waits for it, waits for what that stream has been given."""
+    return torch.futures.Future(devices=[device])
+
+
+def keep(tensor: Tensor) -> None:
+    """``tensor``, which another stream has allocated, is used on this one: its memory is not given away before."""
+    if (there := streams(tensor.device)) is not None:
+        tensor.record_stream(there.current_stream(tensor.device))
+
+
+def host_memory(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Zeros, float32, in CPU memory from and to which ``device`` copies while the host goes on."""
+    return torch.zeros(shape, dtype=torch.float32, pin_memory=streams(device) is not None)
+
+
+def wait(device: torch.device) -> None:
+    """The host waits until ``device`` has done all that it was given."""
+    if (there := streams(device)) is not None:
+        there.synchronize(device)
