@@ -7,6 +7,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -129,7 +130,10 @@ def test_the_odd_one_out_is_named():
 
 def _grid(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    inner, outer = (GroupComm(mesh.get_group(name), Ledger()) for name in ("inner", "outer"))
+    inner, outer = (GroupComm.aside(mesh.get_group(name)) for name in ("inner", "outer"))
+    with mock.patch("thinwire.comm._devices", lambda group: [torch.device("cuda")]):  # as NCCL alone has
+        assert GroupComm(inner.group, Ledger()).device.type == inner.device.type == "cpu"
+        assert GroupComm.aside(inner.group).device.type == "cuda"
     stage, guard = str(rank // 2), str(rank < 2)
     cases = [
         ([inner, outer], None, {"method": "fp8" if rank == 3 else "int8"}, {}),

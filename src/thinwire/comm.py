@@ -189,6 +189,13 @@ class GroupComm(Comm):
         self.timeout = timeout_of(group)
         self.ranks = dist.get_process_group_ranks(group)
 
+    @classmethod
+    def aside(cls, group: dist.ProcessGroup) -> GroupComm:
+        """For words between the ranks of ``group`` that are no part of the exchange: counted nowhere, and from a device
+        that it can talk from."""
+        kinds = {device.type for device in _devices(group)}
+        return cls(group, Ledger(), device="cpu" if "cpu" in kinds or not kinds else min(kinds))
+
     def twin(self) -> GroupComm:
         """The same ranks with a process group of their own, so that another thread may use it beside this one."""
         return self.subset(range(self.size))

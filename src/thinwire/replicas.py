@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from thinwire.agreement import Agreement, difference
-from thinwire.comm import GroupComm, local
+from thinwire.comm import Comm, GroupComm, local
 from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
 
 if TYPE_CHECKING:
     from thinwire.turn import Turn
@@ -70,7 +69,7 @@ class Replicas:
     def __init__(self, turn: Turn, every: int) -> None:
         """``every``: optimizer steps, skipped ones included; higher => cheaper, and noticed later."""
         self._turn, self.every, self._last = turn, every, 0
-        self._comms = [_quiet(comm) for comm in turn.engine.comms]
+        self._comms = [_aside(comm) for comm in turn.engine.comms]
 
     def look(self, number: int) -> None:
         """Compare after step ``number``, if it is time to and the ranks are together.
@@ -91,14 +90,14 @@ class Replicas:
         engine, method, exchange = turn.engine, turn.method, turn.road.last.exchange
         if engine.kind != "fsdp2":
             same = engine.comms[0] if engine.kind == "ddp" else exchange.comm
-            yield _quiet(same), {f"the weights {name}": local(weight) for name, weight in turn.weights.items()}
+            yield _aside(same), {f"the weights {name}": local(weight) for name, weight in turn.weights.items()}
         if method.alike:
             method.finish()
             kinds = [found for kind in method.alike for found in method.state.found(kind)]
-            yield _quiet(exchange.comm), {f"{kind} of {name}": value for kind, name, value in sorted(kinds, key=_key)}
+            yield _aside(exchange.comm), {f"{kind} of {name}": value for kind, name, value in sorted(kinds, key=_key)}
         for replica in getattr(engine, "replicas", ()):
             if replica.held is not None:
-                yield _quiet(replica.comm), {f"the gathered weights {replica.shard.names[0]}": replica.held}
+                yield _aside(replica.comm), {f"the gathered weights {replica.shard.names[0]}": replica.held}
 
     @staticmethod
     def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], number: int) -> None:
@@ -131,7 +130,6 @@ def _key(found: tuple[str, str, Tensor]) -> tuple[str, str]:
     return found[:2]
 
 
-def _quiet(comm: object) -> GroupComm:
-    """The same ranks: what is said here is not counted as the method's."""
+def _aside(comm: Comm) -> GroupComm:
     assert isinstance(comm, GroupComm)
-    return GroupComm(comm.group, Ledger(), comm.nodes)
+    return GroupComm.aside(comm.group)

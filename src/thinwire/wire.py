@@ -102,8 +102,8 @@ def compress(
         LostRank: another rank does not come within the timeout of the process group.
     """
     kind, wrapped = _kind(model)
-    comms = [GroupComm(group, Ledger()) for group in kind.process_groups(wrapped)]
-    with Agreement(comms, None if stages is None else GroupComm(stages, Ledger())) as agreement:
+    comms = [GroupComm.aside(group) for group in kind.process_groups(wrapped)]
+    with Agreement(comms, None if stages is None else GroupComm.aside(stages)) as agreement:
         method = resolve(method)
         if hasattr(method, "state"):
             raise ThinwireError(f"this {method.name} object already serves another model: make one per compress()")
