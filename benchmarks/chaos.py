@@ -134,6 +134,7 @@ def main() -> int:
     chosen = parser.parse_args()
     wait_s = None if chosen.every == "steps" else float(chosen.every.removesuffix("s"))
     words = f"--steps {chosen.steps} --checkpoint-every 20 --resume auto --timeout {TIMEOUT} --method {chosen.method}"
+    words += f" --file-timeout {TIMEOUT}"
     print(f"seed {chosen.seed}: {chosen.steps} steps of {chosen.method} on {NODES} x {PER_NODE} ranks, {LINK}, "
           f"--timeout {TIMEOUT}\nkind       |    at | rank | all in time | s | ends | seen", flush=True)  # fmt: skip
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
@@ -155,7 +156,7 @@ def main() -> int:
                     break
             struck = tensors_of(chaos.out, chosen.steps)
         finally:
-            subprocess.run(["umount", chaos.out.parent], check=True)
+            subprocess.run(["umount", "--lazy", chaos.out.parent], check=True)
         seconds = time.monotonic() - began
         alone = forked.train(words.split(), NODES * PER_NODE, box / "alone", cluster=cluster)
         alone.wait(3600)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import thinwire
 
-CONTEXT, WIDTH, STEPS = 16, 256, 40
+CONTEXT, WIDTH, STEPS = 16, 256, 20
 TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
 WINDOWS = TEXT.unfold(0, CONTEXT + 1, 1)
 
@@ -60,7 +60,7 @@ def main(method: str = "int8") -> None:
         wire.clip_grad_norm_(1.0)  # one norm over both meshes
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 0 and step % 10 == 0:
+        if rank == 0 and step % 5 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
     if rank == 0:
         print(wire.report())

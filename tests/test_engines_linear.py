@@ -98,12 +98,12 @@ def _train(rank, world, kind):
         if method not in tried(kind):
             continue
         model, optimizer, wire = begun(kind, world, method)
-        train(model, optimizer, rank, [*range(SPOILT), SPOILT + 1], wire)
+        train(model, optimizer, rank, [*range(SPOILT), SPOILT + 1, SPOILT + 2], wire)  # Radius waits with something
         if kind != "ddp":
             first = wire
             model, optimizer, wire = resumed(kind, world, method, model, optimizer, wire)
             first.close()
-        train(model, optimizer, rank, range(SPOILT + 2, STEPS), wire)
+        train(model, optimizer, rank, range(SPOILT + 3, STEPS), wire)
         other = entries(wire.state_dict())
         state.pop("skipped"), other.pop("skipped")
         same_state = state.keys() == other.keys() and all(torch.equal(state[k], other[k]) for k in state)
@@ -133,10 +133,10 @@ def _resume(rank, world):
     for method in tried("ddp"):
         whole = begun("ddp", world, method)
         model, optimizer, wire = whole
-        train(model, optimizer, rank, range(5), wire)
+        train(model, optimizer, rank, range(6), wire)
         again = resumed("ddp", world, method, *whole)
         for model, optimizer, wire in (whole, again):
-            train(model, optimizer, rank, range(5, 9), wire)
+            train(model, optimizer, rank, range(6, 9), wire)
             wire.close()
         found[method] = torch.equal(flat(whole[0]), flat(again[0]))
     return found

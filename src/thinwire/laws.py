@@ -111,13 +111,14 @@ def small(cls: type[Method], **knobs: Any) -> Method:
 def broken_laws(make: Callable[[], Method], where: Where) -> list[Broken]:
     """The laws that what ``make`` makes breaks ``where``. None where the method takes one level and says so."""
     try:
-        steps = _begun(make, where).method.steady + 1 + WINDOW
+        begun = _begun(make, where)
     except ThinwireError as refused:
         if where.topology.startswith("two_level") and "on DDP takes one level" in str(refused):
             return []
         raise
+    steps = begun.method.steady + 1 + WINDOW
     plain = play(make, where, steps)
-    found = [*_ranks(plain), *_promise(plain), *_bytes(plain, _begun(make, where).plan.wire_bytes)]
+    found = [*_ranks(plain), *_promise(plain), *_bytes(plain, begun.plan.wire_bytes)]
     if plain.method.promise.kind == "lossy":
         found += _lossy(plain, play(make, where, 2, gradient=_zeros))
     if where.size > FEW:

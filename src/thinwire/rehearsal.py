@@ -379,10 +379,10 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         result = args[0] if _in_place(function) and args[0].is_meta else function(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.is_meta:
-                self._note(tensor, tensor.untyped_storage().nbytes())
-        if not _is_free(function) and any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves((args, result))):
+        without_storage = _without_storage(result)
+        for tensor in without_storage:
+            self._note(tensor, tensor.untyped_storage().nbytes())
+        if not _is_free(function) and (without_storage or _without_storage(args)):
             self.launches[f"aten.{function.overloadpacket.__name__}"] += 1
         return result
 
@@ -405,6 +405,11 @@ class _Watch(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         self.live -= self._known.pop(key)
+
+
+def _without_storage(values: Any) -> list[Tensor]:
+    leaves = [values] if isinstance(values, Tensor) else tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta]
 
 
 @functools.cache

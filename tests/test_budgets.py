@@ -1,0 +1,45 @@
+"""What a step may launch, send and hold on CUDA, for GPT-2's 148 tensors: figures that must not grow unnoticed.
+
+The tables are those of ``benchmarks/budgets.py``; a change that lowers a figure lowers it here.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from budgets import budget, gpt2, llama
+
+BUDGETS = {
+    # method, engine, ranks: launches, of them ours, collectives, host syncs, MB held
+    ("dense", "fsdp2", 512): (1, 0, 14, 1, 0),
+    ("int8", "fsdp2", 512): (205, 39, 27, 1, 242),
+    ("int8", "ddp", 64): (300, 89, 71, 1, 245),
+    ("sdp4bit", "fsdp2", 64): (294, 76, 27, 1, 715),
+    ("scape", "ddp", 8): (678, 292, 54, 1, 1580),
+    ("topk", "ddp", 8): (1299, 247, 53, 1, 1095),
+}
+
+
+def test_the_models_are_what_they_are_called():
+    shapes = [shape for module in gpt2() for shape in module.values()]
+    assert len(shapes) == 148 and sum(len(module) for module in llama()) == 291
+
+
+@pytest.mark.parametrize(("method", "engine", "ranks"), BUDGETS)
+def test_a_step_stays_within_its_budget(method, engine, ranks):
+    found = budget(method, "gpt2", engine, ranks)
+    launches, ours, collectives, syncs, held = BUDGETS[method, engine, ranks]
+    assert found.launches <= launches and found.ours <= ours, found
+    assert found.collectives <= collectives and found.syncs <= syncs, found
+    assert found.held <= held * 1e6, found
+
+
+def test_int8_on_a_model_of_seven_billion_holds_less_than_two_gigabytes():
+    """With 64 ranks on FSDP2: what the largest module needs, not what all of them do."""
+    found = budget("int8", "llama", "fsdp2", 64)
+    assert found.held < 2e9 and found.peak < 2e9
