@@ -280,7 +280,9 @@ class Resumed:
         )
 
 
-def whole(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+def whole(
+    checkpoint: Checkpoint, kinds: Iterable[str] = ("model/", "optimizer/")
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Weights ("model/NAME") and moments ("optimizer/NAME/KIND"), one by one, whatever engine they were sharded by.
 
     Shards of FSDP2 lie side by side along dim 0; of HSDP's copies the first is read.
@@ -289,7 +291,7 @@ def whole(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     if MODEL not in checkpoint.meta["files"]:
         share = int(checkpoint.meta["about"]["mesh"].split()[0])
         files = [checkpoint.path / rank_file(rank) for rank in range(share)]
-    for begins in ("model/", "optimizer/"):
+    for begins in kinds:
         for parts in zip(*(read_tensors(path, begins) for path in files), strict=True):
             (name, first), *rest = parts
             if any(other != name for other, _ in rest):
