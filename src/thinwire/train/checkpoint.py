@@ -280,7 +280,9 @@ class Resumed:
         )
 
 
-def whole(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+def whole(
+    checkpoint: Checkpoint, kinds: Iterable[str] = ("model/", "optimizer/")
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Weights ("model/NAME") and moments ("optimizer/NAME/KIND"), one by one, whatever engine they were sharded by.
 
     Shards of FSDP2 lie side by side along dim 0; of HSDP's copies the first is read.
@@ -289,7 +291,7 @@ def whole(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     if MODEL not in checkpoint.meta["files"]:
         share = int(checkpoint.meta["about"]["mesh"].split()[0])
         files = [checkpoint.path / rank_file(rank) for rank in range(share)]
-    for begins in ("model/", "optimizer/"):
+    for begins in kinds:
         for parts in zip(*(read_tensors(path, begins) for path in files), strict=True):
             (name, first), *rest = parts
             if any(other != name for other, _ in rest):
@@ -321,8 +323,8 @@ class Checkpoints:
     ) -> Path:  # fmt: skip
         """Write the checkpoint of ``step``, and remove those of this run that are not among the newest ``keep``.
 
-        ``sequences``: of the shuffled text that all ranks together have trained on.
         One that is not ``good`` (the run diverges) is marked so: it replaces no other, and ``latest`` does not name it.
+        ``sequences``: of the shuffled text that all ranks together have trained on.
 
         Raises:
             ThinwireError: on all ranks, with what kept one of them from writing. Older checkpoints are as they were.
@@ -368,9 +370,13 @@ class Checkpoints:
     def _tidy(self, newest: str, good: bool) -> None:
         if good:
             files.write(self.path / "latest", newest + "\n")
-        there = [found for found, _ in self._listed() if found is not None and found.meta["run"] == self.run]
-        good_by_name = {found.path.name: found.meta["good"] for found in there}
-        for old in obsolete(good_by_name, newest, self._pointer(), self.keep):
+        there = {}
+        for name in steps_in(self.path):
+            with contextlib.suppress(Damaged):  # of which nobody can tell whose it is: it stays
+                meta = read_meta(self.path / name).meta
+                if meta["run"] == self.run:
+                    there[name] = meta["good"]
+        for old in obsolete(there, newest, self._pointer(), self.keep):
             files.remove(self.path / old)
 
     def find(self, resume: str) -> Resumed | None:
@@ -382,7 +388,7 @@ class Checkpoints:
         Raises:
             ThinwireError: there is no such checkpoint, nothing that is there can be used, or it is not of such a run.
         """
-        resumed = self._newest(resume) if resume in ("auto", "latest") else self._named(Path(resume))
+        resumed = self._newest(resume) if resume in ("auto", "latest") else self._given(Path(resume))
         if resumed is not None:
             path = resumed.checkpoint.path
             if any(self.together.gather(lambda: path.parent.resolve() == self.path.resolve())):
@@ -395,7 +401,7 @@ class Checkpoints:
                 warnings.warn(line, ThinwireWarning, stacklevel=2)
         return resumed
 
-    def _named(self, path: Path) -> Resumed:
+    def _given(self, path: Path) -> Resumed:
         found, wrong = self._look(lambda: [path])
         damaged = [line for line in wrong if line != _no_meta(path)]
         if damaged or not found:
@@ -507,14 +513,6 @@ class Checkpoints:
         except (OSError, ValueError):
             return None
         return name if _NAME.fullmatch(name) else None
-
-    def _listed(self) -> Iterator[tuple[Checkpoint | None, str]]:
-        """Every checkpoint of this folder: by its meta.json, or what is wrong with it."""
-        for name in steps_in(self.path):
-            try:
-                yield read_meta(self.path / name), ""
-            except Damaged as error:
-                yield None, str(error)
 
 
 def _fresh(path: Path) -> None:

@@ -54,21 +54,8 @@ def read(place: Path) -> Trained:
     config = from_yaml(run / "config.yaml")
     tokenizer = Tokenizer(config.tokenizer, (), run, trains=False)
     shape = ModelConfig(**{**vars(shape), "context": config.sequence}).check()
-    return Trained(found.path, found.step, shape, _whole(found), tokenizer)
-
-
-def _whole(found: checkpoint.Checkpoint) -> dict[str, Tensor]:
-    """The weights: DDP's as they are, the others' shards side by side, those of the first copy."""
-
-    def model_of(name: str) -> dict[str, Tensor]:
-        tensors = checkpoint.read_tensors(found.path / name, "model/")
-        return {key.removeprefix("model/"): value for key, value in tensors}
-
-    if checkpoint.MODEL in found.meta["files"]:
-        return model_of(checkpoint.MODEL)
-    share = int(found.meta["about"]["mesh"].split()[0])
-    shards = [model_of(checkpoint.rank_file(rank)) for rank in range(share)]
-    return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
+    weights = {name.removeprefix("model/"): value for name, value in checkpoint.whole(found, ["model/"])}
+    return Trained(found.path, found.step, shape, weights, tokenizer)
 
 
 @dataclass(frozen=True)
