@@ -43,7 +43,7 @@ def rank_of(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{target}-{world}", rank=rank, world_size=world)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(TOKENS, 64), nn.Flatten(), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, TOKENS))
+    net = nn.Sequential(nn.Embedding(TOKENS, 64), nn.Flatten(), nn.Linear(128, 256), nn.GELU(), nn.Linear(256, TOKENS))
     optimizer_state = None
     if source:
         saved = torch.load(f"{folder}/{source}.pt", weights_only=True)
@@ -128,7 +128,7 @@ def draw(found: dict[str, list[float]], length: int, path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="topk(density=0.01, smallest=1000)")
-    parser.add_argument("--steps", type=int, default=60, help="on each number of ranks, even")
+    parser.add_argument("--steps", type=int, default=40, help="on each number of ranks, even")
     parser.add_argument("--png", help="draw the curves to this file")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
