@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,12 +87,13 @@ def test_no_step_waits_for_a_kernel(name, kind):
         pytest.skip(f"{name} does not run on {kind}")
     exchange = exchange_of(kind, 5)
     parameters = list(parameters_for(exchange, SHAPES).values())
-    run, road = stand_in(method, parameters, exchange), road_of(method, parameters, exchange)
+    layout, road = layout_of(parameters, exchange), road_of(method, parameters, exchange)
+    gathers = frozenset(shard.dtype for shard in layout.shards)
+    run = replace(stand_in(method, parameters, exchange), gathers=gathers)
     compiled: set[tuple[object, ...]] = set()
     needed: set[tuple[object, ...]] = set()
-    layout = layout_of(parameters, exchange)
     with dry.run(lambda kernel, variant: compiled.add((kernel, *sorted(variant.items())))):
-        compile_kernels(road, run, META, {shard.dtype for shard in layout.shards})
+        compile_kernels(road, run, META)
     with dry.run(lambda kernel, variant: needed.add((kernel, *sorted(variant.items())))):
         rehearse(layout, road, run)
     assert not needed - compiled
