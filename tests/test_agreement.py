@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import engines
 import restarted
 import thinwire
 from models import Net, loss_of
@@ -331,3 +332,24 @@ def test_replicas_that_differ_are_named_and_those_that_do_not_pass():
         for said in found:
             assert said[f"{name}, {spoils}"].startswith(what), (name, said)
             assert what == "nothing" or "rank 1 are not those of rank 0" in said[f"{name}, {spoils}"]
+
+
+def _drift_of_one_copy(rank: int, world: int) -> str:
+    """Of 2 copies on 2 ranks each, with gathers of weights beside them, one copy changes on one rank."""
+    model = engines.build("hsdp", world)
+    optimizer = engines.adamw(model)
+    wire = thinwire.compress(model, optimizer, "sdp4bit(weight_group=32, smallest=100)", check_every=2)
+    try:
+        engines.train(model, optimizer, rank, range(1), wire)
+        if rank == 2:
+            next(model.parameters()).to_local().data.view(-1)[0] += 1e-3
+        engines.train(model, optimizer, rank, range(1, 2), wire)
+    except ThinwireError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_of_the_other_shard_hear_of_it_too():
+    found = run(_drift_of_one_copy, 4)
+    assert all("after step 2, the weights " in said for said in found), found
+    assert "rank 2 are not those of rank 0" in found[0] and found[1].startswith("rank ")

@@ -10,8 +10,8 @@ two differ the texts: then every rank names the same rank, and the first thing t
         ...                         # groups are made, kernels compiled
                                     # all ranks have come to the end
 
-A rank that fails inside does not leave the others waiting: it takes part in what comes next with its message, and all
-raise.
+A rank that fails inside takes part in what comes next with its message, and all raise. (Where the others are making a
+group just then, they and it wait for each other as long as the group's timeout says.)
 """
 
 from __future__ import annotations

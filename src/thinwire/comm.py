@@ -359,12 +359,12 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def _inherit_timeout(group: dist.ProcessGroup) -> None:
-    """Let ``group`` wait no longer than the job's own group, if torch made it and left it at its default.
+    """Let ``group`` wait as long as the job's own group, if torch made it and left it at its default.
 
     ``init_device_mesh`` does not hand on what ``init_process_group(timeout=...)`` was told.
     """
     whole, limit = timeout_of(dist.group.WORLD), timeout_of(group)  # type: ignore[arg-type]
-    if whole is None or limit is None or whole >= limit or limit not in _DEFAULTS:
+    if whole is None or limit is None or limit not in _DEFAULTS:
         return
     for backend in _backends(group):
         if hasattr(backend, "_set_default_timeout"):

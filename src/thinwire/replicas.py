@@ -81,8 +81,10 @@ class Replicas:
             return
         self._last = number
         with Agreement(self._comms), torch.no_grad():
-            for comm, tensors in self._held():
-                self._compare(comm, tensors, number)
+            # All of them before one raises: other groups do not know yet, and their ranks go on to the next.
+            wrong = [self._compare(comm, tensors, number) for comm, tensors in self._held()]
+            for line in filter(None, wrong):
+                raise ThinwireError(line)
 
     def _held(self) -> Iterator[tuple[GroupComm, dict[str, Tensor]]]:
         """What must be the same within a group of ranks."""
@@ -100,22 +102,23 @@ class Replicas:
                 yield _aside(replica.comm), {f"the gathered weights {replica.shard.names[0]}": replica.held}
 
     @staticmethod
-    def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], number: int) -> None:
-        """First one hash of all goes round; only if two differ, one of each tensor."""
+    def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], number: int) -> str:
+        """What differs, or "". First one hash of all goes round; only if two differ, one of each tensor."""
         if not tensors:
-            return
+            return ""
         each = torch.stack([digest(values) for values in tensors.values()])
         if len(set(_everybody(comm, digest(each).view(1)).flatten().tolist())) == 1:
-            return
+            return ""
         rows = [
             (rank, dict(zip(tensors, map(str, row), strict=True)))
             for rank, row in zip(comm.ranks, _everybody(comm, each).tolist(), strict=True)
         ]
-        if found := difference(rows):
-            raise ThinwireError(
-                f"after step {number}, {found.name} on rank {found.rank} are not those of {found.others}: go back to "
-                "a checkpoint, and look for what that rank does differently (its learning rate, its memory)"
-            )
+        found = difference(rows)
+        assert found is not None
+        return (
+            f"after step {number}, {found.name} on rank {found.rank} are not those of {found.others}: go back to "
+            "a checkpoint, and look for what that rank does differently (its learning rate, its memory)"
+        )
 
 
 def _everybody(comm: GroupComm, hashes: Tensor) -> Tensor:

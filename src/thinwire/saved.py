@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Method, Parameter
+from thinwire.state import SMALL
 
 FORMAT = 1
 PAGE = 4096
 """``about`` fills whole pages, so that a reader that loads in place meets the same size, and we find the difference."""
 _KEY = re.compile(r"(rank-(\d+)-of-(\d+))/(.+)", re.DOTALL)
-_SMALL = "="  # before the key of what does not live in a bucket, see state.py
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Form:
     def __init__(self, about: About, shapes: Mapping[str, Tensor]) -> None:
         self.about = about
         self.shapes = dict(sorted(shapes.items()))
-        self._small = [key for key in self.shapes if key.startswith(_SMALL)]
+        self._small = [key for key in self.shapes if key.startswith(SMALL)]
 
     def pack(self, values: Mapping[str, Tensor], device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """``values``, by key without the rank, in this form: zeros for what is not there, which are made on ``device``.
@@ -255,7 +255,7 @@ class Form:
 def trim(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One rank's ``values`` without what was not there, and without the zeros behind a value."""
     found = {key: value for key, value in sorted(values.items()) if key != "lengths"}
-    small = [key for key in found if key.startswith(_SMALL)]
+    small = [key for key in found if key.startswith(SMALL)]
     for key, length in zip(small, values["lengths"].tolist() if small else (), strict=True):
         if length < 0:
             del found[key]
@@ -308,7 +308,8 @@ def split(state: Iterable[str]) -> dict[tuple[int, int], list[str]]:
         found = _KEY.fullmatch(key)
         if found is None:
             raise ThinwireError(
-                f"'{key}' is no entry of a state: those are named 'rank-0000-of-0001/...', as wire.state_dict() does"
+                f"'{key}' is no entry of a state: those are named 'rank-0000-of-0001/...', as wire.state_dict() does; "
+                "or an earlier version of Thinwire saved it"
             )
         owners.setdefault((int(found[2]), int(found[3])), []).append(key)
     return owners

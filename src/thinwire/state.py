@@ -11,7 +11,7 @@ from thinwire import device as devices
 from thinwire.bucket import Bucket, Segment
 from thinwire.errors import ThinwireError
 
-_SMALL = "="  # in a saved state, before the key of what does not live in a bucket
+SMALL = "="  # in a saved state, before the key of what does not live in a bucket
 
 
 class State:
@@ -164,7 +164,7 @@ class State:
         for use, device in self._stages:
             if use == "write":
                 devices.wait(device)  # copies to CPU memory may be under way
-        result = {f"{_SMALL}{kind}/{name}": value.clone() for (kind, name), value in self._small.items()}
+        result = {f"{SMALL}{kind}/{name}": value.clone() for (kind, name), value in self._small.items()}
         result |= {f"{kind}/{name}": values.clone() for (kind, name), values in self._loose.items()}
         for (kind, name), (home, segment) in self._home.items():
             result[f"{kind}/{name}"] = _columns(self._current[kind, home], segment).clone()
@@ -177,8 +177,8 @@ class State:
             store.clear()
         self.loads += 1
         for key, tensor in values.items():
-            kind, _, name = key.removeprefix(_SMALL).partition("/")
-            store = self._small if key.startswith(_SMALL) else self._loose
+            kind, _, name = key.removeprefix(SMALL).partition("/")
+            store = self._small if key.startswith(SMALL) else self._loose
             store[kind, name] = tensor.clone()
 
     def _move(self, kind: str, bucket: Bucket, segment: Segment) -> bool:

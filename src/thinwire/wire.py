@@ -60,7 +60,8 @@ def compress(
 
     Collective: all ranks call it, with the same arguments, before the first step. They compare what must be the same
     (method and settings, seed, the model's parameters, the optimizers' settings, versions), and where one differs or
-    fails all raise. What is changed later, such as a learning rate, is not compared.
+    fails all raise; but for a model that is not wrapped on one rank alone: the others then wait for it as long as the
+    process group's timeout says. What is changed later, such as a learning rate, is not compared.
 
     Args:
         model: a ``DistributedDataParallel``; or a model after ``fully_shard`` on a 1-D mesh (FSDP2) or on a 2-D mesh,
@@ -91,7 +92,7 @@ def compress(
             no bound.
         max_skipped: steps in a row that the guard may skip before all ranks raise. Lower => a run that has diverged
             ends sooner. None: it never does. (A step that a GradScaler skips does not count. Where ranks step alone,
-            each counts its own.)
+            each counts its own, and the others lose it at the end of the round.)
         check_every: optimizer steps between two comparisons of what ranks must hold in common: hashes of weights,
             masks, gathered weights; for what no setting shows, such as a scheduler that differs. Lower => noticed
             sooner, dearer. None: never.
