@@ -118,7 +118,7 @@ def draw(found: dict[str, list[float]], length: int, path: str) -> None:
         axes.plot(steps, losses, label=name if "ranks" in name else f"4, 2, 3 ranks: {name}", linewidth=1.5)
     for number, ranks in enumerate(STAGES):
         axes.axvline(number * length, color="0.8", zorder=0)
-        axes.text(number * length + 2, max(found["4 ranks"]), f"{ranks} ranks", va="top", color="0.4")
+        axes.text(number * length + 2, min(found["4 ranks"]), f"{ranks} ranks", va="bottom", color="0.4")
     axes.set(xlabel="optimizer step", ylabel="loss on held-out tokens")
     axes.legend(frameon=False)
     figure.tight_layout()
