@@ -269,7 +269,7 @@ with warnings.catch_warnings(record=True) as caught:
         wire = Int8().encode(torch.ones(1, 128), torch.empty(1, 132, dtype=torch.uint8))
         assert Int8().decode(wire, torch.empty(1, 128))[0, 0].sub(1).abs() < 1e-6
 assert [str(w.message) for w in caught if "numba" in str(w.message)] == [
-    "numba is not installed: thinwire's kernels run as plain torch, slower"
+    "numba is not installed: thinwire's kernels run as plain torch, slower: pip install 'thinwire[cpu]'"
 ]
 """
     done = run_python(code)
