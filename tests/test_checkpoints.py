@@ -91,6 +91,32 @@ def test_a_file_travels_in_chunks(tmp_path, monkeypatch, size):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
+@pytest.mark.parametrize(("rank", "call"), [(1, "readinto"), (2, "write"), (2, "close")])
+def test_a_disk_that_fails_while_a_file_travels_is_told_by_all(tmp_path, monkeypatch, rank, call):
+    real = Path.open
+
+    def open_(path: Path, mode: str = "r", **how: Any) -> Any:
+        file = real(path, mode, **how)
+        if mode == ("rb" if call == "readinto" else "wb"):
+            wrapped = mock.MagicMock(wraps=file, **{f"{call}.side_effect": OSError(5, "Input/output error")})
+            wrapped.name = file.name
+            return wrapped
+        return file
+
+    monkeypatch.setattr(Path, "open", open_)
+    (tmp_path / "1").write_bytes(b"x" * 20)
+    found = on(3, lambda ranks: ranks.copy(1, tmp_path / "1", tmp_path / "2" if ranks.rank == 2 else None))
+    line = f"cannot use {tmp_path}/{1 if call == 'readinto' else 2}: Input/output error"
+    assert [str(error) for error in found] == [line if at == rank else f"rank {rank}: {line}" for at in range(3)]
+    assert not (tmp_path / "2").exists()
+
+
+def test_a_disk_that_is_full_while_text_is_written_names_the_file(tmp_path):
+    with mock.patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")):
+        said = str(on(1, lambda ranks: ranks.do(lambda: folder.write(tmp_path / "plan.txt", "x")))[0])
+    assert said == f"cannot use {tmp_path}/plan.txt: No space left on device"
+
+
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
@@ -138,19 +164,25 @@ def test_a_folder_that_cannot_be_used_is_refused_in_one_line(tmp_path):
 
 
 def test_what_a_killed_run_left_is_removed_at_the_next_start(tmp_path):
-    for name in ("checkpoints/.step-000003.partial", "checkpoints/.step-000001.0123abcd.old"):
+    mine = {".venv.old/x", ".notes.partial", ".mine", "checkpoints/.best.old/x", "checkpoints/step-000002/.x.partial"}
+    for name in mine:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    hidden = (".step-000003.partial", ".step-000001.0123abcd.old", "..step-000003.partial.0123abcd.old")
+    for name in (".checkpoints.0123abcd.old", *(f"checkpoints/{name}" for name in hidden)):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "x").write_text("x")
-    (tmp_path / "checkpoints/step-000002").mkdir()
-    (tmp_path / "checkpoints/step-000002/.rank-0001.safetensors.partial").touch()
+    for name in ("meta.json", "model.safetensors", "rank-0001.safetensors"):
+        (tmp_path / f"checkpoints/step-000002/.{name}.partial").touch()
+    for name in (".metrics.jsonl", ".summary.json", ".tokenizer-bpe-300.json", "checkpoints/.latest"):
+        (tmp_path / f"{name}.partial").touch()
     (tmp_path / f".rank-{'a' * 32}-3").touch()
-    (tmp_path / ".mine").touch()
 
     def body(ranks: Together) -> list[str]:
         with opened(tmp_path, ranks):
-            return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+            return [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
 
-    assert on(1, body)[0] == [".lock", ".mine", "checkpoints", "checkpoints/step-000002"]
+    assert {*on(1, body)[0]} == {".lock", *mine}
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
@@ -263,6 +295,17 @@ def test_what_is_not_good_replaces_nothing(tmp_path):
     assert run_on([tmp_path / "other"], lambda run: (run.save(5, good=False), run.resume())[1]) == [None]
 
 
+def test_what_is_not_good_does_not_replace_the_good_one_of_the_same_step(tmp_path):
+    def body(run: Run) -> int | None:
+        run.save(5, 10)
+        run.resume(str(tmp_path / "checkpoints/step-000005"))
+        run.save(10, good=False)
+        return run.resume()
+
+    assert run_on([tmp_path] * 2, body) == [10, 10]
+    assert names(tmp_path) == ["latest", "step-000005", "step-000010"]
+
+
 def test_auto_starts_afresh_and_latest_does_not(tmp_path):
     assert run_on([tmp_path], lambda run: run.resume()) == [None]
     assert "there is no checkpoint in" in str(run_on([tmp_path], lambda run: run.resume("latest"))[0])
@@ -310,6 +353,21 @@ def test_a_host_that_has_nothing_gets_its_part(tmp_path):
     assert run_on([tmp_path / "a", tmp_path / "new"], lambda run: (run.resume(), run.weights()[-1])) == [(4, 1), (4, 2)]
     given = sorted(path.name for path in (tmp_path / "new/checkpoints/step-000004").iterdir())
     assert given == ["meta.json", "model.safetensors", "rank-0001.safetensors"]
+
+
+def test_a_disk_that_fails_on_one_host_is_not_damage_of_which_an_older_one_is_taken(tmp_path):
+    hosts = [tmp_path / "a", tmp_path / "new"]
+    run_on([tmp_path / "a"] * 2, lambda run: run.save(4, 8))
+    failing = mock.patch.object(together.os, "replace", side_effect=OSError(5, "Input/output error", "x"))
+
+    def body(run: Run) -> Any:
+        run.checkpoints.together.tell(0)  # the folders are open
+        return run.resume()
+
+    with failing:
+        found = run_on(hosts, body)
+    line = "cannot use x: Input/output error"
+    assert [str(error) for error in found] == [f"rank 1: {line}", line]
 
 
 def test_what_no_host_has_is_named(tmp_path):

@@ -38,7 +38,6 @@ from thinwire.plan import clean_name
 from thinwire.train import differences
 from thinwire.train import folder as files
 from thinwire.train.folder import Folder
-from thinwire.train.together import Elsewhere
 from thinwire.wire import Wire
 
 FORMAT = 2
@@ -324,6 +323,7 @@ class Checkpoints:
         """Write the checkpoint of ``step``, and remove those of this run that are not among the newest ``keep``.
 
         One that is not ``good`` (the run diverges) is marked so: it replaces no other, and ``latest`` does not name it.
+        Where a good one of the same step is there it is not written.
         ``sequences``: of the shuffled text that all ranks together have trained on.
 
         Raises:
@@ -332,6 +332,8 @@ class Checkpoints:
         together, rank = self.together, self.together.rank
         final = self.path / f"step-{step:06d}"
         partial = self.path / f".{final.name}.partial"
+        if not good and any(together.gather(lambda: _is_good(final))):
+            return final
         own, common = _tensors(model, optimizer, wire)
 
         def write() -> dict[str, int]:
@@ -423,7 +425,7 @@ class Checkpoints:
         for seen in sorted(good, key=lambda seen: (seen.name in pointers, seen.step), reverse=True):
             try:
                 resumed = self._read(seen, self.path / seen.name)
-            except (Damaged, Elsewhere) as error:
+            except Damaged as error:
                 wrong.append(str(error))
                 continue
             if wrong and self.together.rank == 0:
@@ -480,7 +482,19 @@ class Checkpoints:
             tensors = {file: dict(read_tensors(path / file)) for file in [own, *common]}
             return Resumed(checkpoint, tensors[own], tensors.get(MODEL, {}))
 
-        return together.do(read)
+        def tried() -> Resumed | Damaged:
+            try:
+                return read()
+            except Damaged as error:
+                return error
+
+        found = together.do(tried)
+        # Damage, of which all take an older one, is told apart from other trouble by all ranks or none.
+        for rank, line in enumerate(together.tell(str(found) if isinstance(found, Damaged) else "")):
+            if line:
+                raise found if isinstance(found, Damaged) else Damaged(f"rank {rank}: {line}")
+        assert isinstance(found, Resumed)
+        return found
 
     def _fetch(self, seen: Seen, path: Path, needed: list[str]) -> Path:
         """Bring what the ranks of this folder need and it has not from ranks that have it. The folder that has it."""
@@ -513,6 +527,13 @@ class Checkpoints:
         except (OSError, ValueError):
             return None
         return name if _NAME.fullmatch(name) else None
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        return read_meta(path).meta["good"]
+    except Damaged:
+        return False
 
 
 def _fresh(path: Path) -> None:
