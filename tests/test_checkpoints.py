@@ -9,7 +9,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -292,7 +295,9 @@ def test_what_is_not_good_replaces_nothing(tmp_path):
 
     assert run_on([tmp_path], body) == [10]
     assert names(tmp_path) == ["latest", "step-000005", "step-000010", "step-000020"]
-    assert run_on([tmp_path / "other"], lambda run: (run.save(5, good=False), run.resume())[1]) == [None]
+    for how in ("auto", "latest"):
+        found = run_on([tmp_path / how], lambda run, how=how: (run.save(5, good=False), run.resume(how))[1])
+        assert "to resume from but such as were taken while the run diverged; --overwrite" in str(found[0])
 
 
 def test_what_is_not_good_does_not_replace_the_good_one_of_the_same_step(tmp_path):
@@ -700,18 +705,40 @@ def equal(one: Path, other: Path) -> bool:
     return len(ours) > 1 and ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
-def test_a_run_that_is_stopped_goes_on_exactly_and_its_folder_is_its_own(tmp_path, one_rank, recwarn):
-    one_rank("--steps", "6", "--out", f"{tmp_path}/whole")
-    whole, run = tmp_path / "whole/checkpoints", tmp_path / "run/checkpoints"
-    assert names(tmp_path / "whole") == ["latest", "step-000006"]
+def ended_after(last: int) -> Any:
+    """The run gets a SIGTERM in step ``last``."""
     real = Display.step
 
     def step(self: Display, row: dict[str, Any], rate: float) -> None:
         real(self, row, rate)
-        if row["step"] == 2:
+        if row["step"] == last - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with mock.patch.object(Display, "step", step), pytest.raises(ThinwireError) as caught:
+    return mock.patch.object(Display, "step", step)
+
+
+@contextlib.contextmanager
+def spoilt_from(step: int) -> Iterator[None]:
+    """From this step on the loss is not a number."""
+    take, cross_entropy = Windows.take, torch.nn.functional.cross_entropy
+
+    def spoil(self: Windows, first: int, count: int) -> Any:
+        inputs, targets = take(self, first, count)
+        return inputs, targets if first < 2 * (step - 1) else targets.fill_(-1_000_000)
+
+    def loss(*given: Any) -> torch.Tensor:
+        good = bool((given[1] >= 0).all())
+        return cross_entropy(given[0], given[1].clamp(min=0)) * (1.0 if good else float("nan"))
+
+    with mock.patch.object(Windows, "take", spoil), mock.patch("torch.nn.functional.cross_entropy", loss):
+        yield
+
+
+def test_a_run_that_is_stopped_goes_on_exactly_and_its_folder_is_its_own(tmp_path, one_rank, recwarn):
+    one_rank("--steps", "6", "--out", f"{tmp_path}/whole")
+    whole, run = tmp_path / "whole/checkpoints", tmp_path / "run/checkpoints"
+    assert names(tmp_path / "whole") == ["latest", "step-000006"]
+    with ended_after(3), pytest.raises(ThinwireError) as caught:
         one_rank("--steps", "6", "--resume", "auto")
     line = "ended by SIGTERM after step 3: step-000003 is saved, --resume auto goes on from it"
     assert (str(caught.value), caught.value.status) == (line, 143)
@@ -756,18 +783,7 @@ def test_a_run_goes_on_on_another_engine(tmp_path, one_rank):
 
 def test_a_run_that_diverges_ends_and_its_last_good_checkpoint_stays(tmp_path, one_rank):
     words = ["--steps", "12", "--checkpoint-every", "2", "--keep", "1", "--max-skipped", "4"]
-    take = Windows.take
-
-    def spoil(self: Windows, first: int, count: int) -> Any:
-        inputs, targets = take(self, first, count)
-        return inputs, targets if first < 2 * 5 else targets.fill_(-1_000_000)
-
-    def loss(*given: Any) -> torch.Tensor:
-        good = bool((given[1] >= 0).all())
-        return cross_entropy(given[0], given[1].clamp(min=0)) * (1.0 if good else float("nan"))
-
-    cross_entropy = torch.nn.functional.cross_entropy
-    with mock.patch.object(Windows, "take", spoil), mock.patch("torch.nn.functional.cross_entropy", loss):
+    with spoilt_from(6):
         with pytest.raises(ThinwireError) as caught:
             one_rank(*words)
         assert "steps 6 to 9 were skipped" in str(caught.value) and "checkpoint is step-000004" in str(caught.value)
@@ -775,6 +791,32 @@ def test_a_run_that_diverges_ends_and_its_last_good_checkpoint_stays(tmp_path, o
         with pytest.raises(ThinwireError, match="steps 6 to 9 were skipped"):
             one_rank(*words, "--resume", "auto")
     assert steps_of(tmp_path / "run")[-1] == "9"
+
+
+@pytest.mark.parametrize(
+    ("bad", "finite", "kept"),
+    [
+        (4, True, "step-000004 is saved, --resume auto goes on from it"),  # skipped, so all is as after step 3
+        (4, False, "its loss, or a gradient, was not finite; --resume auto goes on from step-000002"),
+        (3, True, "its loss, or a gradient, was not finite; --resume auto goes on from step-000002"),
+        (1, True, "its loss, or a gradient, was not finite; there is no good checkpoint to go on from"),
+    ],
+)
+def test_what_a_stopped_run_says_of_its_checkpoint_is_so(tmp_path, one_rank, bad, finite, kept):
+    words = ["--steps", "6", "--checkpoint-every", "2", "--eval-sequences", "0"]
+    weights = mock.patch.object(loop, "_finite", lambda model: finite)
+    with ended_after(4), spoilt_from(bad), weights, pytest.raises(ThinwireError) as caught:
+        one_rank(*words)
+    assert str(caught.value) == f"ended by SIGTERM after step 4: {kept}"
+    latest = tmp_path / "run/checkpoints/latest"
+    assert (latest.read_text().strip() if latest.exists() else "no good checkpoint") in kept
+
+
+def test_weights_that_are_not_finite_are_seen():
+    model = nn.Linear(2, 2)
+    assert loop._finite(model)
+    model.bias.data[1] = float("inf")
+    assert not loop._finite(model)
 
 
 def test_a_metrics_file_that_cannot_be_written_ends_the_run_in_one_line(tmp_path, one_rank):
@@ -831,19 +873,55 @@ def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tm
     assert len(list(whole.glob("rank-*"))) == 2 and equal(whole, killed)
 
 
-def test_a_second_signal_is_not_held_back():
+def test_a_first_signal_is_held_back_inside_the_block_alone():
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
         with Signals() as held:
             os.kill(os.getpid(), signal.SIGTERM)
             assert (held.number, came) == (signal.SIGTERM, [])
+        for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
-            assert came == [signal.SIGTERM]
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert len(came) == 2
+        assert len(came) == 2 and signal.set_wakeup_fd(-1) == -1
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+BLOCKED = """
+import contextlib, ctypes, sys
+from thinwire.train.signals import Signals, end_at_once
+
+end_at_once()
+with Signals() if sys.argv[1:] else contextlib.nullcontext():
+    print("inside", flush=True)
+    lock = ctypes.create_string_buffer(64)
+    while True:  # the second time it waits for itself for ever, and no signal wakes it
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+"""
+
+
+def test_a_second_signal_ends_a_process_that_waits_in_a_library_and_before_the_first_step_one_does():
+    def started(*words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", BLOCKED, *words], stdout=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+
+    with started("steps") as stepping, started() as reading:
+        try:
+            for process in (stepping, reading):
+                assert process.stdout is not None and process.stdout.readline() == "inside\n"
+            time.sleep(0.2)
+            for process in (stepping, reading):
+                process.send_signal(signal.SIGINT)
+            assert reading.wait(timeout=10) == -signal.SIGINT
+            time.sleep(0.2)
+            assert stepping.poll() is None
+            stepping.send_signal(signal.SIGTERM)
+            assert stepping.wait(timeout=10) == 128 + signal.SIGTERM
+        finally:
+            stepping.kill()
+            reading.kill()
 
 
 def test_ranks_wait_longer_for_files_than_for_each_other(one_rank):

@@ -434,9 +434,9 @@ class Checkpoints:
             return resumed
         if wrong:
             raise ThinwireError(f"no checkpoint in {self.path} can be used: {'; '.join(wrong)}")
-        if resume == "auto":
+        if resume == "auto" and not found:
             return None
-        why = " but such as were taken while the run diverged" if found else ""
+        why = " but such as were taken while the run diverged; --overwrite starts afresh" if found else ""
         raise ThinwireError(f"there is no checkpoint in {self.path} to resume from{why}")
 
     def _look(self, paths: Callable[[], Iterable[Path]]) -> tuple[list[Seen], list[str]]:
