@@ -33,7 +33,7 @@ from thinwire.comm import GroupComm
 from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.ledger import Ledger
 from thinwire.testing import ThreadComm, Threads
-from thinwire.train import checkpoint, differences, folder, loop, together
+from thinwire.train import checkpoint, differences, folder, loop, together, trained
 from thinwire.train.checkpoint import Checkpoints, obsolete, read_meta, read_tensors
 from thinwire.train.config import Config, from_arguments
 from thinwire.train.data import Windows
@@ -300,6 +300,17 @@ def test_what_is_not_good_replaces_nothing(tmp_path):
         assert "to resume from but such as were taken while the run diverged; --overwrite" in str(found[0])
 
 
+def test_a_future_that_the_run_has_gone_back_from_is_not_taken_for_the_newest(tmp_path):
+    def body(run: Run) -> int | None:
+        run.save(5, 10)
+        run.resume(str(tmp_path / "checkpoints/step-000005"))
+        with mock.patch.object(checkpoint, "obsolete", return_value=[]):  # as if killed before that is removed
+            run.save(7)
+        return run.resume()
+
+    assert run_on([tmp_path], body) == [7]
+
+
 def test_what_is_not_good_does_not_replace_the_good_one_of_the_same_step(tmp_path):
     def body(run: Run) -> int | None:
         run.save(5, 10)
@@ -382,6 +393,29 @@ def test_what_no_host_has_is_named(tmp_path):
     lost.unlink()
     for error in run_on(hosts, lambda run: run.resume()):
         assert "step-000004 is not whole: rank-0001.safetensors is missing" in str(error)
+
+
+def test_a_host_that_lacks_the_checkpoint_of_another_run_begins_a_run_of_its_own_too(tmp_path, monkeypatch):
+    run_on([tmp_path / "a"] * 2, lambda run: run.save(4))
+    given, host = tmp_path / "a/checkpoints/step-000004", threading.local()
+    read, exists = checkpoint.read_meta, Path.exists
+
+    def read_meta_(path: Path) -> Any:
+        if path == given and host.rank:
+            raise checkpoint.Damaged(checkpoint._no_meta(path))
+        return read(path)
+
+    def resume(run: Run) -> Any:
+        host.rank = run.checkpoints.together.rank
+        return run.resume(str(given)), run.weights()[-1], run.checkpoints.run == read(given).meta["run"]
+
+    monkeypatch.setattr(checkpoint, "read_meta", read_meta_)
+    monkeypatch.setattr(Path, "exists", lambda path: exists(path) and not (path == given and host.rank))
+    host.rank = 0
+    hosts = [tmp_path / "b", tmp_path / "c"]
+    assert run_on(hosts, resume) == [(4, 1.0, False), (4, 2.0, False)]
+    assert [names(host) for host in hosts] == [[], ["step-000004"]]
+    assert all("holds a run already" in str(error) for error in run_on(hosts, resume))
 
 
 # --- other ranks than before ------------------------------------------------------------------------------------------
@@ -477,6 +511,15 @@ def test_damage_is_named_and_the_newest_whole_checkpoint_taken(tmp_path, harm):
         for how in ("auto", str(path)):
             for error in resume(how):
                 assert isinstance(error, ThinwireError) and str(path) in str(error) and "\n" not in str(error)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_as_such(tmp_path):
+    run_on([tmp_path], lambda run: run.save(8))
+    path = tmp_path / "checkpoints/step-000008"
+    (path / "meta.json").write_text('{"format": 1, "step": 8, "world_size": 1}')
+    for how in ("auto", "latest", str(path)):
+        said = str(run_on([tmp_path], lambda run, how=how: run.resume(how))[0])
+        assert f"{path} was made by an earlier version of Thinwire, in format 1; this one reads 2" in said
 
 
 def test_a_foreign_file_is_refused(tmp_path):
@@ -793,6 +836,17 @@ def test_a_run_that_diverges_ends_and_its_last_good_checkpoint_stays(tmp_path, o
     assert steps_of(tmp_path / "run")[-1] == "9"
 
 
+def test_a_model_is_read_from_the_newest_checkpoint_that_is_whole(tmp_path, one_rank, capsys):
+    one_rank("--steps", "4", "--checkpoint-every", "2")
+    assert trained.read(tmp_path / "run").step == 4
+    path = tmp_path / "run/checkpoints/step-000004"
+    HARMS["model truncated"](path)
+    assert trained.read(tmp_path / "run").step == 2
+    assert f"thinwire: {path}/model.safetensors is damaged or foreign: " in capsys.readouterr().err
+    with pytest.raises(checkpoint.Damaged):
+        trained.read(path)
+
+
 @pytest.mark.parametrize(
     ("bad", "finite", "kept"),
     [
@@ -968,6 +1022,11 @@ def test_inspect_shows_what_waits_on_each_rank_and_what_is_damaged(tmp_path, cap
     (path / "rank-0000.safetensors").unlink()
     status, shown = inspected(capsys, path)
     assert status == 1 and "checksum of wire/" in shown and "another host may have it" in shown
+    shutil.copy(path / "rank-0001.safetensors", path / "meta.json")
+    status, shown = inspected(capsys, path)
+    assert status == 1 and shown == f"thinwire: {path}/meta.json is damaged: it is not JSON\n"
+    status, shown = inspected(capsys, tmp_path)
+    assert status == 1 and "step-000004: step 4 of run" in shown and f"{path}/meta.json is damaged" in shown
     line = f"thinwire: {tmp_path}/none is not a checkpoint: it has no meta.json\n"
     assert inspected(capsys, tmp_path / "none") == (2, line)
 
@@ -979,7 +1038,7 @@ def test_inspect_shows_how_two_checkpoints_differ(tmp_path, capsys):
         run.save(4)
 
     run_on([tmp_path / "a"], lambda run: run.save(4))
-    first = checkpoint.of(tmp_path / "a").meta["run"]
+    first = read_meta(tmp_path / "a/checkpoints/step-000004").meta["run"]
     run_on([tmp_path / "b"], other, about={"seed": 1})
     assert inspected(capsys, tmp_path / "a", tmp_path / "a")[0] == 0
     status, shown = inspected(capsys, tmp_path / "a", tmp_path / "b")

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,6 +40,8 @@ from thinwire.train import folder as files
 from thinwire.train.folder import Folder
 from thinwire.wire import Wire
 
+T = TypeVar("T")
+
 FORMAT = 2
 Resize = Literal["flush", "redistribute", "reset"]
 MODEL = "model.safetensors"
@@ -54,6 +56,10 @@ def rank_file(rank: int) -> str:
 
 class Damaged(ThinwireError):
     """A checkpoint, or a file of one, that cannot be read back as it was written."""
+
+
+class NoCheckpoint(Damaged):
+    """There is no meta.json, which a checkpoint has."""
 
 
 @dataclass(frozen=True)
@@ -83,37 +89,48 @@ def read_meta(path: Path) -> Checkpoint:
     """The checkpoint in ``path``.
 
     Raises:
-        Damaged: there is none, its meta.json is damaged, or of another format.
+        NoCheckpoint: there is none.
+        Damaged: its meta.json is damaged, or of another format.
     """
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(_no_meta(path)) from None
+        raise NoCheckpoint(_no_meta(path)) from None
     except OSError as error:
         raise Damaged(f"cannot read {path / 'meta.json'}: {error.strerror}") from None
     except (ValueError, RecursionError):  # no JSON, or no text
         raise Damaged(f"{path / 'meta.json'} is damaged: it is not JSON") from None
     if not isinstance(meta, dict) or "format" not in meta:
         raise Damaged(f"{path / 'meta.json'} is damaged: it is not that of a checkpoint")
-    if meta["format"] != FORMAT:
-        raise Damaged(f"{path} has format {meta['format']}, this version reads {FORMAT}")
+    if (written := meta["format"]) != FORMAT:
+        maker = "an earlier" if isinstance(written, int) and written < FORMAT else "another"
+        raise Damaged(f"{path} was made by {maker} version of Thinwire, in format {written}; this one reads {FORMAT}")
     if meta.pop("crc32", None) != _crc_of_meta(meta):
         raise Damaged(f"{path / 'meta.json'} is damaged: its checksum does not fit")
     return Checkpoint(path, meta)
 
 
-def of(place: Path) -> Checkpoint:
-    """The checkpoint in the folder ``place``, or the newest good one of the run that is there.
+def of(place: Path, read: Callable[[Checkpoint], T]) -> tuple[T, list[str]]:
+    """``read`` of the checkpoint in the folder ``place``, or of the newest good one of the run that is there.
+
+    Of a run's those that are damaged are passed over: with what is wrong with each, a line.
 
     Raises:
-        Damaged: there is none, or its meta.json cannot be read.
+        NoCheckpoint: there is none.
+        Damaged: nothing that is there can be read.
     """
+    wrong: list[Damaged] = []
     for folder in (place / "checkpoints", place):
         for name in reversed(steps_in(folder)):
-            found = read_meta(folder / name)
-            if found.meta["good"]:
-                return found
-    return read_meta(place)
+            try:
+                found = read_meta(folder / name)
+                if found.meta["good"]:
+                    return read(found), [str(error) for error in wrong]
+            except Damaged as error:
+                wrong.append(error)
+    if wrong:
+        raise wrong[0]
+    return read(read_meta(place)), []
 
 
 def _no_meta(path: Path) -> str:
@@ -390,13 +407,14 @@ class Checkpoints:
         Raises:
             ThinwireError: there is no such checkpoint, nothing that is there can be used, or it is not of such a run.
         """
-        resumed = self._newest(resume) if resume in ("auto", "latest") else self._given(Path(resume))
+        newest = resume in ("auto", "latest")
+        ours = newest or any(self.together.gather(lambda: Path(resume).parent.resolve() == self.path.resolve()))
+        if not ours:  # before a host that lacks the checkpoint gets a copy
+            self.folder.check_free()
+        resumed = self._newest(resume) if newest else self._given(Path(resume))
         if resumed is not None:
-            path = resumed.checkpoint.path
-            if any(self.together.gather(lambda: path.parent.resolve() == self.path.resolve())):
-                self.run, self.latest = resumed.checkpoint.meta["run"], path.name
-            else:
-                self.folder.check_free()
+            if ours:
+                self.run, self.latest = resumed.checkpoint.meta["run"], resumed.checkpoint.path.name
             differ = differences.compare(resumed.checkpoint.meta["about"], self.about, anyway=True, resize=self.resize)
             if differ and self.together.rank == 0:
                 line = f"going on, but not bit for bit as the run would have: {differ}"
@@ -422,6 +440,7 @@ class Checkpoints:
         if None in pointers:
             wrong.append(f"{self.path / 'latest'} is damaged")
         good = [seen for seen in found if seen.meta["good"]]
+        # What ``latest`` names comes first: beyond it may be a future that the run has gone back from.
         for seen in sorted(good, key=lambda seen: (seen.name in pointers, seen.step), reverse=True):
             try:
                 resumed = self._read(seen, self.path / seen.name)

@@ -1,7 +1,7 @@
 """SIGTERM and Ctrl-C: a first one lets the step under way end, a second one ends at once.
 
 Python calls a signal's handler when the main thread is between two of its instructions: not while it waits for other
-ranks, or for a disk, in a library. So another thread ends the process, which is told of each signal as soon as it comes.
+ranks, or for a disk, in a library. So another thread ends the process: it is told of each signal as soon as that comes.
 """
 
 from __future__ import annotations
