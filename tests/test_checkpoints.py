@@ -851,9 +851,9 @@ def test_a_model_is_read_from_the_newest_checkpoint_that_is_whole(tmp_path, one_
     ("bad", "finite", "kept"),
     [
         (4, True, "step-000004 is saved, --resume auto goes on from it"),  # skipped, so all is as after step 3
-        (4, False, "its loss, or a gradient, was not finite; --resume auto goes on from step-000002"),
-        (3, True, "its loss, or a gradient, was not finite; --resume auto goes on from step-000002"),
-        (1, True, "its loss, or a gradient, was not finite; there is no good checkpoint to go on from"),
+        (4, False, "its loss, or a gradient, was not finite; the last good checkpoint is step-000002"),
+        (3, True, "its loss, or a gradient, was not finite; the last good checkpoint is step-000002"),
+        (1, True, "its loss, or a gradient, was not finite; there is no good checkpoint"),
     ],
 )
 def test_what_a_stopped_run_says_of_its_checkpoint_is_so(tmp_path, one_rank, bad, finite, kept):

@@ -380,11 +380,14 @@ class Diverged(ThinwireError):
     """No step has counted for a while."""
 
     def __init__(self, step: int, streak: int, latest: str) -> None:
-        kept = f"the last good checkpoint is {latest}" if latest else "there is no good checkpoint"
         super().__init__(
             f"the run diverges: steps {step - streak + 1} to {step} were skipped, or had a loss that is not finite; "
-            f"{kept}. A lower --lr may help; --max-skipped 0 goes on"
+            f"{_last_good(latest)}. A lower --lr may help; --max-skipped 0 goes on"
         )
+
+
+def _last_good(latest: str) -> str:
+    return f"the last good checkpoint is {latest}" if latest else "there is no good checkpoint"
 
 
 def _finite(model: nn.Module) -> bool:
@@ -396,8 +399,7 @@ def _stopped(step: int, number: int, config: Config, latest: str) -> Stopped:
     if config.checkpoints and latest == f"step-{step:06d}":
         kept = f"{latest} is saved, --resume auto goes on from it"
     elif config.checkpoints:
-        kept = "its loss, or a gradient, was not finite; "
-        kept += f"--resume auto goes on from {latest}" if latest else "there is no good checkpoint to go on from"
+        kept = f"its loss, or a gradient, was not finite; {_last_good(latest)}"
     return Stopped(number, f"ended by {signal.Signals(number).name} after step {step}: {kept}")
 
 
