@@ -9,7 +9,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -30,7 +33,7 @@ from thinwire.comm import GroupComm
 from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.ledger import Ledger
 from thinwire.testing import ThreadComm, Threads
-from thinwire.train import checkpoint, differences, folder, loop, together
+from thinwire.train import checkpoint, differences, folder, loop, together, trained
 from thinwire.train.checkpoint import Checkpoints, obsolete, read_meta, read_tensors
 from thinwire.train.config import Config, from_arguments
 from thinwire.train.data import Windows
@@ -91,6 +94,32 @@ def test_a_file_travels_in_chunks(tmp_path, monkeypatch, size):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
+@pytest.mark.parametrize(("rank", "call"), [(1, "readinto"), (2, "write"), (2, "close")])
+def test_a_disk_that_fails_while_a_file_travels_is_told_by_all(tmp_path, monkeypatch, rank, call):
+    real = Path.open
+
+    def open_(path: Path, mode: str = "r", **how: Any) -> Any:
+        file = real(path, mode, **how)
+        if mode == ("rb" if call == "readinto" else "wb"):
+            wrapped = mock.MagicMock(wraps=file, **{f"{call}.side_effect": OSError(5, "Input/output error")})
+            wrapped.name = file.name
+            return wrapped
+        return file
+
+    monkeypatch.setattr(Path, "open", open_)
+    (tmp_path / "1").write_bytes(b"x" * 20)
+    found = on(3, lambda ranks: ranks.copy(1, tmp_path / "1", tmp_path / "2" if ranks.rank == 2 else None))
+    line = f"cannot use {tmp_path}/{1 if call == 'readinto' else 2}: Input/output error"
+    assert [str(error) for error in found] == [line if at == rank else f"rank {rank}: {line}" for at in range(3)]
+    assert not (tmp_path / "2").exists()
+
+
+def test_a_disk_that_is_full_while_text_is_written_names_the_file(tmp_path):
+    with mock.patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")):
+        said = str(on(1, lambda ranks: ranks.do(lambda: folder.write(tmp_path / "plan.txt", "x")))[0])
+    assert said == f"cannot use {tmp_path}/plan.txt: No space left on device"
+
+
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
@@ -138,19 +167,25 @@ def test_a_folder_that_cannot_be_used_is_refused_in_one_line(tmp_path):
 
 
 def test_what_a_killed_run_left_is_removed_at_the_next_start(tmp_path):
-    for name in ("checkpoints/.step-000003.partial", "checkpoints/.step-000001.0123abcd.old"):
+    mine = {".venv.old/x", ".notes.partial", ".mine", "checkpoints/.best.old/x", "checkpoints/step-000002/.x.partial"}
+    for name in mine:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    hidden = (".step-000003.partial", ".step-000001.0123abcd.old", "..step-000003.partial.0123abcd.old")
+    for name in (".checkpoints.0123abcd.old", *(f"checkpoints/{name}" for name in hidden)):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "x").write_text("x")
-    (tmp_path / "checkpoints/step-000002").mkdir()
-    (tmp_path / "checkpoints/step-000002/.rank-0001.safetensors.partial").touch()
+    for name in ("meta.json", "model.safetensors", "rank-0001.safetensors"):
+        (tmp_path / f"checkpoints/step-000002/.{name}.partial").touch()
+    for name in (".metrics.jsonl", ".summary.json", ".tokenizer-bpe-300.json", "checkpoints/.latest"):
+        (tmp_path / f"{name}.partial").touch()
     (tmp_path / f".rank-{'a' * 32}-3").touch()
-    (tmp_path / ".mine").touch()
 
     def body(ranks: Together) -> list[str]:
         with opened(tmp_path, ranks):
-            return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+            return [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
 
-    assert on(1, body)[0] == [".lock", ".mine", "checkpoints", "checkpoints/step-000002"]
+    assert {*on(1, body)[0]} == {".lock", *mine}
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
@@ -260,7 +295,31 @@ def test_what_is_not_good_replaces_nothing(tmp_path):
 
     assert run_on([tmp_path], body) == [10]
     assert names(tmp_path) == ["latest", "step-000005", "step-000010", "step-000020"]
-    assert run_on([tmp_path / "other"], lambda run: (run.save(5, good=False), run.resume())[1]) == [None]
+    for how in ("auto", "latest"):
+        found = run_on([tmp_path / how], lambda run, how=how: (run.save(5, good=False), run.resume(how))[1])
+        assert "to resume from but such as were taken while the run diverged; --overwrite" in str(found[0])
+
+
+def test_a_future_that_the_run_has_gone_back_from_is_not_taken_for_the_newest(tmp_path):
+    def body(run: Run) -> int | None:
+        run.save(5, 10)
+        run.resume(str(tmp_path / "checkpoints/step-000005"))
+        with mock.patch.object(checkpoint, "obsolete", return_value=[]):  # as if killed before that is removed
+            run.save(7)
+        return run.resume()
+
+    assert run_on([tmp_path], body) == [7]
+
+
+def test_what_is_not_good_does_not_replace_the_good_one_of_the_same_step(tmp_path):
+    def body(run: Run) -> int | None:
+        run.save(5, 10)
+        run.resume(str(tmp_path / "checkpoints/step-000005"))
+        run.save(10, good=False)
+        return run.resume()
+
+    assert run_on([tmp_path] * 2, body) == [10, 10]
+    assert names(tmp_path) == ["latest", "step-000005", "step-000010"]
 
 
 def test_auto_starts_afresh_and_latest_does_not(tmp_path):
@@ -312,6 +371,21 @@ def test_a_host_that_has_nothing_gets_its_part(tmp_path):
     assert given == ["meta.json", "model.safetensors", "rank-0001.safetensors"]
 
 
+def test_a_disk_that_fails_on_one_host_is_not_damage_of_which_an_older_one_is_taken(tmp_path):
+    hosts = [tmp_path / "a", tmp_path / "new"]
+    run_on([tmp_path / "a"] * 2, lambda run: run.save(4, 8))
+    failing = mock.patch.object(together.os, "replace", side_effect=OSError(5, "Input/output error", "x"))
+
+    def body(run: Run) -> Any:
+        run.checkpoints.together.tell(0)  # the folders are open
+        return run.resume()
+
+    with failing:
+        found = run_on(hosts, body)
+    line = "cannot use x: Input/output error"
+    assert [str(error) for error in found] == [f"rank 1: {line}", line]
+
+
 def test_what_no_host_has_is_named(tmp_path):
     hosts = [tmp_path / "a", tmp_path / "b"]
     run_on(hosts, lambda run: run.save(4))
@@ -319,6 +393,29 @@ def test_what_no_host_has_is_named(tmp_path):
     lost.unlink()
     for error in run_on(hosts, lambda run: run.resume()):
         assert "step-000004 is not whole: rank-0001.safetensors is missing" in str(error)
+
+
+def test_a_host_that_lacks_the_checkpoint_of_another_run_begins_a_run_of_its_own_too(tmp_path, monkeypatch):
+    run_on([tmp_path / "a"] * 2, lambda run: run.save(4))
+    given, host = tmp_path / "a/checkpoints/step-000004", threading.local()
+    read, exists = checkpoint.read_meta, Path.exists
+
+    def read_meta_(path: Path) -> Any:
+        if path == given and host.rank:
+            raise checkpoint.Damaged(checkpoint._no_meta(path))
+        return read(path)
+
+    def resume(run: Run) -> Any:
+        host.rank = run.checkpoints.together.rank
+        return run.resume(str(given)), run.weights()[-1], run.checkpoints.run == read(given).meta["run"]
+
+    monkeypatch.setattr(checkpoint, "read_meta", read_meta_)
+    monkeypatch.setattr(Path, "exists", lambda path: exists(path) and not (path == given and host.rank))
+    host.rank = 0
+    hosts = [tmp_path / "b", tmp_path / "c"]
+    assert run_on(hosts, resume) == [(4, 1.0, False), (4, 2.0, False)]
+    assert [names(host) for host in hosts] == [[], ["step-000004"]]
+    assert all("holds a run already" in str(error) for error in run_on(hosts, resume))
 
 
 # --- other ranks than before ------------------------------------------------------------------------------------------
@@ -414,6 +511,15 @@ def test_damage_is_named_and_the_newest_whole_checkpoint_taken(tmp_path, harm):
         for how in ("auto", str(path)):
             for error in resume(how):
                 assert isinstance(error, ThinwireError) and str(path) in str(error) and "\n" not in str(error)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_as_such(tmp_path):
+    run_on([tmp_path], lambda run: run.save(8))
+    path = tmp_path / "checkpoints/step-000008"
+    (path / "meta.json").write_text('{"format": 1, "step": 8, "world_size": 1}')
+    for how in ("auto", "latest", str(path)):
+        said = str(run_on([tmp_path], lambda run, how=how: run.resume(how))[0])
+        assert f"{path} was made by an earlier version of Thinwire, in format 1; this one reads 2" in said
 
 
 def test_a_foreign_file_is_refused(tmp_path):
@@ -642,18 +748,40 @@ def equal(one: Path, other: Path) -> bool:
     return len(ours) > 1 and ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
-def test_a_run_that_is_stopped_goes_on_exactly_and_its_folder_is_its_own(tmp_path, one_rank, recwarn):
-    one_rank("--steps", "6", "--out", f"{tmp_path}/whole")
-    whole, run = tmp_path / "whole/checkpoints", tmp_path / "run/checkpoints"
-    assert names(tmp_path / "whole") == ["latest", "step-000006"]
+def ended_after(last: int) -> Any:
+    """The run gets a SIGTERM in step ``last``."""
     real = Display.step
 
     def step(self: Display, row: dict[str, Any], rate: float) -> None:
         real(self, row, rate)
-        if row["step"] == 2:
+        if row["step"] == last - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with mock.patch.object(Display, "step", step), pytest.raises(ThinwireError) as caught:
+    return mock.patch.object(Display, "step", step)
+
+
+@contextlib.contextmanager
+def spoilt_from(step: int) -> Iterator[None]:
+    """From this step on the loss is not a number."""
+    take, cross_entropy = Windows.take, torch.nn.functional.cross_entropy
+
+    def spoil(self: Windows, first: int, count: int) -> Any:
+        inputs, targets = take(self, first, count)
+        return inputs, targets if first < 2 * (step - 1) else targets.fill_(-1_000_000)
+
+    def loss(*given: Any) -> torch.Tensor:
+        good = bool((given[1] >= 0).all())
+        return cross_entropy(given[0], given[1].clamp(min=0)) * (1.0 if good else float("nan"))
+
+    with mock.patch.object(Windows, "take", spoil), mock.patch("torch.nn.functional.cross_entropy", loss):
+        yield
+
+
+def test_a_run_that_is_stopped_goes_on_exactly_and_its_folder_is_its_own(tmp_path, one_rank, recwarn):
+    one_rank("--steps", "6", "--out", f"{tmp_path}/whole")
+    whole, run = tmp_path / "whole/checkpoints", tmp_path / "run/checkpoints"
+    assert names(tmp_path / "whole") == ["latest", "step-000006"]
+    with ended_after(3), pytest.raises(ThinwireError) as caught:
         one_rank("--steps", "6", "--resume", "auto")
     line = "ended by SIGTERM after step 3: step-000003 is saved, --resume auto goes on from it"
     assert (str(caught.value), caught.value.status) == (line, 143)
@@ -698,18 +826,7 @@ def test_a_run_goes_on_on_another_engine(tmp_path, one_rank):
 
 def test_a_run_that_diverges_ends_and_its_last_good_checkpoint_stays(tmp_path, one_rank):
     words = ["--steps", "12", "--checkpoint-every", "2", "--keep", "1", "--max-skipped", "4"]
-    take = Windows.take
-
-    def spoil(self: Windows, first: int, count: int) -> Any:
-        inputs, targets = take(self, first, count)
-        return inputs, targets if first < 2 * 5 else targets.fill_(-1_000_000)
-
-    def loss(*given: Any) -> torch.Tensor:
-        good = bool((given[1] >= 0).all())
-        return cross_entropy(given[0], given[1].clamp(min=0)) * (1.0 if good else float("nan"))
-
-    cross_entropy = torch.nn.functional.cross_entropy
-    with mock.patch.object(Windows, "take", spoil), mock.patch("torch.nn.functional.cross_entropy", loss):
+    with spoilt_from(6):
         with pytest.raises(ThinwireError) as caught:
             one_rank(*words)
         assert "steps 6 to 9 were skipped" in str(caught.value) and "checkpoint is step-000004" in str(caught.value)
@@ -717,6 +834,43 @@ def test_a_run_that_diverges_ends_and_its_last_good_checkpoint_stays(tmp_path, o
         with pytest.raises(ThinwireError, match="steps 6 to 9 were skipped"):
             one_rank(*words, "--resume", "auto")
     assert steps_of(tmp_path / "run")[-1] == "9"
+
+
+def test_a_model_is_read_from_the_newest_checkpoint_that_is_whole(tmp_path, one_rank, capsys):
+    one_rank("--steps", "4", "--checkpoint-every", "2")
+    assert trained.read(tmp_path / "run").step == 4
+    path = tmp_path / "run/checkpoints/step-000004"
+    HARMS["model truncated"](path)
+    assert trained.read(tmp_path / "run").step == 2
+    assert f"thinwire: {path}/model.safetensors is damaged or foreign: " in capsys.readouterr().err
+    with pytest.raises(checkpoint.Damaged):
+        trained.read(path)
+
+
+@pytest.mark.parametrize(
+    ("bad", "finite", "kept"),
+    [
+        (4, True, "step-000004 is saved, --resume auto goes on from it"),  # skipped, so all is as after step 3
+        (4, False, "its loss, or a gradient, was not finite; the last good checkpoint is step-000002"),
+        (3, True, "its loss, or a gradient, was not finite; the last good checkpoint is step-000002"),
+        (1, True, "its loss, or a gradient, was not finite; there is no good checkpoint"),
+    ],
+)
+def test_what_a_stopped_run_says_of_its_checkpoint_is_so(tmp_path, one_rank, bad, finite, kept):
+    words = ["--steps", "6", "--checkpoint-every", "2", "--eval-sequences", "0"]
+    weights = mock.patch.object(loop, "_finite", lambda model: finite)
+    with ended_after(4), spoilt_from(bad), weights, pytest.raises(ThinwireError) as caught:
+        one_rank(*words)
+    assert str(caught.value) == f"ended by SIGTERM after step 4: {kept}"
+    latest = tmp_path / "run/checkpoints/latest"
+    assert (latest.read_text().strip() if latest.exists() else "no good checkpoint") in kept
+
+
+def test_weights_that_are_not_finite_are_seen():
+    model = nn.Linear(2, 2)
+    assert loop._finite(model)
+    model.bias.data[1] = float("inf")
+    assert not loop._finite(model)
 
 
 def test_a_metrics_file_that_cannot_be_written_ends_the_run_in_one_line(tmp_path, one_rank):
@@ -773,19 +927,55 @@ def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tm
     assert len(list(whole.glob("rank-*"))) == 2 and equal(whole, killed)
 
 
-def test_a_second_signal_is_not_held_back():
+def test_a_first_signal_is_held_back_inside_the_block_alone():
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
         with Signals() as held:
             os.kill(os.getpid(), signal.SIGTERM)
             assert (held.number, came) == (signal.SIGTERM, [])
+        for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
-            assert came == [signal.SIGTERM]
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert len(came) == 2
+        assert len(came) == 2 and signal.set_wakeup_fd(-1) == -1
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+BLOCKED = """
+import contextlib, ctypes, sys
+from thinwire.train.signals import Signals, end_at_once
+
+end_at_once()
+with Signals() if sys.argv[1:] else contextlib.nullcontext():
+    print("inside", flush=True)
+    lock = ctypes.create_string_buffer(64)
+    while True:  # the second time it waits for itself for ever, and no signal wakes it
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+"""
+
+
+def test_a_second_signal_ends_a_process_that_waits_in_a_library_and_before_the_first_step_one_does():
+    def started(*words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", BLOCKED, *words], stdout=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+
+    with started("steps") as stepping, started() as reading:
+        try:
+            for process in (stepping, reading):
+                assert process.stdout is not None and process.stdout.readline() == "inside\n"
+            time.sleep(0.2)
+            for process in (stepping, reading):
+                process.send_signal(signal.SIGINT)
+            assert reading.wait(timeout=10) == -signal.SIGINT
+            time.sleep(0.2)
+            assert stepping.poll() is None
+            stepping.send_signal(signal.SIGTERM)
+            assert stepping.wait(timeout=10) == 128 + signal.SIGTERM
+        finally:
+            stepping.kill()
+            reading.kill()
 
 
 def test_ranks_wait_longer_for_files_than_for_each_other(one_rank):
@@ -832,6 +1022,11 @@ def test_inspect_shows_what_waits_on_each_rank_and_what_is_damaged(tmp_path, cap
     (path / "rank-0000.safetensors").unlink()
     status, shown = inspected(capsys, path)
     assert status == 1 and "checksum of wire/" in shown and "another host may have it" in shown
+    shutil.copy(path / "rank-0001.safetensors", path / "meta.json")
+    status, shown = inspected(capsys, path)
+    assert status == 1 and shown == f"thinwire: {path}/meta.json is damaged: it is not JSON\n"
+    status, shown = inspected(capsys, tmp_path)
+    assert status == 1 and "step-000004: step 4 of run" in shown and f"{path}/meta.json is damaged" in shown
     line = f"thinwire: {tmp_path}/none is not a checkpoint: it has no meta.json\n"
     assert inspected(capsys, tmp_path / "none") == (2, line)
 
@@ -843,7 +1038,7 @@ def test_inspect_shows_how_two_checkpoints_differ(tmp_path, capsys):
         run.save(4)
 
     run_on([tmp_path / "a"], lambda run: run.save(4))
-    first = checkpoint.of(tmp_path / "a").meta["run"]
+    first = read_meta(tmp_path / "a/checkpoints/step-000004").meta["run"]
     run_on([tmp_path / "b"], other, about={"seed": 1})
     assert inspected(capsys, tmp_path / "a", tmp_path / "a")[0] == 0
     status, shown = inspected(capsys, tmp_path / "a", tmp_path / "b")

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,8 +38,9 @@ from thinwire.plan import clean_name
 from thinwire.train import differences
 from thinwire.train import folder as files
 from thinwire.train.folder import Folder
-from thinwire.train.together import Elsewhere
 from thinwire.wire import Wire
+
+T = TypeVar("T")
 
 FORMAT = 2
 Resize = Literal["flush", "redistribute", "reset"]
@@ -55,6 +56,10 @@ def rank_file(rank: int) -> str:
 
 class Damaged(ThinwireError):
     """A checkpoint, or a file of one, that cannot be read back as it was written."""
+
+
+class NoCheckpoint(Damaged):
+    """There is no meta.json, which a checkpoint has."""
 
 
 @dataclass(frozen=True)
@@ -84,37 +89,48 @@ def read_meta(path: Path) -> Checkpoint:
     """The checkpoint in ``path``.
 
     Raises:
-        Damaged: there is none, its meta.json is damaged, or of another format.
+        NoCheckpoint: there is none.
+        Damaged: its meta.json is damaged, or of another format.
     """
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(_no_meta(path)) from None
+        raise NoCheckpoint(_no_meta(path)) from None
     except OSError as error:
         raise Damaged(f"cannot read {path / 'meta.json'}: {error.strerror}") from None
     except (ValueError, RecursionError):  # no JSON, or no text
         raise Damaged(f"{path / 'meta.json'} is damaged: it is not JSON") from None
     if not isinstance(meta, dict) or "format" not in meta:
         raise Damaged(f"{path / 'meta.json'} is damaged: it is not that of a checkpoint")
-    if meta["format"] != FORMAT:
-        raise Damaged(f"{path} has format {meta['format']}, this version reads {FORMAT}")
+    if (written := meta["format"]) != FORMAT:
+        maker = "an earlier" if isinstance(written, int) and written < FORMAT else "another"
+        raise Damaged(f"{path} was made by {maker} version of Thinwire, in format {written}; this one reads {FORMAT}")
     if meta.pop("crc32", None) != _crc_of_meta(meta):
         raise Damaged(f"{path / 'meta.json'} is damaged: its checksum does not fit")
     return Checkpoint(path, meta)
 
 
-def of(place: Path) -> Checkpoint:
-    """The checkpoint in the folder ``place``, or the newest good one of the run that is there.
+def of(place: Path, read: Callable[[Checkpoint], T]) -> tuple[T, list[str]]:
+    """``read`` of the checkpoint in the folder ``place``, or of the newest good one of the run that is there.
+
+    Of a run's those that are damaged are passed over: with what is wrong with each, a line.
 
     Raises:
-        Damaged: there is none, or its meta.json cannot be read.
+        NoCheckpoint: there is none.
+        Damaged: nothing that is there can be read.
     """
+    wrong: list[Damaged] = []
     for folder in (place / "checkpoints", place):
         for name in reversed(steps_in(folder)):
-            found = read_meta(folder / name)
-            if found.meta["good"]:
-                return found
-    return read_meta(place)
+            try:
+                found = read_meta(folder / name)
+                if found.meta["good"]:
+                    return read(found), [str(error) for error in wrong]
+            except Damaged as error:
+                wrong.append(error)
+    if wrong:
+        raise wrong[0]
+    return read(read_meta(place)), []
 
 
 def _no_meta(path: Path) -> str:
@@ -324,6 +340,7 @@ class Checkpoints:
         """Write the checkpoint of ``step``, and remove those of this run that are not among the newest ``keep``.
 
         One that is not ``good`` (the run diverges) is marked so: it replaces no other, and ``latest`` does not name it.
+        Where a good one of the same step is there it is not written.
         ``sequences``: of the shuffled text that all ranks together have trained on.
 
         Raises:
@@ -332,6 +349,8 @@ class Checkpoints:
         together, rank = self.together, self.together.rank
         final = self.path / f"step-{step:06d}"
         partial = self.path / f".{final.name}.partial"
+        if not good and any(together.gather(lambda: _is_good(final))):
+            return final
         own, common = _tensors(model, optimizer, wire)
 
         def write() -> dict[str, int]:
@@ -388,13 +407,14 @@ class Checkpoints:
         Raises:
             ThinwireError: there is no such checkpoint, nothing that is there can be used, or it is not of such a run.
         """
-        resumed = self._newest(resume) if resume in ("auto", "latest") else self._given(Path(resume))
+        newest = resume in ("auto", "latest")
+        ours = newest or any(self.together.gather(lambda: Path(resume).parent.resolve() == self.path.resolve()))
+        if not ours:  # before a host that lacks the checkpoint gets a copy
+            self.folder.check_free()
+        resumed = self._newest(resume) if newest else self._given(Path(resume))
         if resumed is not None:
-            path = resumed.checkpoint.path
-            if any(self.together.gather(lambda: path.parent.resolve() == self.path.resolve())):
-                self.run, self.latest = resumed.checkpoint.meta["run"], path.name
-            else:
-                self.folder.check_free()
+            if ours:
+                self.run, self.latest = resumed.checkpoint.meta["run"], resumed.checkpoint.path.name
             differ = differences.compare(resumed.checkpoint.meta["about"], self.about, anyway=True, resize=self.resize)
             if differ and self.together.rank == 0:
                 line = f"going on, but not bit for bit as the run would have: {differ}"
@@ -420,10 +440,11 @@ class Checkpoints:
         if None in pointers:
             wrong.append(f"{self.path / 'latest'} is damaged")
         good = [seen for seen in found if seen.meta["good"]]
+        # What ``latest`` names comes first: beyond it may be a future that the run has gone back from.
         for seen in sorted(good, key=lambda seen: (seen.name in pointers, seen.step), reverse=True):
             try:
                 resumed = self._read(seen, self.path / seen.name)
-            except (Damaged, Elsewhere) as error:
+            except Damaged as error:
                 wrong.append(str(error))
                 continue
             if wrong and self.together.rank == 0:
@@ -432,9 +453,9 @@ class Checkpoints:
             return resumed
         if wrong:
             raise ThinwireError(f"no checkpoint in {self.path} can be used: {'; '.join(wrong)}")
-        if resume == "auto":
+        if resume == "auto" and not found:
             return None
-        why = " but such as were taken while the run diverged" if found else ""
+        why = " but such as were taken while the run diverged; --overwrite starts afresh" if found else ""
         raise ThinwireError(f"there is no checkpoint in {self.path} to resume from{why}")
 
     def _look(self, paths: Callable[[], Iterable[Path]]) -> tuple[list[Seen], list[str]]:
@@ -480,7 +501,19 @@ class Checkpoints:
             tensors = {file: dict(read_tensors(path / file)) for file in [own, *common]}
             return Resumed(checkpoint, tensors[own], tensors.get(MODEL, {}))
 
-        return together.do(read)
+        def tried() -> Resumed | Damaged:
+            try:
+                return read()
+            except Damaged as error:
+                return error
+
+        found = together.do(tried)
+        # Damage, of which all take an older one, is told apart from other trouble by all ranks or none.
+        for rank, line in enumerate(together.tell(str(found) if isinstance(found, Damaged) else "")):
+            if line:
+                raise found if isinstance(found, Damaged) else Damaged(f"rank {rank}: {line}")
+        assert isinstance(found, Resumed)
+        return found
 
     def _fetch(self, seen: Seen, path: Path, needed: list[str]) -> Path:
         """Bring what the ranks of this folder need and it has not from ranks that have it. The folder that has it."""
@@ -513,6 +546,13 @@ class Checkpoints:
         except (OSError, ValueError):
             return None
         return name if _NAME.fullmatch(name) else None
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        return read_meta(path).meta["good"]
+    except Damaged:
+        return False
 
 
 def _fresh(path: Path) -> None:

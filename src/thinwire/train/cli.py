@@ -28,7 +28,9 @@ def main(argv: list[str]) -> int:
             raise ThinwireError(f"--ranks-per-node {per_node} does not divide the {ranks} ranks")
         return start_ranks(argv, ranks, per_node)
     from thinwire.train.loop import train
+    from thinwire.train.signals import end_at_once
 
+    end_at_once()
     warnings.formatwarning = _one_line
     train(config)
     return 0

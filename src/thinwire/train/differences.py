@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from thinwire.agreement import version
 from thinwire.errors import ThinwireError
 from thinwire.methods import resolve
-from thinwire.methods.base import Method
 from thinwire.train.config import Config
 from thinwire.train.models import ModelConfig
 from thinwire.train.tokens import TokenFiles
@@ -80,19 +79,12 @@ def about(
     share = {"ddp": 1, "fsdp2": world_size, "hsdp": config.shard_size or per_node}[config.engine]
     found = {
         **{name: getattr(config, name) for name in names}, **dataclasses.asdict(shape), "sequence": config.sequence,
-        "context": shape.context if shape.family == "gpt" else 0, "method": settings(resolve(config.method)),
-        "intra": config.intra and settings(resolve(config.intra)), "mesh": f"{share} x {world_size // share}",
+        "context": shape.context if shape.family == "gpt" else 0, "method": str(resolve(config.method)),
+        "intra": config.intra and str(resolve(config.intra)), "mesh": f"{share} x {world_size // share}",
         "world_size": world_size, "nodes": -(-world_size // per_node), "text": tokens[0], "valid_text": tokens[1],
-        "device": device, "dtype": dtype, "torch": torch.__version__, "thinwire": _version(),
+        "device": device, "dtype": dtype, "torch": torch.__version__, "thinwire": version(),
     }  # fmt: skip
     return {name: list(value) if isinstance(value := found[name], tuple) else value for name in TABLE}
-
-
-def settings(method: Method) -> str:
-    """A method with those of its knobs that are not as by default: "topk(density=0.01, smallest=1000)"."""
-    knobs = [(knob.name, getattr(method, knob.name), getattr(type(method)(), knob.name)) for knob in method.knobs()]
-    words = ", ".join(f"{name}={value!r}" for name, value, default in knobs if value != default)
-    return f"{method.name}({words})" if words else method.name
 
 
 def hash_of(tokens: Tensor | TokenFiles) -> str:
@@ -147,10 +139,3 @@ def compare(saved: dict[str, Any], ours: dict[str, Any], *, anyway: bool = False
 
 def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("thinwire")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

@@ -18,11 +18,19 @@ from pathlib import Path
 from typing import IO
 
 from thinwire.errors import ThinwireError, ThinwireWarning
-from thinwire.train.together import Together
+from thinwire.train.together import Together, naming
 
 LOCK_WAIT_S = 3.0
 """A rank that was killed a moment ago may still hold its lock."""
 _RUN_FILES = ("metrics.jsonl", "summary.json", "report.txt", "plan.txt", "config.yaml")
+_OWN = "|".join(map(re.escape, _RUN_FILES))
+_OLD = r"\.[0-9a-f]{8}\.old"
+_LEFT = {
+    ".": rf"\.({_OWN}|tokenizer-bpe-\d+\.json)\.partial|\.checkpoints{_OLD}|\.rank-[0-9a-f]{{32}}-\d+",
+    "checkpoints": rf"\.(latest|step-\d+)\.partial|\.(step-\d+|\.step-\d+\.partial){_OLD}",
+    "checkpoints/step-*": r"\.(meta\.json|(model|rank-\d+)\.safetensors)\.partial",
+}
+"""By place in the folder: the hidden names that are made here. --out may be a folder that holds more than the run."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +141,9 @@ def _locked(path: Path) -> IO[str]:
 
 def _sweep(path: Path) -> None:
     """Remove what a run that was killed left half made or half removed."""
-    for place in (path, path / "checkpoints", *path.glob("checkpoints/step-*")):
-        for left in place.glob(".*"):
-            if re.fullmatch(r"\..*\.(partial|old)|\.rank-[0-9a-f]{32}-\d+", left.name):
+    for where, names in _LEFT.items():
+        for left in path.glob(f"{where}/.*" if where != "." else ".*"):
+            if re.fullmatch(names, left.name):
                 if left.is_dir():
                     shutil.rmtree(left, ignore_errors=True)  # a rank of the killed run may be at its end still
                 else:
@@ -153,7 +161,7 @@ def remove(path: Path) -> None:
 def write(path: Path, text: str) -> None:
     """``path`` holds all of ``text``, or what it held before, whatever happens."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with naming(path), partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -165,6 +173,7 @@ def sync(path: Path) -> None:
     """What was written to a file, or renamed in a folder, survives a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)

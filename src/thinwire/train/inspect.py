@@ -15,13 +15,14 @@ from rich.table import Table
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
-from thinwire.train.checkpoint import Checkpoint, Damaged, of, read_tensors
+from thinwire.train.checkpoint import Checkpoint, Damaged, NoCheckpoint, of, read_tensors
 from thinwire.train.differences import TABLE, between
 
 USAGE = """usage: thinwire inspect CHECKPOINT [OTHER]
 
 Show a checkpoint: what run it is of, whether every checksum fits, and the norm of what waits on each rank, by
-parameter. Or how it differs from OTHER. Each is a checkpoint's folder, or a run's: then its newest that is good.
+parameter. Or how it differs from OTHER. Each is a checkpoint's folder, or a run's: then its newest that is good, where
+those whose meta.json is damaged are passed over, with a line.
 
 The exit status is 0; 1 where a file is damaged, or the two differ; 2 for what is no checkpoint."""
 MOST_RANKS = 8
@@ -38,8 +39,19 @@ def main(argv: list[str]) -> int:
     if len(argv) > 2:
         raise ThinwireError(f"'thinwire inspect' takes one checkpoint or two, got {len(argv)}")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    found = [of(Path(word)) for word in argv]
-    return show(found[0], console) if len(found) == 1 else compare(found[0], found[1], console)
+    try:
+        each = [of(Path(word), lambda checkpoint: checkpoint) for word in argv]
+    except NoCheckpoint:
+        raise
+    except Damaged as error:
+        print(f"thinwire: {error}", file=sys.stderr)
+        return 1
+    found = [checkpoint for checkpoint, _ in each]
+    damaged = [line for _, wrong in each for line in wrong]
+    for line in damaged:
+        print(f"thinwire: {line}: passed over", file=sys.stderr)
+    status = show(found[0], console) if len(found) == 1 else compare(found[0], found[1], console)
+    return status or int(bool(damaged))
 
 
 def show(checkpoint: Checkpoint, console: Console) -> int:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm import GroupComm, is_of_the_network, network_words
+from thinwire.comm import GroupComm, is_of_the_network, local, network_words
 from thinwire.elastic import init_process_group
 from thinwire.errors import LostRank, ThinwireError
 from thinwire.lab.counters import interface_bytes
@@ -336,10 +336,14 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
                 valid = look(step + 1)
                 wire.ledger.now = type(wire.ledger.now)()
             due = config.checkpoint_every and (step + 1) % config.checkpoint_every == 0
-            if config.checkpoints and (due or stopped or step + 1 == config.steps):
-                checkpoints.save(step + 1, sequences, **state, good=streak == 0)
+            last = stopped or step + 1 == config.steps
+            if config.checkpoints and (due or last):
+                # One skipped step has left all as the step before did. At the end there is no better one to come;
+                # before, a run that diverges would put it in the place of an earlier one.
+                as_before = last and streak == 1 and any_skipped == 1 and all(together.gather(lambda: _finite(model)))
+                checkpoints.save(step + 1, sequences, **state, good=streak == 0 or as_before)
             if stopped and step + 1 < config.steps:
-                raise _stopped(step + 1, max(together.tell(signals.number)), config)
+                raise _stopped(step + 1, max(together.tell(signals.number)), config, checkpoints.latest)
         stats = wire.stats()
         valid = look(config.steps)
         summary = _summary(config, ranks, parameters, losses, times, wall, tokens_per_step, stats, wire)
@@ -376,17 +380,27 @@ class Diverged(ThinwireError):
     """No step has counted for a while."""
 
     def __init__(self, step: int, streak: int, latest: str) -> None:
-        kept = f"the last good checkpoint is {latest}" if latest else "there is no good checkpoint"
         super().__init__(
             f"the run diverges: steps {step - streak + 1} to {step} were skipped, or had a loss that is not finite; "
-            f"{kept}. A lower --lr may help; --max-skipped 0 goes on"
+            f"{_last_good(latest)}. A lower --lr may help; --max-skipped 0 goes on"
         )
 
 
-def _stopped(step: int, number: int, config: Config) -> Stopped:
-    name = signal.Signals(number).name
-    kept = f"step-{step:06d} is saved, --resume auto goes on from it" if config.checkpoints else "nothing is saved"
-    return Stopped(number, f"ended by {name} after step {step}: {kept}")
+def _last_good(latest: str) -> str:
+    return f"the last good checkpoint is {latest}" if latest else "there is no good checkpoint"
+
+
+def _finite(model: nn.Module) -> bool:
+    return all(bool(local(parameter).detach().isfinite().all()) for parameter in model.parameters())
+
+
+def _stopped(step: int, number: int, config: Config, latest: str) -> Stopped:
+    kept = "nothing is saved"
+    if config.checkpoints and latest == f"step-{step:06d}":
+        kept = f"{latest} is saved, --resume auto goes on from it"
+    elif config.checkpoints:
+        kept = f"its loss, or a gradient, was not finite; {_last_good(latest)}"
+    return Stopped(number, f"ended by {signal.Signals(number).name} after step {step}: {kept}")
 
 
 def _same_text(together: Together, train: Windows, valid: Windows) -> tuple[str, str]:

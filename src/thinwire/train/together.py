@@ -6,9 +6,9 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 
@@ -82,32 +82,64 @@ class Together:
         size = self.gather(lambda: source.stat().st_size if self.rank == root else 0)[root]
         with contextlib.ExitStack() as opened:
 
+            def open_(path: Path, mode: str) -> BinaryIO:
+                file = cast(BinaryIO, path.open(mode))
+                opened.callback(_close, file)
+                return file
+
             def begin() -> tuple[BinaryIO | None, BinaryIO | None]:
                 partial = None if target is None else target.with_name(f".{target.name}.partial")
                 return (
-                    opened.enter_context(source.open("rb")) if self.rank == root else None,
-                    opened.enter_context(partial.open("wb")) if partial is not None else None,
+                    open_(source, "rb") if self.rank == root else None,
+                    open_(partial, "wb") if partial is not None else None,
                 )
 
             reading, writing = self.do(begin)
-            chunk = torch.zeros(min(CHUNK, size), dtype=torch.uint8)
-            for start in range(0, size, CHUNK):
-                chunk = chunk[: size - start].zero_()
+            chunk = torch.zeros(0, dtype=torch.uint8)
+
+            def write() -> None:
+                if writing is not None and target is not None:
+                    with naming(target):
+                        writing.write(chunk.numpy().data)
+
+            def turn(start: int) -> torch.Tensor:
+                """What has come is written, what comes next is read: one agreement for both."""
+                write()
+                following = torch.zeros(min(CHUNK, size - start), dtype=torch.uint8)
                 if reading is not None:  # should the file have shrunk, its checksums will say so
-                    reading.readinto(chunk.numpy().data)  # type: ignore[attr-defined]
+                    with naming(source):
+                        reading.readinto(following.numpy().data)  # type: ignore[attr-defined]
+                return following
+
+            for start in range(0, size, CHUNK):
+                chunk = self.do(functools.partial(turn, start))
                 self._comm.all_reduce(chunk, "max")
-                if writing is not None:
-                    self.do(functools.partial(writing.write, chunk.numpy().data))
-                else:
-                    self.do(lambda: None)
 
             def end() -> None:
+                write()
                 if writing is not None and target is not None:
-                    writing.flush()
-                    os.fsync(writing.fileno())
+                    with naming(target):
+                        writing.flush()
+                        os.fsync(writing.fileno())
+                        writing.close()
                     os.replace(writing.name, target)
 
             self.do(end)
+
+
+def _close(file: BinaryIO) -> None:
+    with contextlib.suppress(OSError):  # what the disk says of a file that is not finished has been said
+        file.close()
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError from inside names ``path``, where the system, which knows a number only, has named nothing."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def in_one_line(error: Exception) -> Exception:

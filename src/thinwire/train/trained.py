@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from thinwire.errors import ThinwireError
 from thinwire.train import checkpoint, sample
+from thinwire.train.checkpoint import Checkpoint
 from thinwire.train.config import from_yaml, parsed
 from thinwire.train.data import Tokenizer
 from thinwire.train.export import export
@@ -42,12 +44,18 @@ class Trained:
 
 
 def read(place: Path) -> Trained:
-    """The model of a run's folder (its newest good checkpoint), or of a checkpoint's.
+    """The model of a run's folder (its newest good checkpoint that is whole), or of a checkpoint's.
 
     Raises:
         ThinwireError: there is none, it is damaged, or the run's config.yaml or tokenizer is gone.
     """
-    found = checkpoint.of(place)
+    trained, damaged = checkpoint.of(place, _read)
+    for line in damaged:
+        print(f"thinwire: {line}: passed over", file=sys.stderr)
+    return trained
+
+
+def _read(found: Checkpoint) -> Trained:
     about = found.meta["about"]
     run = found.path.parent.parent
     shape = ModelConfig(**{field.name: about[field.name] for field in fields(ModelConfig) if field.name != "context"})
