@@ -306,7 +306,7 @@ def differing() -> str:
     }  # fmt: skip
     lines = ["| difference | what it is | on resume |", "|---|---|---|"]
     for name, (level, what) in differences.TABLE.items():
-        word = "refused without `--resize`" if name in differences.LAYOUT else words[level]
+        word = "warned; what waits goes by `--resize`" if name in differences.LAYOUT else words[level]
         lines.append(f"| `{name}` | {what} | {word} |")
     return "\n".join(lines)
 

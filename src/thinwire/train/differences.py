@@ -67,7 +67,7 @@ TABLE: dict[str, tuple[str, str]] = {
 
 
 LAYOUT = ("engine", "mesh", "world_size", "two_level", "intra")
-"""How weights and the method's state lie on the ranks: with --resize these may be others."""
+"""How weights and the method's state lie on the ranks: these may be others, unless --resize refuse says no."""
 
 
 def about(
@@ -125,8 +125,8 @@ def compare(saved: dict[str, Any], ours: dict[str, Any], *, anyway: bool = False
         if "world_size" in differ:
             what = f"made by {saved.get('world_size')} ranks, this run has {ours.get('world_size')}"
         raise ThinwireError(
-            f"the checkpoint is not of such a run: {what}; make it one, or say with --resize what becomes of what its "
-            "ranks had yet to send"
+            f"the checkpoint is not of such a run: {what}; make it one, or say with --resize flush that its ranks "
+            "may be others"
         )
     if told(FITS):
         raise ThinwireError(f"the checkpoint is not of such a run: {told(FITS)}")

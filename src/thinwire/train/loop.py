@@ -221,7 +221,8 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
         per_node=ranks.per_node, device=device.type, dtype="bf16" if bf16 else "fp32",
     )  # fmt: skip
     checkpoints = Checkpoints(
-        folder, about, keep=config.keep, anyway=config.resume_anyway, resize=config.resize
+        folder, about, keep=config.keep, anyway=config.resume_anyway,
+        resize=None if config.resize == "refuse" else config.resize,
     )  # fmt: skip
     resumed = checkpoints.find(config.resume) if config.resume else None
     start, sequences = (resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]) if resumed else (0, 0)
