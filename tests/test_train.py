@@ -302,7 +302,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, text, engi
     beyond = train(world, *common, "--resume", str(whole / last), "--out", f"{tmp_path}/beyond")
     assert refused(beyond, "nothing is left to do")
     if method == "dense":
-        fewer = train(2, *common, "--resume", str(whole / third), "--out", f"{tmp_path}/fewer")
+        fewer = train(2, *common, "--resize", "refuse", "--resume", str(whole / third), "--out", f"{tmp_path}/fewer")
         assert refused(fewer, "made by 3 ranks, this run has 2")
 
 
