@@ -284,7 +284,6 @@ def sigterm(box: Path) -> Got:
 def two_jobs(box: Path) -> Got:
     first = train("--steps 1000000", 2, box / "run")
     first.reach(3)
-    shutil.copytree(box / "run", box / "logs", dirs_exist_ok=True)
     second = forked.train(["--steps", "10", "--resume", "auto", "--out", str(box / "run")], 2, box / "second")
     got = refused(second)
     alive = not first.wait(0)
@@ -434,7 +433,7 @@ def leaves_out_a_step(rank: int) -> int:
 @row("4", "torchrun --max-restarts 2, kill -9 of one rank", "goes on from the last checkpoint, exactly")
 def elastic(box: Path) -> Got:
     words = "--steps 60 --checkpoint-every 10 --method topk(smallest=1000) --timeout 30"
-    if not done(train(f"{words} --checkpoint-every 10", 2, box / "straight")):
+    if not done(train(words, 2, box / "straight")):
         return Got(False, "the undisturbed run failed")
     out = box / "run"
     command = [
@@ -442,7 +441,7 @@ def elastic(box: Path) -> Got:
         "-m", "thinwire", "train", *forked.SMALL, "--corpus", str(box / "text.txt"), "--out", str(out),
         *words.split(), "--resume", "auto",
     ]  # fmt: skip
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "THINWIRE_DIE_AT": ""}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     with log_of(out, 0).open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
     try:

@@ -27,7 +27,7 @@ import torch.distributed.fsdp
 import thinwire.cli
 import thinwire.train.cli
 import thinwire.train.loop
-from thinwire.lab.cluster import Cluster
+from thinwire.lab.cluster import Cluster, die_with_parent
 from thinwire.train.launch import free_port
 from thinwire.wire import Wire
 
@@ -160,7 +160,7 @@ def _become(
     status: Any = 99
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its parent
+        die_with_parent()
         file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         for descriptor in (1, 2):
             os.dup2(file, descriptor)
@@ -208,7 +208,7 @@ def train(
         return start(rank_main, world, out, environment=environment, logs=logs)
     cluster.new_port()
     return start(
-        rank_main, world, out, environment=lambda rank: {k: v for k, v in cluster.environment(rank, {}).items()},
+        rank_main, world, out, environment=lambda rank: cluster.environment(rank, {}),
         namespace=lambda rank: cluster._holders[rank // cluster.ranks_per_node], logs=logs,
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from thinwire.comm import GroupComm
 from thinwire.errors import LostRank, ThinwireError
 from thinwire.methods.base import Method
-from thinwire.plan import clean_name
+from thinwire.plan import bare_name
 
 Facts = Mapping[str, str]
 """What must be the same on all ranks: what it is -> how it is here. In the order in which differences are named."""
@@ -160,7 +160,7 @@ def _short(value: str, most: int = 120) -> str:
 def model_facts(model: nn.Module) -> dict[str, str]:
     """Of each parameter, in order: name, shape (as a whole, where it is sharded), dtype, whether it is trained."""
     return {
-        f"parameter {number}": f"{clean_name(name).removeprefix('module.')} {tuple(parameter.shape)} "
+        f"parameter {number}": f"{bare_name(name)} {tuple(parameter.shape)} "
         f"{str(parameter.dtype).removeprefix('torch.')}{'' if parameter.requires_grad else ', frozen'}"
         for number, (name, parameter) in enumerate(model.named_parameters())
     }

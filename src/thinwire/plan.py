@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,11 @@ def clean_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def bare_name(name: str) -> str:
+    """``clean_name``, without what DDP puts before it either."""
+    return clean_name(name).removeprefix("module.")
 
 
 def role_of(name: str, module: nn.Module | None, shape: Sequence[int]) -> str:
@@ -299,9 +305,14 @@ class Plan:
             table.caption += f"\n{self.cost}"
         if self.note is not None:
             table.caption += f"\n{self.note}"
-        out = io.StringIO()
-        extras.load("rich.console").Console(file=out, width=120, color_system=None).print(table)
-        return out.getvalue().rstrip()
+        return in_text(table, 120)
+
+
+def in_text(table: Any, width: int) -> str:
+    """A rich ``table`` as plain text, so many characters wide."""
+    out = io.StringIO()
+    extras.load("rich.console").Console(file=out, width=width, color_system=None).print(table)
+    return out.getvalue().rstrip()
 
 
 def human(nbytes: float) -> str:

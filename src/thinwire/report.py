@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 from thinwire import extras
 from thinwire.ledger import KINDS, LINKS
-from thinwire.plan import Plan, human
+from thinwire.plan import Plan, human, in_text
 
 
 class Report:
@@ -46,6 +45,4 @@ class Report:
         if stats["memory_planned_bytes"] is not None:
             table.add_row("memory at its peak, as planned", human(stats["memory_planned_bytes"]))
         table.caption = self.plan.note
-        out = io.StringIO()
-        extras.load("rich.console").Console(file=out, width=100, color_system=None).print(table)
-        return out.getvalue().rstrip()
+        return in_text(table, 100)

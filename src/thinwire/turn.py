@@ -24,7 +24,7 @@ from thinwire.guard import Guard
 from thinwire.integrations.base import Engine, all_zero
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Step
-from thinwire.plan import clean_name
+from thinwire.plan import bare_name
 from thinwire.replicas import Replicas
 from thinwire.road import Road
 from thinwire.state import State
@@ -77,7 +77,7 @@ class Turn:
         self.clip_factor: Tensor | None = None
         self.closed = self.ended = False
         self._frozen = {
-            clean_name(name).removeprefix("module."): weight
+            bare_name(name): weight
             for name, weight in engine.model.named_parameters()
             if id(weight) not in engine.parameters
         }

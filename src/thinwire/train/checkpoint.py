@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from thinwire.comm import local
 from thinwire.errors import ThinwireError, ThinwireWarning
-from thinwire.plan import clean_name
+from thinwire.plan import bare_name
 from thinwire.train import differences
 from thinwire.train import folder as files
 from thinwire.train.folder import Folder
@@ -586,7 +586,7 @@ def obsolete(there: dict[str, bool], newest: str, latest: str | None, keep: int)
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {clean_name(name).removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+    return {bare_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def _tensors(

@@ -80,10 +80,19 @@ def _documents(name: str) -> Iterator[Iterable[str]]:
     elif name.startswith("hub:"):
         yield from ((text,) for text in _hub(name.removeprefix("hub:")))
     else:
-        paths = sorted(glob.glob(name, recursive=True)) if any(c in name for c in "*?[") else [name]
-        if not paths:
-            raise ThinwireError(f"no file matches the corpus '{name}'")
-        yield from (_read_file(Path(path)) for path in paths)
+        yield from map(_read_file, paths_of(name))
+
+
+def paths_of(name: str) -> list[Path]:
+    """The files that a name or a glob stands for, in order.
+
+    Raises:
+        ThinwireError: none matches.
+    """
+    paths = sorted(glob.glob(name, recursive=True)) if any(c in name for c in "*?[") else [name]
+    if not paths:
+        raise ThinwireError(f"no file matches the corpus '{name}'")
+    return [Path(path) for path in paths]
 
 
 def _read_file(path: Path) -> Iterator[str]:

@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
+from thinwire.plan import human
 from thinwire.train.checkpoint import Checkpoint, Damaged, NoCheckpoint, of, read_tensors
 from thinwire.train.differences import TABLE, between
 
@@ -81,7 +82,7 @@ def show(checkpoint: Checkpoint, console: Console) -> int:
             except Damaged as error:
                 word = "DAMAGED"
                 damaged.append(str(error))
-        files.add_row(name, _bytes(size), str(number), word)
+        files.add_row(name, human(size), str(number), word)
     console.print(files)
     for line in damaged:
         console.print(line, soft_wrap=True)
@@ -170,11 +171,3 @@ def _table(*columns: str) -> Table:
         table.add_column(name, justify="right" if name.startswith(("rank", "size", "least", "med", "larg", "rel"))
                          else "left", no_wrap=number == 0)  # fmt: skip
     return table
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
-        size /= 1000
-    raise AssertionError

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import bisect
-import glob
 import hashlib
 import itertools
 import json
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from thinwire.errors import ThinwireError
 from thinwire.train.config import parsed
-from thinwire.train.data import HELD_OUT, SPAN, Tokenizer, is_held_out, pieces, spans, split, tokenizer_file
+from thinwire.train.data import HELD_OUT, SPAN, Tokenizer, is_held_out, paths_of, pieces, spans, split, tokenizer_file
 from thinwire.train.folder import write
 
 FORMAT, ABOUT, PARTS = 1, "tokens.json", ("train", "valid")
@@ -154,13 +153,7 @@ def _folder(folder: Path, valid: Sequence[str], tokenizer: str) -> Tokenized:
 
 
 def _described(names: Sequence[str]) -> list[tuple[Path, int, int, np.dtype]]:
-    found = []
-    for name in names:
-        paths = sorted(glob.glob(name, recursive=True)) if any(c in name for c in "*?[") else [name]
-        if not paths:
-            raise ThinwireError(f"no file matches the corpus '{name}'")
-        found += [_describe(Path(path)) for path in paths]
-    return found
+    return [_describe(path) for name in names for path in paths_of(name)]
 
 
 def _describe(path: Path) -> tuple[Path, int, int, np.dtype]:

@@ -58,10 +58,10 @@ def read(place: Path) -> Trained:
 def _read(found: Checkpoint) -> Trained:
     about = found.meta["about"]
     run = found.path.parent.parent
-    shape = ModelConfig(**{field.name: about[field.name] for field in fields(ModelConfig) if field.name != "context"})
     config = from_yaml(run / "config.yaml")
     tokenizer = Tokenizer(config.tokenizer, (), run, trains=False)
-    shape = ModelConfig(**{**vars(shape), "context": config.sequence}).check()
+    known = {field.name: about[field.name] for field in fields(ModelConfig)}
+    shape = ModelConfig(**{**known, "context": config.sequence}).check()  # a llama's is no part of what a run is
     weights = {name.removeprefix("model/"): value for name, value in checkpoint.whole(found, ["model/"])}
     return Trained(found.path, found.step, shape, weights, tokenizer)
 
