@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -33,3 +35,25 @@ def _bound(rank, world):
 
 def test_a_group_of_some_ranks_is_not_split_off_all_ranks():
     assert ranks.run(_bound, 1) == [(1, 1, 1, "cuda:0")]
+
+
+def _dropped(rank, world):
+    comm = GroupComm.aside(dist.group.WORLD)
+
+    def gather(value, **more):
+        out = torch.empty(world, 1000)
+        work = comm.all_gather(out, torch.full((1000,), float(value + rank)), **more)
+        return out[:, -1].tolist() if work is None else work
+
+    for late in (0, 1, None):
+        if rank == late:
+            time.sleep(0.1)
+        gather(10, async_op=True)
+        if rank != late:
+            time.sleep(0.05)
+    return [gather(value) for value in (20, 30, 40)]
+
+
+def test_a_work_that_nobody_waits_for_does_not_shift_the_messages_behind_it():
+    """As where a backward pass raises, with the weights of the next layer on their way."""
+    assert ranks.run(_dropped, 2, seconds=20) == [[[20.0, 21.0], [30.0, 31.0], [40.0, 41.0]]] * 2

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -271,6 +272,7 @@ class GroupComm(Comm):
         sources = [(self.rank - turn) % self.size for turn in turns]
         targets = [(self.rank + turn) % self.size for turn in turns]
         ranks, group = self.ranks, self.group
+        _FromPeers(self, verb, _DROPPED.pop(group, [])).wait()  # they come before ours, on all ranks
         works: list[tuple[int, Work | None]] = []
         for peer in sources:
             with self.waiting(verb, peer):
@@ -285,6 +287,11 @@ class _FromPeers(Work):
     """The messages from and to all peers, as one work. Each is waited for as long as the group's timeout says.
 
     (gloo's own limit for a message is that of the group's birth, whatever its timeout was set to later.)
+
+    Nobody may ever wait for it: a backward pass that raises leaves the gather of weights for its next layer behind. But
+    gloo forgets a message whose buffer is gone, and has told the peer already that it may come: the next message would
+    be sent in its place, and the one after that waited for by both for ever. So what is dropped is kept for the group's
+    next exchange, which waits for it first.
     """
 
     def __init__(self, comm: GroupComm, verb: str, works: Sequence[tuple[int, Work | None]]) -> None:
@@ -293,11 +300,20 @@ class _FromPeers(Work):
 
     def wait(self, *timeout) -> bool:
         limit = timeout or (() if self._comm.timeout is None else (self._comm.timeout,))
-        for peer, work in self._works:
+        works, self._works = self._works, ()
+        for peer, work in works:
             if work is not None:
                 with self._comm.waiting(self._verb, peer):
                     work.wait(*limit)
         return True
+
+    def __del__(self) -> None:
+        if self._works:
+            _DROPPED.setdefault(self._comm.group, []).extend(self._works)
+
+
+_DROPPED: WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, Work | None]]] = WeakKeyDictionary()
+"""Of each group, what was posted and never waited for."""
 
 
 class Then(Work):
