@@ -91,6 +91,14 @@ class Job:
             time.sleep(0.02)
         return True
 
+    def struck(self, mark: Path, seconds: float = 120) -> bool:
+        """Wait until a fault of a rank's own has put the file ``mark``; times count from there."""
+        self.since = time.monotonic()
+        while not mark.exists() and not self.wait(0) and time.monotonic() - self.since < seconds:
+            time.sleep(0.02)
+        self.since = time.monotonic()
+        return mark.exists()
+
     def end(self) -> dict[int, tuple[int | str, float]]:
         """Kill what is left. Returns ``ends``, in which such a rank is missing if it had not ended by itself."""
         self.wait(0)
