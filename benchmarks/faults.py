@@ -382,8 +382,8 @@ def flaps(box: Path) -> Got:
         cluster.popen(1, short.split()).wait()
         there = job.steps()[-1]
         good = job.reach(there + 20, 60)
-        counts = cluster.popen(1, "tc -s -j qdisc show dev eth0".split(), stdout=subprocess.PIPE).communicate()[0]
-        queue = json.loads(counts)[0]
+        show = ["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"]
+        queue = json.loads(cluster.popen(1, show, stdout=subprocess.PIPE).communicate()[0])[0]
         lost = queue["drops"] / (queue["drops"] + queue["packets"])
         job.end()
     text = f"step {there} -> {job.steps()[-1]} with {lost:.1%} of packets lost"

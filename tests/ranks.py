@@ -56,6 +56,15 @@ def _rank(rank: int, world: int, store: str, function: Callable, args: tuple, en
             dist.destroy_process_group()
 
 
+def _alone(function: Callable, args: tuple, environment: dict, results: Any) -> None:
+    threading.Thread(target=_end_with_pytest, daemon=True).start()
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **environment})
+    try:
+        results.put((0, function(*args), None))
+    except BaseException:
+        results.put((0, None, traceback.format_exc()))
+
+
 def _collect(ranks: list[Any], results: Any, seconds: float, name: str) -> list[Any]:
     found: dict[int, Any] = {}
     while len(found) < len(ranks):
@@ -81,7 +90,6 @@ def run(
     numpy, or ``.clone()``d tensors are converted by the caller). Raises with the first rank's traceback, and when no
     rank has finished for ``seconds`` times THINWIRE_PATIENCE. ``warm``: the module that ranks are born with.
     """
-    server = _fork_server(warm)
     results = _context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -89,16 +97,29 @@ def run(
             _context.Process(target=_rank, args=(rank, world, store, function, args, environment, results), daemon=True)
             for rank in range(world)
         ]
-        with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
-            for process in ranks:
-                process.start()
-        try:
-            found = _collect(ranks, results, seconds * PATIENCE, function.__name__)
-            for process in ranks:
-                process.join(seconds * PATIENCE)
-        finally:
-            for process in ranks:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+        return _results(ranks, results, seconds * PATIENCE, function.__name__, warm)
+
+
+def alone(function: Callable, *args: Any, seconds: float = 300, warm: str = "warm", **environment: str) -> Any:
+    """``function(*args)`` in one process, which is no rank and may start some. Else as ``run``."""
+    results = _context.SimpleQueue()
+    process = _context.Process(target=_alone, args=(function, args, environment, results))
+    return _results([process], results, seconds * PATIENCE, function.__name__, warm)[0]
+
+
+def _results(processes: list[Any], results: Any, seconds: float, name: str, warm: str) -> list[Any]:
+    """What they put; they are started here, and ended."""
+    server = _fork_server(warm)
+    with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        for process in processes:
+            process.start()
+    try:
+        found = _collect(processes, results, seconds, name)
+        for process in processes:
+            process.join(seconds)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
     return found

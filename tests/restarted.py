@@ -1,14 +1,15 @@
-"""A run that keeps a checkpoint of every step and, in its first attempt, loses a rank: a test has torchrun start it."""
+"""A run that keeps a checkpoint of every step and loses a rank in its first attempt, started as torchrun does it."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
+import uuid
 from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -48,10 +49,17 @@ def _file(folder: str, step: int, rank: int) -> Path:
     return Path(folder, f"{step}-{rank}.pt")
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def under_an_agent(folder: str) -> None:
+    """Two ranks under torchrun's agent, which starts them once more; forked, so that they need not import torch."""
+    config = LaunchConfig(
+        1, 1, 2, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1,
+        start_method="fork",
+    )  # fmt: skip
+    elastic_launch(config, _rank)(folder)
+
+
+def _rank(folder: str) -> None:
     thinwire.elastic.init_process_group("gloo", timeout=timedelta(seconds=120))
     number, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    weights = train(number, ranks, sys.argv[1], dies=first)
-    torch.save(torch.tensor(weights), Path(sys.argv[1], f"end-{number}.pt"))
+    weights = train(number, ranks, folder, dies=os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+    torch.save(torch.tensor(weights), Path(folder, f"end-{number}.pt"))

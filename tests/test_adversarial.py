@@ -21,7 +21,7 @@ from thinwire.methods import LHC, SCAPE, PowerSGD
 from thinwire.methods.base import Method
 from thinwire.testing import LockStep, Threads, bucket_for, exchange_on, reduce_on_threads
 
-CHUNKS, CASES = 10, 120
+CHUNKS, CASES = 10, 200
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

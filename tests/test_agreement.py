@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,7 +17,7 @@ import restarted
 import thinwire
 from models import Net, loss_of
 from patience import PATIENCE
-from ranks import run
+from ranks import alone, run
 from thinwire.agreement import Agreement, _check
 from thinwire.comm import GroupComm, timeout_of
 from thinwire.elastic import meet
@@ -230,18 +226,9 @@ def test_the_ranks_of_an_attempt_meet_where_no_earlier_one_has_been():
 
 
 def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_happened(tmp_path):
-    here = Path(__file__).parent
     (tmp_path / "whole").mkdir()
     whole = run(restarted.train, 2, str(tmp_path / "whole"))
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts",
-            "1", str(here / "restarted.py"), str(tmp_path),
-        ],
-        capture_output=True, text=True, timeout=240 * PATIENCE,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    alone(restarted.under_an_agent, str(tmp_path))
     for rank in range(2):
         assert torch.load(tmp_path / f"end-{rank}.pt").tolist() == whole[rank]
 
