@@ -291,7 +291,7 @@ class Trickle:
             for n in range(self.workers):
                 g = given[n][i]
                 self.m[n][i] = self.b1 * self.m[n][i] + (1 - self.b1) * g
-                self.v[n][i] = b2 * self.v[n][i] + (1 - b2) * g**2
+                self.v[n][i] = self.second(n, i, g, b2)
                 direction = self.m[n][i] / (1 - self.b1**t)
                 updates.append(lr * direction / (np.sqrt(r * self.v[n][i] / (1 - b2**t)) + eps))
                 hs.append(self.e[n][i] + updates[n])
@@ -302,6 +302,10 @@ class Trickle:
             self.taken[i] = self.taken[i] + mean_of(updates)
             self.delivered[i] = self.delivered[i] + mean_of(cs)
         return [array(w) for w in self.weights]
+
+    def second(self, n: int, i: int, g: Array, b2: float) -> Array:
+        """Worker n's v of tensor i, with g in it."""
+        return b2 * self.v[n][i] + (1 - b2) * g**2
 
     def step_small(self, t: int, i: int, g: Array, lr: float, b2: float, eps: float, wd: float) -> None:
         """AdamW of the mean gradient."""

@@ -150,7 +150,7 @@ def test_what_waits_arrives_after_every_move(cls):
 METHODS = (
     "topk(smallest=100, density=0.1)", "sign(smallest=100)", "scape(smallest=100, density=0.1, warmup=2)",
     "onebit-adam(smallest=100, warmup=2, warmup_bits=8)", "powersgd(smallest=100, feedback='update')",
-    "local-steps(every=2, outer='topk(smallest=100, density=0.1)')",
+    "local-steps(every=2, outer='topk(smallest=100, density=0.1)')", "trickle(smallest=100, factored=True)",
 )  # fmt: skip
 
 
@@ -284,7 +284,7 @@ def _resized(rank: int, world: int, kind: str, before: str, specs: list[str], fo
 
 @pytest.mark.parametrize(
     ("before", "after", "specs"),
-    [(("ddp", 2), ("ddp", 3), (0, 5)), (("ddp", 2), ("fsdp2", 3), (2,)), (("fsdp2", 2), ("hsdp", 4), (0, 4))],
+    [(("ddp", 2), ("ddp", 3), (0, 5)), (("ddp", 2), ("fsdp2", 3), (2, 6)), (("fsdp2", 2), ("hsdp", 4), (0, 4))],
     ids=lambda of: "-".join(map(str, of)),
 )  # fmt: skip
 def test_a_run_goes_on_with_other_ranks(before, after, specs):

@@ -228,7 +228,7 @@ def _same_shard(ranks: list[_Saved], form: Form, kind: str) -> list[int]:
     """The ranks that hold the shard of the rank of ``form``."""
     inside, shards = form.about.shard
     before = ranks[0].about.shard[1]
-    if before != shards or ranks[0].about.engine != form.about.engine:
+    if before != shards or (shards > 1 and ranks[0].about.engine != form.about.engine):
         raise ThinwireError(
             f"'{kind}' belongs to one of {before} shards on {ranks[0].about.engine}, and this run has {shards} on "
             f"{form.about.engine}: keep as many"

@@ -426,12 +426,14 @@ class ErrorFeedback(Method):
             engine holds as their gradient is the step, which ``wire.clip_grad_norm_`` leaves alone.
         beta1: with feedback="update", of an average of this rank's own gradients above sqrt(v), 0 (none) to below 1;
             higher => smoother and later steps, and 8 bytes more per element. What waits is an average already.
+        factored: with feedback="update", v by rows and columns in place of one per element (8 bytes per element less).
     """
 
     start: float = 0
     smallest: int = SMALL
     feedback: Literal["gradient", "update"] = "gradient"
     beta1: float = 0.0
+    factored: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -440,14 +442,16 @@ class ErrorFeedback(Method):
         if not 0 <= self.beta1 < 1:
             raise ThinwireError(f"{self.name}: beta1 is the decay of an average, from 0 to below 1, got {self.beta1}")
         if self.feedback == "gradient":
-            self.refuse_idle("feedback='gradient' (the optimizer has its own)", "beta1")
+            self.refuse_idle("feedback='gradient' (the optimizer has its own)", "beta1", "factored")
         self.update_space: UpdateSpace | None = None
 
     def begin(self, run: Run) -> None:
         super().begin(run)
         self.first = first_step(self.name, "start", self.start, run.steps)
         if self.feedback == "update":
-            self.update_space = UpdateSpace(self, run, self.beta1)
+            if self.factored:
+                refuse_chunks(f"{self.name}(factored=True)", run)
+            self.update_space = UpdateSpace(self, run, self.beta1, factored=self.factored)
 
     @property
     def promise(self) -> Promise:
@@ -483,7 +487,7 @@ class ErrorFeedback(Method):
 
     @property
     def resized(self) -> Mapping[str, Resized]:
-        return {**super().resized, "seen": "equal", "alike": "equal"}  # update.py's
+        return {**super().resized, "seen": "equal", "alike": "equal", "second by *": "mean"}  # update.py's
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         self._exchange(bucket, exchange, self.compress)

@@ -14,6 +14,11 @@ more steps what the residual has delayed already. Here lr / sqrt(v) is fixed whe
 momentum (docs/methods.md has the figures). r makes the variance of one rank's gradient that of the mean's: it is 1
 where all ranks have the same gradient, and 1/N where they have nothing but noise.
 
+``factored``: of each matrix v_n is known by its averages over rows and over columns, as Adafactor has it (Shazeer and
+Stern, ICML 2018, arXiv 1804.04235, Alg. 4, l. 5-7), and what is kept of it is a value per row and column:
+
+    R = b2 R + (1-b2) mean_j g_ij^2;  C = b2 C + (1-b2) mean_i g_ij^2;  v_ij = R_i C_j / mean(R)
+
 lr, b2, eps and the decay are those of the user's ``torch.optim.AdamW``, of the parameter's group, lr as it stands in
 the backward pass. Its moments are never made for these parameters: v_n and what waits take their place.
 
@@ -22,12 +27,13 @@ Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.1
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket
+from thinwire.bucket import Bucket, Segment
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
@@ -56,16 +62,20 @@ class UpdateSpace:
         steps: the parameters whose gradient, as the engine holds it, is a step now.
     """
 
-    def __init__(self, method: Method, run: Run, momentum: float = 0.0) -> None:
+    def __init__(self, method: Method, run: Run, momentum: float = 0.0, *, factored: bool = False) -> None:
         """``momentum``: b1 of an average of this rank's gradients that takes the place of g_n above v_n; 0: none.
 
         Raises:
-            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay.
+            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay. Factored: a tensor without columns.
         """
-        self._method, self._run, self._momentum = method, run, momentum
+        self._method, self._run, self._momentum, self._factored = method, run, momentum, factored
         sent = [name for name, of in run.parameters.items() if method.keep_dense(of) is None]
         self._name = f"{method.name} with feedback='update'"
         adam_of(self._name, run, sent)
+        if factored:
+            for name in sent:
+                if len(run.parameters[name].part) < 2:
+                    raise ThinwireError(f"{self._name}: factored is for matrices, and {name} is 1-D: keep it dense")
         self.steps = OwnSteps()
         self._alike: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
         self._lengths: dict[str, tuple[Tensor, int]] = {}  # of the first values of each c: to notice who scales it
@@ -146,7 +156,10 @@ class UpdateSpace:
 
     def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
         """``values`` (R, n): g -> u, and v -> v'."""
-        second, second_out = self._state.read("second", bucket), self._state.write("second", bucket)
+        if self._factored:
+            second = second_out = bucket.scratch("second", bucket.shape, torch.float32)
+        else:
+            second, second_out = self._state.read("second", bucket), self._state.write("second", bucket)
         first = first_out = None
         if self._momentum:
             first, first_out = self._state.read("first", bucket), self._state.write("first", bucket)
@@ -157,12 +170,34 @@ class UpdateSpace:
         scales = r * _unbias(betas.to(bucket.device), seen)
         lrs = (lrs.to(bucket.device) * _unbias(self._momentum, seen)).float()
         for segment, group, lr, scale in zip(bucket.segments, groups, lrs, scales, strict=True):
-            at = segment.columns
+            at, beta2 = segment.columns, float(group["betas"][1])
+            if self._factored:
+                self._average(values, second, segment, beta2)
             direction(
                 values[:, at], second[:, at], second_out[:, at], None if first is None else first[:, at],
                 None if first_out is None else first_out[:, at], lr=lr, scale=scale, beta1=self._momentum,
-                beta2=float(group["betas"][1]), eps=float(group["eps"]),
+                beta2=1.0 if self._factored else beta2, eps=float(group["eps"]),
             )  # fmt: skip
+
+    def _average(self, values: Tensor, second: Tensor, segment: Segment, beta2: float) -> None:
+        """The columns of ``segment`` in ``second`` (R, n) = v', from its averages by rows and columns and g."""
+        parameter, at = self._run.parameters[segment.name], slice(segment.start, segment.start + segment.span)
+        columns = math.prod(parameter.part[1:])
+        # A shard's padding on HSDP is zeros, which cancel in C / mean(R). (A rehearsal may have fewer rows than ranks.)
+        count = math.prod(parameter.part) if self._run.exchange.owner else parameter.local
+        count = min(count, segment.span * len(values))
+        squares = values[:, at].reshape(-1)[:count].view(-1, columns).square()
+        found = []
+        for kind, dim in (("second by row", 1), ("second by column", 0)):
+            new, old = squares.mean(dim).mul_(1 - beta2), self._state.get(kind, segment.name)
+            found.append(new if old is None else new.add_(old, alpha=beta2))
+            self._state.put(kind, segment.name, new)
+        rows, of = found
+        mean = rows.mean().clamp_(min=torch.finfo(torch.float32).tiny)
+        torch.outer(rows / mean, of, out=squares)
+        second[:, segment.columns].zero_()
+        padded = torch.nn.functional.pad(squares.view(-1), (0, segment.span * len(values) - count))
+        second[:, at].copy_(padded.view(len(values), -1))
 
     def _seen(self, bucket: Bucket) -> Tensor:
         """(tensors,): how many gradients each average then holds, this one included."""
