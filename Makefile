@@ -5,11 +5,12 @@ TORCH  ?= torch==2.13.0
 OUT    ?= runs/first
 JOBS   ?= 2
 VENV   ?= .venv
+SITE   ?= build/docs
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup train test test-torch test-gpu check format bench clean
+.PHONY: help setup train test test-torch test-wheel test-gpu check format bench docs clean
 
 help:
 	@echo "make train     train a small language model on two ranks of this machine, into $(OUT)"
@@ -19,6 +20,7 @@ help:
 	@echo "make check     ruff and mypy"
 	@echo "make format    let ruff repair what it can"
 	@echo "make bench     run the benchmarks"
+	@echo "make docs      build the documentation site, into $(SITE)"
 	@echo "make clean     remove .venv, caches and $(OUT)"
 
 setup: $(STAMP)
@@ -58,6 +60,22 @@ bench: export OMP_NUM_THREADS ?= 1
 bench: $(STAMP)
 	@set -e; for file in benchmarks/*.py; do echo "$$file"; $(BIN)/python "$$file"; done
 
+# The pages of the methods are made anew where something has changed of which they are made.
+METHODS := docs/methods/index.md
+
+docs: $(METHODS)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --doctree-dir build/doctrees docs $(SITE)
+	$(BIN)/python docs/links.py $(SITE)
+	@echo "open $(SITE)/index.html"
+
+$(METHODS): $(VENV)/.docs README.md $(wildcard docs/*.* docs/data/*) $(shell find src/thinwire -name '*.py')
+	$(BIN)/python docs/pages.py $(@D)
+	@touch $@
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]" "$(TORCH)"
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-torch* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info $(OUT)
+	rm -rf docs/methods .venv .venv-torch* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info $(OUT)
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
