@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -23,25 +24,7 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 """
 
-A_STEP = """
-import os, tempfile, time, warnings
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
-import thinwire
-model = DistributedDataParallel(torch.nn.Linear(64, 64))
-optimizer = torch.optim.AdamW(model.parameters())
-wire = thinwire.compress(model, optimizer, "int8(smallest=0)")
-model(torch.ones(2, 64)).sum().backward()
-optimizer.step()
-assert wire.step == 1 and wire.skipped == 0
-try:
-    print(wire.report())
-except thinwire.ThinwireError as error:
-    print(error)
-dist.destroy_process_group()
-"""
+A_STEP = (Path(__file__).parent / "core_step.py").read_text()
 
 
 def python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
