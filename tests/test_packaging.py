@@ -62,6 +62,18 @@ def test_importing_thinwire_imports_neither_torch_nor_extras():
     assert not {"torch", "numpy", *extras.EXTRAS} & set(done.stdout.split())
 
 
+def test_the_first_call_imports_no_extras():
+    done = python("""if True:
+        import sys, torch.distributed.checkpoint, torch.distributed.fsdp
+        by_torch = set(sys.modules)
+        import thinwire
+        thinwire.compress
+        print(*{name.partition('.')[0] for name in set(sys.modules) - by_torch})
+    """)
+    assert "thinwire" in done.stdout.split(), done.stderr
+    assert not set(extras.EXTRAS) & set(done.stdout.split())
+
+
 def test_methods_as_json(capsys):
     main(["--json"])
     found = json.loads(capsys.readouterr().out)
