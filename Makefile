@@ -4,21 +4,26 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 OUT    ?= runs/first
 JOBS   ?= 2
+TESTS  ?=
 VENV   ?= .venv
+SITE   ?= build/docs
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup train test test-torch test-gpu check format bench clean
+.PHONY: help setup train test test-torch test-wheel test-gpu check format bench docs clean
 
 help:
 	@echo "make train     train a small language model on two ranks of this machine, into $(OUT)"
 	@echo "make test      run the tests, $(JOBS) at a time (JOBS=1: one after the other)"
-	@echo "make test-torch TORCH=torch==2.11.0   run the tests on another torch, in an environment of its own"
+	@echo "make test-torch TORCH=torch==2.11.0   run the tests of what touches torch's inside on another torch, in an"
+	@echo "               environment of its own (TESTS=tests: all of them)"
+	@echo "make test-wheel   install the wheel in an empty environment, and see what works with the core alone"
 	@echo "make test-gpu  run the tests that need a CUDA device"
 	@echo "make check     ruff and mypy"
 	@echo "make format    let ruff repair what it can"
 	@echo "make bench     run the benchmarks"
+	@echo "make docs      build the documentation site, into $(SITE)"
 	@echo "make clean     remove .venv, caches and $(OUT)"
 
 setup: $(STAMP)
@@ -38,10 +43,21 @@ train: $(STAMP)
 
 test: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+
+CORE := $(addprefix tests/test_,packaging.py engines.py engines_linear.py weights.py edges_passes.py saved.py rehearsal.py)
 
 test-torch:
-	$(MAKE) test VENV=".venv-$(subst =,,$(TORCH))"
+	$(MAKE) test VENV=".venv-$(subst =,,$(TORCH))" TESTS="$(or $(TESTS),$(CORE))"
+
+EMPTY := build/wheel/venv
+
+test-wheel: $(STAMP)
+	rm -rf build/wheel build/lib
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m venv $(EMPTY)
+	$(EMPTY)/bin/python -m pip install --quiet "$(TORCH)" build/wheel/*.whl
+	$(EMPTY)/bin/python tests/wheel.py
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
@@ -58,6 +74,22 @@ bench: export OMP_NUM_THREADS ?= 1
 bench: $(STAMP)
 	@set -e; for file in benchmarks/*.py; do echo "$$file"; $(BIN)/python "$$file"; done
 
+# The pages of the methods are made anew where something has changed of which they are made.
+METHODS := docs/methods/index.md
+
+docs: $(METHODS)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --doctree-dir build/doctrees docs $(SITE)
+	$(BIN)/python docs/links.py $(SITE)
+	@echo "open $(SITE)/index.html"
+
+$(METHODS): $(VENV)/.docs README.md $(wildcard docs/*.* docs/data/*) $(shell find src/thinwire -name '*.py')
+	$(BIN)/python docs/pages.py $(@D)
+	@touch $@
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]" "$(TORCH)"
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-torch* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info $(OUT)
+	rm -rf docs/methods .venv .venv-torch* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info $(OUT)
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

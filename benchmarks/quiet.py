@@ -1,4 +1,4 @@
-"""What only a quiet machine can show: that an emulated link is used in full, and that a small run is a short one.
+"""What only a quiet machine can show: that an emulated link is used in full, that a small run and an import are short.
 
     python benchmarks/quiet.py
 
@@ -95,6 +95,20 @@ def smallest_run() -> float:
         return time.monotonic() - start
 
 
+IMPORTED = """
+import time, torch
+start = time.process_time()
+import thinwire
+print(1e3 * (time.process_time() - start))
+"""
+
+
+def importing() -> float:
+    """Milliseconds that ``import thinwire`` takes beyond torch's own: the best of five."""
+    words = [sys.executable, "-c", IMPORTED]
+    return min(float(subprocess.run(words, check=True, capture_output=True).stdout) for _ in range(5))
+
+
 def main() -> int:
     wrong = 0
     for what, found, least, most in links():
@@ -103,6 +117,9 @@ def main() -> int:
     seconds = smallest_run()
     wrong += seconds > 40
     print(f"{'the smallest full run, 20 steps of tiny':<48} {seconds:5.1f} s   right is up to 40 s")
+    milliseconds = importing()
+    wrong += milliseconds > 50
+    print(f"{'import thinwire, beyond torch':<48} {milliseconds:5.1f} ms  right is up to 50 ms")
     return int(wrong > 0)
 
 

@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -55,11 +56,18 @@ def shell(page: Path) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return of_docs("figures")
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    return of_docs("pages")
+
+
+def of_docs(name: str) -> ModuleType:
+    """A program of docs/, which it finds the others beside it from."""
+    with mock.patch.object(sys, "path", [*sys.path, str(ROOT / "docs")]):
+        return importlib.import_module(name)
 
 
 def test_generated_parts_are_fresh(figures: ModuleType) -> None:
@@ -268,3 +276,33 @@ def test_readme_says_what_each_method_promises() -> None:
             assert resolve(spec).promise.kind == kind, spec
             named.add(spec)
     assert {cls.name for cls in TABLE} <= named
+
+
+@pytest.mark.parametrize("name", [cls.name for cls in TABLE])
+def test_the_site_has_every_text_of_a_method(pages: ModuleType, name: str) -> None:
+    """Idea, formula, bytes, when to use it, citation. The site itself, with its links, is ``make docs``."""
+    assert name in pages.texts() and len(re.findall(r"[.;](?= |$)", " ".join(pages.texts()[name]["idea"].split()))) >= 3
+    cls = next(cls for cls in TABLE if cls.name == name)
+    assert "```text\n" in pages.formula(cls)
+    assert f"| `{name}" in pages.glance(name)
+    assert pages.use(name) and pages.cite(name)
+    assert f"## {name}\n" in (ROOT / "docs" / "methods.md").read_text()
+    assert pages.measured(name)
+
+
+def test_the_site_knows_no_other_methods(pages: ModuleType) -> None:
+    assert set(pages.texts()) == {cls.name for cls in TABLE}
+    for text in pages.texts().values():
+        assert set(text) <= {"idea", "formula", "cite"}
+
+
+def test_the_site_has_every_page_and_what_pages_include() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", index, re.DOTALL | re.MULTILINE)
+    named = {line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")}
+    assert named == {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"} | {"methods/index"}
+    for page in PAGES:
+        for file, options in re.findall(r"^```\{include\} (\S+)\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE):
+            included = (page.parent / file).read_text()
+            for marker in re.findall(r'^:(?:start-after|end-before): "(.*)"$', options, re.MULTILINE):
+                assert included.count(f"{marker}\n") == 1, f"{page.name} includes {file}: {marker}"

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -23,25 +24,7 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 """
 
-A_STEP = """
-import os, tempfile, time, warnings
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
-import thinwire
-model = DistributedDataParallel(torch.nn.Linear(64, 64))
-optimizer = torch.optim.AdamW(model.parameters())
-wire = thinwire.compress(model, optimizer, "int8(smallest=0)")
-model(torch.ones(2, 64)).sum().backward()
-optimizer.step()
-assert wire.step == 1 and wire.skipped == 0
-try:
-    print(wire.report())
-except thinwire.ThinwireError as error:
-    print(error)
-dist.destroy_process_group()
-"""
+A_STEP = (Path(__file__).parent / "core_step.py").read_text()
 
 
 def python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -77,6 +60,18 @@ def test_requirements_are_torch_and_numpy_and_every_extra_brings_what_it_says():
 def test_importing_thinwire_imports_neither_torch_nor_extras():
     done = python("import sys, thinwire; print(*{name.partition('.')[0] for name in sys.modules})")
     assert not {"torch", "numpy", *extras.EXTRAS} & set(done.stdout.split())
+
+
+def test_the_first_call_imports_no_extras():
+    done = python("""if True:
+        import sys, torch.distributed.checkpoint, torch.distributed.fsdp
+        by_torch = set(sys.modules)
+        import thinwire
+        thinwire.compress
+        print(*{name.partition('.')[0] for name in set(sys.modules) - by_torch})
+    """)
+    assert "thinwire" in done.stdout.split(), done.stderr
+    assert not set(extras.EXTRAS) & set(done.stdout.split())
 
 
 def test_methods_as_json(capsys):

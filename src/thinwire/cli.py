@@ -22,12 +22,13 @@ COMMANDS = {
     "sample": ("thinwire.train.trained:sample_main", "print text that a trained model goes on with"),
     "export": ("thinwire.train.trained:export_main", "write a trained model as a Hugging Face folder"),
     "methods": ("thinwire.methods:main", "list the methods and their knobs"),
+    "completion": ("thinwire.completion:main", "print a script that completes commands and flags, for bash or zsh"),
 }
 
 
 def usage() -> str:
     lines = ["usage: thinwire COMMAND [options]     (thinwire COMMAND --help for its options)", ""]
-    lines += [f"  {word:<9}{text}" for word, (_, text) in COMMANDS.items()]
+    lines += [f"  {word:<12}{text}" for word, (_, text) in COMMANDS.items()]
     return "\n".join(lines)
 
 

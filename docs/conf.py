@@ -1,0 +1,51 @@
+"""The documentation site: `make docs` builds it of the pages in this folder, and of one for each method (pages.py)."""
+
+from __future__ import annotations
+
+import re
+
+project = "Thinwire"
+author = copyright = "The Thinwire authors"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = "Thinwire"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+exclude_patterns = ["data"]
+highlight_language = "text"
+myst_heading_anchors = 4
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
+
+PLACES = {
+    "docs/": "", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md",
+    "examples/": "../examples/", "LICENSE": "../LICENSE",
+}  # fmt: skip
+"""What lies beside README -> where it is seen from the pages of this folder."""
+
+
+def from_above(app, relative_path, parent_docname, content: list[str]) -> None:
+    """Links of README and its like, which are written where they lie, in a page that includes them."""
+    for here, there in PLACES.items():
+        content[0] = re.sub(rf"(?<=\]\(){re.escape(here)}", there, content[0])
+
+
+def plain(app, what, name, obj, options, lines: list[str]) -> None:
+    """Docstrings are plain text: of reStructuredText they have ``code``, roles, lists, and, a module's, blocks."""
+    for i, line in enumerate(lines):
+        if what == "module" and line.startswith("    "):
+            continue
+        pieces = re.split(r"(``.+?``|:\w+:`[^`]+`|^\s*\* )", line)
+        lines[i] = "".join(piece if k % 2 else MARK.sub(r"\\\g<0>", piece) for k, piece in enumerate(pieces))
+    if what == "module":
+        lines[:] = re.sub(r"\n\n(?=    )", "\n\n::\n\n", "\n".join(lines)).split("\n")
+
+
+MARK = re.compile(r"[|`]|\*(?=\S)|(?<=\w)_(?!\w)")
+
+
+def setup(app) -> None:
+    app.connect("include-read", from_above)
+    app.connect("autodoc-process-docstring", plain, priority=400)  # before napoleon makes its own marks
