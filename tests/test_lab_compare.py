@@ -147,7 +147,7 @@ def test_a_failing_method_has_a_row_and_the_others_go_on(
     report = json.loads((out / "report.json").read_text())
     runs = {run["method"]: run for run in report["runs"]}
     assert list(runs) == ["none", *methods]
-    assert runs["bf16"]["failed"].endswith("exit status 1: [rank 1] boom") and runs["bf16"]["summary"] is None
+    assert runs["bf16"]["failed"].endswith("exit status 1: boom") and runs["bf16"]["summary"] is None
     assert "not finite" in runs["fp8 --nan 1"]["failed"]
     assert not (out / "bf16-seed-5").exists(), "it has failed already"
     assert [part["seed"] for part in runs["dense"]["parts"]] == [4, 5]
@@ -161,8 +161,10 @@ def test_a_failing_method_has_a_row_and_the_others_go_on(
     verdict, written = report["verdict"], (out / "report.md").read_text()
     assert "int8 --lr 1e-3: 1.0x" not in verdict and "int8 --lr 1e-3: 1.5x faster than dense, same loss" in verdict
     assert "do not use int8 --off 0.1 here: loss +10%" in verdict and "bf16 failed: seed 4: rank 1 failed" in verdict
-    assert "| bf16 | failed |" in written and verdict in written and "scape: trained with --optimizer adams" in written
+    assert "| bf16 | failed: seed 4: rank 1 failed" in written and verdict in written
+    assert "scape: trained with --optimizer adams" in written
     page = (out / "report.html").read_text()
+    assert '<td class="why" colspan="8">failed: seed 4: rank 1' in page
     assert "&lt;here&gt;" in page and "<here>" not in page
 
 

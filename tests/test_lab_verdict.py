@@ -96,7 +96,7 @@ def test_without_dense_there_is_no_verdict_and_the_rest_is_reported():
     assert found["verdict"] == (
         "no verdict: dense, which the others are measured against, failed; dense failed: it diverged"
     )
-    assert "| dense | failed |" in reports.markdown(found, [])
+    assert "| dense | failed: it diverged | - |" in reports.markdown(found, [])
 
 
 def test_the_limit_for_a_loss_decides_and_is_the_user_s():

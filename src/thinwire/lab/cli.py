@@ -60,14 +60,14 @@ class Compare:
     """Emulated nodes, each with a link of its own."""
     ranks_per_node: int = 1
     """Ranks on each node; they share its link, and reach each other without it."""
-    link: str = "500mbit"
+    link: str = "200mbit"
     """Rate of each node's link in each direction: 200mbit, 1gbit, unlimited; or loopback: no network at all."""
     mtu: int = 1500
     """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less of the processors (see docs/lab.md)."""
     preset: str = "net20m"
     """The model and its settings; see thinwire train --help. Tensors of the smallest, tiny and small, are mostly too
     small to be worth compressing."""
-    steps: int = 30
+    steps: int = 20
     """Optimizer steps of every run. Times need at least 5; the first two are left out of the median."""
     seeds: int = 1
     """Runs of each method, with the seeds S, S + 1, ... (S: --seed after --, or 0). More: the losses and speeds have

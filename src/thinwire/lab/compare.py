@@ -161,7 +161,7 @@ def compare(
     (out / "report.html").write_text(page(report, pictures))
     terminal = sys.stdout.isatty()
     print(report["verdict"])
-    Console(width=None if terminal else 230, color_system="auto" if terminal else None).print(table(report, terminal))
+    Console(width=None if terminal else 1000, color_system="auto" if terminal else None).print(table(report, terminal))
     for note in notes(report):
         print(f"* {note}")
     print(f"{out / 'report.html'}, report.md, report.json and {len(pictures)} pictures")
@@ -197,7 +197,8 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
         print("\n".join(["", *lines[-12:]]), file=sys.stderr)
         told = [line.partition("thinwire: ")[2] for line in lines if "thinwire: " in line] or lines
         status = f"rank {outcome.failed_rank} failed with exit status {outcome.returncode}"
-        raise ThinwireError(": ".join([status, *told[-1:]]))
+        why = [re.sub(r"^\[rank ?\d+\]:? ", "", line) for line in told[-1:]]
+        raise ThinwireError(": ".join([status, *why]))
     try:
         summary = json.loads((directory / "summary.json").read_text())
         rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

@@ -21,6 +21,8 @@ from matplotlib.transforms import Bbox
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from thinwire.lab.report import human
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -124,7 +126,8 @@ def loss(report: dict[str, Any], x: str, label: str) -> Figure:
         if x == "sent":
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    several[0, 0].set_title(f"Training loss: {subtitle(report)}", pad=12)
+    seeds = f"\nmean and range of {len(report['seeds'])} seeds" if len(report["seeds"]) > 1 else ""
+    several[0, 0].set_title(f"Training loss: {subtitle(report)}{seeds}", pad=12)
     several[-1, 0].set_xlabel(label)
     for axes, spots in zip(several[:, 0], ends, strict=True):  # now that no limit moves any more
         label_ends(axes, spots)
@@ -148,7 +151,7 @@ def curves(axes: Axes, runs: Sequence[dict[str, Any]], x: str) -> list[tuple[flo
         if least != largest:
             axes.fill_between(xs, least, largest, color=tint, alpha=0.12, linewidth=0)
         name = "none (no exchange)" if silent else run["method"]
-        total = {"wall_s": f", {xs[-1]:.3g} s", "sent": f", {xs[-1]:.3g} MB"}.get(x, "")
+        total = {"wall_s": f", {xs[-1]:.3g} s", "sent": f", {human(unit * xs[-1])}"}.get(x, "")
         ends.append((xs[-1], ys[-1], name + total, tint))
     return ends
 

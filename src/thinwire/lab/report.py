@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 
 from thinwire.lab import framing
-from thinwire.lab.verdict import SILENT, Run, Span, percent
+from thinwire.lab.verdict import DENSE, SILENT, Run, Span, percent
 
 
 def network(report: dict[str, Any]) -> str:
@@ -63,22 +63,22 @@ def _loss(value: float | None) -> str:
 
 def _faster(run: Run) -> str:
     span = run["faster"]
-    return "-" if span is None else f"{span.mean:.2f}x ({span.low:.2f} to {span.high:.2f})"
+    return "-" if span is None or run["method"] == DENSE else f"{span.mean:.2f}x ({span.low:.2f} to {span.high:.2f})"
 
 
 def _final(run: Run) -> str:
-    return _loss(run["summary"].get("valid_loss")) + _spread(run, run["final"], ".4f", 1)
+    return _loss(run["summary"].get("valid_loss")) + _spread(run, run["final"], ".4f")
 
 
 def _gap(run: Run) -> str:
     span = run["loss_gap"]
-    if span is None or run["method"] == SILENT:
+    if span is None or run["method"] in (SILENT, DENSE):
         return "-"
-    return percent(span.mean) + _spread(run, span, ".1f", 100)
+    return percent(span.mean) + _spread(run, span, ".1%")
 
 
-def _spread(run: Run, span: Span | None, digits: str, scale: float) -> str:
-    return "" if span is None or len(run["parts"]) < 2 else f" ± {scale * span.half:{digits}}"
+def _spread(run: Run, span: Span | None, digits: str) -> str:
+    return "" if span is None or len(run["parts"]) < 2 else f" ± {span.half:{digits}}"
 
 
 def _when(key: str, show: Callable[[float], str]) -> Callable[[Run], str]:
@@ -117,7 +117,8 @@ COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
 )
 SHORT = ("method", "step, ms", "x none", "faster than dense", "exposed, ms", "sent/step", "valid loss",
          "loss to dense", "s to dense's loss")  # fmt: skip
-"""The columns for which a terminal has room."""
+"""The columns that decide, for which a terminal has room."""
+ALL = tuple(name for name, _ in COLUMNS)
 
 
 def cells(run: Run, columns: Sequence[str]) -> list[str]:
@@ -134,7 +135,7 @@ def title(report: dict[str, Any]) -> str:
 
 def table(report: dict[str, Any], terminal: bool = False) -> Table:
     out = Table(title=title(report), box=box.SIMPLE_HEAD if terminal else box.ASCII2)
-    columns = [name for name, _ in COLUMNS if not terminal or name in SHORT]
+    columns = SHORT if terminal else ALL
     for index, name in enumerate(columns):
         out.add_column(name, justify="left" if index == 0 else "right", no_wrap=not terminal)
     for run in report["runs"]:
@@ -143,12 +144,10 @@ def table(report: dict[str, Any], terminal: bool = False) -> Table:
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """What the numbers do not show: why a method failed, flags of its own, a large part that stays dense and why."""
+    """What the numbers do not show: flags of a method's own, a large part that stays dense and why."""
     found = []
     for run in report["runs"]:
         method = run["method"]
-        if run["failed"]:
-            found.append(f"{method}: failed: {run['failed']}")
         if run["flags"]:
             found.append(f"{method}: trained with {' '.join(run['flags'])}, which dense was not")
         note = None if run["failed"] else run["summary"].get("note")
@@ -184,12 +183,16 @@ def explained(report: dict[str, Any]) -> list[str]:
 
 def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
     """report.md: the verdict, the table, what its columns mean, the pictures."""
-    columns = [name for name, _ in COLUMNS]
+
+    def row(run: Run) -> str:
+        method, first, *rest = cells(run, ALL)
+        why = f": {run['failed']}".replace("|", "\\|") if run["failed"] else ""
+        return "| " + " | ".join([method, first + why, *rest]) + " |"
+
     lines = [f"# {title(report)}", "", f"**{report['verdict']}**", ""]
     if not report["emulated_network"]:
         lines += ["**No network was emulated: the ranks ran on plain loopback without a rate limit.**", ""]
-    lines += ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
-    lines += ["| " + " | ".join(cells(run, columns)) + " |" for run in report["runs"]]
+    lines += ["| " + " | ".join(ALL) + " |", "|---" + "|---:" * (len(ALL) - 1) + "|", *map(row, report["runs"])]
     if notes(report):
         lines += ["", *(f"* {note}" for note in notes(report))]
     lines += ["", *(f"* {line}" for line in explained(report)), "", f"`{report['command']}`", "", report["machine"], ""]
@@ -209,7 +212,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }
-th:first-child, td:first-child { text-align: left }
+th:first-child, td:first-child, .why { text-align: left; white-space: normal }
 img { max-width: 100%; background: white; margin: .5rem 0 }
 code { overflow-wrap: anywhere }
 li { font-size: .9rem }
@@ -217,15 +220,13 @@ li { font-size: .9rem }
 <h1>$title</h1>
 <p class="verdict">$verdict</p>
 $warning
-<div class="wide"><table>
-<tr>$head</tr>
-$rows
-</table></div>
+<div class="wide">$short</div>
 <ul>
 $notes
 </ul>
 $pictures
-<h2>Columns</h2>
+<h2>All columns</h2>
+<div class="wide">$all</div>
 <ul>
 $explained
 </ul>
@@ -242,14 +243,23 @@ def page(report: dict[str, Any], pictures: Sequence[Path]) -> str:
     def each(tag: str, texts: Sequence[str], between: str = "") -> str:
         return between.join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
 
-    columns = [name for name, _ in COLUMNS]
+    def grid(columns: Sequence[str]) -> str:
+        lines = [f"<tr>{each('th', columns)}</tr>"]
+        for run in report["runs"]:
+            row = each("td", cells(run, columns))
+            if run["failed"]:
+                why = html.escape(f"failed: {run['failed']}")
+                row = f'{each("td", [run["method"]])}<td class="why" colspan="{len(columns) - 1}">{why}</td>'
+            lines.append(f"<tr>{row}</tr>")
+        return "\n".join(["<table>", *lines, "</table>"])
+
     warning = "No network was emulated: the ranks ran on plain loopback without a rate limit."
     return PAGE.substitute(
         title=html.escape(title(report)),
         verdict=html.escape(report["verdict"]),
         warning="" if report["emulated_network"] else f"<p><strong>{warning}</strong></p>",
-        head=each("th", columns),
-        rows="\n".join(f"<tr>{each('td', cells(run, columns))}</tr>" for run in report["runs"]),
+        short=grid(SHORT),
+        all=grid(ALL),
         notes=each("li", notes(report), "\n"),
         pictures="\n".join(
             f'<img alt="{html.escape(path.stem.replace("_", " "))}" '
