@@ -650,7 +650,7 @@ def test_a_disk_that_is_full_is_told_by_all_and_older_checkpoints_stay(tmp_path,
 INDIFFERENT = {
     "preset", "seq_len", "corpus", "valid", "tokenizer", "shard_size", "out", "ranks", "ranks_per_node", "eval_every",
     "eval_sequences", "checkpoints", "checkpoint_every", "keep", "resume", "resume_anyway", "resize", "overwrite",
-    "max_skipped", "check_every", "timeout", "file_timeout",
+    "max_skipped", "check_every", "timeout", "file_timeout", "track", "track_project",
 }  # fmt: skip
 """What shows in something else that is compared (the model's shape, hashes of the text, the mesh), or nowhere."""
 
@@ -993,12 +993,12 @@ def test_metrics_are_cut_back_to_one_row_per_step(tmp_path):
     rows += [{"step": step, "loss": 4.0, "wall_s": step / 2} for step in range(1, 8)]
     rows.insert(5, {"step": 4, "valid_loss": 3.0, "wall_s": 2.0})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 8, "lo')
-    assert cut(path, 4) == 2.0
+    assert cut(path, 4)[0] == 2.0
     left = [json.loads(line) for line in path.read_text().splitlines()]
     assert left == [row for row in rows if row["step"] < 4 or (row["step"] == 4 and "loss" in row)]
-    assert cut(tmp_path / "none", 4) == 0.0
+    assert cut(tmp_path / "none", 4) == (0.0, -1)
     path.write_bytes(b"\xff\xfe\n[]\n3\n")
-    assert cut(path, 4) == 0.0 and path.read_text() == ""
+    assert cut(path, 4)[0] == 0.0 and path.read_text() == ""
 
 
 # --- thinwire inspect -------------------------------------------------------------------------------------------------

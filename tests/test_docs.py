@@ -22,6 +22,7 @@ import thinwire
 from ranks import run
 from thinwire.cli import COMMANDS
 from thinwire.lab.cli import Compare, LabRun, method_names
+from thinwire.lab.compare import Entry
 from thinwire.methods import TABLE, resolve
 from thinwire.train.config import Config
 
@@ -234,7 +235,9 @@ def check_flags(words: list[str], train: set[str]) -> None:
     assert set(flags_in(after)) <= train, after
     if "--methods" in own:
         for method in method_names(own[own.index("--methods") + 1]):
-            resolve(method)
+            entry = Entry.parse(method)
+            resolve(entry.method)
+            assert set(flags_in(list(entry.flags))) <= train, entry
 
 
 def flags_in(words: list[str]) -> list[str]:

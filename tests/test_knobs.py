@@ -17,7 +17,7 @@ from torch import nn
 import thinwire
 from thinwire import cli, methods, testing
 from thinwire.errors import ThinwireError
-from thinwire.lab import compare as comparison
+from thinwire.lab import report as comparison
 from thinwire.lab.cli import compare_main, lab_main
 from thinwire.ledger import Ledger
 from thinwire.methods import TABLE
@@ -369,11 +369,13 @@ def test_a_comparison_shows_what_is_compressed_and_why_so_little():
     common = {"step_ms": 1, "exposed_ms": 1, "encode_ms": 1, "decode_ms": 1, "train_loss": 1, "valid_loss": 1}
 
     def run(method: str, **more) -> dict:
+        unknown = dict.fromkeys(("failed", "faster", "final", "loss_gap", "to_dense", "link_use"))
         return {"method": method, "summary": {**common, **more}, "step_to_none": 1, "step_to_dense": 1,
-                "bytes_per_step": counted, "link_use": None}  # fmt: skip
+                "bytes_per_step": counted, "flags": [], "parts": [], **unknown}  # fmt: skip
 
     note = plan_of(adapters(), "int8").note
     report = {"preset": "tiny", "steps": 5, "nodes": 2, "ranks_per_node": 1, "emulated_network": False, "mtu": 1500,
+              "seeds": [], "verdict": "", "command": "", "machine": "",
               "runs": [run("none"), run("int8", compressed_values=0.0, note=note),
                        run("int8(group=64)", compressed_values=0.0, note=note)]}  # fmt: skip
     written = comparison.markdown(report, [Path("a.png")])

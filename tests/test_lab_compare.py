@@ -5,6 +5,7 @@ The times it writes are those of a link that is used in full: what ``compare`` m
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from pathlib import Path
@@ -51,7 +52,8 @@ for step in range(1, steps + 1):
             left -= len(peer.recv(min(left, 1 << 16)))
         peer.sendall(b"x")
     row = {"step": step, "loss": 5.5 - 0.2 * step + 0.01 * len(method), "wall_s": step * (wire + 50) / 1000,
-           "step_ms": wire + 50, "wire_ms": wire, "exposed_ms": wire}
+           "step_ms": wire + 50, "wire_ms": wire, "exposed_ms": wire, "tokens": 100 * step,
+           "wire_bytes": {"inter": payload, "intra": 0}}
     if "--noted" in flags:
         row["link_tx_bytes"], row["link_rx_bytes"] = link()
     rows.append(row)
@@ -59,9 +61,12 @@ if rank == 0:
     out.mkdir(parents=True)
     rows.append({"step": steps, "valid_loss": 4.0, "wall_s": 1.0})
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
-    summary = {"method": method, "step_ms": wire + 50, "exposed_ms": wire, "wire_ms": wire, "train_loss": 5.0,
+    valid = float(flags.get("--seed", "4")) + 4 * ("--seed" in flags)
+    valid *= float("nan") if "--nan" in flags else 1 + float(flags.get("--off", "0"))
+    summary = {"method": method, "flags": flags,
+               "step_ms": wire + 50, "exposed_ms": wire, "wire_ms": wire, "train_loss": 5.0,
                "encode_ms": 3, "decode_ms": 2,
-               "valid_loss": 4.0, "wire_bytes_per_step": {"inter": payload, "intra": 0}}
+               "valid_loss": valid, "wire_bytes_per_step": {"inter": payload, "intra": 0}}
     (out / "summary.json").write_text(json.dumps(summary))
 '''
 
@@ -102,9 +107,17 @@ def test_compare(tmp_path: Path, program: list[str], extra: list[str], source: s
     assert runs["bf16"]["step_to_dense"] == pytest.approx((50 + 20.912) / (50 + 41.823), abs=1e-3)
     assert runs["dense"]["link_use"] == pytest.approx(1, abs=0.01)
     written = (out / "report.md").read_text()
-    for picture in ("loss_by_step", "loss_by_time", "bytes_per_step", "step_time"):
+    page = (out / "report.html").read_text()
+    for picture in ("loss_by_step", "loss_by_time", "loss_by_bytes", "bytes_per_step", "step_time"):
         assert (out / f"{picture}.png").read_bytes()[:4] == b"\x89PNG" and picture in written
-    assert "int8(group=64)" in capsys.readouterr().out
+        assert base64.b64encode((out / f"{picture}.png").read_bytes()).decode() in page
+    assert runs["bf16"]["to_dense"] == [{"step": 5, "wall_s": pytest.approx(0.35456, abs=1e-3), "tokens": 500}]
+    assert runs["int8(group=64)"]["to_dense"] == [None], "its loss is higher, by its long name"
+    said = capsys.readouterr().out
+    assert "int8(group=64)" in said and said.startswith(report["verdict"]) and report["verdict"] in written + page
+    assert report["verdict"] == (
+        "bf16: 1.3x faster than dense, loss +0.0%; int8(group=64): 1.5x faster, loss +0.0%; losses are from one seed"
+    )
     with pytest.raises(ThinwireError, match="not empty"):
         module.compare(methods, "tiny", 5, out, program=program)
 
@@ -118,11 +131,41 @@ def test_loopback_is_recorded(tmp_path: Path, program: list[str]) -> None:
     assert "NO rate limit" in (out / "report.md").read_text()
 
 
-def test_a_failing_method_is_named(tmp_path: Path, program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_method_has_a_row_and_the_others_go_on(
+    tmp_path: Path, program: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also: seeds, flags of a method's own, the optimizer that it is made for, a loss that is too high."""
     out = tmp_path / "out"
-    assert module.compare(["dense"], "tiny", 3, out, extra=["--crash", "dense"], program=program) == 1
-    error = capsys.readouterr().err
-    assert "boom" in error and "method dense: rank 1 failed" in error
+    methods = ["dense", "bf16", "int8 --lr 1e-3", "int8 --off 0.1", "fp8 --nan 1", "scape"]
+    assert module.compare(
+        methods, "tiny", 3, out, link="loopback", seeds=(4, 5), extra=["--crash", "bf16"], program=program,
+        fail_above=0.05, command="thinwire compare <here>",
+    ) == 1  # fmt: skip
+    said = capsys.readouterr()
+    assert "boom" in said.err and "method bf16: seed 4: rank 1 failed" in said.err
+    assert "loss is more than 5% above dense's: int8 --off 0.1 +10%" in said.err
+    report = json.loads((out / "report.json").read_text())
+    runs = {run["method"]: run for run in report["runs"]}
+    assert list(runs) == ["none", *methods]
+    assert runs["bf16"]["failed"].endswith("exit status 1: boom") and runs["bf16"]["summary"] is None
+    assert "not finite" in runs["fp8 --nan 1"]["failed"]
+    assert not (out / "bf16-seed-5").exists(), "it has failed already"
+    assert [part["seed"] for part in runs["dense"]["parts"]] == [4, 5]
+    assert runs["dense"]["summary"]["valid_loss"] == pytest.approx(8.5), "the seeds' mean"
+    assert runs["dense"]["final"] == pytest.approx({"mean": 8.5, "low": 8.5 - 6.353, "high": 8.5 + 6.353})
+    assert runs["int8 --lr 1e-3"]["loss_gap"] == {"mean": 0, "low": 0, "high": 0}, "the same seeds"
+    assert runs["int8 --lr 1e-3"]["flags"] == ["--lr", "1e-3"]
+    assert runs["scape"]["flags"] == ["--optimizer", "adams"] and not runs["dense"]["flags"]
+    flags = json.loads((out / "scape-seed-5" / "summary.json").read_text())["flags"]
+    assert flags["--optimizer"] == "adams" and flags["--seed"] == "5" and flags["--method"] == "scape"
+    verdict, written = report["verdict"], (out / "report.md").read_text()
+    assert "int8 --lr 1e-3: 1.0x" not in verdict and "int8 --lr 1e-3: 1.5x faster than dense, same loss" in verdict
+    assert "do not use int8 --off 0.1 here: loss +10%" in verdict and "bf16 failed: seed 4: rank 1 failed" in verdict
+    assert "| bf16 | failed: seed 4: rank 1 failed" in written and verdict in written
+    assert "scape: trained with --optimizer adams" in written
+    page = (out / "report.html").read_text()
+    assert '<td class="why" colspan="8">failed: seed 4: rank 1' in page
+    assert "&lt;here&gt;" in page and "<here>" not in page
 
 
 def test_bad_input_is_refused_before_anything_runs(tmp_path: Path) -> None:

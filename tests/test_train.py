@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import gzip
 import io
@@ -227,7 +228,7 @@ def text(tmp_path) -> Path:
 
 
 def test_the_smallest_full_run(tmp_path):
-    words = ["--preset", "tiny", "--method", "bf16", "--steps", "20", "--eval-sequences", "16"]
+    words = ["--preset", "tiny", "--method", "bf16", "--steps", "20", "--eval-sequences", "16", "--track", "csv"]
     assert [status for status, _ in train(2, *words, "--out", f"{tmp_path}/run")] == [0, 0]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -235,6 +236,12 @@ def test_the_smallest_full_run(tmp_path):
     assert (summary["method"], summary["world_size"], summary["steps"]) == ("bf16", 2, 20)
     assert summary["valid_loss"] < summary["first_valid_loss"] - 1
     assert len([row for row in rows if "loss" in row]) == 20
+    with (tmp_path / "run/metrics.csv").open() as file:
+        tracked = list(csv.DictReader(file))
+    assert [(row["step"], row["loss"], row["valid_loss"]) for row in tracked] == [
+        tuple(str(row.get(name, "")) for name in ("step", "loss", "valid_loss")) for row in rows
+    ]
+    assert "metrics.csv" in summary["files"] and "metrics.csv" in done.stdout
     for key in (
         "parameters",
         "train_loss",
@@ -328,6 +335,7 @@ def test_bad_input_gets_one_line_and_a_status(tmp_path, text):
         (["--method", "scape"], "scape is built on AdamS: add --optimizer adams"),
         (["--no-checkpoints", "--checkpoint-every", "5"], "--checkpoint-every is not for --no-checkpoints"),
         (["--resume", "auto", "--overwrite"], "--resume does not go with --overwrite"),
+        (["--track", "csv", "trackio"], "the package 'trackio' is not installed: pip install 'thinwire[trackio]'"),
         (["--frobnicate"], "frobnicate"),
     ],
 )

@@ -16,7 +16,7 @@ from thinwire.errors import ThinwireError
 COMMANDS = {
     "train": ("thinwire.train.cli:main", "pre-train a language model, on this machine's ranks or under torchrun"),
     "inspect": ("thinwire.train.inspect:main", "show what a checkpoint holds and whether it is whole, or compare two"),
-    "compare": ("thinwire.lab.cli:compare_main", "train with several methods on one emulated network: table, pictures"),
+    "compare": ("thinwire.lab.cli:compare_main", "train with several methods on an emulated network: a verdict"),
     "lab": ("thinwire.lab.cli:lab_main", "run any torchrun-style command on an emulated cluster"),
     "tokenize": ("thinwire.train.tokens:main", "tokenize text once, for `thinwire train --corpus FOLDER`"),
     "sample": ("thinwire.train.trained:sample_main", "print text that a trained model goes on with"),

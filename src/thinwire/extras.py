@@ -16,6 +16,8 @@ EXTRAS = {
     "safetensors": "train",
     "tokenizers": "train",
     "matplotlib": "plots",
+    "wandb": "wandb",
+    "trackio": "trackio",
     "datasets": "hub",
     "accelerate": "hf",
     "peft": "hf",

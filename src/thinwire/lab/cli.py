@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,11 +49,13 @@ class Compare:
     """Train the same model on the same data with each method, on one emulated network, and show what each gains.
 
     A run that communicates nothing (method "none") always comes first, because no method can be faster. Flags
-    for ``thinwire train`` follow after ``--``. Writes a table, report.json, report.md and pictures.
+    for ``thinwire train`` follow after ``--``. Prints a verdict and a table; writes them with pictures to report.html
+    (one file), report.md and report.json. Exit status: 0; 1: a method has failed; 3: --fail-if-loss-worse-than.
     """
 
-    methods: str = "dense,bf16,int8"
-    """Comma-separated names, with or without knobs: 'dense,bf16,int8(group=64)'. 'thinwire methods' lists them."""
+    methods: str = "dense,bf16,int8,sdp4bit,topk"
+    """Comma-separated names, with or without knobs, and with flags of thinwire train for one alone behind its name:
+    'dense,int8(group=64),topk --lr 1e-3'. 'thinwire methods' lists them."""
     nodes: int = 2
     """Emulated nodes, each with a link of its own."""
     ranks_per_node: int = 1
@@ -60,14 +64,21 @@ class Compare:
     """Rate of each node's link in each direction: 200mbit, 1gbit, unlimited; or loopback: no network at all."""
     mtu: int = 1500
     """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less of the processors (see docs/lab.md)."""
-    preset: str = "tiny"
-    """The model and its settings; see thinwire train --help."""
-    steps: int = 12
+    preset: str = "net20m"
+    """The model and its settings; see thinwire train --help. Tensors of the smallest, tiny and small, are mostly too
+    small to be worth compressing."""
+    steps: int = 20
     """Optimizer steps of every run. Times need at least 5; the first two are left out of the median."""
+    seeds: int = 1
+    """Runs of each method, with the seeds S, S + 1, ... (S: --seed after --, or 0). More: the losses and speeds have
+    intervals."""
+    fail_if_loss_worse_than: str | None = None
+    """Largest loss above dense's, as 1% or 0.01 (lower: stricter): with a method's mean above it the exit status is 3.
+    """
     out: Path = Path("runs/compare")
     """A new directory for the report; each method's run lies in a directory of its own beneath."""
     limit_minutes: float = 60.0
-    """End everything when one method's run takes longer than this."""
+    """A method fails when one of its runs takes longer than this."""
 
 
 OURS = {
@@ -109,27 +120,54 @@ def compare_main(argv: list[str]) -> int:
     own, extra = split(argv)
     settings = parse(Compare, own, "thinwire compare")
     methods = method_names(settings.methods)
-    check_flags(settings, methods, extra)
+    if settings.seeds < 1:
+        raise ThinwireError(f"--seeds is the number of runs of each method, 1 or more, got {settings.seeds}")
+    limit = None if settings.fail_if_loss_worse_than is None else share(settings.fail_if_loss_worse_than)
+    first = check_flags(settings, methods, extra)
     from thinwire.lab.compare import compare
 
     return compare(
         methods, settings.preset, settings.steps, settings.out,
         nodes=settings.nodes, ranks_per_node=settings.ranks_per_node, link=settings.link, mtu=settings.mtu,
-        limit_s=60 * settings.limit_minutes, extra=extra,
+        limit_s=60 * settings.limit_minutes, extra=extra, fail_above=limit,
+        seeds=range(first, first + settings.seeds) if settings.seeds > 1 else (),
+        command=shlex.join(["thinwire", "compare", *argv]),
     )  # fmt: skip
 
 
-def check_flags(settings: Compare, methods: Sequence[str], extra: Sequence[str]) -> None:
-    """Refuse now what ``thinwire train`` would refuse in the first run, and what a comparison sets itself."""
-    for word in extra:
-        flag = word.partition("=")[0].replace("_", "-")
-        if flag in OURS:
-            raise ThinwireError(f"{flag} after -- is the comparison's own: {OURS[flag]}")
+def check_flags(settings: Compare, methods: Sequence[str], extra: Sequence[str]) -> int:
+    """Refuse now what ``thinwire train`` would refuse in the first run, and what a comparison sets itself.
+
+    Returns:
+        the first seed.
+    """
+    from thinwire.lab.compare import Entry
     from thinwire.train.config import from_arguments
 
-    for method in methods:
-        flags = ["--preset", settings.preset, "--method", method, "--steps", str(settings.steps)]
-        from_arguments([*flags, *extra]).check()
+    entries = [Entry.parse(method) for method in methods]
+    for where, words in (("after --", extra), *((f"of {entry.method}", entry.flags) for entry in entries)):
+        for word in words:
+            flag = word.partition("=")[0].replace("_", "-")
+            if flag in OURS:
+                raise ThinwireError(f"{flag} {where} is the comparison's own: {OURS[flag]}")
+            if flag == "--seed" and words is not extra:
+                raise ThinwireError(f"--seed {where}: every method has the same seeds; write --seed after --")
+    common = ["--preset", settings.preset, "--steps", str(settings.steps)]
+    for entry in entries:
+        from_arguments([*common, "--method", entry.method, *entry.arguments(extra)]).check()
+    return from_arguments([*common, *extra]).seed
+
+
+def share(text: str) -> float:
+    """``"1%"`` or ``"0.01"``, as 0.01."""
+    number, _, rest = text.strip().partition("%")
+    try:
+        value = float(number) / (100 if "%" in text else 1)
+    except ValueError:
+        value = math.nan
+    if rest or not 0 <= value < 1:
+        raise ThinwireError(f"--fail-if-loss-worse-than is a share of dense's loss, as 1% or 0.01, got '{text}'")
+    return value
 
 
 def say(line: str) -> None:

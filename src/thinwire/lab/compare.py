@@ -5,25 +5,56 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from thinwire.errors import ThinwireError
-from thinwire.lab import framing
+from thinwire.lab import framing, verdict
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.counters import Bytes
 from thinwire.lab.link import Link
-from thinwire.lab.run import Outcome, launch, open_cluster
+from thinwire.lab.report import machine, markdown, notes, page, table
+from thinwire.lab.run import launch, open_cluster
+from thinwire.lab.verdict import DENSE, SILENT, Run
 
-SILENT = "none"  # the method that exchanges nothing
+FAILED, LOSS_TOO_HIGH = 1, 3
+"""Exit statuses: a method has failed; a method's loss is above the limit."""
 
-Run = dict[str, Any]
+
+@dataclass(frozen=True)
+class Entry:
+    """One method of a comparison, with flags of ``thinwire train`` for it alone."""
+
+    method: str
+    flags: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Entry:
+        """``"topk(density=0.1) --lr 1e-3"``: the method, then its flags."""
+        method, *rest = re.split(r"\s+(?=--)", text.strip(), maxsplit=1)
+        try:
+            return cls(method, tuple(shlex.split(rest[0])) if rest else ())
+        except ValueError as error:
+            raise ThinwireError(f"cannot read the flags of '{text}': {error}") from None
+
+    @property
+    def label(self) -> str:
+        return " ".join((self.method, *self.flags))
+
+    def arguments(self, extra: Sequence[str]) -> list[str]:
+        """``extra``, the flags of all methods, and then its own; with the optimizer that the method is made for."""
+        from thinwire.methods import resolve
+
+        needs = resolve(self.method).OPTIMIZER.__name__.lower()
+        said = any(word.partition("=")[0] == "--optimizer" for word in (*extra, *self.flags))
+        return [*extra, *([] if said or needs == "adamw" else ["--optimizer", needs]), *self.flags]
 
 
 def compare(
@@ -37,54 +68,73 @@ def compare(
     link: str = "200mbit",
     mtu: int = 1500,
     limit_s: float | None = None,
+    seeds: Sequence[int] = (),
+    fail_above: float | None = None,
+    command: str = "",
     extra: Sequence[str] = (),
     program: Sequence[str] = ("thinwire", "train", "--no-checkpoints"),
 ) -> int:
-    """Run ``program`` once per method within one cluster, one after the other; write report.json, report.md, pictures.
+    """Run ``program`` per seed and method in one cluster, one after the other; write the reports and the pictures.
+
+    A method that fails gets a row that says why, and the others go on.
 
     Args:
-        methods: names as ``thinwire.methods.resolve`` takes them; "none" is run first in any case.
+        methods: names as ``thinwire.methods.resolve`` takes them, each with flags of its own behind it or not (see
+            ``Entry``); "none" is run first in any case.
         preset, steps, extra: handed to the training program.
         out: a directory that does not exist yet, or is empty.
         limit_s: for each run.
+        seeds: the same for every method; none: one run of each, with the program's own.
+        fail_above: share above dense's loss from which a method's loss fails the comparison (lower: stricter).
+        command: how this was called, for the reports.
         program: the training program; it keeps the contract of ``thinwire train`` (metrics.jsonl, summary.json).
 
     Returns:
-        0, or the exit status of the run that failed.
+        0; ``FAILED`` where a method has failed, otherwise ``LOSS_TOO_HIGH`` where one's loss is above the limit.
     """
     from thinwire.methods import resolve
 
     Cluster(nodes, ranks_per_node, Link.parse(link, mtu))  # refuses what cannot be; nothing is made yet
-    for method in methods:
-        resolve(method)
+    entries = {entry.label: entry for entry in map(Entry.parse, [SILENT, *methods])}
+    for entry in entries.values():
+        resolve(entry.method)
     if steps < 1:
         raise ThinwireError(f"{steps} steps cannot be compared: choose 1 or more (5 for usable times)")
     if limit_s is not None and not 0 < limit_s < math.inf:
         raise ThinwireError(f"a limit of {limit_s / 60:g} minutes ends nothing in time: choose one above 0")
+    if fail_above is not None and DENSE not in entries:
+        raise ThinwireError("--fail-if-loss-worse-than compares with dense: add it to --methods")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ThinwireError(f"{out} is not empty: choose a new directory with --out")
     out.mkdir(parents=True, exist_ok=True)
 
-    order = [SILENT, *dict.fromkeys(method for method in methods if method != SILENT)]
-    runs: list[Run] = []
+    parts: dict[str, list[Run]] = {label: [] for label in entries}
+    failed: dict[str, str] = {}
     with open_cluster(nodes, ranks_per_node, link, mtu) as cluster:
-        for method in order:
-            directory = out / directory_name(method)
-            flags = ["--preset", preset, "--method", method, "--steps", str(steps), "--out", str(directory)]
-            print(f"compare: {method} ...", end=" ", file=sys.stderr, flush=True)
-            log = out / f"{directory.name}.log"
-            # Nothing is exchanged on DDP only: sharded weights must be gathered. It is the floor for all engines.
-            engine = ["--engine", "ddp"] if method == SILENT and "--engine" in extra else []
-            outcome = launch(cluster, [*program, *flags, *extra, *engine], log=log, limit_s=limit_s)
-            print(f"{outcome.seconds:.1f} s", file=sys.stderr)
-            if outcome.failed_rank is not None:
-                tail = log.read_text(errors="replace").splitlines()[-12:]
-                print("\n".join(tail), file=sys.stderr)
-                status = f"rank {outcome.failed_rank} failed with exit status {outcome.returncode}"
-                print(f"thinwire: method {method}: {status}; its output is in {log}", file=sys.stderr)
-                return outcome.returncode
-            runs.append(read_run(method, directory, outcome, cluster))
+        for seed in seeds or (None,):
+            for label, entry in entries.items():
+                if label in failed:
+                    continue
+                of_seed = "" if seed is None else f"seed {seed}"
+                print(f"compare: {' '.join(filter(None, (label, of_seed)))} ...", end=" ", file=sys.stderr, flush=True)
+                directory = out / directory_name(f"{label} {of_seed}")
+                flags = ["--preset", preset, "--method", entry.method, "--steps", str(steps), "--out", str(directory)]
+                flags += entry.arguments(extra) + ([] if seed is None else ["--seed", str(seed)])
+                # Nothing is exchanged on DDP only: sharded weights must be gathered. It is the floor for all engines.
+                flags += ["--engine", "ddp"] if label == SILENT else []
+                try:
+                    part = train([*program, *flags], directory, cluster, limit_s)
+                    part["seed"] = seed
+                    parts[label].append(part)
+                    print(f"{part['seconds']:.1f} s", file=sys.stderr)
+                except ThinwireError as error:
+                    failed[label] = f"{of_seed}: {error}" if of_seed else str(error)
+                    print("failed", file=sys.stderr)
+                    say(f"method {label}: {failed[label]}; its output is in {log_of(directory)}")
         report = {
+            "verdict": "",
+            "command": command,
+            "machine": machine(),
             "preset": preset,
             "steps": steps,
             "nodes": nodes,
@@ -93,37 +143,70 @@ def compare(
             "mtu": mtu,
             "rate_bits_per_s": cluster.link.rate,
             "emulated_network": cluster.emulated,
+            "seeds": list(seeds),
+            "fail_above": fail_above,
             "extra": list(extra),
-            "runs": runs,
+            "runs": [
+                joined(entry, entry.arguments(extra)[len(extra) :], parts[label], failed.get(label), ranks_per_node)
+                for label, entry in entries.items()
+            ],
         }
-        measure(report)
-    (out / "report.json").write_text(json.dumps(without_rows(report), indent=1) + "\n")
+    measure(report)
+    report["verdict"] = verdict.line(report)
+    (out / "report.json").write_text(json.dumps(for_json(report), indent=1) + "\n")
     from thinwire.lab.plots import draw
 
     pictures = draw(report, out)
     (out / "report.md").write_text(markdown(report, pictures))
+    (out / "report.html").write_text(page(report, pictures))
     terminal = sys.stdout.isatty()
-    Console(width=None if terminal else 200, color_system="auto" if terminal else None).print(table(report, terminal))
+    print(report["verdict"])
+    Console(width=None if terminal else 1000, color_system="auto" if terminal else None).print(table(report, terminal))
     for note in notes(report):
         print(f"* {note}")
-    print(f"{out / 'report.md'}, report.json and {len(pictures)} pictures")
-    return 0
+    print(f"{out / 'report.html'}, report.md, report.json and {len(pictures)} pictures")
+    too_high: list[str] = []
+    if fail_above is not None and (too_high := verdict.worse(report, fail_above)):
+        say(f"loss is more than {100 * fail_above:g}% above dense's: {', '.join(too_high)}")
+    return FAILED if failed else LOSS_TOO_HIGH if too_high else 0
 
 
-def directory_name(method: str) -> str:
+def say(line: str) -> None:
+    print(f"thinwire: {line}", file=sys.stderr, flush=True)
+
+
+def directory_name(label: str) -> str:
     """``int8(group=64)`` -> ``int8-group-64``."""
-    return re.sub(r"[^A-Za-z0-9.]+", "-", method).strip("-")
+    return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-")
 
 
-def read_run(method: str, directory: Path, outcome: Outcome, cluster: Cluster) -> Run:
-    """A run's files, and the kernel's bytes of each node over the whole of it."""
+def log_of(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.log")
+
+
+def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: float | None) -> Run:
+    """One run: its files, and the kernel's bytes of each node over the whole of it.
+
+    Raises:
+        ThinwireError: it has failed, took longer than ``limit_s``, left no readable files, or its loss is not finite.
+    """
+    log = log_of(directory)
+    outcome = launch(cluster, command, log=log, limit_s=limit_s)
+    if outcome.failed_rank is not None:
+        lines = log.read_text(errors="replace").splitlines()
+        print("\n".join(["", *lines[-12:]]), file=sys.stderr)
+        told = [line.partition("thinwire: ")[2] for line in lines if "thinwire: " in line] or lines
+        status = f"rank {outcome.failed_rank} failed with exit status {outcome.returncode}"
+        why = [re.sub(r"^\[rank ?\d+\]:? ", "", line) for line in told[-1:]]
+        raise ThinwireError(": ".join([status, *why]))
     try:
         summary = json.loads((directory / "summary.json").read_text())
         rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     except (OSError, ValueError) as error:
-        raise ThinwireError(f"method {method} left no readable run in {directory}: {error}") from None
+        raise ThinwireError(f"no readable run in {directory}: {error}") from None
+    if not math.isfinite(verdict.final_loss(summary)):
+        raise ThinwireError("it diverged: its loss is not finite")
     return {
-        "method": method,
         "directory": directory.name,
         "seconds": outcome.seconds,
         "summary": summary,
@@ -132,31 +215,83 @@ def read_run(method: str, directory: Path, outcome: Outcome, cluster: Cluster) -
     }
 
 
+def joined(entry: Entry, flags: Sequence[str], parts: Sequence[Run], failed: str | None, ranks_per_node: int) -> Run:
+    """A method's runs, one per seed, as one: means of what their summaries say, and of their losses at each step."""
+    return {
+        "method": entry.label,
+        "flags": list(flags),
+        "failed": failed,
+        "directory": parts[0]["directory"] if parts else "",
+        "seconds": sum(part["seconds"] for part in parts),
+        "summary": None if failed else mean([part["summary"] for part in parts]),
+        "rows": [] if failed else curve(parts, ranks_per_node),
+        "parts": list(parts),
+    }
+
+
+def mean(values: Sequence[Any]) -> Any:
+    """Of numbers, and of those in dictionaries; of anything else the first."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: mean([value[key] for value in values]) for key in first}
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    return statistics.fmean(values) if numbers and len(values) > 1 else first
+
+
+def curve(parts: Sequence[Run], ranks_per_node: int) -> list[dict[str, Any]]:
+    """For each step: mean loss, its least and largest of all seeds, mean seconds and bytes sent by a node so far."""
+    rows = []
+    sent = 0.0
+    for step in zip(*([row for row in part["rows"] if "loss" in row] for part in parts), strict=True):
+        losses = [row["loss"] for row in step]
+        sent += statistics.fmean(row["wire_bytes"]["inter"] for row in step) * ranks_per_node
+        rows.append({
+            "step": step[0]["step"], "loss": statistics.fmean(losses), "least": min(losses), "largest": max(losses),
+            "wall_s": statistics.fmean(row["wall_s"] for row in step), "sent": sent,
+        })  # fmt: skip
+    return rows
+
+
 def measure(report: dict[str, Any]) -> None:
-    """Fill in each run's ratios, bytes by the kernel's count, and the use of the link."""
-    runs = {run["method"]: run for run in report["runs"]}
-    silent, dense = runs[SILENT], runs.get("dense")
+    """Fill in each run's ratios, its bytes by the kernel's count, the use of the link, and when it had dense's loss."""
+    done = {run["method"]: run for run in report["runs"] if not run["failed"]}
+    silent, dense = done.get(SILENT), done.get(DENSE)
+    unknown = ("step_to_dense", "step_to_none", "faster", "final", "loss_gap", "bytes_per_step", "link_use", "to_dense")
     for run in report["runs"]:
+        run |= dict.fromkeys(unknown)
+    for run in done.values():
         summary = run["summary"]
-        run["step_to_dense"] = summary["step_ms"] / dense["summary"]["step_ms"] if dense else None
-        run["step_to_none"] = summary["step_ms"] / silent["summary"]["step_ms"]
+        if dense:
+            run["step_to_dense"] = summary["step_ms"] / dense["summary"]["step_ms"]
+            run["faster"], run["loss_gap"] = verdict.faster(run, dense), verdict.above(run, dense)
+            run["to_dense"] = [
+                _point(verdict.reached(part["rows"], verdict.target(theirs["rows"])))
+                for part, theirs in zip(run["parts"], dense["parts"], strict=True)
+            ]
+        run["step_to_none"] = summary["step_ms"] / silent["summary"]["step_ms"] if silent else None
+        run["final"] = verdict.interval([verdict.final_loss(part["summary"]) for part in run["parts"]])
         payload = summary["wire_bytes_per_step"]["inter"] * report["ranks_per_node"]
+        framed = framing.frames(round(payload), report["mtu"])
         exchanges = run is not silent and payload > 0  # the silent run sends a flag of a few bytes, no gradients
-        kernel, source = kernel_bytes(run, silent, report["steps"])
+        kernel, source = kernel_bytes(run["parts"][0], silent and silent["parts"][0], report["steps"])
         run["bytes_per_step"] = {
             "ledger": payload,
-            "framed": framing.frames(payload, report["mtu"]),
+            "framed": framed,
             "kernel": kernel._asdict() if kernel else None,
             "kernel_source": source,
             "kernel_to_ledger": kernel.tx / payload if kernel and exchanges else None,
-            "kernel_to_framed": kernel.tx / framing.frames(payload, report["mtu"]) if kernel and exchanges else None,
+            "kernel_to_framed": kernel.tx / framed if kernel and exchanges else None,
         }
         busy = summary["wire_ms"] / 1000
         rate = report["rate_bits_per_s"]
         run["link_use"] = kernel.tx * 8 / (busy * rate) if kernel and exchanges and busy and rate else None
 
 
-def kernel_bytes(run: Run, silent: Run, steps: int) -> tuple[Bytes | None, str]:
+def _point(row: dict[str, Any] | None) -> dict[str, Any] | None:
+    return row and {key: row[key] for key in ("step", "wall_s", "tokens")}
+
+
+def kernel_bytes(part: Run, silent: Run | None, steps: int) -> tuple[Bytes | None, str]:
     """Node 0's bytes per step by the interface's counters, and how they were had.
 
     Best are the cumulative counters that the run itself noted at each step (``link_tx_bytes``): last minus first, over
@@ -164,114 +299,21 @@ def kernel_bytes(run: Run, silent: Run, steps: int) -> tuple[Bytes | None, str]:
     and evaluation and exchanges nothing.
     """
     keys = ("link_tx_bytes", "link_rx_bytes")
-    noted = [row for row in run["rows"] if "loss" in row and all(row.get(key) is not None for key in keys)]
+    noted = [row for row in part["rows"] if "loss" in row and all(row.get(key) is not None for key in keys)]
     if len(noted) > 1:
         first, last = noted[0], noted[-1]
         tx, rx = ((last[key] - first[key]) / (last["step"] - first["step"]) for key in keys)
         return Bytes(round(tx), round(rx)), "counters noted at each step"
-    if run["node_totals"] and silent["node_totals"]:
-        mine, base = Bytes(**run["node_totals"][0]), Bytes(**silent["node_totals"][0])
-        extra = mine - base
-        return Bytes(round(extra.tx / steps), round(extra.rx / steps)), "whole run less the silent run"
-    return None, "no counters on loopback"
+    if silent and part["node_totals"] and silent["node_totals"]:
+        more = Bytes(**part["node_totals"][0]) - Bytes(**silent["node_totals"][0])
+        return Bytes(round(more.tx / steps), round(more.rx / steps)), "whole run less the silent run"
+    return None, "no counters"
 
 
-def without_rows(report: dict[str, Any]) -> dict[str, Any]:
-    """The report without the copies of metrics.jsonl."""
-    return report | {"runs": [{key: value for key, value in run.items() if key != "rows"} for run in report["runs"]]}
-
-
-def network(report: dict[str, Any]) -> str:
-    """One line that says what the runs ran on."""
-    world = f"{report['nodes']} nodes x {report['ranks_per_node']}"
-    if not report["emulated_network"]:
-        return f"{world}, plain loopback, NO rate limit"
-    frames = f", MTU {report['mtu']}" if report["mtu"] != 1500 else ""
-    return f"{world}, {report['link']} per node{frames}"
-
-
-def human(count: float | None) -> str:
-    """Bytes in decimal units, as link rates are."""
-    if count is None:
-        return "-"
-    for unit in ("B", "kB", "MB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
-
-
-COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
-    ("method", lambda run: run["method"]),
-    ("step, ms", lambda run: f"{run['summary']['step_ms']:.0f}"),
-    ("x none", lambda run: f"{run['step_to_none']:.2f}"),
-    ("x dense", lambda run: "-" if run["step_to_dense"] is None else f"{run['step_to_dense']:.2f}"),
-    ("exposed, ms", lambda run: f"{run['summary']['exposed_ms']:.0f}"),
-    ("codec, ms", lambda run: f"{run['summary']['encode_ms'] + run['summary']['decode_ms']:.0f}"),
-    ("compressed values", lambda run: _share(run["summary"].get("compressed_values"))),
-    ("sent/step", lambda run: human(run["bytes_per_step"]["ledger"])),
-    ("kernel", lambda run: human((run["bytes_per_step"]["kernel"] or {}).get("tx"))),
-    ("kernel/framed", lambda run: _ratio(run["bytes_per_step"]["kernel_to_framed"])),
-    ("link use", lambda run: "-" if run["link_use"] is None else f"{run['link_use']:.0%}"),
-    ("train loss", lambda run: f"{run['summary']['train_loss']:.4f}"),
-    ("valid loss", lambda run: _loss(run["summary"].get("valid_loss"))),
-)
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def title(report: dict[str, Any]) -> str:
-    return f"{report['preset']}, {report['steps']} steps, {network(report)}"
-
-
-def table(report: dict[str, Any], terminal: bool = False) -> Table:
-    out = Table(title=title(report), box=box.SIMPLE_HEAD if terminal else box.ASCII2)
-    for index, (name, _) in enumerate(COLUMNS):
-        out.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-    for run in report["runs"]:
-        out.add_row(*(cell(run) for _, cell in COLUMNS))
-    return out
-
-
-def notes(report: dict[str, Any]) -> list[str]:
-    """For each run of which a large part stays dense: what, why, and the knob that helps."""
-    found = ((run["method"], run["summary"].get("note")) for run in report["runs"])
-    return [note if note.startswith(method) else f"{method}: {note}" for method, note in found if note]
-
-
-def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
-    """report.md: the table, what its columns mean, the pictures."""
-    lines = [f"# {title(report)}", ""]
-    if not report["emulated_network"]:
-        lines += ["**No network was emulated: the ranks ran on plain loopback without a rate limit.**", ""]
-    lines += ["| " + " | ".join(name for name, _ in COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
-    lines += ["| " + " | ".join(cell(run) for _, cell in COLUMNS) + " |" for run in report["runs"]]
-    if notes(report):
-        lines += ["", *(f"* {note}" for note in notes(report))]
-    source = report["runs"][-1]["bytes_per_step"]["kernel_source"]
-    lines += [
-        "",
-        "* step: median milliseconds per optimizer step. x none, x dense: against the run that exchanges nothing "
-        "(its ranks drift apart; it is there for its speed, not for its loss), and against dense.",
-        "* exposed: communication that computation did not hide. codec: encoding and decoding, hidden or not.",
-        "* compressed values: share of the model's values that the method compresses; the others are sent in fp32.",
-        "* sent/step: payload bytes that a node's ranks sent to other nodes, by Thinwire's ledger.",
-        f"* kernel: bytes that node 0's interface sent per step ({source}).",
-        f"* kernel/framed: against the ledger's bytes in full frames ({framing.frame(report['mtu'])} bytes for "
-        f"{framing.segment(report['mtu'])} of payload); above 1: acknowledgements and small messages.",
-        "* link use: kernel bytes over what the link could carry while a collective was in flight (small messages can "
-        "pass 100%: a burst of 66 kB, or 1 ms of the rate, goes through at once).",
-        "",
-    ]
-    lines += [f"![{path.stem.replace('_', ' ')}]({path.name})\n" for path in pictures]
-    return "\n".join(lines)
+def for_json(value: Any) -> Any:
+    """The report without the copies of metrics.jsonl; intervals with the names of their ends."""
+    if isinstance(value, dict):
+        return {key: for_json(item) for key, item in value.items() if key != "rows"}
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    return [for_json(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The pictures of a comparison: loss against step and against time, bytes per step, and where a step's time goes."""
+"""The pictures of a comparison: loss against step, time and bytes, bytes per step, and where a step's time goes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+
+from thinwire.lab.report import human
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,15 +61,27 @@ STYLE: dict[Any, Any] = {
 
 def colour(method: str) -> str:
     """Of a method as it is written on the command line; a method of the user's own is black."""
-    return COLOURS.get(method.partition("(")[0].partition(":")[0].strip(), "#000000")
+    return COLOURS.get(plain(method), "#000000")
+
+
+def plain(method: str) -> str:
+    """The name of ``method`` without knobs and flags."""
+    return re.split(r"[(: ]", method.strip(), maxsplit=1)[0]
 
 
 def draw(report: dict[str, Any], out: Path) -> list[Path]:
-    """Write the PNG files of ``report`` (as ``compare`` builds it, with its rows) to ``out``; returns their paths."""
+    """Write the PNG files of ``report`` (as ``compare`` builds it, with its rows) to ``out``; returns their paths.
+
+    A method that failed is in none; where all did there are no pictures.
+    """
+    report = report | {"runs": [run for run in report["runs"] if not run["failed"]]}
+    if not report["runs"]:
+        return []
     with plt.rc_context(STYLE):
         figures = {
             "loss_by_step": loss(report, "step", "optimizer step"),
             "loss_by_time": loss(report, "wall_s", "seconds of training"),
+            "loss_by_bytes": loss(report, "sent", "MB sent by a node (logarithmic)"),
             "bytes_per_step": traffic(report),
             "step_time": step_time(report),
         }
@@ -91,8 +105,12 @@ def save(figure: Figure, path: Path, text: Mapping[str, str] | None = None) -> N
 
 
 def loss(report: dict[str, Any], x: str, label: str) -> Figure:
-    """Training loss of every method; names stand to the right. Earlier lines are wider, so that equal ones all show."""
-    runs = [run for run in report["runs"] if any(row.get("loss") is not None for row in run["rows"])]
+    """Training loss of every method; names stand to the right. Earlier lines are wider, so that equal ones all show.
+
+    Several seeds: their mean, and a band from the least to the largest. Against bytes ("sent") the run that exchanges
+    nothing has no place.
+    """
+    runs = [run for run in report["runs"] if run["rows"] and (x != "sent" or run["method"] != "none")]
     grey = [run for run in runs if run["method"] in ("none", "dense")]
     rest = [run for run in runs if run not in grey]
     room = MOST - len(grey)
@@ -105,7 +123,11 @@ def loss(report: dict[str, Any], x: str, label: str) -> Figure:
         axes.margins(x=0.02)
         if x == "step":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    several[0, 0].set_title(f"Training loss: {subtitle(report)}", pad=12)
+        if x == "sent":
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    seeds = f"\nmean and range of {len(report['seeds'])} seeds" if len(report["seeds"]) > 1 else ""
+    several[0, 0].set_title(f"Training loss: {subtitle(report)}{seeds}", pad=12)
     several[-1, 0].set_xlabel(label)
     for axes, spots in zip(several[:, 0], ends, strict=True):  # now that no limit moves any more
         label_ends(axes, spots)
@@ -117,16 +139,20 @@ def curves(axes: Axes, runs: Sequence[dict[str, Any]], x: str) -> list[tuple[flo
     ends: list[tuple[float, float, str, str]] = []
     seen: list[str] = []
     for at, run in enumerate(runs):
-        rows = [row for row in run["rows"] if row.get("loss") is not None]
-        xs, ys = [row[x] for row in rows], [row["loss"] for row in rows]
+        rows, unit = run["rows"], 1e6 if x == "sent" else 1
+        xs, ys = [row[x] / unit for row in rows], [row["loss"] for row in rows]
         tint, silent = colour(run["method"]), run["method"] == "none"
         dashes = "--" if silent else DASHES[seen.count(tint) % len(DASHES)]
         seen.append(tint)
         width = 1.4 if silent else 1.6 + 0.35 * (len(runs) - 1 - at) if x == "step" else 2.0
         axes.plot(xs, ys, color=tint, linewidth=width, linestyle=dashes, zorder=3 - 0.01 * width)
         axes.plot(xs[-1], ys[-1], "o", color=tint, markersize=4 + width, zorder=3 - 0.01 * width)
+        least, largest = ([row[end] for row in rows] for end in ("least", "largest"))
+        if least != largest:
+            axes.fill_between(xs, least, largest, color=tint, alpha=0.12, linewidth=0)
         name = "none (no exchange)" if silent else run["method"]
-        ends.append((xs[-1], ys[-1], name if x == "step" else f"{name}, {xs[-1]:.3g} s", tint))
+        total = {"wall_s": f", {xs[-1]:.3g} s", "sent": f", {human(unit * xs[-1])}"}.get(x, "")
+        ends.append((xs[-1], ys[-1], name + total, tint))
     return ends
 
 
@@ -174,8 +200,7 @@ def family(method: str) -> str:
     """Of ``method`` with its knobs, as on the command line."""
     if re.search(r"feedback=['\"]?update\b", method):
         return "updates"
-    name = method.partition("(")[0].partition(":")[0].partition(" ")[0]
-    return next((family for family, (_, names) in FAMILIES.items() if name in names), "others")
+    return next((family for family, (_, names) in FAMILIES.items() if plain(method) in names), "others")
 
 
 def regimes(points: Sequence[tuple[str, str, str, float, float]]) -> Figure:
@@ -370,8 +395,8 @@ def step_time(report: dict[str, Any]) -> Figure:
                 axes.text(start + width / 2, at, f"{width:.0f}", ha="center", va="center", color=ink)
         axes.annotate(f"{total:.0f} ms", (total, at), xytext=(8, 0), textcoords="offset points", va="center",
                       color=INK, fontweight="bold")  # fmt: skip
-    silent = next(run["summary"]["step_ms"] for run in runs if run["method"] == "none")
-    axes.axvline(silent, color=GREY, linestyle="--", linewidth=1.2, zorder=0.5)
+    for silent in (run for run in runs if run["method"] == "none"):
+        axes.axvline(silent["summary"]["step_ms"], color=GREY, linestyle="--", linewidth=1.2, zorder=0.5)
     names(axes, [run["method"] for run in runs])
     axes.set_xlim(0, top * 1.15)
     axes.set_xlabel("milliseconds per optimizer step (median); dashed: the run that exchanges nothing")

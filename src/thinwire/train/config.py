@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -15,6 +16,7 @@ import yaml
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
 from thinwire.optim import AdamS
+from thinwire.train import trackers
 from thinwire.train.models import PRESETS, ModelConfig
 
 T = TypeVar("T")
@@ -107,6 +109,11 @@ class Config:
     """Ranks to start on this machine. Default: one per GPU, or 2 on CPU. Under torchrun its ranks are used."""
     ranks_per_node: int | None = None
     """Treat the ranks started here as nodes of this many ranks (to try two levels). Default: all on one node."""
+    track: tuple[Literal["csv", "wandb", "trackio"], ...] = ()
+    """Where rank 0 sends the numbers of metrics.jsonl too: csv (metrics.csv in --out), wandb (Weights & Biases),
+    trackio. One or more."""
+    track_project: str = "thinwire"
+    """The project's name there."""
     eval_every: int = 100
     """Steps between evaluations (also at the start and at the end); 0: only those two."""
     eval_sequences: int = 64
@@ -181,6 +188,8 @@ class Config:
             raise ThinwireError(f"--method {method.name} is built on AdamS: add --optimizer adams")
         if self.intra is not None:
             resolve(self.intra)
+        if os.environ.get("RANK", "0") == "0":
+            trackers.check(self.track)
         self._check_ranges()
         self.shape(vocabulary=256)
         return self
@@ -209,7 +218,11 @@ class Config:
 
     def to_yaml(self) -> str:
         """As a YAML file that ``--config`` reads."""
-        return yaml.safe_dump(_plain(dataclasses.asdict(self)), sort_keys=False)
+        return yaml.safe_dump(self.plain(), sort_keys=False)
+
+    def plain(self) -> dict[str, Any]:
+        """All settings, as YAML and JSON can say them."""
+        return _plain(dataclasses.asdict(self))
 
 
 def _flag(name: str) -> str:

@@ -1,9 +1,8 @@
-"""What a run shows and writes while it goes: progress on rank 0, metrics.jsonl, TensorBoard where it is installed."""
+"""What a run shows and writes while it goes, on rank 0: progress, metrics.jsonl, and the trackers."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,18 +12,24 @@ from typing import Any, TextIO
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thinwire.errors import ThinwireError
+from thinwire.train.config import Config
 from thinwire.train.folder import write
+from thinwire.train.trackers import Tracker, opened
 
 
-def cut(path: Path, step: int) -> float:
-    """Leave of a metrics.jsonl what a run at ``step`` had written; the seconds that it had run then.
+def cut(path: Path, step: int) -> tuple[float, int]:
+    """Leave of a metrics.jsonl what a run at ``step`` had written.
 
     The evaluation at ``step`` goes too: a run that goes on from there makes it again.
+
+    Returns:
+        the seconds that it had run then, and the last step in the file as it was (-1: none).
     """
-    kept, wall = [], 0.0
+    kept, wall, seen = [], 0.0, -1
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
+            seen = max(seen, row["step"])
             if row["step"] > step - ("valid_loss" in row):
                 continue
             wall = float(row["wall_s"])
@@ -32,7 +37,7 @@ def cut(path: Path, step: int) -> float:
             continue
         kept.append(line + "\n")
     write(path, "".join(kept))
-    return wall
+    return wall, seen
 
 
 class Display:
@@ -45,10 +50,10 @@ class Display:
         trouble: why a row could not be written; "" while all is well.
     """
 
-    def __init__(self, folder: Path, rank: int, steps: int, start: int) -> None:
-        self.folder, self.rank, self.steps, self.start = folder, rank, steps, start
+    def __init__(self, config: Config, rank: int, start: int) -> None:
+        self.config, self.rank, self.start = config, rank, start
         self._file: TextIO | None = None
-        self._board: Any = None
+        self._trackers: list[Tracker] = []
         self._progress: Progress | None = None
         self._task: Any = None
         self.wall, self.trouble = 0.0, ""
@@ -56,31 +61,31 @@ class Display:
     def __enter__(self) -> Display:
         if self.rank != 0:
             return self
-        metrics = self.folder / "metrics.jsonl"
+        metrics = self.config.out / "metrics.jsonl"
+        seen = -1
         if self.start:
-            self.wall = cut(metrics, self.start)
+            self.wall, seen = cut(metrics, self.start)
         self._file = metrics.open("a" if self.start else "w", buffering=1)
-        if importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge = self.start + 1 if self.start else None
-            self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge)
+        self._trackers += opened(self.config, self.start, seen)
         if sys.stdout.isatty():
             self._progress = Progress(
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                 TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s"),
             )  # fmt: skip
-            self._task = self._progress.add_task("training", total=self.steps, completed=self.start, loss=0.0, rate=0.0)
+            self._task = self._progress.add_task(
+                "training", total=self.config.steps, completed=self.start, loss=0.0, rate=0.0
+            )
             self._progress.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._progress is not None:
             self._progress.stop()
-        for part in (self._board, self._file):
-            if part is not None:
-                with contextlib.suppress(OSError):  # a full disk has been told of
-                    part.close()
+        with contextlib.suppress(OSError):  # a full disk has been told of
+            for tracker in self._trackers:
+                tracker.close(failed=kind is not None)
+            if self._file is not None:
+                self._file.close()
 
     def say(self, line: str) -> None:
         """A line for the user."""
@@ -111,9 +116,7 @@ class Display:
         try:
             if self._file is not None:
                 self._file.write(json.dumps(row) + "\n")
-            if self._board is not None:
-                for name, value in row.items():
-                    if isinstance(value, int | float) and name != "step":
-                        self._board.add_scalar(name, value, row["step"])
+            for tracker in self._trackers:
+                tracker.log(row)
         except OSError as error:
-            self.trouble = f"cannot write {self.folder / 'metrics.jsonl'}: {error.strerror}"
+            self.trouble = f"cannot write {self.config.out / 'metrics.jsonl'}: {error.strerror}"

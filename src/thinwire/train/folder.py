@@ -22,7 +22,7 @@ from thinwire.train.together import Together, naming
 
 LOCK_WAIT_S = 3.0
 """A rank that was killed a moment ago may still hold its lock."""
-_RUN_FILES = ("metrics.jsonl", "summary.json", "report.txt", "plan.txt", "config.yaml")
+_RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml")
 _OWN = "|".join(map(re.escape, _RUN_FILES))
 _OLD = r"\.[0-9a-f]{8}\.old"
 _LEFT = {

@@ -276,7 +276,7 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
 
     together.do(describe if comm.rank == 0 else lambda: None)
     with contextlib.ExitStack() as stack:
-        display = Display(config.out, comm.rank, config.steps, start)
+        display = Display(config, comm.rank, start)
         together.do(lambda: stack.enter_context(display))
         signals = stack.enter_context(Signals())
         wall = display.wall
@@ -469,5 +469,8 @@ def _summary(config, ranks, parameters, losses, times, wall, tokens_per_step, st
         "wall_s": wall,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
-        "files": ["summary.json", "metrics.jsonl", "config.yaml", "plan.txt", "report.txt"],
+        "files": [
+            "summary.json", "metrics.jsonl", *["metrics.csv"] * ("csv" in config.track), "config.yaml", "plan.txt",
+            "report.txt",
+        ],
     }

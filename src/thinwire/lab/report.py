@@ -1,0 +1,272 @@
+"""The report of a comparison: a table for the terminal, report.md, and report.html, which is one file."""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from thinwire.lab import framing
+from thinwire.lab.verdict import DENSE, SILENT, Run, Span, percent
+
+
+def network(report: dict[str, Any]) -> str:
+    """One line that says what the runs ran on."""
+    world = f"{report['nodes']} nodes x {report['ranks_per_node']}"
+    if not report["emulated_network"]:
+        return f"{world}, plain loopback, NO rate limit"
+    frames = f", MTU {report['mtu']}" if report["mtu"] != 1500 else ""
+    return f"{world}, {report['link']} per node{frames}"
+
+
+def machine() -> str:
+    """Processor, operating system and Python, for whoever reads the times."""
+    model = platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{os.cpu_count()} x {model}, {platform.system()} {platform.release()}, Python {platform.python_version()}"
+
+
+def human(count: float | None) -> str:
+    """Bytes in decimal units, as link rates are."""
+    if count is None:
+        return "-"
+    for unit in ("B", "kB", "MB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _faster(run: Run) -> str:
+    span = run["faster"]
+    return "-" if span is None or run["method"] == DENSE else f"{span.mean:.2f}x ({span.low:.2f} to {span.high:.2f})"
+
+
+def _final(run: Run) -> str:
+    return _loss(run["summary"].get("valid_loss")) + _spread(run, run["final"], ".4f")
+
+
+def _gap(run: Run) -> str:
+    span = run["loss_gap"]
+    if span is None or run["method"] in (SILENT, DENSE):
+        return "-"
+    return percent(span.mean) + _spread(run, span, ".1%")
+
+
+def _spread(run: Run, span: Span | None, digits: str) -> str:
+    return "" if span is None or len(run["parts"]) < 2 else f" ± {span.half:{digits}}"
+
+
+def _when(key: str, show: Callable[[float], str]) -> Callable[[Run], str]:
+    """Where a run had dense's final loss: the mean over the seeds, or how many of them got there."""
+
+    def cell(run: Run) -> str:
+        points = run["to_dense"]
+        there = [point for point in points or () if point]
+        if run["method"] == SILENT or not points:
+            return "-"
+        if len(there) < len(points):
+            return "not reached" if not there else f"{len(there)} of {len(points)} seeds"
+        return show(sum(point[key] for point in there) / len(there))
+
+    return cell
+
+
+COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
+    ("method", lambda run: run["method"]),
+    ("step, ms", lambda run: f"{run['summary']['step_ms']:.0f}"),
+    ("x none", lambda run: "-" if run["step_to_none"] is None else f"{run['step_to_none']:.2f}"),
+    ("x dense", lambda run: "-" if run["step_to_dense"] is None else f"{run['step_to_dense']:.2f}"),
+    ("faster than dense", _faster),
+    ("exposed, ms", lambda run: f"{run['summary']['exposed_ms']:.0f}"),
+    ("codec, ms", lambda run: f"{run['summary']['encode_ms'] + run['summary']['decode_ms']:.0f}"),
+    ("compressed values", lambda run: _share(run["summary"].get("compressed_values"))),
+    ("sent/step", lambda run: human(run["bytes_per_step"]["ledger"])),
+    ("kernel", lambda run: human((run["bytes_per_step"]["kernel"] or {}).get("tx"))),
+    ("kernel/framed", lambda run: _ratio(run["bytes_per_step"]["kernel_to_framed"])),
+    ("link use", lambda run: "-" if run["link_use"] is None else f"{run['link_use']:.0%}"),
+    ("train loss", lambda run: f"{run['summary']['train_loss']:.4f}"),
+    ("valid loss", _final),
+    ("loss to dense", _gap),
+    ("s to dense's loss", _when("wall_s", lambda seconds: f"{seconds:.1f}")),
+    ("tokens to it", _when("tokens", lambda tokens: f"{tokens:,.0f}")),
+)
+SHORT = ("method", "step, ms", "x none", "faster than dense", "exposed, ms", "sent/step", "valid loss",
+         "loss to dense", "s to dense's loss")  # fmt: skip
+"""The columns that decide, for which a terminal has room."""
+ALL = tuple(name for name, _ in COLUMNS)
+
+
+def cells(run: Run, columns: Sequence[str]) -> list[str]:
+    """A method's row; of one that failed there are no numbers."""
+    if run["failed"]:
+        return [run["method"], "failed", *["-"] * (len(columns) - 2)]
+    return [cell(run) for name, cell in COLUMNS if name in columns]
+
+
+def title(report: dict[str, Any]) -> str:
+    seeds = f", {len(report['seeds'])} seeds" if len(report["seeds"]) > 1 else ""
+    return f"{report['preset']}, {report['steps']} steps{seeds}, {network(report)}"
+
+
+def table(report: dict[str, Any], terminal: bool = False) -> Table:
+    out = Table(title=title(report), box=box.SIMPLE_HEAD if terminal else box.ASCII2)
+    columns = SHORT if terminal else ALL
+    for index, name in enumerate(columns):
+        out.add_column(name, justify="left" if index == 0 else "right", no_wrap=not terminal)
+    for run in report["runs"]:
+        out.add_row(*cells(run, columns))
+    return out
+
+
+def notes(report: dict[str, Any]) -> list[str]:
+    """What the numbers do not show: flags of a method's own, a large part that stays dense and why."""
+    found = []
+    for run in report["runs"]:
+        method = run["method"]
+        if run["flags"]:
+            found.append(f"{method}: trained with {' '.join(run['flags'])}, which dense was not")
+        note = None if run["failed"] else run["summary"].get("note")
+        if note:
+            found.append(note if note.startswith(method) else f"{method}: {note}")
+    return found
+
+
+def explained(report: dict[str, Any]) -> list[str]:
+    """What the columns mean."""
+    sources = [run["bytes_per_step"]["kernel_source"] for run in report["runs"] if not run["failed"]]
+    return [
+        "step: median milliseconds per optimizer step. x none, x dense: against the run that exchanges nothing "
+        "(its ranks drift apart; it is there for its speed, not for its loss), and against dense.",
+        "faster than dense: dense's step over the method's; in parentheses "
+        + ("the 95% t-interval over seeds." if len(report["seeds"]) > 1 else
+           "what the quartiles of both runs' steps leave possible."),
+        "exposed: communication that computation did not hide. codec: encoding and decoding, hidden or not.",
+        "compressed values: share of the model's values that the method compresses; the others are sent in fp32.",
+        "sent/step: payload bytes that a node's ranks sent to other nodes, by Thinwire's ledger.",
+        f"kernel: bytes that node 0's interface sent per step ({sources[-1] if sources else 'no counters'}).",
+        f"kernel/framed: against the ledger's bytes in full frames ({framing.frame(report['mtu'])} bytes for "
+        f"{framing.segment(report['mtu'])} of payload); above 1: acknowledgements and small messages.",
+        "link use: kernel bytes over what the link could carry while a collective was in flight (small messages can "
+        "pass 100%: a burst of 66 kB, or 1 ms of the rate, goes through at once).",
+        "loss to dense: the final loss on held-out text (on training text where there was no evaluation) above "
+        "dense's" + ("; ±: half of the 95% t-interval over seeds, each method with the same ones."
+                     if len(report["seeds"]) > 1 else ", of one seed."),
+        "s to dense's loss, tokens to it: seconds of training, and tokens of all ranks, until the training loss was "
+        "down at dense's at the end; both averaged over as many steps as are a tenth of the run.",
+    ]  # fmt: skip
+
+
+def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
+    """report.md: the verdict, the table, what its columns mean, the pictures."""
+
+    def row(run: Run) -> str:
+        method, first, *rest = cells(run, ALL)
+        why = f": {run['failed']}".replace("|", "\\|") if run["failed"] else ""
+        return "| " + " | ".join([method, first + why, *rest]) + " |"
+
+    lines = [f"# {title(report)}", "", f"**{report['verdict']}**", ""]
+    if not report["emulated_network"]:
+        lines += ["**No network was emulated: the ranks ran on plain loopback without a rate limit.**", ""]
+    lines += ["| " + " | ".join(ALL) + " |", "|---" + "|---:" * (len(ALL) - 1) + "|", *map(row, report["runs"])]
+    if notes(report):
+        lines += ["", *(f"* {note}" for note in notes(report))]
+    lines += ["", *(f"* {line}" for line in explained(report)), "", f"`{report['command']}`", "", report["machine"], ""]
+    lines += [f"![{path.stem.replace('_', ' ')}]({path.name})\n" for path in pictures]
+    return "\n".join(lines)
+
+
+PAGE = Template("""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>thinwire compare: $title</title>
+<style>
+:root { color-scheme: light dark }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
+.verdict { font-size: 1.2rem; font-weight: 600; border-left: 4px solid #0072b2; padding-left: 1rem }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums }
+th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }
+th:first-child, td:first-child, .why { text-align: left; white-space: normal }
+img { max-width: 100%; background: white; margin: .5rem 0 }
+code { overflow-wrap: anywhere }
+li { font-size: .9rem }
+</style>
+<h1>$title</h1>
+<p class="verdict">$verdict</p>
+$warning
+<div class="wide">$short</div>
+<ul>
+$notes
+</ul>
+$pictures
+<h2>All columns</h2>
+<div class="wide">$all</div>
+<ul>
+$explained
+</ul>
+<h2>How it was measured</h2>
+<p><code>$command</code></p>
+<p>$machine</p>
+</html>
+""")
+
+
+def page(report: dict[str, Any], pictures: Sequence[Path]) -> str:
+    """report.html: the same as one file, pictures included."""
+
+    def each(tag: str, texts: Sequence[str], between: str = "") -> str:
+        return between.join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+
+    def grid(columns: Sequence[str]) -> str:
+        lines = [f"<tr>{each('th', columns)}</tr>"]
+        for run in report["runs"]:
+            row = each("td", cells(run, columns))
+            if run["failed"]:
+                why = html.escape(f"failed: {run['failed']}")
+                row = f'{each("td", [run["method"]])}<td class="why" colspan="{len(columns) - 1}">{why}</td>'
+            lines.append(f"<tr>{row}</tr>")
+        return "\n".join(["<table>", *lines, "</table>"])
+
+    warning = "No network was emulated: the ranks ran on plain loopback without a rate limit."
+    return PAGE.substitute(
+        title=html.escape(title(report)),
+        verdict=html.escape(report["verdict"]),
+        warning="" if report["emulated_network"] else f"<p><strong>{warning}</strong></p>",
+        short=grid(SHORT),
+        all=grid(ALL),
+        notes=each("li", notes(report), "\n"),
+        pictures="\n".join(
+            f'<img alt="{html.escape(path.stem.replace("_", " "))}" '
+            f'src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
+            for path in pictures
+        ),
+        explained=each("li", explained(report), "\n"),
+        command=html.escape(report["command"]),
+        machine=html.escape(report["machine"]),
+    )

@@ -1,0 +1,164 @@
+"""What a comparison has shown, in one line: how much faster each method is than dense, and what it costs in loss."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+SILENT = "none"  # the method that exchanges nothing
+DENSE = "dense"
+WORSE = 0.05
+"""Loss above dense's from which a method is advised against (lower: stricter), where no other limit is given."""
+SAME = 0.01
+"""Half of the interval of a loss that is called the same as dense's, at most."""
+WORTH = 1.1
+"""Dense's step over that of the run without communication: below this no method can gain much."""
+# Of Student's t: 97.5% lie below, at 1 to 30 degrees of freedom. With more the last is a little too wide.
+T95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+Run = dict[str, Any]
+
+
+class Span(NamedTuple):
+    """A mean over seeds with its 95% t-interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def half(self) -> float:
+        return (self.high - self.low) / 2
+
+
+def interval(values: Sequence[float]) -> Span:
+    """Of one value or more; of one there is no interval, and all three are that value."""
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Span(mean, mean, mean)
+    half = T95[min(len(values) - 1, len(T95)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    return Span(mean, mean - half, mean + half)
+
+
+def final_loss(summary: dict[str, Any]) -> float:
+    """On held-out text where there was an evaluation, otherwise the training loss."""
+    return summary["train_loss"] if summary.get("valid_loss") is None else summary["valid_loss"]
+
+
+def faster(run: Run, base: Run) -> Span:
+    """A step of ``base`` over one of ``run``, seed by seed: above 1 where ``run`` is faster.
+
+    Of one seed, between which quartiles of its steps the ratio lies.
+    """
+    ratios = [
+        theirs["summary"]["step_ms"] / ours["summary"]["step_ms"]
+        for ours, theirs in zip(run["parts"], base["parts"], strict=True)
+    ]
+    if len(ratios) > 1:
+        return interval(ratios)
+    ours, theirs = (_quartiles(each["parts"][0]["rows"]) for each in (run, base))
+    return Span(ratios[0], theirs[0] / ours[1], theirs[1] / ours[0])
+
+
+def _quartiles(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    times = [row["step_ms"] for row in rows if "loss" in row]
+    settled = times[2:] if len(times) > 4 else times  # as the median in summary.json
+    cuts = statistics.quantiles(settled, n=4) if len(settled) > 1 else settled
+    return cuts[0], cuts[-1]
+
+
+def above(run: Run, base: Run) -> Span:
+    """By how much the final loss of ``run`` is above that of ``base``, as a share of it, seed by seed."""
+    return interval([
+        final_loss(ours["summary"]) / final_loss(theirs["summary"]) - 1
+        for ours, theirs in zip(run["parts"], base["parts"], strict=True)
+    ])  # fmt: skip
+
+
+def worse(report: dict[str, Any], limit: float) -> list[str]:
+    """The methods whose loss is more than ``limit`` above dense's, each with its number."""
+    gaps = {run["method"]: run["loss_gap"] for run in report["runs"] if run["loss_gap"] and run["method"] != SILENT}
+    return [f"{method} {percent(gap.mean)}" for method, gap in gaps.items() if gap.mean > limit]
+
+
+def percent(share: float) -> str:
+    """``0.0031`` -> ``+0.3%``."""
+    return f"{100 * share:+.0f}%" if abs(share) >= 0.1 else f"{100 * share:+z.1f}%"
+
+
+def line(report: dict[str, Any]) -> str:
+    """One line, from ``report`` after ``compare.measure``."""
+    runs = {run["method"]: run for run in report["runs"]}
+    others = [run for run in report["runs"] if run["method"] not in (SILENT, DENSE)]
+    failed = [f"{run['method']} failed: {run['failed']}" for run in report["runs"] if run["failed"]]
+    dense = runs.get(DENSE)
+    if dense is None or dense["failed"]:
+        why = "failed" if dense else "is not among the methods"
+        return "; ".join([f"no verdict: dense, which the others are measured against, {why}", *failed])
+    limit = WORSE if report["fail_above"] is None else report["fail_above"]
+    seeds = len(dense["parts"])
+    good: list[str] = []
+    bad: list[str] = []
+    for run in others:
+        if run["failed"]:
+            continue
+        speed, gap = run["faster"], run["loss_gap"]
+        against = [f"loss {_loss(gap, seeds)}"] if gap.low > limit else []
+        if speed.high < 1:
+            against.append(f"slower than dense ({speed.mean:.2f}x)")
+        if against:
+            bad.append(f"do not use {run['method']} here: {' and '.join(against)}")
+            continue
+        than = "" if good else " than dense"
+        pace = f"{speed.mean:.1f}x faster{than}" if speed.low > 1 else f"as fast as dense ({speed.mean:.2f}x)"
+        good.append(f"{run['method']}: {pace}, {_loss_words(gap, seeds)}")
+    words = [*_ceiling(runs[SILENT]), *good, *bad, *failed] or ["dense alone was run"]
+    if seeds == 1 and (good or bad):
+        words.append("losses are from one seed")
+    return "; ".join(words)
+
+
+def _ceiling(silent: Run) -> list[str]:
+    speed = silent["faster"]
+    if silent["failed"] or speed.mean >= WORTH:
+        return []
+    if speed.mean <= 1:
+        return ["compression is not worth it here: dense is as fast as the run without communication"]
+    return [f"compression is not worth it here: without any communication a step is only {speed.mean:.2f}x faster"]
+
+
+def _loss(gap: Span, seeds: int) -> str:
+    return percent(gap.mean) + (f" ± {100 * gap.half:.1f}%" if seeds > 1 else "")
+
+
+def _loss_words(gap: Span, seeds: int) -> str:
+    if seeds == 1 or not gap.low <= 0 <= gap.high:
+        return f"loss {_loss(gap, seeds)}"
+    if gap.half <= SAME:
+        return f"same loss ({_loss(gap, seeds)})"
+    return f"loss {_loss(gap, seeds)}, not told apart from dense's"
+
+
+def target(rows: Sequence[dict[str, Any]]) -> float:
+    """Dense's training loss at the end, to which the others' times are taken."""
+    return _smooth(rows)[-1]["loss"]
+
+
+def reached(rows: Sequence[dict[str, Any]], loss: float) -> dict[str, Any] | None:
+    """The first row of a run whose training loss, averaged over the last steps, is down at ``loss``."""
+    return next((row for row in _smooth(rows) if row["loss"] <= loss), None)
+
+
+def _smooth(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of steps, with the mean loss of the last tenth of the run's steps in place of each step's own."""
+    steps = [row for row in rows if "loss" in row]
+    width = max(1, len(steps) // 10)
+    losses = [row["loss"] for row in steps]
+    return [
+        steps[at] | {"loss": statistics.fmean(losses[at + 1 - width : at + 1])} for at in range(width - 1, len(steps))
+    ]

@@ -1,0 +1,153 @@
+"""What a comparison says of numbers that are known: no ranks, no network."""
+
+from __future__ import annotations
+
+import pytest
+
+from thinwire.errors import ThinwireError
+from thinwire.lab import report as reports
+from thinwire.lab import verdict
+from thinwire.lab.cli import compare_main, share
+from thinwire.lab.compare import Entry, joined, measure
+
+
+def part(ms: float, loss: float, curve: list[float], spread: float) -> dict:
+    """One seed's run: step times alternate by ``spread`` around ``ms``."""
+    rows = [
+        {"step": at + 1, "loss": value, "step_ms": ms + spread * (-1) ** at, "wall_s": (at + 1) * ms / 1000,
+         "tokens": 10 * (at + 1), "wire_bytes": {"inter": 1000, "intra": 0}}
+        for at, value in enumerate(curve)
+    ]  # fmt: skip
+    summary = {
+        "step_ms": ms, "train_loss": loss, "valid_loss": loss, "exposed_ms": 0, "encode_ms": 0, "decode_ms": 0,
+        "wire_ms": 0, "wire_bytes_per_step": {"inter": 1000, "intra": 0},
+    }  # fmt: skip
+    return {"directory": "d", "seconds": 1.0, "summary": summary, "rows": rows, "node_totals": None}
+
+
+def report(fail_above: float | None = None, spread: float = 0.0, **methods: str | list[tuple[float, float]]) -> dict:
+    """``method=[(step in ms, final loss), one per seed]``, or why it failed."""
+    runs = []
+    for name, seeds in {"none": [(50.0, 9.0)] * len(methods.get("dense", [1])), **methods}.items():
+        why = seeds if isinstance(seeds, str) else None
+        parts = [] if why else [part(ms, loss, [4.0, 3.0, 2.0, loss], spread) for ms, loss in seeds]
+        runs.append(joined(Entry(name), (), parts, why, ranks_per_node=1))
+    found = {
+        "runs": runs, "fail_above": fail_above, "steps": 4, "mtu": 1500, "ranks_per_node": 1, "rate_bits_per_s": None,
+        "seeds": list(range(len(methods.get("dense", [1])))), "preset": "tiny", "nodes": 2, "link": "loopback",
+        "emulated_network": False, "command": "thinwire compare --out '<&>'", "machine": "m", "verdict": "",
+    }  # fmt: skip
+    measure(found)
+    found["verdict"] = verdict.line(found)
+    return found
+
+
+def test_the_interval_is_student_s():
+    assert verdict.interval([1.0]) == (1, 1, 1)
+    assert verdict.interval([1.0, 2.0, 3.0]) == pytest.approx((2, 2 - 2.4841, 2 + 2.4841), abs=1e-3)
+    many = verdict.interval([0.0, 1.0] * 50)
+    assert many.half == pytest.approx(2.042 * 0.50252 / 10, rel=1e-4), "beyond the table: a little too wide"
+
+
+@pytest.mark.parametrize(
+    ("methods", "line"),
+    [
+        ({"int8": [(100.0, 2.0)], "topk": [(50.0, 2.3)], "sign": [(250.0, 2.0)]},
+         "int8: 2.0x faster than dense, loss +0.0%; do not use topk here: loss +15%; "
+         "do not use sign here: slower than dense (0.80x); losses are from one seed"),
+        ({"int8": "rank 1 failed"}, "int8 failed: rank 1 failed"),
+        ({}, "dense alone was run"),
+    ],
+)  # fmt: skip
+def test_the_line_of_one_seed(methods, line):
+    assert report(dense=[(200.0, 2.0)], **methods)["verdict"] == line
+
+
+def test_steps_that_vary_more_than_the_methods_tell_nothing():
+    assert "int8: as fast as dense (1.10x)" in report(dense=[(110.0, 2.0)], int8=[(100.0, 2.0)], spread=8.0)["verdict"]
+    assert "int8: 1.1x faster" in report(dense=[(110.0, 2.0)], int8=[(100.0, 2.0)], spread=1.0)["verdict"]
+
+
+def test_losses_of_several_seeds_are_compared_seed_by_seed():
+    dense = [(200.0, 2.0), (202.0, 2.4), (198.0, 3.0)]
+
+    def of(*gaps: float) -> str:
+        seeds = [(100.0, loss * (1 + gap)) for (_, loss), gap in zip(dense, gaps, strict=True)]
+        return report(dense=dense, int8=seeds)["verdict"]
+
+    assert of(0, 0.001, -0.001) == "int8: 2.0x faster than dense, same loss (+0.0% ± 0.2%)"
+    assert of(0.02, 0.021, 0.019) == "int8: 2.0x faster than dense, loss +2.0% ± 0.2%"
+    assert of(0.08, 0.02, -0.04) == "int8: 2.0x faster than dense, loss +2.0% ± 14.9%, not told apart from dense's"
+    assert of(0.2, 0.201, 0.199) == "do not use int8 here: loss +20% ± 0.2%"
+    assert of(0.2, 0.4, 0.0).startswith("int8: 2.0x faster"), "no advice against it from an interval around 0"
+
+
+@pytest.mark.parametrize(
+    ("dense", "words"), [(52.0, "a step is only 1.04x faster"), (49.0, "dense is as fast as the run without")]
+)
+def test_where_compression_cannot_help(dense, words):
+    found = report(dense=[(dense, 2.0)], int8=[(dense, 2.0)])["verdict"]
+    assert found.startswith("compression is not worth it here") and words in found
+
+
+def test_without_dense_there_is_no_verdict_and_the_rest_is_reported():
+    assert "dense, which the others are measured against, is not among" in report(int8=[(1.0, 2.0)])["verdict"]
+    found = report(dense="it diverged", int8=[(1.0, 2.0)])
+    assert found["verdict"] == (
+        "no verdict: dense, which the others are measured against, failed; dense failed: it diverged"
+    )
+    assert "| dense | failed: it diverged | - |" in reports.markdown(found, [])
+
+
+def test_the_limit_for_a_loss_decides_and_is_the_user_s():
+    methods = {"dense": [(200.0, 2.0)], "int8": [(100.0, 2.03)], "bf16": [(150.0, 2.0)]}
+    assert verdict.worse(report(0.01, **methods), 0.01) == ["int8 +1.5%"]
+    assert verdict.worse(report(0.02, **methods), 0.02) == []
+    assert "do not use int8 here: loss +1.5%" in report(0.01, **methods)["verdict"]
+    assert "do not use" not in report(None, **methods)["verdict"]
+    assert share("1%") == share("0.01") == 0.01 and share("0") == 0
+    for text in ("1", "-1%", "x", "1%%", "nan", ""):
+        with pytest.raises(ThinwireError, match=r"as 1% or 0\.01"):
+            share(text)
+
+
+def test_when_dense_s_loss_was_reached():
+    rows = part(100.0, 1.0, [5.0 - 0.1 * at for at in range(20)], 0.0)["rows"]
+    assert verdict.target(rows) == pytest.approx(3.15), "mean of the last two of twenty"
+    found = verdict.reached(rows, 4.0)
+    assert found is not None and found["step"] == 12 and found["wall_s"] == pytest.approx(1.2)
+    assert verdict.reached(rows, 3.0) is None
+
+
+def test_the_page_is_escaped_and_whole(tmp_path):
+    found = report(dense=[(200.0, 2.0)], **{"<b>": [(100.0, 2.0)]})
+    (tmp_path / "a_b.png").write_bytes(b"\x89PNG")
+    page = reports.page(found, [tmp_path / "a_b.png"])
+    assert "<b>" not in page and "&lt;b&gt;: 2.0x faster" in page and "--out &#x27;&lt;&amp;&gt;&#x27;" in page
+    assert 'alt="a b" src="data:image/png;base64,iVBORw=="' in page
+    assert "http" not in page and "NO rate limit" in page
+
+
+def test_an_entry_has_a_method_and_flags_of_its_own():
+    entry = Entry.parse(" topk(density=0.1, start=2)  --lr 1e-3 --betas 0.8 0.9 ")
+    assert entry == Entry("topk(density=0.1, start=2)", ("--lr", "1e-3", "--betas", "0.8", "0.9"))
+    assert entry.label == "topk(density=0.1, start=2) --lr 1e-3 --betas 0.8 0.9"
+    assert entry.arguments(["--clip", "0"]) == ["--clip", "0", "--lr", "1e-3", "--betas", "0.8", "0.9"]
+    assert Entry("scape").arguments([]) == ["--optimizer", "adams"] and Entry("dgc").arguments([])[1] == "sgd"
+    assert Entry("scape", ("--optimizer", "sgd")).arguments([]) == ["--optimizer", "sgd"]
+    assert Entry("scape").arguments(["--optimizer=adams"]) == ["--optimizer=adams"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--methods", "int8 --lr nan"], "lr"), (["--methods", "int8 --seed 3"], "same seeds"),
+        (["--methods", "int8 --steps 3"], "--steps of int8"), (["--methods", "int8 --corpus 'a"], "quotation"),
+        (["--seeds", "0"], "--seeds"), (["--fail-if-loss-worse-than", "x"], "1%"),
+        (["--methods", "int8", "--fail-if-loss-worse-than", "1%"], "add it to --methods"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused_before_anything_is_made(tmp_path, words, said):
+    with pytest.raises(ThinwireError, match=said):
+        compare_main(["--out", str(tmp_path / "out"), *words])
+    assert not (tmp_path / "out").exists()
