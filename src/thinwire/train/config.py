@@ -84,9 +84,9 @@ class Config:
     """Sequences per rank and micro-batch."""
     accumulate: int = 1
     """Micro-batches per optimizer step."""
-    optimizer: Literal["adamw", "adams", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "adams", "sgd"] | None = None
     """adams: thinwire.AdamS, which keeps no second moment. sgd: without momentum, for methods that have one (demo,
-    dgc)."""
+    dgc). Default: what the method is made for, of most adamw."""
     lr: float = 2e-3
     """Learning rate at the top of the schedule."""
     lr_end: float = 0.1
@@ -161,6 +161,13 @@ class Config:
         """Tokens per sequence."""
         return self.seq_len or PRESETS[self.preset].context
 
+    @property
+    def stepper(self) -> str:
+        """The optimizer that steps: as named, or the method's own."""
+        from thinwire.methods import resolve
+
+        return self.optimizer or resolve(self.method).OPTIMIZER.__name__.lower()
+
     def learning_rate(self, step: int) -> float:
         """Rises linearly over the warm-up, then half a cosine down to ``lr_end`` * ``lr``. ``step`` counts from 0."""
         rising = max(1, round(self.warmup * self.steps))
@@ -177,8 +184,10 @@ class Config:
         from thinwire.methods import resolve
 
         method = resolve(self.method)
-        if method.OPTIMIZER is AdamS and self.optimizer != "adams":
-            raise ThinwireError(f"--method {method.name} is built on AdamS: add --optimizer adams")
+        if method.OPTIMIZER is AdamS and self.stepper != "adams":
+            raise ThinwireError(
+                f"--method {method.name} is built on AdamS: leave --optimizer {self.optimizer} out, or name adams"
+            )
         if self.intra is not None:
             resolve(self.intra)
         self._check_ranges()

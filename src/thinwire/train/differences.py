@@ -81,6 +81,7 @@ def about(
         **{name: getattr(config, name) for name in names}, **dataclasses.asdict(shape), "sequence": config.sequence,
         "context": shape.context if shape.family == "gpt" else 0, "method": str(resolve(config.method)),
         "intra": config.intra and str(resolve(config.intra)), "mesh": f"{share} x {world_size // share}",
+        "optimizer": config.stepper,
         "world_size": world_size, "nodes": -(-world_size // per_node), "text": tokens[0], "valid_text": tokens[1],
         "device": device, "dtype": dtype, "torch": torch.__version__, "thinwire": version(),
     }  # fmt: skip

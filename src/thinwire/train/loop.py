@@ -121,9 +121,9 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    if config.optimizer == "sgd":
+    if config.stepper == "sgd":
         return torch.optim.SGD(groups, lr=config.lr)
-    kind = AdamS if config.optimizer == "adams" else torch.optim.AdamW
+    kind = AdamS if config.stepper == "adams" else torch.optim.AdamW
     return kind(groups, lr=config.lr, betas=config.betas)
 
 
@@ -270,9 +270,12 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
     first_valid, valid = math.nan, math.nan
     streak = 0  # steps in a row that were skipped, or had a loss that is not finite
 
+    chosen = config.optimizer is None and config.stepper != "adamw"
+    by = config.stepper + f", for which {wire.method.name} is made" * chosen
+
     def describe() -> None:
         write(config.out / "config.yaml", dataclasses.replace(config, tokenizer=tokenizer.name).to_yaml())
-        write(config.out / "plan.txt", f"{wire.plan}\n")
+        write(config.out / "plan.txt", f"{wire.plan}\noptimizer: {by}\n")
 
     together.do(describe if comm.rank == 0 else lambda: None)
     with contextlib.ExitStack() as stack:
@@ -282,7 +285,7 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
         wall = display.wall
         display.say(
             f"{shape.family} {config.preset}: {parameters:,} parameters, {config.method} on {config.engine}, "
-            f"{comm.size} ranks on {ranks.nodes} node{'s' * (ranks.nodes > 1)}, {device.type}, "
+            f"{config.stepper}, {comm.size} ranks on {ranks.nodes} node{'s' * (ranks.nodes > 1)}, {device.type}, "
             f"{tokens_per_step:,} tokens per step, steps {start + 1} to {config.steps}"
         )
 
