@@ -9,12 +9,13 @@ VENV   ?= .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup train test test-torch test-gpu check format bench clean
+.PHONY: help setup train test test-torch test-frameworks test-gpu check format bench clean
 
 help:
 	@echo "make train     train a small language model on two ranks of this machine, into $(OUT)"
 	@echo "make test      run the tests, $(JOBS) at a time (JOBS=1: one after the other)"
 	@echo "make test-torch TORCH=torch==2.11.0   run the tests on another torch, in an environment of its own"
+	@echo "make test-frameworks   the tests of Hugging Face, Lightning and lm-evaluation-harness, which it installs"
 	@echo "make test-gpu  run the tests that need a CUDA device"
 	@echo "make check     ruff and mypy"
 	@echo "make format    let ruff repair what it can"
@@ -43,6 +44,14 @@ test: $(STAMP)
 test-torch:
 	$(MAKE) test VENV=".venv-$(subst =,,$(TORCH))"
 
+test-frameworks: export OMP_NUM_THREADS ?= 1
+test-frameworks: VENV := .venv-frameworks
+test-frameworks:
+	$(MAKE) setup VENV=$(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,hf,lightning,eval]" "$(TORCH)"
+	$(VENV)/bin/python -m pytest tests/test_integrations.py tests/test_examples.py tests/test_export.py \
+		tests/test_finetune.py tests/test_evaluation.py
+
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
 
@@ -59,5 +68,5 @@ bench: $(STAMP)
 	@set -e; for file in benchmarks/*.py; do echo "$$file"; $(BIN)/python "$$file"; done
 
 clean:
-	rm -rf .venv .venv-torch* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info $(OUT)
+	rm -rf .venv .venv-torch* .venv-frameworks .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info $(OUT)
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

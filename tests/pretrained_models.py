@@ -13,7 +13,7 @@ CHAT = (
 )
 
 
-def make(folder: Path, kind: str = "llama") -> Path:
+def make(folder: Path, kind: str = "llama", seed: int = 0) -> Path:
     """A folder with a "llama" (grouped-query attention, its own head) or a "gpt2" (tied head, dropout)."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -31,7 +31,7 @@ def make(folder: Path, kind: str = "llama") -> Path:
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     if kind == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
             vocab_size=304, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
