@@ -71,9 +71,7 @@ def evaluate(options: Options) -> dict[str, Any]:
     lm_eval = extras.load("lm_eval")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with _hub_folder(options.run) as folder:
-        manager = extras.load("lm_eval.tasks").TaskManager(include_path=options.include and str(options.include))
-        if unknown := [name for name in options.tasks if not _is_known(name, manager)]:
-            raise ThinwireError(f"lm-evaluation-harness has no task '{unknown[0]}': --include FOLDER adds your own")
+        manager = _manager(options)
         harness = extras.load("lm_eval.models.huggingface")
         tokenizer = pretrained.tokenizer_of(folder)
         if tokenizer.eos_token is None:
@@ -92,6 +90,17 @@ def evaluate(options: Options) -> dict[str, Any]:
     if found is None:
         raise ThinwireError("lm-evaluation-harness returned no results")
     return dict(found)
+
+
+def _manager(options: Options) -> Any:
+    """What knows the tasks. The harness's own, of which there are thousands, are looked through only if need be."""
+    where, unknown = options.include and str(options.include), ""
+    for defaults in (False, True):
+        manager = extras.load("lm_eval.tasks").TaskManager(include_path=where, include_defaults=defaults)
+        unknown = next((name for name in options.tasks if not _is_known(name, manager)), "")
+        if not unknown:
+            return manager
+    raise ThinwireError(f"lm-evaluation-harness has no task '{unknown}': --include FOLDER adds your own")
 
 
 def _is_known(name: str, manager: Any) -> bool:
