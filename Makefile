@@ -11,13 +11,14 @@ SITE   ?= build/docs
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup train test test-torch test-wheel test-gpu check format bench docs clean
+.PHONY: help setup train test test-torch test-frameworks test-wheel test-gpu check format bench docs clean
 
 help:
 	@echo "make train     train a small language model on two ranks of this machine, into $(OUT)"
 	@echo "make test      run the tests, $(JOBS) at a time (JOBS=1: one after the other)"
 	@echo "make test-torch TORCH=torch==2.11.0   run the tests of what touches torch's inside on another torch, in an"
 	@echo "               environment of its own (TESTS=tests: all of them)"
+	@echo "make test-frameworks   the tests of Hugging Face, Lightning and lm-evaluation-harness, which it installs"
 	@echo "make test-wheel   install the wheel in an empty environment, and see what works with the core alone"
 	@echo "make test-gpu  run the tests that need a CUDA device"
 	@echo "make check     ruff and mypy"
@@ -59,6 +60,14 @@ test-wheel: $(STAMP)
 	$(EMPTY)/bin/python -m pip install --quiet "$(TORCH)" build/wheel/*.whl
 	$(EMPTY)/bin/python tests/wheel.py
 
+test-frameworks: export OMP_NUM_THREADS ?= 1
+test-frameworks: VENV := .venv-frameworks
+test-frameworks:
+	$(MAKE) setup VENV=$(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,hf,lightning,eval]" "$(TORCH)"
+	$(VENV)/bin/python -m pytest tests/test_integrations.py tests/test_examples.py tests/test_export.py \
+		tests/test_finetune.py tests/test_evaluation.py
+
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
 
@@ -91,5 +100,6 @@ $(VENV)/.docs: $(STAMP)
 	@touch $@
 
 clean:
-	rm -rf docs/methods .venv .venv-torch* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info $(OUT)
+	rm -rf docs/methods .venv .venv-torch* .venv-frameworks .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist src/*.egg-info $(OUT)
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,6 +25,9 @@ from thinwire.lab.cli import Compare, LabRun, method_names
 from thinwire.lab.compare import Entry
 from thinwire.methods import TABLE, resolve
 from thinwire.train.config import Config
+from thinwire.train.evaluation import Options as EvalOptions
+from thinwire.train.tokens import Options as TokenizeOptions
+from thinwire.train.trained import ExportOptions, SampleOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -216,6 +219,10 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
 
 
 ENGLISH = {"sure"}
+OPTIONS: dict[str, type] = {
+    "compare": Compare, "sample": SampleOptions, "export": ExportOptions, "tokenize": TokenizeOptions,
+    "eval": EvalOptions,
+}  # fmt: skip
 
 
 def check_flags(words: list[str], train: set[str]) -> None:
@@ -231,7 +238,7 @@ def check_flags(words: list[str], train: set[str]) -> None:
         if after[:1] == ["thinwire"]:
             check_flags(after[1:], train)
         return
-    assert set(flags_in(own)) <= (flags_of(Compare) if command == "compare" else train), own
+    assert set(flags_in(own)) <= (flags_of(OPTIONS[command]) if command in OPTIONS else train), own
     assert set(flags_in(after)) <= train, after
     if "--methods" in own:
         for method in method_names(own[own.index("--methods") + 1]):

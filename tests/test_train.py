@@ -332,7 +332,7 @@ def test_bad_input_gets_one_line_and_a_status(tmp_path, text):
         (["--bucket-mb", "5", "--engine", "fsdp2"], "--bucket-mb is for --engine ddp"),
         (["--optimizer", "lion"], "optimizer"),
         (["--lr", "fast"], "lr"),
-        (["--method", "scape"], "scape is built on AdamS: add --optimizer adams"),
+        (["--method", "scape", "--optimizer", "adamw"], "scape is built on AdamS: leave --optimizer adamw out"),
         (["--no-checkpoints", "--checkpoint-every", "5"], "--checkpoint-every is not for --no-checkpoints"),
         (["--resume", "auto", "--overwrite"], "--resume does not go with --overwrite"),
         (["--track", "csv", "trackio"], "the package 'trackio' is not installed: pip install 'thinwire[trackio]'"),
@@ -346,12 +346,20 @@ def test_bad_settings_are_refused_before_a_rank_is_started(tmp_path, monkeypatch
     assert refused([(status, capsys.readouterr().err)], line)
 
 
-def test_tasks_of_srun_do_not_start_a_job_each(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    monkeypatch.setattr("thinwire.train.launch.start_ranks", None)
-    status = cli.main(["train", "--out", f"{tmp_path}/run"])
-    assert refused([(status, capsys.readouterr().err)], "srun has started several tasks")
+@pytest.mark.parametrize(
+    ("method", "optimizer"), [("scape(warmup=1)", "adams"), ("demo", "sgd"), ("int8", "adamw"), ("dense", "adamw")]
+)
+def test_a_method_brings_its_optimizer(method, optimizer):
+    config = Config(method=method).check()
+    assert config.stepper == optimizer and config.optimizer is None
+    assert Config(method=method, optimizer="adams").check().stepper == "adams"
+
+
+def test_the_plan_says_which_optimizer_was_chosen(tmp_path, text):
+    words = ["--preset", "tiny", "--steps", "1", "--eval-sequences", "0", "--corpus", str(text)]
+    assert [code for code, _ in train(1, *words, "--method", "scape", "--out", f"{tmp_path}/run")] == [0]
+    assert (tmp_path / "run/plan.txt").read_text().endswith("optimizer: adams, for which scape is made\n")
+    assert from_yaml(tmp_path / "run/config.yaml").optimizer is None  # --config with another method chooses again
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ EXTRAS = {
     "peft": "hf",
     "transformers": "hf",
     "lightning": "lightning",
+    "lm_eval": "eval",
 }
 """Package, by the name that is imported -> extra."""
 

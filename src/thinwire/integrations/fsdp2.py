@@ -424,7 +424,13 @@ class _GroupLink:
     def name(self, fsdp_param: Any) -> str:
         """Of the parameter in the user's model."""
         known = self.engine.parameters.get(id(fsdp_param.sharded_param))
-        return known.name if known is not None else clean_name(fsdp_param._param_fqn)
+        if known is not None:
+            return known.name
+        if fsdp_param._param_fqn is not None:
+            return clean_name(fsdp_param._param_fqn)
+        # Frozen, and before the first forward pass, in which torch fills it in.
+        named = self.engine.model.named_parameters()
+        return next(clean_name(name) for name, weight in named if weight is fsdp_param.sharded_param)
 
     def verify(self, flat: Tensor, ranks: int) -> tuple[Piece, ...]:
         """The pieces; the first time a composition is seen, the values must lie where they should."""

@@ -586,7 +586,8 @@ def obsolete(there: dict[str, bool], newest: str, latest: str | None, keep: int)
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {bare_name(name): parameter for name, parameter in model.named_parameters()}
+    """Those that are trained: others are what the run began with."""
+    return {bare_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def _tensors(

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 
 from thinwire.errors import ThinwireError, ThinwireWarning
 
 
 def main(argv: list[str]) -> int:
-    """Train: as one rank of a job that somebody started (torchrun's environment), or on ranks started here."""
+    """Train: as one rank of a job that somebody started (torchrun, srun, mpirun), or on ranks started here."""
     # Before torch is imported: its sockets print stack traces of their own beside our one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from thinwire.train.config import from_arguments
     from thinwire.train.launch import start_ranks, under_torchrun
+    from thinwire.train.scheduler import forgotten_srun, torchrun_variables
 
     config = from_arguments(argv).check()
     if not under_torchrun():
-        if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # each of srun's tasks would start a job of its own
-            raise ThinwireError(
-                "srun has started several tasks: let it start one torchrun per node, or give each task RANK, "
-                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-            )
+        os.environ |= torchrun_variables(os.environ)
+    if not under_torchrun():
+        if line := forgotten_srun(os.environ):
+            print(f"thinwire: {line}", file=sys.stderr)
         ranks = config.ranks or _default_ranks(config.device)
         per_node = config.ranks_per_node or ranks
         if ranks % per_node:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 COUNTS = (
     "steps", "batch_size", "accumulate", "threads", "keep", "ranks", "ranks_per_node", "shard_size", "seq_len",
-    "layers", "width", "heads", "kv_heads", "hidden",
+    "layers", "width", "heads", "kv_heads", "hidden", "lora",
 )  # fmt: skip
 """Settings that are 1 or more, or left out."""
 NOT_NEGATIVE = (
@@ -37,7 +37,8 @@ LARGEST_SEED = 2**43
 
 @dataclass(frozen=True)
 class Config:
-    """Pre-train a language model. What is left out comes from the preset, or is as shown."""
+    """Train a language model: one of a preset's shape from scratch, or Hugging Face's (--init). What is left out comes
+    from the preset, or is as shown."""
 
     preset: str = "small"
     """Shape of the model: tiny, small, laptop, net20m, llama-tiny, llama-small, gpt-125m, gpt-345m, gpt-355m, gpt-1.3b,
@@ -52,7 +53,19 @@ class Config:
     hidden: int | None = None
     """Width inside the MLP."""
     seq_len: int | None = None
-    """Tokens per sequence."""
+    """Tokens per sequence. Default: the preset's; 512 with --init."""
+
+    init: str | None = None
+    """Fine-tune the causal language model in this Hugging Face folder, in place of a preset."""
+    data: tuple[str, ...] = ()
+    """With --init: JSONL files or globs in place of --corpus, with "prompt" and "completion" or with "messages"; the
+    answers are learnt."""
+    lora: int | None = None
+    """With --init: train adapters of this rank (lower: fewer values) by peft, and nothing else."""
+    lora_alpha: float | None = None
+    """The adapters' weight is this by their rank. Default: twice the rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of modules that get adapters. Default: all linear ones but the head."""
 
     method: str = "dense"
     """How gradients are exchanged, with knobs in parentheses: "int8(group=64)". `thinwire methods` lists them."""
@@ -78,7 +91,8 @@ class Config:
     valid: tuple[str, ...] = ()
     """Text held out, as for corpus. Default: every 20th span of the corpus."""
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (trained on the corpus) or hub:NAME; ids:SIZE for token files: so many different tokens."""
+    """bytes, bpe:SIZE (trained on the corpus), folder:PATH (tokenizer.json of a Hugging Face folder) or hub:NAME;
+    ids:SIZE for token files: so many different tokens."""
 
     steps: int = 400
     """Optimizer steps of the whole run."""
@@ -86,11 +100,11 @@ class Config:
     """Sequences per rank and micro-batch."""
     accumulate: int = 1
     """Micro-batches per optimizer step."""
-    optimizer: Literal["adamw", "adams", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "adams", "sgd"] | None = None
     """adams: thinwire.AdamS, which keeps no second moment. sgd: without momentum, for methods that have one (demo,
-    dgc)."""
-    lr: float = 2e-3
-    """Learning rate at the top of the schedule."""
+    dgc). Default: what the method is made for, of most adamw."""
+    lr: float | None = None
+    """Learning rate at the top of the schedule. Default: 2e-3; 2e-5 with --init, 2e-4 with --lora."""
     lr_end: float = 0.1
     """Learning rate at the end, as a share of the top."""
     warmup: float = 0.05
@@ -166,15 +180,34 @@ class Config:
     @property
     def sequence(self) -> int:
         """Tokens per sequence."""
-        return self.seq_len or PRESETS[self.preset].context
+        return self.seq_len or (512 if self.init else PRESETS[self.preset].context)
+
+    @property
+    def stepper(self) -> str:
+        """The optimizer that steps: as named, or the method's own."""
+        from thinwire.methods import resolve
+
+        return self.optimizer or resolve(self.method).OPTIMIZER.__name__.lower()
+
+    @property
+    def top_lr(self) -> float:
+        """The learning rate at the top of the schedule."""
+        if self.lr is not None:
+            return self.lr
+        return 2e-4 if self.lora else 2e-5 if self.init else 2e-3
+
+    @property
+    def alpha(self) -> float:
+        """Of the adapters."""
+        return self.lora_alpha or 2.0 * (self.lora or 0)
 
     def learning_rate(self, step: int) -> float:
         """Rises linearly over the warm-up, then half a cosine down to ``lr_end`` * ``lr``. ``step`` counts from 0."""
         rising = max(1, round(self.warmup * self.steps))
         if step < rising:
-            return self.lr * (step + 1) / rising
+            return self.top_lr * (step + 1) / rising
         done = (step - rising) / max(1, self.steps - rising)
-        return self.lr * (self.lr_end + (1 - self.lr_end) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+        return self.top_lr * (self.lr_end + (1 - self.lr_end) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
 
     def check(self) -> Config:
         """Refuse what cannot be, in one line."""
@@ -184,14 +217,18 @@ class Config:
         from thinwire.methods import resolve
 
         method = resolve(self.method)
-        if method.OPTIMIZER is AdamS and self.optimizer != "adams":
-            raise ThinwireError(f"--method {method.name} is built on AdamS: add --optimizer adams")
+        if method.OPTIMIZER is AdamS and self.stepper != "adams":
+            raise ThinwireError(
+                f"--method {method.name} is built on AdamS: leave --optimizer {self.optimizer} out, or name adams"
+            )
         if self.intra is not None:
             resolve(self.intra)
         if os.environ.get("RANK", "0") == "0":
             trackers.check(self.track)
         self._check_ranges()
-        self.shape(vocabulary=256)
+        self._check_init()
+        if not self.init:
+            self.shape(vocabulary=256)
         return self
 
     def _check_ranges(self) -> None:
@@ -202,7 +239,7 @@ class Config:
         for name in COUNTS:
             must(getattr(self, name) is None or getattr(self, name) >= 1, name, "must be 1 or more")
         for name in NOT_NEGATIVE:
-            must(getattr(self, name) >= 0, name, "must not be negative")
+            must(getattr(self, name) is None or getattr(self, name) >= 0, name, "must not be negative")
         for name in ("warmup", "lr_end"):
             must(0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1")
         must(all(0 <= beta < 1 for beta in self.betas), "betas", "are two numbers from 0 to below 1")
@@ -215,6 +252,21 @@ class Config:
         if self.bucket_mb is not None:
             must(0 < self.bucket_mb <= LARGEST_BUCKET_MB, "bucket_mb", f"is above 0 and up to {LARGEST_BUCKET_MB:,}")
             must(self.engine == "ddp", "bucket_mb", f"is for --engine ddp, not {self.engine}")
+
+    def _check_init(self) -> None:
+        """Of --init, what goes with it and what does not."""
+        for name in ("data", "lora", "lora_alpha", "lora_targets"):
+            if getattr(self, name) and not self.init:
+                raise ThinwireError(f"{_flag(name)} is for fine-tuning: name a model with --init FOLDER")
+        for name in ("family", "layers", "width", "heads", "kv_heads", "hidden"):
+            if self.init and getattr(self, name) is not None:
+                raise ThinwireError(f"{_flag(name)} does not go with --init, whose model has a shape")
+        if self.init and self.tokenizer != "bytes":
+            raise ThinwireError(f"--tokenizer {self.tokenizer} does not go with --init, whose folder has one")
+        if self.data and self.corpus != Config.corpus:
+            raise ThinwireError("--data takes the place of --corpus: leave one of them out")
+        if not self.lora and (self.lora_alpha is not None or self.lora_targets):
+            raise ThinwireError("--lora-alpha and --lora-targets need --lora RANK")
 
     def to_yaml(self) -> str:
         """As a YAML file that ``--config`` reads."""

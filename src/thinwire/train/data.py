@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from thinwire.errors import ThinwireError
 from thinwire.train.folder import write
@@ -29,6 +30,8 @@ SPAN = 1 << 15
 HELD_OUT = 20
 PIECE = 1 << 22
 """Characters that are read from a file at a time."""
+IGNORED = -100
+"""In place of a target that is not learnt: torch's cross entropy leaves it out."""
 BATCH = 16
 """Spans that are tokenized at a time: tokenizers keeps about 100 bytes for each byte of them."""
 
@@ -148,14 +151,14 @@ def is_held_out(span: int) -> bool:
 
 
 def tokenizer_file(name: str, folder: Path) -> Path | None:
-    """Where the tokenizer ``name`` keeps what it was trained to; None: it was not trained here."""
+    """Where the tokenizer ``name`` keeps what it is made of; None: nothing."""
     kind, _, size = name.partition(":")
-    return folder / f"tokenizer-bpe-{size}.json" if kind == "bpe" else None
+    return {"bpe": folder / f"tokenizer-bpe-{size}.json", "folder": folder / "tokenizer.json"}.get(kind)
 
 
 class Tokenizer:
-    """``bytes``; ``bpe:SIZE``, trained on the training text and kept in ``folder``; ``hub:NAME``; or ``ids:SIZE``, of
-    which only the number of tokens is known.
+    """``bytes``; ``bpe:SIZE``, trained on the training text and kept in ``folder``; ``folder:PATH``, the tokenizer.json
+    of a Hugging Face folder, kept likewise; ``hub:NAME``; or ``ids:SIZE``, of which only the number of tokens is known.
 
     Attributes:
         name: as above. vocabulary: number of tokens.
@@ -164,19 +167,23 @@ class Tokenizer:
     def __init__(
         self, name: str, train: Iterable[str], folder: Path, *, trains: bool = True, anew: bool = False
     ) -> None:
-        """``train``: the training text, in spans. ``trains``: this rank trains a BPE if there is none yet, or ``anew``;
-        the others load what it wrote."""
+        """``train``: the training text, in spans. ``trains``: this rank trains a BPE, or copies that of a folder, if
+        there is none yet, or ``anew``; the others load what it wrote."""
         self.name, self._tokenizer = name, None
         kind, _, rest = name.partition(":")
+        self._marks = kind != "folder"
         if name == "bytes" or (kind == "ids" and rest.isdigit() and int(rest) > 0):
             self.vocabulary = 256 if name == "bytes" else int(rest)
             return
         if kind == "bpe":
             self._tokenizer = self._bpe(rest, train, folder, trains, anew)
+        elif kind == "folder" and rest:
+            self._tokenizer = self._from_folder(Path(rest), folder, trains, anew)
         elif kind == "hub" and rest:
             self._tokenizer = self._from_hub(rest)
         else:
-            raise ThinwireError(f"unknown tokenizer '{name}'; there are: bytes, bpe:SIZE, hub:NAME, ids:SIZE")
+            kinds = "bytes, bpe:SIZE, folder:PATH, hub:NAME, ids:SIZE"
+            raise ThinwireError(f"unknown tokenizer '{name}'; there are: {kinds}")
         self.vocabulary = self._tokenizer.get_vocab_size()
 
     @staticmethod
@@ -202,6 +209,22 @@ class Tokenizer:
             return HubTokenizer.from_file(str(path))
         except Exception as error:  # whatever its parser raises
             raise ThinwireError(f"{path} is damaged: remove it, and it is trained anew ({error})") from None
+
+    @staticmethod
+    def _from_folder(source: Path, folder: Path, trains: bool, anew: bool):
+        from tokenizers import Tokenizer as HubTokenizer
+
+        path = folder / "tokenizer.json"
+        try:
+            if trains and (anew or not path.exists()):
+                found = HubTokenizer.from_str((source / "tokenizer.json").read_text(encoding="utf-8"))
+                folder.mkdir(parents=True, exist_ok=True)
+                write(path, found.to_str(pretty=True))
+            return HubTokenizer.from_file(str(path))
+        except OSError as error:
+            raise ThinwireError(f"cannot read {source / 'tokenizer.json'}: {error.strerror}") from None
+        except Exception as error:  # whatever its parser raises
+            raise ThinwireError(f"{source / 'tokenizer.json'} is no tokenizer: {str(error).splitlines()[0]}") from None
 
     @staticmethod
     def _from_hub(name: str):
@@ -255,7 +278,9 @@ class Tokenizer:
             return
         text = iter(text)
         while batch := list(itertools.islice(text, BATCH)):
-            yield from (np.array(found.ids, self.dtype) for found in self._tokenizer.encode_batch_fast(batch))
+            # A folder's tokenizer would put its begin-of-text token before every span.
+            encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=self._marks)
+            yield from (np.array(found.ids, self.dtype) for found in encoded)
 
 
 @dataclass
@@ -263,6 +288,9 @@ class Windows:
     """Windows of ``length`` + 1 tokens, each starting where the last one's targets ended, in an order per epoch.
 
     Within an epoch no window comes twice; each epoch has an order of its own.
+
+    Attributes:
+        count: of the windows. each: targets in one, on average.
     """
 
     tokens: Tensor | TokenFiles
@@ -271,6 +299,7 @@ class Windows:
 
     def __post_init__(self) -> None:
         self.count = (len(self.tokens) - 1) // self.length
+        self.each: float = self.length
         self._epoch, self._order = -1, torch.empty(0)
         if self.count < 1:
             raise ThinwireError(
@@ -285,14 +314,20 @@ class Windows:
 
     def take(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """(inputs, targets), (count, length) int64 each: places ``first`` ... of the endless shuffled order."""
-        chosen = []
+        return _inputs_and_targets([self.at(index) for index in self.places(first, count)])
+
+    def learnt(self, first: int, count: int) -> int:
+        """How many targets there are in those places that are learnt."""
+        return count * self.length
+
+    def places(self, first: int, count: int) -> Iterator[int]:
+        """The windows in places ``first`` ... of the order."""
         for place in range(first, first + count):
             epoch, within = divmod(place, self.count)
             if epoch != self._epoch:
                 generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
                 self._epoch, self._order = epoch, torch.randperm(self.count, generator=generator)
-            chosen.append(self.at(int(self._order[within])))
-        return _inputs_and_targets(chosen)
+            yield int(self._order[within])
 
     def spread(self, number: int) -> list[Tensor]:
         """``number`` windows spread evenly over the text: always the same."""
@@ -300,8 +335,10 @@ class Windows:
 
 
 def _inputs_and_targets(windows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    block = torch.stack(list(windows)).long()
-    return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+    """Shorter ones are padded at the end; what is not learnt, a token's complement, is a token and no target."""
+    block = pad_sequence([window.long() for window in windows], batch_first=True, padding_value=~0)
+    inputs, targets = block[:, :-1], block[:, 1:]
+    return torch.where(inputs < 0, ~inputs, inputs).contiguous(), targets.masked_fill(targets < 0, IGNORED)
 
 
 def batches(windows: Sequence[Tensor], size: int) -> list[tuple[Tensor, Tensor]]:

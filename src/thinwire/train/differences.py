@@ -34,6 +34,8 @@ TABLE: dict[str, tuple[str, str]] = {
     "context": (FITS, "the model's shape, where positions are learned (family gpt)"),
     "engine": (FITS, "how weights and state lie on the ranks"),
     "mesh": (FITS, "ranks that share one copy of the weights, times copies"),
+    "init": (FITS, "hash of the weights that it began with"),
+    "lora": (FITS, "rank, alpha and places of the adapters"),
     "world_size": (FITS, "how weights and state lie on the ranks"),
     "method": (FITS, "the method and its knobs: what its state means"),
     "two_level": (FITS, "which ranks keep the method's state"),
@@ -71,16 +73,27 @@ LAYOUT = ("engine", "mesh", "world_size", "two_level", "intra")
 
 
 def about(
-    config: Config, shape: ModelConfig, *, tokens: tuple[str, str], world_size: int, per_node: int, device: str,
-    dtype: str,
+    config: Config, shape: ModelConfig | dict[str, Any], *, tokens: tuple[str, str], world_size: int, per_node: int,
+    device: str, dtype: str, init: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the run is, by the names of ``TABLE``. ``tokens``: hashes of the text trained on and of the held-out one."""
+    """What the run is, by the names of ``TABLE``.
+
+    Args:
+        shape: a dict where the model is not one of ours.
+        tokens: hashes of the text trained on and of the held-out one.
+        init: a hash of the weights that it began with; None: they were drawn.
+    """
+    if isinstance(shape, ModelConfig):
+        shape = dataclasses.asdict(shape) | {"context": shape.context if shape.family == "gpt" else 0}
+    places = " ".join(config.lora_targets) or "all-linear"
+    lora = config.lora and f"rank {config.lora}, alpha {config.alpha:g}, {places}"
     names = {name for name in TABLE if name in {field.name for field in dataclasses.fields(config)}}
     share = {"ddp": 1, "fsdp2": world_size, "hsdp": config.shard_size or per_node}[config.engine]
     found = {
-        **{name: getattr(config, name) for name in names}, **dataclasses.asdict(shape), "sequence": config.sequence,
-        "context": shape.context if shape.family == "gpt" else 0, "method": str(resolve(config.method)),
+        **{name: getattr(config, name) for name in names}, **shape, "sequence": config.sequence, "init": init,
+        "lora": lora, "lr": config.top_lr, "method": str(resolve(config.method)),
         "intra": config.intra and str(resolve(config.intra)), "mesh": f"{share} x {world_size // share}",
+        "optimizer": config.stepper,
         "world_size": world_size, "nodes": -(-world_size // per_node), "text": tokens[0], "valid_text": tokens[1],
         "device": device, "dtype": dtype, "torch": torch.__version__, "thinwire": version(),
     }  # fmt: skip

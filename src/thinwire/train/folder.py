@@ -26,7 +26,7 @@ _RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "r
 _OWN = "|".join(map(re.escape, _RUN_FILES))
 _OLD = r"\.[0-9a-f]{8}\.old"
 _LEFT = {
-    ".": rf"\.({_OWN}|tokenizer-bpe-\d+\.json)\.partial|\.checkpoints{_OLD}|\.rank-[0-9a-f]{{32}}-\d+",
+    ".": rf"\.({_OWN}|tokenizer(-bpe-\d+)?\.json)\.partial|\.checkpoints{_OLD}|\.rank-[0-9a-f]{{32}}-\d+",
     "checkpoints": rf"\.(latest|step-\d+)\.partial|\.(step-\d+|\.step-\d+\.partial){_OLD}",
     "checkpoints/step-*": r"\.(meta\.json|(model|rank-\d+)\.safetensors)\.partial",
 }

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
@@ -30,10 +31,10 @@ from thinwire.errors import LostRank, ThinwireError
 from thinwire.lab.counters import interface_bytes
 from thinwire.ledger import Ledger
 from thinwire.optim import AdamS
-from thinwire.train import differences, tokens
+from thinwire.train import differences, instructions, pretrained, tokens
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import Config
-from thinwire.train.data import Tokenizer, Windows, batches, read_corpus, spans, split, tokenizer_file
+from thinwire.train.data import IGNORED, Tokenizer, Windows, batches, read_corpus, spans, split, tokenizer_file
 from thinwire.train.differences import hash_of
 from thinwire.train.display import Display
 from thinwire.train.folder import Folder, opened, write
@@ -121,15 +122,20 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr)
-    kind = AdamS if config.optimizer == "adams" else torch.optim.AdamW
-    return kind(groups, lr=config.lr, betas=config.betas)
+    if config.stepper == "sgd":
+        return torch.optim.SGD(groups, lr=config.top_lr)
+    kind = AdamS if config.stepper == "adams" else torch.optim.AdamW
+    return kind(groups, lr=config.top_lr, betas=config.betas)
 
 
-def text_windows(config: Config, folder: Folder) -> tuple[Tokenizer, Windows, Windows]:
-    """The tokenizer, and the windows to train on and to evaluate on."""
+def text_windows(
+    config: Config, folder: Folder, vocabulary: int | None = None
+) -> tuple[Tokenizer, Windows, Windows]:  # fmt: skip
+    """The tokenizer, and the windows to train on and to evaluate on. ``vocabulary``: of a model with a tokenizer."""
     together = folder.together
+    if vocabulary is not None:
+        folder.by_first(lambda: pretrained.keep(config, folder.path))
+        return together.do(lambda: _windows_of_a_pretrained(config, folder, vocabulary))
     files = together.do(lambda: tokens.find(config.corpus, config.valid, config.tokenizer))
     if files is not None:
         folder.by_first(lambda: tokens.keep_tokenizer(files, folder.path))
@@ -157,19 +163,46 @@ def text_windows(config: Config, folder: Folder) -> tuple[Tokenizer, Windows, Wi
     return together.do(encode)
 
 
+def _windows_of_a_pretrained(config: Config, folder: Folder, vocabulary: int) -> tuple[Tokenizer, Windows, Windows]:
+    """With the tokenizer of --init."""
+    kept = folder.path / pretrained.KEPT
+    tokenizer = Tokenizer(f"folder:{config.init}", (), kept, trains=False)
+    if tokenizer.vocabulary > vocabulary:
+        theirs = tokenizer.vocabulary
+        raise ThinwireError(f"--init {config.init}: its tokenizer has {theirs} tokens, its model {vocabulary}")
+    if config.data:
+        found = instructions.read(
+            config.data, config.valid, pretrained.tokenizer_of(kept), config.sequence, config.seed,
+            tell=folder.together.rank == 0,
+        )  # fmt: skip
+        return tokenizer, *found
+    files = tokens.find(config.corpus, config.valid, config.tokenizer, model=(tokenizer, vocabulary))
+    if files is not None:
+        return tokenizer, Windows(files.train, config.sequence, config.seed), Windows(files.valid, config.sequence)
+    text = read_corpus(config.corpus)
+    train_text, valid_text = (text, read_corpus(config.valid)) if config.valid else split(text)
+    train_windows = Windows(tokenizer.encode(train_text), config.sequence, config.seed)
+    return tokenizer, train_windows, Windows(tokenizer.encode(valid_text), config.sequence)
+
+
 def evaluate(model: Any, windows: Windows, config: Config, ranks: Ranks, cast) -> float:
-    """Mean loss over held-out sequences, always the same ones, shared out between the ranks."""
+    """Mean loss over what is learnt of held-out sequences, always the same ones, shared out between the ranks."""
     comm = ranks.comm
-    chosen = windows.spread(max(1, config.eval_sequences // comm.size) * comm.size)[comm.rank :: comm.size]
+    chosen = windows.spread(max(1, config.eval_sequences // comm.size) * comm.size)
     total = torch.zeros(1, device=ranks.device)
     model.eval()
     with torch.no_grad():
-        for inputs, targets in batches(chosen, config.batch_size):
+        for inputs, targets in batches(chosen[comm.rank :: comm.size], config.batch_size):
             with cast():
-                total += model(inputs.to(ranks.device), targets.to(ranks.device)).float() * len(inputs)
+                loss = model(inputs.to(ranks.device), targets.to(ranks.device)).float()
+            total += loss * (_learnt(targets) / config.sequence)
     model.train()
     comm.all_reduce(total)
-    return float(total) / (len(chosen) * comm.size)
+    return float(total) / (sum(int((window[1:] >= 0).sum()) for window in chosen) / config.sequence)
+
+
+def _learnt(targets: Tensor) -> int:
+    return int((targets != IGNORED).sum())
 
 
 def settle_buckets(model: nn.Module, windows: Windows, config: Config, ranks: Ranks, cast) -> None:
@@ -212,13 +245,15 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
     comm, device, together = ranks.comm, ranks.device, folder.together
     if not config.resume and not config.overwrite:
         folder.check_free()
-    tokenizer, train_windows, valid_windows = text_windows(config, folder)
-    shape = config.shape(tokenizer.vocabulary)
+    base = together.do(lambda: pretrained.load(config)) if config.init else None
+    tokenizer, train_windows, valid_windows = text_windows(config, folder, base.vocabulary if base else None)
+    shape = base.shape if base else config.shape(tokenizer.vocabulary)
     bf16 = config.dtype == "bf16" or (config.dtype == "auto" and device.type == "cuda")
     by_autocast = bf16 and config.engine == "ddp"  # FSDP2 has its own mixed precision
     about = differences.about(
         config, shape, tokens=_same_text(together, train_windows, valid_windows), world_size=comm.size,
         per_node=ranks.per_node, device=device.type, dtype="bf16" if bf16 else "fp32",
+        init=_same_model(together, base) if base else None,
     )  # fmt: skip
     checkpoints = Checkpoints(
         folder, about, keep=config.keep, anyway=config.resume_anyway,
@@ -238,8 +273,9 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
         return torch.autocast(device.type, torch.bfloat16, enabled=by_autocast)
 
     torch.manual_seed(config.seed)
-    net = Decoder(shape).to(device)
+    net = (base or Decoder(config.shape(tokenizer.vocabulary))).to(device)
     parameters = sum(parameter.numel() for parameter in net.parameters())
+    trained = sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
     model = wrap(net, config, ranks, bf16)
     optimizer = make_optimizer(model, config)
     if config.engine == "ddp":
@@ -264,15 +300,22 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
     else:
         folder.clear()
 
-    tokens_per_step = comm.size * config.batch_size * config.accumulate * config.sequence
+    per_step = comm.size * config.batch_size * config.accumulate
+    tokens_per_step = round(per_step * train_windows.each)
     losses: list[float] = []
     times: list[float] = []
     first_valid, valid = math.nan, math.nan
     streak = 0  # steps in a row that were skipped, or had a loss that is not finite
 
+    chosen = config.optimizer is None and config.stepper != "adamw"
+    by = config.stepper + f", for which {wire.method.name} is made" * chosen
+
     def describe() -> None:
-        write(config.out / "config.yaml", dataclasses.replace(config, tokenizer=tokenizer.name).to_yaml())
-        write(config.out / "plan.txt", f"{wire.plan}\n")
+        known = dataclasses.replace(config, tokenizer=tokenizer.name)
+        if config.init:
+            known = dataclasses.replace(config, init=str(Path(config.init).resolve()))
+        write(config.out / "config.yaml", known.to_yaml())
+        write(config.out / "plan.txt", f"{wire.plan}\noptimizer: {by}\n")
 
     together.do(describe if comm.rank == 0 else lambda: None)
     with contextlib.ExitStack() as stack:
@@ -281,8 +324,10 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
         signals = stack.enter_context(Signals())
         wall = display.wall
         display.say(
-            f"{shape.family} {config.preset}: {parameters:,} parameters, {config.method} on {config.engine}, "
-            f"{comm.size} ranks on {ranks.nodes} node{'s' * (ranks.nodes > 1)}, {device.type}, "
+            f"{about['family']} {config.init or config.preset}: {parameters:,} parameters, "
+            + (f"{trained:,} of them trained, " if trained < parameters else "")
+            + f"{config.method} on {config.engine}, "
+            f"{config.stepper}, {comm.size} ranks on {ranks.nodes} node{'s' * (ranks.nodes > 1)}, {device.type}, "
             f"{tokens_per_step:,} tokens per step, steps {start + 1} to {config.steps}"
         )
 
@@ -302,12 +347,16 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate(step)
             loss = torch.zeros(1, device=device)
+            learnt = train_windows.learnt(sequences, per_step)
             for micro in range(config.accumulate):
                 inputs, targets = train_windows.take(sequences + comm.rank * config.batch_size, config.batch_size)
+                if base:  # a pretrained model may have dropout: what it draws depends on the place alone
+                    torch.manual_seed(config.seed * 1_000_003 + sequences + comm.rank * config.batch_size)
                 sequences += comm.size * config.batch_size
+                share = _learnt(targets) * per_step / (learnt * config.batch_size)  # 1 where every token is learnt
                 with wire.accumulate(last=micro == config.accumulate - 1):
                     with cast():
-                        part = runner(inputs.to(device), targets.to(device)) / config.accumulate
+                        part = runner(inputs.to(device), targets.to(device)) * share / config.accumulate
                     part.backward()
                 loss += part.detach()
             norm = wire.clip_grad_norm_(config.clip or math.inf)
@@ -325,8 +374,9 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
             mean, any_skipped, stopped, trouble = comm.all_reduce(told, "mean").tolist()
             losses.append(mean)
             streak = streak + 1 if any_skipped or not math.isfinite(mean) else 0
+            seen = round(sequences * train_windows.each)
             display.step(
-                _row(wire, step + 1, mean, float(norm), optimizer, seconds, wall, sequences * config.sequence, skipped),
+                _row(wire, step + 1, mean, float(norm), optimizer, seconds, wall, seen, skipped),
                 tokens_per_step / seconds,
             )
             if trouble:
@@ -402,6 +452,15 @@ def _stopped(step: int, number: int, config: Config, latest: str) -> Stopped:
     elif config.checkpoints:
         kept = f"its loss, or a gradient, was not finite; {_last_good(latest)}"
     return Stopped(number, f"ended by {signal.Signals(number).name} after step {step}: {kept}")
+
+
+def _same_model(together: Together, base: pretrained.Pretrained) -> str:
+    """A hash of the weights, which have to be every rank's."""
+    told = together.tell(base.digest)
+    for rank, digest in enumerate(told):
+        if digest != told[0]:
+            raise ThinwireError(f"rank {rank} has another model than rank 0: --init must be the same")
+    return told[0]
 
 
 def _same_text(together: Together, train: Windows, valid: Windows) -> tuple[str, str]:

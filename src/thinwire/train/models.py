@@ -162,6 +162,11 @@ class Decoder(nn.Module):
                 # Two additions per layer: keep the variance of the sum at the last layer what it is at the first.
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.layers))
 
+    @property
+    def context(self) -> int:
+        """Longest sequence, in tokens."""
+        return self.shape.context
+
     @staticmethod
     def _initialize(module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from thinwire.train.models import Decoder
+from thinwire.train.pretrained import Pretrained
 
 
 def tokens(
-    model: Decoder, prompt: Tensor, count: int, *, temperature: float = 1.0, top_k: int = 0, seed: int = 0
-) -> Iterator[int]:
-    """``count`` tokens that follow ``prompt``, (T,) int64 with T >= 1, one by one.
+    model: Decoder | Pretrained, prompt: Tensor, count: int, *, temperature: float = 1.0, top_k: int = 0, seed: int = 0,
+    end: int | None = None,
+) -> Iterator[int]:  # fmt: skip
+    """``count`` tokens that follow ``prompt``, (T,) int64 with T >= 1, one by one; fewer if ``end`` is one of them.
 
     Each is drawn given as many tokens before it as the model's context holds.
 
@@ -26,9 +28,11 @@ def tokens(
     model.eval()
     for _ in range(count):
         with torch.no_grad():
-            window = torch.tensor([text[-model.shape.context :]])
+            window = torch.tensor([text[-model.context :]])
             logits = model(window)[0, -1].float()
         text.append(_draw(logits, temperature, top_k, generator))
+        if text[-1] == end:
+            return
         yield text[-1]
 
 

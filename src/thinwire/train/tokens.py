@@ -97,19 +97,31 @@ class Tokenized:
     folder: Path | None
 
 
-def find(corpus: Sequence[str], valid: Sequence[str], tokenizer: str) -> Tokenized | None:
+def find(
+    corpus: Sequence[str], valid: Sequence[str], tokenizer: str, model: tuple[Tokenizer, int] | None = None
+) -> Tokenized | None:  # fmt: skip
     """The token files that ``--corpus``, ``--valid`` and ``--tokenizer`` mean; None: it is text.
+
+    ``model``: the tokenizer and the vocabulary of a model that has them already; files must be made with that.
 
     Raises:
         ThinwireError: they are damaged, or do not fit each other.
     """
     if len(corpus) == 1 and Path(corpus[0]).is_dir():
-        return _folder(Path(corpus[0]), valid, tokenizer)
+        found = _folder(Path(corpus[0]), valid, tokenizer)
+        if model is not None:
+            ours, theirs = model[0].as_hub(), Tokenizer(found.tokenizer, (), Path(corpus[0]), trains=False).as_hub()
+            if ours.get_vocab() != theirs.get_vocab():
+                raise ThinwireError(f"--corpus {corpus[0]} was tokenized with {found.tokenizer}, not as --init does: "
+                                    f"thinwire tokenize --tokenizer {model[0].name}")  # fmt: skip
+        return found
     names = [*corpus, *valid]
     if not any(name.endswith((".bin", ".npy")) for name in names):
         return None
     if not all(name.endswith((".bin", ".npy")) for name in names):
         raise ThinwireError("--corpus and --valid are token files (.bin, .npy) or text, not both")
+    if model is not None:
+        tokenizer = f"ids:{model[1]}"
     if not tokenizer.startswith("ids:"):
         raise ThinwireError(
             f"token files hold numbers: say how many there are with --tokenizer ids:SIZE (nanoGPT: ids:50304), "
@@ -250,7 +262,7 @@ class Options:
     out: Path
     """The folder to write."""
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (trained on the text) or hub:NAME."""
+    """bytes, bpe:SIZE (trained on the text), folder:PATH (of a Hugging Face model, for --init) or hub:NAME."""
 
 
 def main(argv: list[str]) -> int:

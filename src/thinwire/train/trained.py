@@ -12,9 +12,9 @@ import tyro
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
-from thinwire.train import checkpoint, sample
+from thinwire.train import checkpoint, pretrained, sample
 from thinwire.train.checkpoint import Checkpoint
-from thinwire.train.config import from_yaml, parsed
+from thinwire.train.config import Config, from_yaml, parsed
 from thinwire.train.data import Tokenizer
 from thinwire.train.export import export
 from thinwire.train.models import Decoder, ModelConfig
@@ -22,16 +22,27 @@ from thinwire.train.models import Decoder, ModelConfig
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint holds of the model. ``weights``: name -> whole tensor, on the CPU."""
+    """What a checkpoint holds of the model.
+
+    Attributes:
+        run: the run's folder, with config.yaml and the tokenizer.
+        shape: of a model of ours; None: ``config.init`` names one of Hugging Face's, of which ``init`` is the hash.
+        weights: name -> whole tensor, on the CPU.
+    """
 
     path: Path
     step: int
-    shape: ModelConfig
+    run: Path
+    config: Config
+    shape: ModelConfig | None
+    init: str
     weights: dict[str, Tensor]
     tokenizer: Tokenizer
 
-    def model(self) -> Decoder:
+    def model(self) -> Decoder | pretrained.Pretrained:
         """The model with its weights."""
+        if self.shape is None:
+            return pretrained.rebuilt(self.config, self.run, self.init, self.weights)
         with torch.device("meta"):
             model = Decoder(self.shape)
         missing, unknown = model.load_state_dict(self.weights, strict=False, assign=True)
@@ -41,6 +52,26 @@ class Trained:
         if tied:
             model.head.weight = model.embedding.weight
         return model
+
+    @property
+    def end(self) -> int | None:
+        """The token after which a text has ended, if there is one."""
+        return None if self.shape else pretrained.tokenizer_of(self.run / pretrained.KEPT).eos_token_id
+
+    def export(self, folder: Path, *, adapter: bool = False) -> None:
+        """Write it as a Hugging Face folder. ``adapter``: of a run with --lora, the adapter alone.
+
+        Raises:
+            ThinwireError: ``folder`` holds a model already, or this cannot be one.
+        """
+        model = None if self.shape else self.model()
+        if isinstance(model, pretrained.Pretrained):
+            pretrained.export(model, self.run, folder, adapter=adapter)
+        elif adapter:
+            raise ThinwireError("--adapter is for runs with --lora")
+        else:
+            assert self.shape is not None
+            export(self.shape, self.weights, self.tokenizer.as_hub(), folder)
 
 
 def read(place: Path) -> Trained:
@@ -59,11 +90,15 @@ def _read(found: Checkpoint) -> Trained:
     about = found.meta["about"]
     run = found.path.parent.parent
     config = from_yaml(run / "config.yaml")
-    tokenizer = Tokenizer(config.tokenizer, (), run, trains=False)
-    known = {field.name: about[field.name] for field in fields(ModelConfig)}
-    shape = ModelConfig(**{**known, "context": config.sequence}).check()  # a llama's is no part of what a run is
+    shape = None
+    if about.get("init"):
+        tokenizer = Tokenizer(f"folder:{config.init}", (), run / pretrained.KEPT, trains=False)
+    else:
+        tokenizer = Tokenizer(config.tokenizer, (), run, trains=False)
+        known = {field.name: about[field.name] for field in fields(ModelConfig)}
+        shape = ModelConfig(**{**known, "context": config.sequence}).check()  # a llama's is no part of what a run is
     weights = {name.removeprefix("model/"): value for name, value in checkpoint.whole(found, ["model/"])}
-    return Trained(found.path, found.step, shape, weights, tokenizer)
+    return Trained(found.path, found.step, run, config, shape, about.get("init") or "", weights, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -91,6 +126,8 @@ class ExportOptions:
     """Folder of a run, or of one of its checkpoints."""
     folder: Annotated[Path, tyro.conf.Positional]
     """The folder to write."""
+    adapter: bool = False
+    """Of a run with --lora: write peft's adapter alone, in place of the model with the adapter merged into it."""
 
 
 def sample_main(argv: list[str]) -> int:
@@ -104,7 +141,7 @@ def sample_main(argv: list[str]) -> int:
         raise ThinwireError("--prompt must not be empty: the model goes on from something")
     drawn = sample.tokens(
         trained.model(), prompt.long(), options.tokens, temperature=options.temperature, top_k=options.top_k,
-        seed=options.seed,
+        seed=options.seed, end=trained.end,
     )  # fmt: skip
     print(trained.tokenizer.decode([*prompt.tolist(), *drawn]))
     return 0
@@ -114,7 +151,9 @@ def export_main(argv: list[str]) -> int:
     """``thinwire export RUN FOLDER``."""
     options: Any = parsed(ExportOptions, argv, "thinwire export")
     trained = read(options.run)
-    export(trained.shape, trained.weights, trained.tokenizer.as_hub(), options.folder)
-    print(f"{trained.path} (step {trained.step}) is in {options.folder}: "
-          f"transformers.AutoModelForCausalLM.from_pretrained('{options.folder}')")  # fmt: skip
+    trained.export(options.folder, adapter=options.adapter)
+    loads = f"transformers.AutoModelForCausalLM.from_pretrained('{options.folder}')"
+    if options.adapter:
+        loads = f"peft.AutoPeftModelForCausalLM.from_pretrained('{options.folder}')"
+    print(f"{trained.path} (step {trained.step}) is in {options.folder}: {loads}")
     return 0

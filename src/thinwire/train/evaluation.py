@@ -1,0 +1,120 @@
+"""``thinwire eval``: tasks of EleutherAI's lm-evaluation-harness on a trained model, or on any Hugging Face folder.
+
+A run is exported to a temporary folder, and the harness loads it from there as it loads any other: by transformers,
+with the run's own tokenizer. Where that has no end-of-text token (bytes, bpe) a line's end is taken for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from thinwire import extras
+from thinwire.errors import ThinwireError
+from thinwire.train import pretrained, trained
+from thinwire.train.config import parsed
+from thinwire.train.folder import write
+
+
+@dataclass(frozen=True)
+class Options:
+    """Evaluate a trained model on tasks of lm-evaluation-harness."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of a run, of one of its checkpoints, or of a Hugging Face model."""
+    tasks: tuple[str, ...]
+    """Names of tasks or groups, or files (.yaml) that describe one."""
+    include: Path | None = None
+    """A folder with tasks of your own, found by their names."""
+    fewshot: int | None = None
+    """Examples before each question. Default: the task's."""
+    limit: int | None = None
+    """Questions of each task (lower: faster, and less certain). Default: all."""
+    batch_size: int = 8
+    device: str = "cpu"
+    chat: bool = False
+    """Ask through the tokenizer's chat template."""
+    out: Path | None = None
+    """A JSON file for the results."""
+
+
+def main(argv: list[str]) -> int:
+    """``thinwire eval RUN --tasks NAME ...``."""
+    options: Any = parsed(Options, argv, "thinwire eval")
+    if min(options.batch_size, options.limit or 1) < 1 or (options.fewshot or 0) < 0:
+        raise ThinwireError("--batch-size and --limit must be 1 or more, --fewshot must not be negative")
+    results = evaluate(options)
+    print(extras.load("lm_eval.utils").make_table(results))
+    if options.out is not None:
+        parts = ("results", "groups", "versions", "n-shot", "n-samples")
+        kept = {name: results[name] for name in parts if name in results}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write(options.out, json.dumps(kept, indent=2, default=str) + "\n")
+    return 0
+
+
+def evaluate(options: Options) -> dict[str, Any]:
+    """The harness's results.
+
+    Raises:
+        ThinwireError: there is no such model or task, or lm_eval is not installed.
+    """
+    lm_eval = extras.load("lm_eval")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with _hub_folder(options.run) as folder:
+        manager = _manager(options)
+        harness = extras.load("lm_eval.models.huggingface")
+        tokenizer = pretrained.tokenizer_of(folder)
+        if tokenizer.eos_token is None:
+            line_end = tokenizer("\n", add_special_tokens=False)["input_ids"][0]
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(line_end)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        model = harness.HFLM(
+            pretrained=str(folder), tokenizer=tokenizer, device=options.device, batch_size=options.batch_size,
+            dtype="float32",
+        )  # fmt: skip
+        found = lm_eval.simple_evaluate(
+            model=model, tasks=list(options.tasks), num_fewshot=options.fewshot, limit=options.limit,
+            task_manager=manager, apply_chat_template=options.chat, log_samples=False, bootstrap_iters=1000,
+        )  # fmt: skip
+    if found is None:
+        raise ThinwireError("lm-evaluation-harness returned no results")
+    return dict(found)
+
+
+def _manager(options: Options) -> Any:
+    """What knows the tasks. The harness's own, of which there are thousands, are looked through only if need be."""
+    where, unknown = options.include and str(options.include), ""
+    for defaults in (False, True):
+        manager = extras.load("lm_eval.tasks").TaskManager(include_path=where, include_defaults=defaults)
+        unknown = next((name for name in options.tasks if not _is_known(name, manager)), "")
+        if not unknown:
+            return manager
+    raise ThinwireError(f"lm-evaluation-harness has no task '{unknown}': --include FOLDER adds your own")
+
+
+def _is_known(name: str, manager: Any) -> bool:
+    return name in manager.all_tasks or (name.endswith((".yaml", ".yml")) and Path(name).is_file())
+
+
+@contextlib.contextmanager
+def _hub_folder(place: Path) -> Iterator[Path]:
+    """A Hugging Face folder of what is in ``place``."""
+    if (place / "config.json").exists():
+        yield place
+        return
+    model = trained.read(place)
+    with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as folder:
+        model.export(Path(folder))
+        print(f"{model.path} (step {model.step})", file=sys.stderr)
+        yield Path(folder)

@@ -1,0 +1,143 @@
+"""One rank of a job that ``srun`` or ``mpirun`` started: torchrun's variables, from what these say.
+
+| | rank | ranks | on this node | where rank 0 is |
+|---|---|---|---|---|
+| Open MPI | OMPI_COMM_WORLD_RANK | ..._SIZE | ..._LOCAL_RANK, ..._LOCAL_SIZE | not said |
+| MPICH, Intel MPI | PMI_RANK | PMI_SIZE | MPI_LOCALRANKID, MPI_LOCALNRANKS | not said |
+| Cray PALS | PMI_RANK | PMI_SIZE | PMI_LOCAL_RANK, PMI_LOCAL_SIZE | not said |
+| Slurm's srun | SLURM_PROCID | SLURM_STEP_NUM_TASKS | SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE | SLURM_STEP_NODELIST |
+
+Only ``srun`` sets what begins with SLURM_STEP: the script that ``sbatch`` runs is no task, although it has a
+SLURM_PROCID (0), and the shell of ``salloc`` is a step of one task, or none. ``mpirun`` may itself have been started by
+``srun``, so it is asked first; inside of an allocation Slurm's list of nodes says where its rank 0 is.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+
+from thinwire.errors import ThinwireError
+
+MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+)
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+"""What tells two jobs on the same machine apart, the same on all ranks of one: their ports differ by it."""
+FIRST_PORT, PORTS = 15000, 15000
+"""Below those that Linux gives away by itself (from 32768)."""
+
+
+def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; {}: no job of several tasks.
+
+    Those of them that are there already stay as they are.
+
+    Raises:
+        ThinwireError: the job is one, and how its ranks lie, or where the first is, cannot be told.
+    """
+    found = _by_mpi(environment) or _by_slurm(environment)
+    if not found:
+        return {}
+    rank, size, local, per_node = found
+    if size % per_node or rank % per_node != local:
+        raise ThinwireError(
+            f"rank {rank} of {size} is number {local} of {per_node} on its node: as many ranks are needed on each "
+            "node, and neighbours on one (srun --distribution=block, mpirun --map-by core)"
+        )
+    derived = {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(per_node),
+        "MASTER_PORT": _port(environment),
+    }  # fmt: skip
+    if size == per_node:
+        derived |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    elif "MASTER_ADDR" in environment:
+        derived["MASTER_ADDR"] = environment["MASTER_ADDR"]
+    else:
+        nodes = next((environment[name] for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+                      if environment.get(name)), "")  # fmt: skip
+        if not nodes:
+            raise ThinwireError("mpirun does not say on which host rank 0 is: mpirun -x MASTER_ADDR=HOST ...")
+        derived["MASTER_ADDR"] = first_host(nodes)
+    return {name: environment.get(name, value) for name, value in derived.items()}
+
+
+def forgotten_srun(environment: Mapping[str, str]) -> str | None:
+    """A line for a job of several tasks in which this process is alone, because ``srun`` has not started it."""
+    tasks = environment.get("SLURM_NTASKS", "1")
+    alone = "SLURM_JOB_ID" in environment and environment.get("SLURM_STEP_NUM_TASKS", "1") == "1"
+    if not alone or tasks == "1":
+        return None
+    return f"Slurm has {tasks} tasks for this job, which are not used: `srun thinwire train` is one run on all of them"
+
+
+def first_host(nodes: str) -> str:
+    """The first of a Slurm list of nodes: "gpu[08-11,20],login" -> "gpu08".
+
+    Raises:
+        ThinwireError: it is not such a list.
+    """
+    found = re.match(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)", nodes)
+    if found is None or (found[2] is not None and not re.match(r"\d+", found[2])):
+        raise ThinwireError(f"cannot read Slurm's list of nodes '{nodes}': set MASTER_ADDR to the host of rank 0")
+    number = re.match(r"\d+", found[2] or "")
+    return found[1] + (number[0] if number else "") + found[3]
+
+
+def _by_mpi(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:
+    for names in MPI:
+        if all(name in environment for name in names):
+            rank, size, local, per_node = (_number(environment, name) for name in names)
+            return (rank, size, local, per_node) if size > 1 else None
+    started = "PMI_RANK" in environment and "SLURM_STEP_NUM_TASKS" not in environment
+    if started and "SLURM_JOB_ID" not in environment and _number(environment, "PMI_SIZE") > 1:
+        raise ThinwireError(
+            "PMI_RANK says that this is one rank of several, and nothing says which one on its node: set RANK, "
+            "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
+    return None
+
+
+def _by_slurm(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:
+    if environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        return None
+    rank, size, local = (_number(environment, name) for name in SLURM)
+    by_node = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE", "")
+    counts = tasks_per_node(by_node)
+    if len(set(counts)) > 1:
+        raise ThinwireError(f"srun has put {by_node} tasks on the nodes: each needs as many (--ntasks-per-node)")
+    return rank, size, local, counts[0]
+
+
+def tasks_per_node(said: str) -> list[int]:
+    """Slurm's "2(x3),1" -> [2, 2, 2, 1].
+
+    Raises:
+        ThinwireError: it is not such a list.
+    """
+    counts: list[int] = []
+    for part in said.split(","):
+        found = re.fullmatch(r"([1-9]\d*)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise ThinwireError(
+                f"srun does not say how many tasks are on a node (SLURM_STEP_TASKS_PER_NODE is '{said}'): "
+                "set LOCAL_WORLD_SIZE, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+            )
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except (KeyError, ValueError):
+        raise ThinwireError(f"{name} is '{environment.get(name, '')}', which is no number: who has set it?") from None
+
+
+def _port(environment: Mapping[str, str]) -> str:
+    job = " ".join(environment.get(name, "") for name in JOB)
+    return str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)

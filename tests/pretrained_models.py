@@ -1,0 +1,45 @@
+"""Hugging Face folders for tests: tiny models with weights drawn here, and a tokenizer trained on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+TEXT = [f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(3000)]
+CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make(folder: Path, kind: str = "llama", seed: int = 0) -> Path:
+    """A folder with a "llama" (grouped-query attention, its own head) or a "gpt2" (tied head, dropout)."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(TEXT, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+    torch.manual_seed(seed)
+    if kind == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=304, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, **ends,
+        ))  # fmt: skip
+    else:
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=304, n_positions=64, n_embd=32, n_layer=2, n_head=4, **ends)
+        )
+    model.save_pretrained(folder)
+    return folder

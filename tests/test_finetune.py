@@ -1,0 +1,311 @@
+"""``thinwire train --init``: Hugging Face's models on our loop, instruction data, adapters; what comes out of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import pretrained_models
+import ranks
+from thinwire import cli
+from thinwire.errors import ThinwireError
+from thinwire.train import trained
+from thinwire.train.config import Config
+from thinwire.train.data import IGNORED, batches, read_corpus, split
+from thinwire.train.launch import free_port
+from thinwire.train.loop import make_optimizer
+from thinwire.train.tokens import find as tokens_of
+
+needs_hub = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+SMALL = ["--eval-sequences", "4", "--batch-size", "2", "--seq-len", "24"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """llama/, gpt2/, text.txt and rows.jsonl."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    for kind in ("llama", "gpt2"):
+        pretrained_models.make(folder / kind, kind)
+    (folder / "text.txt").write_text("".join(pretrained_models.TEXT))
+    rows = [{"prompt": f"{i} times {i % 7} is ", "completion": str(i * (i % 7))} for i in range(100)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def _train(rank: int, world: int, port: int, words: tuple[str, ...]) -> tuple[int, str]:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.destroy_process_group()  # that of the tests: a run makes its own
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as said:
+        status = cli.main(["train", *words])
+    return status, said.getvalue()
+
+
+def train(world: int, *words: str) -> str:
+    """``thinwire train``; what rank 0 says on standard error."""
+    found = ranks.run(_train, world, free_port(), words, warm="warm_frameworks", LOCAL_WORLD_SIZE=str(world))
+    assert [status for status, _ in found] == [0] * world, found
+    return found[0][1]
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return {f"{path.name}/{key}": value for path in sorted(checkpoint.glob("*.safetensors"))
+            for key, value in load_file(path).items()}  # fmt: skip
+
+
+def same_bits(one: Path, other: Path) -> None:
+    ours, theirs = tensors(one), tensors(other)
+    assert ours.keys() == theirs.keys() and ours
+    for key, value in ours.items():
+        assert torch.equal(value, theirs[key]), key
+
+
+def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@needs_hub
+def test_a_run_on_text_resumes_exactly_is_sampled_and_exported_with_equal_logits(place, tmp_path, capsys):
+    """gpt2 has dropout and a tied head; it is trained on token files that its tokenizer made."""
+    words = [
+        "--init", str(place / "gpt2"), *SMALL, "--steps", "4", "--checkpoint-every", "2", "--lr", "0.01",
+        "--method", "int8(smallest=0, error_feedback=True)",
+    ]  # fmt: skip
+    made = ["--tokenizer", f"folder:{place / 'gpt2'}", "--out", f"{tmp_path}/tokens"]
+    assert cli.main(["tokenize", str(place / "text.txt"), *made]) == 0
+    words += ["--corpus", f"{tmp_path}/tokens"]
+    train(2, *words, "--out", f"{tmp_path}/whole")
+    middle, last = tmp_path / "whole/checkpoints/step-000002", "checkpoints/step-000004"
+    train(2, *words, "--resume", str(middle), "--out", f"{tmp_path}/again")
+    same_bits(tmp_path / "whole" / last, tmp_path / "again" / last)
+    summary = json.loads((tmp_path / "whole/summary.json").read_text())
+    assert summary["valid_loss"] < summary["first_valid_loss"]
+
+    found = trained.read(tmp_path / "whole")
+    tokens = torch.arange(5, 60)[None]
+    assert cli.main(["export", f"{tmp_path}/whole", f"{tmp_path}/hub"]) == 0
+    with torch.no_grad():
+        ours = found.model()(tokens)
+    assert torch.equal(logits_of(tmp_path / "hub", tokens), ours)
+    assert not torch.allclose(logits_of(place / "gpt2", tokens), ours, atol=1e-3)
+    import transformers
+
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hub").chat_template == pretrained_models.CHAT
+    text = read_corpus([str(place / "text.txt")])
+    files = tokens_of([f"{tmp_path}/tokens"], (), "bytes", model=(found.tokenizer, 304))
+    assert files is not None
+    for part, read in zip(split(text), (files.train, files.valid), strict=True):
+        assert torch.equal(found.tokenizer.encode(part).long(), read[0 : len(read)])
+    capsys.readouterr()
+    assert cli.main(["sample", f"{tmp_path}/whole", "--prompt", "3 times", "--tokens", "5", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("3 times")
+    assert cli.main(["inspect", f"{tmp_path}/whole"]) == 0
+    assert found.init in capsys.readouterr().out
+    assert cli.main(["export", f"{tmp_path}/whole", f"{tmp_path}/adapter", "--adapter"]) == 2
+    assert "no --lora" in capsys.readouterr().err
+
+
+@needs_hub
+def test_a_step_is_the_mean_over_the_answers_of_all_ranks_and_micro_batches(place, tmp_path):
+    """Held against one process that sees all rows of a step at once; sums of fp32 in another order: rtol 1e-4."""
+    from thinwire.train import instructions, pretrained
+
+    words = ["--init", str(place / "llama"), "--data", str(place / "rows.jsonl"), *SMALL, "--accumulate", "2"]
+    train(2, *words, "--steps", "2", "--lr", "0.001", "--out", f"{tmp_path}/run")
+    config = Config(init=str(place / "llama"), lr=0.001, steps=2)
+    model = pretrained.load(config)
+    tokenizer = pretrained.tokenizer_of(place / "llama")
+    rows, held = instructions.read([str(place / "rows.jsonl")], (), tokenizer, 24, 0, tell=False)
+    optimizer = make_optimizer(model, config)
+    for step in range(2):
+        inputs, targets = rows.take(8 * step, 8)
+        assert rows.learnt(8 * step, 8) == int((targets != IGNORED).sum())
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = config.learning_rate(step)
+        model(inputs, targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = trained.read(tmp_path / "run").weights
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weights[name], weight.detach(), rtol=1e-4, atol=1e-6)
+    inputs, targets = batches(held.spread(4), 4)[0]
+    with torch.no_grad():
+        expected = float(model(inputs, targets))
+    assert json.loads((tmp_path / "run/summary.json").read_text())["valid_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+@needs_hub
+@needs_peft
+def test_adapters_alone_are_trained_saved_and_merged(place, tmp_path, capsys):
+    base = shutil.copytree(place / "gpt2", tmp_path / "base")
+    words = [
+        "--init", str(base), "--data", str(place / "rows.jsonl"), *SMALL, "--steps", "4", "--checkpoint-every", "2",
+        "--lora", "4", "--engine", "fsdp2", "--lr", "0.01", "--method", "int8(smallest=0)",
+    ]  # fmt: skip
+    train(2, *words, "--out", f"{tmp_path}/whole")
+    middle, last = tmp_path / "whole/checkpoints/step-000002", "checkpoints/step-000004"
+    train(2, *words, "--resume", str(middle), "--out", f"{tmp_path}/again")
+    same_bits(tmp_path / "whole" / last, tmp_path / "again" / last)
+    found = trained.read(tmp_path / "whole")
+    assert found.weights and all(".lora_" in name for name in found.weights)
+    assert any(bool(value.any()) for name, value in found.weights.items() if ".lora_B" in name)
+
+    tokens = torch.arange(5, 60)[None]
+    with torch.no_grad():
+        ours = found.model()(tokens)
+    assert not torch.allclose(logits_of(base, tokens), ours, atol=1e-3)
+    assert cli.main(["export", f"{tmp_path}/whole", f"{tmp_path}/merged"]) == 0
+    torch.testing.assert_close(logits_of(tmp_path / "merged", tokens), ours, rtol=1e-4, atol=1e-5)
+    assert cli.main(["export", f"{tmp_path}/whole", f"{tmp_path}/adapter", "--adapter"]) == 0
+    import peft
+
+    with torch.no_grad():
+        theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()(tokens).logits
+    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+
+    pretrained_models.make(base, "gpt2", seed=1)
+    capsys.readouterr()
+    assert cli.main(["export", f"{tmp_path}/whole", f"{tmp_path}/other"]) == 2
+    assert "does not hold the weights that the run began with" in capsys.readouterr().err
+    refused = ranks.run(_train, 1, free_port(), (*words, "--out", f"{tmp_path}/whole", "--resume", "auto"),
+                        warm="warm_frameworks", LOCAL_WORLD_SIZE="1")  # fmt: skip
+    assert refused[0][0] == 2 and "init" in refused[0][1]
+
+
+@needs_hub
+@needs_peft
+def test_adapters_are_too_small_for_a_method_s_default_which_is_said(place, tmp_path):
+    words = ["--init", str(place / "llama"), "--corpus", str(place / "text.txt"), *SMALL, "--steps", "1"]
+    chosen = ["--lora", "2", "--lora-alpha", "3", "--lora-targets", "q_proj", "v_proj"]
+    mesh = ["--engine", "hsdp", "--shard-size", "2", "--method", "int8"]
+    said = train(4, *words, *chosen, *mesh, "--out", f"{tmp_path}/run")
+    assert "int8 compresses 0 of 8 tensors" in said and "lower smallest" in said
+    about = json.loads((tmp_path / "run/checkpoints/step-000001/meta.json").read_text())["about"]
+    assert about["lora"] == "rank 2, alpha 3, q_proj v_proj" and about["family"] == "llama"
+
+
+@needs_hub
+def test_answers_are_learnt_and_nothing_else(place, tmp_path):
+    from thinwire.train import instructions, pretrained
+
+    tokenizer = pretrained.tokenizer_of(place / "llama")
+
+    def rows(*objects: object, length: int = 60) -> instructions.Examples:
+        (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, objects)) + "\n\n")
+        name = [str(tmp_path / "a.jsonl")]
+        return instructions.read(name, name, tokenizer, length, 0, tell=True)[0]
+
+    def learnt(examples: instructions.Examples, index: int = 0) -> tuple[str, str]:
+        row = examples.at(index).tolist()
+        return tuple(
+            tokenizer.decode([token if token >= 0 else ~token for token in row if (token >= 0) == which])
+            for which in (False, True)
+        )  # type: ignore[return-value]
+
+    plain = {"prompt": "2 times 3 is ", "completion": "6"}
+    assert learnt(rows(plain)) == ("2 times 3 is ", "6</s>")
+    talk = [{"role": "user", "content": "2 times 3"}, {"role": "assistant", "content": "is 6"},
+            {"role": "user", "content": "3 times 3"}, {"role": "assistant", "content": "is 9"}]  # fmt: skip
+    asked = "<|user|>2 times 3<|end|><|assistant|><|user|>3 times 3<|end|><|assistant|>"
+    assert learnt(rows({"messages": talk})) == (asked, "is 6<|end|>is 9<|end|>")
+
+    both = rows(plain, {"prompt": "1", "completion": "1"})
+    inputs, targets = batches([both.at(0), both.at(1)], 2)[0]
+    short = len(both.at(1)) - 1
+    assert (targets[1, short:] == IGNORED).all() and (targets[1, :short] != IGNORED).sum() == 2  # 1 and </s>
+    assert (inputs >= 0).all()
+
+    long = {"prompt": "7 times 7 is " * 9, "completion": "49"}
+    with pytest.warns(UserWarning) as told:
+        assert rows(plain, long, length=20).count == 1
+    cut = "1 of 2 rows of --data are longer than --seq-len 20 and are cut; 1 are left out"
+    assert str(told[0].message).startswith(cut)
+    for row, line in [
+        ({"text": "a"}, "a row has 'prompt' and 'completion'"),
+        ({"messages": talk[:1]}, "no message has the role 'assistant'"),
+        ({"messages": ["a"]}, "a message has a 'role'"),
+    ]:
+        with pytest.raises(ThinwireError, match=f"line 1.*{line}"):
+            rows(row)
+    (tmp_path / "b.jsonl").write_text("{")
+    with pytest.raises(ThinwireError, match="is not JSONL"):
+        instructions.read([str(tmp_path / "b.jsonl")], (), tokenizer, 20, 0, tell=False)
+    tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "loop.length|string + m['content']")
+    with pytest.raises(ThinwireError, match="writes earlier turns anew"):
+        rows({"messages": talk})
+    tokenizer.chat_template = None
+    with pytest.raises(ThinwireError, match="no chat template"):
+        rows({"messages": talk})
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--data", "a.jsonl"], "--data is for fine-tuning: name a model with --init FOLDER"),
+        (["--lora", "4"], "--lora is for fine-tuning"),
+        (["--init", "a", "--layers", "3"], "--layers does not go with --init"),
+        (["--init", "a", "--tokenizer", "bpe:300"], "--tokenizer bpe:300 does not go with --init"),
+        (["--init", "a", "--data", "a.jsonl", "--corpus", "b"], "--data takes the place of --corpus"),
+        (["--init", "a", "--lora-alpha", "3"], "--lora-alpha and --lora-targets need --lora"),
+        (["--init", "a", "--lora", "0"], "--lora must be 1 or more"),
+    ],
+)
+def test_settings_that_do_not_go_together(words, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
+    monkeypatch.setattr("thinwire.train.launch.start_ranks", None)
+    assert cli.main(["train", "--out", f"{tmp_path}/run", *words]) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1
+
+
+def test_the_learning_rate_is_one_for_what_is_trained():
+    assert [Config(**chosen).top_lr for chosen in ({}, {"init": "a"}, {"init": "a", "lora": 8}, {"lr": 1.0})] == [
+        2e-3, 2e-5, 2e-4, 1.0,
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(find_spec("transformers") is not None, reason="transformers is installed")
+def test_without_transformers_the_command_that_installs_it_is_said(tmp_path):
+    from thinwire.train import pretrained
+
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ThinwireError, match=r"pip install 'thinwire\[hf\]'"):
+        pretrained.load(Config(init=str(tmp_path)))
+
+
+@needs_hub
+def test_folders_that_hold_no_such_model_are_refused(place, tmp_path):
+    from thinwire.train import pretrained, tokens
+    from thinwire.train.data import Tokenizer
+
+    with pytest.raises(ThinwireError, match=r"has no config\.json"):
+        pretrained.load(Config(init=str(tmp_path)))
+    broken = shutil.copytree(place / "llama", tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    from safetensors.torch import save_file
+
+    weights.pop("model.norm.weight")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ThinwireError, match=r"has no weights for model.norm.weight \(1 are missing\)"):
+        pretrained.load(Config(init=str(broken)))
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(ThinwireError, match="cannot load the model"):
+        pretrained.load(Config(init=str(broken)))
+    ours = Tokenizer(f"folder:{place / 'llama'}", (), tmp_path / "kept")
+    tokens.tokenize([str(place / "text.txt")], "bytes", tmp_path / "bytes")
+    with pytest.raises(ThinwireError, match="was tokenized with bytes, not as --init does"):
+        tokens.find([str(tmp_path / "bytes")], (), "bytes", model=(ours, 304))
