@@ -22,7 +22,7 @@ from thinwire.methods import SCAPE, resolve
 from thinwire.methods.base import Parameter, Run
 from thinwire.ops import mask as masks
 from thinwire.ops.mask.reference import flags_of
-from thinwire.ops.moments import cpu, reference
+from thinwire.ops.moments import Moments, Part, cpu, reference
 from thinwire.optim import AdamS
 from thinwire.testing import reduce_on_threads
 
@@ -246,20 +246,24 @@ def check(module, n: int, m: int, device: str = "cpu") -> None:
     results = []
     for which in (reference, module):
         a, b, c, moment = operands(n, m, device)
-        rest, given = (torch.full((k,), math.nan, device=device) for k in (n, m))
+        rest, given = torch.full((n,), math.nan, device=device), torch.full((n,), 7.0, device=device)
         words = torch.randint(-(2**62), 2**62, (n // 64,), generator=torch.Generator().manual_seed(1)).to(device)
-        which.add_up(a, b, moment, 0.9)
+        half = n // 128 * 64  # several parameters, one of which may have no moment here
+        parts = [Part(0, half, moment[:half]), Part(half, n - half, moment[half:])]
+        held = Moments(parts, torch.device(device))
+        which.add_up(a, b, held, 0.9)
         results.append([a.clone()])
-        if m:  # take() returns before it would
-            which.take(a, moment, words, 0.9)
+        which.take(a, held, words, 0.9)
         results[-1].append(a.clone())
-        which.rejoin(a, c, moment, words, 0.9, rest)
+        which.rejoin(a, c, held, words, 0.9, rest)
         results[-1] += [a.clone(), rest]
-        which.rejoin(b, c, moment, words, 0.9, c)  # in place
+        which.rejoin(b, c, held, words, 0.9, c)  # in place
         results[-1] += [b, c]
         a.mul_(flags_of(words))
-        which.settle(a, moment, words, 0.9, given)
-        results[-1] += [a, given]
+        which.settle(a, held, words, 0.9, given)
+        results[-1] += [a.clone(), given]
+        which.blend(a, b, 0.9)
+        results[-1].append(a)
     for actual, expected in zip(results[1], results[0], strict=True):
         assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
