@@ -15,7 +15,7 @@ help:
 	@echo "make train     train a small language model on two ranks of this machine, into $(OUT)"
 	@echo "make test      run the tests, $(JOBS) at a time (JOBS=1: one after the other)"
 	@echo "make test-torch TORCH=torch==2.11.0   run the tests on another torch, in an environment of its own"
-	@echo "make test-gpu  run the tests that need a CUDA device"
+	@echo "make test-gpu  on a machine with GPUs: what needs one, and a report to attach to an issue"
 	@echo "make check     ruff and mypy"
 	@echo "make format    let ruff repair what it can"
 	@echo "make bench     run the benchmarks"
@@ -44,7 +44,7 @@ test-torch:
 	$(MAKE) test VENV=".venv-$(subst =,,$(TORCH))"
 
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python tests/gpu_report.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

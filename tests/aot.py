@@ -77,6 +77,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._scatter_add, {}, block | aligned
     yield mask._indices, {"out": "*i32"}, block
     yield mask._from_indices, {}, block
+    yield mask._from_lists, {}, block
     yield mask._pack, {}, {"BLOCK": 64} | aligned
     yield mask._unpack, {}, block | aligned
     mixers = ("GOLDEN", "MIX1", "MIX2", "MIX3")

@@ -300,6 +300,7 @@ print("checked")
     assert done.stdout.strip().endswith("checked"), done.stderr
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_equals_reference() -> None:
     for count, group, dtype in ((1, 128, torch.float32), (3, 8, torch.bfloat16), (2, 512, torch.float32)):

@@ -26,8 +26,7 @@ _backend = backend("thinwire.ops.moments")
 
 
 class Part(NamedTuple):
-    """Columns ``[start, start + width)`` of a row, multiples of 64, with their moment (m,); m <= width: padding has none.
-    """
+    """Columns ``[start, start + width)`` of a row, multiples of 64, with their moment (m,): none for padding."""
 
     start: int
     width: int
