@@ -20,7 +20,7 @@ help:
 	@echo "               environment of its own (TESTS=tests: all of them)"
 	@echo "make test-frameworks   the tests of Hugging Face, Lightning and lm-evaluation-harness, which it installs"
 	@echo "make test-wheel   install the wheel in an empty environment, and see what works with the core alone"
-	@echo "make test-gpu  run the tests that need a CUDA device"
+	@echo "make test-gpu  on a machine with GPUs: what needs one, and a report to attach to an issue"
 	@echo "make check     ruff and mypy"
 	@echo "make format    let ruff repair what it can"
 	@echo "make bench     run the benchmarks"
@@ -69,7 +69,7 @@ test-frameworks:
 		tests/test_finetune.py tests/test_evaluation.py
 
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python tests/gpu_report.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

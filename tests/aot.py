@@ -28,10 +28,12 @@ from thinwire.ops.mask import triton as mask
 from thinwire.ops.moments import triton as moments
 from thinwire.ops.projection import triton as projection
 from thinwire.ops.quant import triton as quant
+from thinwire.ops.rows import PER_PROGRAM
+from thinwire.ops.rows import triton as packing
 from thinwire.ops.sign import triton as sign
 from thinwire.ops.sketch import triton as sketch
 
-MODULES = (adams, direction, mask, moments, projection, quant, sign, sketch)
+MODULES = (adams, direction, mask, moments, projection, quant, packing, sign, sketch)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 NAMES = """
@@ -40,7 +42,8 @@ fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest
 *fp32  rows old payload new out signs scales shares gradient residual moment values mean common common_out given weight
 *fp32  g v m_out
 *i64   words
-*i32   before counts places positions
+*i32   before counts places positions programs parts keys
+*i64   table
 *u8    flags bits codes
 """
 TYPES = {name: kind for kind, *names in map(str.split, NAMES.strip().splitlines()) for name in names}
@@ -53,12 +56,15 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for four, rotated, wire, group in ((0, 0, 16, 128), (0, 0, 4, 128), (1, 0, 4, 128), (1, 1, 4, 128), (1, 1, 16, 32)):
         constants = {"GROUP": group, "BLOCK": 4096 // group, "FOUR": four, "ROTATED": rotated, "WIRE": wire}
         codes = {"codes": "*u8" if four else "*i8"}
-        yield quant._quantize, codes | {"rows": "*i16" if four and group == 32 else "*fp32"}, constants | {
+        parts = {} if four else dict.fromkeys(("programs", "parts", "keys"))  # None: there are no parts
+        yield quant._quantize, codes | {"rows": "*i16" if four and group == 32 else "*fp32"}, constants | parts | {
             "STOCHASTIC": four
         }
         yield quant._dequantize, codes, constants
     for rows in ("*fp32", "*i16"):
         yield quant._sum_rows, {"rows": rows}, {"BLOCK": quant.PER_PROGRAM} | aligned
+    yield packing._pack, {"flat": "*fp32"}, {"WIDEN": False, "BLOCK": PER_PROGRAM}
+    yield packing._unpack, {"flat": "*fp32"}, {"BLOCK": PER_PROGRAM}
     for group in (128, 2048):
         block = {"GROUP": group, "BLOCK": sign.PER_PROGRAM // group, "WIRE": 4}
         yield sign._pack, {}, block | {"LEVELS": group.bit_length() - 1, "RMS": group == 128}
@@ -71,11 +77,12 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._scatter_add, {}, block | aligned
     yield mask._indices, {"out": "*i32"}, block
     yield mask._from_indices, {}, block
+    yield mask._from_lists, {}, block
     yield mask._pack, {}, {"BLOCK": 64} | aligned
     yield mask._unpack, {}, block | aligned
     mixers = ("GOLDEN", "MIX1", "MIX2", "MIX3")
     yield sketch._encode, {}, block | {name: getattr(sketch, f"_{name}").value for name in mixers}
-    for kernel in (moments._add_up, moments._take, moments._rejoin, moments._settle):
+    for kernel in (moments._blend, moments._add_up, moments._take, moments._rejoin, moments._settle):
         yield kernel, {}, {"BLOCK": moments.BLOCK} | aligned
     for kind in ("*fp32", "*bf16"):
         pointers = dict.fromkeys(("weight", "moment", "gradient", "given"), kind)

@@ -180,6 +180,7 @@ print("checked")
     assert done.stdout.strip().endswith("checked"), done.stderr
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_is_the_reference():
     from thinwire.ops.adams import triton

@@ -282,6 +282,7 @@ def test_zero_is_exact_and_non_finite_stays_non_finite():
     assert not values[::2].any() and not values[1::2].isfinite().any()
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_sends_what_the_cpu_sends():
     codec, rows = DctTopK(), torch.randn(3, 8 * 4096)

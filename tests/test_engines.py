@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import engines
@@ -13,6 +15,7 @@ import ranks
 import thinwire
 from engines import adamw, build, same_on_all_ranks, shown, stats_of, train
 from models import Net, batch, flat, loss_of
+from thinwire.comm import GroupComm
 from thinwire.saved import entries
 
 METHODS = [
@@ -510,3 +513,43 @@ def test_the_sum_may_be_divided_by_any_number(kind, world):
 
 def test_engines_module_is_importable_by_ranks():
     assert engines.build is build
+
+
+def _separate_group(rank, world):
+    found, used = [], []
+    plain = GroupComm._all_to_all
+
+    def noted(self, out, rows):
+        used.append(self.group)
+        plain(self, out, rows)
+
+    with mock.patch.object(GroupComm, "_all_to_all", noted):
+        for separate in (False, True):
+            model = build("fsdp2", world)
+            if separate:
+                model.set_separate_reduce_scatter_group()
+            wire = thinwire.compress(model, optimizer := adamw(model), "int8(smallest=0)")
+            used.clear()
+            found.append(train(model, optimizer, rank, range(2), wire))
+            group = model._get_fsdp_state()._fsdp_param_groups[0]
+            shard = group.mesh_info.shard_process_group
+            reduces = group.mesh_info.reduce_scatter_process_group if separate else shard
+            assert used and all(each is reduces for each in used) and (reduces is not shard) is separate
+            wire.close()
+    model = build("fsdp2", world)
+    wire = thinwire.compress(model, optimizer := adamw(model), "int8(smallest=0)")
+    model.set_separate_reduce_scatter_group()
+    with pytest.raises(thinwire.ThinwireError, match="before compress"):
+        train(model, optimizer, rank, range(1), wire)
+    model = build("fsdp2", world)
+    model.blocks[0].set_separate_reduce_scatter_group()
+    with pytest.raises(thinwire.ThinwireError, match="on the root module"):
+        thinwire.compress(model, adamw(model), "int8(smallest=0)")
+    return found
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="torch has no such groups")
+def test_gradients_go_over_the_group_that_fsdp_has_for_them():
+    """Of its own, beside the weights': the same losses. Another one than compress() knows is refused."""
+    for plain, separate in ranks.run(_separate_group, 2):
+        assert plain == separate

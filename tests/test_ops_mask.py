@@ -214,6 +214,11 @@ def check_positions(fast: ModuleType, device: str = "cpu") -> None:
             total = torch.full((n,), math.nan, device=device)
             module.indices(words, listed[:, 1 : k + 1])
             module.from_indices(listed[:, 1 : k + 1].flip(1), again[:, 1:-1])
+            beside = torch.full((rows, n // 32 + 3), -7, device=device)  # twice, and what is no part of either
+            parts = slice(1, 1 + n // 64), slice(2 + n // 64, 2 + n // 32)
+            module.from_lists([(listed[:, 1 : k + 1], at) for at in parts], beside)
+            assert (beside[:, [0, 1 + n // 64, -1]] == -7).all()
+            assert all(torch.equal(beside[:, at], words) for at in parts)
             module.unpack(words, flags[:, :n])
             module.scatter_add(x[:, :k].to(device), words, total, 0.3)
             found.append((listed, again, flags, total, module.popcount(words)))

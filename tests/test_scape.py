@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -20,9 +21,10 @@ from thinwire.codecs.mask import MaskedIntegers
 from thinwire.errors import ThinwireError
 from thinwire.methods import SCAPE, resolve
 from thinwire.methods.base import Parameter, Run
+from thinwire.methods.masks import cut
 from thinwire.ops import mask as masks
 from thinwire.ops.mask.reference import flags_of
-from thinwire.ops.moments import cpu, reference
+from thinwire.ops.moments import Moments, Part, cpu, reference
 from thinwire.optim import AdamS
 from thinwire.testing import reduce_on_threads
 
@@ -101,6 +103,25 @@ def test_against_the_pseudo_code(density, warmup, topology, size, clip):
     assert min(factors) < 0.5
     if rows == 1:
         assert all(torch.equal(r[-1]["weights"]["a"], results[0][-1]["weights"]["a"]) for r in results)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.02])
+def test_a_parameter_too_large_for_one_chooser_is_the_papers_in_chunks(density):
+    """4 ranks, of 2064 values: 2000 are more than three quarters. Each chunk is a tensor of the paper's."""
+    shapes, size, warmup = {"a": (40, 50), "b": (8, 8)}, 4, 2
+    chunks = cut(2000, 2064 // size)
+    assert [chunk.span for chunk in chunks] == [576, 576, 576, 272]
+    results = run("all_reduce", size, steps=8, shapes=shapes, density=density, warmup=warmup)
+    columns, owners = [576, 576, 576, 272, 64], [0, 1, 2, 3, 3]
+    paper = ScapePaper(columns, size, density, 1e-2, weight_decay=0.1, warmup=warmup, owners=owners)
+    starts = np.cumsum([0, *columns])
+    for step in range(8):
+        flats = [gradients(n, step, 2064).double().numpy() for n in range(size)]
+        expected = paper.step([[flat[a:b] for a, b in itertools.pairwise(starts)] for flat in flats])
+        for found in results:
+            weights = torch.cat([found[step]["weights"][name].flatten() for name in shapes])
+            assert np.abs(weights.double().numpy() - np.concatenate(expected)).max() < 1e-5
+            assert torch.equal(found[step]["mean"], results[0][step]["mean"])
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -246,20 +267,24 @@ def check(module, n: int, m: int, device: str = "cpu") -> None:
     results = []
     for which in (reference, module):
         a, b, c, moment = operands(n, m, device)
-        rest, given = (torch.full((k,), math.nan, device=device) for k in (n, m))
+        rest, given = torch.full((n,), math.nan, device=device), torch.full((n,), 7.0, device=device)
         words = torch.randint(-(2**62), 2**62, (n // 64,), generator=torch.Generator().manual_seed(1)).to(device)
-        which.add_up(a, b, moment, 0.9)
+        half = n // 128 * 64  # several parameters, one of which may have no moment here
+        parts = [Part(0, half, moment[:half]), Part(half, n - half, moment[half:])]
+        held = Moments(parts, torch.device(device))
+        which.add_up(a, b, held, 0.9)
         results.append([a.clone()])
-        if m:  # take() returns before it would
-            which.take(a, moment, words, 0.9)
+        which.take(a, held, words, 0.9)
         results[-1].append(a.clone())
-        which.rejoin(a, c, moment, words, 0.9, rest)
+        which.rejoin(a, c, held, words, 0.9, rest)
         results[-1] += [a.clone(), rest]
-        which.rejoin(b, c, moment, words, 0.9, c)  # in place
+        which.rejoin(b, c, held, words, 0.9, c)  # in place
         results[-1] += [b, c]
         a.mul_(flags_of(words))
-        which.settle(a, moment, words, 0.9, given)
-        results[-1] += [a, given]
+        which.settle(a, held, words, 0.9, given)
+        results[-1] += [a.clone(), given]
+        which.blend(a, b, 0.9)
+        results[-1].append(a)
     for actual, expected in zip(results[1], results[0], strict=True):
         assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
@@ -282,6 +307,7 @@ print("checked")
     assert done.stdout.strip().endswith("checked"), done.stderr
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_is_the_reference():
     from thinwire.ops.moments import triton

@@ -13,6 +13,7 @@ owners otherwise.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
+from thinwire.ops import rows as ops
 
 if TYPE_CHECKING:
     from thinwire.comm import Comm
@@ -259,12 +261,10 @@ class Bucket:
     def store(self, out: Tensor) -> None:
         """Give the mean back: to the engine's buffer (as in ``load``), or to this rank's own row (1-D) if ``owner``."""
         if self.owner:
-            if self.mean.data_ptr() == out.data_ptr():
+            if same_memory(self.mean, out):
                 return
-            for segment in self.segments:
-                column = segment.piece.offset
-                out[column : column + segment.span].copy_(self.mean[0, segment.start : segment.start + segment.span])
-        elif self.rows.data_ptr() != out.data_ptr():
+            ops.unpack(self.mean, self._own_places, out)
+        elif not same_memory(self.rows, out):
             self.unpack(self.rows, out)
 
     def release(self) -> None:
@@ -273,51 +273,42 @@ class Bucket:
 
     def pack(self, flat: Tensor, rows: Tensor) -> None:
         """Engine buffer -> rows (R, n), zeros in the padding."""
-        for segment in self.segments:
-            whole, body, tail = self._parts(self._ordered(flat, segment), segment)
-            target = self.columns(rows, segment)
-            if body is not None:
-                target[:whole, : segment.span].copy_(body)
-            if whole < len(rows):
-                target[whole:].zero_()
-                if tail is not None:
-                    target[whole, : len(tail)].copy_(tail)
-            if segment.width > segment.span:
-                target[:whole, segment.span :].zero_()
+        ops.pack(flat, self.places, rows)
+        for segment in self._formed:
+            values = segment.piece.strided(flat).reshape(-1)  # a copy, in the order of the indices
+            ops.pack(values, ops.Places([self._part(segment, 0)], self.device), rows)
 
     def unpack(self, rows: Tensor, flat: Tensor) -> None:
         """Rows (R, n) -> engine buffer; the padding is left out."""
-        for segment in self.segments:
-            values = self._ordered(flat, segment)
-            whole, body, tail = self._parts(values, segment)
-            source = self.columns(rows, segment)
-            if body is not None:
-                body.copy_(source[:whole, : segment.span])
-            if tail is not None:
-                tail.copy_(source[whole, : len(tail)])
-            if segment.piece.form is not None:
-                segment.piece.strided(flat).copy_(values.reshape(segment.piece.form[0]))
+        ops.unpack(rows, self.places, flat)
+        for segment in self._formed:
+            piece = segment.piece
+            values = torch.empty(piece.numel, dtype=flat.dtype, device=flat.device)
+            ops.unpack(rows, ops.Places([self._part(segment, 0)], self.device), values)
+            assert piece.form is not None
+            piece.strided(flat).copy_(values.view(piece.form[0]))
+
+    @functools.cached_property
+    def places(self) -> ops.Places:
+        """Of the parameters that are contiguous in the engine's buffer."""
+        known = [self._part(segment, segment.piece.offset) for segment in self.segments if segment.piece.form is None]
+        return ops.Places(known, self.device)
+
+    @functools.cached_property
+    def _own_places(self) -> ops.Places:
+        """Of all of them, in the row that the engine takes."""
+        parts = [ops.Part(of.piece.offset, of.span, of.span, of.start, of.width, of.span) for of in self.segments]
+        return ops.Places(parts, self.device)
+
+    @property
+    def _formed(self) -> list[Segment]:
+        return [segment for segment in self.segments if segment.piece.form is not None]
 
     @staticmethod
-    def _ordered(flat: Tensor, segment: Segment) -> Tensor:
-        """The parameter's values in the order of its indices, 1-D; all of ``flat`` where rows are runs."""
-        piece = segment.piece
-        if piece.stride:
-            return flat
-        if piece.form is not None:
-            return piece.strided(flat).reshape(-1)  # a copy
-        return flat[piece.offset : piece.offset + piece.numel]
-
-    @staticmethod
-    def _parts(values: Tensor, segment: Segment) -> tuple[int, Tensor | None, Tensor | None]:
-        """How many rows are whole, a view (whole, span) of them, and the rest (the last, shorter row)."""
+    def _part(segment: Segment, offset: int) -> ops.Part:
         piece, span = segment.piece, segment.span
-        if piece.stride:
-            view = values.as_strided((piece.rows, span), (piece.stride, 1), values.storage_offset() + piece.offset)
-            return piece.rows, view, None
-        whole = piece.numel // span if span else 0
-        body = values[: whole * span].view(whole, span) if whole else None
-        return whole, body, values[whole * span :] if piece.numel > whole * span else None
+        numel = (piece.rows - 1) * piece.stride + span if piece.stride else piece.numel
+        return ops.Part(offset, numel, piece.stride or span, segment.start, segment.width, span)
 
     def _same_form(self, flat: Tensor) -> bool:
         if flat.dtype != self.dtype or flat.numel() != self.shape[0] * self.shape[1] or not flat.is_contiguous():
@@ -332,3 +323,9 @@ class Bucket:
 
 def _same(a: object, b: object) -> bool:
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+
+
+def same_memory(values: Tensor, out: Tensor) -> bool:
+    """Do they begin at one place of the same memory? (Tensors without storage have no address.)"""
+    alike = values.untyped_storage()._cdata == out.untyped_storage()._cdata
+    return alike and values.storage_offset() == out.storage_offset()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Rows
+from thinwire.bucket import Bucket, Rows, same_memory
 from thinwire.codecs.base import Codec, Residual, Space
 from thinwire.comm import Comm, CountingComm, Work
 from thinwire.errors import ThinwireError
@@ -41,7 +41,9 @@ def _encode(
     residual: Residual | None = None,
     seed: Seeds | None = None,
 ) -> Tensor:
-    """The wire (R, m) of ``values`` (R, n), in a buffer that the bucket keeps."""
+    """The wire (R, m) of ``values`` (R, n): a buffer that the bucket keeps, or ``values`` themselves."""
+    if codec.verbatim and residual is None and values.dtype == codec.wire_dtype and values.is_contiguous():
+        return values
     wire = bucket.scratch(key, (len(values), codec.wire_numel(values.shape[1])), codec.wire_dtype)
     with comm.ledger.span("encode", values):
         return codec.encode(values, wire, residual=residual, seed=seed, space=scratch(bucket))
@@ -49,7 +51,8 @@ def _encode(
 
 def _decode(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tensor, scale: float = 1.0) -> None:
     with comm.ledger.span("decode", out):
-        codec.decode(wire, out, space=scratch(bucket))
+        if not (codec.verbatim and same_memory(wire, out)):
+            codec.decode(wire, out, space=scratch(bucket))
         if scale != 1.0:
             out.mul_(scale)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from thinwire.bucket import Layout, Piece, Shard
+from thinwire.bucket import Bucket, Layout, Piece, Shard
 from thinwire.collectives import Exchange
 from thinwire.comm import Comm, CountingComm, local
 from thinwire.errors import ThinwireError
@@ -161,6 +161,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     token = every_variant.set(True)
     try:
         with torch.no_grad():
+            _move(device)
             play.open()
             for number in _steps(play.method):
                 play.gather(number)
@@ -168,6 +169,16 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
                 play.step(number)
     finally:
         every_variant.reset(token)
+
+
+def _move(device: torch.device) -> None:
+    """Pack and unpack a buffer of each dtype: one that holds one small parameter may have the form of rows already."""
+    bucket = Bucket([Piece("", 0, 3)], rows=2, owner=False, group=4, dtype=torch.float32, device=device)
+    rows = torch.zeros(*bucket.shape, device=device)
+    for dtype in (torch.float32, torch.bfloat16):
+        flat = torch.zeros(3, dtype=dtype, device=device)
+        bucket.pack(flat, rows)
+        bucket.unpack(rows, flat)
 
 
 def apart(parameters: Iterable[Parameter], road: Road, dtype: torch.dtype | None) -> Layout:

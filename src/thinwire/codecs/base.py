@@ -44,6 +44,9 @@ class Codec(ABC):
     divisible: bool = True
     """A float32 wire may be divided by the number of ranks before or while it is summed, as dense gradients are."""
 
+    verbatim: bool = False
+    """The wire of float32 rows is those rows: none has to be made."""
+
     @property
     def wire_dtype(self) -> torch.dtype:
         """uint8, bfloat16 or float32: all that the network carries."""

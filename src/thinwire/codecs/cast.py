@@ -38,6 +38,7 @@ class Fp32(_Cast):
     """4 bytes per value, exact."""
 
     wire_dtype = torch.float32
+    verbatim = True
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,7 @@ class Integers(GroupedBytes):
         parts = None if seed is None else seed.over(n)
         if parts is None:
             raise ThinwireError(f"{self}: stochastic rounding draws: hand in a seed for all {n} columns")
-        for a, b, of in parts:
-            at, groups = slice(a * self.bits // 8, b * self.bits // 8), slice(a // self.group, b // self.group)
-            quant.quantize(rows[:, a:b], self.format, codes[:, at], scales[:, groups], of)
+        quant.quantize_parts(rows, self.format, codes, scales, parts)
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         quant.dequantize(*self._parts(wire, out.shape[1]), self.format, out)

@@ -100,7 +100,8 @@ class FSDP2:
         shard = self.comm(info.shard_process_group)
         self.comms: list[Comm] = [shard]
         self.rank = shard.rank
-        self.hops: tuple[Exchange, ...] = (ReduceScatter(shard),)
+        self.reduces = self.comm(_reduce_group(self.groups[0][1]))
+        self.hops: tuple[Exchange, ...] = (ReduceScatter(self.reduces),)
         self.levels: Levels | None = None
         self.chunk: tuple[int, int] | None = None
         if hasattr(info, "replicate_process_group"):
@@ -157,7 +158,7 @@ class FSDP2:
         return policy.reduce_dtype or policy.param_dtype
 
     def _check(self) -> None:
-        meshes = set()
+        meshes, reducing = set(), set()
         for module, group in self.groups:
             info = group.mesh_info
             if not hasattr(info, "shard_process_group"):
@@ -165,6 +166,7 @@ class FSDP2:
                     "composable replicate() cannot be compressed (torch calls its all-reduce directly): use "
                     "DistributedDataParallel, or fully_shard on a ('replicate', 'shard') mesh"
                 )
+            reducing.add(id(_reduce_group(group)))
             meshes.add((id(info.shard_process_group), id(getattr(info, "replicate_process_group", None))))
             if getattr(group, "force_sum_reduction_for_comms", False):
                 raise ThinwireError("set_force_sum_reduction_for_comms(): Thinwire returns the mean; turn it off")
@@ -190,6 +192,11 @@ class FSDP2:
                 )
         if len(meshes) > 1:
             raise ThinwireError("the FSDP modules are sharded on different meshes: compress() needs one mesh for all")
+        if len(reducing) > 1:
+            raise ThinwireError(
+                "the FSDP modules reduce gradients over different groups: call set_separate_reduce_scatter_group() on "
+                "the root module, for all of them"
+            )
 
     def comm(self, group: dist.ProcessGroup) -> GroupComm:
         """The verbs on one of the engine's own groups."""
@@ -291,6 +298,13 @@ class FSDP2:
             replica.changed = True
 
 
+def _reduce_group(group: Any) -> dist.ProcessGroup:
+    """Over which torch reduces gradients: the one that it gathers weights over, or one of the same ranks beside it
+    (``set_separate_reduce_scatter_group``, torch 2.13)."""
+    info = group.mesh_info
+    return getattr(info, "reduce_scatter_process_group", None) or info.shard_process_group
+
+
 def _has_own_gradient(fsdp_param: Any) -> bool:
     """Has this rank a gradient of the whole parameter that has not been reduced?"""
     return hasattr(fsdp_param, "_unsharded_param") and (
@@ -302,7 +316,10 @@ def _shard_only(info: Any) -> Any:
     """The same mesh, seen as sharded only."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-    return FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+    found = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+    if hasattr(info, "reduce_scatter_process_group"):
+        found.reduce_scatter_process_group = info.reduce_scatter_process_group
+    return found
 
 
 class _GroupLink:
@@ -487,6 +504,11 @@ class _ReduceScatter:
         factor = self.link.divisor
         if factor is None and op != dist.ReduceOp.AVG:
             raise ThinwireError(f"FSDP2 asks for {op}: Thinwire returns the mean; see reduce_dtype")
+        if group is not self.link.engine.reduces.group:
+            raise ThinwireError(
+                f"FSDP2 reduces gradients over another group of {group.size()} ranks than when compress() was called, "
+                f"of {self.link.engine.reduces.size}: call set_separate_reduce_scatter_group() before compress()"
+            )
         began = time.perf_counter()
         pieces = self.link.verify(input_tensor, group.size())
         if factor is not None:  # the sum divided by it is the mean of what is so many times as large

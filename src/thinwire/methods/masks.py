@@ -6,13 +6,18 @@ sharded weights by them. Lines are those of SCAPE's Alg. 1, or of its Alg. 2 whe
 Each parameter's mask has one chooser: a rank, or, where every rank owns a row of each parameter, the owner of the row.
 All that a rank has chosen goes out as one message while the next forward and backward pass run: as bits, or, below a
 density of 1/32, as positions.
+
+A message is as long as the longest, and every rank gets them all: with many ranks, one large parameter would make N
+long messages. So a parameter with more than ``LARGE`` / N of all values is cut into chunks of 1 / N of them, each of
+which has a chooser of its own, and as many of its values on the mask as its size asks for. (The paper has one chooser
+for each parameter, and 4 ranks.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import heapq
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,6 +34,32 @@ from thinwire.weights import Message
 WORD = masks.WORD
 LISTED = 1 / 32
 """Density below which positions (4 bytes each) are fewer bytes than mask bits."""
+LARGE = 3
+"""Times its rank's share of all values, above which a parameter has several choosers. Higher => longer messages, with
+more ranks alike; lower => fewer parameters whose largest values are found over all of them."""
+
+
+class Chunk(NamedTuple):
+    """Some of a parameter's columns: ``[start, start + width)``, multiples of 64; the first ``span`` hold values."""
+
+    start: int
+    width: int
+    span: int
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.start, self.start + self.width)
+
+    @property
+    def groups(self) -> slice:
+        """As mask words."""
+        return slice(self.start // WORD, (self.start + self.width) // WORD)
+
+
+def cut(span: int, most: int) -> tuple[Chunk, ...]:
+    """``span`` columns in equal chunks, but for the last, of up to ``most`` (rounded up to whole words)."""
+    width = padded(max(min(span, most), 1), WORD)
+    return tuple(Chunk(at, min(width, padded(span, WORD) - at), min(width, span - at)) for at in range(0, span, width))
 
 
 @dataclass(frozen=True)
@@ -82,7 +113,13 @@ class Masks:
         """``sizes``: values of each parameter in one of its R rows."""
         self._method, self._exchange, self._sizes, self._schedule = method, exchange, sizes, schedule
         self._chosen: dict[str, int] = {}  # what "chosen" says, without a look at a tensor
-        self._places: tuple[int, dict[str, tuple[slice, slice]], int] | None = None
+        rows = exchange.bucket_rows(True)
+        ranks, values = exchange.rows // rows, sum(sizes.values())
+        self._chunks = {
+            name: cut(size, -(-values // ranks) if ranks * size > LARGE * values else size)
+            for name, size in sizes.items()
+        }
+        self._places: tuple[int, dict[str, list[tuple[slice, slice]]], int] | None = None
         self._message: Tensor | None = None  # what this rank has chosen for the next step
         self._work: Work | None = None  # everybody's messages, under way
 
@@ -92,16 +129,16 @@ class Masks:
         if all(mask is None for mask in found):
             return None
         words = bucket.buffer("mask", (bucket.shape[0], bucket.shape[1] // WORD), torch.int64)
-        for segment, mask in zip(bucket.segments, found, strict=True):
-            unfold = partial(self._unfold, mask, segment, words[:, segment.groups(WORD)])
-            bucket.once(("mask", segment.name), unfold, mask, self.count(segment))
+        counts = (self.count(segment) for segment in bucket.segments)
+        bucket.once("masks", lambda: self._unfold(bucket, found, words), *found, *counts)
         return words
 
     def count(self, segment: Segment) -> int:
         """Values at the mask in use, in each row."""
         if self._method.state.get("mask", segment.name) is None:
             return segment.span
-        return self._schedule.k(segment.span, self._chosen_for(segment.name))
+        step = self._chosen_for(segment.name)
+        return sum(self._schedule.k(chunk.span, step) for chunk in self._chunks[segment.name])
 
     def choose(self, bucket: Bucket, segment: Segment, values: Tensor) -> None:
         """If it is this rank's to choose: the next step's mask is where |``values``| (1, width) are largest (l. 15)."""
@@ -111,14 +148,18 @@ class Masks:
         places, length = self._layout(step)
         if self._message is None or len(self._message) < length:
             self._message = torch.zeros(length, dtype=torch.uint8, device=bucket.device)
-        choosers, at = places[segment.name]
-        if self._exchange.rank not in range(choosers.start, choosers.stop):
-            return
-        mask, k = self._message[at], self._schedule.k(segment.span, step)
+        for chunk, (choosers, at) in zip(self._chunks[segment.name], places[segment.name], strict=True):
+            if self._exchange.rank in range(choosers.start, choosers.stop):
+                self._choose(bucket, chunk, values[:, chunk.columns], self._message[at])
+
+    def _choose(self, bucket: Bucket, chunk: Chunk, values: Tensor, mask: Tensor) -> None:
+        """``mask``, bytes of the message = where |``values``| (1, width) of ``chunk`` are largest."""
+        step = bucket.step + 1
+        k = self._schedule.k(chunk.span, step)
         if not self._schedule.listed(step):
             masks.topk_mask(values, k, mask.view(torch.int64).view(1, -1))
             return
-        words = bucket.scratch("words", (1, bucket.shape[1] // WORD), torch.int64)[:, : segment.width // WORD]
+        words = bucket.scratch("words", (1, bucket.shape[1] // WORD), torch.int64)[:, : chunk.width // WORD]
         masks.topk_mask(values, k, words)
         positions = mask.view(torch.int32)
         masks.indices(words, positions[:k].view(1, -1))
@@ -133,9 +174,9 @@ class Masks:
         state, (places, length) = self._method.state, self._layout(step)
         everybody = self._message.new_empty((self._exchange.rows, length))
         self._work = self._exchange.gather(everybody, self._message[:length], async_op=True)
-        for name, (choosers, at) in places.items():
+        for name, parts in places.items():
             if name in names:
-                state.put("mask", name, everybody[choosers, at])
+                state.put("mask", name, self._joined([everybody[choosers, at] for choosers, at in parts]))
                 state.put("chosen", name, torch.tensor(step))
                 self._chosen[name] = step
             elif (kept := state.get("mask", name)) is not None and _is_part(kept):
@@ -151,20 +192,27 @@ class Masks:
         """Another state was loaded."""
         self._chosen.clear()
 
-    def _layout(self, step: int) -> tuple[dict[str, tuple[slice, slice]], int]:
-        """For the masks of ``step``: parameter -> (the R ranks that choose its rows, bytes in their messages); length.
+    @staticmethod
+    def _joined(parts: list[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _layout(self, step: int) -> tuple[dict[str, list[tuple[slice, slice]]], int]:
+        """For the masks of ``step``: parameter -> for each chunk (the R ranks that choose its rows, bytes in their
+        messages); length.
 
         The same on all ranks: the largest first, each to the ranks with the least so far. R = N: all choose their row.
         """
         if self._places is None or self._places[0] != step:
             rows = self._exchange.bucket_rows(True)
-            load, ends = ([0] * (self._exchange.rows // rows) for _ in range(2))
-            places = {}
-            for name in sorted(self._sizes, key=lambda name: (-self._sizes[name], name)):
-                least = load.index(min(load))
-                first, ends[least] = ends[least], ends[least] + self._schedule.mask_bytes(self._sizes[name], step)
-                load[least] += self._sizes[name]
-                places[name] = slice(least * rows, (least + 1) * rows), slice(first, ends[least])
+            load = [(0, rank) for rank in range(self._exchange.rows // rows)]  # a heap: values, and whose
+            ends = [0] * len(load)
+            places: dict[str, list[tuple[slice, slice]]] = {name: [] for name in self._sizes}
+            pairs = [(name, chunk) for name, chunks in self._chunks.items() for chunk in chunks]
+            for name, chunk in sorted(pairs, key=lambda pair: (-pair[1].span, pair[0], pair[1].start)):
+                values, least = load[0]
+                first, ends[least] = ends[least], ends[least] + self._schedule.mask_bytes(chunk.span, step)
+                heapq.heapreplace(load, (values + chunk.span, least))
+                places[name].append((slice(least * rows, (least + 1) * rows), slice(first, ends[least])))
             self._places = step, places, max(ends)
         return self._places[1:]
 
@@ -179,17 +227,26 @@ class Masks:
             self._chosen[name] = int(saved)
         return self._chosen[name]
 
-    def _unfold(self, mask: Tensor | None, segment: Segment, words: Tensor) -> None:
-        """``words`` (R, w) = the bits of ``mask`` as it was gathered; None: all of the parameter's values."""
-        if mask is None:
-            flags = torch.zeros((len(words), segment.width), dtype=torch.bool, device=words.device)
-            flags[:, : segment.span] = True
-            words.copy_(masks.pack(flags, torch.empty_like(words)))
-        elif self._schedule.listed(self._chosen_for(segment.name)):
-            positions = mask.contiguous().view(torch.int32)[:, : self.count(segment)]
-            words.copy_(masks.from_indices(positions, words.contiguous()))
-        else:
-            words.copy_(mask.contiguous().view(torch.int64))
+    def _unfold(self, bucket: Bucket, found: Sequence[Tensor | None], words: Tensor) -> None:
+        """``words`` (R, w) = the bits of ``found``, each as it was gathered; None: all of the parameter's values."""
+        lists = []
+        for segment, mask in zip(bucket.segments, found, strict=True):
+            first = segment.start // WORD
+            if mask is None:
+                flags = torch.zeros((len(words), segment.width), dtype=torch.bool, device=words.device)
+                flags[:, : segment.span] = True
+                masks.pack(flags, words[:, segment.groups(WORD)])
+                continue
+            step, end = self._chosen_for(segment.name), 0
+            for chunk in self._chunks[segment.name]:
+                begin, end = end, end + self._schedule.mask_bytes(chunk.span, step)
+                at = slice(first + chunk.groups.start, first + chunk.groups.stop)
+                if self._schedule.listed(step):
+                    positions = mask[:, begin:end].view(torch.int32)
+                    lists.append((positions[:, : self._schedule.k(chunk.span, step)], at))
+                else:
+                    words[:, at].copy_(mask[:, begin:end].view(torch.int64))
+        masks.from_lists(lists, words)
 
 
 class Used(NamedTuple):

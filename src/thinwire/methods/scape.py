@@ -184,25 +184,25 @@ class SCAPE(Method):
 
     def _add_up(self, bucket: Bucket, words: Tensor) -> None:
         """``bucket.rows`` = m~ (l. 10), for the next mask (l. 15); then without b1 m on M, which all ranks have."""
-        residual = self.state.read("residual", bucket)
+        held = self._moments(bucket)
+        moments.add_up(bucket.rows[0], self.state.read("residual", bucket)[0], held, self.beta1)  # l. 10
         for segment in bucket.segments:
-            at, moment = segment.columns, self._moment(segment)
-            moments.add_up(bucket.rows[0, at], residual[0, at], moment, self.beta1)  # l. 10
-            self._masks.choose(bucket, segment, bucket.rows[:, at])  # l. 15
-            moments.take(bucket.rows[0, at], moment, words[segment.groups(WORD)], self.beta1)
+            self._masks.choose(bucket, segment, bucket.rows[:, segment.columns])  # l. 15
+        moments.take(bucket.rows[0], held, words, self.beta1)
 
     def _add_up_apart(self, bucket: Bucket, mine: int) -> None:
         """``bucket.rows`` = m~ without b1 m + x (l. 10), which a row's owner alone has, and chooses with (l. 15)."""
         rows, residual = bucket.rows.view(-1), self.state.read("residual", bucket)
-        moments.add_up(rows, residual.view(-1), rows[:0], self.beta1)  # l. 10, without m
+        moments.blend(rows, residual.view(-1), self.beta1)  # l. 10, without m
         if not self._schedule.refreshes(bucket.step + 1):
             return
         scores = bucket.scratch("scores", (1, bucket.shape[1]), torch.float32)
         torch.add(bucket.rows[mine : mine + 1], self.state.read("common", bucket, rows=1), out=scores)
+        held = self._moments(bucket).parts
+        sums = [scores[0, part.start : part.start + part.moment.numel()] for part in held]
+        torch._foreach_add_(sums, [part.moment for part in held], alpha=self.beta1)
         for segment in bucket.segments:
-            values, moment = scores[:, segment.columns], self._moment(segment)
-            values[0, : moment.numel()].add_(moment, alpha=self.beta1)
-            self._masks.choose(bucket, segment, values)  # l. 15
+            self._masks.choose(bucket, segment, scores[:, segment.columns])  # l. 15
 
     def _codec(self, bucket: Bucket, words: Tensor, mine: int) -> Masked | MaskedIntegers:
         """For the values at the masks ``words`` (R, n / 64)."""
@@ -216,23 +216,27 @@ class SCAPE(Method):
     def _rejoin(self, bucket: Bucket, words: Tensor) -> None:
         """``bucket.mean`` += x on M; x = x + b1 m off M, 0 on M (l. 11-12, for what is common)."""
         common, waits = self.state.read("common", bucket, rows=1), self.state.write("common", bucket, rows=1)
-        for segment in bucket.segments:
-            at, moment = segment.columns, self._moment(segment)
-            mean, on = bucket.mean[0, at], words[segment.groups(WORD)]
-            moments.rejoin(mean, common[0, at], moment, on, self.beta1, waits[0, at])
+        moments.rejoin(bucket.mean[0], common[0], self._moments(bucket), words, self.beta1, waits[0])
 
     def _settle(self, bucket: Bucket, used: Tensor | None, words: Tensor) -> None:
         """m' (l. 16) for the optimizer, g^ (l. 17) in ``bucket.mean``."""
         given = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
-        for segment in bucket.segments:
-            moment, at = self._moment(segment), segment.groups(WORD)
-            target = self._given[segment.name] = given[0, segment.start : segment.start + moment.numel()]
-            moments.settle(bucket.mean[0, segment.columns], moment, words[at], self.beta1, target)  # l. 16-17
-            count = self._masks.count(segment)
-            self._used[segment.name] = Used(bucket.step, None if used is None else used[:, at], count)
+        held = self._moments(bucket)
+        moments.settle(bucket.mean[0], held, words, self.beta1, given[0])  # l. 16-17
+        for segment, part in zip(bucket.segments, held.parts, strict=True):
+            self._given[segment.name] = given[0, part.start : part.start + part.moment.numel()]
+            mask = None if used is None else used[:, segment.groups(WORD)]
+            self._used[segment.name] = Used(bucket.step, mask, self._masks.count(segment))
         if self.clip == "return":
             kept = bucket.buffer("gradient", (1, bucket.shape[1]), torch.float32)
             self._clipped[bucket.key] = (bucket, kept.copy_(bucket.mean))
+
+    def _moments(self, bucket: Bucket) -> moments.Moments:
+        """m of all of the bucket's parameters."""
+        held = [self._moment(segment) for segment in bucket.segments]
+        parts = [moments.Part(of.start, of.width, m) for of, m in zip(bucket.segments, held, strict=True)]
+        addresses = (moment.data_ptr() for moment in held)
+        return bucket.once("moments", lambda: moments.Moments(parts, bucket.device), *addresses)
 
     def _moment(self, segment: Segment) -> Tensor:
         """m, this rank's part of it, (numel,) float32; zeros before the first step."""

@@ -49,15 +49,18 @@ class _Nothing(ModuleType):
         return count
 
 
-def backend(family: str) -> Callable[[Tensor], ModuleType]:
-    """For a family of operations, ``"thinwire.ops.quant"``: tensor -> the module that runs them on its device."""
+def backend(family: str, cpu: str = "cpu") -> Callable[[Tensor], ModuleType]:
+    """For a family of operations, ``"thinwire.ops.quant"``: tensor -> the module that runs them on its device.
+
+    ``cpu``: the one for CPU tensors, where that is not the family's ``cpu``.
+    """
     nothing = _Nothing(family)
 
     def choose(tensor: Tensor) -> ModuleType:
         if tensor.is_meta:
             return (host_code.get() or {}).get(family, nothing)
         if tensor.device.type == "cpu":
-            return _load(family, "cpu", "numba")
+            return _load(family, cpu, "numba")
         if tensor.device.type == "cuda":
             return _load(family, "triton", "triton")
         return _load(family, "reference", "")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thinwire.ops.backends import host_code, launches
 
-FAMILIES = ("adams", "direction", "mask", "moments", "projection", "quant", "sign", "sketch")
+FAMILIES = ("adams", "direction", "mask", "moments", "projection", "quant", "rows", "sign", "sketch")
 
 WAITING = {"sketch": ("sketch_peel", "settle")}
 """By family, operations whose shapes depend on data: here they are counted, by their own names."""

@@ -9,14 +9,16 @@ and so do positions that are out of range.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
 from thinwire.ops.backends import backend
 
-__all__ = ["WORD", "from_indices", "gather_keep", "indices", "pack", "popcount", "scatter", "scatter_add", "topk_mask",
-           "unpack", "write_at"]  # fmt: skip
+__all__ = ["WORD", "from_indices", "from_lists", "gather_keep", "indices", "pack", "popcount", "scatter", "scatter_add",
+           "topk_mask", "unpack", "write_at"]  # fmt: skip
 
 WORD = 64
 """Elements per mask word."""
@@ -120,6 +122,16 @@ def indices(words: Tensor, out: Tensor) -> Tensor:
     """``out`` (R, k) int32 = the positions of every row's set bits, in order."""
     _backend(words).indices(words, out)
     return out
+
+
+def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor:
+    """``from_indices`` of many parts of rows at once: (positions (R, k) int32, their part of ``words``' columns).
+
+    On a GPU one launch for all of them. What is no part of any is left alone.
+    """
+    if lists and words.numel():
+        _backend(words).from_lists(lists, words)
+    return words
 
 
 def from_indices(positions: Tensor, words: Tensor) -> Tensor:

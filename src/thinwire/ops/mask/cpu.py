@@ -4,6 +4,8 @@ trailing zeros, so that the cost follows the number of set bits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numba import uint64
@@ -324,3 +326,8 @@ def indices(words: Tensor, out: Tensor) -> None:
 def from_indices(positions: Tensor, words: Tensor) -> None:
     words.zero_()
     _from_indices(*flat(positions), *unsigned(words), *positions.shape)
+
+
+def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> None:
+    for positions, groups in lists:
+        from_indices(positions, words[:, groups])

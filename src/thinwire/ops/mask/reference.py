@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -77,3 +79,8 @@ def indices(words: Tensor, out: Tensor) -> None:
 def from_indices(positions: Tensor, words: Tensor) -> None:
     flags = torch.zeros(words.shape[0], words.shape[1] * WORD, dtype=torch.bool, device=words.device)
     pack(flags.scatter_(1, positions.long(), True), words)
+
+
+def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> None:
+    for positions, groups in lists:
+        from_indices(positions, words[:, groups])

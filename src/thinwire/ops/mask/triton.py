@@ -7,11 +7,14 @@ bits before each 512, an exclusive prefix sum of the counts; so programs are ind
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.device import upload
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
 from thinwire.ops.mask import reference
 
@@ -112,6 +115,20 @@ def _from_indices(positions, stride, words, words_stride, n, k, BLOCK: tl.conste
 
 
 @kernel
+def _from_lists(table, words, words_stride, parts, BLOCK: tl.constexpr):
+    """``table``: of each part the address of its positions, their rows' distance, k, its first word, its elements and
+    its first program; then the part of each program."""
+    row, number = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    part = table + tl.load(table + tl.cast(parts, tl.int64) * 6 + number) * 6
+    positions, stride = tl.load(part).to(tl.pointer_type(tl.int32)), tl.load(part + 1)
+    i = (number - tl.load(part + 5)) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(positions + row * stride + i, mask=i < tl.load(part + 2), other=-1).to(tl.int64)
+    bit = tl.full((BLOCK,), 1, tl.int64) << (at & 63)
+    inside = (at >= 0) & (at < tl.load(part + 4))
+    tl.atomic_or(words + row * words_stride + tl.load(part + 3) + (at >> 6), bit, mask=inside, sem="relaxed")
+
+
+@kernel
 def _unpack(words, words_stride, flags, stride, n, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -195,6 +212,24 @@ def from_indices(positions: Tensor, words: Tensor) -> None:
     if k:
         grid = (triton.cdiv(k, BLOCK), count)
         launch(_from_indices, grid, positions, words, words.shape[1] * reference.WORD, k, BLOCK=BLOCK)
+
+
+def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> None:
+    table: list[int] = []
+    programs: list[int] = []
+    for number, (positions, groups) in enumerate(lists):
+        k, first = positions.shape[1], groups.start
+        table += [positions.data_ptr(), positions.stride(0), k, first, (groups.stop - first) * reference.WORD]
+        table.append(len(programs))
+        programs += [number] * triton.cdiv(k, BLOCK)
+    if sum(groups.stop - groups.start for _, groups in lists) == words.shape[1]:
+        words.zero_()
+    else:
+        for _, groups in lists:
+            words[:, groups].zero_()
+    if programs:
+        uploaded = upload([*table, *programs], words.device, torch.int64)
+        launch(_from_lists, (len(programs), len(words)), uploaded, words, len(lists), BLOCK=BLOCK)
 
 
 def pack(flags: Tensor, words: Tensor) -> None:

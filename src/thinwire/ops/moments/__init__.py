@@ -1,52 +1,122 @@
-"""SCAPE's passes over a first moment: what a mask is chosen by, and what becomes of everything once a sum is there.
+"""SCAPE's passes over first moments: what masks are chosen by, and what becomes of everything once a sum is there.
 
 ``reference``, ``cpu`` and ``triton`` agree to float32 rounding. All tensors are adjacent and float32, except masks
-(int64 words of 64 elements, ``thinwire.ops.mask``); ``moment`` (m,) may be shorter than the rest: padding has none.
+(int64 words of 64 elements, ``thinwire.ops.mask``). A pass is over a whole row; the moments in it lie elsewhere, each
+in a tensor of its own (:class:`Moments`).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
+from thinwire.device import upload
 from thinwire.ops.backends import backend
 
-__all__ = ["add_up", "rejoin", "settle", "take"]
+__all__ = ["Moments", "Part", "add_up", "blend", "rejoin", "settle", "take"]
+
+PER_PROGRAM = 1024
+"""Columns of one moment that one program of a GPU takes."""
 
 _backend = backend("thinwire.ops.moments")
 
 
-def add_up(gradient: Tensor, residual: Tensor, moment: Tensor, beta1: float) -> None:
-    """``gradient`` (n,) = m~ = (1-b1) ``gradient`` + ``residual`` (n,) + b1 ``moment`` (m,), m <= n."""
+class Part(NamedTuple):
+    """Columns ``[start, start + width)`` of a row, multiples of 64, with their moment (m,): none for padding."""
+
+    start: int
+    width: int
+    moment: Tensor
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.start, self.start + self.width)
+
+
+class Moments:
+    """The moments of a row's parameters, beside each other from column 0 to n, wherever they are in memory."""
+
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+        self.parts, self.device = tuple(parts), device
+
+    @functools.cached_property
+    def programs(self) -> Tensor:
+        """(B,) int32: of each program along a row, the number of its part."""
+        numbers = [i for i, part in enumerate(self.parts) for _ in range(-(-part.width // PER_PROGRAM))]
+        return upload(numbers, self.device)
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """(parts * 5,) int64: of each the moment's address, m, start, width, and the number of its first program."""
+        values, first = [], 0
+        for part in self.parts:
+            values += [part.moment.data_ptr(), part.moment.numel(), part.start, part.width, first]
+            first += -(-part.width // PER_PROGRAM)
+        return upload(values, self.device, torch.int64)
+
+
+def blend(gradient: Tensor, residual: Tensor, beta1: float) -> None:
+    """``gradient`` (n,) = (1-b1) ``gradient`` + ``residual`` (n,): m~ without the moment."""
     if gradient.numel():
-        _backend(gradient).add_up(gradient, residual, moment, beta1)
+        _backend(gradient).blend(gradient, residual, beta1)
 
 
-def take(values: Tensor, moment: Tensor, words: Tensor, beta1: float) -> None:
-    """``values`` (n,) -= b1 ``moment`` (m,) at the mask ``words`` (n / 64,): all ranks know it, it need not travel."""
-    if moment.numel():
-        _backend(values).take(values, moment, words, beta1)
+def add_up(gradient: Tensor, residual: Tensor, moments: Moments, beta1: float) -> None:
+    """``gradient`` (n,) = m~ = (1-b1) ``gradient`` + ``residual`` (n,) + b1 moment."""
+    if gradient.numel():
+        _backend(gradient).add_up(gradient, residual, moments, beta1)
 
 
-def rejoin(mean: Tensor, common: Tensor, moment: Tensor, words: Tensor, beta1: float, common_out: Tensor) -> None:
+def take(values: Tensor, moments: Moments, words: Tensor, beta1: float) -> None:
+    """``values`` (n,) -= b1 moment at the mask ``words`` (n / 64,): all ranks know it, it need not travel."""
+    if values.numel():
+        _backend(values).take(values, moments, words, beta1)
+
+
+def rejoin(mean: Tensor, common: Tensor, moments: Moments, words: Tensor, beta1: float, common_out: Tensor) -> None:
     """What all ranks have in common joins their mean at the mask, where it is known to the owner of the moment alone.
 
-    On the mask: ``mean`` += ``common``; ``common_out`` = 0. Off it: ``common_out`` = ``common`` + b1 ``moment``.
+    On the mask: ``mean`` += ``common``; ``common_out`` = 0. Off it: ``common_out`` = ``common`` + b1 moment.
 
     Args:
-        mean, common, common_out: (n,), n a multiple of 64; common_out may be common. moment: (m,), m <= n.
-        words: (n / 64,) int64.
+        mean, common, common_out: (n,), n a multiple of 64; common_out may be common. words: (n / 64,) int64.
     """
     if mean.numel():
-        _backend(mean).rejoin(mean, common, moment, words, beta1, common_out)
+        _backend(mean).rejoin(mean, common, moments, words, beta1, common_out)
 
 
-def settle(mean: Tensor, moment: Tensor, words: Tensor, beta1: float, given: Tensor) -> None:
+def settle(mean: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor) -> None:
     """Of the ranks' mean of what was sent: the next moment, and the gradient that belongs to it.
 
-    On the mask: ``given`` = b1 ``moment`` + ``mean``; ``mean`` /= 1-b1. Off it ``given`` = 0, and ``mean`` has to be 0.
+    On the mask: ``given`` = b1 moment + ``mean``; ``mean`` /= 1-b1. Off it ``given`` = 0, and ``mean`` has to be 0.
 
     Args:
-        mean: (n,), n a multiple of 64. moment, given: (m,), m <= n. words: (n / 64,) int64.
+        mean, given: (n,), n a multiple of 64; what stands for no moment is left alone in given. words: (n / 64,) int64.
     """
     if mean.numel():
-        _backend(mean).settle(mean, moment, words, beta1, given)
+        _backend(mean).settle(mean, moments, words, beta1, given)
+
+
+def each(of: Callable[..., None]) -> Callable[..., None]:
+    """``of``, which takes one moment and its columns, for all of them: arguments as above, ``Moments`` in its place."""
+
+    @functools.wraps(of)
+    def all_of(*arguments: object) -> None:
+        moments = next(argument for argument in arguments if isinstance(argument, Moments))
+        for part in moments.parts:
+            of(*(_of_part(argument, part) for argument in arguments))
+
+    return all_of
+
+
+def _of_part(argument: object, part: Part) -> object:
+    if isinstance(argument, Moments):
+        return part.moment
+    if not isinstance(argument, Tensor):
+        return argument
+    words = argument.dtype == torch.int64
+    return argument[part.start // 64 : (part.start + part.width) // 64] if words else argument[part.columns]

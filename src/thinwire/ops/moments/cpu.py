@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thinwire.ops.kernels import njit
 from thinwire.ops.mask.cpu import WORD, trailing_zeros
+from thinwire.ops.moments import each
 
 
 @njit
@@ -64,14 +65,21 @@ def _settle(mean, moment, words, beta1, rest1, given):
             word &= word - uint64(1)
 
 
+def blend(gradient: Tensor, residual: Tensor, beta1: float) -> None:
+    _add_up(gradient.numpy(), residual.numpy(), gradient[:0].numpy(), np.float32(beta1), np.float32(1 - beta1))
+
+
+@each
 def add_up(gradient: Tensor, residual: Tensor, moment: Tensor, beta1: float) -> None:
     _add_up(gradient.numpy(), residual.numpy(), moment.numpy(), np.float32(beta1), np.float32(1 - beta1))
 
 
+@each
 def take(values: Tensor, moment: Tensor, words: Tensor, beta1: float) -> None:
     _take(values.numpy(), moment.numpy(), words.numpy().view(np.uint64), np.float32(beta1))
 
 
+@each
 def rejoin(mean: Tensor, common: Tensor, moment: Tensor, words: Tensor, beta1: float, common_out: Tensor) -> None:
     _rejoin(
         mean.numpy(), common.numpy(), moment.numpy(), words.numpy().view(np.uint64), np.float32(beta1),
@@ -79,8 +87,9 @@ def rejoin(mean: Tensor, common: Tensor, moment: Tensor, words: Tensor, beta1: f
     )  # fmt: skip
 
 
+@each
 def settle(mean: Tensor, moment: Tensor, words: Tensor, beta1: float, given: Tensor) -> None:
     _settle(
         mean.numpy(), moment.numpy(), words.numpy().view(np.uint64), np.float32(beta1), np.float32(1 - beta1),
-        given.numpy(),
+        given[: moment.numel()].numpy(),
     )  # fmt: skip

@@ -26,6 +26,8 @@ the sum of transformed values is the transform of the sum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from thinwire.ops.backends import backend
@@ -33,7 +35,7 @@ from thinwire.ops.quant.reference import ORDER, Format
 
 __all__ = [
     "ORDER", "Format", "dequantize", "dequantize_fp8", "dequantize_sum", "dequantize_sum_fp8", "quantize",
-    "quantize_fp8", "sum_rows",
+    "quantize_fp8", "quantize_parts", "sum_rows",
 ]  # fmt: skip
 
 
@@ -47,6 +49,17 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
     """
     if rows.numel():
         _backend(rows).quantize(rows, format, codes, scales, seed)
+
+
+def quantize_parts(
+    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, parts: Sequence[tuple[int, int, int]]
+) -> None:
+    """``quantize`` of some columns after others, each part with random bits of its own.
+
+    ``parts``: (first column, last column, seed), multiples of the group, beside each other from 0 to n.
+    """
+    if rows.numel():
+        _backend(rows).quantize_parts(rows, format, codes, scales, parts)
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> Tensor:

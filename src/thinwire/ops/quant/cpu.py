@@ -14,6 +14,7 @@ straight loop.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numba
 import numpy as np
@@ -34,6 +35,7 @@ from thinwire.ops.quant.reference import (
     ORDER,
     SMALLEST_SCALE,
     Format,
+    columns_of,
     key_of,
 )
 
@@ -475,6 +477,14 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
     kernel = QUANTIZE[rows.dtype == torch.bfloat16, format.bits == 4, seed is not None, format.hadamard]
     key = np.uint32(key_of(seed or 0) & 0xFFFFFFFF)
     kernel(*flat(rows), *rows.shape, format.group, *flat(codes.view(torch.uint8)), *flat(scales), key)
+
+
+def quantize_parts(
+    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, parts: Sequence[tuple[int, int, int]]
+) -> None:
+    for first, last, seed in parts:
+        values, to, by = columns_of(rows, format, codes, scales, first, last)
+        quantize(values, format, to, by, seed)
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:

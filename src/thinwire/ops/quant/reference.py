@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,6 +115,22 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
     values = _rotated(rows.float() * NORM) if format.hadamard else rows
     integers = _integers(values, format.group, INT4_LEVELS if format.bits == 4 else INT8_LEVELS, scales, seed)
     codes.copy_(_packed(integers) if format.bits == 4 else integers.flatten(1))
+
+
+def columns_of(
+    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, first: int, last: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns ``first`` to ``last`` of ``rows``, of their codes and of their scales."""
+    at, groups = slice(first * format.bits // 8, last * format.bits // 8), format.group
+    return rows[:, first:last], codes[:, at], scales[:, first // groups : last // groups]
+
+
+def quantize_parts(
+    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, parts: Sequence[tuple[int, int, int]]
+) -> None:
+    for first, last, seed in parts:
+        values, to, by = columns_of(rows, format, codes, scales, first, last)
+        quantize(values, format, to, by, seed)
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:

@@ -6,6 +6,8 @@ Launched without floating-point fusion: a product contracted into an addition wo
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.device import upload
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole, wire_alignment
 from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import Format
@@ -101,9 +104,10 @@ def _load_codes(codes, at, inside, HALF: tl.constexpr, FOUR: tl.constexpr):
 
 
 @triton.jit
-def _places(BLOCK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr):
-    """Of the program's groups: numbers, the first elements, and where the bytes of the low halves are."""
-    g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _places(program, first, BLOCK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr):
+    """Of the program's groups, from ``first`` on: numbers, their elements, and where the bytes of the low halves are.
+    """
+    g = first + program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, GROUP // 2)[None, :]
     return g, g[:, None] * GROUP + lane, g[:, None] * (GROUP // 2 if FOUR else GROUP) + lane
 
@@ -124,14 +128,25 @@ def _rotate(low, high, BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 @kernel
 def _quantize(
-    rows, rows_stride, codes, codes_stride, scales, scales_stride, groups, key,
+    rows, rows_stride, codes, codes_stride, scales, scales_stride, groups, programs, parts, keys,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr, ROTATED: tl.constexpr,
     WIRE: tl.constexpr,
 ):  # fmt: skip
+    """Stochastically: ``groups`` of a part; its number is the program's in ``programs``, its first group, groups and
+    first program are its row of ``parts``."""
     HALF: tl.constexpr = GROUP // 2
     row = tl.program_id(1).to(tl.int64)
-    g, at, to = _places(BLOCK, GROUP, FOUR)
-    inside = (g < groups)[:, None]
+    if STOCHASTIC:
+        number = tl.program_id(0)
+        part = tl.load(programs + number)
+        first, groups = tl.load(parts + part * 3).to(tl.int64), tl.load(parts + part * 3 + 1).to(tl.int64)
+        g, at, to = _places(number - tl.load(parts + part * 3 + 2), first, BLOCK, GROUP, FOUR)
+        pair, key = (row * groups + g - first)[:, None] * HALF + tl.arange(0, HALF)[None, :], tl.load(keys + part)
+        last = first + groups
+    else:
+        g, at, to = _places(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
+        pair, key, last = at, 0, groups
+    inside = (g < last)[:, None]
     rows = row_of(rows, rows_stride, row, 16 if WIRE > 1 else 1)
     low, high = _load(rows + at, inside), _load(rows + at + HALF, inside)
     if ROTATED:
@@ -139,10 +154,9 @@ def _quantize(
     largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
     scale, per_scale = _scale_of(largest, FOUR)
     finite = (largest < 0x7F800000)[:, None]
-    pair = (row * groups + g)[:, None] * HALF + tl.arange(0, HALF)[None, :]
     codes = row_of(codes, codes_stride, row, WIRE)
     _store_codes(codes, to, inside, low, high, finite, per_scale[:, None], pair, key, HALF, FOUR, STOCHASTIC)
-    tl.store(scales + row * scales_stride + g, scale, mask=g < groups)
+    tl.store(scales + row * scales_stride + g, scale, mask=g < last)
 
 
 @kernel
@@ -153,7 +167,7 @@ def _dequantize(
     """Every row of ``out``: ``factor`` * the sum of ``peers`` rows of codes from there on, or its transform."""
     HALF: tl.constexpr = GROUP // 2
     row = tl.program_id(1).to(tl.int64)
-    g, at, to = _places(BLOCK, GROUP, FOUR)
+    g, at, to = _places(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
     inside = (g < groups)[:, None]
     scale = tl.load(scales + row * scales_stride + g, mask=g < groups, other=0.0)[:, None]
     low, high = _load_codes(row_of(codes, codes_stride, row, WIRE), to, inside, HALF, FOUR)
@@ -193,10 +207,39 @@ def _blocks(n: int, group: int) -> tuple[int, int]:
 
 def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
     count, n = rows.shape
+    if seed is not None:
+        quantize_parts(rows, format, codes, scales, [(0, n, seed)])
+        return
     block, programs = _blocks(n, format.group)
     launch(
-        _quantize, (programs, count), _words(rows), codes, scales, n // format.group, reference.key_of(seed or 0),
-        BLOCK=block, STOCHASTIC=seed is not None, WIRE=wire_alignment(codes, rows), **_constants(format),
+        _quantize, (programs, count), _words(rows), codes, scales, n // format.group, None, None, None, BLOCK=block,
+        STOCHASTIC=False, WIRE=wire_alignment(codes, rows), **_constants(format),
+    )  # fmt: skip
+
+
+def quantize_parts(
+    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, parts: Sequence[tuple[int, int, int]]
+) -> None:
+    block, _ = _blocks(rows.shape[1], format.group)
+    groups = tuple((first // format.group, (last - first) // format.group) for first, last, _ in parts)
+    programs, table = _table(groups, block, rows.device)
+    keys = upload([reference.key_of(seed) for _, _, seed in parts], rows.device)
+    launch(
+        _quantize, (len(programs), len(rows)), _words(rows), codes, scales, 0, programs, table, keys, BLOCK=block,
+        STOCHASTIC=True, WIRE=wire_alignment(codes, rows), **_constants(format),
+    )  # fmt: skip
+
+
+@functools.cache
+def _table(groups: tuple[tuple[int, int], ...], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(programs along a row,) int32, the part of each; (parts * 3,) int32, first group, groups and first program."""
+    programs: list[int] = []
+    table: list[int] = []
+    for number, (first, count) in enumerate(groups):
+        table += [first, count, len(programs)]
+        programs += [number] * triton.cdiv(count, block)
+    return (
+        torch.tensor(programs, dtype=torch.int32, device=device), torch.tensor(table, dtype=torch.int32, device=device)
     )  # fmt: skip
 
 
