@@ -59,10 +59,12 @@ class Chaos:
         """One start of the run and one fault. Returns its row, and whether the run came to its end before."""
         there = max(forked.steps_of(self.out), default=0)
         at, fault = there + ahead, None
+        mark = self.box / f"struck-{at}"
         if kind in INSIDE:
 
             def fault(rank: int, step: int, micro: int) -> None:
                 if (rank, step) == (victim, at):
+                    mark.touch()
                     INSIDE[kind]()
 
         began = time.monotonic()
@@ -74,7 +76,10 @@ class Chaos:
             return self._over(job, f"step {at} was not reached: {job.last()}", began)
         if wait_s is not None and job.wait(0):
             return self._over(job, "the run ended before", began)
-        job.since = time.monotonic()
+        if kind in INSIDE:
+            job.struck(mark)
+        else:
+            job.since = time.monotonic()
         seen = self.strike(cluster, job, kind, victim)
         ends = job.end()
         codes = " ".join(f"{rank}:{ends[rank][0]}" if rank in ends else f"{rank}:-" for rank in job.pids)
