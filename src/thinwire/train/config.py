@@ -104,7 +104,8 @@ class Config:
     """adams: thinwire.AdamS, which keeps no second moment. sgd: without momentum, for methods that have one (demo,
     dgc). Default: what the method is made for, of most adamw."""
     lr: float | None = None
-    """Learning rate at the top of the schedule. Default: 2e-3; 2e-5 with --init, 2e-4 with --lora."""
+    """Learning rate at the top of the schedule. Default: 2e-3, or for models wider than 256 less, as one over the width
+    (512: 5e-4); 2e-5 with --init, 2e-4 with --lora."""
     lr_end: float = 0.1
     """Learning rate at the end, as a share of the top."""
     warmup: float = 0.05
@@ -194,7 +195,10 @@ class Config:
         """The learning rate at the top of the schedule."""
         if self.lr is not None:
             return self.lr
-        return 2e-4 if self.lora else 2e-5 if self.init else 2e-3
+        if self.init:
+            return 2e-4 if self.lora else 2e-5
+        width = self.width or PRESETS[self.preset].width
+        return 2e-3 if width <= 256 else 0.256 / width
 
     @property
     def alpha(self) -> float:
