@@ -650,7 +650,8 @@ def test_a_disk_that_is_full_is_told_by_all_and_older_checkpoints_stay(tmp_path,
 INDIFFERENT = {
     "preset", "seq_len", "corpus", "valid", "tokenizer", "shard_size", "out", "ranks", "ranks_per_node", "eval_every",
     "eval_sequences", "checkpoints", "checkpoint_every", "keep", "resume", "resume_anyway", "resize", "overwrite",
-    "max_skipped", "check_every", "timeout", "file_timeout", "track", "track_project",
+    "max_skipped", "check_every", "timeout", "file_timeout", "track", "track_project", "data", "lora_alpha",
+    "lora_targets",
 }  # fmt: skip
 """What shows in something else that is compared (the model's shape, hashes of the text, the mesh), or nowhere."""
 

@@ -149,6 +149,7 @@ def test_a_comparison_is_taken_over_with_its_command(figures: ModuleType, tmp_pa
 def test_links_and_files_exist(page: Path) -> None:
     text = text_of(page)
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link and not link.startswith("#")]
+    links = [link for link in links if not link.startswith("methods/")]  # `make docs` writes and checks those
     missing = [link for link in links if not (page.parent / link.partition("#")[0]).exists()]
     for name in re.findall(r"(?<![\w/.-])((?:docs|tests|benchmarks|examples|src)/[\w./*-]*[\w*])", text):
         if not list(ROOT.glob(name)):

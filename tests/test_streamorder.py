@@ -99,9 +99,11 @@ def alone(monkeypatch):
 
     def layout(self: masks.Masks, step: int) -> Any:
         rows, end, places = self._exchange.bucket_rows(True), 0, {}
-        for name, size in self._sizes.items():
-            first, end = end, end + self._schedule.mask_bytes(size, step)
-            places[name] = slice(0, rows), slice(first, end)
+        for name, chunks in self._chunks.items():
+            places[name] = []
+            for chunk in chunks:
+                first, end = end, end + self._schedule.mask_bytes(chunk.span, step)
+                places[name].append((slice(0, rows), slice(first, end)))
         return places, end
 
     monkeypatch.setattr(masks.Masks, "_layout", layout)

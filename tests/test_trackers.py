@@ -124,7 +124,7 @@ def test_a_service_is_told_every_step_once_however_often_the_run_is_resumed(tmp_
     inits = [call[1] for call in told if call[0] == "init"]
     assert inits[0] == inits[1], "the same run"
     assert inits[0]["project"] == "mine" and inits[0]["resume"] == "allow"
-    assert inits[0]["config"]["lr"] == 2e-3 and inits[0]["config"]["track"] == [name]
+    assert inits[0]["config"]["optimizer"] is None and inits[0]["config"]["track"] == [name]
     assert [call[1] for call in told if call[0] == "log"] == [0, 1, 2, 3, 4, 5, 6]
     numbers = next(call[2] for call in told if call[0] == "log" and call[1] == 2)
     assert numbers["loss"] == 2.5 and numbers["lr"] == 0.1 and numbers["step_ms"] == 20 and numbers["skipped"] == 1

@@ -11,6 +11,7 @@ from torch import Tensor
 from thinwire.comm import Comm
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Run
+from thinwire.ops.moments import Moments
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def _tensors(thing: object, seen: set[int]) -> Iterator[Tensor]:
     elif isinstance(thing, tuple | list | set):
         for value in thing:
             yield from _tensors(value, seen)
-    elif isinstance(thing, Run | Comm | Ledger | type):
+    elif isinstance(thing, Run | Comm | Ledger | Moments | type):
         return
     elif isinstance(thing, Method) or type(thing).__module__.startswith("thinwire."):
         yield from _tensors(getattr(thing, "__dict__", {}), seen)
