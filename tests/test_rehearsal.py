@@ -46,6 +46,31 @@ def test_any_number_of_ranks(name):
             assert set(found.sent) <= {"inter", "intra"} and (size > 8 or "inter" not in found.sent)
 
 
+@pytest.mark.parametrize("name", [*NAMES, "trickle(mask='shared')", "tagc(mask='shared')"])
+def test_what_grows_with_the_ranks_is_declared_and_told(name):
+    """Four times as many ranks: as many bytes, but for what is gathered."""
+    method = resolve(name)
+    if name != "none":
+        few, many = (rehearsed(method, "ddp", size).parameters["b"] for size in (8, 32))
+        assert (many > 3 * few) == (method.gathers or name == "tagc")  # whose united masks grow until they are full
+    plan = plan_of(method, parameters_for(exchange_of("ddp", 8), SHAPES).values(), exchange_of("ddp", 8))
+    assert (plan.dense_from is not None) == method.gathers
+    if method.gathers:
+        dense = resolve("dense")
+        for size in (plan.dense_from - 1, plan.dense_from):
+            sent, by_dense = (rehearsed(of, "ddp", size).parameters["b"] for of in (method, dense))
+            assert (sent > by_dense) == (size == plan.dense_from)
+        assert f"from {plan.dense_from} on, dense sends less" in " ".join(str(plan).split())
+
+
+def test_more_ranks_than_a_method_is_for_are_warned_of():
+    method = resolve("topk(density=0.1)")
+    for size in (8, 64):
+        exchange = exchange_of("ddp", size)
+        warning = plan_of(method, parameters_for(exchange, SHAPES).values(), exchange).warning or ""
+        assert ("dense sends less" in warning) == (size == 64)
+
+
 def test_links_and_collectives_of_int8():
     """Counted by hand: 8 bits and a scale of 4 bytes per 128 values, to every peer, twice on DDP."""
     found = rehearsed(resolve("int8(smallest=0, send='*')"), "ddp", 16)

@@ -202,17 +202,39 @@ class Plan:
         layout = apart(self._parameters, self._road, self._wire_dtype)
         return rehearse(layout, self._road, self._run, self._guards, watched=False)
 
+    @functools.cached_property
+    def dense_from(self) -> int | None:
+        """From so many ranks on the engine's dense exchange sends less, by the largest parameter; None: never.
+
+        A message m that all ranks receive of each costs (N - 1) m, and a ring of D bytes 2 (N - 1) / N D.
+        """
+        last, sent = self._road.last, self._sent(self._road.last)
+        if not last.method.gathers or last.exchange.owner or len(self._road.stages) > 1 or self.ranks == 1 or not sent:
+            return None
+        largest = max(sent, key=lambda parameter: parameter.numel)
+        layout = apart([largest], self._road, self._wire_dtype)
+        found = rehearse(layout, self._road, self._run, self._guards, watched=False).parameters[largest.name]
+        dense = self._road.dense_bytes(largest, self._wire_dtype or largest.dtype)
+        return int(self.ranks * dense / found) + 1
+
+    @property
+    def _grows(self) -> str | None:
+        if self.dense_from is None:
+            return None
+        return f"what {self.method} sends grows with the ranks: from {self.dense_from} on, dense sends less"
+
     @property
     def note(self) -> str | None:
         return "; ".join(filter(None, (self._little, self._unmatched))) or None
 
     @property
     def warning(self) -> str | None:
-        """What has to be said at once: half of the values stay dense, a pattern of names matches none (``note``), or
-        the run is so short that the method costs more than ``DEAR`` of its loss."""
+        """What has to be said at once: half of the values stay dense, a pattern of names matches none (``note``), the
+        run is so short that the method costs more than ``DEAR`` of its loss, or so many ranks send more than dense."""
         little = self.compressed is not None and self.compressed < 0.5
         dear = f"{self.method} {self.cost}, unless it goes on from a checkpoint{self._cheaper}" if self._dear else None
-        return "; ".join(filter(None, (self.note if little or self._unmatched else None, dear))) or None
+        many = self._grows if self.dense_from is not None and self.ranks >= self.dense_from else None
+        return "; ".join(filter(None, (self.note if little or self._unmatched else None, dear, many))) or None
 
     @property
     def _cheaper(self) -> str:
@@ -303,8 +325,8 @@ class Plan:
             table.caption += f"\n{self.lost}"
         if self.cost:
             table.caption += f"\n{self.cost}"
-        if self.note is not None:
-            table.caption += f"\n{self.note}"
+        for line in filter(None, (self._grows, self.note)):
+            table.caption += f"\n{line}"
         return in_text(table, 120)
 
 

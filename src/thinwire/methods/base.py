@@ -261,6 +261,12 @@ class Method:
         return True
 
     @property
+    def gathers(self) -> bool:
+        """Where all ranks want the result: does each of them receive every rank's message, so that what a rank sends
+        grows with their number?"""
+        return False
+
+    @property
     def moves(self) -> Collection[str]:
         """The parameters whose gradient, as the engine holds it before a step, is a step of the weights already."""
         return ()

@@ -72,6 +72,10 @@ class DeMo(ErrorFeedback):
             raise ThinwireError(f"demo: beta is the decay of the momentum, from 0 to below 1, got {self.beta}")
 
     @property
+    def gathers(self) -> bool:
+        return True
+
+    @property
     def adds_up(self) -> bool:
         return False
 

@@ -49,6 +49,10 @@ class TopK(ErrorFeedback):
         return Delay.of_largest(self.density, self.start) if self.error_feedback else None
 
     @property
+    def gathers(self) -> bool:
+        return True
+
+    @property
     def granule(self) -> int:
         return masks.WORD
 

@@ -74,6 +74,10 @@ class Trickle(ErrorFeedback):
         return self.mask == "own"
 
     @property
+    def gathers(self) -> bool:
+        return self.mask == "own"
+
+    @property
     def granule(self) -> int:
         return masks.WORD
 
