@@ -272,7 +272,8 @@ class GroupComm(Comm):
         sources = [(self.rank - turn) % self.size for turn in turns]
         targets = [(self.rank + turn) % self.size for turn in turns]
         ranks, group = self.ranks, self.group
-        _FromPeers(self, verb, _DROPPED.pop(group, [])).wait()  # they come before ours, on all ranks
+        if dropped := _DROPPED.pop(group, None):  # they come before ours, on all ranks
+            _FromPeers(self, verb, dropped).wait()
         works: list[tuple[int, Work | None]] = []
         for peer in sources:
             with self.waiting(verb, peer):

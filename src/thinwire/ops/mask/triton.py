@@ -17,6 +17,7 @@ from torch import Tensor
 from thinwire.device import upload
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
 from thinwire.ops.mask import reference
+from thinwire.ops.programs import programs_of
 
 NAN_BITS = 0x7F800001  # any NaN, as an integer: all are equal, and larger than infinity
 BLOCK = 512
@@ -216,12 +217,10 @@ def from_indices(positions: Tensor, words: Tensor) -> None:
 
 def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> None:
     table: list[int] = []
-    programs: list[int] = []
-    for number, (positions, groups) in enumerate(lists):
+    programs, firsts = programs_of((positions.shape[1] for positions, _ in lists), BLOCK)
+    for (positions, groups), program in zip(lists, firsts, strict=True):
         k, first = positions.shape[1], groups.start
-        table += [positions.data_ptr(), positions.stride(0), k, first, (groups.stop - first) * reference.WORD]
-        table.append(len(programs))
-        programs += [number] * triton.cdiv(k, BLOCK)
+        table += [positions.data_ptr(), positions.stride(0), k, first, (groups.stop - first) * reference.WORD, program]
     if sum(groups.stop - groups.start for _, groups in lists) == words.shape[1]:
         words.zero_()
     else:

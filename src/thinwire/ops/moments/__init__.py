@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thinwire.device import upload
 from thinwire.ops.backends import backend
+from thinwire.ops.programs import programs_of
 
 __all__ = ["Moments", "Part", "add_up", "blend", "rejoin", "settle", "take"]
 
@@ -46,17 +47,19 @@ class Moments:
     @functools.cached_property
     def programs(self) -> Tensor:
         """(B,) int32: of each program along a row, the number of its part."""
-        numbers = [i for i, part in enumerate(self.parts) for _ in range(-(-part.width // PER_PROGRAM))]
-        return upload(numbers, self.device)
+        return upload(self._programs[0], self.device)
 
     @functools.cached_property
     def table(self) -> Tensor:
         """(parts * 5,) int64: of each the moment's address, m, start, width, and the number of its first program."""
-        values, first = [], 0
-        for part in self.parts:
+        values: list[int] = []
+        for part, first in zip(self.parts, self._programs[1], strict=True):
             values += [part.moment.data_ptr(), part.moment.numel(), part.start, part.width, first]
-            first += -(-part.width // PER_PROGRAM)
         return upload(values, self.device, torch.int64)
+
+    @property
+    def _programs(self) -> tuple[list[int], list[int]]:
+        return programs_of((part.width for part in self.parts), PER_PROGRAM)
 
 
 def blend(gradient: Tensor, residual: Tensor, beta1: float) -> None:

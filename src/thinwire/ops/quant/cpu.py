@@ -25,6 +25,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from thinwire.ops.kernels import flat, njit
+from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import (
     FP8_LEVELS,
     INT4_LEVELS,
@@ -35,7 +36,6 @@ from thinwire.ops.quant.reference import (
     ORDER,
     SMALLEST_SCALE,
     Format,
-    columns_of,
     key_of,
 )
 
@@ -482,9 +482,7 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
 def quantize_parts(
     rows: Tensor, format: Format, codes: Tensor, scales: Tensor, parts: Sequence[tuple[int, int, int]]
 ) -> None:
-    for first, last, seed in parts:
-        values, to, by = columns_of(rows, format, codes, scales, first, last)
-        quantize(values, format, to, by, seed)
+    reference.quantize_parts(rows, format, codes, scales, parts, quantize)
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,20 +117,15 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
     codes.copy_(_packed(integers) if format.bits == 4 else integers.flatten(1))
 
 
-def columns_of(
-    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, first: int, last: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns ``first`` to ``last`` of ``rows``, of their codes and of their scales."""
-    at, groups = slice(first * format.bits // 8, last * format.bits // 8), format.group
-    return rows[:, first:last], codes[:, at], scales[:, first // groups : last // groups]
-
-
 def quantize_parts(
-    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, parts: Sequence[tuple[int, int, int]]
-) -> None:
+    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, parts: Sequence[tuple[int, int, int]],
+    by: Callable[[Tensor, Format, Tensor, Tensor, int], None] = quantize,
+) -> None:  # fmt: skip
+    """One part after the other, ``by`` this or another backend's ``quantize``."""
+    bits, group = format.bits, format.group
     for first, last, seed in parts:
-        values, to, by = columns_of(rows, format, codes, scales, first, last)
-        quantize(values, format, to, by, seed)
+        at, groups = slice(first * bits // 8, last * bits // 8), slice(first // group, last // group)
+        by(rows[:, first:last], format, codes[:, at], scales[:, groups], seed)
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thinwire.device import upload
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole, wire_alignment
+from thinwire.ops.programs import programs_of
 from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import Format
 
@@ -233,11 +234,8 @@ def quantize_parts(
 @functools.cache
 def _table(groups: tuple[tuple[int, int], ...], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(programs along a row,) int32, the part of each; (parts * 3,) int32, first group, groups and first program."""
-    programs: list[int] = []
-    table: list[int] = []
-    for number, (first, count) in enumerate(groups):
-        table += [first, count, len(programs)]
-        programs += [number] * triton.cdiv(count, block)
+    programs, firsts = programs_of((count for _, count in groups), block)
+    table = [value for of, first in zip(groups, firsts, strict=True) for value in (*of, first)]
     return (
         torch.tensor(programs, dtype=torch.int32, device=device), torch.tensor(table, dtype=torch.int32, device=device)
     )  # fmt: skip

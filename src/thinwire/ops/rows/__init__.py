@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.ops.backends import backend
+from thinwire.ops.programs import programs_of
 
 __all__ = ["Part", "Places", "pack", "unpack"]
 
@@ -47,17 +48,17 @@ class Places:
     @functools.cached_property
     def programs(self) -> Tensor:
         """(B,) int32: of each program along a row, the number of its part."""
-        numbers = [i for i, part in enumerate(self.parts) for _ in range(-(-part.width // PER_PROGRAM))]
-        return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+        return torch.tensor(self._programs[0], dtype=torch.int32, device=self.device)
 
     @functools.cached_property
     def table(self) -> Tensor:
         """(parts, 7) int64: each part, and the number of its first program."""
-        rows, first = [], 0
-        for part in self.parts:
-            rows.append([*part, first])
-            first += -(-part.width // PER_PROGRAM)
+        rows = [[*part, first] for part, first in zip(self.parts, self._programs[1], strict=True)]
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
+
+    @property
+    def _programs(self) -> tuple[list[int], list[int]]:
+        return programs_of((part.width for part in self.parts), PER_PROGRAM)
 
 
 def pack(flat: Tensor, places: Places, rows: Tensor) -> Tensor:
