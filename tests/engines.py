@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from models import Net, flat, loss_of
@@ -21,17 +20,17 @@ def build(
     kind: str,
     world: int,
     *,
-    net: Callable[[], nn.Module] = Net,
+    net: Callable[[], nn.Module] = lambda: Net(layers=1),
     policy: MixedPrecisionPolicy | None = None,
     prepare: Callable[[nn.Module], object] = lambda model: None,
     **options,
 ) -> nn.Module:
     """The same initial weights on every rank, wrapped for ``kind``: ddp, fsdp2, fsdp2-keep (no resharding), hsdp."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed seeds devices that are not there, which takes longer
     model = net()
     prepare(model)
     if kind == "ddp":
-        return DistributedDataParallel(model, **{"bucket_cap_mb": 0.005, **options})
+        return DistributedDataParallel(model, **{"bucket_cap_mb": 0.01, **options})
     if kind == "hsdp":
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     elif kind == "hsdp-1":
@@ -47,12 +46,9 @@ def build(
 
 
 def adamw(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
-    """In one operation for all DTensors: how its arguments are sharded is found out once, not for each weight's ten.
-
-    Every rank would need longer for that than for ten steps. DDP keeps torch's default.
-    """
-    weights = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(weights, lr=lr, fused=any(isinstance(p, DTensor) for p in weights))
+    """In one operation for all weights: each by itself takes longer than a step of these models does otherwise."""
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(weights, lr=lr, fused=True)
 
 
 def train(model, optimizer, rank: int, steps, wire=None, *, poison: tuple[int, int] | None = None, loss=loss_of):

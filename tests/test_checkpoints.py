@@ -33,14 +33,15 @@ from thinwire.comm import GroupComm
 from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.ledger import Ledger
 from thinwire.testing import ThreadComm, Threads
-from thinwire.train import checkpoint, differences, folder, loop, together, trained
-from thinwire.train.checkpoint import Checkpoints, obsolete, read_meta, read_tensors
+from thinwire.train import checkpoint, differences, folder, loop, resumed, stored, together, trained
+from thinwire.train.checkpoint import Checkpoints, obsolete
 from thinwire.train.config import Config, from_arguments
 from thinwire.train.data import Windows
 from thinwire.train.display import Display, cut
 from thinwire.train.folder import Folder, opened
 from thinwire.train.launch import free_port
 from thinwire.train.signals import Signals
+from thinwire.train.stored import read_meta, read_tensors
 from thinwire.train.together import Together
 from thinwire.wire import Wire
 
@@ -398,11 +399,11 @@ def test_what_no_host_has_is_named(tmp_path):
 def test_a_host_that_lacks_the_checkpoint_of_another_run_begins_a_run_of_its_own_too(tmp_path, monkeypatch):
     run_on([tmp_path / "a"] * 2, lambda run: run.save(4))
     given, host = tmp_path / "a/checkpoints/step-000004", threading.local()
-    read, exists = checkpoint.read_meta, Path.exists
+    read, exists = stored.read_meta, Path.exists
 
     def read_meta_(path: Path) -> Any:
         if path == given and host.rank:
-            raise checkpoint.Damaged(checkpoint._no_meta(path))
+            raise stored.Damaged(stored.no_meta(path))
         return read(path)
 
     def resume(run: Run) -> Any:
@@ -450,9 +451,9 @@ def test_shards_are_put_side_by_side(tmp_path):
     weight, step = torch.arange(12.0).view(4, 3), torch.tensor(7.0)
     for rank, part in enumerate(weight.split([2, 1, 1, 0]) * 2):  # two copies of four shards
         tensors = {"model/w": part, "optimizer/w/exp_avg": part + 1, "optimizer/w/step": step, "wire/x": step + 1}
-        checkpoint._write(tensors, tmp_path / checkpoint.rank_file(rank))
-    meta = {"files": {checkpoint.rank_file(rank): 0 for rank in range(8)}, "about": {"mesh": "4 x 2"}}
-    found = dict(checkpoint.whole(checkpoint.Checkpoint(tmp_path, meta)))
+        stored.write_tensors(tensors, tmp_path / stored.rank_file(rank))
+    meta = {"files": {stored.rank_file(rank): 0 for rank in range(8)}, "about": {"mesh": "4 x 2"}}
+    found = dict(resumed.whole(stored.Checkpoint(tmp_path, meta)))
     assert found.keys() == {"model/w", "optimizer/w/exp_avg", "optimizer/w/step"}
     assert torch.equal(found["model/w"], weight) and torch.equal(found["optimizer/w/exp_avg"], weight + 1)
     assert torch.equal(found["optimizer/w/step"], step)
@@ -536,7 +537,7 @@ def test_a_foreign_file_is_refused(tmp_path):
 def test_every_dtype_and_shape_comes_back(tmp_path, dtype):
     given = {"a": torch.arange(6).view(2, 3), "b": torch.ones(()), "c": torch.zeros(0, 4)}
     tensors = {name: tensor.to(dtype) for name, tensor in given.items()}
-    checkpoint._write(tensors, tmp_path / "x.safetensors")
+    stored.write_tensors(tensors, tmp_path / "x.safetensors")
     found = dict(read_tensors(tmp_path / "x.safetensors"))
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) and found[name].dtype == dtype for name in tensors)
@@ -586,7 +587,7 @@ def test_a_kill_at_any_moment_leaves_every_visible_checkpoint_whole(tmp_path, st
             try:
                 with contextlib.ExitStack() as stack:
                     for of, name in (
-                        (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (checkpoint, "save_file"),
+                        (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (stored, "save_file"),
                         (folder, "sync"), (os, "unlink"), (os, "rmdir"), (os, "fsync"),
                     ):  # fmt: skip
                         stack.enter_context(mock.patch.object(of, name, counted(getattr(of, name))))
@@ -619,7 +620,7 @@ def test_a_disk_that_is_full_is_told_by_all_and_older_checkpoints_stay(tmp_path,
     def body(run: Run) -> Any:
         run.save(4)
         before = names(tmp_path)
-        of, name = (checkpoint, "_write") if at == "save_file" else (folder, "write")
+        of, name = (stored, "write_tensors") if at == "save_file" else (folder, "write")
         if run.checkpoints.together.rank == 0:
             real = getattr(of, name)
 
@@ -819,7 +820,7 @@ def test_a_run_goes_on_on_another_engine(tmp_path, one_rank):
                 one_rank(*words, "--steps", steps, "--engine", engine, "--resize", "reset")
     for step in (2, 4, 6):
         folders = [tmp_path / name / f"checkpoints/step-{step:06d}" for name in ("whole", "run")]
-        ours, theirs = (dict(checkpoint.whole(read_meta(folder))) for folder in folders)
+        ours, theirs = (dict(resumed.whole(read_meta(folder))) for folder in folders)
         assert ours.keys() == theirs.keys()
         for name in ours:
             torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0, msg=f"{step}: {name}")
@@ -844,7 +845,7 @@ def test_a_model_is_read_from_the_newest_checkpoint_that_is_whole(tmp_path, one_
     HARMS["model truncated"](path)
     assert trained.read(tmp_path / "run").step == 2
     assert f"thinwire: {path}/model.safetensors is damaged or foreign: " in capsys.readouterr().err
-    with pytest.raises(checkpoint.Damaged):
+    with pytest.raises(stored.Damaged):
         trained.read(path)
 
 

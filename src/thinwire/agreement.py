@@ -16,6 +16,7 @@ group just then, they and it wait for each other as long as the group's timeout 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -182,6 +183,7 @@ def optimizer_facts(optimizers: Sequence[torch.optim.Optimizer], model: nn.Modul
     return found
 
 
+@functools.cache  # reading it takes as long as a small model's step
 def version() -> str:
     """Of Thinwire."""
     with suppress(PackageNotFoundError):

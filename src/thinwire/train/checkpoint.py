@@ -15,205 +15,24 @@ kill at any moment leaves every visible checkpoint whole.
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 import uuid
 import warnings
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch import nn
 
-from thinwire.comm import local
 from thinwire.errors import ThinwireError, ThinwireWarning
-from thinwire.plan import bare_name
-from thinwire.train import differences
+from thinwire.train import differences, stored
 from thinwire.train import folder as files
 from thinwire.train.folder import Folder
+from thinwire.train.resumed import Resize, Resumed, tensors_of
+from thinwire.train.stored import Checkpoint, Damaged, rank_file, read_meta, read_tensors, steps_in
 from thinwire.wire import Wire
-
-T = TypeVar("T")
-
-FORMAT = 2
-Resize = Literal["flush", "redistribute", "reset"]
-MODEL = "model.safetensors"
-_WIRE = "wire/"
-_NAME = re.compile(r"step-(\d+)")
-
-
-def rank_file(rank: int) -> str:
-    """The file of what rank ``rank`` alone has."""
-    return f"rank-{rank:04d}.safetensors"
-
-
-class Damaged(ThinwireError):
-    """A checkpoint, or a file of one, that cannot be read back as it was written."""
-
-
-class NoCheckpoint(Damaged):
-    """There is no meta.json, which a checkpoint has."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One that is there, by its meta.json.
-
-    Attributes:
-        meta: format, run and save (what tells two runs, and two saves, apart), step, sequences, good, world_size,
-            files {name: bytes}, about (what the run is: :mod:`thinwire.train.differences`).
-    """
-
-    path: Path
-    meta: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        return self.meta["step"]
-
-    @property
-    def here(self) -> list[str]:
-        """Those of its files that this folder has, and has whole."""
-        sizes = {path.name: path.stat().st_size for path in self.path.glob("*.safetensors")}
-        return [name for name, size in self.meta["files"].items() if sizes.get(name) == size]
-
-
-def read_meta(path: Path) -> Checkpoint:
-    """The checkpoint in ``path``.
-
-    Raises:
-        NoCheckpoint: there is none.
-        Damaged: its meta.json is damaged, or of another format.
-    """
-    try:
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise NoCheckpoint(_no_meta(path)) from None
-    except OSError as error:
-        raise Damaged(f"cannot read {path / 'meta.json'}: {error.strerror}") from None
-    except (ValueError, RecursionError):  # no JSON, or no text
-        raise Damaged(f"{path / 'meta.json'} is damaged: it is not JSON") from None
-    if not isinstance(meta, dict) or "format" not in meta:
-        raise Damaged(f"{path / 'meta.json'} is damaged: it is not that of a checkpoint")
-    if (written := meta["format"]) != FORMAT:
-        maker = "an earlier" if isinstance(written, int) and written < FORMAT else "another"
-        raise Damaged(f"{path} was made by {maker} version of Thinwire, in format {written}; this one reads {FORMAT}")
-    if meta.pop("crc32", None) != _crc_of_meta(meta):
-        raise Damaged(f"{path / 'meta.json'} is damaged: its checksum does not fit")
-    return Checkpoint(path, meta)
-
-
-def of(place: Path, read: Callable[[Checkpoint], T]) -> tuple[T, list[str]]:
-    """``read`` of the checkpoint in the folder ``place``, or of the newest good one of the run that is there.
-
-    Of a run's those that are damaged are passed over: with what is wrong with each, a line.
-
-    Raises:
-        NoCheckpoint: there is none.
-        Damaged: nothing that is there can be read.
-    """
-    wrong: list[Damaged] = []
-    for folder in (place / "checkpoints", place):
-        for name in reversed(steps_in(folder)):
-            try:
-                found = read_meta(folder / name)
-                if found.meta["good"]:
-                    return read(found), [str(error) for error in wrong]
-            except Damaged as error:
-                wrong.append(error)
-    if wrong:
-        raise wrong[0]
-    return read(read_meta(place)), []
-
-
-def _no_meta(path: Path) -> str:
-    return f"{path} is not a checkpoint: it has no meta.json"
-
-
-def _write_meta(path: Path, meta: dict[str, Any]) -> None:
-    files.write(path / "meta.json", json.dumps(meta | {"crc32": _crc_of_meta(meta)}, indent=2) + "\n")
-
-
-def _crc_of_meta(meta: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
-
-
-def _crc(name: str, tensor: Tensor) -> int:
-    """Of a CPU tensor's name, dtype, shape and bytes."""
-    about = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, about)
-
-
-def _write(tensors: dict[str, Tensor], path: Path) -> None:
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    sums = {name: _crc(name, tensor) for name, tensor in tensors.items()}
-    try:
-        save_file(tensors, path, metadata={"crc32": json.dumps(sums)})
-    except SafetensorError as error:
-        raise ThinwireError(f"cannot write {path}: {' '.join(str(error).split())}") from None
-    files.sync(path)
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[tuple[Any, dict[str, int]]]:
-    """A file of tensors, and their checksums by name. Raises Damaged for what goes wrong in the block, too."""
-    try:
-        with safe_open(path, "pt") as file:
-            sums = json.loads((file.metadata() or {}).get("crc32", "null"))
-            if not isinstance(sums, dict) or set(sums) != set(file.keys()):
-                raise Damaged(f"{path} is damaged or foreign: its list of checksums does not fit")
-            yield file, sums
-    except FileNotFoundError:
-        raise Damaged(f"{path} is missing") from None
-    except OSError as error:
-        raise Damaged(f"cannot read {path}: {error.strerror or error}") from None
-    except (SafetensorError, ValueError) as error:
-        raise Damaged(f"{path} is damaged or foreign: {' '.join(str(error).split())[:100]}") from None
-
-
-def read_tensors(path: Path, begins: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in ``path`` whose name ``begins`` so, one by one, on the CPU, with their checksums compared.
-
-    Raises:
-        Damaged: the file is missing, truncated, foreign, or one of these tensors is not what was written.
-    """
-    with _open(path) as (file, sums):
-        for name in sorted(name for name in sums if name.startswith(begins)):
-            yield name, _checked(path, name, file.get_tensor(name), sums)
-
-
-def _checked(path: Path, name: str, tensor: Tensor, sums: dict[str, int]) -> Tensor:
-    if _crc(name, tensor) != sums[name]:
-        raise Damaged(f"{path} is damaged: the checksum of {name} does not fit")
-    return tensor
-
-
-class States(Mapping[str, Tensor]):
-    """The method's states of all ranks of a checkpoint, by key: read when they are looked up."""
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._path: dict[str, Path] = {}
-        for path in paths:
-            with _open(path) as (_, sums):
-                self._path |= {name.removeprefix(_WIRE): path for name in sums if name.startswith(_WIRE)}
-
-    def __getitem__(self, key: str) -> Tensor:
-        path, name = self._path[key], _WIRE + key
-        with _open(path) as (file, sums):
-            return _checked(path, name, file.get_tensor(name), sums)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._path)
-
-    def __len__(self) -> int:
-        return len(self._path)
 
 
 @dataclass(frozen=True)
@@ -227,92 +46,6 @@ class Seen:
     @property
     def step(self) -> int:
         return self.meta["step"]
-
-
-@dataclass
-class Resumed:
-    """A checkpoint to go on from, and what of it this rank takes: its own tensors, and those that all have alike.
-
-    Attributes:
-        resize: what becomes of what waits on the ranks of the checkpoint, where they are not those of this run; None:
-            they are. Then nothing is read before ``put_back``.
-    """
-
-    checkpoint: Checkpoint
-    own: dict[str, Tensor]
-    common: dict[str, Tensor]
-    resize: Resize | None = None
-
-    def put_back(self, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire) -> None:
-        """Weights, moments and the method's state are as they were.
-
-        Raises:
-            ThinwireError: they are not those of this model.
-        """
-        path, named = self.checkpoint.path, _named(model)
-        missing = set(named)
-        with torch.no_grad():
-            for name, saved in whole(self.checkpoint) if self.resize else (self.common or self.own).items():
-                kind, _, key = name.partition("/")
-                if kind == "wire":
-                    continue
-                key, _, moment = key.rpartition("/") if kind == "optimizer" else (key, "", "")
-                if key not in named:
-                    raise ThinwireError(f"{path} holds {key}, which this model has not")
-                parameter = named[key]
-                if kind == "optimizer":
-                    optimizer.state[parameter][moment] = self._like(saved, parameter)
-                    continue
-                needed = parameter.shape if self.resize else local(parameter).shape
-                if saved.shape != needed:
-                    raise ThinwireError(
-                        f"{path}: {key} has shape {tuple(saved.shape)}, this model needs {tuple(needed)}"
-                    )
-                local(parameter).copy_(local(self._like(saved, parameter)))
-                missing.remove(key)
-        if missing:
-            raise ThinwireError(f"{path} holds no {min(missing)}, which this model has")
-        if self.resize:
-            ranks = range(self.checkpoint.meta["world_size"])
-            wire.load_state_dict(States(path / rank_file(rank) for rank in ranks), resize=self.resize)
-            return
-        own = {name.removeprefix(_WIRE): value for name, value in self.own.items() if name.startswith(_WIRE)}
-        wire.load_state_dict(own)
-
-    def _like(self, saved: Tensor, parameter: nn.Parameter) -> Tensor:
-        """A weight or a moment as ``parameter`` is held; a scalar (AdamW's step count) stays on the CPU."""
-        if saved.dim() == 0:
-            return saved
-        saved = saved.to(parameter.device)
-        if not isinstance(parameter, DTensor):
-            return saved
-        mesh, placements = parameter.device_mesh, parameter.placements
-        if self.resize:  # each rank has all of it, and keeps its part
-            return DTensor.from_local(saved, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
-                placements=placements
-            )
-        return DTensor.from_local(
-            saved, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
-
-
-def whole(
-    checkpoint: Checkpoint, kinds: Iterable[str] = ("model/", "optimizer/")
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Weights ("model/NAME") and moments ("optimizer/NAME/KIND"), one by one, whatever engine they were sharded by.
-
-    Shards of FSDP2 lie side by side along dim 0; of HSDP's copies the first is read.
-    """
-    files = [checkpoint.path / MODEL]
-    if MODEL not in checkpoint.meta["files"]:
-        share = int(checkpoint.meta["about"]["mesh"].split()[0])
-        files = [checkpoint.path / rank_file(rank) for rank in range(share)]
-    for begins in kinds:
-        for parts in zip(*(read_tensors(path, begins) for path in files), strict=True):
-            (name, first), *rest = parts
-            if any(other != name for other, _ in rest):
-                raise Damaged(f"{checkpoint.path}: the ranks' files do not hold the same tensors")
-            yield name, torch.cat([first, *(part for _, part in rest)]) if rest and first.dim() else first
 
 
 class Checkpoints:
@@ -349,22 +82,22 @@ class Checkpoints:
         together, rank = self.together, self.together.rank
         final = self.path / f"step-{step:06d}"
         partial = self.path / f".{final.name}.partial"
-        if not good and any(together.gather(lambda: _is_good(final))):
+        if not good and any(together.gather(lambda: stored.is_good(final))):
             return final
-        own, common = _tensors(model, optimizer, wire)
+        own, common = tensors_of(model, optimizer, wire)
 
         def write() -> dict[str, int]:
-            wrote = {rank_file(rank): own} | ({MODEL: common} if common and self.folder.first else {})
+            wrote = {rank_file(rank): own} | ({stored.MODEL: common} if common and self.folder.first else {})
             for name, tensors in wrote.items():
-                _write(tensors, partial / name)
+                stored.write_tensors(tensors, partial / name)
             return {name: (partial / name).stat().st_size for name in wrote}
 
         def seal() -> None:
             meta = {
-                "format": FORMAT, "run": self.run, "save": save, "step": step, "sequences": sequences,
+                "format": stored.FORMAT, "run": self.run, "save": save, "step": step, "sequences": sequences,
                 "good": good, "world_size": together.size, "files": dict(sorted(sizes.items())), "about": self.about,
             }  # fmt: skip
-            _write_meta(partial, meta)
+            stored.write_meta(partial, meta)
 
         def publish() -> None:
             if final.exists():
@@ -423,7 +156,7 @@ class Checkpoints:
 
     def _given(self, path: Path) -> Resumed:
         found, wrong = self._look(lambda: [path])
-        damaged = [line for line in wrong if line != _no_meta(path)]
+        damaged = [line for line in wrong if line != stored.no_meta(path)]
         if damaged or not found:
             raise Damaged([*damaged, *wrong][0])
         if len(found) > 1:
@@ -489,7 +222,7 @@ class Checkpoints:
         lost = [file for file, holders in seen.holders.items() if not holders]
         if lost:
             raise Damaged(f"{path} is not whole: {lost[0]} is missing or has another size")
-        own, common = rank_file(rank), [MODEL] if MODEL in seen.holders else []
+        own, common = rank_file(rank), [stored.MODEL] if stored.MODEL in seen.holders else []
         path = self._fetch(seen, path, list(seen.holders) if resize else [own, *common])
         checkpoint = Checkpoint(path, seen.meta)
 
@@ -499,7 +232,7 @@ class Checkpoints:
                     deque(read_tensors(path / file), maxlen=0)  # for the checksums' sake
                 return Resumed(checkpoint, {}, {}, resize)
             tensors = {file: dict(read_tensors(path / file)) for file in [own, *common]}
-            return Resumed(checkpoint, tensors[own], tensors.get(MODEL, {}))
+            return Resumed(checkpoint, tensors[own], tensors.get(stored.MODEL, {}))
 
         def tried() -> Resumed | Damaged:
             try:
@@ -530,7 +263,7 @@ class Checkpoints:
 
         def publish() -> None:
             if target != path:
-                _write_meta(target, seen.meta)
+                stored.write_meta(target, seen.meta)
                 target.rename(self.path / seen.name)
                 files.sync(self.path)
 
@@ -545,30 +278,13 @@ class Checkpoints:
             return ""
         except (OSError, ValueError):
             return None
-        return name if _NAME.fullmatch(name) else None
-
-
-def _is_good(path: Path) -> bool:
-    try:
-        return read_meta(path).meta["good"]
-    except Damaged:
-        return False
+        return name if stored.NAME.fullmatch(name) else None
 
 
 def _fresh(path: Path) -> None:
     if path.exists():
         files.remove(path)
     path.mkdir(parents=True)
-
-
-def _number(name: str) -> int:
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else -1
-
-
-def steps_in(path: Path) -> list[str]:
-    """The names of the checkpoints in ``path``, by step."""
-    return sorted((found.name for found in path.glob("step-*") if _NAME.fullmatch(found.name)), key=_number)
 
 
 def obsolete(there: dict[str, bool], newest: str, latest: str | None, keep: int) -> list[str]:
@@ -578,26 +294,8 @@ def obsolete(there: dict[str, bool], newest: str, latest: str | None, keep: int)
     from, and goes once something good replaces it. Of those that are not good only ``newest`` stays. What ``latest``
     names always stays.
     """
-    at = _number(newest)
-    past = sorted((name for name, good in there.items() if good and _number(name) <= at), key=_number)
-    beyond = [name for name, good in there.items() if good and _number(name) > at]
+    at = stored.number_in(newest)
+    past = sorted((name for name, good in there.items() if good and stored.number_in(name) <= at), key=stored.number_in)
+    beyond = [name for name, good in there.items() if good and stored.number_in(name) > at]
     kept = {newest, latest, *past[-keep:], *([] if there.get(newest) else beyond)}
     return [name for name in there if name not in kept]
-
-
-def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Those that are trained: others are what the run began with."""
-    return {bare_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
-
-
-def _tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What this rank alone has, and what all have alike."""
-    own = {_WIRE + key: value for key, value in wire.state_dict().items()}
-    tensors: dict[str, Tensor] = {}
-    for key, parameter in _named(model).items():
-        tensors[f"model/{key}"] = local(parameter)
-        for kind, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer/{key}/{kind}"] = local(value)
-    return (own, tensors) if wire.engine.kind == "ddp" else (own | tensors, {})

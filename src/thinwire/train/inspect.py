@@ -16,8 +16,8 @@ from torch import Tensor
 
 from thinwire.errors import ThinwireError
 from thinwire.plan import human
-from thinwire.train.checkpoint import Checkpoint, Damaged, NoCheckpoint, of, read_tensors
 from thinwire.train.differences import TABLE, between
+from thinwire.train.stored import Checkpoint, Damaged, NoCheckpoint, of, read_tensors
 
 USAGE = """usage: thinwire inspect CHECKPOINT [OTHER]
 

@@ -12,12 +12,12 @@ import tyro
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
-from thinwire.train import checkpoint, pretrained, sample
-from thinwire.train.checkpoint import Checkpoint
+from thinwire.train import pretrained, resumed, sample, stored
 from thinwire.train.config import Config, from_yaml, parsed
 from thinwire.train.data import Tokenizer
 from thinwire.train.export import export
 from thinwire.train.models import Decoder, ModelConfig
+from thinwire.train.stored import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def read(place: Path) -> Trained:
     Raises:
         ThinwireError: there is none, it is damaged, or the run's config.yaml or tokenizer is gone.
     """
-    trained, damaged = checkpoint.of(place, _read)
+    trained, damaged = stored.of(place, _read)
     for line in damaged:
         print(f"thinwire: {line}: passed over", file=sys.stderr)
     return trained
@@ -97,7 +97,7 @@ def _read(found: Checkpoint) -> Trained:
         tokenizer = Tokenizer(config.tokenizer, (), run, trains=False)
         known = {field.name: about[field.name] for field in fields(ModelConfig)}
         shape = ModelConfig(**{**known, "context": config.sequence}).check()  # a llama's is no part of what a run is
-    weights = {name.removeprefix("model/"): value for name, value in checkpoint.whole(found, ["model/"])}
+    weights = {name.removeprefix("model/"): value for name, value in resumed.whole(found, ["model/"])}
     return Trained(found.path, found.step, run, config, shape, about.get("init") or "", weights, tokenizer)
 
 
