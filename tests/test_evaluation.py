@@ -110,4 +110,4 @@ def test_a_run_is_evaluated_as_its_export_is(task, tmp_path, monkeypatch):
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm_eval is installed")
 def test_without_the_harness_the_command_that_installs_it_is_said(tmp_path, capsys):
     assert cli.main(["eval", str(tmp_path), "--tasks", "sevens"]) == 2
-    assert "pip install 'thinwire[eval]'" in capfd.readouterr().err
+    assert "pip install 'thinwire[eval]'" in capsys.readouterr().err
