@@ -204,6 +204,7 @@ def test_a_new_method_is_checked_on_the_day_it_is_written():
 
 BAD_SETTINGS = [
     ("lr: .nan", "--lr"), ("lr: -.inf", "--lr"), ("lr: 1e400", "--lr"), ("lr: -0.1", "--lr"),
+    ("lr: 1e38", "--lr is up to 1e+15"), ("weight_decay: 1e38", "--weight-decay"),
     ("betas: [2,3]", "--betas"), ("betas: [.nan, 0.9]", "--betas"), ("betas: [0.9, -1]", "--betas"),
     ("betas: [0.9, 1]", "--betas"), ("timeout: 0", "--timeout"), ("timeout: -3", "--timeout"),
     ("timeout: 1e15", "--timeout"), ("timeout: .inf", "--timeout"), ("clip: .inf", "--clip"), ("clip: .nan", "--clip"),

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -24,7 +25,7 @@ import ranks
 from patience import PATIENCE
 from thinwire import cli
 from thinwire.errors import ThinwireError
-from thinwire.train import loop
+from thinwire.train import data, loop
 from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.data import Tokenizer, Windows, read_corpus, spans, split
 from thinwire.train.launch import free_port
@@ -84,7 +85,9 @@ def test_shapes_that_do_not_fit(shape, words):
         shape.check()
 
 
-def test_batches_are_a_function_of_the_place_and_repeat_nothing_within_an_epoch():
+@pytest.mark.parametrize("drawn", [data.DRAWN, 50], ids=["drawn at once", "one by one"])
+def test_batches_are_a_function_of_the_place_and_repeat_nothing_within_an_epoch(drawn, monkeypatch):
+    monkeypatch.setattr(data, "DRAWN", drawn)
     windows = Windows(torch.arange(1001), 10, seed=3)
     assert windows.count == 100
     inputs, targets = windows.take(0, 100)
@@ -95,6 +98,16 @@ def test_batches_are_a_function_of_the_place_and_repeat_nothing_within_an_epoch(
     assert not torch.equal(windows.take(100, 100)[0], inputs)
     assert windows.take(95, 10)[0].shape == (10, 10)
     assert not torch.equal(Windows(torch.arange(1001), 10, seed=4).take(0, 100)[0], inputs)
+
+
+@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 1000])
+def test_an_order_without_memory_has_everything_once_and_looks_like_chance(count):
+    order = [data.permuted(index, count, 7) for index in range(count)]
+    assert sorted(order) == list(range(count))
+    assert count < 63 or order != [data.permuted(index, count, 8) for index in range(count)]
+    if count == 1000:  # neighbours of a random order are a third of it apart; 0.02 is 2.8 standard deviations
+        apart = [abs(one - other) for one, other in itertools.pairwise(order)]
+        assert sum(apart) / len(apart) / count == pytest.approx(1 / 3, abs=0.02)
 
 
 def test_corpora(tmp_path):

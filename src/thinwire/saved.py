@@ -23,9 +23,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
@@ -330,6 +328,10 @@ def from_dcp(checkpoint: str | os.PathLike, name: str = "wire") -> dict[str, Ten
     For ``wire.load_state_dict(..., resize=...)`` on other ranks; on the same ones ``dcp.load({name: wire})`` is enough.
     Not collective.
     """
+    # 70 modules, which compress() has no use for.
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     reader = dcp.FileSystemReader(checkpoint)
     found = {
         key: torch.empty(of.size, dtype=of.properties.dtype)

@@ -31,6 +31,8 @@ NOT_NEGATIVE = (
 )  # fmt: skip
 LARGEST_BUCKET_MB = 1_000_000
 LONGEST_S = 1_000_000_000
+LARGEST_RATE = 1e15
+"""Of lr and weight_decay: optimizers multiply them, or divide by 1 - beta, and the result has to be a float32."""
 LARGEST_SEED = 2**43
 """Of each epoch's shuffle the seed is about a million times as large, and torch takes 64 bits."""
 
@@ -244,6 +246,8 @@ class Config:
             must(getattr(self, name) is None or getattr(self, name) >= 1, name, "must be 1 or more")
         for name in NOT_NEGATIVE:
             must(getattr(self, name) is None or getattr(self, name) >= 0, name, "must not be negative")
+        for name in ("lr", "weight_decay"):
+            must((getattr(self, name) or 0) <= LARGEST_RATE, name, f"is up to {LARGEST_RATE:g}")
         for name in ("warmup", "lr_end"):
             must(0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1")
         must(all(0 <= beta < 1 for beta in self.betas), "betas", "are two numbers from 0 to below 1")

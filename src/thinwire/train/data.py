@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import hashlib
 import importlib.util
 import itertools
 import lzma
@@ -34,6 +35,8 @@ IGNORED = -100
 """In place of a target that is not learnt: torch's cross entropy leaves it out."""
 BATCH = 16
 """Spans that are tokenized at a time: tokenizers keeps about 100 bytes for each byte of them."""
+DRAWN = 1 << 20
+"""Windows up to which the order of an epoch is drawn at once, and kept: 8 bytes each."""
 
 
 _PRINTED = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -324,14 +327,35 @@ class Windows:
         """The windows in places ``first`` ... of the order."""
         for place in range(first, first + count):
             epoch, within = divmod(place, self.count)
+            seed = self.seed * 1_000_003 + epoch
+            if self.count > DRAWN:
+                yield permuted(within, self.count, seed)
+                continue
             if epoch != self._epoch:
-                generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+                generator = torch.Generator().manual_seed(seed)
                 self._epoch, self._order = epoch, torch.randperm(self.count, generator=generator)
             yield int(self._order[within])
 
     def spread(self, number: int) -> list[Tensor]:
         """``number`` windows spread evenly over the text: always the same."""
         return [self.at(i * self.count // number) for i in range(number)]
+
+
+def permuted(index: int, count: int, seed: int) -> int:
+    """Where a permutation of ``range(count)`` puts ``index``, without its being kept anywhere.
+
+    A Feistel network of four rounds permutes the numbers of as many bits; a number beyond ``count`` is put through it
+    again (Black and Rogaway, 2002: "cycle walking").
+    """
+    half = (count.bit_length() + 1) // 2
+    while True:
+        left, right = divmod(index, 1 << half)
+        for turn in range(4):
+            drawn = hashlib.blake2b(f"{seed} {turn} {right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ int.from_bytes(drawn) % (1 << half)
+        index = (left << half) + right
+        if index < count:
+            return index
 
 
 def _inputs_and_targets(windows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

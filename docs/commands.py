@@ -1,0 +1,53 @@
+"""Runs the commands of a page, and writes what they print into it.
+
+    python docs/commands.py docs/start.md docs/finetuning.md
+
+Every ```bash block of a page is run, in order, in one folder that is empty at first, and what it prints becomes the
+```text block behind it. Where a command fails the page stays as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+BLOCK = re.compile(r"^```bash\n(?P<commands>.*?)^```\n(?:\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE)
+PLAIN = {"TERM": "dumb", "COLUMNS": "160", "NO_COLOR": "1"}
+"""So that programs print plain lines, whatever terminal this is run in."""
+
+
+def printed(commands: str, folder: str) -> str:
+    """What a shell prints that runs ``commands`` in ``folder``, on both streams.
+
+    Raises:
+        SystemExit: one of them fails.
+    """
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands], cwd=folder, env={**os.environ, **PLAIN, "PATH": path},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        sys.exit(f"{commands}{done.stdout}exit status {done.returncode}")
+    return "".join(f"{line.rstrip()}\n" for line in done.stdout.strip("\n").splitlines())
+
+
+def fresh(text: str) -> str:
+    """A page's ``text`` with what its commands print today."""
+    with tempfile.TemporaryDirectory(prefix="thinwire-docs-") as folder:
+
+        def run(block: re.Match[str]) -> str:
+            print(block["commands"], end="", flush=True)
+            output = printed(block["commands"], folder)
+            return f"```bash\n{block['commands']}```\n" + (f"\n```text\n{output}```\n" if output else "")
+
+        return BLOCK.sub(run, text)
+
+
+if __name__ == "__main__":
+    for page in map(Path, sys.argv[1:]):
+        page.write_text(fresh(page.read_text()))
