@@ -27,30 +27,35 @@ def parts_of(*shapes: tuple[int, int], group: int = 8) -> tuple[Part, ...]:
 
 PARTS = (
     parts_of((64, 1)),
-    parts_of((64 * 9, 100), (64, 64), (64, 0), (64 * 40, 3)),
-    parts_of((64 * 33, 64 * 33), (64 * 17, 700), group=64),
+    parts_of((64 * 9, 100), (64, 64), (64, 0), (64 * 5, 3)),
+    parts_of((64 * 80, 64 * 80), (64 * 17, 700), group=64),
 )
 LONG = parts_of((64 * 700, 448), (64 * 300, 9000), group=64)
 """Long enough for samples."""
 
 
-def check(fast: ModuleType, parts: tuple[Part, ...], kind: str | None = None, device: str = "cpu") -> None:
+FEEDBACK = (None, "apart", "over the rows", "over the old")
+
+
+def check(
+    fast: ModuleType, parts: tuple[Part, ...], kind: str | None = None, device: str = "cpu", ways: tuple = FEEDBACK
+) -> None:
     """All operations on rows that lie apart, into poisoned memory: nothing is written beside what is theirs."""
     n, m = parts[-1].start + parts[-1].width, parts[-1].place + -(-parts[-1].k // 64) * 64
     wide = gaussian(4, n + 128, seed=n).to(device)
     if kind is not None:
         SPECIAL[kind](wide[:2])
     rows, old = wide[:2, 64 : 64 + n], wide[2:, 32 : 32 + n]
-    for feedback in (None, "apart", "over the rows", "over the old"):
+    for feedback in ways:
         seen = []
         for module in (reference, fast):
             g, e = rows.clone(), old.clone()
             new = {None: None, "apart": torch.full_like(g, math.nan), "over the rows": g, "over the old": e}[feedback]
             found = torch.full((2, m + 3), POISON, dtype=torch.int32, device=device)
-            module.largest(g, None if new is None else e, parts, new, found[:, 1 : 1 + m])
-            seen.append((found, found if new is None else new))
-        assert torch.equal(seen[0][0], seen[1][0]), (feedback, kind)
-        assert torch.equal(seen[0][1].view(torch.int32), seen[1][1].view(torch.int32))
+            payload = torch.full((2, m + 2), math.nan, device=device)
+            module.largest(g, None if new is None else e, parts, new, found[:, 1 : 1 + m], payload[:, 1:-1])
+            seen.append((found, payload.view(torch.int32), (payload if new is None else new).view(torch.int32)))
+        assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True)), (feedback, kind)
     found = seen[0][0][:, 1 : 1 + m]
     size = sparse.packed_bytes(parts)
     results = []
@@ -60,12 +65,10 @@ def check(fast: ModuleType, parts: tuple[Part, ...], kind: str | None = None, de
         again = torch.full((2, m + 3), POISON, dtype=torch.int32, device=device)
         module.unpack(wire[:, 8 : 8 + size], parts, again[:, 1 : 1 + m])
         assert torch.equal(again[:, 1 : 1 + m], found)
-        taken = torch.full((2, m + 2), 7.0, device=device)
-        module.take(rows, found, taken[:, 1:-1])
         out, total = wide.clone(), torch.full((n,), math.nan, device=device)
-        module.put(taken[:, 1:-1], found, out[2:, 64 : 64 + n])
-        module.sum_at(taken[:, 1:-1], found, parts, total, 0.3)
-        results.append((wire, again, taken.view(torch.int32), out.view(torch.int32), total.nan_to_num(7e7)))
+        module.put(payload[:, 1:-1], found, out[2:, 64 : 64 + n])
+        module.sum_at(payload[:, 1:-1], found, parts, total, 0.3)
+        results.append((wire, again, out.view(torch.int32), total.nan_to_num(7e7)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), kind
 
 
@@ -85,7 +88,7 @@ def test_a_wrong_sample_costs_time_and_nothing_else():
         values[:, ::step] *= factor
         found = [torch.zeros(1, 448, dtype=torch.int32) for _ in range(2)]
         for module, out in zip((reference, cpu), found, strict=True):
-            module.largest(values, None, parts, None, out)
+            module.largest(values, None, parts, None, out, torch.empty(1, 448))
         assert torch.equal(*found)
 
 
@@ -102,7 +105,7 @@ def test_what_no_packing_says_is_refused():
     with pytest.raises(ThinwireError, match="as its parts say"):
         sparse.pack(torch.tensor([[0, 5, 128, 130, 191]], dtype=torch.int32), parts, wire)
     with pytest.raises(ThinwireError, match="float32"):
-        sparse.largest(torch.zeros(1, 192, dtype=torch.bfloat16), None, parts, None, found)
+        sparse.largest(torch.zeros(1, 192, dtype=torch.bfloat16), None, parts, None, found, torch.zeros(1, 5))
 
 
 def test_an_encoding_is_that_of_a_mask_and_a_quantizer():
@@ -134,10 +137,10 @@ def test_triton_interpreted_equals_the_reference():
     code = """
 import test_ops_lists as t
 from thinwire.ops.sparse import triton
-for parts in t.PARTS:
-    t.check(triton, parts)
-for kind in t.SPECIAL:
-    t.check(triton, t.PARTS[1], kind)
+for parts, way in zip(t.PARTS, t.FEEDBACK[1:]):
+    t.check(triton, parts, ways=(way,))
+for kind, way in zip(("zeros", "one of four", "infinite", "nans of other bits"), t.FEEDBACK):
+    t.check(triton, t.PARTS[1], kind, ways=(way,))
 print("checked")
 """
     done = run_python(code, TRITON_INTERPRET="1")

@@ -115,9 +115,9 @@ class TopKIntegers(Codec):
         """One pass over the values, in which ``rows`` + ``old`` becomes ``new``; what follows is as short as the wire.
         """
         (positions, values), lists = self._split(out), self._positions.lists
-        found = sparse.largest(rows, old, lists, new, self._positions.found(len(rows), space))
+        found, payload = self._positions.found(len(rows), space), self._payload("sent", len(rows), space)
+        sparse.largest(rows, old, lists, new, found, payload)
         sparse.pack(found, lists, positions)
-        payload = sparse.take(rows if new is None else new, found, self._payload("sent", len(rows), space))
         self.quantizer.encode(payload, values, seed=seed)
         if new is not None:
             left = self.quantizer.decode(values, self._payload("left", len(rows), space))

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, call-arg, unreachable"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, call-arg, unreachable, var-annotated"
 """Numba kernels for CPU tensors, the same bits as ``reference``: masks are walked word by word, set bits by their
 trailing zeros, so that the cost follows the number of set bits."""
 
@@ -229,7 +229,7 @@ def _threshold_words(bits, threshold, ties, words):
 
 
 @njit
-def _magnitudes(bits, step, out):
+def magnitudes(bits, step, out):
     for i in range(out.size):
         out[i] = magnitude(bits[i * step])
 
@@ -252,7 +252,7 @@ def kth(bits: np.ndarray, k: int) -> tuple[int, int]:
     n = bits.size
     step = (n // SAMPLE) | 1  # odd: not in step with rows of a power of two
     sample = np.empty(-(-n // step), np.int32)
-    _magnitudes(bits, step, sample)
+    magnitudes(bits, step, sample)
     if step > 1:
         share, size = k / n, sample.size
         middle, spread = size * (1 - share), 5 * np.sqrt(size * share * (1 - share)) + 2
@@ -270,7 +270,7 @@ def kth(bits: np.ndarray, k: int) -> tuple[int, int]:
                 threshold = int(np.partition(inside, found - (k - above))[found - (k - above)])
                 return threshold, above + int(_above(inside, np.int32(threshold)))
         sample = np.empty(n, np.int32)
-        _magnitudes(bits, 1, sample)
+        magnitudes(bits, 1, sample)
     threshold = int(np.partition(sample, n - k)[n - k])
     return threshold, int(_above(sample, np.int32(threshold)))
 

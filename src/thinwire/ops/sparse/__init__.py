@@ -1,8 +1,8 @@
-"""The largest values of rows, by lists of their positions: choose, pack the positions, take values and put them back.
+"""The largest values of rows, by lists of their positions: choose, pack the positions, put values back at them.
 
 Values are (R, n) float32; rows may be apart in memory, each is contiguous. A row consists of *parts*, one of each
-parameter, of whose columns ``k`` are chosen. ``found`` (R, m) int32 holds the chosen columns of the row, rising within a
-part, from the part's ``place`` on; -1, no column, fills what lies between the parts. ``reference``, ``cpu`` and
+parameter, of whose columns ``k`` are chosen. ``found`` (R, m) int32 holds the chosen columns of the row, rising within
+a part, from the part's ``place`` on; -1, no column, fills what lies between the parts. ``reference``, ``cpu`` and
 ``triton`` give the same bits. Where a wire says something that no packing does, CPUs refuse it; GPUs, which would have
 to wait for the answer, leave out what lies beyond its part.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from thinwire.errors import ThinwireError
 from thinwire.ops.backends import backend
 
-__all__ = ["LOW", "Part", "largest", "pack", "packed_bytes", "put", "sum_at", "take", "unpack"]
+__all__ = ["LOW", "Part", "largest", "pack", "packed_bytes", "put", "sum_at", "unpack"]
 
 LOW = 8
 """Bits of a position that are packed as they are."""
@@ -61,15 +61,17 @@ def _check(rows: Tensor, *others: Tensor | None) -> None:
             raise ThinwireError(f"{tuple(tensor.shape)} values do not go with rows of {tuple(rows.shape)}")
 
 
-def largest(rows: Tensor, old: Tensor | None, parts: tuple[Part, ...], new: Tensor | None, found: Tensor) -> Tensor:
-    """``new`` = h = ``rows`` + ``old``, and ``found`` = where the ``k`` largest |h| of each part are.
+def largest(
+    rows: Tensor, old: Tensor | None, parts: tuple[Part, ...], new: Tensor | None, found: Tensor, payload: Tensor
+) -> None:
+    """``new`` = h = ``rows`` + ``old``; ``found``: where the ``k`` largest |h| of each part are; ``payload``: h there.
 
-    Exactly k: of equals those of the lowest columns; a NaN is larger than everything. ``old`` None: h = ``rows``.
-    ``new`` may be ``rows`` or ``old``; None, which needs ``old`` to be None: h is kept nowhere.
+    Exactly k: of equals those of the lowest columns; a NaN is larger than everything. ``payload`` (R, m) float32 has
+    zeros between the parts. ``old`` None: h = ``rows``. ``new`` may be ``rows`` or ``old``; None, which needs ``old``
+    to be None: h is kept nowhere.
     """
     _check(rows, old, new)
-    _backend(rows).largest(rows, old, parts, new, found)
-    return found
+    _backend(rows).largest(rows, old, parts, new, found, payload)
 
 
 def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> Tensor:
@@ -88,13 +90,6 @@ def unpack(wire: Tensor, parts: tuple[Part, ...], found: Tensor) -> Tensor:
     if found.numel():
         _backend(wire).unpack(wire, parts, found)
     return found
-
-
-def take(values: Tensor, found: Tensor, out: Tensor) -> Tensor:
-    """``out`` (R, m) = ``values`` (R, n) at ``found``, 0 where that is no column."""
-    if out.numel():
-        _backend(values).take(values, found, out)
-    return out
 
 
 def put(payload: Tensor, found: Tensor, out: Tensor) -> Tensor:

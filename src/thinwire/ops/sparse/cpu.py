@@ -1,10 +1,10 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, call-arg"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, call-arg, unreachable, var-annotated"
 """Numba kernels for CPU tensors, the same bits as ``reference``: one pass over the values, and lists after that."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numba import uint64
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.errors import ThinwireError
 from thinwire.ops.kernels import flat, njit
-from thinwire.ops.mask.cpu import NAN_BITS, WORD, at_least, kth, magnitude, trailing_zeros
+from thinwire.ops.mask.cpu import NAN_BITS, WORD, at_least, kth, magnitude, magnitudes, trailing_zeros
 
 if TYPE_CHECKING:
     from thinwire.ops.sparse import Part
@@ -40,8 +40,8 @@ def _add(values, before, out):
 
 
 @njit
-def _listed(rows, first, old, old_first, new, new_first, width, feedback, low, at, sizes):
-    """h = rows + old -> new, and the columns ``at`` and ``sizes`` of all |h| from ``low`` on, as many as there is room.
+def _listed(rows, first, old, old_first, new, new_first, width, feedback, low, at, values):
+    """h = rows + old -> new, and ``at`` which columns |h| is ``low`` or more, with ``values``, as far as there is room.
 
     Without ``feedback`` h is in ``new`` already. How many there are.
     """
@@ -59,37 +59,43 @@ def _listed(rows, first, old, old_first, new, new_first, width, feedback, low, a
                 column = word + np.int64(trailing_zeros(large))
                 if found < room:
                     at[found] = block + column
-                    sizes[found] = magnitude(bits[to + column])
+                    values[found] = new[to + column]
                 found += 1
                 large &= large - uint64(1)
     return found
 
 
 @njit
-def _chosen(at, sizes, threshold, k, start, out, place):
+def _chosen(at, values, threshold, k, start, found, payload, place, to):
     """Of the columns ``at`` those whose size is above ``threshold``, and the first that equal it, ``k`` in all."""
+    bits = values.view(np.int32)
     ties = k
-    for size in sizes:
-        ties -= size > threshold
     for i in range(at.size):
-        if sizes[i] > threshold or (sizes[i] == threshold and ties > 0):
-            ties -= sizes[i] == threshold
-            out[place] = start + at[i]
-            place += 1
+        ties -= magnitude(bits[i]) > threshold
+    for i in range(at.size):
+        size = magnitude(bits[i])
+        if size > threshold or (size == threshold and ties > 0):
+            ties -= size == threshold
+            found[place] = start + at[i]
+            payload[to] = values[i]
+            place, to = place + 1, to + 1
 
 
 @njit
-def _walked(bits, first, width, threshold, ties, start, out, place):
-    """``_chosen`` of all columns, where their threshold is known."""
-    for word in range(0, width, WORD):
-        above = at_least(bits, first + word, threshold + np.int32(1))
-        large = at_least(bits, first + word, threshold) if ties > 0 else above
+def _walked(values, threshold, ties, start, found, payload, place, to):
+    """``_chosen`` of all columns, where it is known how many that equal the ``threshold`` are among them."""
+    bits = values.view(np.int32)
+    for word in range(0, values.size, WORD):
+        above = at_least(bits, word, threshold + np.int32(1))
+        large = at_least(bits, word, threshold) if ties > 0 else above
         while large != 0:
             equal = (large & ~above & (~large + uint64(1))) != 0  # its lowest bit is none of those above
             if not equal or ties > 0:
                 ties -= equal
-                out[place] = start + word + np.int64(trailing_zeros(large))
-                place += 1
+                column = word + np.int64(trailing_zeros(large))
+                found[place] = start + column
+                payload[to] = values[column]
+                place, to = place + 1, to + 1
             large &= large - uint64(1)
 
 
@@ -134,14 +140,6 @@ def _unpack(wire, wire_stride, rows, table, found, stride, m):
 
 
 @njit
-def _take(values, stride, found, found_stride, rows, m, out, out_stride):
-    for row in range(rows):
-        for i in range(m):
-            at = found[row * found_stride + i]
-            out[row * out_stride + i] = values[row * stride + at] if at >= 0 else np.float32(0)
-
-
-@njit
 def _put(payload, stride, found, found_stride, rows, m, out, out_stride):
     for row in range(rows):
         for i in range(m):
@@ -171,54 +169,62 @@ def _sum_at(payload, stride, found, found_stride, peers, m, out, scale, scaled):
                 block[j] *= scale
 
 
-def largest(rows: Tensor, old: Tensor | None, parts: tuple[Part, ...], new: Tensor | None, found: Tensor) -> None:
+def largest(
+    rows: Tensor, old: Tensor | None, parts: tuple[Part, ...], new: Tensor | None, found: Tensor, payload: Tensor
+) -> None:
     if old is None and new is not None:
         new.copy_(rows)
     total = rows if new is None else new
     found.fill_(-1)
-    arrays = [flat(rows), flat(total if old is None else old), flat(total), flat(found)]
+    payload.zero_()
+    sources = flat(rows), flat(total if old is None else old), flat(total)
+    lists = flat(found), flat(payload)
     for row in range(len(rows)):
-        (g, g_row), (e, e_row), (h, h_row), (out, out_row) = ((of, row * step) for of, step in arrays)
         for start, width, k, place in parts:
-            firsts = [each + start for each in (g_row, e_row, h_row)]
-            _largest(g, e, h, *firsts, width, k, start, out, out_row + place, feedback=old is not None)
+            values = [each for of, step in sources for each in (of, row * step + start)]
+            places = [row * step + place for _, step in lists]
+            _largest(values, width, old is not None, k, start, [of for of, _ in lists], places)
 
 
 def _largest(
-    g: np.ndarray, e: np.ndarray, h: np.ndarray, g_first: int, e_first: int, h_first: int, width: int, k: int,
-    start: int, out: np.ndarray, place: int, *, feedback: bool,
-) -> None:  # fmt: skip
+    values: list[Any], width: int, feedback: bool, k: int, start: int, lists: list[np.ndarray], places: list[int]
+) -> None:
     """A sample says from which size on all values are listed, so that the k largest are among them, in all probability.
 
     In that pass over memory h is made; which of the listed are the largest is found in the list. Where the sample was
     wrong (once in millions), or many values are equal, the threshold is looked for among all values.
     """
+    low, room = _bracket(values, width, feedback, k)
+    at, listed = np.empty(room, np.int32), np.empty(room, np.float32)
+    count = _listed(*values, width, feedback, low, at, listed)
     if k == 0:
-        none = np.empty(0, np.int32)
-        _listed(g, g_first, e, e_first, h, h_first, width, feedback, NAN_BITS + np.int32(1), none, none)
         return
-    step = (width // min(max(width // 16, 1024), 16384)) | 1  # odd: not in step with rows of a power of two
-    sample = np.empty(-(-width // step), np.int32)
-    _sampled(g, g_first, e, e_first, step, feedback, sample)
-    share = k / width
-    first = int(sample.size * (1 - share) - 5 * np.sqrt(sample.size * share * (1 - share)) - 2) if step > 1 else -1
-    low = np.int32(0)
-    if first >= 0:
-        sample.partition(first)  # a tenth of the time of sorting it
-        low = sample[first]
-    elif step == 1:
-        low = np.partition(sample, width - k)[width - k]
-    room = min(width, width * (sample.size - max(first, 0)) // sample.size + width // 8 + 64)
-    at, sizes = np.empty(room, np.int32), np.empty(room, np.int32)
-    count = _listed(g, g_first, e, e_first, h, h_first, width, feedback, low, at, sizes)
     if k <= count <= room:
-        sizes = sizes[:count]
-        threshold = np.partition(sizes, count - k)[count - k]
-        _chosen(at[:count], sizes, threshold, k, start, out, place)
-        return
-    bits = h[h_first : h_first + width].view(np.int32)
-    threshold, above = kth(bits, k)
-    _walked(bits, 0, width, np.int32(threshold), k - above, start, out, place)
+        sizes = np.empty(count, np.int32)
+        magnitudes(listed[:count].view(np.int32), 1, sizes)
+        sizes.partition(count - k)
+        _chosen(at[:count], listed[:count], sizes[count - k], k, start, *lists, *places)
+    else:
+        *_, total, first = values
+        total = total[first : first + width]
+        threshold, above = kth(total.view(np.int32), k)
+        _walked(total, np.int32(threshold), k - above, start, *lists, *places)
+
+
+def _bracket(values: list[Any], width: int, feedback: bool, k: int) -> tuple[np.int32, int]:
+    """A size that no more than ``width - k`` values should be below, and for how many there should be room."""
+    if k == 0:
+        return NAN_BITS + np.int32(1), 0
+    step = (width // min(max(width // 32, 1024), 4096)) | 1  # odd: not in step with rows of a power of two
+    sample = np.empty(-(-width // step), np.int32)
+    _sampled(*values[:4], step, feedback, sample)
+    if step == 1:
+        return np.partition(sample, width - k)[width - k], width
+    middle, spread = sample.size * (1 - k / width), 5 * np.sqrt(sample.size * k / width * (1 - k / width)) + 2
+    first = max(int(middle - spread), 0)
+    sample.partition(first)  # a tenth of the time of sorting it
+    room = width * (sample.size - first) // sample.size + width // 8 + WORD
+    return sample[first] if first else np.int32(0), min(room, width)
 
 
 @functools.cache
@@ -240,10 +246,6 @@ def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> None:
 def unpack(wire: Tensor, parts: tuple[Part, ...], found: Tensor) -> None:
     if not _unpack(*flat(wire), len(wire), _table(parts), *flat(found), found.shape[1]):
         raise ThinwireError("a wire of positions does not hold as many as it should, or one beyond its columns")
-
-
-def take(values: Tensor, found: Tensor, out: Tensor) -> None:
-    _take(*flat(values), *flat(found), *found.shape, *flat(out))
 
 
 def put(payload: Tensor, found: Tensor, out: Tensor) -> None:

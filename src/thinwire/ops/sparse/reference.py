@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from thinwire.ops.sparse import Part
 
 
-def largest(rows: Tensor, old: Tensor | None, parts: tuple[Part, ...], new: Tensor | None, found: Tensor) -> None:
+def largest(
+    rows: Tensor, old: Tensor | None, parts: tuple[Part, ...], new: Tensor | None, found: Tensor, payload: Tensor
+) -> None:
     total = rows if old is None else rows + old
     if new is not None:
         new.copy_(total)
@@ -24,6 +26,7 @@ def largest(rows: Tensor, old: Tensor | None, parts: tuple[Part, ...], new: Tens
         masks.topk_mask(total[:, start : start + width], k, words)
         masks.indices(words, found[:, place : place + k])
         found[:, place : place + k] += start
+    payload.copy_(total.gather(1, found.clamp(min=0).long()).masked_fill_(found < 0, 0))
 
 
 def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> None:
@@ -43,10 +46,6 @@ def unpack(wire: Tensor, parts: tuple[Part, ...], found: Tensor) -> None:
         bits = string.int().unsqueeze(2) >> torch.arange(8, device=wire.device) & 1
         at = bits.flatten(1).nonzero()[:, 1].view(low.shape).int()
         found[:, part.place : part.place + part.k] = (at - _count(at) << 8) + low + part.start
-
-
-def take(values: Tensor, found: Tensor, out: Tensor) -> None:
-    out.copy_(values.gather(1, found.clamp(min=0).long()).masked_fill_(found < 0, 0))
 
 
 def put(payload: Tensor, found: Tensor, out: Tensor) -> None:
