@@ -32,19 +32,21 @@ from thinwire.ops.rows import PER_PROGRAM
 from thinwire.ops.rows import triton as packing
 from thinwire.ops.sign import triton as sign
 from thinwire.ops.sketch import triton as sketch
+from thinwire.ops.sparse import triton as sparse
 
-MODULES = (adams, direction, mask, moments, projection, quant, packing, sign, sketch)
+MODULES = (adams, direction, mask, moments, projection, quant, packing, sign, sketch, sparse)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 NAMES = """
 i64    seed
 fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest
-*fp32  rows old payload new out signs scales shares gradient residual moment values mean common common_out given weight
+*fp32  rows total old payload new out signs scales shares gradient residual moment values mean
+*fp32  common common_out given weight
 *fp32  g v m_out
 *i64   words
-*i32   before counts places positions programs parts keys
+*i32   before counts places positions programs parts keys found state tallies
 *i64   table
-*u8    flags bits codes
+*u8    flags bits codes octets
 """
 TYPES = {name: kind for kind, *names in map(str.split, NAMES.strip().splitlines()) for name in names}
 """Of arguments by their names; others are int32."""
@@ -80,6 +82,17 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._from_lists, {}, block
     yield mask._pack, {}, {"BLOCK": 64} | aligned
     yield mask._unpack, {}, block | aligned
+    of = {"parts": "*i64"}
+    counted = {"BLOCK": sparse.COUNTED} | aligned
+    for number, (_, bins) in enumerate(sparse.DIGITS):
+        first = number == 0
+        yield sparse._count, of, counted | {"FIRST": first, "FEEDBACK": first, "KEEP": first, "BINS": bins}
+        yield sparse._digit, of, {"FIRST": first, "BINS": bins}
+    for kernel in (sparse._tally, sparse._list):
+        yield kernel, of, block | aligned
+    for kernel in (sparse._pack, sparse._ones, sparse._unpack, sparse._put):
+        yield kernel, of, block
+    yield sparse._sum_at, {}, block | aligned
     mixers = ("GOLDEN", "MIX1", "MIX2", "MIX3")
     yield sketch._encode, {}, block | {name: getattr(sketch, f"_{name}").value for name in mixers}
     for kernel in (moments._blend, moments._add_up, moments._take, moments._rejoin, moments._settle):

@@ -127,7 +127,8 @@ def test_the_machine_code_of_all_kernels(capability, tmp_path):
         assert not found["narrow"] and not found["specialized"], found
         assert not found["fused"] or found["kernel"].startswith("projection."), found
         widths = {int(access[2:]) for access in found["accesses"]}
-        assert min(widths) >= 4, found
+        by_bytes = found["kernel"] in ("sparse._pack", "sparse._unpack")  # of positions, as many as are sent
+        assert min(widths) >= 4 or by_bytes, found
         by_places = found["constants"].get("ALL") is False or found["kernel"] in ("moments._take", "mask._unpack")
         if {"ALIGN", "WIRE"} & found["constants"].keys() and not by_places and "projection" not in found["kernel"]:
             assert max(widths) == 16, found

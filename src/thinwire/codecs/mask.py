@@ -137,16 +137,6 @@ class MaskedIntegers(_AtMask):
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         self._spread(self.quantizer.decode(wire, self._payload("got", len(wire), space)), out)
 
-    def gather(self, rows: Tensor, out: Tensor, new: Tensor | None, seed: Seeds | None, space: Space) -> None:
-        """The wire of ``rows``, each with a mask of its own; what is left out goes to ``new``, if there is one."""
-        self._gather(rows, out, None, new, seed, space)
-
-    def decode_apart(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
-        """``decode_sum`` of peers that have masks of their own: row p of ``words`` is that of row p of ``wire``."""
-        payload = self.quantizer.decode(wire, self._payload("got", len(wire), space))
-        for columns, words, at in self._places(self.words):
-            mask.scatter_add(payload[:, at], words, out[columns], scale)
-
     def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
         total = self._payload("got", 1, space)
         self.quantizer.decode_sum(wire, total[0], scale)

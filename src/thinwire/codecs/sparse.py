@@ -2,74 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.bucket import padded
-from thinwire.codecs.base import Codec, Residual, Space, viewable
+from thinwire.codecs.base import Codec, Residual, Space
 from thinwire.codecs.intquant import Integers
-from thinwire.codecs.mask import MaskedIntegers
 from thinwire.errors import ThinwireError
-from thinwire.ops import mask
+from thinwire.ops import mask, sparse
 from thinwire.streams import Seeds
-
-LOW = 8
-"""Bits of a position that are sent as they are."""
 
 
 @dataclass(frozen=True)
 class Positions:
     """The set bits of masks, ``k`` in every row of a part of ``width``, in 9 + width / (256 k) bits each.
 
-    Of the i-th position p of a part, in rising order, the lower byte travels as it is; of the rest, which rises too, a
-    one at place (p >> 8) + i of a string of k + width / 256 bits: so many zeros before it as it is high (Elias 1974,
-    Fano 1971). The size depends on width and k alone.
+    How they are packed is said in ``thinwire.ops.sparse``. The size depends on width and k alone.
 
     Attributes:
         parts: (width, k) of each parameter's columns, side by side; widths are multiples of 64.
+        group: their lists begin at multiples of it, for a quantizer's groups.
     """
 
     parts: tuple[tuple[int, int], ...]
+    group: int = 1
+
+    @functools.cached_property
+    def lists(self) -> tuple[sparse.Part, ...]:
+        """Where the positions of each part stand in a row of all of them."""
+        found, start, place = [], 0, 0
+        for width, k in self.parts:
+            found.append(sparse.Part(start, width, k, place))
+            start, place = start + width, place + padded(k, self.group)
+        return tuple(found)
+
+    @property
+    def size(self) -> int:
+        """Of a row's list, with what lies between its parts."""
+        return sum(padded(k, self.group) for _, k in self.parts)
 
     @property
     def nbytes(self) -> int:
         """Of a row: of each part a multiple of 8."""
-        return sum(8 * _string(*part) + padded(part[1], 8) for part in self.parts)
+        return sparse.packed_bytes(self.lists)
+
+    def found(self, rows: int, space: Space) -> Tensor:
+        """Memory for the lists of so many rows."""
+        return space(("positions", rows), (rows, self.size), torch.int32)
 
     def write(self, words: Tensor, out: Tensor, space: Space) -> None:
         """``words`` (R, n / 64) int64 -> ``out`` (R, nbytes) uint8, rows at multiples of 8 bytes."""
-        for k, of, high, low in self._places(words, out):
-            found = mask.indices(of, space(("positions", len(of), k), (len(of), k), torch.int32))
-            low.copy_(found & (1 << LOW) - 1)
-            mask.from_indices((found >> LOW) + _count(found), high)
+        found = mask.indices(words, self.found(len(words), space))
+        sparse.pack(found, self.lists, out)
 
     def read(self, wire: Tensor, words: Tensor, space: Space) -> Tensor:
         """``words`` (R, n / 64) from ``wire`` (R, nbytes)."""
-        for k, of, high, low in self._places(words, wire):
-            found = mask.indices(high, space(("positions", len(of), k), (len(of), k), torch.int32))
-            mask.from_indices((found - _count(found) << LOW) + low, of)
-        return words
-
-    def _places(self, words: Tensor, wire: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Of each part: k, its mask words, its string of bits (R, words) int64, its lower bytes (R, k)."""
-        wire, word, place = viewable(wire), 0, 0
-        for width, k in self.parts:
-            middle = place + 8 * _string(width, k)
-            of = words[:, word : word + width // mask.WORD]
-            yield k, of, wire[:, place:middle].view(torch.int64), wire[:, middle : middle + k]
-            word, place = word + width // mask.WORD, middle + padded(k, 8)
-
-
-def _string(width: int, k: int) -> int:
-    """Words of 64 bits."""
-    return -(-(k + -(-width >> LOW)) // mask.WORD)
-
-
-def _count(found: Tensor) -> Tensor:
-    return torch.arange(found.shape[1], dtype=torch.int32, device=found.device)
+        found = sparse.unpack(wire, self.lists, self.found(len(wire), space))
+        return mask.from_indices(found, words)
 
 
 @dataclass(frozen=True)
@@ -105,40 +97,37 @@ class TopKIntegers(Codec):
         values = (self.quantizer.wire_numel(padded(k, self.quantizer.group)) for _, _, k in self.segments)
         return self._positions.nbytes + sum(padded(nbytes, 8) for nbytes in values)
 
-    @property
+    @functools.cached_property
     def _positions(self) -> Positions:
-        return Positions(tuple((width, k) for _, width, k in self.segments))
-
-    def _values(self, words: Tensor | None) -> MaskedIntegers:
-        """The codec of the values at the mask ``words``."""
-        parts = tuple((width // mask.WORD, k) for _, width, k in self.segments)
-        return MaskedIntegers(torch.empty(0) if words is None else words, parts, self.quantizer)
+        return Positions(tuple((width, k) for _, width, k in self.segments), self.quantizer.group)
 
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
-        self._choose(rows, out, None, seed, space)
+        self._choose(rows, None, None, out, seed, space)
 
     def _encode_and_keep(
         self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
     ) -> None:
-        if residual.old is not None:
-            rows.add_(residual.old)
-        self._choose(rows, out, residual.new, seed, space)
+        self._choose(rows, residual.old, residual.new, out, seed, space)
 
-    def _choose(self, rows: Tensor, out: Tensor, new: Tensor | None, seed: Seeds | None, space: Space) -> None:
-        words, (positions, values) = self._mask(len(rows), space), self._split(out)
-        for start, width, k in self.segments:
-            at = slice(start // mask.WORD, (start + width) // mask.WORD)
-            mask.topk_mask(rows[:, start : start + width], k, words[:, at])
-        self._positions.write(words, positions, space)
-        self._values(words).gather(rows, values, new, seed, space)
+    def _choose(
+        self, rows: Tensor, old: Tensor | None, new: Tensor | None, out: Tensor, seed: Seeds | None, space: Space
+    ) -> None:
+        """One pass over the values, in which ``rows`` + ``old`` becomes ``new``; what follows is as short as the wire.
+        """
+        (positions, values), lists = self._split(out), self._positions.lists
+        found, payload = self._positions.found(len(rows), space), self._payload("sent", len(rows), space)
+        sparse.largest(rows, old, lists, new, found, payload)
+        sparse.pack(found, lists, positions)
+        self.quantizer.encode(payload, values, seed=seed)
+        if new is not None:
+            left = self.quantizer.decode(values, self._payload("left", len(rows), space))
+            sparse.put(torch.sub(payload, left, out=left), found, new)
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
-        words, values = self._open(wire, space)
-        self._values(words).decode(values, out, space=space)
+        sparse.put(*self._open(wire, space), out.zero_())
 
     def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
-        words, values = self._open(wire, space)
-        self._values(words).decode_apart(values, out, scale, space)
+        sparse.sum_at(*self._open(wire, space), self._positions.lists, out, scale)
 
     def part(self, wire: Tensor, n: int, columns: slice) -> Tensor:
         """The wire of a top-k of this segment alone, which starts at 0."""
@@ -147,19 +136,20 @@ class TopKIntegers(Codec):
         (own,) = ((width, k) for start, width, k in self.segments if start == columns.start)
         head, group = Positions(tuple(before)).nbytes, self.quantizer.group
         first, k = sum(padded(k, group) for _, k in before), padded(own[1], group)
-        codes = self.quantizer.part(values, self._values(None).size, slice(first, first + k))
+        codes = self.quantizer.part(values, self._positions.size, slice(first, first + k))
         found = torch.cat([positions[:, head : head + Positions((own,)).nbytes], codes], 1)
         return torch.nn.functional.pad(found, (0, -found.shape[1] % 8))
 
     def _open(self, wire: Tensor, space: Space) -> tuple[Tensor, Tensor]:
-        """Mask words and values of a received wire."""
+        """The values of a received wire (P, m) float32, and their positions."""
         positions, values = self._split(wire)
-        return self._positions.read(positions, self._mask(len(wire), space), space), values
+        found = sparse.unpack(positions, self._positions.lists, self._positions.found(len(wire), space))
+        return self.quantizer.decode(values, self._payload("got", len(wire), space)), found
 
-    def _mask(self, rows: int, space: Space) -> Tensor:
-        return space(("words", rows), (rows, sum(w for _, w, _ in self.segments) // mask.WORD), torch.int64)
+    def _payload(self, use: str, rows: int, space: Space) -> Tensor:
+        return space((use, rows), (rows, self._positions.size), torch.float32)
 
     def _split(self, wire: Tensor) -> tuple[Tensor, Tensor]:
         """Positions and the quantizer's wire: views of ``wire``."""
-        head, tail = self._positions.nbytes, self._values(None).wire_numel(0)
+        head, tail = self._positions.nbytes, self.quantizer.wire_numel(self._positions.size)
         return wire[:, :head], wire[:, head : head + tail]

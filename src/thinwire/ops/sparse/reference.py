@@ -1,0 +1,74 @@
+"""Plain torch, any device: the specification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from thinwire.ops.mask import reference as masks
+
+if TYPE_CHECKING:
+    from thinwire.ops.sparse import Part
+
+
+def largest(
+    rows: Tensor, old: Tensor | None, parts: tuple[Part, ...], new: Tensor | None, found: Tensor, payload: Tensor
+) -> None:
+    total = rows if old is None else rows + old
+    if new is not None:
+        new.copy_(total)
+    found.fill_(-1)
+    for start, width, k, place in parts:
+        words = torch.empty(len(rows), width // masks.WORD, dtype=torch.int64, device=rows.device)
+        masks.topk_mask(total[:, start : start + width], k, words)
+        masks.indices(words, found[:, place : place + k])
+        found[:, place : place + k] += start
+    payload.copy_(total.gather(1, found.clamp(min=0).long()).masked_fill_(found < 0, 0))
+
+
+def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> None:
+    wire.zero_()
+    for part, string, low in _places(parts, wire):
+        at = found[:, part.place : part.place + part.k] - part.start
+        low.copy_(at & 255)
+        bits = torch.zeros(len(wire), 8 * part.string, dtype=torch.bool, device=wire.device)
+        bits.scatter_(1, ((at >> 8) + _count(at)).long(), True)
+        octets = bits.view(len(wire), -1, 8).int() << torch.arange(8, device=wire.device)
+        string.copy_(octets.sum(2))
+
+
+def unpack(wire: Tensor, parts: tuple[Part, ...], found: Tensor) -> None:
+    found.fill_(-1)
+    for part, string, low in _places(parts, wire):
+        bits = string.int().unsqueeze(2) >> torch.arange(8, device=wire.device) & 1
+        at = bits.flatten(1).nonzero()[:, 1].view(low.shape).int()
+        found[:, part.place : part.place + part.k] = (at - _count(at) << 8) + low + part.start
+
+
+def put(payload: Tensor, found: Tensor, out: Tensor) -> None:
+    for row, values, at in zip(out, payload, found, strict=True):
+        row[at[at >= 0].long()] = values[at >= 0]
+
+
+def sum_at(payload: Tensor, found: Tensor, parts: tuple[Part, ...], out: Tensor, scale: float) -> None:
+    out.zero_()
+    for values, at in zip(payload, found, strict=True):
+        out[at[at >= 0].long()] += values[at >= 0]
+    if scale != 1.0:
+        out.mul_(scale)
+
+
+def _count(at: Tensor) -> Tensor:
+    return torch.arange(at.shape[1], dtype=torch.int32, device=at.device)
+
+
+def _places(parts: tuple[Part, ...], wire: Tensor) -> Iterator[tuple[Part, Tensor, Tensor]]:
+    """Of each part its string and its lower bytes, views of ``wire``."""
+    first = 0
+    for part in parts:
+        low = first + part.string
+        yield part, wire[:, first:low], wire[:, low : low + part.k]
+        first += part.nbytes

@@ -1,0 +1,156 @@
+"""The largest values of rows by lists of positions: every backend against plain torch, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import pytest
+import torch
+
+from programs import needs_triton, run_python
+from test_ops_mask import SPECIAL, gaussian
+from thinwire.codecs.base import Residual
+from thinwire.codecs.intquant import Integers
+from thinwire.codecs.sparse import Positions, TopKIntegers
+from thinwire.errors import ThinwireError
+from thinwire.ops import mask, sparse
+from thinwire.ops.sparse import Part, cpu, reference
+
+POISON = -77
+
+
+def parts_of(*shapes: tuple[int, int], group: int = 8) -> tuple[Part, ...]:
+    """Of (width, k) of each."""
+    return Positions(shapes, group).lists
+
+
+PARTS = (
+    parts_of((64, 1)),
+    parts_of((64 * 9, 100), (64, 64), (64, 0), (64 * 5, 3)),
+    parts_of((64 * 80, 64 * 80), (64 * 17, 700), group=64),
+)
+LONG = parts_of((64 * 700, 448), (64 * 300, 9000), group=64)
+"""Long enough for samples."""
+
+
+FEEDBACK = (None, "apart", "over the rows", "over the old")
+
+
+def check(
+    fast: ModuleType, parts: tuple[Part, ...], kind: str | None = None, device: str = "cpu", ways: tuple = FEEDBACK
+) -> None:
+    """All operations on rows that lie apart, into poisoned memory: nothing is written beside what is theirs."""
+    n, m = parts[-1].start + parts[-1].width, parts[-1].place + -(-parts[-1].k // 64) * 64
+    wide = gaussian(4, n + 128, seed=n).to(device)
+    if kind is not None:
+        SPECIAL[kind](wide[:2])
+    rows, old = wide[:2, 64 : 64 + n], wide[2:, 32 : 32 + n]
+    for feedback in ways:
+        seen = []
+        for module in (reference, fast):
+            g, e = rows.clone(), old.clone()
+            new = {None: None, "apart": torch.full_like(g, math.nan), "over the rows": g, "over the old": e}[feedback]
+            found = torch.full((2, m + 3), POISON, dtype=torch.int32, device=device)
+            payload = torch.full((2, m + 2), math.nan, device=device)
+            module.largest(g, None if new is None else e, parts, new, found[:, 1 : 1 + m], payload[:, 1:-1])
+            seen.append((found, payload.view(torch.int32), (payload if new is None else new).view(torch.int32)))
+        assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True)), (feedback, kind)
+    found = seen[0][0][:, 1 : 1 + m]
+    size = sparse.packed_bytes(parts)
+    results = []
+    for module in (reference, fast):
+        wire = torch.full((2, size + 24), 77, dtype=torch.uint8, device=device)
+        module.pack(found, parts, wire[:, 8 : 8 + size])
+        again = torch.full((2, m + 3), POISON, dtype=torch.int32, device=device)
+        module.unpack(wire[:, 8 : 8 + size], parts, again[:, 1 : 1 + m])
+        assert torch.equal(again[:, 1 : 1 + m], found)
+        out, total = wide.clone(), torch.full((n,), math.nan, device=device)
+        module.put(payload[:, 1:-1], found, out[2:, 64 : 64 + n])
+        module.sum_at(payload[:, 1:-1], found, parts, total, 0.3)
+        results.append((wire, again, out.view(torch.int32), total.nan_to_num(7e7)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), kind
+
+
+@pytest.mark.parametrize("kind", [None, *SPECIAL])
+def test_lists_equal_the_reference(kind):
+    for parts in PARTS if kind is None else (PARTS[1], LONG):
+        check(cpu, parts, kind)
+    check(cpu, LONG, kind)
+
+
+def test_a_wrong_sample_costs_time_and_nothing_else():
+    """The sampled columns hold the smallest values, or the largest."""
+    parts = parts_of((64 * 700, 448))
+    step = (64 * 700 // 2800) | 1
+    for factor in (0.0, 1e9):
+        values = gaussian(1, 64 * 700)
+        values[:, ::step] *= factor
+        found = [torch.zeros(1, 448, dtype=torch.int32) for _ in range(2)]
+        for module, out in zip((reference, cpu), found, strict=True):
+            module.largest(values, None, parts, None, out, torch.empty(1, 448))
+        assert torch.equal(*found)
+
+
+def test_what_no_packing_says_is_refused():
+    parts = parts_of((128, 3), (64, 2), group=1)
+    found = torch.tensor([[0, 5, 127, 130, 191]], dtype=torch.int32)
+    wire = sparse.pack(found, parts, torch.empty(1, sparse.packed_bytes(parts), dtype=torch.uint8))
+    assert torch.equal(sparse.unpack(wire, parts, torch.empty_like(found)), found)
+    for at, octet in ((0, 0b1111), (0, 0b0011), (8, 128), (0, 0b1011)):  # too many, too few, beyond its columns twice
+        wrong = wire.clone()
+        wrong[0, at] = octet
+        with pytest.raises(ThinwireError, match="wire of positions"):
+            sparse.unpack(wrong, parts, torch.empty_like(found))
+    with pytest.raises(ThinwireError, match="as its parts say"):
+        sparse.pack(torch.tensor([[0, 5, 128, 130, 191]], dtype=torch.int32), parts, wire)
+    with pytest.raises(ThinwireError, match="float32"):
+        sparse.largest(torch.zeros(1, 192, dtype=torch.bfloat16), None, parts, None, found, torch.zeros(1, 5))
+
+
+def test_an_encoding_is_that_of_a_mask_and_a_quantizer():
+    """In separate passes: h = g + e, its mask, the values at it, the integers, and what they leave out."""
+    segments, quantizer = ((0, 640, 13), (640, 64 * 50, 300)), Integers(64, 8)
+    codec, g, e = TopKIntegers(segments, quantizer), gaussian(2, 64 * 60), gaussian(2, 64 * 60, seed=1)
+    h = g + e
+    words = torch.cat([mask.topk_mask(h[:, a : a + w], k, torch.empty(2, w // 64, dtype=torch.int64))
+                       for a, w, k in segments], 1)  # fmt: skip
+    new, wire = torch.full_like(g, math.nan), torch.zeros(2, codec.wire_numel(64 * 60), dtype=torch.uint8)
+    codec.encode(g.clone(), wire, residual=Residual(e.clone(), new))
+    decoded = codec.decode(wire, torch.full_like(g, math.nan))
+    for a, w, k in segments:
+        at, own = slice(a, a + w), words[:, a // 64 : (a + w) // 64]
+        payload = torch.zeros(2, -(-k // 64) * 64)
+        rest = torch.empty(2, w)
+        mask.gather_keep(h[:, at], None, own, payload[:, :k], rest)
+        codes = quantizer.encode(payload, torch.empty(2, quantizer.wire_numel(payload.shape[1]), dtype=torch.uint8))
+        values = quantizer.decode(codes, torch.empty_like(payload))
+        expected = mask.scatter(values[:, :k].contiguous(), own, torch.empty(2, w))
+        assert torch.equal(decoded[:, at], expected)
+        assert torch.equal(new[:, at], mask.write_at((payload - values)[:, :k].contiguous(), own, rest))
+    total = codec.decode_sum(wire, torch.full((64 * 60,), math.nan), 0.3)
+    assert torch.equal(total, (decoded[0] + decoded[1]) * 0.3)
+
+
+@needs_triton
+def test_triton_interpreted_equals_the_reference():
+    code = """
+import test_ops_lists as t
+from thinwire.ops.sparse import triton
+for parts, way in zip(t.PARTS, t.FEEDBACK[1:]):
+    t.check(triton, parts, ways=(way,))
+for kind, way in zip(("zeros", "one of four", "infinite", "nans of other bits"), t.FEEDBACK):
+    t.check(triton, t.PARTS[1], kind, ways=(way,))
+print("checked")
+"""
+    done = run_python(code, TRITON_INTERPRET="1")
+    assert done.stdout.strip().endswith("checked"), done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_lists_on_a_gpu():
+    from thinwire.ops.sparse import triton
+
+    for parts in (*PARTS, LONG):
+        check(triton, parts, device="cuda")
