@@ -40,6 +40,8 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("local-steps", {"outer": "radius(smallest=0, density=0.25, start=1, T=2)", "every": 1}),
     ("local-steps", {"outer": "fp8(smallest=0, error_feedback=True)", "every": 1, "second_moment": "mean"}),
     ("local-steps", {"outer": "topk(smallest=0, density=0.25)", "decay": 0.5}),
+    ("local-steps", {"outer": "trickle(smallest=0, density=0.03125, bits=2, feedback='gradient')", "decay": 0.5}),
+    ("trickle", {"bits": 2}), ("trickle", {"bits": 2, "feedback": "gradient"}),
 ]  # fmt: skip
 """Knobs that change what is promised, or how it is kept."""
 
@@ -52,6 +54,10 @@ def test_every_method_obeys_every_law(cls):
 @pytest.mark.parametrize(("name", "knobs"), KNOBS, ids=lambda of: of if isinstance(of, str) else str(of))
 def test_so_it_does_with_other_knobs(name, knobs):
     check_laws(type(methods.resolve(name)), where=HERE, **knobs)
+
+
+def test_so_does_muons_direction_where_matrices_are_whole():
+    check_laws(methods.Trickle, where=(Where("all_reduce", 3),), direction="muon")
 
 
 @pytest.mark.parametrize(("name", "knobs"), [(name, {}) for name in methods.names()] + KNOBS, ids=str)

@@ -341,8 +341,8 @@ class LocalSteps(Method):
             bucket.load(moved[at], moved[at])
             due = self._due and method is self._outer
             (method.deliver if due else method.reduce)(bucket, self.run.exchange)
-            if self.decay < 1:
-                self._forget(method, bucket)
+            if self.decay < 1 and method is self._outer:
+                self._forget(bucket)
             bucket.store(moved[at])
             bucket.release()
         if step.agree([norm, moved]):
@@ -393,10 +393,10 @@ class LocalSteps(Method):
                 found.append((segment.name, flat[at][segment.piece.offset :][: shape.numel()].view(shape)))
         return found
 
-    def _forget(self, method: Method, bucket: Bucket) -> None:
+    def _forget(self, bucket: Bucket) -> None:
         """SparseLoCo's decay of what waits, which comes before the next round's D is added to it."""
-        for kind in method.promise.waits:
-            if (waits := method.state.written(kind, bucket)) is not None and method is self._outer:
+        for kind in self._outer.promise.waits:
+            if (waits := self._outer.state.written(kind, bucket)) is not None:
                 waits.mul_(self.decay)
 
     def _outer_step(self, mean: Tensor, number: int) -> None:
