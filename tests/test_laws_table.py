@@ -41,7 +41,7 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("local-steps", {"outer": "fp8(smallest=0, error_feedback=True)", "every": 1, "second_moment": "mean"}),
     ("local-steps", {"outer": "topk(smallest=0, density=0.25)", "decay": 0.5}),
     ("local-steps", {"outer": "trickle(smallest=0, density=0.03125, bits=2, feedback='gradient')", "decay": 0.5}),
-    ("trickle", {"bits": 2}), ("trickle", {"bits": 2, "feedback": "gradient"}),
+    ("trickle", {"bits": 2, "group": 64}), ("trickle", {"bits": 2, "group": 64, "feedback": "gradient"}),
 ]  # fmt: skip
 """Knobs that change what is promised, or how it is kept."""
 

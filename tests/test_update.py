@@ -289,7 +289,9 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
         ("trickle(bits=5)", "bits is"), ("trickle(density=0)", "density is"),
         ("trickle(bits=2,mask='shared')", "mask='own'"), ("trickle(bits=2,group=32)", "group does nothing"),
         ("trickle(feedback='gradient',direction='muon')", "direction does nothing"),
-        ("trickle(direction='shampoo')", "direction is"), ("demo(direction='muon')", "no knob 'direction'"),
+        ("trickle(direction='shampoo')", "direction is"), ("trickle(direction='muon',beta1=0.5)", "beta1 does nothing"),
+        ("trickle(direction='muon',factored=True)", "factored does nothing"),
+        ("demo(direction='muon')", "no knob 'direction'"),
     ],
 )  # fmt: skip
 def test_bad_knobs_are_refused(spec, words):
@@ -311,8 +313,9 @@ def model_and_wire(kind: str, world: int, spec: str, **more):
 def _everywhere(rank: int, world: int) -> list[str]:
     """Moments are never made; ranks stay equal; a skipped step and a resume leave no trace; planned = sent."""
     found = []
-    for kind in ("ddp", "fsdp2", "hsdp"):
-        spec = f"trickle(density=0.1, smallest=100, factored={kind != 'ddp'})"
+    for kind, knob in (("ddp", "factored=False"), ("ddp", "direction='muon'"), ("fsdp2", "factored=True"),
+                       ("hsdp", "factored=True")):  # fmt: skip
+        spec = f"trickle(density=0.1, smallest=100, {knob})"
         model, optimizer, wire = model_and_wire(kind, world, spec)
         train(model, optimizer, rank, range(3), wire)
         saved = (
@@ -350,6 +353,7 @@ def _flushes(rank: int, world: int) -> list[str]:
         ("ddp", "trickle(density=0.1, smallest=100)", {}), ("fsdp2", "trickle(density=0.1, smallest=100)", {}),
         ("hsdp", "topk(density=0.1, smallest=100, feedback='update')", {}),
         ("ddp", "trickle(density=0.1, smallest=100)", {"two_level": True}),
+        ("ddp", "trickle(density=0.1, smallest=100, direction='muon')", {}),
         ("ddp", "sign(smallest=100, feedback='update')", {}),
     ):  # fmt: skip
         model, optimizer, wire = model_and_wire(kind, world, spec, **more)

@@ -454,6 +454,8 @@ class ErrorFeedback(Method):
             raise ThinwireError(f"{self.name}: beta1 is the decay of an average, from 0 to below 1, got {self.beta1}")
         if self.feedback == "gradient":
             self.refuse_idle("feedback='gradient' (the optimizer has its own)", "beta1", "factored", "direction")
+        if self.direction == "muon":
+            self.refuse_idle("direction='muon'", "beta1", "factored")
         self.update_space: UpdateSpace | None = None
 
     def begin(self, run: Run) -> None:
@@ -464,8 +466,8 @@ class ErrorFeedback(Method):
                 refuse_chunks(f"{self.name}(factored=True)", run)
             if self.direction == "muon":
                 refuse_chunks(f"{self.name}(direction='muon')", run)
-            muon = self.direction == "muon"
-            self.update_space = UpdateSpace(self, run, self.beta1, factored=self.factored, muon=muon)
+            matrices = self.direction == "muon"
+            self.update_space = UpdateSpace(self, run, self.beta1, factored=self.factored, matrices=matrices)
 
     @property
     def promise(self) -> Promise:
@@ -503,9 +505,7 @@ class ErrorFeedback(Method):
 
     @property
     def resized(self) -> Mapping[str, Resized]:
-        return {  # update.py's
-            **super().resized, "seen": "equal", "alike": "equal", "second by *": "mean", "momentum": "mean",
-        }  # fmt: skip
+        return {**super().resized, "seen": "equal", "alike": "equal", "second by *": "mean"}  # update.py's
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         self._exchange(bucket, exchange, self.compress)

@@ -27,11 +27,17 @@ SCALE = 0.2
 """Root mean square of a step at lr 1."""
 
 
-def muon(gradient: Tensor, momentum: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The step at lr 1, and the momentum after it, of a ``gradient`` (rows, columns) float32; ``momentum``: before."""
-    momentum = gradient.clone() if momentum is None else torch.add(gradient, momentum, alpha=NESTEROV)
-    step = orthogonal(torch.add(gradient, momentum, alpha=NESTEROV))
-    return step.mul_(SCALE * math.sqrt(max(gradient.shape))), momentum
+def muon(values: Tensor, momentum: Tensor, momentum_out: Tensor, shape: tuple[int, ...], span: int, lr: float) -> None:
+    """``values``: g -> u, and ``momentum_out`` = M'; all (R, w), a matrix of ``shape`` in rows of ``span`` and padding.
+
+    ``momentum`` M is zeros at first.
+    """
+    numel, flat = math.prod(shape), values[:, :span].reshape(-1)
+    torch.add(values, momentum, alpha=NESTEROV, out=momentum_out)
+    ahead = torch.add(flat, momentum_out[:, :span].reshape(-1), alpha=NESTEROV)
+    step = orthogonal(ahead[:numel].view(shape)).mul_(lr * SCALE * math.sqrt(max(shape)))
+    values.zero_()
+    values[:, :span].copy_(torch.nn.functional.pad(step.view(-1), (0, len(flat) - numel)).view(len(values), span))
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ Stern, ICML 2018, arXiv 1804.04235, Alg. 4, l. 5-7), and what is kept of it is a
 
     R = b2 R + (1-b2) mean_j g_ij^2;  C = b2 C + (1-b2) mean_i g_ij^2;  v_ij = R_i C_j / mean(R)
 
-``muon``: of matrices that are no embedding and no head, u_n is Muon's step along this rank's own momentum
-(``methods/muon.py``), which needs no v and no r.
+``matrices``: of those that are no embedding and no head, u_n is Muon's step along this rank's own momentum
+(``methods/muon.py``), which takes the place of v_n.
 
 lr, b2, eps and the decay are those of the user's ``torch.optim.AdamW``, of the parameter's group, lr as it stands in
 the backward pass. Its moments are never made for these parameters: v_n and what waits take their place.
@@ -40,7 +40,7 @@ from thinwire.bucket import Bucket, Segment
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
-from thinwire.methods.muon import muon as muon_step
+from thinwire.methods.muon import muon
 from thinwire.methods.run import Run, Step
 from thinwire.methods.steps import OwnSteps, adam_of
 from thinwire.ops.direction import direction
@@ -67,9 +67,11 @@ class UpdateSpace:
     """
 
     def __init__(
-        self, method: Method, run: Run, momentum: float = 0.0, *, factored: bool = False, muon: bool = False
+        self, method: Method, run: Run, momentum: float = 0.0, *, factored: bool = False, matrices: bool = False
     ) -> None:
         """``momentum``: b1 of an average of this rank's gradients that takes the place of g_n above v_n; 0: none.
+
+        ``matrices``: they take Muon's step.
 
         Raises:
             ThinwireError: no Adam; amsgrad, maximize or coupled weight decay. Factored: a tensor without columns. Muon:
@@ -83,10 +85,11 @@ class UpdateSpace:
             for name in sent:
                 if len(run.parameters[name].part) < 2:
                     raise ThinwireError(f"{self._name}: factored is for matrices, and {name} is 1-D: keep it dense")
-        matrices = (name for name in sent if run.parameters[name].role == "matrix" and muon)
-        self._matrices = frozenset(name for name in matrices if len(run.parameters[name].shape) == 2)
-        for name in sorted(self._matrices):
-            of = run.parameters[name]
+        known = [run.parameters[name] for name in sent] if matrices else []
+        self._matrices = frozenset(of.name for of in known if of.role == "matrix" and len(of.shape) == 2)
+        for name, of in run.parameters.items():
+            if name not in self._matrices:
+                continue
             if run.exchange.owner or of.part != of.shape or of.local != of.numel:
                 raise ThinwireError(
                     f"{self._name}: direction='muon' takes whole matrices, and this rank holds a part of {name}: take "
@@ -172,7 +175,7 @@ class UpdateSpace:
 
     def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
         """``values`` (R, n): g -> u, and v -> v'."""
-        if self._factored or self._matrices.issuperset(segment.name for segment in bucket.segments):
+        if self._factored:
             second = second_out = bucket.scratch("second", bucket.shape, torch.float32)
         else:
             second, second_out = self._state.read("second", bucket), self._state.write("second", bucket)
@@ -188,10 +191,8 @@ class UpdateSpace:
         for segment, group, lr, scale in zip(bucket.segments, groups, lrs, scales, strict=True):
             at, beta2 = segment.columns, float(group["betas"][1])
             if segment.name in self._matrices:
-                self._orthogonalise(values, segment, float(group["lr"]))
-                for kept in (second_out, first_out):
-                    if kept is not None:
-                        kept[:, at].zero_()
+                shape = self._run.parameters[segment.name].shape
+                muon(values[:, at], second[:, at], second_out[:, at], shape, segment.span, float(group["lr"]))
                 continue
             if self._factored:
                 self._average(values, second, segment, beta2)
@@ -200,16 +201,6 @@ class UpdateSpace:
                 None if first_out is None else first_out[:, at], lr=lr, scale=scale, beta1=self._momentum,
                 beta2=1.0 if self._factored else beta2, eps=float(group["eps"]),
             )  # fmt: skip
-
-    def _orthogonalise(self, values: Tensor, segment: Segment, lr: float) -> None:
-        """The columns of ``segment`` in ``values`` (R, n): g -> Muon's u, and M -> M'."""
-        rows, columns = self._run.parameters[segment.name].shape
-        at = slice(segment.start, segment.start + segment.span)
-        flat = values[:, at].reshape(-1)  # behind the values there may be a last row's padding
-        step, momentum = muon_step(flat[: rows * columns].view(rows, columns), self._state.get("momentum", segment.name))
-        self._state.put("momentum", segment.name, momentum)
-        padding = segment.span * len(values) - step.numel()
-        values[:, at].copy_(torch.nn.functional.pad(step.view(-1), (0, padding)).view(len(values), -1)).mul_(lr)
 
     def _average(self, values: Tensor, second: Tensor, segment: Segment, beta2: float) -> None:
         """The columns of ``segment`` in ``second`` (R, n) = v', from its averages by rows and columns and g."""
