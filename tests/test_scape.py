@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -15,6 +16,7 @@ import thinwire
 from engines import build, same_on_all_ranks, train
 from independent4 import SCAPE as ScapePaper
 from independent4 import top_mask, warmed_density
+from models import flat
 from programs import needs_triton, run_python
 from thinwire import weights as replicas
 from thinwire.codecs import Int4, Int8, Residual
@@ -371,6 +373,38 @@ def test_cuda_is_the_reference():
 
     for n, m in ((64, 64), (1088, 1030)):
         check(triton, n, m, "cuda")
+
+
+def _goes_on(rank, world):
+    """Of each engine: do the weights of a run that is killed, resumed and skips a step have the bits of one that is
+    not?"""
+    found = {}
+    for kind in ("ddp", "fsdp2"):
+
+        def make(kind=kind):
+            model = build(kind, world)
+            optimizer = AdamS(model.parameters(), lr=1e-2)
+            method = SCAPE(density=0.2, warmup=2, smallest=100, second="true", second_every=3)
+            return model, optimizer, thinwire.compress(model, optimizer, method)
+
+        model, optimizer, wire = make()
+        train(model, optimizer, rank, range(4), wire)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), wire.state_dict()))
+        train(model, optimizer, rank, range(4, 8), wire)
+        whole = flat(model).clone()
+        wire.close()
+        model, optimizer, wire = make()
+        for of, state in zip((model, optimizer, wire), saved, strict=True):
+            of.load_state_dict(state)
+        train(model, optimizer, rank, [4], wire, poison=(4, 0))
+        train(model, optimizer, rank, range(4, 8), wire)
+        found[kind] = wire.skipped, torch.equal(whole, flat(model))
+        wire.close()
+    return found
+
+
+def test_a_true_second_moment_goes_on():
+    assert ranks.run(_goes_on, 2) == [{"ddp": (1, True), "fsdp2": (1, True)}] * 2
 
 
 def _weights(rank, world):
