@@ -289,11 +289,7 @@ class Trickle:
                 continue
             updates, hs = [], []
             for n in range(self.workers):
-                g = given[n][i]
-                self.m[n][i] = self.b1 * self.m[n][i] + (1 - self.b1) * g
-                self.v[n][i] = self.second(n, i, g, b2)
-                direction = self.m[n][i] / (1 - self.b1**t)
-                updates.append(lr * direction / (np.sqrt(r * self.v[n][i] / (1 - b2**t)) + eps))
+                updates.append(self.update(n, i, t, given[n][i], r, lr, b2, eps))
                 hs.append(self.e[n][i] + updates[n])
             cs = self.compress(i, t, [array(h) for h in hs])
             for n in range(self.workers):
@@ -302,6 +298,13 @@ class Trickle:
             self.taken[i] = self.taken[i] + mean_of(updates)
             self.delivered[i] = self.delivered[i] + mean_of(cs)
         return [array(w) for w in self.weights]
+
+    def update(self, n: int, i: int, t: int, g: Array, r: float, lr: float, b2: float, eps: float) -> Array:
+        """Worker n's update of tensor i along g."""
+        self.m[n][i] = self.b1 * self.m[n][i] + (1 - self.b1) * g
+        self.v[n][i] = self.second(n, i, g, b2)
+        direction = self.m[n][i] / (1 - self.b1**t)
+        return lr * direction / (np.sqrt(r * self.v[n][i] / (1 - b2**t)) + eps)
 
     def second(self, n: int, i: int, g: Array, b2: float) -> Array:
         """Worker n's v of tensor i, with g in it."""

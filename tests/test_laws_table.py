@@ -25,7 +25,8 @@ HERE = (Where("all_reduce", 3), Where("reduce_scatter", 3))
 KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("bf16-acc32", {"error_feedback": True}), ("int8", {"error_feedback": True}), ("fp8", {"error_feedback": True}),
     ("radius", {"residual_scale": 0.5}), ("scape", {"payload": "bf16"}), ("scape", {"payload": "int8", "refresh": 2}),
-    ("scape", {"clip": "return"}), ("scape", {"density": 1.0}), ("separate", {"beta": 0.5}), ("separate", {"beta": 1}),
+    ("scape", {"clip": "return"}), ("scape", {"second": "true", "second_every": 2}), ("scape", {"density": 1.0}),
+    ("separate", {"beta": 0.5}), ("separate", {"beta": 1}),
     ("separate", {"reset": 2}), ("separate", {"estimator": "paper", "reset": 2, "restart": "zero"}),
     ("separate", {"estimator": "paper"}), ("separate", {"beta": 0.5, "reset": 2}), ("tagc", {"mask": "shared"}),
     ("tagc", {"leftovers": "median"}), ("tagc", {"accumulate": False}), ("tagc", {"theta": 0.0}),
@@ -40,6 +41,8 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("local-steps", {"outer": "radius(smallest=0, density=0.25, start=1, T=2)", "every": 1}),
     ("local-steps", {"outer": "fp8(smallest=0, error_feedback=True)", "every": 1, "second_moment": "mean"}),
     ("local-steps", {"outer": "topk(smallest=0, density=0.25)", "decay": 0.5}),
+    ("local-steps", {"outer": "trickle(smallest=0, density=0.03125, bits=2, feedback='gradient')", "decay": 0.5}),
+    ("trickle", {"bits": 2, "group": 64}), ("trickle", {"bits": 2, "group": 64, "feedback": "gradient"}),
 ]  # fmt: skip
 """Knobs that change what is promised, or how it is kept."""
 
@@ -52,6 +55,10 @@ def test_every_method_obeys_every_law(cls):
 @pytest.mark.parametrize(("name", "knobs"), KNOBS, ids=lambda of: of if isinstance(of, str) else str(of))
 def test_so_it_does_with_other_knobs(name, knobs):
     check_laws(type(methods.resolve(name)), where=HERE, **knobs)
+
+
+def test_so_does_muons_direction_where_matrices_are_whole():
+    check_laws(methods.Trickle, where=(Where("all_reduce", 3),), direction="muon")
 
 
 @pytest.mark.parametrize(("name", "knobs"), [(name, {}) for name in methods.names()] + KNOBS, ids=str)

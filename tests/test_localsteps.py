@@ -113,6 +113,51 @@ def test_sparseloco_forgets_what_waits():
             assert np.abs(weights_of(results[n][step]) - mine[n]).max() < 1e-6
 
 
+def binned(h: np.ndarray, k: int) -> np.ndarray:
+    """The k largest |h| of each chunk of 4096 values, each as the mean of those with its sign and size, in bfloat16."""
+    sent = np.zeros_like(h)
+    for start in range(0, len(h), 4096):
+        chunk = h[start : start + 4096]
+        chosen = sorted(range(len(chunk)), key=lambda i: -abs(chunk[i]))[:k]
+        edge = sum(abs(chunk[i]) for i in chosen) / k
+        for i in chosen:
+            alike = [chunk[j] for j in chosen if (chunk[j] < 0) == (chunk[i] < 0)
+                     and (abs(chunk[j]) > edge) == (abs(chunk[i]) > edge)]  # fmt: skip
+            sent[start + i] = float(torch.tensor(sum(alike) / len(alike)).bfloat16())
+    return sent
+
+
+def test_sparseloco_against_its_equations():
+    """The preset, with fewer steps in a round: AdamW inside, chunks, bins and decay; what is 1-D is averaged whole."""
+    size, steps, every, shapes = 3, 9, 3, {"a": (64, 70), "b": (40,)}
+    results = reduce_on_threads(
+        lambda: resolve(f"local-steps:sparseloco(every={every})"), gradients, topology="all_reduce", size=size,
+        shapes=shapes, steps=steps, optimizer=adamw,
+    )  # fmt: skip
+
+    def held(rank: int, step: int) -> np.ndarray:
+        return torch.cat([results[rank][step]["weights"][name].reshape(-1) for name in shapes]).double().numpy()
+
+    count = 64 * 70
+    shared = np.zeros(count + 40)
+    adams, mine = [Adam64(count + 40) for _ in range(size)], [shared] * size
+    waits = [np.zeros(count) for _ in range(size)]
+    for step in range(steps):
+        mine = [adam.step(w, g) for adam, w, g in zip(adams, mine, given64(results, step), strict=True)]
+        if (step + 1) % every == 0:
+            moved = [shared - w for w in mine]
+            sent = []
+            for n in range(size):
+                h = 0.95 * waits[n] + moved[n][:count]
+                sent.append(binned(h, 128))
+                waits[n] = h - sent[-1]
+            rest = sum(of[count:] for of in moved) / size
+            shared = shared - np.concatenate([sum(sent) / size, rest])
+            mine = [shared] * size
+        for n in range(size):
+            assert np.abs(held(n, step) - mine[n]).max() < 2e-6
+
+
 def stepped(adams: list[Adam64], weights: list[np.ndarray], given: list[np.ndarray], step: int, start: int):
     """The weights of each worker after LS1's step; before ``start`` all take the mean gradient."""
     size = len(adams)

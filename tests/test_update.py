@@ -24,7 +24,7 @@ from thinwire import methods
 from thinwire.bucket import Piece, Segment
 from thinwire.codecs import Int8
 from thinwire.codecs.base import Residual
-from thinwire.codecs.sparse import Positions, TopKIntegers
+from thinwire.codecs.sparse import TILE, Positions, TiledTopK, TopKIntegers
 from thinwire.errors import ThinwireError
 from thinwire.methods.run import Parameter
 from thinwire.methods.update import UpdateSpace
@@ -146,6 +146,62 @@ def test_factored_knows_the_padding_of_rows_and_shards(owner, rows, span):
     assert not found[320:].any() and not second[:, 2 + span : 5 + span].any()
 
 
+class Muon(paper.Trickle):
+    """Jordan et al., 2024, with the scale of arXiv 2502.16982: each worker's own momentum, orthogonalised."""
+
+    def update(self, n, i, t, g, r, lr, b2, eps):
+        self.m[n][i] = 0.95 * self.m[n][i] + g
+        x = g + 0.95 * self.m[n][i]
+        x = x / np.sqrt((x**2).sum())
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        return lr * 0.2 * math.sqrt(max(x.shape)) * x
+
+
+def test_muons_direction_is_the_transcription():
+    spec = f"topk(density={DENSITY}, smallest=0, feedback='update'"
+    other = Muon([np.zeros(shape) for shape in SHAPES.values()], SIZE, COMPRESSORS[f"{spec})"](), sample, delayed=True)
+    agree(f"{spec}, direction='muon')", other)
+
+
+def test_whole_muon_on_one_rank_is_torchs():
+    """All sent: Muon, with the momentum and the iteration of ``torch.optim.Muon``, which computes in bfloat16."""
+    spec = "trickle(density=1, mask='shared', bits=32, smallest=0, direction='muon')"
+    found = reduce_on_threads(
+        lambda: methods.resolve(spec), gradient, topology="all_reduce", size=1, shapes=SHAPES, steps=5,
+        optimizer=adamw,
+    )  # fmt: skip
+    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
+    stepper = torch.optim.Muon(weights, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    for step in range(5):
+        for weight, values in zip(weights, found[0][step]["input"].split([320, 320]), strict=True):
+            weight.grad = values.view(weight.shape)
+        stepper.step()
+        for name, weight in zip(SHAPES, weights, strict=True):
+            ours = found[0][step]["weights"][name].view(weight.shape)
+            assert (ours - weight).norm() < 0.02 * weight.norm()
+
+
+@pytest.mark.parametrize("topology", ["reduce_scatter", "two_level", "hsdp"])
+def test_muon_takes_whole_matrices(topology):
+    with pytest.raises(ThinwireError, match="takes one level" if topology == "two_level" else "a part of a"):
+        reduce_on_threads(
+            lambda: methods.resolve("trickle(smallest=0, direction='muon')"), gradient, topology=topology, size=4,
+            per_node=1 if topology == "reduce_scatter" else 2, shapes=SHAPES, optimizer=adamw,
+        )  # fmt: skip
+
+
+def test_what_is_no_matrix_stays_dense_with_muon():
+    def kept(shape: tuple[int, ...], role: str = "matrix") -> str | None:
+        numel = math.prod(shape)
+        return method.keep_dense(Parameter("a", shape, numel, role, torch.float32, numel))
+
+    method = methods.resolve("trickle(smallest=0, direction='muon')")
+    assert kept((8, 4, 3, 3)) == "not a matrix" and kept((32,)) == "1-D"
+    assert kept((8, 4)) is None and kept((8, 4), "embedding") is None
+
+
 @pytest.mark.parametrize("spec", COMPRESSORS)
 def test_it_is_the_transcription(spec):
     zeros = [np.zeros(shape) for shape in SHAPES.values()]
@@ -231,6 +287,11 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
         ("topk(factored=True)", "factored does nothing"),
         ("topk(feedback='update', beta1=1.0)", "beta1 is"), ("trickle(bits=32)", "mask='shared'"),
         ("trickle(bits=5)", "bits is"), ("trickle(density=0)", "density is"),
+        ("trickle(bits=2,mask='shared')", "mask='own'"), ("trickle(bits=2,group=32)", "group does nothing"),
+        ("trickle(feedback='gradient',direction='muon')", "direction does nothing"),
+        ("trickle(direction='shampoo')", "direction is"), ("trickle(direction='muon',beta1=0.5)", "beta1 does nothing"),
+        ("trickle(direction='muon',factored=True)", "factored does nothing"),
+        ("demo(direction='muon')", "no knob 'direction'"),
     ],
 )  # fmt: skip
 def test_bad_knobs_are_refused(spec, words):
@@ -252,8 +313,9 @@ def model_and_wire(kind: str, world: int, spec: str, **more):
 def _everywhere(rank: int, world: int) -> list[str]:
     """Moments are never made; ranks stay equal; a skipped step and a resume leave no trace; planned = sent."""
     found = []
-    for kind in ("ddp", "fsdp2", "hsdp"):
-        spec = f"trickle(density=0.1, smallest=100, factored={kind != 'ddp'})"
+    for kind, knob in (("ddp", "factored=False"), ("ddp", "direction='muon'"), ("fsdp2", "factored=True"),
+                       ("hsdp", "factored=True")):  # fmt: skip
+        spec = f"trickle(density=0.1, smallest=100, {knob})"
         model, optimizer, wire = model_and_wire(kind, world, spec)
         train(model, optimizer, rank, range(3), wire)
         saved = (
@@ -291,6 +353,7 @@ def _flushes(rank: int, world: int) -> list[str]:
         ("ddp", "trickle(density=0.1, smallest=100)", {}), ("fsdp2", "trickle(density=0.1, smallest=100)", {}),
         ("hsdp", "topk(density=0.1, smallest=100, feedback='update')", {}),
         ("ddp", "trickle(density=0.1, smallest=100)", {"two_level": True}),
+        ("ddp", "trickle(density=0.1, smallest=100, direction='muon')", {}),
         ("ddp", "sign(smallest=100, feedback='update')", {}),
     ):  # fmt: skip
         model, optimizer, wire = model_and_wire(kind, world, spec, **more)
@@ -349,6 +412,49 @@ def test_clipping_with_torch_is_noticed():
 
 
 # The codec and the kernels.
+
+
+@pytest.mark.parametrize("k", [4, 128, 4096])
+def test_tiles_send_the_largest_as_the_means_of_four_bins(k):
+    """Against loops in float64; the wire is as long as is said, and its numbers are of 2, 12 and 16 bits."""
+    codec, generator = TiledTopK(k), torch.Generator().manual_seed(k)
+    rows, old = (torch.randn(2, 2 * TILE + 8, generator=generator)[:, : 2 * TILE] for _ in range(2))
+    h = rows + old
+    wire = torch.full((2, codec.wire_numel(2 * TILE)), 7, dtype=torch.uint8)
+    assert wire.shape[1] == 2 * (k * 2 // 8 + k * 12 // 8 + 8)
+    new = torch.full((2, 2 * TILE), torch.nan)
+    codec.encode(rows.clone(), wire, residual=Residual(old, new))
+    out = codec.decode(wire, torch.full((2, 2 * TILE), torch.nan))
+    for tile, sent in zip(h.view(-1, TILE).double().numpy(), out.view(-1, TILE).numpy(), strict=True):
+        expected, chosen = np.zeros(TILE), sorted(range(TILE), key=lambda i: -abs(tile[i]))[:k]
+        edge = sum(abs(tile[i]) for i in chosen) / k
+        for negative in (False, True):
+            for large in (False, True):
+                bin_ = [i for i in chosen if (tile[i] < 0) == negative and (abs(tile[i]) > edge) == large]
+                expected[bin_] = sum(tile[i] for i in bin_) / max(len(bin_), 1)
+        assert np.abs(sent - expected).max() <= 2**-8 * np.abs(expected).max()
+        assert ((sent != 0) == (expected != 0)).all()
+    assert torch.allclose(out + new, h, rtol=0, atol=1e-6)
+    total = codec.decode_sum(wire, torch.full((2 * TILE,), torch.nan), 0.5)
+    assert torch.allclose(total, out.mean(0), atol=1e-6)
+    assert torch.equal(codec.encode(h.clone(), torch.zeros_like(wire)), wire)
+    plain = codec.encode(h.bfloat16(), torch.zeros_like(wire))
+    assert torch.equal(codec.encode(h.bfloat16().float(), torch.zeros_like(wire)), plain)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_does_not_vanish_in_a_tile(bad):
+    rows = torch.randn(1, 2 * TILE)
+    rows[0, TILE + 5] = bad
+    codec = TiledTopK(8)
+    out = codec.decode(codec.encode(rows, torch.zeros(1, codec.wire_numel(2 * TILE), dtype=torch.uint8)), rows.clone())
+    assert out[0, :TILE].isfinite().all() and not out[0, TILE + 5].isfinite()
+
+
+@pytest.mark.parametrize("k", [0, 3, 130, 4100, 8.0])
+def test_tiles_take_a_multiple_of_four(k):
+    with pytest.raises(ThinwireError, match="multiple of 4"):
+        TiledTopK(k)
 
 
 @settings(max_examples=60, deadline=None)

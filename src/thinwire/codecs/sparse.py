@@ -1,8 +1,9 @@
-"""Each rank's own largest values in few bits: positions in about 9, values in 8 or 4."""
+"""Each rank's own largest values in few bits: positions in about 9, values in 8 or 4; or in tiles, in 12 and 2."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,11 @@ from thinwire.codecs.intquant import Integers
 from thinwire.errors import ThinwireError
 from thinwire.ops import mask, sparse
 from thinwire.streams import Seeds
+
+TILE = 4096
+"""Values of a tile: as many as 12 bits count."""
+LEVELS = 4
+"""Bins of a tile's values, which are 2 bits each."""
 
 
 @dataclass(frozen=True)
@@ -153,3 +159,131 @@ class TopKIntegers(Codec):
         """Positions and the quantizer's wire: views of ``wire``."""
         head, tail = self._positions.nbytes, self.quantizer.wire_numel(self._positions.size)
         return wire[:, :head], wire[:, head : head + tail]
+
+
+@dataclass(frozen=True)
+class TiledTopK(Codec):
+    """The ``k`` largest values of each tile in 2 bits, with their positions in 12 (SparseLoCo, arXiv 2508.15706).
+
+    A tile is 4096 consecutive values of a row. The wire of a row is that of its tiles, one behind the other: k codes of
+    2 bits, k positions of 12, in rising order, and four levels in bfloat16. A code is a sign, and whether the value is
+    larger than the mean |x| of those sent; a level is the mean of the values with its code. Not linear: ranks choose
+    different positions. What is kept of an encoding is what was not sent, and how far values lie from their level.
+    A value that is not finite spoils its level.
+
+    14.5 bits for a value at k = 128. Theirs: tiles of 64 x 64 of a matrix, bins of 1.5 standard deviations, and one
+    table for a tensor.
+
+    Attributes:
+        k: values sent of each tile, a multiple of 4 from 4 to 4096; higher => more bytes, less left out.
+
+    Raises:
+        ThinwireError: another k.
+    """
+
+    linear = False
+
+    k: int = 128
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k, int) or not 4 <= self.k <= TILE or self.k % 4:
+            raise ThinwireError(f"top-k in tiles: k is a multiple of 4 from 4 to {TILE}, got {self.k}")
+
+    @property
+    def group(self) -> int:
+        return TILE
+
+    def wire_numel(self, n: int) -> int:
+        return n // TILE * sum(self._parts)
+
+    @property
+    def _parts(self) -> tuple[int, int, int]:
+        """Bytes of a tile's codes, positions and levels."""
+        return self.k // 4, self.k // 2 * 3, 2 * LEVELS
+
+    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
+        self._choose(rows.float(), out, None, space)
+
+    def _encode_and_keep(
+        self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
+    ) -> None:
+        if residual.old is not None:
+            rows.add_(residual.old)
+        self._choose(rows, out, residual.new, space)
+
+    def _choose(self, rows: Tensor, out: Tensor, new: Tensor | None, space: Space) -> None:
+        words = self._mask(rows.shape, space)
+        for row, of in zip(rows, words, strict=True):
+            mask.topk_mask(row.view(-1, TILE), self.k, of.view(-1, TILE // mask.WORD))
+        payload = self._payload(rows.shape, space)
+        mask.gather_keep(rows, None, words, payload, new)
+        positions = mask.indices(words.view(-1, TILE // mask.WORD), self._found(rows.shape, space))
+        values = payload.view(len(rows), -1, self.k)
+        size, negative = values.abs(), values < 0
+        codes = negative + 2 * (size > size.mean(2, keepdim=True))
+        levels = torch.stack([_mean_where(values, codes == code) for code in range(LEVELS)], 2).bfloat16()
+        parts = (_pack2(codes), _pack12(positions.view(codes.shape)), levels.view(torch.uint8))
+        out.copy_(torch.cat(parts, 2).flatten(1))
+        if new is not None:
+            values.sub_(levels.float().gather(2, codes))
+            mask.write_at(payload, words, new)
+
+    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
+        words, values = self._open(wire, out.shape[1], space)
+        mask.scatter(values, words, out)
+
+    def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
+        words, values = self._open(wire, out.shape[0], space)
+        mask.scatter_add(values, words, out, scale)
+
+    def _open(self, wire: Tensor, n: int, space: Space) -> tuple[Tensor, Tensor]:
+        """Mask words (R, n / 64) and values (R, k of each tile) of a received wire."""
+        shape = len(wire), n
+        codes, positions, levels = wire.unflatten(1, (n // TILE, sum(self._parts))).split(self._parts, 2)
+        # A copy of a few bytes, and they lie where view() to a wider dtype wants them.
+        table = levels.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
+        found = self._found(shape, space)
+        found.view(*codes.shape[:2], self.k).copy_(_unpack12(positions))
+        words = self._mask(shape, space)
+        mask.from_indices(found, words.view(-1, TILE // mask.WORD))
+        return words, self._payload(shape, space).copy_(table.gather(2, _unpack2(codes)).flatten(1))
+
+    def _mask(self, shape: Sequence[int], space: Space) -> Tensor:
+        rows, n = shape
+        return space(("words", rows), (rows, n // mask.WORD), torch.int64)
+
+    def _payload(self, shape: Sequence[int], space: Space) -> Tensor:
+        rows, n = shape
+        return space(("payload", rows), (rows, n // TILE * self.k), torch.float32)
+
+    def _found(self, shape: Sequence[int], space: Space) -> Tensor:
+        rows, n = shape
+        return space(("positions", rows), (rows * n // TILE, self.k), torch.int32)
+
+
+def _mean_where(values: Tensor, chosen: Tensor) -> Tensor:
+    """(R, tiles): the mean of the ``chosen`` ones of ``values`` (R, tiles, k); 0 of none."""
+    return torch.where(chosen, values, 0).sum(2) / chosen.sum(2).clamp_(min=1)
+
+
+def _pack2(codes: Tensor) -> Tensor:
+    """(..., k) of 0 to 3 -> (..., k / 4) uint8, the first in the lowest bits."""
+    a, b, c, d = codes.to(torch.uint8).unflatten(-1, (-1, 4)).unbind(-1)
+    return a | b << 2 | c << 4 | d << 6
+
+
+def _unpack2(wire: Tensor) -> Tensor:
+    """Back, int64."""
+    return torch.stack([wire >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2).long()
+
+
+def _pack12(positions: Tensor) -> Tensor:
+    """(..., k) of 0 to 4095 -> (..., 3 k / 2) uint8, two in three bytes."""
+    a, b = positions.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([a & 255, a >> 8 | (b & 15) << 4, b >> 4], -1).flatten(-2).to(torch.uint8)
+
+
+def _unpack12(wire: Tensor) -> Tensor:
+    """Back, int32."""
+    low, middle, high = wire.unflatten(-1, (-1, 3)).int().unbind(-1)
+    return torch.stack([low | (middle & 15) << 8, middle >> 4 | high << 4], -1).flatten(-2)

@@ -433,6 +433,10 @@ class ErrorFeedback(Method):
         beta1: with feedback="update", of an average of this rank's own gradients above sqrt(v), 0 (none) to below 1;
             higher => smoother and later steps, and 8 bytes more per element. What waits is an average already.
         factored: with feedback="update", v by rows and columns in place of one per element (8 bytes per element less).
+        direction: with feedback="update", whose step it is. "adam", or "muon" (``methods/muon.py``): of matrices that
+            are no embedding and no head the orthogonalised momentum of this rank's own gradients, at lr 0.2
+            sqrt(max(rows, columns)); embeddings and heads keep Adam's, and what is not a matrix stays dense. For
+            weights that the rank holds whole.
     """
 
     start: float = 0
@@ -440,6 +444,7 @@ class ErrorFeedback(Method):
     feedback: Literal["gradient", "update"] = "gradient"
     beta1: float = 0.0
     factored: bool = False
+    direction: Literal["adam", "muon"] = "adam"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -448,7 +453,9 @@ class ErrorFeedback(Method):
         if not 0 <= self.beta1 < 1:
             raise ThinwireError(f"{self.name}: beta1 is the decay of an average, from 0 to below 1, got {self.beta1}")
         if self.feedback == "gradient":
-            self.refuse_idle("feedback='gradient' (the optimizer has its own)", "beta1", "factored")
+            self.refuse_idle("feedback='gradient' (the optimizer has its own)", "beta1", "factored", "direction")
+        if self.direction == "muon":
+            self.refuse_idle("direction='muon'", "beta1", "factored")
         self.update_space: UpdateSpace | None = None
 
     def begin(self, run: Run) -> None:
@@ -457,7 +464,10 @@ class ErrorFeedback(Method):
         if self.feedback == "update":
             if self.factored:
                 refuse_chunks(f"{self.name}(factored=True)", run)
-            self.update_space = UpdateSpace(self, run, self.beta1, factored=self.factored)
+            if self.direction == "muon":
+                refuse_chunks(f"{self.name}(direction='muon')", run)
+            matrices = self.direction == "muon"
+            self.update_space = UpdateSpace(self, run, self.beta1, factored=self.factored, matrices=matrices)
 
     @property
     def promise(self) -> Promise:
@@ -489,6 +499,8 @@ class ErrorFeedback(Method):
         return True
 
     def policy(self, parameter: Parameter) -> str | None:
+        if self.direction == "muon" and len(parameter.shape) > 2:
+            return "not a matrix"
         return exempt_small(parameter, self.smallest)
 
     @property

@@ -10,9 +10,13 @@ Any method of ours makes the mean of l. 11: it is told of a run whose weights ar
 whose steps are the rounds. So what it keeps (a residual, a mask, a warm-up) it keeps from round to round. Momenta and
 variances of the user's optimizer stay with their rank, as in the paper.
 
-SparseLoCo (arXiv 2508.15706) is top-k of D with error feedback in place of the momentum: e = decay e + D before it is
-sent, mu = 0, a = 1. LS1 is one bit each way, every 2 to 4 steps; there a rank's v counts as N times the noise of the
-mean's (``second_moment``).
+SparseLoCo (Sarfi et al., arXiv 2508.15706, Alg. 1) is top-k of D in place of the momentum, mu = 0, a = 1:
+
+    h_n = decay e_n + W - w_n;  q_n = Q[the k largest |h_n| of each chunk];  e_n = h_n - q_n;  W -= mean_n q_n
+
+with chunks of 4096 values, k = 128, and a Q of 2 bits (``trickle(bits=2)``).
+LS1 is one bit each way, every 2 to 4 steps; there a rank's v counts as N times the noise of the mean's
+(``second_moment``).
 
 Where ours differs. A dense ``start``, in which gradients are averaged at every step. Steps are counted whether a rank
 has taken or skipped them, so that all meet at the same time. A round in which any rank's weights are not finite does
@@ -91,8 +95,8 @@ class LocalSteps(Method):
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "diloco": {"every": 500, "outer_lr": 0.7, "outer_momentum": 0.9},
         "sparseloco": {
-            "every": 30, "outer": "trickle(density=0.03,feedback='gradient')", "outer_lr": 1.0, "outer_momentum": 0.0,
-            "decay": 0.95,
+            "every": 30, "outer": "trickle(density=0.03125,bits=2,feedback='gradient',smallest=4096)", "outer_lr": 1.0,
+            "outer_momentum": 0.0, "decay": 0.95,
         },
         "ls1": {
             "every": 4, "start": 0.1, "outer": "sign", "outer_lr": 1.0, "outer_momentum": 0.0, "second_moment": "mean",
@@ -337,8 +341,8 @@ class LocalSteps(Method):
             bucket.load(moved[at], moved[at])
             due = self._due and method is self._outer
             (method.deliver if due else method.reduce)(bucket, self.run.exchange)
-            if self.decay < 1:
-                self._forget(method, bucket)
+            if self.decay < 1 and method is self._outer:
+                self._forget(bucket)
             bucket.store(moved[at])
             bucket.release()
         if step.agree([norm, moved]):
@@ -389,10 +393,10 @@ class LocalSteps(Method):
                 found.append((segment.name, flat[at][segment.piece.offset :][: shape.numel()].view(shape)))
         return found
 
-    def _forget(self, method: Method, bucket: Bucket) -> None:
+    def _forget(self, bucket: Bucket) -> None:
         """SparseLoCo's decay of what waits, which comes before the next round's D is added to it."""
-        for kind in method.promise.waits:
-            if (waits := method.state.written(kind, bucket)) is not None and method is self._outer:
+        for kind in self._outer.promise.waits:
+            if (waits := self._outer.state.written(kind, bucket)) is not None:
                 waits.mul_(self.decay)
 
     def _outer_step(self, mean: Tensor, number: int) -> None:

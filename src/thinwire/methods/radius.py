@@ -64,7 +64,7 @@ class Radius(ErrorFeedback):
         "paper": {**_PAPER, "density": 0.4},
         "paper-d0.5": {**_PAPER, "density": 0.5},
         "paper-d0.1": {**_PAPER, "density": 0.1},
-        "recommended": {"density": 0.5, "T": 50, "residual_scale": 0.25},  # of all measured the nearest to dense
+        "recommended": {"density": 0.5, "T": 10, "feedback": "update"},  # of all measured the nearest to dense
     }
 
     density: float = 0.4
@@ -84,7 +84,9 @@ class Radius(ErrorFeedback):
     @property
     def delay(self) -> Delay | None:
         rest = 1 - self.density
-        return Delay(steps=280) if self.feedback == "update" else Delay(steps=200 * rest, share=0.5 * rest)
+        if self.feedback == "update":
+            return Delay(steps=115 if 0.15 <= self.start < 1 else 280)
+        return Delay(steps=200 * rest, share=0.5 * rest)
 
     @property
     def granule(self) -> int:

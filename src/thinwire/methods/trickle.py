@@ -24,7 +24,7 @@ from thinwire.bucket import Bucket
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.mask import Masked, MaskedIntegers
-from thinwire.codecs.sparse import Positions, TopKIntegers
+from thinwire.codecs.sparse import TILE, Positions, TiledTopK, TopKIntegers
 from thinwire.collectives import Exchange, scratch
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Delay, ErrorFeedback, check_density, count_of
@@ -41,7 +41,9 @@ class Trickle(ErrorFeedback):
         mask: "own": each rank its own largest values with their positions; bytes grow with the number of ranks.
             "shared": values at one mask for all, whose bytes do not grow; takes a larger density (0.05).
         bits: of a value: 8, 4, or with a shared mask 32 (the network's own sum of fp32). Fewer => fewer bytes, and a
-            larger share of what is sent waits.
+            larger share of what is sent waits. 2, with masks of their own, is SparseLoCo's wire (arXiv 2508.15706): of
+            every 4096 values k = int(density * 4096), down to a multiple of 4, as the means of four bins, with
+            positions in 12 bits.
         group: values that share a scale, a power of two from 8 to 4096 (larger => fewer bytes, more error).
         feedback: "update", or "gradient": the same values of gradients, as top-k's.
     """
@@ -54,19 +56,23 @@ class Trickle(ErrorFeedback):
 
     density: float = 0.01
     mask: Literal["own", "shared"] = "own"
-    bits: Literal[4, 8, 32] = 8
+    bits: Literal[2, 4, 8, 32] = 8
     group: int = 64
     feedback: Literal["gradient", "update"] = field(default="update", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_density(self.name, self.density)
-        if self.bits == 32:
-            self.refuse_idle("bits=32", "group")
+        if self.bits in (2, 32):
+            self.refuse_idle(f"bits={self.bits}", "group")
         if self.mask == "own" and self.bits == 32:
             raise ThinwireError("trickle: bits=32 is for mask='shared'; topk(feedback='update') sends values so")
+        if self.mask == "shared" and self.bits == 2:
+            raise ThinwireError("trickle: bits=2 is for mask='own': take 4, 8 or 32 with a shared mask")
 
     def make_codec(self) -> Codec | None:
+        if self.bits == 2:
+            return TiledTopK(max(int(self.density * TILE) // 4 * 4, 4))
         return None if self.bits == 32 else Integers(self.group, self.bits)
 
     @property
@@ -79,7 +85,7 @@ class Trickle(ErrorFeedback):
 
     @property
     def granule(self) -> int:
-        return masks.WORD
+        return TILE if self.bits == 2 else masks.WORD
 
     @property
     def delay(self) -> Delay:
@@ -89,6 +95,10 @@ class Trickle(ErrorFeedback):
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
+        if self.bits == 2:
+            exchange.mean(bucket, self.codec, residual=residual)
+            bucket.clear_padding(residual.new)  # nobody reads it, and a level may stand where a zero was sent
+            return
         if self.mask == "own":
             segments = tuple((segment.start, segment.width, self._k(segment.span)) for segment in bucket.segments)
             exchange.mean(bucket, TopKIntegers(segments, self._quantizer), residual=residual)

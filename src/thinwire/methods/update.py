@@ -19,6 +19,9 @@ Stern, ICML 2018, arXiv 1804.04235, Alg. 4, l. 5-7), and what is kept of it is a
 
     R = b2 R + (1-b2) mean_j g_ij^2;  C = b2 C + (1-b2) mean_i g_ij^2;  v_ij = R_i C_j / mean(R)
 
+``matrices``: of those that are no embedding and no head, u_n is Muon's step along this rank's own momentum
+(``methods/muon.py``), which takes the place of v_n.
+
 lr, b2, eps and the decay are those of the user's ``torch.optim.AdamW``, of the parameter's group, lr as it stands in
 the backward pass. Its moments are never made for these parameters: v_n and what waits take their place.
 
@@ -37,6 +40,7 @@ from thinwire.bucket import Bucket, Segment
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
+from thinwire.methods.muon import muon
 from thinwire.methods.run import Run, Step
 from thinwire.methods.steps import OwnSteps, adam_of
 from thinwire.ops.direction import direction
@@ -62,11 +66,16 @@ class UpdateSpace:
         steps: the parameters whose gradient, as the engine holds it, is a step now.
     """
 
-    def __init__(self, method: Method, run: Run, momentum: float = 0.0, *, factored: bool = False) -> None:
+    def __init__(
+        self, method: Method, run: Run, momentum: float = 0.0, *, factored: bool = False, matrices: bool = False
+    ) -> None:
         """``momentum``: b1 of an average of this rank's gradients that takes the place of g_n above v_n; 0: none.
 
+        ``matrices``: they take Muon's step.
+
         Raises:
-            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay. Factored: a tensor without columns.
+            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay. Factored: a tensor without columns. Muon:
+                a matrix of which this rank holds a part.
         """
         self._method, self._run, self._momentum, self._factored = method, run, momentum, factored
         sent = [name for name, of in run.parameters.items() if method.keep_dense(of) is None]
@@ -76,6 +85,16 @@ class UpdateSpace:
             for name in sent:
                 if len(run.parameters[name].part) < 2:
                     raise ThinwireError(f"{self._name}: factored is for matrices, and {name} is 1-D: keep it dense")
+        known = [run.parameters[name] for name in sent] if matrices else []
+        self._matrices = frozenset(of.name for of in known if of.role == "matrix" and len(of.shape) == 2)
+        for name, of in run.parameters.items():
+            if name not in self._matrices:
+                continue
+            if run.exchange.owner or of.part != of.shape or of.local != of.numel:
+                raise ThinwireError(
+                    f"{self._name}: direction='muon' takes whole matrices, and this rank holds a part of {name}: take "
+                    "direction='adam', or train it where weights are not sharded (DDP)"
+                )
         self.steps = OwnSteps()
         self._alike: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
         self._lengths: dict[str, tuple[Tensor, int]] = {}  # of the first values of each c: to notice who scales it
@@ -171,6 +190,10 @@ class UpdateSpace:
         lrs = (lrs.to(bucket.device) * _unbias(self._momentum, seen)).float()
         for segment, group, lr, scale in zip(bucket.segments, groups, lrs, scales, strict=True):
             at, beta2 = segment.columns, float(group["betas"][1])
+            if segment.name in self._matrices:
+                shape = self._run.parameters[segment.name].shape
+                muon(values[:, at], second[:, at], second_out[:, at], shape, segment.span, float(group["lr"]))
+                continue
             if self._factored:
                 self._average(values, second, segment, beta2)
             direction(
