@@ -44,7 +44,8 @@ class Nested(nn.Module):
 
 
 def build(kind: str) -> nn.Module:
-    """``fsdp2-keep`` does not reshard, ``fsdp2-shared`` calls a module twice, ``fsdp2-nested`` has one in another."""
+    """``fsdp2-keep`` does not reshard, ``fsdp2-shared`` calls a module twice, ``fsdp2-nested`` has one in another,
+    ``fsdp2-unshard`` asks for weights before the forward pass does."""
     torch.manual_seed(0)
     blocks = [Nested() if kind == "fsdp2-nested" else Block()]
     blocks += [Block()] * (kind != "fsdp2")
@@ -72,6 +73,8 @@ def steps(kind: str, make: Callable[[], methods.Method], *, guard: bool = True, 
     inputs = torch.randn(4, WIDTH)
 
     def step(*, micro: int = 1, spoilt: bool = False) -> None:
+        if kind == "fsdp2-unshard" and handle.step:
+            model[1].unshard(async_op=True)
         for number in range(micro):
             with handle.accumulate(last=number == micro - 1):
                 (model(inputs).square().mean() * (torch.nan if spoilt else 1.0)).backward()
@@ -116,7 +119,7 @@ def alone(monkeypatch):
 
 WHOLE = [methods.Dense, methods.SDP4Bit, methods.ZeROPP, methods.SCAPE]
 CASES = [(kind, cls, {}) for kind in ("ddp", "fsdp2", "hsdp") for cls in methods.TABLE if kind in small(cls).engines]
-CASES += [(kind, cls, {}) for kind in ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested") for cls in WHOLE
+CASES += [(kind, cls, {}) for kind in ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested", "fsdp2-unshard") for cls in WHOLE
           if small(cls).adds_up or kind != "fsdp2-shared"]
 CASES += [(kind, methods.SCAPE, {"offload": True, "clip": "return"}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.TopK, {"feedback": "update"}) for kind in ("ddp", "fsdp2", "hsdp")]
@@ -147,6 +150,7 @@ def test_every_wait_of_ours_is_needed():
     runs: list[tuple[str, Callable[[], methods.Method], bool]] = [
         ("ddp", partial(small, methods.SCAPE, offload=True), False), ("ddp", partial(small, methods.PowerSGD), True),
         ("fsdp2-shared", partial(small, methods.SDP4Bit), True),
+        ("fsdp2-unshard", partial(small, methods.ZeROPP), True),
     ]  # fmt: skip
     needed: dict[str, bool] = {}
     for kind, make, guard in runs:

@@ -1,7 +1,9 @@
-"""What a gather of sharded weights sends: nothing, the weights, or the method's message; on ranks as threads."""
+"""What a gather of sharded weights sends: nothing, the weights, or the method's message, and when; on ranks as threads.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -78,6 +80,8 @@ class Rank:
     def does(self, event: str) -> str | None:
         """g1: a gather of step 1, u1: one while some optimizers have stepped and others not. l: a state is loaded.
 
+        a1: the message of step 1 leaves ahead, if it can.
+
         The weights change: o: by an optimizer, s: by one that nobody speaks of, c: by hand, d: by hand where the engine
         does not see it, v: to what they were.
         """
@@ -91,6 +95,9 @@ class Rank:
         elif what == "d":
             self.master -= 3.0
             self.replica.changed = True
+        elif what == "a":
+            if self.replica.sends(step):
+                self.replica.send(self.master.clone(), step)
         elif what == "l":
             self.state.load_state_dict(self.state.state_dict())
         else:
@@ -103,7 +110,8 @@ class Rank:
         self.replica.gather(self.rows.view(-1), step, unsettled=unsettled)
         sent, message = sum(self.ledger.now.bytes.values()), (SIZE - 1) * N
         self.ledger.close_step()
-        return {0: "nothing", message: "message", 4 * message: "whole", 5 * message: "both"}[sent]
+        names = {0: "nothing", 1: "message", 2: "twice", 4: "whole", 5: "both", 6: "all"}
+        return names[sent // message]
 
 
 ALONE = "message message message message"
@@ -140,6 +148,66 @@ def test_what_is_due(events, follows, exact):
             off = (rows[0] - torch.stack(masters)).abs().max()
             fresh = words[0] == "whole" and "l" not in events
             assert off <= (0 if kind is Exact or fresh else 0.5), (kind, words[0])
+
+
+@pytest.mark.parametrize(
+    ("events", "follows", "exact", "alone"),
+    [
+        ("g0 o a1 g1 g1", "whole message nothing", "whole message nothing", "message message message"),
+        # it is void once weights were changed, or a state loaded: all of it is gathered, or sent again
+        ("g0 o a1 c g1", "whole both", "whole both", "message twice"),
+        ("g0 o a1 d g1", "whole both", "whole both", "message twice"),
+        ("g0 o a1 u1 g1", "whole both whole", "whole both whole", "message twice message"),
+        ("g0 o a1 l g1", "whole all", "whole both", "message twice"),
+        # nobody asked for it: the next one starts from what there was before
+        ("g0 o a1 o a2 g2", "whole twice", "whole both", "message twice"),
+        # the weights have to be gathered whole, which does not happen before somebody asks
+        ("g0 c a0 g0", "whole whole", "whole whole", "message message"),
+        ("a0 g0 a0 g0", "whole nothing", "whole nothing", "message message"),
+    ],
+)
+def test_a_message_that_leaves_ahead_is_read_by_the_next_gather(events, follows, exact, alone):
+    """And whatever comes between, all ranks have what they would have without."""
+    for kind, expected in ((Follows, follows), (Exact, exact), (Alone, alone)):
+        without = " ".join(event for event in events.split() if event[0] != "a")
+        for with_it, plain in zip(on_ranks(kind, events), on_ranks(kind, without), strict=True):
+            assert [word for word, _, _ in with_it] == expected.split(), kind
+            assert all(torch.equal(one, other) for (_, one, _), (_, other, _) in zip(with_it, plain, strict=True))
+
+
+class Module:
+    """A replica for which there is only its size."""
+
+    def __init__(self, whole: int, message: int, left: list[Module]) -> None:
+        self.whole_bytes, self.bytes_ahead, self.message, self.left = whole, 0, message, left
+        self.dropped = False
+
+    def send(self, step: int) -> None:
+        self.bytes_ahead = self.message
+        self.left.append(self)
+
+    def drop(self) -> None:
+        self.bytes_ahead, self.dropped = 0, True
+
+
+def test_messages_leave_in_the_order_in_which_weights_were_asked_for():
+    """As many as there is room for; the others when one is read; none twice, and none of a module that has its own."""
+    left: list[Module] = []
+    ahead, (a, b, c, d) = replicas.Ahead(), (Module(8, 6, left) for _ in range(4))
+    for module in (c, a, d, b, a, c):
+        ahead.asks(module, module.send)
+    assert not left
+    ahead.begin(1)
+    assert left == [c, a]
+    for module in (c, d):  # which has not left yet
+        ahead.asks(module, module.send)
+        module.bytes_ahead = 0
+    ahead.go_on()
+    assert left == [c, a, b]
+    ahead.stop()
+    assert a.dropped and b.dropped and not d.dropped
+    ahead.begin(2)
+    assert left == [c, a, b, c, d]  # asked for in step 1
 
 
 def on_ranks(kind, events: str, **options) -> list[list[tuple[str, Tensor, Tensor]]]:
@@ -250,6 +318,65 @@ def test_a_work_completes_the_weights(kind):
     found, expected = world.run(body), on_ranks(kind, "g0 o g1")
     for rows, turns in zip(found, expected, strict=True):
         assert torch.equal(rows, turns[-1][1])
+
+
+METHODS = (
+    "sdp4bit(weight_group=32, smallest=100)", "zeropp(weight_group=32, smallest=100)",
+    "scape(density=0.1, warmup=1, smallest=100)",
+)  # fmt: skip
+
+
+def _ahead(rank, world, sent: bool):
+    """Of each method: losses, states and bytes of a run in which much happens between steps; what was under way."""
+    found = []
+    for method in METHODS:
+        model = build("fsdp2", world)
+        optimizer = thinwire.AdamS(model.parameters()) if method.startswith("scape") else adamw(model)
+        wire = thinwire.compress(model, optimizer, method)
+        if not sent:
+            wire.engine.ahead = lambda step: None
+        under_way, losses = [], []
+
+        def step(number, *, poison=None):
+            losses.extend(train(model, optimizer, rank, [number], wire, poison=poison))  # noqa: B023
+            under_way.append(sum(replica.bytes_ahead > 0 for replica in wire.engine.replicas))  # noqa: B023
+
+        for number in range(3):
+            step(number)
+        losses.append(loss_of(model, 7, rank).item())  # an evaluation
+        step(3)
+        state = wire.state_dict()
+        step(4, poison=(4, 1))  # is skipped
+        step(5)
+        with torch.no_grad():  # as an average of weights does
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        step(6)
+        with contextlib.suppress(ZeroDivisionError):  # in the middle of a forward pass
+            hook = model.blocks[1].register_forward_pre_hook(lambda *of: 1 / 0)
+            loss_of(model, 7, rank)
+        hook.remove()
+        step(7)
+        handle = model.blocks[0].register_full_backward_hook(lambda *of: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            loss_of(model, 8, rank).backward()
+        handle.remove()
+        bytes_of = [account.bytes for account in wire.ledger.steps]
+        wire.close()
+        assert not any(replica.bytes_ahead for replica in wire.engine.replicas)
+        found.append((losses, {key: value.tolist() for key, value in state.items()}, bytes_of, under_way))
+    return found
+
+
+def test_weights_leave_when_the_optimizer_has_stepped():
+    """Losses and states are the same bits as without, bytes too, but for what was sent of weights that were changed."""
+    for with_it, without in zip(ranks.run(_ahead, 2, True), ranks.run(_ahead, 2, False), strict=True):
+        for (losses, state, sent, under_way), (others, other, plain, nothing) in zip(with_it, without, strict=True):
+            assert losses == others and state == other
+            assert under_way[0] >= 2  # as large as the weights, with scape
+            assert under_way[1:] == [3, 3, 3, 0, 3, 3, 3] and not any(nothing)
+            more = [number for number, (one, two) in enumerate(zip(sent, plain, strict=True)) if one != two]
+            assert more == [6]
 
 
 def _closed(rank, world):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,19 @@ def mark(device: torch.device) -> Any:
     event = there.Event(enable_timing=True)
     event.record()
     return event
+
+
+@contextmanager
+def on(stream: Any, device: torch.device) -> Iterator[None]:
+    """Work that is given inside takes its turn in the current stream, and is done on ``stream``."""
+    there = streams(device)
+    if there is None or (current := there.current_stream(device)) == stream:
+        yield
+        return
+    stream.wait_stream(current)
+    with there.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 def future(device: torch.device) -> torch.futures.Future:

@@ -34,7 +34,7 @@ from thinwire.methods.base import Method, Parameter, Run, Step
 from thinwire.ops.backends import every_variant, launches
 from thinwire.road import Road, Stage
 from thinwire.state import State
-from thinwire.weights import Replica
+from thinwire.weights import Ahead, Replica
 
 META = torch.device("meta")
 
@@ -84,11 +84,10 @@ def rehearse(
     method, average, peak = play.method, _Average(), 0
     with torch.no_grad(), nullcontext() if watch is None else watch.counting():
         play.open()
+        if watch is not None:
+            watch.launches.clear()
+        ledger.now = weights = Account()
         for number in _steps(method, watched=watched):
-            if watch is not None:
-                watch.peak = watch.live
-                watch.launches.clear()
-            ledger.now = weights = Account()
             play.gather(number)
             ledger.now = gradients = Account()
             parameters = play.exchange(number)
@@ -96,8 +95,14 @@ def rehearse(
             play.step(number)
             launched = {} if watch is None else watch.launches
             average.add(method.cycle.get(number, 0.0), gradients, launched, weights, parameters)
-            if watch is not None and number >= method.steady:
-                peak = max(peak, watch.peak)
+            if watch is not None:
+                peak = max(peak, watch.peak) if number >= method.steady else 0
+                watch.peak = watch.live
+                watch.launches.clear()
+            ledger.now = weights = Account()
+            play.ahead(number + 1)
+        if watch is not None:
+            peak = max(peak, watch.peak)
         sizes = {name: parameter.local for name, parameter in run.parameters.items()}
         return average.result(sizes, None if watch is None else Memory(watch.live, peak))
 
@@ -273,6 +278,7 @@ class _Play:
         self.method = self._road.last.method
         self._buffers = [self._buffer(*of) for of in zip(layout.buffers, layout.dtypes, strict=True)]
         self._gathers: list[tuple[Replica, Tensor]] = []  # and where it puts everybody's weights
+        self._ahead = Ahead()
 
     def own_moments(self, run: Run) -> None:
         """The optimizers keep what the user's do, instead of what any Adam does."""
@@ -295,7 +301,18 @@ class _Play:
     def gather(self, number: int) -> None:
         """One gathering of all weights in step ``number``."""
         for replica, out in self._gathers:
+            self._ahead.asks(replica, functools.partial(self._send, replica, out))
             replica.gather(out, number)
+            self._ahead.go_on()
+
+    def ahead(self, number: int) -> None:
+        """What leaves of the weights before step ``number`` gathers them."""
+        self._ahead.begin(number)
+
+    @staticmethod
+    def _send(replica: Replica, out: Tensor, number: int) -> None:
+        if replica.sends(number):
+            replica.send(out.view(replica.comm.size, -1)[replica.comm.rank].clone(), number)
 
     def exchange(self, number: int) -> dict[str, float]:
         """All buffers take the road: bytes sent, by the first parameter of each."""

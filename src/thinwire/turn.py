@@ -233,6 +233,7 @@ class Turn:
             self._waiting.discard(id(optimizer))
             if not self._waiting:
                 self._finish()
+                self.engine.ahead(self.road.step)
 
     def _begin(self) -> bool:
         """All ranks that take it agree whether the step counts, before any optimizer or state changes."""

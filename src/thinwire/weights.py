@@ -8,14 +8,15 @@ method sends something else than the weights, one of three things is due:
                 method's message cannot bring what is there up to date
     message     what the method writes of this rank's shard, gathered, and read by all
 
-The method writes and reads (:class:`Message`); all else about it is here (:class:`Replica`).
+The method writes and reads (:class:`Message`); all else about it is here (:class:`Replica`). A message need not wait
+until it is asked for: it can leave when the optimizers have stepped (:class:`Ahead`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,12 +66,28 @@ class Message(ABC):
         """
 
 
+class Sent(NamedTuple):
+    """A message under way: of which step, this rank's (m,), everybody's (N, m), and what to wait for.
+
+    ``stream``: on which it was sent, on a GPU, which waits by itself.
+    """
+
+    step: int
+    message: Tensor
+    everybody: Tensor
+    work: Work | None
+    stream: Any
+
+
 class Replica:
     """The weights of one module of a sharded engine as this rank has them: its own shard, and everybody else's.
 
         replica = Replica(method.weight_message(shard, comm.rank), method.state, shard, comm, device)
         out = replica.allocate()            # (N * n,); put this rank's weights into its row
         work = replica.gather(out, step)    # the others' are there when that is over
+
+    Where the message is due it may have left before (``send``). Until it is read it has changed nothing: it can be
+    dropped on all ranks, as it is where weights were changed or a state was loaded since.
 
     What the others hold of this rank's weights is saved with the method's state, where it differs from the weights
     ("replica", and its step, "replica step"): a loaded run goes on with what it had.
@@ -97,6 +114,7 @@ class Replica:
         self._state, self._loads = state, state.loads
         self._version, self._seen = version, version()
         self._row: Tensor | None = None  # what the others hold of this rank's weights, where that is not these
+        self._ahead: Sent | None = None  # left before it was asked for
         self._out = self._empty() if self.message.resident else None
 
     def allocate(self) -> Tensor:
@@ -108,6 +126,16 @@ class Replica:
         """(N * n,) what is there, the same on all ranks of ``comm``; None where nothing is between two gathers."""
         return None if self.step is None else self._out
 
+    @property
+    def whole_bytes(self) -> int:
+        """Of everybody's weights."""
+        return self.comm.size * self.shard.numel * self.shard.dtype.itemsize
+
+    @property
+    def bytes_ahead(self) -> int:
+        """Of messages that have left, and wait to be read."""
+        return 0 if self._ahead is None else self._ahead.everybody.nbytes
+
     def look(self) -> None:
         """Note whether something has changed the weights since the last look."""
         now = self._version()
@@ -116,6 +144,26 @@ class Replica:
     def stepped(self) -> None:
         """An optimizer has just changed the weights: that is what steps are there for."""
         self._seen = self._version()
+
+    def sends(self, step: int) -> bool:
+        """Can the message of ``step`` leave before it is asked for? Not where the weights have to be gathered whole."""
+        self.look()
+        doubted = self.changed or self._loads != self._state.loads
+        return not doubted and self._ahead is None and self._due(step) == "message"
+
+    def send(self, own: Tensor, step: int) -> None:
+        """Let the message of ``step`` leave: the next ``gather`` reads it. ``own`` (n,): this rank's weights."""
+        self._ahead = self._exchange(own, step, async_op=True)
+
+    def arrive(self) -> None:
+        """Wait for what has left ahead; it is not read."""
+        if self._ahead is not None and self._ahead.work is not None:
+            self._ahead.work.wait()
+
+    def drop(self) -> None:
+        """The same, and forget it."""
+        self.arrive()
+        self._ahead = None
 
     def gather(self, out: Tensor, step: int, *, unsettled: bool = False, async_op: bool = False) -> Work | None:
         """``out`` (N * n,), from ``allocate``, its row ``comm.rank`` filled = everybody's weights of ``step``.
@@ -127,6 +175,11 @@ class Replica:
         """
         own = out.view(self.comm.size, -1)[self.comm.rank]
         self._doubt(unsettled)
+        if self._ahead is not None and self._ahead.step != step:
+            self.drop()
+        if self._ahead is not None:
+            sent, self._ahead = self._ahead, None
+            return self._receive(sent, out, async_op)
         due = self._due(step)
         if due == "whole":
             self._gather_whole(out, own, step)
@@ -135,16 +188,14 @@ class Replica:
             if self._row is not None:
                 own.copy_(self._row)
             return None
-        with self.comm.ledger.span("encode", own):
-            message = self.message.write(own, self._row, step)
-        if self.message.resident:
-            self._set_step(step)
-        return self._exchange(message, out, async_op)
+        return self._receive(self._exchange(own, step, async_op), out, async_op)
 
     def _doubt(self, unsettled: bool) -> None:
         """What is there is no longer to be relied on once a state was loaded or the weights were changed."""
         self.look()
         changed, self.changed = self.changed or unsettled, unsettled
+        if changed or self._loads != self._state.loads:
+            self.drop()
         if self._loads != self._state.loads:
             self._loads, self.step = self._state.loads, None
         elif changed and self.step is not None:  # a row that was just loaded, and not used yet, is kept
@@ -194,20 +245,33 @@ class Replica:
             for piece in self.shard.pieces:
                 self._state.set("replica step", piece.name, torch.tensor(step))
 
-    def _exchange(self, message: Tensor, out: Tensor, async_op: bool) -> Work | None:
+    def _exchange(self, own: Tensor, step: int, async_op: bool) -> Sent:
+        with self.comm.ledger.span("encode", own):
+            message = self.message.write(own, self._row, step)
         everybody = message.new_empty((self.comm.size, len(message)))
         # On a GPU everything is in the order of the engine's own stream: there is nothing to wait for on the host.
         async_op = async_op and devices.streams(message.device) is None
         work = self.comm.all_gather(everybody, message, async_op=async_op)
+        there = devices.streams(message.device)
+        return Sent(step, message, everybody, work, there and there.current_stream(message.device))
+
+    def _receive(self, sent: Sent, out: Tensor, async_op: bool) -> Work | None:
+        ledger = self.comm.ledger
 
         def receive() -> None:
-            with self.comm.ledger.span("decode", message), torch.no_grad():
-                self._read(everybody, out.view(self.comm.size, -1))
+            with ledger.span("decode", sent.everybody), torch.no_grad():
+                self._read(sent.everybody, out.view(self.comm.size, -1))
+            if self.message.resident:
+                self._set_step(sent.step)
 
-        if work is None:
+        if sent.work is not None:
+            if async_op:
+                return Then(sent.work, receive)
+            with ledger.span("wire"):
+                sent.work.wait()
+        with devices.on(sent.stream, out.device):
             receive()
-            return None
-        return Then(work, receive)
+        return None
 
     def _read(self, everybody: Tensor, rows: Tensor) -> None:
         own = rows[self.comm.rank]
@@ -227,3 +291,44 @@ class Replica:
 
     def _empty(self) -> Tensor:
         return torch.empty(self.comm.size * self.shard.numel, dtype=self.shard.dtype, device=self.device)
+
+
+class Ahead:
+    """Messages that leave once the optimizers have stepped, in the order in which the last step asked for the weights.
+
+    What has left and is not read yet takes less memory than the largest module does when it is gathered whole, but for
+    one message; the others follow as these are read. The order of sending is the same on all ranks, because that of
+    asking is.
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[Replica, Callable[[int], None]] = {}  # in this step, and what sends its message
+        self._next: dict[Replica, Callable[[int], None]] = {}  # still to leave
+        self._left: list[Replica] = []
+        self._step = 0
+
+    def asks(self, replica: Replica, send: Callable[[int], None]) -> None:
+        """The engine is about to gather ``replica``; ``send(step)`` lets its message leave, if one can."""
+        self._asked.setdefault(replica, send)
+        self._next.pop(replica, None)
+
+    def begin(self, step: int) -> None:
+        """All optimizers have stepped, ``step`` times so far."""
+        self._step, self._next, self._asked, self._left = step, self._asked, {}, []
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Let as many leave as there is room for."""
+        if not self._next:
+            return
+        most = max(replica.whole_bytes for replica in (*self._next, *self._left))
+        while self._next and sum(replica.bytes_ahead for replica in self._left) < most:
+            replica = next(iter(self._next))
+            self._left.append(replica)
+            self._next.pop(replica)(self._step)
+
+    def stop(self) -> None:
+        """Nothing is under way any more, and nothing more leaves in this step."""
+        for replica in self._left:
+            replica.drop()
+        self._next, self._left = {}, []

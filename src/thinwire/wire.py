@@ -460,6 +460,7 @@ class Wire:
         """
         self._turn.finish()
         self.method.finish()
+        self.engine.arrive()
         return self._form.pack({**self._counts(), **self._state.state_dict()}, self._where)
 
     def load_state_dict(

@@ -86,6 +86,13 @@ class Engine(Protocol):
     def stepped(self) -> None:
         """It has done so."""
 
+    def ahead(self, step: int) -> None:
+        """All optimizers have stepped, ``step`` times so far: weights may leave before the next forward pass needs
+        them. Collective."""
+
+    def arrive(self) -> None:
+        """Wait for what has left."""
+
     def weights_changed(self) -> None:
         """The weights were given other values than an optimizer's."""
 

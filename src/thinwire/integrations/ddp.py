@@ -211,6 +211,12 @@ class DDP:
     def stepped(self) -> None:
         """As for ``stepping``."""
 
+    def ahead(self, step: int) -> None:
+        """As for ``stepping``."""
+
+    def arrive(self) -> None:
+        """As for ``stepping``."""
+
     def weights_changed(self) -> None:
         """As for ``stepping``."""
 

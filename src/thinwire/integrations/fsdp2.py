@@ -29,7 +29,7 @@ from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter
 from thinwire.plan import clean_name, describe
 from thinwire.road import Levels, Regroup, Road, Stage, shard_of
-from thinwire.weights import Replica
+from thinwire.weights import Ahead, Replica
 
 if TYPE_CHECKING:
     from thinwire.turn import Turn
@@ -94,6 +94,7 @@ class FSDP2:
         self.parameters: dict[int, Parameter] = describe(cast(nn.Module, model), shards)
         self._comms: dict[int, GroupComm] = {}
         self._gathers: list[_AllGather] = []
+        self._ahead = Ahead()
         self.tail: tuple[Any, Any] | None = None  # events of the last reduction: gradients were there; means were
         info = self.groups[0][1].mesh_info
         self.wire_dtype: torch.dtype | None = self._reduce_dtype(self.groups[0][1])
@@ -255,7 +256,8 @@ class FSDP2:
         return [parameter.grad for parameter in self.model.parameters() if parameter.requires_grad]
 
     def close(self) -> None:
-        """Nothing to end: the communication objects live as long as the model."""
+        """The communication objects live as long as the model, but nothing is under way any more."""
+        self._ahead.stop()
 
     @property
     def exchanges(self) -> bool:
@@ -284,6 +286,7 @@ class FSDP2:
         if self.tail is not None:
             self.ledger.between("exposed", *self.tail)
             self.tail = None
+        self._ahead.stop()
         for replica in self.replicas:
             replica.look()
 
@@ -291,6 +294,33 @@ class FSDP2:
         """The optimizer has done so."""
         for replica in self.replicas:
             replica.stepped()
+
+    def ahead(self, step: int) -> None:
+        """Weights leave for the next forward pass, in the order in which the last one asked for them."""
+        with self._waited():
+            self._ahead.begin(step)
+
+    def arrive(self) -> None:
+        """Wait for what has left."""
+        for replica in self.replicas:
+            replica.arrive()
+
+    def asks(self, gather: _AllGather, replica: Replica) -> None:
+        """torch gathers a module's weights."""
+        self._ahead.asks(replica, gather.send)
+
+    def go_on(self) -> None:
+        """A module has got its weights: those of others may leave."""
+        with self._waited():
+            self._ahead.go_on()
+
+    @contextmanager
+    def _waited(self) -> Iterator[None]:
+        """The training loop waits for what is done inside, unless that is for a device to do."""
+        began = time.perf_counter()
+        yield
+        if devices.streams(self.groups[0][1].device) is None:
+            self.ledger.add("exposed", time.perf_counter() - began)
 
     def weights_changed(self) -> None:
         """They were, and torch may not have noticed."""
@@ -353,6 +383,7 @@ class _GroupLink:
                 self.gathered = None
             original_wait()
             self.copied = devices.mark(self.device)
+            self.engine.go_on()
 
         self.group.wait_for_unshard = wait_for_unshard
 
@@ -547,6 +578,8 @@ class _AllGather:
         shard = self.link.shard(math.prod(size) // comm.size, dtype)
         if self.replica is None or (self.replica.shard, self.replica.device) != (shard, device):
             message = method.weight_message(shard, comm.rank)
+            if self.replica is not None:
+                self.replica.drop()
             self.replica = Replica(message, method.state, shard, comm, device, self.link.version)
         if self.link.copied is not None:  # a module may be called twice in one forward pass
             devices.streams(device).current_stream(device).wait_event(self.link.copied)
@@ -560,6 +593,7 @@ class _AllGather:
             if self.replica is not None and self._encoded:
                 # While some optimizers have stepped and others have not, weights change without a step being over.
                 unsettled = self.link.turn.open
+                self.engine.asks(self, self.replica)
                 work = self.replica.gather(output_tensor, self.road.step, unsettled=unsettled, async_op=async_op)
             else:
                 work = comm.all_gather(output_tensor, input_tensor, async_op=async_op)
@@ -568,6 +602,28 @@ class _AllGather:
             return work
         ledger.add("exposed", time.perf_counter() - began)
         return None if work is None else _TimedWork(work, ledger, self._exchanging)
+
+    def send(self, step: int) -> None:
+        """Let this rank's message of ``step`` leave, if one can; on a GPU, beside the stream that computes."""
+        group = self.link.group
+        if self.replica is None or not group.is_sharded or not self.replica.sends(step):
+            return
+        with self._exchanging(), self.engine.ledger.weights(), torch.no_grad():
+            # A copy on the stream that computes: weights that change from now on need not wait for its reader.
+            own = torch.cat([values.view(-1) for param in group.fsdp_params for values in param.all_gather_inputs])
+            with self._beside(own):
+                self.replica.send(own, step)
+
+    @contextmanager
+    def _beside(self, own: Tensor) -> Iterator[None]:
+        if (there := devices.streams(own.device)) is None:
+            yield
+            return
+        stream = self.link.group.comm_ctx.all_gather_stream
+        stream.wait_stream(there.current_stream(own.device))
+        with there.stream(stream):
+            devices.keep(own)
+            yield
 
     def _exchanging(self) -> AbstractContextManager[None]:
         names = (self.link.name(fsdp_param) for fsdp_param in self.link.group.fsdp_params)
