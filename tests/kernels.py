@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import thinwire
-from thinwire import laws, methods
+from thinwire import methods, played
 
 STEPS = 5
-"""Past the start and the warm-up of ``laws.KNOBS``."""
+"""Past the start and the warm-up of ``played.KNOBS``."""
 
 
 def are_missing() -> bool:
@@ -32,5 +32,5 @@ def compile_all(*, backwards: bool) -> None:
     with open(__file__, "r+b") as file:
         for number in reversed(order) if backwards else order:
             fcntl.lockf(file, fcntl.LOCK_EX, 1, number)  # one byte per method
-            laws.play(partial(laws.small, methods.TABLE[number]), laws.Where("all_reduce", 2), STEPS)
+            played.play(partial(played.small, methods.TABLE[number]), played.Where("all_reduce", 2), STEPS)
             fcntl.lockf(file, fcntl.LOCK_UN, 1, number)

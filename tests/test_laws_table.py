@@ -12,13 +12,14 @@ import torch
 import thinwire
 from thinwire import methods, testing
 from thinwire.errors import ThinwireError
-from thinwire.laws import Where, broken_laws, check_laws, small
+from thinwire.laws import broken_laws, check_laws
 from thinwire.ledger import Ledger
 from thinwire.methods.base import CONSERVES, EXACT, Promise, Rounding
 from thinwire.methods.baselines import Int8
 from thinwire.methods.localsteps import LocalSteps
 from thinwire.methods.topk import TopK
 from thinwire.plan import Plan
+from thinwire.played import Where, small
 from thinwire.testing import Threads, exchange_on, parameters_for
 
 HERE = (Where("all_reduce", 3), Where("reduce_scatter", 3))

@@ -12,7 +12,7 @@ import thinwire
 from engines import adamw, build, same_on_all_ranks, stats_of, train
 from models import flat
 from thinwire import methods
-from thinwire.laws import small
+from thinwire.played import small
 from thinwire.testing import reduce_on_threads
 
 STEPS = 6

@@ -16,11 +16,12 @@ from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.sparse import TopKIntegers
 from thinwire.errors import ThinwireError
-from thinwire.laws import Where, check_laws
+from thinwire.laws import check_laws
 from thinwire.ledger import Ledger
 from thinwire.methods import FrozenAdam, OneBitAdam, resolve
 from thinwire.methods.base import Parameter, Run
 from thinwire.ops.sign import cpu, reference
+from thinwire.played import Where
 from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 
 STEPS, WARMUP, LR, DECAY = 50, 6, 1e-2, 0.1

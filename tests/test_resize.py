@@ -20,8 +20,8 @@ from engines import adamw, build, train
 from models import Net, flat, loss_of
 from thinwire.bucket import Layout
 from thinwire.errors import ThinwireError
-from thinwire.laws import Where, _Rank, gradient, small
 from thinwire.methods import TABLE
+from thinwire.played import Rank, Where, gradient, small
 from thinwire.rehearsal import kept
 from thinwire.resize import move
 from thinwire.saved import About, Form, entries, from_dcp
@@ -49,7 +49,7 @@ class Ranks:
 
     def __init__(self, cls: type, where: Where) -> None:
         self.where, self.world = where, Threads(where.size)
-        self.ranks = [_Rank(partial(make, cls), where, self.world, number) for number in range(where.size)]
+        self.ranks = [Rank(partial(make, cls), where, self.world, number) for number in range(where.size)]
         first = self.ranks[0]
         shapes = kept(Layout([first.engine.pieces], [torch.float32]), first.road, first.method.run)  # all ranks' are
         self.forms = []
@@ -114,7 +114,7 @@ def places(cls: type) -> list[Where]:
     for where in TRIP:
         if where.engine in cls.engines and (cls.name != "local-steps" or where.topology == "all_reduce"):
             try:
-                _Rank(partial(make, cls), where, Threads(where.size), 0)
+                Rank(partial(make, cls), where, Threads(where.size), 0)
             except ThinwireError:  # takes one level
                 continue
             found.append(where)

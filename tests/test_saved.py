@@ -18,8 +18,8 @@ import ranks
 import thinwire
 from engines import adamw, build, train
 from thinwire.errors import ThinwireError
-from thinwire.laws import small
 from thinwire.methods import TABLE
+from thinwire.played import small
 from thinwire.saved import entries
 
 TOPK = "topk(smallest=100, density=0.1)"

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from streamorder import Watch, World, gpu
 from thinwire import methods, plan, wire
-from thinwire.laws import small
 from thinwire.methods import masks, tagc
+from thinwire.played import small
 
 WIDTH = 8
 

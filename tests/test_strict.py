@@ -14,7 +14,7 @@ from engines import adamw, build, train
 from models import Net
 from thinwire import methods, strict
 from thinwire.errors import ThinwireError
-from thinwire.laws import small
+from thinwire.played import small
 from thinwire.strict import Call
 
 TINY = partial(Net, 13, 6, 1)
