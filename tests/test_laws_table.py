@@ -26,8 +26,7 @@ HERE = (Where("all_reduce", 3), Where("reduce_scatter", 3))
 KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("bf16-acc32", {"error_feedback": True}), ("int8", {"error_feedback": True}), ("fp8", {"error_feedback": True}),
     ("radius", {"residual_scale": 0.5}), ("scape", {"payload": "bf16"}), ("scape", {"payload": "int8", "refresh": 2}),
-    ("scape", {"clip": "return"}), ("scape", {"second": "true", "second_every": 2}), ("scape", {"density": 1.0}),
-    ("separate", {"beta": 0.5}), ("separate", {"beta": 1}),
+    ("scape", {"clip": "return"}), ("scape", {"density": 1.0}), ("separate", {"beta": 0.5}), ("separate", {"beta": 1}),
     ("separate", {"reset": 2}), ("separate", {"estimator": "paper", "reset": 2, "restart": "zero"}),
     ("separate", {"estimator": "paper"}), ("separate", {"beta": 0.5, "reset": 2}), ("tagc", {"mask": "shared"}),
     ("tagc", {"leftovers": "median"}), ("tagc", {"accumulate": False}), ("tagc", {"theta": 0.0}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 
@@ -15,8 +14,6 @@ import ranks
 import thinwire
 from engines import build, same_on_all_ranks, train
 from independent4 import SCAPE as ScapePaper
-from independent4 import top_mask, warmed_density
-from models import flat
 from programs import needs_triton, run_python
 from thinwire import weights as replicas
 from thinwire.codecs import Int4, Int8, Residual
@@ -108,60 +105,6 @@ def test_against_the_pseudo_code(density, warmup, topology, size, clip):
         assert all(torch.equal(r[-1]["weights"]["a"], results[0][-1]["weights"]["a"]) for r in results)
 
 
-class TrueSecond(ScapePaper):
-    """Masks by |m~_n| / sqrt(v_n), and steps by m'^ / (root + eps), of averages of each worker's own squares."""
-
-    def __init__(self, *args, every: int, **more):
-        super().__init__(*args, **more)
-        self.second = [[np.zeros(n) for n in self.sizes] for _ in range(self.workers)]
-        self.roots, self.moved = [np.zeros(n) for n in self.sizes], [np.zeros(n) for n in self.sizes]
-        self.every = every
-
-    def step(self, gradients, lr=None):
-        before = [w.copy() for w in self.weights]
-        super().step(gradients, lr)
-        b1, b2 = self.betas
-        density = warmed_density(self.density, self.t, self.warmup)
-        shares = (self.t - 1) % self.every == 0 or (self.t - 1 in (1, 2, 4, 8) and self.t - 1 < self.warmup)
-        for i, old in enumerate(before):
-            for n in range(self.workers):
-                self.second[n][i] = b2 * self.second[n][i] + (1 - b2) * gradients[n][i] ** 2
-            if shares:
-                unbiased = [of[i] / (1 - b2**self.t) for of in self.second]
-                self.roots[i] = sum(np.sqrt(v) for v in unbiased) / self.workers / np.sqrt(self.workers)
-            owner = self.owners[i]
-            if self.t > 1:  # at first all would be tied
-                self.masks[i] = top_mask(self.semi[owner][i] / np.sqrt(self.second[owner][i]), density)
-            moved = np.clip(self.m[i] / (1 - b1**self.t) / (self.roots[i] + self.eps), -10, 10)
-            self.weights[i] = old - self.lr * (moved + self.weight_decay * old)
-            self.moved[i] += self.lr * np.abs(moved)
-        return self.weights
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_a_true_second_moment_against_its_equations(topology):
-    """What all divide by travels in bfloat16, so steps agree to its rounding; masks and moments do exactly."""
-    size, steps, knobs = 3, 24, {"density": 0.3, "warmup": 6}
-    results = run(topology, size, steps=steps, second="true", second_every=5, **knobs)
-    rows = size if topology == "reduce_scatter" else 1
-    columns = [math.prod(shape) // rows for shape in SHAPES.values()]
-    owners = [r for _ in columns for r in range(rows)] if rows > 1 else [0, 2, 1]  # the largest first, to 0, 1, 2
-    paper = TrueSecond([c for c in columns for _ in range(rows)], size, lr=1e-2, weight_decay=0.1, owners=owners,
-                       every=5, **knobs)  # fmt: skip
-    starts = np.cumsum([0, *columns])
-    for step in range(steps):
-        flats = [gradients(n, step, sum(columns) * rows).double().numpy().reshape(rows, -1) for n in range(size)]
-        given = [[row for i, c in enumerate(columns) for row in flat[:, starts[i] : starts[i] + c]] for flat in flats]
-        expected = paper.step(given)
-        for i, name in enumerate(SHAPES):
-            for row in range(rows):
-                at = i * rows + row
-                mean = results[row][step]["mean"].double().numpy()[starts[i] : starts[i] + columns[i]]
-                assert np.abs(mean - paper.recovered[at]).max() < 1e-4 * max(1, np.abs(paper.recovered[at]).max())
-                weights = results[row][step]["weights"][name].double().numpy()
-                assert (np.abs(weights - expected[at]) <= (size + 1) * 2**-8 * paper.moved[at] + 1e-6).all()
-
-
 @pytest.mark.parametrize("density", [0.1, 0.02])
 def test_a_parameter_too_large_for_one_chooser_is_the_papers_in_chunks(density):
     """4 ranks, of 2064 values: 2000 are more than three quarters. Each chunk is a tensor of the paper's."""
@@ -244,13 +187,12 @@ def test_quantized_values_at_a_mask_lose_nothing_either(kind):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("knobs", [{"density": 0.2}, {"density": 0.02}, {"density": 0.2, "payload": "bf16"},
                                    {"density": 0.2, "payload": "int8"}, {"density": 0.02, "payload": "int4"},
-                                   {"density": 0.2, "refresh": 3},
-                                   {"density": 0.2, "second": "true", "second_every": 4}])  # fmt: skip
+                                   {"density": 0.2, "refresh": 3}])  # fmt: skip
 def test_bytes_are_the_plans(topology, knobs):
     results = run(topology, 4, warmup=3, steps=3 + 9, **knobs)
     exchange_bytes = [r["bytes"].item() for r in results[0]]
     planned = _planned(topology, 4, knobs)
-    period = knobs.get("refresh", knobs.get("second_every", 1))
+    period = knobs.get("refresh", 1)
     steady = exchange_bytes[3 : 3 + 2 * period] if period > 1 else exchange_bytes[4:]
     assert sum(steady) / len(steady) == pytest.approx(planned, abs=1e-6)
 
@@ -310,8 +252,7 @@ def test_what_does_not_fit_is_refused():
     two = AdamS([{"params": [weight]}, {"params": [other], "betas": (0.8, 0.9)}])
     with pytest.raises(ThinwireError, match="one beta1"):
         SCAPE().begin(_run_of(weight, two, other=other))
-    for knobs in ("density=0", "refresh=0", "clip='x'", "payload='fp64'", "second='x'", "second_every=2",
-                  "second='true', density=1", "second='true', refresh=2", "second='true', second_every=0"):  # fmt: skip
+    for knobs in ("density=0", "refresh=0", "clip='x'", "payload='fp64'"):
         with pytest.raises(ThinwireError, match="scape"):
             resolve(f"scape({knobs})")
 
@@ -373,38 +314,6 @@ def test_cuda_is_the_reference():
 
     for n, m in ((64, 64), (1088, 1030)):
         check(triton, n, m, "cuda")
-
-
-def _goes_on(rank, world):
-    """Of each engine: do the weights of a run that is killed, resumed and skips a step have the bits of one that is
-    not?"""
-    found = {}
-    for kind in ("ddp", "fsdp2"):
-
-        def make(kind=kind):
-            model = build(kind, world)
-            optimizer = AdamS(model.parameters(), lr=1e-2)
-            method = SCAPE(density=0.2, warmup=2, smallest=100, second="true", second_every=3)
-            return model, optimizer, thinwire.compress(model, optimizer, method)
-
-        model, optimizer, wire = make()
-        train(model, optimizer, rank, range(4), wire)
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), wire.state_dict()))
-        train(model, optimizer, rank, range(4, 8), wire)
-        whole = flat(model).clone()
-        wire.close()
-        model, optimizer, wire = make()
-        for of, state in zip((model, optimizer, wire), saved, strict=True):
-            of.load_state_dict(state)
-        train(model, optimizer, rank, [4], wire, poison=(4, 0))
-        train(model, optimizer, rank, range(4, 8), wire)
-        found[kind] = wire.skipped, torch.equal(whole, flat(model))
-        wire.close()
-    return found
-
-
-def test_a_true_second_moment_goes_on():
-    assert ranks.run(_goes_on, 2) == [{"ddp": (1, True), "fsdp2": (1, True)}] * 2
 
 
 def _weights(rank, world):

@@ -235,7 +235,7 @@ class Exchange(ABC):
         Rank r sends row j of its rows to rank j, encoded, where they are summed in fp32.
         """
         mean = bucket.mean if self.owner else bucket.scratch("served", (1, bucket.shape[1]), torch.float32)
-        mean_reduce_scatter(self._group(), Beside(bucket, bucket.rows, mean), codec, on_wire=False, residual=residual)
+        mean_reduce_scatter(self._group(), _Served(bucket, bucket.rows, mean), codec, on_wire=False, residual=residual)
         return mean
 
     def span(self, kind: str, tensor: Tensor) -> AbstractContextManager[None]:
@@ -367,8 +367,8 @@ class _Bare:
 
 
 @dataclass
-class Beside:
-    """A bucket of the same form: rows and a mean that lie elsewhere, its workspace under other keys."""
+class _Served:
+    """A bucket whose mean goes elsewhere: the same rows, its workspace under other keys."""
 
     bucket: Bucket
     rows: Tensor

@@ -64,7 +64,7 @@ class Radius(ErrorFeedback):
         "paper": {**_PAPER, "density": 0.4},
         "paper-d0.5": {**_PAPER, "density": 0.5},
         "paper-d0.1": {**_PAPER, "density": 0.1},
-        "recommended": {"density": 0.5, "T": 10, "feedback": "update"},  # of all measured the nearest to dense
+        "recommended": {"density": 0.5, "T": 50, "residual_scale": 0.25},  # of all measured the nearest to dense
     }
 
     density: float = 0.4

@@ -24,16 +24,6 @@ Sharded weights need not be gathered whole: off the mask m' is 0 and w only deca
 gathered last. The owner sends w at the mask, whose positions all ranks know (Alg. 2, l. 3-5). Alternatively each rank
 could take the whole step: that sends as many bytes (b), and needs m on every rank.
 
-``second="true"`` (ours). AdamS's v is a moment's square, and 0 wherever m was off the mask: a value that comes back
-moves by 0.45 lr whatever it has collected, and |m~| never picks what has small gradients. So each rank averages the
-squares of its own gradients, v_n = b2 v_n + (1-b2) g_n^2, and
-
-    next M = top-k of |m~_n| / sqrt(v_n), at first of |m~_n|                    (l. 15)
-    w -= lr (clamp(m'^ / (root + eps), -10, 10) + decay w)                      (l. 19-21)
-
-with root = mean_n sqrt(v_n^) / sqrt(N), exchanged in bfloat16 every ``second_every`` steps: the variance of the mean
-gradient's noise is 1/N of one rank's.
-
 Masks are gathered while the next forward and backward pass run (Sec. IV-A; Alg. 2, l. 9 starts with the backward pass):
 see :mod:`thinwire.methods.masks`.
 """
@@ -49,10 +39,9 @@ from torch import Tensor
 
 from thinwire.bucket import Bucket, Segment, Shard
 from thinwire.codecs.base import Residual
-from thinwire.codecs.cast import Bf16
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.mask import Masked, MaskedIntegers
-from thinwire.collectives import Beside, Exchange
+from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import (
@@ -77,9 +66,6 @@ from thinwire.methods.masks import WORD, AtMask, Masks, Schedule, Used
 from thinwire.ops import moments
 from thinwire.optim import AdamS
 from thinwire.weights import Message
-
-LEAST = 1e-30
-"""Added to v where something is divided by its root: a value without a gradient so far has 0 / 0."""
 
 
 @dataclass
@@ -106,11 +92,6 @@ class SCAPE(Method):
         offload: keep what waits on each rank (8 bytes per value) in CPU memory, with two staging buffers of the largest
             bucket on the device: less device memory, one copy each way over PCIe per step.
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
-        second: what AdamS divides by and masks are chosen by. "moment": as the paper has it. "true": averages of this
-            rank's squared gradients, exchanged now and then (8 bytes more for each value, and 8 for each whose weight
-            the rank steps); for a density of 0.1 and more. How a gradient is clipped is then of no account.
-        second_every: steps between two exchanges of it; higher => fewer bytes, staler. In the warm-up also at steps 1,
-            2, 4, 8 and so on.
     """
 
     name: ClassVar[str] = "scape"
@@ -118,7 +99,6 @@ class SCAPE(Method):
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"density": 0.01, "smallest": 0},
         "paper-d0.1": {"density": 0.1, "smallest": 0},
-        "recommended": {"density": 0.1, "second": "true"},
     }
 
     density: float = 0.01
@@ -129,20 +109,10 @@ class SCAPE(Method):
     weights: Literal["auto", "masked", "dense"] = "auto"
     offload: bool = False
     smallest: int = SMALL
-    second: Literal["moment", "true"] = "moment"
-    second_every: int = 50
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_density("scape", self.density)
-        if self.second_every < 1:
-            raise ThinwireError(f"scape: second_every is a number of steps, 1 or more, got {self.second_every}")
-        if self.second == "moment":
-            self.refuse_idle("second='moment'", "second_every")
-        if self.density == 1:
-            self.refuse_idle("density=1, which is dense AdamS,", "second")
-        if self.second == "true" and self.refresh > 1:
-            raise ThinwireError("scape: second='true' chooses masks anew in every step: leave refresh out")
         check_smallest("scape", self.smallest)
         check_start("scape", "warmup", self.warmup)
         if self.refresh < 1:
@@ -150,7 +120,6 @@ class SCAPE(Method):
         self._used: dict[str, Used] = {}
         self._keep: dict[str, float] = {}  # what the last step left of a weight off the mask
         self._given: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
-        self._roots: dict[str, Tensor] = {}  # and what it divides them by
         self._clipped: dict[object, tuple[Bucket, Tensor]] = {}  # this step's gradients, before they were clipped
         self._step = 0
         self._apart = False
@@ -194,8 +163,6 @@ class SCAPE(Method):
             return
         self._step = bucket.step
         self._masks.finish()
-        if self.second == "true":
-            self._watch(bucket, exchange)
         used = None if whole else self._masks.words(bucket)  # M of all rows; None: all ones (l. 5)
         if used is None:
             words = torch.full((bucket.shape[1] // WORD,), -1, dtype=torch.int64, device=bucket.device)
@@ -215,47 +182,12 @@ class SCAPE(Method):
                 self._rejoin(bucket, words)
             self._settle(bucket, used, words)
 
-    def _watch(self, bucket: Bucket, exchange: Exchange) -> None:
-        """v_n of the gradients in ``bucket.rows``; if it is time, what all divide by."""
-        old, new = self.state.read("second", bucket), self.state.write("second", bucket)
-        betas = [float(self.run.held[segment.name].group["betas"][1]) for segment in bucket.segments]
-        for segment, beta2 in zip(bucket.segments, betas, strict=True):
-            at, given = segment.columns, bucket.rows[:, segment.columns]
-            torch.mul(old[:, at], beta2, out=new[:, at]).addcmul_(given, given, value=1 - beta2)
-        root = self.state.read("root", bucket, rows=1)
-        if self._shares(bucket.step):
-            roots = bucket.scratch("roots", bucket.shape, torch.float32)
-            for segment, beta2 in zip(bucket.segments, betas, strict=True):
-                count = exchange.rows * (1 - beta2 ** (bucket.step + 1))
-                torch.div(new[:, segment.columns], count, out=roots[:, segment.columns])
-            root = self.state.write("root", bucket, rows=1)
-            exchange.mean(Beside(bucket, roots.sqrt_(), root), Bf16())
-        for segment in bucket.segments:
-            numel = local(self.run.weights[segment.name]).numel()
-            self._roots[segment.name] = root[0, segment.start : segment.start + numel]
-
-    def _shares(self, step: int) -> bool:
-        """Is what all divide by exchanged in ``step``?"""
-        return step % self.second_every == 0 or (step < self._schedule.warm and step & (step - 1) == 0)
-
-    def _scores(self, bucket: Bucket, sums: Tensor, second: Tensor) -> Tensor:
-        """What masks are chosen by, of ``sums`` m~ and ``second`` v (R, n)."""
-        if self.second == "moment" or bucket.step == 0:  # when both know one gradient, all values are alike
-            return sums
-        roots = bucket.scratch("by root", sums.shape, torch.float32)
-        return torch.add(second, LEAST, out=roots).rsqrt_().mul_(sums)
-
-    def _second(self, bucket: Bucket) -> Tensor:
-        """v of this step, (R, n)."""
-        return bucket.rows if self.second == "moment" else self.state.write("second", bucket)
-
     def _add_up(self, bucket: Bucket, words: Tensor) -> None:
         """``bucket.rows`` = m~ (l. 10), for the next mask (l. 15); then without b1 m on M, which all ranks have."""
         held = self._moments(bucket)
         moments.add_up(bucket.rows[0], self.state.read("residual", bucket)[0], held, self.beta1)  # l. 10
-        scores = self._scores(bucket, bucket.rows, self._second(bucket))
         for segment in bucket.segments:
-            self._masks.choose(bucket, segment, scores[:, segment.columns])  # l. 15
+            self._masks.choose(bucket, segment, bucket.rows[:, segment.columns])  # l. 15
         moments.take(bucket.rows[0], held, words, self.beta1)
 
     def _add_up_apart(self, bucket: Bucket, mine: int) -> None:
@@ -269,7 +201,6 @@ class SCAPE(Method):
         held = self._moments(bucket).parts
         sums = [scores[0, part.start : part.start + part.moment.numel()] for part in held]
         torch._foreach_add_(sums, [part.moment for part in held], alpha=self.beta1)
-        scores = self._scores(bucket, scores, self._second(bucket)[mine : mine + 1])
         for segment in bucket.segments:
             self._masks.choose(bucket, segment, scores[:, segment.columns])  # l. 15
 
@@ -323,8 +254,6 @@ class SCAPE(Method):
             optimizer = step.held[name].optimizer
             assert isinstance(optimizer, AdamS)
             optimizer.given[step.weights[name]] = given
-            if name in self._roots:
-                optimizer.roots[step.weights[name]] = self._roots[name]
         for name, weight in step.weights.items():
             if weight.grad is None:  # it is not stepped, and does not decay either
                 self._used.pop(name, None)
@@ -353,7 +282,6 @@ class SCAPE(Method):
 
     def undo(self) -> None:
         self._given.clear()
-        self._roots.clear()
         self._clipped.clear()
 
     def finish(self) -> None:
@@ -419,9 +347,6 @@ class SCAPE(Method):
 
     @property
     def cycle(self) -> Mapping[int, float]:
-        if self.second == "true" and self.second_every > 1:
-            shares = -(-self.steady // self.second_every) * self.second_every
-            return {shares: 1 / self.second_every, shares + 1: 1 - 1 / self.second_every}
         # Masks are sent at the end of the step before the one that they are for.
         rest = {self.steady: 1 - 1 / self.refresh} if self.refresh > 1 else {}
         return {**rest, self.steady + self.refresh - 1: 1 / self.refresh}

@@ -13,9 +13,6 @@ from torch.optim import Optimizer
 from thinwire.errors import ThinwireError
 from thinwire.ops.adams import adams
 
-MOST = 10.0
-"""Of a step by a given sqrt(v^), in units of lr."""
-
 
 class AdamS(Optimizer):
     """Adam without a second moment: half of its state, and steadier where gradients arrive late or sparse.
@@ -73,13 +70,10 @@ class AdamS(Optimizer):
         self.given: dict[Tensor, Tensor] = {}
         """What the next step takes for m of a parameter, (numel of this rank's part,), in place of b1 m + (1-b1) g.
         ``g`` then enters v alone (SCAPE, Alg. 1, l. 19). The step empties it."""
-        self.roots: dict[Tensor, Tensor] = {}
-        """What the next step takes for sqrt(v^) of a parameter with a ``given``, of the same form; the step of a value
-        is then at most ``MOST`` lr. The step empties it."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.given, self.roots = {}, {}
+        self.given = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,7 +85,6 @@ class AdamS(Optimizer):
         for group in self.param_groups:
             self._step(group)
         self.given.clear()
-        self.roots.clear()
         return loss
 
     def _step(self, group: dict[str, Any]) -> None:
@@ -107,9 +100,6 @@ class AdamS(Optimizer):
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["step"] += 1
-            if parameter in self.roots:
-                self._step_by(group, parameter, state)
-                continue
             steps.append(int(state["step"]))
             rows.append((
                 _local(parameter), _local(state["exp_avg"]), _local(parameter.grad), self.given.get(parameter),
@@ -120,15 +110,6 @@ class AdamS(Optimizer):
             corrections = (1 - b1**t, 1 - b2**t) if group["bias_correction"] else (1.0, 1.0)
             knobs = (float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], *corrections)
             (_foreach if group["foreach"] else _fused)(due, *knobs)
-
-    def _step_by(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
-        """m' as ``given``; w = (1 - lr decay) w - lr clamp(m'^ / (root + eps))."""
-        weight, moment, lr = _local(parameter), _local(state["exp_avg"]), float(group["lr"])
-        given, root = (of[parameter].view(moment.shape) for of in (self.given, self.roots))
-        moment.copy_(given)
-        correction = 1 - group["betas"][0] ** int(state["step"]) if group["bias_correction"] else 1.0
-        step = (given / correction).div_(root + group["eps"]).clamp_(-MOST, MOST)
-        weight.mul_(1 - lr * group["weight_decay"]).sub_(step, alpha=lr)
 
 
 def _local(tensor: Tensor) -> Tensor:
