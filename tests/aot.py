@@ -9,6 +9,7 @@ wire, at multiples of 4 bytes.
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -134,6 +135,8 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capa
         "warps": code.metadata.num_warps,
         "fused": "fma" in code.asm["ptx"],
         "accesses": accesses(code.asm["ptx"]),
+        "moved": moved(code.asm["ttir"]),
+        "instructions": len(re.findall(r"^\s+(?:@!?%p\d+ )?[a-z][a-z0-9_.:]+.*;", code.asm["ptx"], re.MULTILINE)),
         "narrow": products(code.asm["ttir"]),
         "specialized": [name for name, of in signature.items() if of != "constexpr" and not fixed[name]],
     }
@@ -147,6 +150,18 @@ def accesses(ptx: str) -> dict[str, int]:
         assert bits is not None, rest
         found[f"{access}{int(vector[1] if vector else 1) * int(bits[1]) // 8}"] += 1
     return dict(found)
+
+
+def moved(ttir: str) -> int:
+    """Bytes that a program loads and stores, and, by atomics, both; of a mask's words 64 elements share one."""
+    total = 0
+    for access, rest in re.findall(r"tt\.(load|store|atomic_rmw)(.*)", ttir):
+        shape = re.search(r"tensor<((?:\d+x)+)!tt\.ptr<[a-z]+(\d+)>", rest)
+        if shape is not None:  # else one value
+            numel = math.prod(map(int, shape[1].split("x")[:-1]))
+            total += numel * int(shape[2]) // 8 // (64 if shape[2] == "64" and access == "load" else 1)
+            total += numel * int(shape[2]) // 8 if access == "atomic_rmw" else 0
+    return total
 
 
 def products(ttir: str) -> list[str]:

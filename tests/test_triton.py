@@ -115,6 +115,29 @@ def test_a_dry_run_counts_what_the_host_code_launches():
 
 
 @needs_triton
+def test_what_is_said_of_compiled_code():
+    """Warps that fit by their registers, by shared memory and by threads; a kernel that asks for little is slower."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent.parent / "benchmarks")!r})
+import roofline
+device = roofline.DEVICES[90]
+found = dict(registers=32, warps=4, shared=0, accesses=dict(ld16=4, st16=4), moved=65536, instructions=100)
+assert roofline.occupancy(found, device) == roofline.share(found, device) == 1
+assert roofline.occupancy(found | dict(registers=64), device) == 0.5
+assert roofline.occupancy(found | dict(shared=56 << 10), device) == 4 * 4 / 64
+assert roofline.share(found | dict(accesses=dict(ld4=1)), device) < 0.5
+assert roofline.share(found | dict(moved=64), device) < 0.1
+lines = ["tt.load %p : !tt.ptr<i64> ", "tt.load %q, %m : tensor<512x!tt.ptr<f32>> ",
+         "tt.load %q : tensor<512x!tt.ptr<i64>> ", "tt.store %q, %b : tensor<4x128x!tt.ptr<i8>> "]
+assert roofline.aot.moved(chr(10).join(lines)) == 512 * 4 + 512 // 8 + 512
+print("checked")
+"""
+    done = run_python(code, TRITON_INTERPRET="0")
+    assert done.stdout.strip().endswith("checked"), done.stderr
+
+
+@needs_triton
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_the_machine_code_of_all_kernels(capability, tmp_path):
