@@ -1,6 +1,6 @@
 """Runs the commands of a page, and writes what they print into it.
 
-    python docs/commands.py docs/start.md docs/finetuning.md
+    python docs/commands.py docs/start.md
 
 Every ```bash block of a page is run, in order, in one folder that is empty at first, and what it prints becomes the
 ```text block behind it. Where one fails, the rest of the page stays as it was.
@@ -16,12 +16,14 @@ import tempfile
 from pathlib import Path
 
 BLOCK = re.compile(r"^```bash\n(?P<commands>.*?)^```\n(?:\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE)
-PLAIN = {"TERM": "dumb", "COLUMNS": "160", "NO_COLOR": "1", "TQDM_DISABLE": "1"}
-"""So that programs print plain lines, and no progress bars."""
+PLAIN = {"TERM": "dumb", "COLUMNS": "160", "NO_COLOR": "1"}
+"""So that programs print plain lines, whatever terminal this is run in."""
+BAR = re.compile(r"^.*\d%\|.*\n\n?", re.MULTILINE)
+"""A progress bar, each state of which is a line where there is no terminal."""
 
 
 def printed(commands: str, folder: str) -> str:
-    """What a shell prints that runs ``commands`` in ``folder``, on both streams.
+    """What a shell prints that runs ``commands`` in ``folder``, on both streams, but progress bars.
 
     Raises:
         SystemExit: one of them fails.
@@ -33,7 +35,7 @@ def printed(commands: str, folder: str) -> str:
     )  # fmt: skip
     if done.returncode:
         sys.exit(f"{commands}{done.stdout}exit status {done.returncode}")
-    return "".join(f"{line.rstrip()}\n" for line in done.stdout.strip("\n").splitlines())
+    return "".join(f"{line.rstrip()}\n" for line in BAR.sub("", done.stdout).strip("\n").splitlines())
 
 
 def refresh(page: Path) -> None:
