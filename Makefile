@@ -18,7 +18,7 @@ help:
 	@echo "make test      run the tests, $(JOBS) at a time (JOBS=1: one after the other)"
 	@echo "make test-torch TORCH=torch==2.11.0   run the tests of what touches torch's inside on another torch, in an"
 	@echo "               environment of its own (TESTS=tests: all of them)"
-	@echo "make test-frameworks   the tests of Hugging Face, Lightning and lm-evaluation-harness, which it installs"
+	@echo "make test-frameworks   the tests of Hugging Face, Lightning, torchtitan and lm-evaluation-harness, which it installs"
 	@echo "make test-wheel   install the wheel in an empty environment, and see what works with the core alone"
 	@echo "make test-gpu  on a machine with GPUs: what needs one, and a report to attach to an issue"
 	@echo "make check     ruff and mypy"
@@ -64,7 +64,7 @@ test-frameworks: export OMP_NUM_THREADS ?= 1
 test-frameworks: VENV := .venv-frameworks
 test-frameworks:
 	$(MAKE) setup VENV=$(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,hf,lightning,eval]" "$(TORCH)"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,hf,lightning,eval]" "torchtitan<0.3" "$(TORCH)"
 	$(VENV)/bin/python -m pytest tests/test_integrations.py tests/test_examples.py tests/test_export.py \
 		tests/test_finetune.py tests/test_evaluation.py
 

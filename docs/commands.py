@@ -1,9 +1,9 @@
 """Runs the commands of a page, and writes what they print into it.
 
-    python docs/commands.py docs/start.md docs/finetuning.md
+    python docs/commands.py docs/start.md
 
 Every ```bash block of a page is run, in order, in one folder that is empty at first, and what it prints becomes the
-```text block behind it. Where a command fails the page stays as it was.
+```text block behind it. Where one fails, the rest of the page stays as it was.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from pathlib import Path
 BLOCK = re.compile(r"^```bash\n(?P<commands>.*?)^```\n(?:\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE)
 PLAIN = {"TERM": "dumb", "COLUMNS": "160", "NO_COLOR": "1"}
 """So that programs print plain lines, whatever terminal this is run in."""
+BAR = re.compile(r"^.*\d%\|.*\n\n?", re.MULTILINE)
+"""A progress bar, each state of which is a line where there is no terminal."""
 
 
 def printed(commands: str, folder: str) -> str:
-    """What a shell prints that runs ``commands`` in ``folder``, on both streams.
+    """What a shell prints that runs ``commands`` in ``folder``, on both streams, but progress bars.
 
     Raises:
         SystemExit: one of them fails.
@@ -33,21 +35,21 @@ def printed(commands: str, folder: str) -> str:
     )  # fmt: skip
     if done.returncode:
         sys.exit(f"{commands}{done.stdout}exit status {done.returncode}")
-    return "".join(f"{line.rstrip()}\n" for line in done.stdout.strip("\n").splitlines())
+    return "".join(f"{line.rstrip()}\n" for line in BAR.sub("", done.stdout).strip("\n").splitlines())
 
 
-def fresh(text: str) -> str:
-    """A page's ``text`` with what its commands print today."""
+def refresh(page: Path) -> None:
+    """Run the commands of a ``page``, and write what each prints."""
+    text, at = page.read_text(), 0
     with tempfile.TemporaryDirectory(prefix="thinwire-docs-") as folder:
-
-        def run(block: re.Match[str]) -> str:
+        while block := BLOCK.search(text, at):
             print(block["commands"], end="", flush=True)
             output = printed(block["commands"], folder)
-            return f"```bash\n{block['commands']}```\n" + (f"\n```text\n{output}```\n" if output else "")
-
-        return BLOCK.sub(run, text)
+            now = f"```bash\n{block['commands']}```\n" + (f"\n```text\n{output}```\n" if output else "")
+            text, at = text[: block.start()] + now + text[block.end() :], block.start() + len(now)
+            page.write_text(text)
 
 
 if __name__ == "__main__":
-    for page in map(Path, sys.argv[1:]):
-        page.write_text(fresh(page.read_text()))
+    for name in sys.argv[1:]:
+        refresh(Path(name))

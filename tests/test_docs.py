@@ -317,3 +317,15 @@ def test_the_site_has_every_page_and_what_pages_include() -> None:
             included = (page.parent / file).read_text()
             for marker in re.findall(r'^:(?:start-after|end-before): "(.*)"$', options, re.MULTILINE):
                 assert included.count(f"{marker}\n") == 1, f"{page.name} includes {file}: {marker}"
+
+
+def test_the_commands_of_a_page_are_run_and_what_they_print_is_written(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    first, second = "```bash\necho 3 > a\n```\n", "```bash\ncat a; echo ' 50%|##| 1/2' >&2; echo err >&2\n```\n"
+    page.write_text(f"{first}\n```text\nold\n```\n\nwords\n\n{second}\n```text\nold\n```\n")
+    commands = of_docs("commands")
+    commands.refresh(page)
+    assert page.read_text() == f"{first}\nwords\n\n{second}\n```text\n3\nerr\n```\n"
+    page.write_text("```bash\nfalse\n```\n")
+    with pytest.raises(SystemExit, match="exit status 1"):
+        commands.refresh(page)

@@ -176,6 +176,8 @@ def test_adapters_alone_are_trained_saved_and_merged(place, tmp_path, capsys):
     with torch.no_grad():
         theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()(tokens).logits
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+    about = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (about["r"], about["lora_alpha"]) == (4, 8)
 
     pretrained_models.make(base, "gpt2", seed=1)
     capsys.readouterr()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +382,67 @@ class Container(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
+
+
+def _torchtitan(rank, world):
+    """Its model, its sharding, whose gradients are sums over ranks, its container of optimizers; its loss."""
+    launched(rank, world)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule
+    from torchtitan.components.optimizer import OptimizersContainer
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.models.llama3.infra.parallelize import apply_fsdp
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+
+    def train(method: str | None) -> tuple[Tensor, float, Any]:
+        torch.manual_seed(0)
+        model = Transformer(TransformerModelArgs(dim=64, n_layers=2, n_heads=4, vocab_size=256))
+        with torch.no_grad():
+            model.init_weights()
+        apply_fsdp(model, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32, pp_enabled=False)
+        optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": 3e-3})
+        if method is None:  # gloo has no sum with a factor, which torch takes here even for the factor 1
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+        wire = method and thinwire.compress(model, optimizers, method)
+        for step in range(STEPS):
+            inputs = torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(2 * step + rank))
+            guessed, targets = model(inputs).flatten(0, 1), (inputs + 1).flatten() % 256
+            losses = nn.functional.cross_entropy(guessed, targets, reduction="sum")
+            (losses / (world * inputs.numel())).backward()
+            optimizers.step()
+            optimizers.zero_grad()
+        if wire:
+            wire.close()
+        return flat(model), losses.item() / inputs.numel(), wire
+
+    stock, last, _ = train(None)
+    found = {"dense": torch.equal(train("dense")[0], stock), "stock": last}
+    for method in LOSSY:
+        _, loss, wire = train(method)
+        found[method] = loss, wire.step, wire.plan.wire_bytes / wire.plan.dense_bytes
+    return found
+
+
+def without_torchtitan() -> str:
+    """Why torchtitan cannot be tried here; "": it can."""
+    try:
+        version = metadata.version("torchtitan")
+    except metadata.PackageNotFoundError:
+        return "needs torchtitan"
+    return "" if version.startswith("0.2.") else f"torchtitan {version} has other names than 0.2"
+
+
+@pytest.mark.skipif(bool(without_torchtitan()), reason=without_torchtitan())
+def test_torchtitan_s_model_sharding_and_container():
+    for found in ranks.run(_torchtitan, 2):
+        assert found["dense"]
+        for method in LOSSY:
+            loss, steps, share = found[method]
+            start = math.log(256)
+            assert steps == STEPS and share < 0.55 and start - loss > 0.8 * (start - found["stock"]) > 0, method
 
 
 def _inside(rank, world, folder):
