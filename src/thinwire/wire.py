@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.agreement import Agreement, in_words, model_facts, optimizer_facts, version
 from thinwire.bound import Bound
 from thinwire.comm import Comm, GroupComm, local
-from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.errors import LostRank, ThinwireError, ThinwireWarning
 from thinwire.guard import Guard
 from thinwire.integrations.base import Engine, Meet
 from thinwire.integrations.ddp import DDP
@@ -536,8 +536,10 @@ class Wire:
         return Form(self._about, {**self._counts(), **shapes})
 
     def close(self) -> None:
-        """End the worker thread. A backward pass that would exchange gradients raises from now on."""
+        """End the worker thread and what is under way. A backward pass that would exchange gradients raises then."""
         self._turn.ended = True
         for hook in self._hooks:
             hook.remove()
-        self.engine.close()
+        for end in (self.method.finish, self.engine.close):
+            with suppress(LostRank):  # what is under way comes from ranks that are there
+                end()
