@@ -346,12 +346,12 @@ class Plan:
             table.caption += f"; {self.compressed:.1%} of the values compressed"
         if self.memory is not None:
             table.caption += f"; {human(self.memory.peak)} of memory beside the engine's"
-        if self.bucket_cap_mb is not None:
-            table.caption += f"; bucket_cap_mb={self.bucket_cap_mb:g} suits it"
         if self.lost:
             table.caption += f"\n{self.lost}"
         if self.cost:
             table.caption += f"\n{self.cost}"
+        if self.bucket_cap_mb is not None:
+            table.caption += f"\nDistributedDataParallel(bucket_cap_mb={self.bucket_cap_mb:g}) suits it"
         for line in filter(None, (self._grows, self.note)):
             table.caption += f"\n{line}"
         return in_text(table, 120)

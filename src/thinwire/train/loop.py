@@ -375,15 +375,14 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
             skipped = wire.skipped
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - began
-            wall += seconds
-            times.append(seconds)
             # What any rank has to say to all rides on the loss.
             flags = [wire.skipped > skipped, signals.number > 0, bool(display.trouble)]
             told = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=device)])
             mean, any_skipped, stopped, trouble = comm.all_reduce(told, "mean").tolist()
+            # Behind it: what leaves ahead of the next forward pass travels beside.
+            seconds = time.perf_counter() - began
+            wall += seconds
+            times.append(seconds)
             losses.append(mean)
             streak = streak + 1 if any_skipped or not math.isfinite(mean) else 0
             seen = round(sequences * train_windows.each)
