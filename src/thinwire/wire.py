@@ -513,8 +513,11 @@ class Wire:
         if self._stage.bound is not None:
             self._stage.bound.load_state_dict(bound)
         device = self._where
+        # A method reads its counters: on the device each would make the host wait.
+        host = {key for key, like in self._form.shapes.items() if like.device.type == "cpu"}
         # What nothing waits in needs no memory before it is used.
-        self._state.load_state_dict({k: v.to(device) for k, v in values.items() if k.startswith("=") or bool(v.any())})
+        kept = {key: value for key, value in values.items() if key.startswith("=") or bool(value.any())}
+        self._state.load_state_dict({key: value.to("cpu" if key in host else device) for key, value in kept.items()})
         self.method.state_changed()
 
     @property
