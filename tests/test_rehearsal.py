@@ -71,6 +71,19 @@ def test_more_ranks_than_a_method_is_for_are_warned_of():
         assert ("dense sends less" in warning) == (size == 64)
 
 
+def test_buckets_are_as_small_as_messages_allow():
+    """A sixteenth of the gradients, if half a megabyte of it is sent; torch's own size, if that is less."""
+    exchange, net = exchange_of("ddp", 2), parameters_for(exchange_of("ddp", 2), {"a": (1024, 4096), "b": (4096, 4096)})
+    of = {name: plan_of(resolve(name), net.values(), exchange).bucket_cap_mb
+          for name in ("int8", "topk(density=0.02)", "scape(density=0.01)", "dense", "fp32")}  # fmt: skip
+    assert of["int8"] == 80 / 16 and of["scape(density=0.01)"] == 25
+    assert of["topk(density=0.02)"] == pytest.approx(0.5e6 / (8 * 0.02 / 4) / 2**20, rel=0.01)  # a value and a place
+    assert of["dense"] is of["fp32"] is None
+    large = parameters_for(exchange, {"a": (16384, 16384)})
+    plan = plan_of(resolve("int8"), large.values(), exchange)
+    assert plan.bucket_cap_mb == 25 and "bucket_cap_mb=25) suits it" in str(plan)
+
+
 def test_links_and_collectives_of_int8():
     """Counted by hand: 8 bits and a scale of 4 bytes per 128 values, to every peer, twice on DDP."""
     found = rehearsed(resolve("int8(smallest=0, send='*')"), "ddp", 16)

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,8 +62,19 @@ def _forms(rank: int, world: int, kind: str) -> list[str]:
                 wire.load_state_dict(state)
             if not same(state, wire.state_dict()):
                 wrong.append(f"{cls.name}, step {step}: loaded, it saves something else")
+        if cls.name in ("scape", "radius", "sdp4bit"):
+            wrong += _on_the_wrong_side(wire, state)
         wire.close()
     return wrong
+
+
+def _on_the_wrong_side(wire: thinwire.Wire, state: dict) -> list[str]:
+    """What of ``state`` is loaded onto the device and belongs to the host, which counts, or the other way round."""
+    with mock.patch.object(thinwire.Wire, "_where", torch.device("meta")):
+        wire.load_state_dict(state)
+    found = {kind: value.device.type for kind, _, value in wire._state.found("")}
+    there = {"chosen": "cpu", "resampled": "cpu", "replica step": "cpu", "mask": "meta", "replica": "meta"}
+    return [f"{kind} is loaded onto {where}" for kind, where in found.items() if there.get(kind, where) != where]
 
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])

@@ -24,7 +24,9 @@ from safetensors.torch import load_file
 import ranks
 from patience import PATIENCE
 from thinwire import cli
+from thinwire.comm import CountingComm
 from thinwire.errors import ThinwireError
+from thinwire.ledger import Ledger
 from thinwire.train import data, loop
 from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.data import Tokenizer, Windows, read_corpus, spans, split
@@ -504,6 +506,11 @@ def test_ddp_s_buckets_and_sgd_are_as_the_config_says(tmp_path):
         for size, held in ((None, 25), (0.5, 0.5)):
             engine = loop.wrap(torch.nn.Linear(4, 4), Config(bucket_mb=size), ranks, False)
             assert engine.bucket_bytes_cap == held * 2**20
+        ranks = loop.Ranks(CountingComm(0, 2, [0, 1], Ledger()), 0, 1, torch.device("cpu"))
+        for method, size, held in (("int8", None, 4.0), ("int8", 0.5, 0.5), ("topk(density=0.001)", None, 25)):
+            config = Config(method=method, bucket_mb=size)
+            engine = loop.wrap(torch.nn.Linear(4096, 4096), config, ranks, False)
+            assert engine.bucket_bytes_cap == int(held * 2**20)
         optimizer = loop.make_optimizer(engine, Config(optimizer="sgd", lr=0.5))
         assert isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] == 0
     finally:

@@ -326,6 +326,10 @@ METHODS = (
 )  # fmt: skip
 
 
+def _with_and_without(rank, world):
+    return [_ahead(rank, world, sent) for sent in (True, False)]
+
+
 def _ahead(rank, world, sent: bool):
     """Of each method: losses, states and bytes of a run in which much happens between steps; what was under way."""
     found = []
@@ -370,7 +374,7 @@ def _ahead(rank, world, sent: bool):
 
 def test_weights_leave_when_the_optimizer_has_stepped():
     """Losses and states are the same bits as without, bytes too, but for what was sent of weights that were changed."""
-    for with_it, without in zip(ranks.run(_ahead, 2, True), ranks.run(_ahead, 2, False), strict=True):
+    for with_it, without in ranks.run(_with_and_without, 2):
         for (losses, state, sent, under_way), (others, other, plain, nothing) in zip(with_it, without, strict=True):
             assert losses == others and state == other
             assert under_way[0] >= 2  # as large as the weights, with scape

@@ -6,7 +6,7 @@ import functools
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,15 @@ from torch import nn
 
 from thinwire import extras
 from thinwire.bucket import Layout
+from thinwire.collectives import Exchange
 from thinwire.comm import Comm
 from thinwire.errors import ThinwireError
+from thinwire.guard import Guard
+from thinwire.ledger import Ledger
 from thinwire.memory import Memory
-from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Run
+from thinwire.methods.base import Delay, ErrorFeedback, Method, Parameter, Run
 from thinwire.methods.baselines import Fp32
-from thinwire.rehearsal import Rehearsal, apart, rehearse
+from thinwire.rehearsal import Rehearsal, apart, rehearse, stand_in
 from thinwire.road import Road, Stage
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -90,6 +93,18 @@ class Row:
     dense_bytes: float
 
 
+MB = 2**20
+"""As torch counts a bucket's."""
+BUCKETS = 16
+"""In how many buckets the gradients come, if not in more of the size that torch gives them. The last one's exchange
+begins when the backward pass ends, so what is left then is 1 / BUCKETS of the exchange, or of the backward pass where
+that is the shorter one. Higher => less is left, more and smaller messages."""
+LEAST_SENT = 0.5e6
+"""Bytes that a rank sends of a bucket, at least: 4 ms at 1 Gbit/s, while starting an exchange takes up to one. Lower =>
+smaller buckets of what is compressed most."""
+MOST_MB = 25.0
+"""torch's own bucket: of a large model, larger ones gain nothing."""
+
 DEAR = 0.05
 """Of the loss: what costs more is said at once."""
 _HELP = {
@@ -116,6 +131,8 @@ class Plan:
         note: why so little is compressed and which knob helps, in one line; None if what stays dense is neither half
             of the values nor half of the bytes, and every pattern of names matches one.
         lost: what is not returned of the values that are compressed, in one phrase; "" where nothing is lost.
+        bucket_cap_mb: of DistributedDataParallel, which would suit the method: MB of gradients per bucket. None on
+            other engines, and where the method is not made to compress.
         memory, memory_bytes: beyond the stock engine's; None where the engine's layout is not known.
     """
 
@@ -171,6 +188,14 @@ class Plan:
     @functools.cached_property
     def dense_bytes(self) -> float:
         return sum(row.dense_bytes for row in self.rows)
+
+    @functools.cached_property
+    def bucket_cap_mb(self) -> float | None:
+        if self.engine != "ddp" or self.compressed is None:
+            return None
+        gradients = sum(p.numel * (self._wire_dtype or p.dtype).itemsize for p in self._parameters)
+        least = LEAST_SENT * gradients / self.wire_bytes if self.wire_bytes else math.inf
+        return round(min(max(gradients / BUCKETS, least) / MB, MOST_MB), 1)
 
     @functools.cached_property
     def weight_bytes(self) -> float:
@@ -325,9 +350,32 @@ class Plan:
             table.caption += f"\n{self.lost}"
         if self.cost:
             table.caption += f"\n{self.cost}"
+        if self.bucket_cap_mb is not None:
+            table.caption += f"\nDistributedDataParallel(bucket_cap_mb={self.bucket_cap_mb:g}) suits it"
         for line in filter(None, (self._grows, self.note)):
             table.caption += f"\n{line}"
         return in_text(table, 120)
+
+
+def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Plan:
+    """The plan of ``method`` on the last of ``exchanges``, and of ``intra`` on the one before, if there are two.
+
+    As ``compress()`` makes it, for a method that may or may not have begun; without an engine and its layout.
+    """
+    known = list(parameters)
+    run = method.run if hasattr(method, "run") else stand_in(method, known, exchanges[-1])
+    return Plan(road_of(method, known, *exchanges, intra=intra), run, "ddp" if intra is None else "hsdp")
+
+
+def road_of(
+    method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None
+) -> Road:
+    """The road of ``method`` and, if there is one, of ``intra``; arguments as for :func:`plan_of`."""
+    known, made = list(parameters), [method] if intra is None else [intra, method]
+    return Road([
+        Stage(of, of.dense_among(known), exchange, Guard([], False), Ledger())
+        for of, exchange in zip(made, exchanges, strict=True)
+    ])  # fmt: skip
 
 
 def in_text(table: Any, width: int) -> str:

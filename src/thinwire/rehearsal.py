@@ -108,7 +108,8 @@ def rehearse(
 
 
 def kept(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
-    """What the state of ``road``'s method will hold at its largest: key -> a tensor without storage.
+    """What the state of ``road``'s method will hold at its largest: key -> a tensor without storage, but for counters,
+    which live on the host.
 
     Raises:
         ThinwireError: the method refuses one of the parameters, or reads values on the host.
@@ -128,7 +129,7 @@ def kept(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
                 play.step(number)
                 for key, value in play.method.state.state_dict().items():
                     if key not in found or value.numel() > found[key].numel():
-                        found[key] = torch.empty(value.shape, dtype=value.dtype, device=META)
+                        found[key] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     except NotImplementedError:
         raise ThinwireError(
             f"{method.name} reads values on the host, so nobody knows what its state will be: it cannot be "

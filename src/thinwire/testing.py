@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,8 +20,8 @@ from thinwire.comm import Comm
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter, Run, Step
-from thinwire.plan import Plan
-from thinwire.rehearsal import stand_in
+from thinwire.plan import plan_of as plan_of
+from thinwire.plan import road_of as road_of
 from thinwire.road import Levels, Regroup, Road, ScatterAndShare, Stage
 from thinwire.state import State
 
@@ -273,27 +273,6 @@ class ThreadEngine:
             dense = frozenset() if all_sent else of.dense_among(self.parameters.values())
             stages.append(stage(of, dense, exchange, Guard([], False), self.ledger, self.levels is None))
         return Road(stages, self.levels)
-
-
-def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Plan:
-    """The plan of ``method`` on the last of ``exchanges``, and of ``intra`` on the one before, if there are two.
-
-    As ``compress()`` makes it, for a method that may or may not have begun; without an engine and its layout.
-    """
-    known = list(parameters)
-    run = method.run if hasattr(method, "run") else stand_in(method, known, exchanges[-1])
-    return Plan(road_of(method, known, *exchanges, intra=intra), run, "ddp" if intra is None else "hsdp")
-
-
-def road_of(
-    method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None
-) -> Road:
-    """The road of ``method`` and, if there is one, of ``intra``; arguments as for :func:`plan_of`."""
-    known, made = list(parameters), [method] if intra is None else [intra, method]
-    return Road([
-        Stage(of, of.dense_among(known), exchange, Guard([], False), Ledger())
-        for of, exchange in zip(made, exchanges, strict=True)
-    ])  # fmt: skip
 
 
 def reduce_on_threads(

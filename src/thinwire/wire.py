@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.agreement import Agreement, in_words, model_facts, optimizer_facts, version
 from thinwire.bound import Bound
 from thinwire.comm import Comm, GroupComm, local
-from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.errors import LostRank, ThinwireError, ThinwireWarning
 from thinwire.guard import Guard
 from thinwire.integrations.base import Engine, Meet
 from thinwire.integrations.ddp import DDP
@@ -513,8 +513,11 @@ class Wire:
         if self._stage.bound is not None:
             self._stage.bound.load_state_dict(bound)
         device = self._where
+        # A method reads its counters: on the device each would make the host wait.
+        host = {key for key, like in self._form.shapes.items() if like.device.type == "cpu"}
         # What nothing waits in needs no memory before it is used.
-        self._state.load_state_dict({k: v.to(device) for k, v in values.items() if k.startswith("=") or bool(v.any())})
+        kept = {key: value for key, value in values.items() if key.startswith("=") or bool(value.any())}
+        self._state.load_state_dict({key: value.to("cpu" if key in host else device) for key, value in kept.items()})
         self.method.state_changed()
 
     @property
@@ -536,8 +539,10 @@ class Wire:
         return Form(self._about, {**self._counts(), **shapes})
 
     def close(self) -> None:
-        """End the worker thread. A backward pass that would exchange gradients raises from now on."""
+        """End the worker thread and what is under way. A backward pass that would exchange gradients raises then."""
         self._turn.ended = True
         for hook in self._hooks:
             hook.remove()
-        self.engine.close()
+        for end in (self.method.finish, self.engine.close):
+            with suppress(LostRank):  # what is under way comes from ranks that are there
+                end()

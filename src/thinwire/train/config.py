@@ -81,7 +81,8 @@ class Config:
     """Skip a step on all ranks when any gradient is not finite."""
     bucket_mb: float | None = None
     """DDP: MB of gradients per exchange. Lower: exchanges start earlier and less is left when the backward pass ends,
-    but there are more messages. Default: torch's (25, the first 1)."""
+    but there are more messages. Default: as suits the method (`bucket_cap_mb` in plan.txt); dense: torch's (25, the
+    first 1)."""
     reshard: bool = True
     """FSDP2 and HSDP: free the gathered weights after the forward pass (less memory, one more gather per step)."""
     shard_size: int | None = None

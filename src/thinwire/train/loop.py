@@ -25,12 +25,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm import GroupComm, is_of_the_network, local, network_words
+from thinwire.collectives import AllReduce
+from thinwire.comm import CountingComm, GroupComm, is_of_the_network, local, network_words
 from thinwire.elastic import init_process_group
 from thinwire.errors import LostRank, ThinwireError
 from thinwire.lab.counters import interface_bytes
 from thinwire.ledger import Ledger
+from thinwire.methods import resolve
 from thinwire.optim import AdamS
+from thinwire.plan import describe, plan_of
 from thinwire.train import differences, instructions, pretrained, tokens
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import Config
@@ -97,7 +100,7 @@ def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
     if config.engine == "ddp":
         return DistributedDataParallel(
             model, device_ids=[ranks.device] if ranks.device.type == "cuda" else None, gradient_as_bucket_view=True,
-            bucket_cap_mb=config.bucket_mb,
+            bucket_cap_mb=bucket_mb(model, config, ranks),
         )  # fmt: skip
     size = ranks.comm.size
     if config.engine == "fsdp2":
@@ -113,6 +116,15 @@ def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy)
     return fully_shard(model, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy)
+
+
+def bucket_mb(model: nn.Module, config: Config, ranks: Ranks) -> float | None:
+    """Of DDP's buckets: as the config says, else as suits the method; None: as torch has it."""
+    method = resolve(config.method)
+    if config.bucket_mb is not None or method.native:
+        return config.bucket_mb
+    exchange = AllReduce(CountingComm.like(ranks.comm, Ledger()))
+    return plan_of(method, describe(model).values(), exchange).bucket_cap_mb
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -363,15 +375,14 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
             skipped = wire.skipped
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - began
-            wall += seconds
-            times.append(seconds)
             # What any rank has to say to all rides on the loss.
             flags = [wire.skipped > skipped, signals.number > 0, bool(display.trouble)]
             told = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=device)])
             mean, any_skipped, stopped, trouble = comm.all_reduce(told, "mean").tolist()
+            # Behind it: what leaves ahead of the next forward pass travels beside.
+            seconds = time.perf_counter() - began
+            wall += seconds
+            times.append(seconds)
             losses.append(mean)
             streak = streak + 1 if any_skipped or not math.isfinite(mean) else 0
             seen = round(sequences * train_windows.each)
