@@ -40,8 +40,9 @@ from thinwire.ledger import Ledger
 from thinwire.methods import TABLE as CLASSES
 from thinwire.train.config import Config
 from thinwire.train.data import Windows
-from thinwire.train.loop import Ranks, make_optimizer, settle_buckets, wrap
+from thinwire.train.loop import settle_buckets
 from thinwire.train.models import Decoder
+from thinwire.train.setup import Ranks, make_optimizer, wrap
 
 WORLD, STEPS, HALF, LIMIT_S = 4, 40, 20, 300
 ENGINES = ("ddp", "fsdp2", "hsdp")

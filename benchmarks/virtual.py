@@ -33,8 +33,8 @@ from thinwire.state import State
 from thinwire.testing import LockStep, ThreadComm
 from thinwire.train.config import Config
 from thinwire.train.data import Windows, batches
-from thinwire.train.loop import make_optimizer
 from thinwire.train.models import Decoder
+from thinwire.train.setup import make_optimizer
 
 FIRST_BUCKET, BUCKET = 1024 * 1024, 25 * 1024 * 1024
 """Bytes of DDP's first bucket, and of the others."""

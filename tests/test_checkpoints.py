@@ -33,7 +33,7 @@ from thinwire.comm import GroupComm
 from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.ledger import Ledger
 from thinwire.testing import ThreadComm, Threads
-from thinwire.train import checkpoint, differences, folder, loop, resumed, stored, together, trained
+from thinwire.train import checkpoint, differences, folder, loop, resumed, setup, stored, together, trained
 from thinwire.train.checkpoint import Checkpoints, obsolete
 from thinwire.train.config import Config, from_arguments
 from thinwire.train.data import Windows
@@ -725,7 +725,7 @@ def one_rank(tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
 
     def train(*words: str) -> dict[str, Any]:
         assert dist.group.WORLD is not None
-        ranks = loop.Ranks(GroupComm(dist.group.WORLD, Ledger()), 0, 1, torch.device("cpu"))
+        ranks = setup.Ranks(GroupComm(dist.group.WORLD, Ledger()), 0, 1, torch.device("cpu"))
         config = from_arguments([*small, "--out", f"{tmp_path}/run", *words]).check()
         return loop._train(config, ranks)
 

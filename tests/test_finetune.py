@@ -23,7 +23,7 @@ from thinwire.train import trained
 from thinwire.train.config import Config
 from thinwire.train.data import IGNORED, batches, read_corpus, split
 from thinwire.train.launch import free_port
-from thinwire.train.loop import make_optimizer
+from thinwire.train.setup import make_optimizer
 from thinwire.train.tokens import find as tokens_of
 
 needs_hub = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import run
 from thinwire.comm import GroupComm
 from thinwire.ledger import Ledger
-from thinwire.train import loop
+from thinwire.train import loop, setup
 from thinwire.train.config import from_arguments
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -43,7 +43,7 @@ def text(tmp_path: Path) -> Path:
 def trained_on_processes(rank: int, world: int, runs: list[list[str]]) -> None:
     assert dist.group.WORLD is not None
     for arguments in runs:
-        ranks = loop.Ranks(GroupComm(dist.group.WORLD, Ledger()), 0, 1, torch.device("cpu"))
+        ranks = setup.Ranks(GroupComm(dist.group.WORLD, Ledger()), 0, 1, torch.device("cpu"))
         loop._train(from_arguments(arguments), ranks)
 
 

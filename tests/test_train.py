@@ -27,7 +27,7 @@ from thinwire import cli
 from thinwire.comm import CountingComm
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
-from thinwire.train import data, loop
+from thinwire.train import data, setup
 from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.data import Tokenizer, Windows, read_corpus, spans, split
 from thinwire.train.launch import free_port
@@ -502,16 +502,16 @@ sys.argv[1:] = ["busy"]
 def test_ddp_s_buckets_and_sgd_are_as_the_config_says(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        ranks = loop.Ranks(None, 0, 1, torch.device("cpu"))
+        ranks = setup.Ranks(None, 0, 1, torch.device("cpu"))
         for size, held in ((None, 25), (0.5, 0.5)):
-            engine = loop.wrap(torch.nn.Linear(4, 4), Config(bucket_mb=size), ranks, False)
+            engine = setup.wrap(torch.nn.Linear(4, 4), Config(bucket_mb=size), ranks, False)
             assert engine.bucket_bytes_cap == held * 2**20
-        ranks = loop.Ranks(CountingComm(0, 2, [0, 1], Ledger()), 0, 1, torch.device("cpu"))
+        ranks = setup.Ranks(CountingComm(0, 2, [0, 1], Ledger()), 0, 1, torch.device("cpu"))
         for method, size, held in (("int8", None, 4.0), ("int8", 0.5, 0.5), ("topk(density=0.001)", None, 25)):
             config = Config(method=method, bucket_mb=size)
-            engine = loop.wrap(torch.nn.Linear(4096, 4096), config, ranks, False)
+            engine = setup.wrap(torch.nn.Linear(4096, 4096), config, ranks, False)
             assert engine.bucket_bytes_cap == int(held * 2**20)
-        optimizer = loop.make_optimizer(engine, Config(optimizer="sgd", lr=0.5))
+        optimizer = setup.make_optimizer(engine, Config(optimizer="sgd", lr=0.5))
         assert isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] == 0
     finally:
         torch.distributed.destroy_process_group()

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from thinwire.bucket import Bucket, Layout, Piece, Shard
 from thinwire.collectives import Exchange
@@ -31,9 +28,10 @@ from thinwire.ledger import Ledger
 from thinwire.ledger import Step as Account
 from thinwire.memory import Memory
 from thinwire.methods.base import Method, Parameter, Run, Step
-from thinwire.ops.backends import every_variant, launches
+from thinwire.ops.backends import every_variant
 from thinwire.road import Road, Stage
 from thinwire.state import State
+from thinwire.watch import Watch
 from thinwire.weights import Ahead, Replica
 
 META = torch.device("meta")
@@ -74,7 +72,7 @@ def rehearse(
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
     """
     on_cpu = all(local(weight).device.type == "cpu" for weight in run.weights.values())
-    watch, ledger = _Watch() if watched else None, Ledger()
+    watch, ledger = Watch() if watched else None, Ledger()
 
     def agree(comms: Iterable[Comm]) -> None:
         for comm in comms:
@@ -256,8 +254,8 @@ class _Play:
         road: Road,
         run: Run,
         ledger: Ledger,
-        watch: _Watch | None,
-        offloads: _Watch | None,
+        watch: Watch | None,
+        offloads: Watch | None,
         device: torch.device = META,
         agree: Callable[[], object] = lambda: None,
     ) -> None:
@@ -346,7 +344,7 @@ class _Play:
         if self._watch is not None:
             self._watch.lend(*tensors)
 
-    def _double(self, road: Road, run: Run, offloads: _Watch | None) -> Road:
+    def _double(self, road: Road, run: Run, offloads: Watch | None) -> Road:
         ledger = self._ledger
 
         def double(comm: Comm) -> Comm:
@@ -374,7 +372,7 @@ class _Play:
 class _State(State):
     """The state of a rehearsal. What it keeps elsewhere than on the device does not count."""
 
-    def __init__(self, offload: Collection[str], watch: _Watch | None) -> None:
+    def __init__(self, offload: Collection[str], watch: Watch | None) -> None:
         super().__init__(offload)
         self._watch = watch
 
@@ -383,77 +381,6 @@ class _State(State):
         if kind in self._offload and self._watch is not None:
             self._watch.lend(values)
         return values
-
-
-class _Watch(TorchDispatchMode):
-    """Counts kernels, and adds up the storages of meta tensors that are made while it is on, while each lives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.launches: Counter[str] = Counter()
-        self._known: dict[int, int] = {}
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Be on, for torch's operations and ours."""
-        token = launches.set(self.launches)
-        try:
-            with self:
-                yield
-        finally:
-            launches.reset(token)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs = kwargs or {}
-        result = args[0] if _in_place(function) and args[0].is_meta else function(*args, **kwargs)
-        without_storage = _without_storage(result)
-        for tensor in without_storage:
-            self._note(tensor, tensor.untyped_storage().nbytes())
-        if not _is_free(function) and (without_storage or _without_storage(args)):
-            self.launches[f"aten.{function.overloadpacket.__name__}"] += 1
-        return result
-
-    def lend(self, *tensors: Tensor) -> None:
-        """These are the engine's: they do not count."""
-        for tensor in tensors:
-            self._note(tensor, 0)
-            key = tensor.untyped_storage()._cdata
-            if key in self._known:
-                self.live, self._known[key] = self.live - self._known[key], 0
-
-    def _note(self, tensor: Tensor, nbytes: int) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._known:
-            self._known[key] = nbytes
-            self.live += nbytes
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._gone, key)
-
-    def _gone(self, key: int) -> None:
-        self.live -= self._known.pop(key)
-
-
-def _without_storage(values: Any) -> list[Tensor]:
-    leaves = [values] if isinstance(values, Tensor) else tree_leaves(values)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta]
-
-
-@functools.cache
-def _in_place(function: Any) -> bool:
-    """Does a torch operation change the values of its first argument, and no more? Torch may take 1 ms over it."""
-    schema = function._schema
-    written = [result.alias_info is not None and result.alias_info.is_write for result in schema.returns]
-    return schema.name.endswith("_") and written == [True] and torch.Tag.inplace_view not in function.tags
-
-
-@functools.cache
-def _is_free(function: Any) -> bool:
-    """Does a torch operation launch no kernel: makes memory, or another view of it?"""
-    schema = function._schema
-    views = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
-    return views or schema.name.removeprefix("aten::").startswith(("empty", "new_empty", "detach", "_unsafe_view"))
 
 
 def _zeros_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:

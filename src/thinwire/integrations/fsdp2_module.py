@@ -1,0 +1,339 @@
+"""What torch calls for each FSDP2 module in place of its own reduce-scatter, all-gather and all-reduce.
+
+Of torch's private names those of a module's parameter group are used here; those of modules and meshes in ``fsdp2.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire import device as devices
+from thinwire.bucket import Piece, Shard
+from thinwire.comm import Work
+from thinwire.errors import ThinwireError
+from thinwire.ledger import Ledger
+from thinwire.plan import clean_name
+from thinwire.road import Road, Stage, shard_of
+from thinwire.weights import Replica
+
+if TYPE_CHECKING:
+    from thinwire.integrations.fsdp2 import FSDP2
+    from thinwire.turn import Turn
+
+
+def has_own_gradient(fsdp_param: Any) -> bool:
+    """Has this rank a gradient of the whole parameter that has not been reduced?"""
+    return hasattr(fsdp_param, "_unsharded_param") and (
+        fsdp_param.unsharded_accumulated_grad is not None or fsdp_param._unsharded_param.grad is not None
+    )
+
+
+class GroupLink:
+    """What stands between one FSDP parameter group and the road."""
+
+    def __init__(self, engine: FSDP2, group: Any, turn: Turn, road: Road) -> None:
+        self.engine, self.group, self.turn, self.road = engine, group, turn, road
+        self.reduce_scatter = ModuleReduceScatter(self)
+        self.entered = False  # is this reduction known to the turn?
+        self._active: list[Any] = []
+        self._expected: list[Tensor] | None = None
+        self.device: torch.device = group.device
+        self.gathered: Any = None  # an event: the last gather of the weights is over
+        self.copied: Any = None  # an event: FSDP2 has read what it gave
+        self._computed: Any = None  # an event: the gradients of the next reduction are there
+        self._seen: set[tuple[Piece, ...]] = set()
+        self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
+        self._watch()
+
+    def _watch(self) -> None:
+        """Know which parameters are in the next reduction: torch leaves out those without a gradient, and says nothing.
+
+        The numel can be the same for other parameters, so the set has to be read where torch decides it. On a GPU, know
+        also when the stream that computes has come to where it needs what is on its way.
+        """
+        original, original_wait = self.group.post_backward, self.group.wait_for_unshard
+
+        def wait_for_unshard() -> None:
+            if self.gathered is not None:
+                self.engine.ledger.between("exposed", devices.mark(self.device), self.gathered)
+                self.gathered = None
+            original_wait()
+            self.copied = devices.mark(self.device)
+            self.engine.go_on()
+
+        self.group.wait_for_unshard = wait_for_unshard
+
+        def post_backward(*unused: Any) -> Any:
+            self._computed = devices.mark(self.device)
+            zeros = getattr(self.group, "reduce_scatter_unused_params", False)
+            self._active = [
+                fsdp_param
+                for fsdp_param in self.group.fsdp_params
+                if has_own_gradient(fsdp_param)
+                or (zeros and hasattr(fsdp_param, "_unsharded_param") and fsdp_param._unsharded_param.requires_grad)
+            ]
+            # Read when first seen only: under tensor parallelism, reading may cost an all-reduce.
+            known = self._key() in self._pieces
+            self._expected = None if known else [self._gradient(fsdp_param) for fsdp_param in self._active]
+            return original(*unused)
+
+        self.group.post_backward = post_backward
+
+    @property
+    def divisor(self) -> float | None:
+        """What the user has the sum over all ranks divided by (``set_gradient_divide_factor``); None: their number."""
+        return getattr(self.group, "gradient_divide_factor", None)
+
+    def reduced(self, began: float) -> None:
+        """Gradients have been reduced, on the current stream, since ``began``: the compute stream may have to wait."""
+        if (end := devices.mark(self.device)) is None:
+            self.engine.ledger.add("exposed", time.perf_counter() - began)
+        else:
+            self.engine.tail = self._computed, end  # of a backward pass, the last one's
+
+    @staticmethod
+    def _gradient(fsdp_param: Any) -> Tensor:
+        """This rank's gradient before the reduction; 0-dim where there is none."""
+        if fsdp_param.unsharded_accumulated_grad is not None:
+            return fsdp_param.unsharded_accumulated_grad_data
+        if fsdp_param._unsharded_param.grad is not None:
+            return fsdp_param.unsharded_grad_data
+        return torch.zeros(())
+
+    def _key(self) -> tuple[int, ...]:
+        return tuple(id(fsdp_param) for fsdp_param in self._active)
+
+    def pieces(self, ranks: int) -> tuple[Piece, ...]:
+        """Where each parameter lies in the flat input: columns of (ranks, n), in the group's order."""
+        key = self._key()
+        if key not in self._pieces:
+            self._pieces[key] = self.place(self._active, ranks)
+        return self._pieces[key]
+
+    def place(self, fsdp_params: list[Any], ranks: int) -> tuple[Piece, ...]:
+        """Where ``fsdp_params`` lie in a flat input of theirs."""
+        widths = [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in fsdp_params]
+        total, pieces, column = sum(widths), [], 0
+        for fsdp_param, width in zip(fsdp_params, widths, strict=True):
+            pieces.append(Piece(self.name(fsdp_param), column, width * ranks, ranks, total))
+            column += width
+        return tuple(pieces)
+
+    def version(self) -> int:
+        """Rises with every change of this rank's shard in place that torch counts (not those through ``.data``)."""
+        shards = [fsdp_param.sharded_param for fsdp_param in self.group.fsdp_params]
+        return sum(shard._version + cast(Any, shard)._local_tensor._version for shard in shards)
+
+    def shard(self, numel: int, dtype: torch.dtype) -> Shard:
+        """Where each parameter lies in this rank's shard of ``numel`` values, gathered in ``dtype``."""
+        trained, frozen, column = [], [], 0
+        for fsdp_param in self.group.fsdp_params:
+            width = math.prod(fsdp_param.padded_sharded_param_size)
+            piece = Piece(self.name(fsdp_param), column, width)
+            if id(fsdp_param.sharded_param) in self.engine.parameters:
+                trained.append(piece)
+            elif fsdp_param.sharded_param.requires_grad:
+                raise ThinwireError(
+                    f"{piece.name} was frozen when compress() was called, or is another object now "
+                    "(load_state_dict(assign=True)): thaw and load it before"
+                )
+            else:
+                frozen.append(piece)
+            column += width
+        if column != numel:
+            names = ", ".join(piece.name for piece in trained)
+            raise ThinwireError(f"FSDP2 gathers {numel} values per rank, but the shards of {names} have {column}")
+        return Shard(tuple(trained), tuple(frozen), numel, dtype)
+
+    def name(self, fsdp_param: Any) -> str:
+        """Of the parameter in the user's model."""
+        known = self.engine.parameters.get(id(fsdp_param.sharded_param))
+        if known is not None:
+            return known.name
+        if fsdp_param._param_fqn is not None:
+            return clean_name(fsdp_param._param_fqn)
+        # Frozen, and before the first forward pass, in which torch fills it in.
+        named = self.engine.model.named_parameters()
+        return next(clean_name(name) for name, weight in named if weight is fsdp_param.sharded_param)
+
+    def verify(self, flat: Tensor, ranks: int) -> tuple[Piece, ...]:
+        """The pieces; the first time a composition is seen, the values must lie where they should."""
+        expected, self._expected = self._expected, None
+        pieces = self.pieces(ranks)
+        if sum(piece.numel for piece in pieces) != flat.numel():
+            names = ", ".join(piece.name for piece in pieces)
+            raise ThinwireError(f"FSDP2's buffer has {flat.numel()} values, but not those of {names}")
+        if expected is None:
+            return pieces
+        rows = flat.view(ranks, -1)
+        for piece, fsdp_param, gradient in zip(pieces, self._active, expected, strict=True):
+            if gradient.dim() == 0 or fsdp_param.fsdp_placement.dim != 0:
+                continue
+            block = rows[:, piece.offset : piece.offset + piece.numel // ranks].reshape(-1)[: gradient.numel()]
+            if not torch.equal(block.nan_to_num(), gradient.reshape(-1).to(flat.dtype).nan_to_num()):
+                raise ThinwireError(f"FSDP2 laid {piece.name} out in a way that Thinwire does not know")
+        return pieces
+
+    def all_reduce_hook(self, stage: Stage):
+        """The hook that averages this rank's shard across nodes, after the reduce-scatter inside the node."""
+
+        def hook(shard: Tensor) -> None:
+            began = time.perf_counter()
+            devices.keep(shard)  # torch 2.11 to 2.13 let go of the buffer while this stream still reads it
+            ranks = self.engine.hops[0].rows
+            if self.divisor is not None and ranks == 1:  # torch has divided by it already
+                shard.mul_(self.divisor)
+            if self._expected is not None and ranks == 1:
+                self.verify(shard, 1)
+            if self.divisor is not None and ranks == 1:
+                shard.mul_(self.engine.ranks / self.divisor)
+            inter = shard_of(self.pieces(ranks))
+            if not self.entered:  # torch leaves the reduce-scatter out where one rank has all of the shard
+                self.turn.enter([piece.name for piece in inter])
+            self.entered = False
+            with self.turn.exchanging("gradients", (piece.name for piece in inter)):
+                stage.reduce(shard, inter, shard)
+            self.reduced(began)
+
+        return hook
+
+
+class ModuleReduceScatter:
+    """What torch calls instead of its own reduce-scatter. The output becomes ``.grad``, so it is fresh every time."""
+
+    def __init__(self, link: GroupLink) -> None:
+        self.link = link
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
+        factor = self.link.divisor
+        if factor is None and op != dist.ReduceOp.AVG:
+            raise ThinwireError(f"FSDP2 asks for {op}: Thinwire returns the mean; see reduce_dtype")
+        if group is not self.link.engine.reduces.group:
+            raise ThinwireError(
+                f"FSDP2 reduces gradients over another group of {group.size()} ranks than when compress() was called, "
+                f"of {self.link.engine.reduces.size}: call set_separate_reduce_scatter_group() before compress()"
+            )
+        began = time.perf_counter()
+        pieces = self.link.verify(input_tensor, group.size())
+        if factor is not None:  # the sum divided by it is the mean of what is so many times as large
+            input_tensor.mul_(self.link.engine.ranks / factor)
+        self.link.turn.enter([piece.name for piece in pieces])
+        self.link.entered = True
+        with self.link.turn.exchanging("gradients", (piece.name for piece in pieces)):
+            if self.link.engine.kind == "hsdp":
+                self.link.road.stages[0].reduce(input_tensor, pieces, output_tensor)
+            else:
+                self.link.road.reduce(input_tensor, pieces, output_tensor)
+        self.link.reduced(began)
+
+
+class ModuleAllGather:
+    """What torch calls instead of its own all-gather of the weights.
+
+    torch asks for the buffer, copies this rank's shard to its place there, and calls. Where the method encodes weights,
+    both are the replica's.
+    """
+
+    def __init__(self, link: GroupLink, road: Road) -> None:
+        self.link, self.road, self.engine = link, road, link.engine
+        self.replica: Replica | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if not self._encoded:
+            return torch.empty(*size, dtype=dtype, device=device)
+        method = self.engine.method
+        if dtype == torch.uint8:
+            raise ThinwireError(
+                f"{method} encodes weights, and the parameters of one FSDP module have several dtypes: give them one, "
+                "or MixedPrecisionPolicy(param_dtype=...)"
+            )
+        comm = self.engine.comm(self.link.group.mesh_info.shard_process_group)
+        shard = self.link.shard(math.prod(size) // comm.size, dtype)
+        if self.replica is None or (self.replica.shard, self.replica.device) != (shard, device):
+            message = method.weight_message(shard, comm.rank)
+            if self.replica is not None:
+                self.replica.drop()
+            self.replica = Replica(message, method.state, shard, comm, device, self.link.version)
+        if self.link.copied is not None:  # a module may be called twice in one forward pass
+            devices.streams(device).current_stream(device).wait_event(self.link.copied)
+        return self.replica.allocate()
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> Work | None:
+        comm, ledger = self.engine.comm(group), self.engine.ledger
+        ledger.count_dense((comm.size - 1) * input_tensor.nbytes)
+        began = time.perf_counter()
+        with self._exchanging(), ledger.weights(), torch.no_grad():
+            if self.replica is not None and self._encoded:
+                # While some optimizers have stepped and others have not, weights change without a step being over.
+                unsettled = self.link.turn.open
+                self.engine.asks(self, self.replica)
+                work = self.replica.gather(output_tensor, self.road.step, unsettled=unsettled, async_op=async_op)
+            else:
+                work = comm.all_gather(output_tensor, input_tensor, async_op=async_op)
+        if (end := devices.mark(input_tensor.device)) is not None:
+            self.link.gathered = end if work is None else None
+            return work
+        ledger.add("exposed", time.perf_counter() - began)
+        return None if work is None else _TimedWork(work, ledger, self._exchanging)
+
+    def send(self, step: int) -> None:
+        """Let this rank's message of ``step`` leave, if one can; on a GPU, beside the stream that computes."""
+        group = self.link.group
+        if self.replica is None or not group.is_sharded or not self.replica.sends(step):
+            return
+        with self._exchanging(), self.engine.ledger.weights(), torch.no_grad():
+            # A copy on the stream that computes: weights that change from now on need not wait for its reader.
+            own = torch.cat([values.view(-1) for param in group.fsdp_params for values in param.all_gather_inputs])
+            with self._beside(own):
+                self.replica.send(own, step)
+
+    @contextmanager
+    def _beside(self, own: Tensor) -> Iterator[None]:
+        if (there := devices.streams(own.device)) is None:
+            yield
+            return
+        stream = self.link.group.comm_ctx.all_gather_stream
+        stream.wait_stream(there.current_stream(own.device))
+        with there.stream(stream):
+            devices.keep(own)
+            yield
+
+    def _exchanging(self) -> AbstractContextManager[None]:
+        names = (self.link.name(fsdp_param) for fsdp_param in self.link.group.fsdp_params)
+        return self.link.turn.exchanging("weights", names)
+
+    @property
+    def _encoded(self) -> bool:
+        """Are we asked for weights that the method encodes?
+
+        After ``reshard_after_forward=<int>`` fewer ranks gather what the first gather of the step has left them.
+        """
+        return self.engine.method.encodes_weights and not self.link.group.is_sharded_post_forward
+
+
+class _TimedWork(Work):
+    """A work whose wait is written down as exposed time. (FSDP2 waits only for what is a ``Work``.)"""
+
+    def __init__(self, work: Work, ledger: Ledger, exchanging: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self._work, self._ledger, self._exchanging = work, ledger, exchanging
+
+    def wait(self, *timeout: Any) -> bool:
+        began = time.perf_counter()
+        with self._exchanging():
+            done = self._work.wait(*timeout)
+        waited = time.perf_counter() - began
+        self._ledger.add("exposed", waited)
+        self._ledger.add("wire", waited)
+        return done
