@@ -99,3 +99,12 @@ def losses(rank: int, world: int, kind: str, folder: Path) -> list[float]:
 def test_it_trains(kind, tmp_path):
     for found in run(losses, 2, kind, tmp_path):
         assert found[-1] < found[0]
+
+
+def test_a_long_file_says_why():
+    source = Path(thinwire.__file__).parent
+    why = TEXT.split("\n## Adding a method\n")[0]
+    names = [
+        path.relative_to(source).as_posix() for path in source.rglob("*.py") if len(path.read_text().splitlines()) > 400
+    ]
+    assert [name for name in names if f"`{name}`" not in why] == []
