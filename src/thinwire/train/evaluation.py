@@ -71,7 +71,8 @@ def evaluate(options: Options) -> dict[str, Any]:
     lm_eval = extras.load("lm_eval")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # It asks git for the commit of the folder that it is called in, and git complains where that is no repository.
-    extras.load("lm_eval.evaluator").get_git_commit_hash = lambda: None
+    evaluator: Any = extras.load("lm_eval.evaluator")
+    evaluator.get_git_commit_hash = lambda: None
     with _hub_folder(options.run) as folder:
         manager = _manager(options)
         harness = extras.load("lm_eval.models.huggingface")
