@@ -13,7 +13,7 @@ from torch import Tensor
 import ranks
 import thinwire
 from engines import adamw, build, train
-from models import loss_of
+from models import Net, loss_of
 from thinwire import weights as replicas
 from thinwire.bucket import Piece, Shard
 from thinwire.comm import Work
@@ -334,7 +334,7 @@ def _ahead(rank, world, sent: bool):
     """Of each method: losses, states and bytes of a run in which much happens between steps; what was under way."""
     found = []
     for method in METHODS:
-        model = build("fsdp2", world)
+        model = build("fsdp2", world, net=Net)
         optimizer = thinwire.AdamS(model.parameters()) if method.startswith("scape") else adamw(model)
         wire = thinwire.compress(model, optimizer, method)
         if not sent:

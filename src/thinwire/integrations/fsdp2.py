@@ -137,7 +137,7 @@ class FSDP2:
         found = {}
         for module, group in param_groups(model):
             after = None if group.post_forward_mesh_info is None else group.post_forward_mesh_info.shard_mesh_size
-            found[f"FSDP module '{names[id(module)]}'"] = f"{len(group.fsdp_params)} parameters, {group.mp_policy}, " \
+            found[f"FSDP module '{names[id(module)]}'"] = f"{len(group.fsdp_params)} parameters, {_policy(group)}, " \
                 f"resharded over {after}"
         return found
 
@@ -149,14 +149,14 @@ class FSDP2:
     def gathers(self) -> frozenset[torch.dtype]:
         """In which the weights are gathered."""
         return frozenset(
-            group.mp_policy.param_dtype or fsdp_param.sharded_param.dtype
+            fsdp_param.mp_policy.param_dtype or fsdp_param.sharded_param.dtype
             for _, group in self.groups
             for fsdp_param in group.fsdp_params
         )
 
     @staticmethod
     def _reduce_dtype(group: Any) -> torch.dtype | None:
-        policy = group.mp_policy
+        policy = _policy(group)
         return policy.reduce_dtype or policy.param_dtype
 
     def _check(self) -> None:
@@ -175,6 +175,11 @@ class FSDP2:
             if type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy":
                 raise ThinwireError(
                     f"{type(module).__name__}: CPUOffloadPolicy is not carried: keep the shards on the device"
+                )
+            if len({fsdp_param.mp_policy.param_dtype for fsdp_param in group.fsdp_params}) > 1:
+                raise ThinwireError(
+                    f"{type(module).__name__}: weights that are gathered in several dtypes are not carried: leave "
+                    "MixedPrecisionPolicy's param_dtype_override_fn out"
                 )
             dtypes = {fsdp_param.sharded_param.dtype for fsdp_param in group.fsdp_params} | {self._reduce_dtype(group)}
             if torch.float16 in dtypes:
@@ -239,7 +244,7 @@ class FSDP2:
             if trained := [param for param in params if id(param.sharded_param) in self.parameters]:
                 buffers.append(link.place(trained, comm.size))
                 dtypes.append(self.wire_dtype or trained[0].sharded_param.dtype)
-            dtype = link.group.mp_policy.param_dtype or params[0].sharded_param.dtype
+            dtype = _policy(link.group).param_dtype or params[0].sharded_param.dtype
             numel = sum(math.prod(param.padded_sharded_param_size) for param in params)
             shards.append(link.shard(numel, dtype))
         return Layout(buffers, dtypes, shards, comm)
@@ -327,6 +332,11 @@ class FSDP2:
         """They were, and torch may not have noticed."""
         for replica in self.replicas:
             replica.changed = True
+
+
+def _policy(group: Any) -> Any:
+    """The MixedPrecisionPolicy of a module's parameters, each of which has it; torch 2.15 keeps it nowhere else."""
+    return group.fsdp_params[0].mp_policy
 
 
 def _reduce_group(group: Any) -> dist.ProcessGroup:

@@ -74,9 +74,10 @@ class GroupLink:
         def post_backward(*unused: Any) -> Any:
             self._computed = devices.mark(self.device)
             zeros = getattr(self.group, "reduce_scatter_unused_params", False)
+            order = getattr(self.group, "_reduce_scatter_param_indices", range(len(self.group.fsdp_params)))  # 2.15
             self._active = [
                 fsdp_param
-                for fsdp_param in self.group.fsdp_params
+                for fsdp_param in (self.group.fsdp_params[index] for index in order)
                 if has_own_gradient(fsdp_param)
                 or (zeros and hasattr(fsdp_param, "_unsharded_param") and fsdp_param._unsharded_param.requires_grad)
             ]
@@ -102,7 +103,8 @@ class GroupLink:
     @staticmethod
     def _gradient(fsdp_param: Any) -> Tensor:
         """This rank's gradient before the reduction; 0-dim where there is none."""
-        if fsdp_param.unsharded_accumulated_grad is not None:
+        accumulates = hasattr(type(fsdp_param), "unsharded_accumulated_grad_data")  # until torch 2.14; then .grad does
+        if accumulates and fsdp_param.unsharded_accumulated_grad is not None:
             return fsdp_param.unsharded_accumulated_grad_data
         if fsdp_param._unsharded_param.grad is not None:
             return fsdp_param.unsharded_grad_data
