@@ -74,11 +74,15 @@ def test_more_ranks_than_a_method_is_for_are_warned_of():
 def test_buckets_are_as_small_as_messages_allow():
     """A sixteenth of the gradients, if half a megabyte of it is sent; torch's own size, if that is less."""
     exchange, net = exchange_of("ddp", 2), parameters_for(exchange_of("ddp", 2), {"a": (1024, 4096), "b": (4096, 4096)})
-    of = {name: plan_of(resolve(name), net.values(), exchange).bucket_cap_mb
-          for name in ("int8", "topk(density=0.02)", "scape(density=0.01)", "dense", "fp32")}  # fmt: skip
-    assert of["int8"] == 80 / 16 and of["scape(density=0.01)"] == 25
+    names = ("int8", "topk(density=0.02)", "scape(density=0.01)", "powersgd", "dense", "fp32", "local-steps")
+    of = {name: plan_of(resolve(name), net.values(), exchange).bucket_cap_mb for name in names}
+    assert of["int8"] == 80 / 16 and of["scape(density=0.01)"] == of["powersgd"] == 25
     assert of["topk(density=0.02)"] == pytest.approx(0.5e6 / (8 * 0.02 / 4) / 2**20, rel=0.01)  # a value and a place
-    assert of["dense"] is of["fp32"] is None
+    assert of["dense"] is of["fp32"] is of["local-steps"] is None
+    many = exchange_of("ddp", 256)
+    little = parameters_for(many, {"a": (256, 256), "b": (256, 256)})
+    small = plan_of(resolve("topk(density=0.1)"), little.values(), many)
+    assert small.bucket_cap_mb == 0.1  # 0 would be a bucket for each tensor
     large = parameters_for(exchange, {"a": (16384, 16384)})
     plan = plan_of(resolve("int8"), large.values(), exchange)
     assert plan.bucket_cap_mb == 25 and "bucket_cap_mb=25) suits it" in str(plan)

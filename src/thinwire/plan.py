@@ -132,7 +132,7 @@ class Plan:
             of the values nor half of the bytes, and every pattern of names matches one.
         lost: what is not returned of the values that are compressed, in one phrase; "" where nothing is lost.
         bucket_cap_mb: of DistributedDataParallel, which would suit the method: MB of gradients per bucket. None on
-            other engines, and where the method is not made to compress.
+            other engines, where the method is not made to compress, and where ranks step alone.
         memory, memory_bytes: beyond the stock engine's; None where the engine's layout is not known.
     """
 
@@ -191,11 +191,11 @@ class Plan:
 
     @functools.cached_property
     def bucket_cap_mb(self) -> float | None:
-        if self.engine != "ddp" or self.compressed is None:
+        if self.engine != "ddp" or self.compressed is None or not self._road.last.method.rank_equal:
             return None
         gradients = sum(p.numel * (self._wire_dtype or p.dtype).itemsize for p in self._parameters)
         least = LEAST_SENT * gradients / self.wire_bytes if self.wire_bytes else math.inf
-        return round(min(max(gradients / BUCKETS, least) / MB, MOST_MB), 1)
+        return max(round(min(max(gradients / BUCKETS, least) / MB, MOST_MB), 1), 0.1)
 
     @functools.cached_property
     def weight_bytes(self) -> float:

@@ -421,8 +421,8 @@ class Wire:
     def weights_changed(self) -> None:
         """Say that weights were given other values than the optimizer's, on all ranks, through ``.data``.
 
-        Other changes in place, ``load_state_dict`` among them, are noticed. It matters to methods that send only what
-        has changed of sharded weights (sdp4bit, scape): the next forward pass gathers all of them.
+        Other changes in place, ``load_state_dict`` among them, are noticed. It matters to methods that send something
+        else than the values of sharded weights (sdp4bit, zeropp, qsdp, scape): what has left of them is gathered anew.
         """
         self.engine.weights_changed()
 
@@ -543,6 +543,9 @@ class Wire:
         self._turn.ended = True
         for hook in self._hooks:
             hook.remove()
-        for end in (self.method.finish, self.engine.close):
+        try:
             with suppress(LostRank):  # what is under way comes from ranks that are there
-                end()
+                self.method.finish()
+        finally:
+            with suppress(LostRank):
+                self.engine.close()

@@ -1,1 +1,1 @@
-"""One file per engine: translation only, no mathematics."""
+"""What carries the road into an engine or a framework: translation only, no mathematics."""

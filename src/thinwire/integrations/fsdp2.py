@@ -240,7 +240,7 @@ class FSDP2:
         comm = self.comm(self.groups[0][1].mesh_info.shard_process_group)
         for gather in reversed(self._gathers):
             link = gather.link
-            params = link.group.fsdp_params
+            params = link.in_order()
             if trained := [param for param in params if id(param.sharded_param) in self.parameters]:
                 buffers.append(link.place(trained, comm.size))
                 dtypes.append(self.wire_dtype or trained[0].sharded_param.dtype)

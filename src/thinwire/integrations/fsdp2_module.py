@@ -1,6 +1,6 @@
 """What torch calls for each FSDP2 module in place of its own reduce-scatter, all-gather and all-reduce.
 
-Of torch's private names those of a module's parameter group are used here; those of modules and meshes in ``fsdp2.py``.
+Torch's private names are those of a module's parameter group and of its parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class GroupLink:
         self.gathered: Any = None  # an event: the last gather of the weights is over
         self.copied: Any = None  # an event: FSDP2 has read what it gave
         self._computed: Any = None  # an event: the gradients of the next reduction are there
-        self._seen: set[tuple[Piece, ...]] = set()
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
         self._watch()
 
@@ -74,10 +73,9 @@ class GroupLink:
         def post_backward(*unused: Any) -> Any:
             self._computed = devices.mark(self.device)
             zeros = getattr(self.group, "reduce_scatter_unused_params", False)
-            order = getattr(self.group, "_reduce_scatter_param_indices", range(len(self.group.fsdp_params)))  # 2.15
             self._active = [
                 fsdp_param
-                for fsdp_param in (self.group.fsdp_params[index] for index in order)
+                for fsdp_param in self.in_order()
                 if has_own_gradient(fsdp_param)
                 or (zeros and hasattr(fsdp_param, "_unsharded_param") and fsdp_param._unsharded_param.requires_grad)
             ]
@@ -87,6 +85,11 @@ class GroupLink:
             return original(*unused)
 
         self.group.post_backward = post_backward
+
+    def in_order(self) -> list[Any]:
+        """The parameters as the reduction packs them: torch 2.15 goes by the dtype of their gradients."""
+        order = getattr(self.group, "_reduce_scatter_param_indices", range(len(self.group.fsdp_params)))
+        return [self.group.fsdp_params[index] for index in order]
 
     @property
     def divisor(self) -> float | None:
@@ -297,11 +300,11 @@ class ModuleAllGather:
         with self._exchanging(), self.engine.ledger.weights(), torch.no_grad():
             # A copy on the stream that computes: weights that change from now on need not wait for its reader.
             own = torch.cat([values.view(-1) for param in group.fsdp_params for values in param.all_gather_inputs])
-            with self._beside(own):
+            with self._on_gather_stream(own):
                 self.replica.send(own, step)
 
     @contextmanager
-    def _beside(self, own: Tensor) -> Iterator[None]:
+    def _on_gather_stream(self, own: Tensor) -> Iterator[None]:
         if (there := devices.streams(own.device)) is None:
             yield
             return

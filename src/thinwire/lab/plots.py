@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import cycle, pairwise
@@ -260,7 +261,7 @@ def limits(axes: Axes, gaps: Sequence[float], shares: Sequence[float]) -> None:
 
 
 def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]], **style: Any) -> None:
-    """A name beside each dot, at the first of ten places where it meets no dot, no other name and no edge.
+    """A name beside each dot, at the first of many places where it meets no dot, no other name and no edge.
 
     A dot without a name keeps its place free.
     """
@@ -283,13 +284,21 @@ def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]], **sty
             if (across, up, side, level) != PLACES[-1]:
                 text.remove()
         taken.append(box)
+        if math.hypot(across, up) > FAR:
+            axes.annotate("", (x, y), xytext=(across, up), textcoords="offset points",
+                          arrowprops={"arrowstyle": "-", "color": tint, "linewidth": 0.7})  # fmt: skip
 
 
 PLACES = (
     (9, 0, "left", "center"), (0, 9, "center", "bottom"), (0, -9, "center", "top"), (-9, 0, "right", "center"),
     (7, 7, "left", "bottom"), (7, -7, "left", "top"), (-7, 7, "right", "bottom"), (-7, -7, "right", "top"),
     (0, 21, "center", "bottom"), (0, -21, "center", "top"),
+    *((0, sign * far, "center", level) for far in (40, 60, 80) for sign, level in ((1, "bottom"), (-1, "top"))),
+    *((x * far, y * far, side, "center") for far in (40, 60, 80) for x, side in ((1, "left"), (-1, "right"))
+      for y in (0.6, -0.6)),
 )  # fmt: skip
+FAR = 30
+"""Points from a dot to its name from which a line joins them."""
 
 
 def gaps(rows: Sequence[tuple[str, str, float, float]]) -> Figure:

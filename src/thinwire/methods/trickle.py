@@ -67,12 +67,14 @@ class Trickle(ErrorFeedback):
             self.refuse_idle(f"bits={self.bits}", "group")
         if self.mask == "own" and self.bits == 32:
             raise ThinwireError("trickle: bits=32 is for mask='shared'; topk(feedback='update') sends values so")
+        if self.bits == 2 and self.density * TILE < 4:
+            raise ThinwireError(f"trickle: bits=2 sends 4 of every {TILE} values at least: density is 4/{TILE} or more")
         if self.mask == "shared" and self.bits == 2:
             raise ThinwireError("trickle: bits=2 is for mask='own': take 4, 8 or 32 with a shared mask")
 
     def make_codec(self) -> Codec | None:
         if self.bits == 2:
-            return TiledTopK(max(int(self.density * TILE) // 4 * 4, 4))
+            return TiledTopK(int(self.density * TILE) // 4 * 4)
         return None if self.bits == 32 else Integers(self.group, self.bits)
 
     @property

@@ -310,6 +310,11 @@ class Windows:
                 "name more text with --corpus, or a shorter --seq-len"
             )
 
+    @property
+    def order(self) -> str | None:
+        """How the order of an epoch comes about; None: it is drawn at once."""
+        return "permuted" if self.count > DRAWN else None
+
     def at(self, index: int) -> Tensor:
         """Window number ``index`` of the text, (length + 1,)."""
         start = index * self.length
@@ -328,7 +333,7 @@ class Windows:
         for place in range(first, first + count):
             epoch, within = divmod(place, self.count)
             seed = self.seed * 1_000_003 + epoch
-            if self.count > DRAWN:
+            if self.order == "permuted":
                 yield permuted(within, self.count, seed)
                 continue
             if epoch != self._epoch:

@@ -43,6 +43,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "optimizer": (FITS, "which moments there are"),
     "seed": (DATA, "order of the data, and every random stream"),
     "text": (DATA, "hash of the tokens that are trained on"),
+    "order": (DATA, "how the order of an epoch comes about, where it is not drawn at once"),
     "sequence": (DATA, "tokens per sequence"),
     "batch_size": (DATA, "sequences per rank and micro-batch"),
     "accumulate": (DATA, "micro-batches per step"),
@@ -74,7 +75,7 @@ LAYOUT = ("engine", "mesh", "world_size", "two_level", "intra")
 
 def about(
     config: Config, shape: ModelConfig | dict[str, Any], *, tokens: tuple[str, str], world_size: int, per_node: int,
-    device: str, dtype: str, init: str | None = None,
+    device: str, dtype: str, init: str | None = None, order: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What the run is, by the names of ``TABLE``.
 
@@ -82,6 +83,7 @@ def about(
         shape: a dict where the model is not one of ours.
         tokens: hashes of the text trained on and of the held-out one.
         init: a hash of the weights that it began with; None: they were drawn.
+        order: as ``Windows.order`` has it.
     """
     if isinstance(shape, ModelConfig):
         shape = dataclasses.asdict(shape) | {"context": shape.context if shape.family == "gpt" else 0}
@@ -91,6 +93,7 @@ def about(
     share = {"ddp": 1, "fsdp2": world_size, "hsdp": config.shard_size or per_node}[config.engine]
     found = {
         **{name: getattr(config, name) for name in names}, **shape, "sequence": config.sequence, "init": init,
+        "order": order,
         "lora": lora, "lr": config.top_lr, "method": str(resolve(config.method)),
         "intra": config.intra and str(resolve(config.intra)), "mesh": f"{share} x {world_size // share}",
         "optimizer": config.stepper,

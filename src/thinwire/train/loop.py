@@ -103,7 +103,7 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
     about = differences.about(
         config, shape, tokens=_same_text(together, train_windows, valid_windows), world_size=comm.size,
         per_node=ranks.per_node, device=device.type, dtype="bf16" if bf16 else "fp32",
-        init=_same_model(together, base) if base else None,
+        init=_same_model(together, base) if base else None, order=train_windows.order,
     )  # fmt: skip
     checkpoints = Checkpoints(
         folder, about, keep=config.keep, anyway=config.resume_anyway,
