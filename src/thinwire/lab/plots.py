@@ -38,6 +38,7 @@ COLOURS = {
     "sdp4bit": "#332288", "zeropp": "#332288", "qsdp": "#332288",
     "powersgd": "#8A7A00", "separate": "#E69F00", "scape": "#D55E00", "radius": "#CC6677",
     "tagc": "#AA4499", "lhc": "#AA4499", "topk": "#882255", "dgc": "#882255", "demo": "#4FA3D1",
+    "trickle": "#B22222", "frozen-adam": "#117733", "sign": "#117733", "local-steps": "#44AA99",
 }  # fmt: skip
 DASHES = ("-", "--", ":", "-.")
 """Of the first, second, ... run in one colour."""
@@ -165,9 +166,10 @@ def tradeoff(points: Sequence[tuple[str, float, float, bool]]) -> Figure:
             of the two was measured in another setting).
     """
     figure, axes = plt.subplots(figsize=(8.5, 5.2))
-    axes.axhspan(-0.5, 1, color="#EEF5EE", zorder=0)
+    lowest = 2 * min([-0.25, *(point[2] for point in points)])
+    axes.axhspan(lowest, 1, color="#EEF5EE", zorder=0)
     axes.set_yscale("symlog", linthresh=1, linscale=1.2)
-    axes.set_ylim(-0.5, 100)
+    axes.set_ylim(lowest, 100)
     axes.set_xlim(20, 104)
     axes.set_yticks([0, 1, 10, 50], ["as dense", "+1%", "+10%", "+50%"])
     axes.minorticks_off()
