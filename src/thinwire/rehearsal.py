@@ -418,7 +418,7 @@ def _step_once(double: Any, original: torch.optim.Optimizer) -> None:
     for group in double.param_groups:
         group.update({knob: False for knob in ("foreach", "fused", "capturable") if knob in group})
         for weight in group["params"]:
-            weight.grad = torch.zeros_like(weight)
+            weight.grad = _zeros_like(weight)
     try:
         double.step()
     except Exception:  # somebody's own optimizer, which reads values

@@ -543,9 +543,8 @@ class Wire:
         self._turn.ended = True
         for hook in self._hooks:
             hook.remove()
-        try:
-            with suppress(LostRank):  # what is under way comes from ranks that are there
+        with suppress(LostRank):  # what is under way comes from ranks that are there
+            try:
                 self.method.finish()
-        finally:
-            with suppress(LostRank):
+            finally:
                 self.engine.close()

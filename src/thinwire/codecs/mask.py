@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -164,8 +165,30 @@ class MaskedIntegers(_AtMask):
         return payload
 
 
+class OwnMasks(Codec):
+    """A wire that says, of every row, which values it holds: what is opened is scattered."""
+
+    linear = False
+
+    @abstractmethod
+    def _open(self, wire: Tensor, n: int, space: Space) -> tuple[Tensor, Tensor]:
+        """Mask words (R, n / 64) and values (R, k) of a received wire."""
+
+    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
+        words, values = self._open(wire, out.shape[1], space)
+        mask.scatter(values, words, out)
+
+    def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
+        words, values = self._open(wire, out.shape[0], space)
+        mask.scatter_add(values, words, out, scale)
+
+    def _mask(self, shape: Sequence[int], space: Space) -> Tensor:
+        rows, n = shape
+        return space(("words", rows), (rows, n // mask.WORD), torch.int64)
+
+
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(OwnMasks):
     """Each rank's own largest values with their positions: ``k`` of every segment of a row, exactly.
 
     The wire of a row is the positions, then the values in fp32. Positions are mask bits (n / 8 bytes) or a list of
@@ -175,8 +198,6 @@ class TopK(Codec):
         segments: (start, width, k) of the row's columns, start and width multiples of 64.
         listed: positions are a list.
     """
-
-    linear = False
 
     segments: tuple[tuple[int, int, int], ...]
     listed: bool = field(kw_only=True)
@@ -217,24 +238,12 @@ class TopK(Codec):
             positions.copy_(words)
         mask.gather_keep(rows, None, words, values, None)
 
-    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
-        words, values = self._open(wire, out.shape[1], space)
-        mask.scatter(values, words, out)
-
-    def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
-        words, values = self._open(wire, out.shape[0], space)
-        mask.scatter_add(values, words, out, scale)
-
     def _open(self, wire: Tensor, n: int, space: Space) -> tuple[Tensor, Tensor]:
         """Mask words and values of a received wire."""
         positions, values = self._split(wire, n)
         if self.listed:
             return mask.from_indices(positions, self._mask((len(wire), n), space)), values
         return positions, values
-
-    def _mask(self, shape: tuple[int, ...], space: Space) -> Tensor:
-        rows, n = shape
-        return space(("words", rows), (rows, n // mask.WORD), torch.int64)
 
     def _split(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Positions, (R, k) int32 or (R, n / 64) int64, and values (R, k) float32: views of ``wire``."""

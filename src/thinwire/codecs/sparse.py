@@ -12,6 +12,7 @@ from torch import Tensor
 from thinwire.bucket import padded
 from thinwire.codecs.base import Codec, Residual, Space
 from thinwire.codecs.intquant import Integers
+from thinwire.codecs.mask import OwnMasks
 from thinwire.errors import ThinwireError
 from thinwire.ops import mask, sparse
 from thinwire.streams import Seeds
@@ -162,7 +163,7 @@ class TopKIntegers(Codec):
 
 
 @dataclass(frozen=True)
-class TiledTopK(Codec):
+class TiledTopK(OwnMasks):
     """The ``k`` largest values of each tile in 2 bits, with their positions in 12 (SparseLoCo, arXiv 2508.15706).
 
     A tile is 4096 consecutive values of a row. The wire of a row is that of its tiles, one behind the other: k codes of
@@ -180,8 +181,6 @@ class TiledTopK(Codec):
     Raises:
         ThinwireError: another k.
     """
-
-    linear = False
 
     k: int = 128
 
@@ -228,14 +227,6 @@ class TiledTopK(Codec):
             values.sub_(levels.float().gather(2, codes))
             mask.write_at(payload, words, new)
 
-    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
-        words, values = self._open(wire, out.shape[1], space)
-        mask.scatter(values, words, out)
-
-    def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
-        words, values = self._open(wire, out.shape[0], space)
-        mask.scatter_add(values, words, out, scale)
-
     def _open(self, wire: Tensor, n: int, space: Space) -> tuple[Tensor, Tensor]:
         """Mask words (R, n / 64) and values (R, k of each tile) of a received wire."""
         shape = len(wire), n
@@ -247,10 +238,6 @@ class TiledTopK(Codec):
         words = self._mask(shape, space)
         mask.from_indices(found, words.view(-1, TILE // mask.WORD))
         return words, self._payload(shape, space).copy_(table.gather(2, _unpack2(codes)).flatten(1))
-
-    def _mask(self, shape: Sequence[int], space: Space) -> Tensor:
-        rows, n = shape
-        return space(("words", rows), (rows, n // mask.WORD), torch.int64)
 
     def _payload(self, shape: Sequence[int], space: Space) -> Tensor:
         rows, n = shape
