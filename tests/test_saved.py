@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import ranks
 import thinwire
+from breadth import falls_on, spread
 from engines import adamw, build, train
 from thinwire.errors import ThinwireError
 from thinwire.methods import TABLE
@@ -42,7 +43,9 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 def _forms(rank: int, world: int, kind: str) -> list[str]:
     """Of every method: what a fresh wire shows is what it shows after any step, and what is loaded was saved."""
     wrong = []
-    for cls in (cls for cls in TABLE if kind in cls.engines):
+    for number, cls in enumerate(TABLE):
+        if kind not in cls.engines or not falls_on(number, kind, cls.engines):
+            continue
         method = small(cls)
         if not method.keeps_state and not (method.encodes_weights and kind == "fsdp2"):
             continue
@@ -209,7 +212,7 @@ def _through_dcp(rank: int, world: int, kind: str, folder: str) -> dict[str, tup
     return found
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), spread(2, [("ddp", 2), ("hsdp", 4), ("fsdp2", 2)]))
 def test_a_fresh_wire_gets_all_of_its_own_back_through_dcp(kind, world):
     with tempfile.TemporaryDirectory() as folder:
         for found in ranks.run(_through_dcp, world, kind, folder):
