@@ -64,6 +64,8 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
             "STOCHASTIC": four
         }
         yield quant._dequantize, codes, constants
+        out = {"out": codes["codes"], "scales_out": "*fp32"}
+        yield quant._requantize, codes | out, constants | parts | {"STOCHASTIC": four}
     for rows in ("*fp32", "*i16"):
         yield quant._sum_rows, {"rows": rows}, {"BLOCK": quant.PER_PROGRAM} | aligned
     yield packing._pack, {"flat": "*fp32"}, {"WIDEN": False, "BLOCK": PER_PROGRAM}

@@ -80,6 +80,7 @@ def rehearse(
 
     play = _Play(layout, road, run, ledger, watch, None if on_cpu else watch, agree=lambda: agree(guards))
     method, average, peak = play.method, _Average(), 0
+    launching = _launching(method)
     with torch.no_grad(), nullcontext() if watch is None else watch.counting():
         play.open()
         if watch is not None:
@@ -91,9 +92,9 @@ def rehearse(
             parameters = play.exchange(number)
             agree(road.last.exchange.beside(guards) if method.alone(number) else guards)
             play.step(number)
-            launched = {} if watch is None else watch.launches
-            average.add(method.cycle.get(number, 0.0), gradients, launched, weights, parameters)
+            average.add(method.cycle.get(number, 0.0), gradients, weights, parameters)
             if watch is not None:
+                average.launch(launching.get(number, 0.0), watch.launches)
                 peak = max(peak, watch.peak) if number >= method.steady else 0
                 watch.peak = watch.live
                 watch.launches.clear()
@@ -213,7 +214,13 @@ def _steps(method: Method, *, watched: bool = True) -> list[int]:
     """
     first = method.steady
     opening = range(first, first + (3 if watched else 1))
-    return sorted({max(first - 1, 0), *opening, *method.cycle, *(max(n - 1, 0) for n in method.cycle)})
+    due = (*method.cycle, *_launching(method)) if watched else tuple(method.cycle)
+    return sorted({max(first - 1, 0), *opening, *due, *(max(n - 1, 0) for n in method.cycle)})
+
+
+def _launching(method: Method) -> Mapping[int, float]:
+    """``cycle``, for what is launched: where all steps are alike, the second, which finds memory and weights there."""
+    return {number + 1: share for number, share in method.cycle.items()} if len(method.cycle) == 1 else method.cycle
 
 
 class _Average:
@@ -226,16 +233,17 @@ class _Average:
         self._launches: Counter[str] = Counter()
         self._weights = 0.0
 
-    def add(
-        self, share: float, account: Account, kernels: Mapping[str, int], weights: Account, parameters: dict[str, float]
-    ) -> None:
+    def add(self, share: float, account: Account, weights: Account, parameters: dict[str, float]) -> None:
         for total, part in (
             (self._sent, account.bytes), (self._collectives, account.calls), (self._parameters, parameters),
-            (self._launches, kernels),
         ):  # fmt: skip
             for key, value in part.items():
                 total[key] += share * value  # type: ignore[assignment]
         self._weights = sum(weights.bytes.values())  # the first of all gathers everything, the last is as all others
+
+    def launch(self, share: float, kernels: Mapping[str, int]) -> None:
+        for name, count in kernels.items() if share else ():
+            self._launches[name] += share * count  # type: ignore[assignment]
 
     def result(self, sizes: Mapping[str, int], memory: Memory | None) -> Rehearsal:
         rest = sum(self._sent.values()) - sum(self._parameters.values())
