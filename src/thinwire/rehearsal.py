@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -159,8 +160,9 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
         return one
 
     alone = Road([replace(stage, exchange=stage.exchange.on(lone)) for stage in road.stages])
-    own = (Piece(names[0], 0, least[0].local),)
-    shards = [Shard(own, (), least[0].local, dtype) for dtype in run.gathers]
+    end = [*itertools.accumulate((of.local for of in least), initial=0)]
+    own = tuple(Piece(of.name, first, of.local) for of, first in zip(least, end, strict=False))
+    shards = [Shard(own, (), end[-1], dtype) for dtype in run.gathers]
     layout = replace(apart(least, alone, torch.float32), shards=shards, comm=CountingComm(0, 1, [0], ledger))
     play = _Play(layout, alone, only, ledger, None, None, device)
     token = every_variant.set(True)
@@ -170,6 +172,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
             play.open()
             for number in _steps(play.method):
                 play.gather(number)
+                play.read_own(number)
                 play.exchange(number)
                 play.step(number)
     finally:
@@ -311,6 +314,13 @@ class _Play:
             self._ahead.asks(replica, functools.partial(self._send, replica, out))
             replica.gather(out, number)
             self._ahead.go_on()
+
+    def read_own(self, number: int) -> None:
+        """Write a message of each module, and read it: a rank without peers might have none to read."""
+        for replica, out in self._gathers:
+            rows = out.view(replica.comm.size, -1)
+            message = replica.message.write(rows[0], rows[0] if replica.message.resident else None, number)
+            replica.message.read(slice(0, 1), message.view(1, -1), rows[:1])
 
     def ahead(self, number: int) -> None:
         """What leaves of the weights before step ``number`` gathers them."""
