@@ -223,9 +223,9 @@ def _dequantize(
 
 @kernel
 def _requantize(
-    codes, codes_stride, scales, scales_stride, out, scales_out, factor, peers, groups, programs, parts, keys,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr, ROTATED: tl.constexpr,
-    WIRE: tl.constexpr,
+    codes, codes_stride, scales, scales_stride, out, out_stride, scales_out, factor, peers, groups, programs, parts,
+    keys, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr,
+    ROTATED: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
     """One row, ``out`` and ``scales_out``: the codes of what ``_dequantize`` makes of ``peers`` rows."""
     row = tl.program_id(1).to(tl.int64)
@@ -234,7 +234,7 @@ def _requantize(
         codes, codes_stride, scales, scales_stride, row, peers, factor, g, to, last, GROUP, BLOCK, FOUR, ROTATED, WIRE
     )
     _encode(
-        low, high, row_of(out, 0, row, WIRE), to, scales_out, g, last, pair, key, GROUP, BLOCK, FOUR, STOCHASTIC,
+        low, high, row_of(out, out_stride, row, WIRE), to, scales_out, g, last, pair, key, GROUP, BLOCK, FOUR, STOCHASTIC,
         ROTATED,
     )  # fmt: skip
 
@@ -332,7 +332,7 @@ def requantize(
     factor = scale * reference.NORM if format.hadamard else scale
     wire = min(wire_alignment(codes), wire_alignment(codes_out))
     launch(
-        _requantize, (programs, 1), codes, scales, codes_out[0], scales_out[0], factor, len(codes), groups, *tables,
+        _requantize, (programs, 1), codes, scales, codes_out, scales_out[0], factor, len(codes), groups, *tables,
         BLOCK=block, STOCHASTIC=parts is not None, WIRE=wire, **_constants(format),
     )  # fmt: skip
 
