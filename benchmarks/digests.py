@@ -34,11 +34,11 @@ KNOBS = {
 }  # fmt: skip
 MORE = (
     "int8(smallest=0, error_feedback=True)", "sdp4bit:paper(weight_group=64)", "sdp4bit:ulq", "tagc:paper(smallest=0)",
-    "tagc(theta=0.95,mask='shared',smallest=0)", "separate:paper(smallest=0, block=64)",
+    "tagc(feedback='gradient', theta=0.95,mask='shared',smallest=0)", "separate:paper(smallest=0, block=64)",
     "scape(density=0.3, warmup=3, smallest=0, payload='int8', refresh=2, clip='return')",
     "scape(density=0.01, warmup=4, smallest=0, offload=True)",
     "radius(T=4, start=0, density=0.2, smallest=0, residual_scale=0.5)",
-    "separate(estimator='orthonormal', smallest=0)",
+    "separate(beta=None, estimator='orthonormal', smallest=0)",
 )  # fmt: skip
 NO_SMALLEST = ("dense", "fp32", "bf16", "bf16-acc32", "none")
 

@@ -538,7 +538,7 @@ def spoilt_batch(box: Path) -> Got:
     import spoilt
 
     texts, good = [], True
-    for method in ("dense", "topk(", "tagc(smallest", "scape(smallest=1000, density=0.01"):
+    for method in ("dense", "topk(", "tagc(", "scape(smallest=1000, density=0.01"):
         name = next(name for name in spoilt.METHODS if name.startswith(method))
         plain, after, _, _ = spoilt.cost(name, 10.0)
         good = good and after < 1.05 * plain

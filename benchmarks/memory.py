@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 METHODS = (
-    "dense", "bf16", "int8", "int8(error_feedback=True)", "radius(start=0)", "separate",
-    "tagc(theta=0.95,mask='shared')", "tagc", "powersgd", "topk", "trickle", "dgc", "demo", "scape(warmup=2)",
+    "dense", "bf16", "int8", "int8(error_feedback=True)", "radius(start=0)", "separate", "tagc:shared", "tagc",
+    "powersgd", "powersgd(feedback='gradient')", "topk", "topk(feedback='gradient')", "trickle", "dgc", "demo",
+    "scape(warmup=2)",
     "sdp4bit", "zeropp", "loco", "onebit-adam(warmup=2)",
 )  # fmt: skip
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}

@@ -127,7 +127,7 @@ def draw(found: dict[str, list[float]], length: int, path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", default="topk(density=0.01, smallest=1000)")
+    parser.add_argument("--method", default="topk(feedback='gradient', density=0.01, smallest=1000)")
     parser.add_argument("--steps", type=int, default=40, help="on each number of ranks, even")
     parser.add_argument("--png", help="draw the curves to this file")
     options = parser.parse_args()

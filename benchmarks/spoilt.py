@@ -21,13 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import ranks
 
-SMALL = "smallest=1000"
+SMALL, GRADIENT = "smallest=1000", "feedback='gradient'"
 METHODS = {
     "dense": "adamw", f"int8({SMALL})": "adamw", f"int8({SMALL}, error_feedback=True)": "adamw",
-    f"fp8({SMALL}, error_feedback=True)": "adamw", f"topk({SMALL}, density=0.01)": "adamw",
-    f"tagc({SMALL})": "adamw", f"tagc(theta=0.95,mask='shared',{SMALL})": "adamw", f"lhc({SMALL})": "adamw",
-    f"radius({SMALL}, start=2, T=20, density=0.1)": "adamw", f"separate({SMALL}, ratio=4)": "adamw",
-    f"separate:recommended({SMALL})": "adamw", f"powersgd({SMALL})": "adamw", f"loco({SMALL})": "adamw",
+    f"fp8({SMALL}, error_feedback=True)": "adamw", f"topk({GRADIENT}, {SMALL}, density=0.01)": "adamw",
+    f"tagc({GRADIENT}, {SMALL})": "adamw", f"tagc({GRADIENT}, {SMALL}, theta=0.95, mask='shared')": "adamw",
+    f"lhc({SMALL})": "adamw", f"radius({SMALL}, start=2, T=20, density=0.1, residual_scale=1.0)": "adamw",
+    f"separate({SMALL}, ratio=4, beta=None)": "adamw", f"separate({SMALL})": "adamw",
+    f"powersgd({GRADIENT}, {SMALL})": "adamw", f"loco({SMALL})": "adamw",
     f"sdp4bit({SMALL})": "adamw", f"onebit-adam({SMALL}, warmup=15)": "adamw",
     "dense ": "adams", f"scape({SMALL}, density=0.01, warmup=5)": "adams",
     f"scape({SMALL}, density=0.1, warmup=5)": "adams",

@@ -140,8 +140,9 @@ def _separate(pick: Pick) -> Knobs:
 def _tagc(pick: Pick) -> Knobs:
     knobs = {"theta": pick(0.0, 0.5, 0.9, 0.98), "accumulate": pick(True, True, False), "start": pick(0, 0, 1)}
     if pick(True, False, False):
-        return {**knobs, "mask": "shared"}
-    return {**knobs, **_lhc(pick), "leftovers": pick("accumulate", "accumulate", "median")}
+        return {**knobs, "mask": "shared", "feedback": "gradient"}
+    sketch = _lhc(pick)
+    return {**knobs, **sketch, "leftovers": pick("accumulate", "accumulate", "median"), "feedback": "gradient"}
 
 
 def _lhc(pick: Pick) -> Knobs:
@@ -171,6 +172,7 @@ def _weights(pick: Pick) -> Knobs:
 def _topk(pick: Pick) -> Knobs:
     return {
         "density": pick(0.003, 0.01, 0.1, 0.5, 1.0), "start": pick(0, 0, 1), "error_feedback": pick(True, True, False),
+        "feedback": "gradient",
     }  # fmt: skip
 
 
@@ -208,7 +210,7 @@ DRAWS: dict[str, Callable[[Pick], Knobs]] = {
     "loco": lambda pick: {
         "beta": pick(0.0, 0.5, 0.8), "reset": pick(0, 2, 3), "group": pick(16, 32, 128), "start": pick(0, 0, 1)
     },
-    "powersgd": lambda pick: {"rank": pick(1, 2, 4), "start": pick(0, 0, 1)},
+    "powersgd": lambda pick: {"rank": pick(1, 2, 4), "start": pick(0, 0, 1), "feedback": "gradient"},
     "topk": _topk,
     "trickle": _trickle,
     "dgc": _dgc,
@@ -224,7 +226,10 @@ DRAWS: dict[str, Callable[[Pick], Knobs]] = {
     },
     "local-steps": lambda pick: {
         "every": pick(1, 1, 2), "start": pick(0, 0, 1), "outer_momentum": pick(0.0, 0.9),
-        "outer": pick("dense", "int8(smallest=0)", "topk(smallest=0, density=0.2)", "powersgd(smallest=0, rank=1)"),
+        "outer": pick(
+            "dense", "int8(smallest=0)", "topk:feedback:gradient(smallest=0, density=0.2)",
+            "powersgd:feedback:gradient(smallest=0, rank=1)",
+        ),
     },
 }  # fmt: skip
 
@@ -311,7 +316,7 @@ def draw(seed: int, only: str = "") -> Case:
         knobs |= _weights(pick)
     if any(knob.name == "send" for knob in cls.knobs()):
         knobs["send"] = "*"  # small tensors, too
-    method = f"{cls.name}({', '.join(f'{knob}={value!r}' for knob, value in knobs.items() if value is not None)})"
+    method = f"{cls.name}({', '.join(f'{knob}={value!r}' for knob, value in knobs.items())})"
     topology, size, per_node = _place(cls, pick)
     if gathers:
         topology = "weights"

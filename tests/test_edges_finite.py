@@ -247,9 +247,11 @@ SPOILT_CASES = [
     Case("int8(smallest=100, error_feedback=True)", "", "adamw"),
     Case("radius(smallest=100, start=2, T=10, density=0.1)", "", "adamw"),
     Case("scape(smallest=100, density=0.03, warmup=5)", "", "adams"),
-    Case("separate(smallest=100, ratio=8)", "", "adamw"), Case("tagc(smallest=100, theta=0.95)", "", "adamw"),
-    Case("tagc(smallest=100, theta=0.95, mask='shared')", "", "adamw"), Case("loco(smallest=100)", "", "adamw"),
-    Case("powersgd(smallest=100, rank=2)", "", "adamw"), Case("topk(smallest=100, density=0.03)", "", "adamw"),
+    Case("separate(smallest=100, ratio=8, beta=None)", "", "adamw"),
+    Case("tagc(smallest=100, theta=0.95, feedback='gradient')", "", "adamw"),
+    Case("tagc(smallest=100, theta=0.95, feedback='gradient', mask='shared')", "", "adamw"),
+    Case("loco(smallest=100)", "", "adamw"), Case("powersgd(smallest=100, rank=2, feedback='gradient')", "", "adamw"),
+    Case("topk(smallest=100, density=0.03, feedback='gradient')", "", "adamw"),
     Case("dgc(smallest=100, density=0.03, momentum=0.5)", "", "sgd"),
     Case("demo(smallest=100, k=8, chunk=64, beta=0.95)", "", "sgd"),
     Case("onebit-adam(smallest=100, warmup=10, group=128)", "", "adamw"),
@@ -308,7 +310,7 @@ def _bounds(rank, world):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
         def compress():
-            thinwire.compress(model, optimizer, "topk(smallest=0)", bound=bound).close()
+            thinwire.compress(model, optimizer, "topk(feedback='gradient', smallest=0)", bound=bound).close()
 
         return error_of(compress)
 

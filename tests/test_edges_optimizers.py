@@ -34,7 +34,9 @@ def given(step: int, rank: int) -> dict[str, Tensor]:
 
 # ------------------------------------------------------------------------------------------------- Muon beside AdamW
 
-MUON_CASES = [Case("dense"), Case("topk(smallest=100)"), Case("radius(smallest=100, start=0, T=2)")]
+MUON_CASES = [
+    Case("dense"), Case("topk(feedback='gradient', smallest=100)"), Case("radius(smallest=100, start=0, T=2)")
+]  # fmt: skip
 
 
 def _muon_run(engine: str, world: int, rank: int, method: str, steps: Sequence[int], poison: int, turns: bool):
@@ -114,7 +116,8 @@ def _trained(engine: str, world: int, rank: int, method: str, rules: Sequence[Ru
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": SGD, "adamw": AdamW, "adams": thinwire.AdamS}
 TWO = [
     Case("dense", "", "adamw"), Case("int8(smallest=0, error_feedback=True)", "", "adamw"),
-    Case("topk(smallest=0, density=0.1)"), Case("radius(smallest=0, start=0, T=3, density=0.3)", "", "adamw"),
+    Case("topk(feedback='gradient', smallest=0, density=0.1)"),
+    Case("radius(smallest=0, start=0, T=3, density=0.3)", "", "adamw"),
     Case("radius(smallest=0, start=0, T=3, density=0.2)", "", "sgd"),
     Case("scape(smallest=0, density=0.1, warmup=3)", "", "adams"),
     Case("scape(smallest=0, density=0.1, warmup=3, clip='return')", "", "adams"),
@@ -185,7 +188,7 @@ def _idle(rank, world):
 
     cases = [
         Case(f"{method}, idle one {'first' if order == 1 else 'last'}, a NaN at step {poison}")
-        for method in ("dense", "topk(smallest=0, density=0.1)")
+        for method in ("dense", "topk(feedback='gradient', smallest=0, density=0.1)")
         for order in (1, -1)
         for poison in (None, 1)
     ]
@@ -237,7 +240,8 @@ def _scaler(rank, world):
             found["first" if order == 1 else "last"] = torch.equal(weights, without), counts
         return found
 
-    return findings([Case("dense"), Case("int8(smallest=0)"), Case("topk(smallest=0, density=0.1)")], look)
+    cases = Case("dense"), Case("int8(smallest=0)"), Case("topk(feedback='gradient', smallest=0, density=0.1)")
+    return findings(cases, look)
 
 
 def test_a_scaler_that_leaves_one_optimizer_out_leaves_out_all():
@@ -284,8 +288,10 @@ def test_what_several_optimizers_cannot_do_is_refused_by_the_parameters_name(eng
 LATE = [
     Case("dense"), Case("int8(smallest=0)"), Case("int8(smallest=0, error_feedback=True)"),
     Case("radius(smallest=0, start=0, T=2, density=0.3)", "", "adamw"),
-    Case("scape(smallest=0, density=0.1, warmup=2)", "", "adams"), Case("separate(smallest=0, ratio=4, block=64)"),
-    Case("tagc(smallest=0, theta=0.9)"), Case("topk(smallest=0, density=0.1)"),
+    Case("scape(smallest=0, density=0.1, warmup=2)", "", "adams"),
+    Case("separate(smallest=0, ratio=4, block=64, beta=None)"),
+    Case("tagc(feedback='gradient', smallest=0, theta=0.9)"),
+    Case("topk(feedback='gradient', smallest=0, density=0.1)"),
     Case("demo(smallest=0, k=8, chunk=64)"),
     Case("onebit-adam(smallest=0, warmup=1, group=32)", "", "adamw"),
 ]  # fmt: skip

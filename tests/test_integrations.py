@@ -25,7 +25,7 @@ from thinwire.errors import ThinwireError
 
 STEPS, SAVED = 20, 10
 LOSSY = ("int8(smallest=0)", "sdp4bit(smallest=0)")
-KEEPS = "topk(smallest=0, density=0.05)"
+KEEPS = "topk(feedback='gradient', smallest=0, density=0.05)"
 
 
 def needs(*libraries: str) -> pytest.MarkDecorator:

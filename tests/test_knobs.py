@@ -78,9 +78,9 @@ def test_a_knob_that_chooses_parameters_chooses_parameters(cls, knob):
     [
         ("separate(restart='zero')", "restart does nothing with reset=0"),
         ("tagc(mask='shared', load=0.5)", "load does nothing with mask='shared'"),
-        ("tagc:recommended(leftovers='median')", "leftovers does nothing with mask='shared'"),
-        ("tagc:recommended(resize=7)", "resize does nothing"), ("tagc:recommended(limit=0.5)", "limit does nothing"),
-        ("tagc:recommended(on_overload='refuse')", "on_overload does nothing"),
+        ("tagc:shared(leftovers='median')", "leftovers does nothing with mask='shared'"),
+        ("tagc:shared(resize=7)", "resize does nothing"), ("tagc:shared(limit=0.5)", "limit does nothing"),
+        ("tagc:shared(on_overload='refuse')", "on_overload does nothing"),
     ],
 )  # fmt: skip
 def test_a_knob_that_does_nothing_beside_another_is_refused(text, words):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -24,24 +24,28 @@ from thinwire.played import Where, small
 from thinwire.testing import Threads, exchange_on, parameters_for
 
 HERE = (Where("all_reduce", 3), Where("reduce_scatter", 3))
+GRADIENT = {"feedback": "gradient"}
 KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("bf16-acc32", {"error_feedback": True}), ("int8", {"error_feedback": True}), ("fp8", {"error_feedback": True}),
-    ("radius", {"residual_scale": 0.5}), ("scape", {"payload": "bf16"}), ("scape", {"payload": "int8", "refresh": 2}),
-    ("scape", {"clip": "return"}), ("scape", {"density": 1.0}), ("separate", {"beta": 0.5}), ("separate", {"beta": 1}),
-    ("separate", {"reset": 2}), ("separate", {"estimator": "paper", "reset": 2, "restart": "zero"}),
-    ("separate", {"estimator": "paper"}), ("separate", {"beta": 0.5, "reset": 2}), ("tagc", {"mask": "shared"}),
-    ("tagc", {"leftovers": "median"}), ("tagc", {"accumulate": False}), ("tagc", {"theta": 0.0}),
+    ("radius", {"residual_scale": 1.0}), ("scape", {"payload": "bf16"}), ("scape", {"payload": "int8", "refresh": 2}),
+    ("scape", {"clip": "return"}), ("scape", {"density": 1.0}), ("separate", {"beta": 0.5}),
+    ("separate", {"beta": None}), ("separate", {"beta": None, "reset": 2}),
+    ("separate", {"estimator": "paper", "beta": None, "reset": 2, "restart": "zero"}),
+    ("separate", {"estimator": "paper", "beta": None}), ("separate", {"beta": 0.5, "reset": 2}),
+    ("tagc", GRADIENT), ("tagc", {**GRADIENT, "mask": "shared"}), ("tagc", {"mask": "shared"}), ("powersgd", GRADIENT),
+    ("tagc", {"leftovers": "median"}), ("tagc", {"accumulate": False}), ("tagc", {**GRADIENT, "theta": 0.0}),
     ("sdp4bit", {"hadamard": False, "rounding": "nearest"}), ("sdp4bit", {"bits": 8}), ("sdp4bit", {"bits": 16}),
     ("sdp4bit", {"bits": 32, "intra_bits": 32}), ("loco", {"reset": 0}), ("loco", {"reset": 0, "beta": 0}),
-    ("loco", {"reset": 2}), ("topk", {"error_feedback": False}), ("dgc", {"momentum": 0}), ("demo", {"sign": False}),
+    ("loco", {"reset": 2}), ("topk", GRADIENT), ("topk", {**GRADIENT, "error_feedback": False}),
+    ("dgc", {"momentum": 0}), ("demo", {"sign": False}),
     ("sign", {"scale": "rms"}), ("sign", {"feedback": "update"}), ("onebit-adam", {"scale": "rms"}),
     ("onebit-adam", {"warmup_bits": 8}), ("onebit-adam", {"warmup_bits": 4}),
     ("frozen-adam", {"warmup_bits": 4, "bits": 4}),
-    ("local-steps", {"outer": "topk(smallest=0, density=0.25)"}),
+    ("local-steps", {"outer": "topk(feedback='gradient', smallest=0, density=0.25)"}),
     ("local-steps", {"outer": "int8(smallest=0)"}), ("local-steps", {"outer": "loco(smallest=0, group=32, reset=2)"}),
     ("local-steps", {"outer": "radius(smallest=0, density=0.25, start=1, T=2)", "every": 1}),
     ("local-steps", {"outer": "fp8(smallest=0, error_feedback=True)", "every": 1, "second_moment": "mean"}),
-    ("local-steps", {"outer": "topk(smallest=0, density=0.25)", "decay": 0.5}),
+    ("local-steps", {"outer": "topk(feedback='gradient', smallest=0, density=0.25)", "decay": 0.5}),
     ("local-steps", {"outer": "trickle(smallest=0, density=0.03125, bits=2, feedback='gradient')", "decay": 0.5}),
     ("trickle", {"bits": 2, "group": 64}), ("trickle", {"bits": 2, "group": 64, "feedback": "gradient"}),
 ]  # fmt: skip
@@ -129,6 +133,7 @@ class Careful(TopK):
     """A method without a fault, to be broken."""
 
     name: ClassVar[str] = "careful"
+    feedback: Literal["gradient", "update"] = "gradient"
 
 
 class LosesAValue(Careful):
@@ -240,6 +245,7 @@ class TurnsRound(TopK):
     """Lossy, and sends the wrong way."""
 
     name: ClassVar[str] = "turns-round"
+    feedback: Literal["gradient", "update"] = "gradient"
     error_feedback: bool = False
 
     def compress(self, bucket, exchange):
@@ -252,6 +258,7 @@ class MakesSomethingOfNothing(TopK):
     """Lossy, and adds."""
 
     name: ClassVar[str] = "makes-something"
+    feedback: Literal["gradient", "update"] = "gradient"
     error_feedback: bool = False
 
     def compress(self, bucket, exchange):

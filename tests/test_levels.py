@@ -18,12 +18,20 @@ from thinwire.testing import reduce_on_threads
 
 STEPS = 6
 SHAPES = {"a": (13, 11), "b": (5, 7), "c": (6, 1)}
+
+
+def of_gradients(cls: type[methods.Method]) -> partial[methods.Method]:
+    """``cls``, small, so that gradients wait, if it can be."""
+    knobs = {"feedback": "gradient"} if "feedback" in {knob.name for knob in cls.knobs()} else {}
+    return partial(small, cls, **knobs, **({"beta": None} if cls is methods.SEPARATE else {}))
+
+
 KEEPS = [
-    cls for cls in methods.TABLE
-    if (promise := small(cls).promise).kind == "conserves" and promise.of == "gradients" and small(cls).keeps_state
+    make for make in map(of_gradients, methods.TABLE)
+    if (promise := make().promise).kind == "conserves" and promise.of == "gradients" and make().keeps_state
 ]  # fmt: skip
 FEEDBACK = [
-    *(partial(small, cls) for cls in KEEPS), partial(small, methods.Int8, error_feedback=True),
+    *KEEPS, partial(small, methods.Int8, error_feedback=True),
     partial(small, methods.Fp8, error_feedback=True), partial(small, methods.LoCo, reset=0, beta=0),
 ]  # fmt: skip
 
@@ -70,8 +78,9 @@ def test_what_a_node_sends_and_what_waits_there_is_what_its_ranks_had(make, of):
         assert off.abs().max() < 1e-5 * STEPS * size, name
 
 
-@pytest.mark.parametrize("method", ["int8(error_feedback=True, smallest=0)", "topk(smallest=0, density=0.2)",
-                                    "powersgd(smallest=0, rank=1)", "sdp4bit(smallest=0, send='*')"])  # fmt: skip
+@pytest.mark.parametrize("method", ["int8(error_feedback=True, smallest=0)", "sdp4bit(smallest=0, send='*')",
+                                    "topk(smallest=0, density=0.2, feedback='gradient')",
+                                    "powersgd(smallest=0, rank=1, feedback='gradient')"])  # fmt: skip
 def test_ddp_on_two_levels_is_hsdp(method):
     """Bit for bit: chunks of dim 0 are what HSDP's ranks hold."""
     found = {
@@ -116,7 +125,7 @@ def _trained(rank: int, world: int, kind: str, method: str) -> tuple:
 
 @pytest.mark.parametrize(("kind", "method"), spread(2, [
     ("ddp", "int8(error_feedback=True, smallest=100)"), ("ddp", "radius(smallest=100, start=0, T=2, density=0.3)"),
-    ("fsdp2", "topk(smallest=100, density=0.2)"),
+    ("fsdp2", "topk(feedback='gradient', smallest=100, density=0.2)"),
 ]))  # fmt: skip
 def test_feedback_on_two_levels_trains_resumes_and_sends_what_is_planned(kind, method):
     for losses, surprise, equal, resumed in ranks.run(_trained, 4, kind, method, LOCAL_WORLD_SIZE="2"):

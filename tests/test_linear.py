@@ -18,17 +18,17 @@ from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, redu
 
 SHAPES = {"a.weight": (50, 30), "b.weight": (13, 20), "c.weight": (7, 64)}
 METHODS = [
-    "radius(density=0.3, T=4, start=2, smallest=0)",
+    "radius(density=0.3, T=4, start=2, smallest=0, residual_scale=1.0)",
     "radius(density=0.3, T=4, start=2, smallest=0, residual_scale=0.25)",
-    "separate(ratio=4, block=16, smallest=0)",
-    "separate(ratio=4, block=16, smallest=0, estimator='srht')",
-    "separate(ratio=4, block=16, smallest=0, estimator='orthonormal')",
-    "separate(ratio=4, block=16, smallest=0, reset=5)",
-    "tagc(theta=0.9, smallest=0, resize=3)",
-    "tagc(theta=0.9, smallest=0, mask='shared')",
-    "powersgd(rank=2, smallest=0)",
-    "topk(density=0.1, smallest=0)",
-    "topk(density=0.01, smallest=0)",
+    "separate(beta=None, ratio=4, block=16, smallest=0)",
+    "separate(beta=None, ratio=4, block=16, smallest=0, estimator='srht')",
+    "separate(beta=None, ratio=4, block=16, smallest=0, estimator='orthonormal')",
+    "separate(beta=None, ratio=4, block=16, smallest=0, reset=5)",
+    "tagc(feedback='gradient', theta=0.9, smallest=0, resize=3)",
+    "tagc(feedback='gradient', theta=0.9, smallest=0, mask='shared')",
+    "powersgd(feedback='gradient', rank=2, smallest=0)",
+    "topk(feedback='gradient', density=0.1, smallest=0)",
+    "topk(feedback='gradient', density=0.01, smallest=0)",
     "dgc(density=0.1, momentum=0, smallest=0)",  # with momentum what is sent is not a share of what came in
 ]
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
@@ -84,7 +84,7 @@ def test_nothing_is_lost(method, topology):
 @pytest.mark.parametrize(
     "method",
     ["radius(density=1, T=7, start=2, smallest=0)", "radius(density=0.1, T=1, start=2, smallest=0)",
-     "tagc(theta=0, smallest=0)"],
+     "tagc(feedback='gradient', theta=0, smallest=0)"],
 )  # fmt: skip
 def test_limits_are_dense_bit_for_bit(method, topology):
     for size in (2, 3, 4):
@@ -96,7 +96,8 @@ def test_limits_are_dense_bit_for_bit(method, topology):
 
 @pytest.mark.parametrize(
     "method",
-    ["separate(ratio=1, block=16, smallest=0)", "topk(density=1, smallest=0)", "powersgd(rank=13, smallest=0)"],
+    ["separate(ratio=1, block=16, smallest=0, beta=None)", "topk(density=1, smallest=0, feedback='gradient')",
+     "powersgd(rank=13, smallest=0, feedback='gradient')"],
 )
 def test_limits_are_dense_to_rounding(method):
     shapes = {"b.weight": (13, 20)}
@@ -151,7 +152,8 @@ def test_the_mask_is_adamws_direction_or_any_optimizers_change():
         return torch.optim.SGD(weights, lr=0.1, momentum=0.5)
 
     for make in (adamw, sgd):
-        results = run("radius(density=0.1, T=5, start=0, smallest=0)", size=2, steps=6, optimizer=make, max_norm=1.0)
+        spec = "radius(density=0.1, T=5, start=0, smallest=0, residual_scale=1.0)"
+        results = run(spec, size=2, steps=6, optimizer=make, max_norm=1.0)
         before, after = results[0][4]["weights"], results[0][5]["weights"]
         for name, shape in SHAPES.items():
             change = (after[name] - before[name]).abs()
@@ -177,14 +179,11 @@ def test_the_printed_update_overflows_and_ours_is_bounded(ratio):
         return float(step[f"residual/{name}"].double().norm() / step["input"].double().norm())
 
     kw = {"size": 2, "shapes": {"w": 2048}, "steps": 128, "optimizer": None}
-    block = 512
-    printed = run(
-        lambda: SEPARATE(ratio=ratio, estimator="paper", block=block, beta=0.95, update="printed", force=True,
-                         smallest=0, send=("*",)), **kw,
-    )  # fmt: skip
+    knobs = {"ratio": ratio, "block": 512, "smallest": 0, "send": ("*",)}
+    printed = run(lambda: SEPARATE(estimator="paper", beta=0.95, update="printed", force=True, **knobs), **kw)
     assert not math.isfinite(norm(printed[0][-1])) and norm(printed[0][5]) > 100
     for estimator, bound in (("paper", 1.2), ("shrunk", 12), ("cyclic_srht", 8)):
-        ours = run(lambda e=estimator: SEPARATE(ratio=ratio, estimator=e, block=block, smallest=0, send=("*",)), **kw)
+        ours = run(lambda e=estimator: SEPARATE(estimator=e, beta=None, **knobs), **kw)
         assert max(norm(step) for step in ours[0]) < bound * max(1.0, math.sqrt(ratio / 16)) * 1.3
 
 
@@ -198,6 +197,9 @@ def test_an_unstable_weight_is_refused_with_the_bound():
 
 
 # TAGC
+
+
+LARGEST = {"theta": 0.95, "feedback": "gradient", "smallest": 0, "send": ("*",)}
 
 
 def disjoint(size: int, numel: int):
@@ -216,32 +218,32 @@ def disjoint(size: int, numel: int):
 def test_disjoint_supports_lose_nothing_whatever_the_load(size):
     numel = 6400
     kw = {"size": size, "shapes": {"w": numel}, "steps": 5, "gradients": disjoint(size, numel), "optimizer": None}
-    results = run(lambda: TAGC(theta=0.95, resize=100, smallest=0, send=("*",)), **kw)
+    results = run(lambda: TAGC(resize=100, **LARGEST), **kw)
     assert lost(results, "all_reduce", {"w": numel}) < 1e-4
     left = [step["facts"]["left-overs so far"] for step in results[0]]
     assert left[1] == 0  # sized for disjoint masks at first, then from the union that was measured
     assert left[2] > 0.3 * size * numel / 20  # the union has grown by a factor of N since
     # resizing at once ends it
-    again = run(lambda: TAGC(theta=0.95, resize=1, smallest=0, send=("*",)), **kw)
+    again = run(lambda: TAGC(resize=1, **LARGEST), **kw)
     assert again[0][-1]["facts"]["left-overs so far"] == again[0][3]["facts"]["left-overs so far"]
 
 
 def test_the_median_of_the_paper_loses_what_ours_keeps():
     numel, size = 6400, 4
     kw = {"size": size, "shapes": {"w": numel}, "steps": 3, "gradients": disjoint(size, numel), "optimizer": None}
-    results = run(lambda: TAGC(theta=0.95, resize=100, smallest=0, leftovers="median", send=("*",)), **kw)
+    results = run(lambda: TAGC(resize=100, leftovers="median", **LARGEST), **kw)
     assert lost(results, "all_reduce", {"w": numel}) > 1
 
 
 def test_a_union_too_dense_for_a_sketch_goes_dense_and_says_so():
-    results = run("tagc(theta=0.5, smallest=0)", size=3, steps=3)
+    results = run("tagc(feedback='gradient', theta=0.5, smallest=0)", size=3, steps=3)
     assert results[0][-1]["facts"]["tensors sent dense"] == len(SHAPES)
     assert lost(results, "all_reduce") < 1e-5
 
 
 def test_a_shared_mask_sends_as_many_values_on_any_number_of_ranks():
     for size in (2, 5):
-        results = run("tagc(theta=0.9, mask='shared', smallest=0)", size=size, steps=4)
+        results = run("tagc(feedback='gradient', theta=0.9, mask='shared', smallest=0)", size=size, steps=4)
         sent = sum(max(n - int(0.9 * n), 1) for n in (1500, 260, 448))
         assert all(int((step["mean"] != 0).sum()) == sent for step in results[0])
 
@@ -267,7 +269,7 @@ def test_selection():
     ("method", "message"),
     [("radius(density=0)", "density is the share"), ("radius(T=0)", "T is a number of steps"),
      ("radius(residual_scale=2)", "residual_scale is a share"),
-     ("radius:none", "has no preset 'none'; there are: radius:p"),
+     ("radius:none", "has no preset 'none'; there are: radius:r"),
      ("bf16:paper", "has no preset 'paper'; there are: none"), ("separate(ratio=3)", "cannot be sent"),
      ("separate(estimator='x')", "estimator is one of cyclic_srht"), ("separate(reset=-1)", "reset is a number"),
      ("tagc(theta=1)", "share of values zeroed"), ("tagc(load=0.9)", "peeling fails above"),

@@ -26,7 +26,7 @@ from thinwire.testing import reduce_on_threads
 
 SHAPES = {"a": (12, 16), "b": (5, 7)}
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
-TOPK = "topk(smallest=0, density=0.1)"
+TOPK = "topk(feedback='gradient', smallest=0, density=0.1)"
 
 
 def gradients(rank: int, step: int, numel: int) -> Tensor:
@@ -93,7 +93,7 @@ def test_diloco_against_its_equations(every, lr, mu):
 def test_sparseloco_forgets_what_waits():
     """e = decay e + D; the k largest of it are sent, and leave it; W -= mean."""
     size, steps, decay, density = 3, 10, 0.5, 0.1
-    outer = f"topk(smallest=0, density={density})"
+    outer = f"topk(feedback='gradient', smallest=0, density={density})"
     results = play(lambda: LocalSteps(every=2, outer=outer, decay=decay, **PLAIN), size, steps)
     widths = [math.prod(shape) for shape in SHAPES.values()]
     shared = np.zeros(sum(widths))
@@ -283,7 +283,9 @@ def test_every_outer_method_runs(outer):
 
 
 @pytest.mark.parametrize("topology", ["all_reduce", "hsdp"])
-@pytest.mark.parametrize("outer", [TOPK, "int8(smallest=0, error_feedback=True)", "powersgd(smallest=0, rank=1)"])
+@pytest.mark.parametrize(
+    "outer", [TOPK, "int8(smallest=0, error_feedback=True)", "powersgd(feedback='gradient', smallest=0, rank=1)"]
+)
 def test_what_was_moved_has_arrived_or_waits(outer, topology):
     """Of plain averaging with SGD: N times how far all are from the start + what waits = all local steps."""
     size, steps, per_node = 4, 8, 2 if topology == "hsdp" else 1
@@ -323,7 +325,8 @@ def test_what_cannot_be_is_refused(knobs, word):
 def test_it_can_be_written_on_the_command_line():
     method = resolve("local-steps(every=4, outer='int8(error_feedback=True)', outer_lr=0.7, outer_momentum=0.9)")
     assert isinstance(method, LocalSteps) and method.carrier == resolve("int8(error_feedback=True)")
-    assert resolve(str(method)) == method and LocalSteps(outer=methods.TopK(density=0.5)).carrier.density == 0.5
+    assert resolve(str(method)) == method
+    assert LocalSteps(outer=methods.TopK(feedback="gradient", density=0.5)).carrier.density == 0.5
     sparse = resolve("local-steps:sparseloco(every=15)")
     assert (sparse.every, sparse.decay, sparse.carrier.name) == (15, 0.95, "trickle")
 

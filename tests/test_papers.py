@@ -134,7 +134,7 @@ def test_tagc(mask, topology, size):
     """The sketch is peeled element by element, at a load at which some steps leave elements over."""
     columns, keep, load, resize = 1280, 64, 0.799, 3
     rows = size if topology == "reduce_scatter" else 1
-    method = {"theta": 0.95, "mask": mask, "smallest": 0, "send": ("*",)}
+    method = {"theta": 0.95, "mask": mask, "smallest": 0, "send": ("*",), "feedback": "gradient"}
     if mask == "local":  # else there is no sketch
         method |= {"load": load, "resize": resize}
     results = run(lambda: TAGC(**method), topology, size, {"w": columns * rows})
@@ -164,7 +164,7 @@ def test_tagc(mask, topology, size):
 def test_topk_and_dgc(topology, size, momentum):
     columns = 600 // size if topology == "reduce_scatter" else 600
     knobs = {"density": 0.1, "smallest": 0, "send": ("*",)}
-    make = (lambda: DGC(momentum=momentum, **knobs)) if momentum else (lambda: TopK(**knobs))
+    make = (lambda: DGC(momentum=momentum, **knobs)) if momentum else (lambda: TopK(feedback="gradient", **knobs))
     results = run(make, topology, size, {"w": 600})
     papers = [[np.zeros(columns) for _ in range(size)] for _ in range(600 // columns)]
     velocities = [[np.zeros(columns) for _ in range(size)] for _ in papers]
@@ -187,7 +187,7 @@ def test_topk_and_dgc(topology, size, momentum):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_powersgd(topology, size):
     shape = (24, 20)
-    results = run(lambda: PowerSGD(rank=3, smallest=0), topology, size, {"w": shape})
+    results = run(lambda: PowerSGD(rank=3, smallest=0, feedback="gradient"), topology, size, {"w": shape})
     start = random_normal(seed_of(0, "w"), 60).double().numpy().reshape(20, 3)
     paper = PowerSgdPaper(start, size, shape)
     for step in range(STEPS):

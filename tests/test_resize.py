@@ -42,7 +42,8 @@ WAIT = [cls for cls in TABLE if small(cls).keeps_state or "error_feedback" in {k
 def make(cls: type) -> Any:
     knobs = {knob.name for knob in cls.knobs()}
     more = {"error_feedback": True} if "error_feedback" in knobs else {}
-    return small(cls, **more, **({"outer": "topk(smallest=0, density=0.25)"} if cls.name == "local-steps" else {}))
+    outer = {"outer": "topk(feedback='gradient', smallest=0, density=0.25)"} if cls.name == "local-steps" else {}
+    return small(cls, **more, **outer)
 
 
 class Ranks:
@@ -150,9 +151,11 @@ def test_what_waits_arrives_after_every_move(cls):
 # On the engines.
 
 METHODS = (
-    "topk(smallest=100, density=0.1)", "sign(smallest=100)", "scape(smallest=100, density=0.1, warmup=2)",
-    "onebit-adam(smallest=100, warmup=2, warmup_bits=8)", "powersgd(smallest=100, feedback='update')",
-    "local-steps(every=2, outer='topk(smallest=100, density=0.1)')", "trickle(smallest=100, factored=True)",
+    "topk(feedback='gradient', smallest=100, density=0.1)", "sign(smallest=100)",
+    "trickle(smallest=100, factored=True)", "powersgd(smallest=100)",
+    "onebit-adam(smallest=100, warmup=2, warmup_bits=8)",
+    "local-steps(every=2, outer='topk:feedback:gradient(smallest=100, density=0.1)')",
+    "scape(smallest=100, density=0.1, warmup=2)",
 )  # fmt: skip
 
 

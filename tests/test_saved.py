@@ -24,7 +24,7 @@ from thinwire.methods import TABLE
 from thinwire.played import small
 from thinwire.saved import entries
 
-TOPK = "topk(smallest=100, density=0.1)"
+TOPK = "topk(feedback='gradient', smallest=100, density=0.1)"
 
 
 def refusal(load: Any, *args: Any, **more: Any) -> str:
@@ -116,7 +116,7 @@ def _refused(rank: int, world: int) -> dict[str, tuple[str, bool]]:
     wire.close()
     for name, kind, spec, more in (
         ("another method", "ddp", "trickle(smallest=100)", {}),
-        ("another knob", "ddp", "topk(smallest=100, density=0.2)", {}),
+        ("another knob", "ddp", "topk(feedback='gradient', smallest=100, density=0.2)", {}),
         ("another seed", "ddp", TOPK, {"seed": 1}), ("another bound", "ddp", TOPK, {"bound": None}),
         ("another engine", "fsdp2", TOPK, {}), ("another model", "ddp", TOPK, {"layers": 1}),
     ):  # fmt: skip
@@ -183,11 +183,11 @@ def _loaded_by_two(rank: int, world: int, saved: dict[str, Any]) -> str:
 
 
 METHODS = {
-    "ddp": ("topk(smallest=100, density=0.1)", "powersgd(smallest=100, start=0)", "radius(smallest=100, start=1, T=2)",
+    "ddp": (TOPK, "powersgd(smallest=100)", "radius(smallest=100, start=1, T=2)",
             "onebit-adam(smallest=100, warmup=2)", "trickle(smallest=100, density=0.1)",
-            "local-steps(every=2, outer='topk(smallest=100)')"),
-    "fsdp2": ("topk(smallest=100, density=0.1)", "sdp4bit(smallest=100)", "tagc(smallest=100, theta=0.9)"),
-    "hsdp": ("sign(smallest=100)", "topk(smallest=100, density=0.1)"),
+            "local-steps(every=2, outer='topk:feedback:gradient(smallest=100)')"),
+    "fsdp2": (TOPK, "sdp4bit(smallest=100)", "tagc(smallest=100, theta=0.9)"),
+    "hsdp": ("sign(smallest=100)", TOPK),
 }  # fmt: skip
 
 

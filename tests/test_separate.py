@@ -27,7 +27,7 @@ def gradients(rank: int, step: int, numel: int) -> Tensor:
 
 
 def run(topology: str = "all_reduce", size: int = 2, shapes=SHAPES, steps: int = 12, skip=(), **knobs):
-    knobs = {"ratio": 4, "block": 16, "smallest": 0, "send": ("*",), **knobs}
+    knobs = {"ratio": 4, "block": 16, "smallest": 0, "send": ("*",), "beta": None, **knobs}
     return reduce_on_threads(
         lambda: SEPARATE(**knobs), gradients, topology=topology, size=size, shapes=shapes, steps=steps, skip=skip
     )
@@ -131,7 +131,8 @@ def test_the_gaussian_estimator_is_not_dense_at_ratio_one():
 def test_a_constant_gradient_arrives_whole_in_every_cycle():
     """Cyclic, one rank: from one cycle's end to the next the same error waits, so all that came in went out."""
     results = reduce_on_threads(
-        lambda: SEPARATE(ratio=4, block=16, smallest=0, send=("*",)), lambda rank, step, n: gradients(0, 0, n),
+        lambda: SEPARATE(ratio=4, block=16, smallest=0, send=("*",), beta=None),
+        lambda rank, step, n: gradients(0, 0, n),
         topology="all_reduce", size=1, shapes={"w": 1024}, steps=80,
     )  # fmt: skip
     whole = gradients(0, 0, 1024).double()
@@ -167,13 +168,14 @@ def test_presets():
     assert paper._keep == 0.95  # of the old error
     assert (ours.ratio, ours.estimator, ours.reset, ours._keep) == (16, "cyclic_srht", 0, 1.0)  # no feedback
     for ratio, estimator in ((8, "paper"), (64, "paper")):
-        made = SEPARATE(ratio=ratio, estimator=estimator)
+        made = SEPARATE(ratio=ratio, estimator=estimator, beta=None)
         assert made._keep == pytest.approx(1 - 1 / (1 + 513 / (512 // ratio)))
 
 
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [({"update": "printed", "estimator": "paper"}, "update='printed' needs beta"),
+     ({"update": "printed", "beta": None}, "update='printed' needs beta below 1"),
      ({"beta": math.nan}, "beta is a finite number or None"), ({"beta": 1.5}, "beta is a weight from 0 to 1"),
      ({"ratio": 2.0}, "ratio is a whole number, got 2.0"), ({"ratio": "16"}, "ratio is a whole number, got '16'"),
      ({"reset": 1.5}, "reset is a whole number"), ({"smallest": -1}, "smallest must be 0 or more"),

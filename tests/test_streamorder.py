@@ -126,7 +126,7 @@ CASES = [
 CASES += [(kind, cls, {}) for kind in ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested", "fsdp2-unshard") for cls in WHOLE
           if small(cls).adds_up or kind != "fsdp2-shared"]
 CASES += [(kind, methods.SCAPE, {"offload": True, "clip": "return"}) for kind in ("ddp", "fsdp2", "hsdp")]
-CASES += [(kind, methods.TopK, {"feedback": "update"}) for kind in ("ddp", "fsdp2", "hsdp")]
+CASES += [(kind, methods.TopK, {"feedback": "gradient"}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.TAGC, {"mask": "shared"}) for kind in ("ddp", "fsdp2", "hsdp")]
 
 

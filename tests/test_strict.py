@@ -21,7 +21,7 @@ from thinwire.strict import Call
 TINY = partial(Net, 13, 6, 1)
 MORE = (
     partial(small, methods.TAGC, mask="shared"), partial(small, methods.SCAPE, payload="int8"),
-    partial(small, methods.TopK, feedback="update"), partial(small, methods.Int8, error_feedback=True),
+    partial(small, methods.TopK, feedback="gradient"), partial(small, methods.Int8, error_feedback=True),
 )  # fmt: skip
 """Knobs that change what is sent to whom."""
 

@@ -53,7 +53,7 @@ def run(make, gradients, size, topology="all_reduce", shapes=None, **more):
 
 
 def tagc(**knobs):
-    return lambda: TAGC(**{"smallest": 0, "send": ("*",), **knobs})
+    return lambda: TAGC(**{"smallest": 0, "send": ("*",), "feedback": "gradient", **knobs})
 
 
 def left(results) -> list[int]:

@@ -81,8 +81,10 @@ COMPRESSORS = {
     f"trickle(density={DENSITY}, smallest=0, group={GROUP})": lambda: paper.each_worker(
         lambda h: paper.top_k_int8(h, k_of(h), GROUP, np.float32)
     ),
-    f"radius(density={DENSITY}, T=3, start=0, smallest=0, feedback='update')": lambda: paper.RadiusUpdates(DENSITY, 3),
-    "powersgd(rank=2, smallest=0, feedback='update')": lambda: paper.PowerSGDUpdates(
+    f"radius(density={DENSITY}, T=3, start=0, smallest=0, feedback='update', residual_scale=1.0)": (
+        lambda: paper.RadiusUpdates(DENSITY, 3)
+    ),
+    "powersgd(rank=2, smallest=0, feedback='update', beta1=0.0)": lambda: paper.PowerSGDUpdates(
         {
             i: random_normal(seed_of(0, name), shape[1] * 2, torch.device("cpu")).view(-1, 2)
             for i, (name, shape) in enumerate(SHAPES.items())
@@ -270,7 +272,7 @@ def test_a_density_takes_at_most_24_bits_a_value():
     [
         (lambda p: torch.optim.SGD(p, lr=0.1), "trickle(smallest=0)", "built on Adam"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "trickle(smallest=0)", "amsgrad"),
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "topk(feedback='update', smallest=0)", "decoupled"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "topk(smallest=0)", "decoupled"),
     ],
 )
 def test_what_is_no_adamw_is_refused(optimizer, spec, words):
@@ -284,8 +286,8 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
     ("spec", "words"),
     [
         ("dgc(feedback='update')", "no knob 'feedback'"), ("demo(feedback='update')", "no knob 'feedback'"),
-        ("topk(feedback='both')", "feedback is"), ("topk(beta1=0.5)", "beta1 does nothing"),
-        ("topk(factored=True)", "factored does nothing"),
+        ("topk(feedback='both')", "feedback is"), ("radius(beta1=0.5)", "beta1 does nothing"),
+        ("topk:paper(factored=True)", "factored does nothing"), ("powersgd:paper(beta1=0.9)", "beta1 does nothing"),
         ("topk(feedback='update', beta1=1.0)", "beta1 is"), ("trickle(bits=32)", "mask='shared'"),
         ("trickle(bits=5)", "bits is"), ("trickle(density=0)", "density is"),
         ("trickle(bits=2,mask='shared')", "mask='own'"), ("trickle(bits=2,group=32)", "group does nothing"),

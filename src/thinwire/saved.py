@@ -44,7 +44,8 @@ class About:
         rank, ranks: of the whole job, which with tensor or pipeline parallelism is more than the data-parallel ranks.
         engine: "ddp", "fsdp2" or "hsdp". levels: does the engine's own buffer take two hops (``two_level=True``)?
         hops: (rank, ranks, does each rank keep one row) of each exchange; the last one is the method's.
-        method, knobs: its name, and all its settings. inside: the method of the hop inside the node, if there is one.
+        method, knobs: its name, and all its settings, an outer method's too. inside: the method of the hop inside the
+            node, if there is one.
         seed, bound: as they were given to ``compress()``.
         parameters: name -> (shape, elements on this rank with the engine's padding).
         across: those that are sharded along another dimension than the first.
@@ -83,7 +84,7 @@ class About:
         """Of this rank of a run. ``weights``: the trained parameters, of which DTensors know how they are sharded."""
         return cls(
             rank, ranks, engine, levels, tuple((hop.rank, hop.rows, hop.owner) for hop in hops), method.name,
-            {knob.name: str(getattr(method, knob.name)) for knob in method.knobs()},
+            _knobs(method),
             None if inside is None else str(inside), seed, bound,
             {of.name: (of.shape, of.local) for of in sorted(parameters, key=lambda of: of.name)},
             tuple(sorted(name for name, weight in (weights or {}).items() if _across(weight))),
@@ -163,6 +164,13 @@ class About:
                 return f"{name} was {saved.parameters[name][0]}, and is {shape} in this run"
         more = [name for name in saved.parameters if name not in self.parameters]
         return f"it holds {more[0]}, which this run does not train" if more else None
+
+
+def _knobs(method: Method) -> dict[str, str]:
+    known = {knob.name: str(getattr(method, knob.name)) for knob in method.knobs()}
+    if method.carrier is not method:
+        known |= {f"{method.carrier.name}'s {knob}": value for knob, value in _knobs(method.carrier).items()}
+    return known
 
 
 def _across(weight: Tensor) -> bool:

@@ -6,6 +6,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import cycle, pairwise
 from pathlib import Path
 from textwrap import fill
@@ -22,6 +23,7 @@ from matplotlib.transforms import Bbox
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from thinwire.errors import ThinwireError
 from thinwire.lab.report import human
 
 if TYPE_CHECKING:
@@ -196,13 +198,16 @@ FAMILIES = {
     "local steps": ("#44AA99", ("local-steps",)),
     "others": ("#000000", ()),
 }
-"""What travels: its colour, and the methods. With feedback="update" a sparse method sends updates."""
+"""What travels: its colour, and the methods. What sends steps (feedback="update") is among the updates."""
 
 
 def family(method: str) -> str:
     """Of ``method`` with its knobs, as on the command line."""
-    if re.search(r"feedback=['\"]?update\b", method):
-        return "updates"
+    from thinwire.methods import resolve
+
+    with suppress(ThinwireError):  # what a report names may be of another version
+        if resolve(method.split(" --")[0]).promise.of == "updates":
+            return "updates"
     return next((family for family, (_, names) in FAMILIES.items() if plain(method) in names), "others")
 
 

@@ -120,8 +120,9 @@ def main(argv: list[str]) -> int:
         knobs = ", ".join(f"{knob.name}={knob.default!r}" for knob in cls.knobs()) or "none"
         print(f"{name:<12}{does}\n{'':<12}{promise}\n{'':<12}knobs: {knobs}")
         for preset, values in cls.PRESETS.items():
-            print(f"{'':<12}{name}:{preset}: {', '.join(f'{knob}={value!r}' for knob, value in values.items())}")
+            said = ", ".join(f"{knob}={value!r}" for knob, value in values.items()) or "the defaults"
+            print(f"{'':<12}{name}:{preset}: {said}")
             kept = cls(**values).promise
-            if kept != promise:
+            if str(kept) != str(promise):
                 print(f"{'':<12}{'':<{len(name) + len(preset) + 2}} {kept}")
     return 0

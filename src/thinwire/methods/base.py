@@ -417,6 +417,10 @@ class Lossy(Method):
         exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual)
 
 
+OF_UPDATES = ("beta1", "factored", "direction")
+"""Knobs of ``ErrorFeedback`` that say how a gradient becomes a step."""
+
+
 @dataclass
 class ErrorFeedback(Method):
     """What the methods share that keep what they did not send: a residual as state, the common policy, a dense start.
@@ -425,11 +429,11 @@ class ErrorFeedback(Method):
         start: dense before: a share of the run below 1, or a number of optimizer steps. Later => more bytes, and the
             first steps, in which weights move fastest, lose nothing to waiting.
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
-        feedback: what is sent, and what waits. "gradient": as the papers have it. "update": steps of the weights, from
-            this rank's gradient by Adam's rule without momentum (``methods/update.py``): what waits is then not scaled
-            anew when it is sent, and a short run keeps dense's loss. Needs ``torch.optim.AdamW``, whose steps on the
-            compressed parameters are then the method's, and 8 bytes more per element in place of its moments; what an
-            engine holds as their gradient is the step, which ``wire.clip_grad_norm_`` leaves alone.
+        feedback: what is sent, and what waits. "gradient": as the papers have it, for any optimizer. "update": steps of
+            the weights, from this rank's gradient by Adam's rule without momentum (``methods/update.py``): what waits
+            is then not scaled anew when it is sent, and a short run keeps dense's loss. Needs ``torch.optim.AdamW``,
+            whose steps on the compressed parameters are then the method's, and 8 bytes more per element in place of its
+            moments; what an engine holds as their gradient is the step, which ``wire.clip_grad_norm_`` leaves alone.
         beta1: with feedback="update", of an average of this rank's own gradients above sqrt(v), 0 (none) to below 1;
             higher => smoother and later steps, and 8 bytes more per element. What waits is an average already.
         factored: with feedback="update", v by rows and columns in place of one per element (8 bytes per element less).
@@ -453,7 +457,7 @@ class ErrorFeedback(Method):
         if not 0 <= self.beta1 < 1:
             raise ThinwireError(f"{self.name}: beta1 is the decay of an average, from 0 to below 1, got {self.beta1}")
         if self.feedback == "gradient":
-            self.refuse_idle("feedback='gradient' (the optimizer has its own)", "beta1", "factored", "direction")
+            self.refuse_idle("feedback='gradient' (the optimizer has its own)", *OF_UPDATES)
         if self.direction == "muon":
             self.refuse_idle("direction='muon'", "beta1", "factored")
         self.update_space: UpdateSpace | None = None
@@ -477,6 +481,13 @@ class ErrorFeedback(Method):
     def conserves(self) -> Promise:
         """Nothing is lost, of what waits."""
         return replace(CONSERVES, of="updates") if self.feedback == "update" else CONSERVES
+
+    @property
+    def of_gradients(self) -> str:
+        """What to write where this method is to send gradients, as the papers have it, and not steps."""
+        idle: dict[str, Any] = {knob: getattr(type(self), knob) for knob in OF_UPDATES}
+        same = str(replace(self, feedback="gradient", **idle))
+        return f"{same}, or {self.name}:paper" if "paper" in self.PRESETS else same
 
     @property
     def adds_up(self) -> bool:

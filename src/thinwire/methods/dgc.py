@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -36,6 +36,7 @@ class DGC(TopK):
         **dict.fromkeys(("feedback", "beta1", "factored", "direction"), "the momentum waits: topk has it"),
     }  # fmt: skip
 
+    feedback: Literal["gradient", "update"] = "gradient"
     density: float = 0.001
     momentum: float = 0.9
 

@@ -39,6 +39,7 @@ from thinwire.comm import local
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import (
     CONSERVES,
+    ErrorFeedback,
     Method,
     Parameter,
     Promise,
@@ -69,7 +70,8 @@ class LocalSteps(Method):
     Args:
         every: H, optimizer steps in a round, taken or skipped; higher => fewer bytes, and ranks drift further apart.
         outer: the method that averages, and what it keeps dense goes in fp32: ``"int8(error_feedback=True)"``,
-            ``thinwire.TopK(density=0.03)``. Its steps are rounds, its gradients what the weights have moved.
+            ``thinwire.TopK(density=0.03, feedback="gradient")``. Its steps are rounds, its gradients what the weights
+            have moved.
         outer_lr: a, by how much of the average all move; 1 with ``outer_momentum=0`` is plain averaging.
         outer_momentum: mu of Nesterov's momentum over rounds, 0 to below 1; higher => more momentum, for long rounds.
         decay: of what waits with the outer method, at each round; lower => what waits is forgotten sooner.
@@ -90,7 +92,7 @@ class LocalSteps(Method):
         "a ('replicate', 'shard') mesh (HSDP)"
     )
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("dense", "send"), "the outer method has: outer=\"topk(dense='*bias')\""
+        ("dense", "send"), "the outer method has: outer=\"int8(dense='*bias')\""
     )
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "diloco": {"every": 500, "outer_lr": 0.7, "outer_momentum": 0.9},
@@ -138,10 +140,15 @@ class LocalSteps(Method):
         promise = self._outer.promise
         if isinstance(self._outer, LocalSteps) or not self._outer.rank_equal:
             raise ThinwireError(f"{self.name}: outer={self._outer.name} leaves ranks apart: take one that averages")
+        if isinstance(self._outer, ErrorFeedback) and self._outer.feedback == "update":
+            raise ThinwireError(
+                f"{self.name}: outer={self._outer.name} sends AdamW's steps (feedback='update'), and the outer "
+                f"optimizer is SGD: write {self._outer.of_gradients}"
+            )
         if promise.of != "gradients":
             raise ThinwireError(
                 f"{self.name}: outer={self._outer.name} works in an Adam's place, and the outer optimizer is SGD: take "
-                "a method that averages gradients, such as topk, int8 or powersgd"
+                "a method that averages gradients, such as int8 or topk(feedback='gradient')"
             )
         if self.decay < 1 and promise.kind != "conserves":
             raise ThinwireError(f"{self.name}: decay={self.decay} needs an outer method with error feedback")

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -42,13 +42,21 @@ NOISE = 2.0**-16
 class PowerSGD(ErrorFeedback):
     """Low-rank gradients with error feedback: r (rows + cols) values, not rows * cols (arXiv 1905.13727, Alg. 1-2).
 
+    By default g_n is the step that AdamW would take, with half of its momentum (``feedback``, ``beta1``);
+    "powersgd:paper" sends gradients, for any optimizer, of every matrix.
+
     Args:
         rank: r; higher => more bytes, less error.
     """
 
     name: ClassVar[str] = "powersgd"
-    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"recommended": {"feedback": "update", "beta1": 0.5}}
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "recommended": {},
+        "paper": {"feedback": "gradient", "smallest": 0},
+    }
 
+    feedback: Literal["gradient", "update"] = "update"
+    beta1: float = 0.5
     rank: int = 4
 
     def __post_init__(self) -> None:

@@ -39,7 +39,8 @@ from thinwire.ops import mask as masks
 
 WORD = 64  # mask bits per int64
 
-_PAPER = {"start": 0.15, "T": 200, "send": ("*",), "dense": ("*bias",)}  # the authors exempt biases only
+_BIASES: dict[str, Any] = {"send": ("*",), "dense": ("*bias",)}  # what the authors exempt
+_PAPER = {"T": 200, "start": 0.15, "residual_scale": 1.0, **_BIASES}
 
 
 @dataclass
@@ -61,16 +62,16 @@ class Radius(ErrorFeedback):
 
     name: ClassVar[str] = "radius"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "recommended": {},
         "paper": {**_PAPER, "density": 0.4},
         "paper-d0.5": {**_PAPER, "density": 0.5},
         "paper-d0.1": {**_PAPER, "density": 0.1},
-        "recommended": {"density": 0.5, "T": 50, "residual_scale": 0.25},  # of all measured the nearest to dense
     }
 
-    density: float = 0.4
-    T: int = 200
+    density: float = 0.5
+    T: int = 50
     start: float = 0.15
-    residual_scale: float = 1.0
+    residual_scale: float = 0.25
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +87,7 @@ class Radius(ErrorFeedback):
         rest = 1 - self.density
         if self.feedback == "update":
             return Delay(steps=115 if 0.15 <= self.start < 1 else 280)
-        return Delay(steps=200 * rest, share=0.5 * rest)
+        return Delay(steps=200 * rest, share=(0.5 if self.residual_scale == 1 else 0.1) * rest)
 
     @property
     def granule(self) -> int:

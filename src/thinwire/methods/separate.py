@@ -17,9 +17,9 @@ weight of the new error below 2 / (1 + w): 0.117 at ratio 16. The paper's beta =
 of steps; as the weight of the *old* error, e' = beta e + (1 - beta)(h - C(h)), it is stable, and agrees with what the
 paper reports (0.95 fine, 0.80 NaN). ``update="printed"`` is the former and is refused unless forced.
 
-The default sends an orthogonal projection instead (see ``Estimator``), for which plain error feedback is stable for
-every gradient, and never resets the error: a reset throws gradient away. That is best by the error of the accumulated
-gradient, and worst in the training runs measured so far: the recommended preset has no feedback. See docs/separate.md.
+The default sends an orthogonal projection instead (see ``Estimator``), without feedback. Plain error feedback
+(``beta=None``) is stable with it for every gradient, and never resets the error: a reset throws gradient away. That is
+best by the error of the accumulated gradient, and worst in the training runs measured so far. See docs/separate.md.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SEPARATE(ErrorFeedback):
             ``thinwire.codecs.projection.Estimator``.
         block: values that are projected together, a power of two; None: 256 for the SRHT (which pads tensors to
             multiples of 16 blocks), 512 for matrices. The error depends on the ratio alone; larger => more work.
-        beta: weight of the old error in the new one (higher => slower). None: 0 for contractions, the most stable
-            1 - 1 / (1 + w) for the unbiased "paper". 1: no feedback.
+        beta: weight of the old error in the new one (higher => slower). 1: no feedback, the best in training. None: 0
+            for contractions, the most stable 1 - 1 / (1 + w) for the unbiased "paper".
         reset: steps after which the error starts anew (the paper's T); 0: never.
         restart: what a reset does with the error: "send" it once in full (a dense step), or drop it to "zero" (the
             paper, which leaves no error behind in any step k with k % reset = 0; that share of the gradient is lost).
@@ -62,15 +62,14 @@ class SEPARATE(ErrorFeedback):
 
     name: ClassVar[str] = "separate"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        # Of all measured the nearest to dense (docs/training.md): in training, feedback costs more than it brings.
-        "recommended": {"ratio": 16, "estimator": "cyclic_srht", "beta": 1.0},
+        "recommended": {},
         "paper": {"ratio": 16, "estimator": "paper", "beta": 0.95, "reset": 128, "restart": "zero"},
     }
 
     ratio: int = 16
     estimator: str = "cyclic_srht"
     block: int | None = None
-    beta: float | None = None
+    beta: float | None = 1.0  # of all measured the nearest to dense: in training, feedback costs more than it brings
     reset: int = 0
     restart: str = "send"
     update: str = "stable"
@@ -95,9 +94,9 @@ class SEPARATE(ErrorFeedback):
         """beta of e' = beta e + (1 - beta)(h - C(h)), after refusing one that diverges."""
         variance = (self._estimator.block + 1) / self._estimator.kept  # w
         biased = self.estimator not in UNBIASED
+        if self.update == "printed" and self.beta in (None, 1):
+            raise ThinwireError("separate: update='printed' needs beta below 1, the weight of the new error in it")
         if self.beta is None:
-            if self.update == "printed":
-                raise ThinwireError("separate: update='printed' needs beta, the weight of the new error in it")
             return 0.0 if biased else 1 - 1 / (1 + variance)
         if not 0 <= self.beta <= 1:
             raise ThinwireError(f"separate: beta is a weight from 0 to 1, got {self.beta}")

@@ -24,7 +24,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -55,6 +55,10 @@ SMALLEST_EXPONENT = -126
 class TAGC(ErrorFeedback):
     """Each rank's own largest values, merged in one count sketch and one index of bits (EuroMLSys 2025, Alg. 1).
 
+    By default they are the values of the step that AdamW would take (``feedback``), and the union of the masks, with it
+    the bytes, grows with the ranks; "tagc:shared" sends values at one mask for all. "tagc:paper" sends gradients, for
+    any optimizer.
+
     Args:
         theta: share of each tensor's values that is zeroed (higher => fewer bytes, longer waits); 0 is dense.
         load: elements of the union per cell of the sketch that its size aims at, below 0.8 (higher => fewer bytes, and
@@ -75,10 +79,12 @@ class TAGC(ErrorFeedback):
 
     name: ClassVar[str] = "tagc"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "paper": {"theta": 0.9875, "select": "non-attention", "leftovers": "median"},
-        "recommended": {"theta": 0.95, "mask": "shared", "select": "all", "feedback": "update"},
+        "recommended": {},
+        "shared": {"mask": "shared", "theta": 0.95},
+        "paper": {"feedback": "gradient", "theta": 0.9875, "select": "non-attention", "leftovers": "median"},
     }
 
+    feedback: Literal["gradient", "update"] = "update"
     theta: float = 0.9875
     load: float = 0.7
     resize: int = 50
@@ -116,9 +122,11 @@ class TAGC(ErrorFeedback):
 
     @property
     def delay(self) -> Delay | None:
+        if self.promise.kind != "conserves":
+            return None
         if self.feedback == "update":
             return Delay(steps=130 if self.mask == "shared" else 0)
-        return Delay.of_largest(1 - self.theta, self.start) if self.promise.kind == "conserves" else None
+        return Delay.of_largest(1 - self.theta, self.start)
 
     @property
     def resized(self) -> Mapping[str, Resized]:
@@ -285,6 +293,8 @@ class LHC(TAGC):
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("theta", "accumulate", "mask"), "lhc sends whatever is not zero: tagc has it"
     )
+
+    feedback: Literal["gradient", "update"] = "gradient"
 
     @property
     def delay(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -21,7 +21,8 @@ class TopK(ErrorFeedback):
     """Each rank's own k largest values with their positions, all-gathered; the rest waits (Stich et al. 2018).
 
     For each tensor, on rank n: h = g_n + e; send the k largest |h|; e = h elsewhere. The mean has up to N k non-zeros,
-    and what a rank receives grows with N: the baseline that methods with a common mask improve on.
+    and what a rank receives grows with N: the baseline that methods with a common mask improve on. By default g_n is
+    the step that AdamW would take (``feedback``); "topk:paper" sends gradients, for any optimizer, of every tensor.
 
     Args:
         density: share of each tensor's values that a rank sends (k = max(int(density * numel), 1)); lower => fewer
@@ -31,10 +32,11 @@ class TopK(ErrorFeedback):
 
     name: ClassVar[str] = "topk"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "paper": {"smallest": 0, "send": ("*",)},
-        "recommended": {"feedback": "update"},
+        "recommended": {},
+        "paper": {"feedback": "gradient", "smallest": 0, "send": ("*",)},
     }
 
+    feedback: Literal["gradient", "update"] = "update"
     density: float = 0.01
     error_feedback: bool = True
 
@@ -44,9 +46,9 @@ class TopK(ErrorFeedback):
 
     @property
     def delay(self) -> Delay | None:
-        if self.feedback == "update":
-            return Delay()
-        return Delay.of_largest(self.density, self.start) if self.error_feedback else None
+        if not self.error_feedback:
+            return None
+        return Delay() if self.feedback == "update" else Delay.of_largest(self.density, self.start)
 
     @property
     def gathers(self) -> bool:
@@ -64,7 +66,7 @@ class TopK(ErrorFeedback):
 
     @property
     def keeps_state(self) -> bool:
-        return self.error_feedback
+        return self.error_feedback or self.feedback == "update"
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         self.send_largest(bucket, exchange)

@@ -48,7 +48,7 @@ from thinwire.state import State
 from thinwire.streams import seed_of
 
 if TYPE_CHECKING:
-    from thinwire.methods.base import Method
+    from thinwire.methods.base import ErrorFeedback
 
 SAMPLE = 64
 """Values of a tensor that tell how much alike the ranks' gradients are: together with those of other tensors, and
@@ -67,7 +67,7 @@ class UpdateSpace:
     """
 
     def __init__(
-        self, method: Method, run: Run, momentum: float = 0.0, *, factored: bool = False, matrices: bool = False
+        self, method: ErrorFeedback, run: Run, momentum: float = 0.0, *, factored: bool = False, matrices: bool = False
     ) -> None:
         """``momentum``: b1 of an average of this rank's gradients that takes the place of g_n above v_n; 0: none.
 
@@ -80,7 +80,11 @@ class UpdateSpace:
         self._method, self._run, self._momentum, self._factored = method, run, momentum, factored
         sent = [name for name, of in run.parameters.items() if method.keep_dense(of) is None]
         self._name = f"{method.name} with feedback='update'"
-        adam_of(self._name, run, sent)
+        try:
+            adam_of(self._name, run, sent)
+        except ThinwireError as refused:
+            raise ThinwireError(f"{refused}; with gradients in place of steps, any optimizer will do: write "
+                                f"{method.of_gradients}") from None
         if factored:
             for name in sent:
                 if len(run.parameters[name].part) < 2:
