@@ -20,6 +20,7 @@ import thinwire
 from breadth import falls_on, spread
 from engines import adamw, build, train
 from thinwire.errors import ThinwireError
+from thinwire.integrations.fsdp2 import param_groups
 from thinwire.methods import TABLE
 from thinwire.played import small
 from thinwire.saved import entries
@@ -50,6 +51,8 @@ def _forms(rank: int, world: int, kind: str) -> list[str]:
         if not method.keeps_state and not (method.encodes_weights and kind == "fsdp2"):
             continue
         model = build(kind, world, net=_shorter)
+        for _, group in [] if kind == "ddp" else param_groups(model):  # as in torch 2.15, before it has found an order
+            vars(group).setdefault("_reduce_scatter_param_indices", [])
         optimizer = cls.OPTIMIZER(model.parameters(), lr=1e-3)
         wire = thinwire.compress(model, optimizer, method, steps=100)
         fresh = {key: (value.shape, value.dtype) for key, value in wire.state_dict().items()}
