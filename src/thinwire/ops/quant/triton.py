@@ -234,8 +234,8 @@ def _requantize(
         codes, codes_stride, scales, scales_stride, row, peers, factor, g, to, last, GROUP, BLOCK, FOUR, ROTATED, WIRE
     )
     _encode(
-        low, high, row_of(out, out_stride, row, WIRE), to, scales_out, g, last, pair, key, GROUP, BLOCK, FOUR, STOCHASTIC,
-        ROTATED,
+        low, high, row_of(out, out_stride, row, WIRE), to, scales_out, g, last, pair, key, GROUP, BLOCK, FOUR,
+        STOCHASTIC, ROTATED,
     )  # fmt: skip
 
 
