@@ -221,7 +221,11 @@ def check_positions(fast: ModuleType, device: str = "cpu") -> None:
             assert all(torch.equal(beside[:, at], words) for at in parts)
             module.unpack(words, flags[:, :n])
             module.scatter_add(x[:, :k].to(device), words, total, 0.3)
-            found.append((listed, again, flags, total, module.popcount(words)))
+            payload, spread = (torch.full((rows, size), math.nan, device=device) for size in (k, n))
+            before = module.directory(words)  # which somebody has kept
+            module.gather_keep(x.to(device), None, words, payload, None, before)
+            module.scatter(payload[-1:], words[-1:], spread[-1:], None if before is None else before[-1:])
+            found.append((listed, again, flags, total, payload, spread[-1:], module.popcount(words)))
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), (n, k, rows)
 
 

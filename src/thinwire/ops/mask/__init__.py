@@ -18,8 +18,8 @@ from torch import Tensor
 from thinwire.errors import ThinwireError
 from thinwire.ops.backends import backend
 
-__all__ = ["WORD", "Faded", "from_indices", "from_lists", "gather_keep", "indices", "pack", "popcount", "renew",
-           "scatter", "scatter_add", "topk_mask", "unpack", "write_at"]  # fmt: skip
+__all__ = ["WORD", "Faded", "directory", "from_indices", "from_lists", "gather_keep", "indices", "pack", "popcount",
+           "renew", "scatter", "scatter_add", "topk_mask", "unpack", "write_at"]  # fmt: skip
 
 WORD = 64
 """Elements per mask word."""
@@ -63,23 +63,38 @@ def topk_mask(values: Tensor, k: int, words: Tensor) -> Tensor:
     return words
 
 
+def directory(words: Tensor) -> Tensor | None:
+    """What a GPU has to know of ``words`` (R, w) before it gathers or scatters: worth keeping while they are the same.
+
+    None where it is not needed.
+    """
+    found: Tensor | None = _backend(words).directory(words)
+    return found
+
+
 def gather_keep(
-    rows: Tensor, residual: Tensor | None, words: Tensor, payload: Tensor, residual_out: Tensor | None
+    rows: Tensor,
+    residual: Tensor | None,
+    words: Tensor,
+    payload: Tensor,
+    residual_out: Tensor | None,
+    before: Tensor | None = None,
 ) -> Tensor:
     """h = ``rows`` + ``residual`` (R, n); ``payload`` (R, k) = h at the mask; ``residual_out`` = h off it, 0 on it.
 
-    One pass. ``residual`` None: h = rows. ``residual_out`` None: not kept; it may be ``residual`` itself.
+    One pass. ``residual`` None: h = rows. ``residual_out`` None: not kept; it may be ``residual`` itself. ``before``:
+    ``directory(words)``, if it is known.
     """
     _check(words, rows, residual, residual_out, payload=payload)
     if payload.numel() or residual_out is not None:
-        _backend(rows).gather_keep(rows, residual, words, payload, residual_out)
+        _backend(rows).gather_keep(rows, residual, words, payload, residual_out, before)
     return payload
 
 
-def scatter(payload: Tensor, words: Tensor, out: Tensor) -> Tensor:
-    """``out`` (R, n) = ``payload`` (R, k) at the mask, 0 elsewhere. One pass."""
+def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> Tensor:
+    """``out`` (R, n) = ``payload`` (R, k) at the mask, 0 elsewhere. One pass. ``before``: as ``gather_keep`` has it."""
     _check(words, out, payload=payload)
-    _backend(out).scatter(payload, words, out)
+    _backend(out).scatter(payload, words, out, before)
     return out
 
 

@@ -328,8 +328,17 @@ def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
         _threshold_words(bits, np.int32(threshold), k - above, mask.numpy().view(np.uint64))
 
 
+def directory(words: Tensor) -> None:
+    """None is needed."""
+
+
 def gather_keep(
-    rows: Tensor, residual: Tensor | None, words: Tensor, payload: Tensor, residual_out: Tensor | None
+    rows: Tensor,
+    residual: Tensor | None,
+    words: Tensor,
+    payload: Tensor,
+    residual_out: Tensor | None,
+    before: Tensor | None = None,
 ) -> None:
     old = flat(rows if residual is None else residual)
     new = flat(rows if residual_out is None else residual_out)  # not written to unless kept
@@ -339,7 +348,7 @@ def gather_keep(
     _expect(exact, payload)
 
 
-def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
+def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
     _spread(payload, words, out, clear=True)
 
 

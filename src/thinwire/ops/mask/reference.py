@@ -28,8 +28,17 @@ def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
     pack(flags, words)
 
 
+def directory(words: Tensor) -> None:
+    """None is needed."""
+
+
 def gather_keep(
-    rows: Tensor, residual: Tensor | None, words: Tensor, payload: Tensor, residual_out: Tensor | None
+    rows: Tensor,
+    residual: Tensor | None,
+    words: Tensor,
+    payload: Tensor,
+    residual_out: Tensor | None,
+    before: Tensor | None = None,
 ) -> None:
     total = rows if residual is None else rows + residual
     flags = flags_of(words)
@@ -39,7 +48,7 @@ def gather_keep(
         residual_out.copy_(torch.where(flags, 0.0, total))
 
 
-def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
+def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
     out.zero_()
     out.masked_scatter_(flags_of(words), payload)
 

@@ -194,27 +194,34 @@ def popcount(words: Tensor) -> Tensor:
 
 
 def gather_keep(
-    rows: Tensor, residual: Tensor | None, words: Tensor, payload: Tensor, residual_out: Tensor | None
+    rows: Tensor,
+    residual: Tensor | None,
+    words: Tensor,
+    payload: Tensor,
+    residual_out: Tensor | None,
+    before: Tensor | None = None,
 ) -> None:
     old = rows if residual is None else residual
     new = rows if residual_out is None else residual_out  # not written to unless kept
+    before = directory(words) if before is None else before
     launch(
-        _gather_keep, _grid(words), rows, old, words, directory(words), payload, new, rows.shape[1], payload.shape[1],
+        _gather_keep, _grid(words), rows, old, words, before, payload, new, rows.shape[1], payload.shape[1],
         FEEDBACK=residual is not None, KEEP=residual_out is not None, BLOCK=BLOCK, ALIGN=alignment(rows, old, new),
     )  # fmt: skip
 
 
-def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
-    _spread(payload, words, out, everything=True)
+def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
+    _spread(payload, words, out, before, everything=True)
 
 
 def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
-    _spread(payload, words, out, everything=False)
+    _spread(payload, words, out, None, everything=False)
 
 
-def _spread(payload: Tensor, words: Tensor, out: Tensor, *, everything: bool) -> None:
+def _spread(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None, *, everything: bool) -> None:
+    before = directory(words) if before is None else before
     launch(
-        _scatter, _grid(words), payload, words, directory(words), out, out.shape[1], payload.shape[1], ALL=everything,
+        _scatter, _grid(words), payload, words, before, out, out.shape[1], payload.shape[1], ALL=everything,
         BLOCK=BLOCK, ALIGN=alignment(out),
     )  # fmt: skip
 
