@@ -61,17 +61,20 @@ POINTS = {
     "bf16-acc32": Point("bf16-acc32", ""),
     "int8": Point("int8(error_feedback=True)", "int8, error feedback", instead="int8"),
     "fp8": Point("fp8(error_feedback=True)", ""),
-    "radius": Point("radius(density=0.4,start=0)", "Radius d=0.4, T=200 (paper)"),
+    "radius": Point(
+        "radius", "Radius d=0.5, T=50, residual_scale=0.25",
+        instead="radius(density=0.4,start=0,T=200,residual_scale=1.0)",
+    ),  # fmt: skip
     "scape": Point("scape(warmup=1)", "SCAPE d=0.01 (paper)"),
     "separate": Point("separate:recommended", "SEPARATE 16x, cyclic SRHT, no feedback"),
-    "tagc": Point("tagc(theta=0.95,mask='shared')", "TAGC d=0.05, shared mask"),
+    "tagc": Point("tagc(theta=0.95,mask='shared',feedback='gradient')", "TAGC d=0.05, shared mask"),
     "sdp4bit": Point("sdp4bit", "SDP4Bit (ours)"),
     "lhc": Point("lhc", ""),
     "zeropp": Point("zeropp", "ZeRO++ (8-bit weights)"),
     "qsdp": Point("qsdp", ""),
     "loco": Point("loco", "LoCo"),
-    "powersgd": Point("powersgd", "PowerSGD rank 4"),
-    "topk": Point("topk(density=0.01)", "top-k d=0.01, error feedback"),
+    "powersgd": Point("powersgd(feedback='gradient')", "PowerSGD rank 4"),
+    "topk": Point("topk(density=0.01,feedback='gradient')", "top-k d=0.01, error feedback"),
     "trickle": Point("trickle", "Trickle d=0.01"),
     "dgc": Point("dgc(density=0.01)", ""),
     "demo": Point("demo", ""),
@@ -91,7 +94,7 @@ CHOICES = (
     ("a very slow network, a long run, and time to compare the loss with dense", ("powersgd", "separate"), SPEED[0]),
 )
 """README's decision table: what you have, what to take, and the setting whose speed is shown."""
-TAKE = {"int8": "int8(error_feedback=True)", "separate": "separate:recommended"}
+TAKE = {"int8": "int8(error_feedback=True)", "powersgd": "powersgd(feedback='gradient')"}
 
 
 def read(name: str) -> list[Row]:
@@ -360,9 +363,15 @@ def pages() -> list[Path]:
 def tradeoff() -> list[tuple[Any, ...]]:
     """(method, speed, gap, is it a ring) of README's picture."""
     found = [(method, speed(method), loss(method)) for method in POINTS if method != "none"]
+
+    def named(method: str) -> str:
+        """Where a method sends updates, what was measured may send gradients."""
+        other = {resolve(spec).promise.of for spec in (method, POINTS[method].speed)} == {"updates", "gradients"}
+        return f"{method} (gradients)" if other else method
+
     return [
         (
-            POINTS[method].speed.partition("(")[0],
+            named(method),
             float(fast["speed_percent"]),
             float(gap["gap_percent"]),
             bool(aside(method)),

@@ -26,11 +26,11 @@ BUDGETS = {
     ("scape", "ddp", 8): (267, 180, 54, 1, 1567),
     ("scape", "ddp", 512): (305, 180, 54, 1, 1571),
     ("scape", "fsdp2", 512): (1214, 377, 28, 1, 1884),
-    ("topk", "ddp", 8): (1026, 281, 53, 1, 1092),
+    ("topk(feedback='gradient')", "ddp", 8): (1026, 281, 53, 1, 1092),
     ("trickle", "ddp", 64): (1520, 425, 71, 1, 2275),
     ("trickle", "fsdp2", 64): (1228, 323, 40, 1, 2159),
-    ("radius", "ddp", 64): (114, 88, 53, 1, 1115),
-    ("radius", "fsdp2", 64): (74, 66, 28, 1, 1252),
+    ("radius(density=0.4, T=200, residual_scale=1.0)", "ddp", 64): (114, 88, 53, 1, 1115),
+    ("radius(density=0.4, T=200, residual_scale=1.0)", "fsdp2", 64): (74, 66, 28, 1, 1252),
 }
 DENSE = {"ddp": (19, 35), "fsdp2": (1, 26)}
 """Launches of dense, and buckets of methods that leave the small tensors dense."""

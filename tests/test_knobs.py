@@ -95,6 +95,26 @@ def test_defaults_presets_and_what_they_print_are_accepted():
             assert not {knob.name for knob in cls.knobs()} & set(cls.ABSENT)
 
 
+@pytest.mark.parametrize("cls", [cls for cls in TABLE if "paper" in cls.PRESETS], ids=lambda cls: cls.name)
+def test_a_bare_name_is_the_recommended_form_and_the_papers_is_beside_it(cls):
+    """In Python as on the command line; a knob that is set leaves the others as recommended."""
+    paper = methods.resolve(f"{cls.name}:paper")
+    assert paper != cls() and getattr(paper, "feedback", "gradient") == "gradient"
+    if "recommended" in cls.PRESETS:
+        assert methods.resolve(f"{cls.name}:recommended") == methods.resolve(cls.name) == cls()
+    sends = {"topk": "update", "tagc": "update", "powersgd": "update", "radius": "gradient", "separate": "gradient"}
+    if cls.name in sends:
+        assert methods.resolve(f"{cls.name}(start=7)").feedback == sends[cls.name]
+
+
+@pytest.mark.parametrize("name", ["topk", "tagc", "powersgd", "trickle", "topk(error_feedback=False)"])
+def test_what_sends_adamws_steps_is_no_outer_method_and_what_to_write_is_said(name):
+    of_gradients = methods.resolve(name).of_gradients
+    refused(lambda: methods.resolve(f"local-steps(outer={name!r})"), "outer optimizer is SGD", f"write {of_gradients}")
+    outer = of_gradients.partition(", or ")[0]
+    assert methods.resolve(f"local-steps(outer={outer!r})").carrier.feedback == "gradient"
+
+
 @pytest.mark.parametrize(
     ("text", "same"),
     [

@@ -120,6 +120,7 @@ def _refused(rank: int, world: int) -> dict[str, tuple[str, bool]]:
     for name, kind, spec, more in (
         ("another method", "ddp", "trickle(smallest=100)", {}),
         ("another knob", "ddp", "topk(feedback='gradient', smallest=100, density=0.2)", {}),
+        ("another default", "ddp", "topk(smallest=100, density=0.1)", {}),
         ("another seed", "ddp", TOPK, {"seed": 1}), ("another bound", "ddp", TOPK, {"bound": None}),
         ("another engine", "fsdp2", TOPK, {}), ("another model", "ddp", TOPK, {"layers": 1}),
     ):  # fmt: skip
@@ -153,6 +154,7 @@ SAID = {
     "damaged": "'rank-000{rank}-of-0002/about' is damaged",
     "another method": "it was saved with method topk, this run has trickle",
     "another knob": "it was saved with density=0.1 of topk, this run has density=0.2",
+    "another default": "it was saved with feedback=gradient of topk, this run has feedback=update",
     "another seed": "it was saved with seed=0, this run has seed=1",
     "another bound": "it was saved with bound=10.0, this run has bound=None",
     "another engine": "it was saved on ddp, this run is on fsdp2",

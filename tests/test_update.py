@@ -270,11 +270,16 @@ def test_a_density_takes_at_most_24_bits_a_value():
 @pytest.mark.parametrize(
     ("optimizer", "spec", "words"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), "trickle(smallest=0)", "built on Adam"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), "trickle(smallest=0)",
+         r"built on Adam: .* got SGD, .* write trickle\(smallest=0, feedback='gradient'\)$"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), "topk(smallest=0)",
+         r"write topk\(smallest=0, feedback='gradient'\), or topk:paper$"),
+        (thinwire.AdamS, "powersgd(smallest=0, beta1=0.9)",
+         r"got AdamS, .* write powersgd\(smallest=0, feedback='gradient'\), or powersgd:paper$"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "trickle(smallest=0)", "amsgrad"),
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), "topk(smallest=0)", "decoupled"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_adamw_is_refused(optimizer, spec, words):
     with pytest.raises(ThinwireError, match=words):
         reduce_on_threads(

@@ -40,7 +40,7 @@ from thinwire.methods.base import Delay, ErrorFeedback, Promise
 
 @dataclass
 class SEPARATE(ErrorFeedback):
-    """A common random projection of every block, with error feedback: 32 / ratio bits per value (ICLR 2025, Alg. 1).
+    """A common random projection of every block: 32 / ratio bits per value (ICLR 2025, Alg. 1, and without feedback).
 
     Args:
         ratio: values per value sent, a power of two (higher => fewer bytes, longer delay or more noise).
