@@ -64,7 +64,7 @@ POINTS = {
     "radius": Point(
         "radius", "Radius d=0.5, T=50, residual_scale=0.25",
         instead="radius(density=0.4,start=0,T=200,residual_scale=1.0)",
-    ),  # fmt: skip
+    ),
     "scape": Point("scape(warmup=1)", "SCAPE d=0.01 (paper)"),
     "separate": Point("separate:recommended", "SEPARATE 16x, cyclic SRHT, no feedback"),
     "tagc": Point("tagc(theta=0.95,mask='shared',feedback='gradient')", "TAGC d=0.05, shared mask"),
