@@ -11,11 +11,12 @@ SITE   ?= build/docs
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup train test test-torch test-frameworks test-wheel test-gpu check format bench docs clean
+.PHONY: help setup train test test-all test-torch test-frameworks test-wheel test-gpu check format bench docs clean
 
 help:
 	@echo "make train     train a small language model on two ranks of this machine, into $(OUT)"
 	@echo "make test      run the tests, $(JOBS) at a time (JOBS=1: one after the other)"
+	@echo "make test-all  each case everywhere, where make test deals cases out (tests/breadth.py): before a release"
 	@echo "make test-torch TORCH=torch==2.11.0   run the tests of what touches torch's inside on another torch, in an"
 	@echo "               environment of its own (TESTS=tests: all of them)"
 	@echo "make test-frameworks   the tests of Hugging Face, Lightning, torchtitan and lm-evaluation-harness, which it installs"
@@ -45,6 +46,9 @@ train: $(STAMP)
 test: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+
+test-all:
+	THINWIRE_TESTS=all $(MAKE) test
 
 CORE := $(addprefix tests/test_,packaging.py engines.py engines_linear.py weights.py edges_passes.py saved.py rehearsal.py)
 

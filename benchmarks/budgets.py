@@ -2,6 +2,7 @@
 
     python benchmarks/budgets.py                            # the tables of docs/gpu.md
     python benchmarks/budgets.py --model gpt2 --engine ddp --ranks 8 --methods int8 topk
+    python benchmarks/budgets.py --model gpt2 --engine ddp --methods int8 --list     # every launch, by name
 
 Nothing is measured and no GPU is needed: a rehearsal plays a step of the steady state on tensors without storage,
 through the host code of the CUDA kernels, over groups that only count. What an operation of torch launches counts as
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,11 @@ CAP = 25 * 2**20
 
 @dataclass(frozen=True)
 class Budget:
-    """Of one rank and step. ``sent``: bytes of gradients; ``weights``: of one gathering. ``held``, ``peak``: bytes."""
+    """Of one rank and step. ``sent``: bytes of gradients; ``weights``: of one gathering. ``held``, ``peak``: bytes.
+
+    ``names``: launches by name. ``buffers``: of the engine's. ``buckets``: parts of these that travel each in its own
+    way, what is compressed and, in the same buffer, what stays dense.
+    """
 
     launches: float
     ours: float
@@ -49,6 +54,9 @@ class Budget:
     weights: float
     held: int
     peak: int
+    names: Mapping[str, float]
+    buffers: int
+    buckets: int
 
 
 def gpt2() -> list[Shapes]:
@@ -141,7 +149,30 @@ def budget(method: str, model: str, engine: str, ranks: int) -> Budget:
         weights=found.weights,
         held=found.memory.held,
         peak=found.memory.peak,
+        names=found.launches,
+        buffers=len(layout.buffers),
+        buckets=sum(
+            len({made.keep_dense(run.parameters[of.name]) is None for of in pieces}) for pieces in layout.buffers
+        ),
     )
+
+
+def listing(model: str, engine: str, ranks: Sequence[int], methods: Sequence[str]) -> None:
+    """Every launch by name, a column for each number of ranks; below, what is beyond dense's, per bucket and buffer."""
+    dense = {count: budget("dense", model, engine, count) for count in ranks}
+    for method in methods:
+        of = {count: budget(method, model, engine, count) for count in ranks}
+        any_of = of[ranks[0]]
+        print(f"### {method}, {model}, {engine}: {any_of.buffers} buffers, {any_of.buckets} buckets\n")
+        print("| launches with N = |" + "".join(f" {count} |" for count in ranks))
+        print("|---|" + "--:|" * len(ranks))
+        for name in sorted({name for each in of.values() for name, times in each.names.items() if times}):
+            print(f"| `{name}` |" + "".join(f" {of[count].names.get(name, 0):.4g} |" for count in ranks))
+        print("| all |" + "".join(f" {of[count].launches:.4g} |" for count in ranks))
+        beyond = {count: of[count].launches - dense[count].launches for count in ranks}
+        print("| beyond dense, per bucket |" + "".join(f" {beyond[n] / any_of.buckets:.1f} |" for n in ranks))
+        print("| beyond dense, per buffer |" + "".join(f" {beyond[n] / any_of.buffers:.1f} |" for n in ranks))
+        print(flush=True)
 
 
 def table(model: str, engine: str, ranks: Sequence[int], methods: Sequence[str]) -> None:
@@ -165,10 +196,11 @@ def main() -> None:
     parser.add_argument("--engine", choices=("ddp", "fsdp2"), default="fsdp2")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--list", action="store_true", help="every launch by name, instead of a table")
     options = parser.parse_args()
     every = [("gpt2", "ddp"), ("gpt2", "fsdp2"), ("llama", "fsdp2")]
     for model, engine in [(options.model, options.engine)] if options.model else every:
-        table(model, engine, options.ranks, options.methods)
+        (listing if options.list else table)(model, engine, options.ranks, options.methods)
 
 
 if __name__ == "__main__":

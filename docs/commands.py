@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 BLOCK = re.compile(r"^```bash\n(?P<commands>.*?)^```\n(?:\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE)
-PLAIN = {"TERM": "dumb", "COLUMNS": "160", "NO_COLOR": "1"}
-"""So that programs print plain lines, whatever terminal this is run in."""
+PLAIN = {"TERM": "dumb", "COLUMNS": "160", "NO_COLOR": "1", "PYTHONDONTWRITEBYTECODE": ""}
+"""So that programs print plain lines, whatever terminal this is run in, and a file is compiled once, as is usual."""
 BAR = re.compile(r"^.*\d%\|.*\n\n?", re.MULTILINE)
 """A progress bar, each state of which is a line where there is no terminal."""
 

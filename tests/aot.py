@@ -29,7 +29,7 @@ from thinwire.ops.mask import triton as mask
 from thinwire.ops.moments import triton as moments
 from thinwire.ops.projection import triton as projection
 from thinwire.ops.quant import triton as quant
-from thinwire.ops.rows import PER_PROGRAM
+from thinwire.ops.rows import FIELDS, PER_PROGRAM
 from thinwire.ops.rows import triton as packing
 from thinwire.ops.sign import triton as sign
 from thinwire.ops.sketch import triton as sketch
@@ -64,10 +64,14 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
             "STOCHASTIC": four
         }
         yield quant._dequantize, codes, constants
+        out = {"out": codes["codes"], "scales_out": "*fp32"}
+        yield quant._requantize, codes | out, constants | parts | {"STOCHASTIC": four}
     for rows in ("*fp32", "*i16"):
         yield quant._sum_rows, {"rows": rows}, {"BLOCK": quant.PER_PROGRAM} | aligned
-    yield packing._pack, {"flat": "*fp32"}, {"WIDEN": False, "BLOCK": PER_PROGRAM}
-    yield packing._unpack, {"flat": "*fp32"}, {"BLOCK": PER_PROGRAM}
+    table = {"BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
+    yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False}
+    for add in (False, True):
+        yield packing._unpack, {"flat": "*fp32"}, table | {"ADD": add}
     for group in (128, 2048):
         block = {"GROUP": group, "BLOCK": sign.PER_PROGRAM // group, "WIRE": 4}
         yield sign._pack, {}, block | {"LEVELS": group.bit_length() - 1, "RMS": group == 128}
@@ -78,6 +82,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._scatter, {}, block | aligned | {"ALL": True}
     yield mask._scatter, {}, block | aligned | {"ALL": False}
     yield mask._scatter_add, {}, block | aligned
+    yield mask._renew, {}, block
     yield mask._indices, {"out": "*i32"}, block
     yield mask._from_indices, {}, block
     yield mask._from_lists, {}, block

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import ranks
 import thinwire
+from breadth import dealt, falls_on
 from engines import build
 from models import flat
 from thinwire.methods import TABLE, resolve
@@ -80,9 +81,14 @@ NO_SCALER = ("local-steps",)
 STATEFUL = [case for case in CASES if resolve(case.method).keeps_state]
 
 
-def on(engine: str, cases: Iterable[Case] = CASES) -> list[Case]:
-    """Those that run on ``engine``."""
-    return [case for case in cases if engine in resolve(case.method).engines]
+def on(engine: str, cases: Iterable[Case] = CASES, among: Sequence[str] = ()) -> list[Case]:
+    """Those that run on ``engine``; where a test goes over the engines ``among``, those that fall on it."""
+    found = []
+    for number, case in enumerate(cases):
+        places = [place for place in among or [engine] if place in resolve(case.method).engines]
+        if engine in places and falls_on(number, engine, places):
+            found.append(case)
+    return found
 
 
 def error_of(action: Callable[[], Any]) -> str:
@@ -330,7 +336,7 @@ def _turns(rank, world, engine):
             late = conserve(rank, world, engine, case, LATE)
         return {"turns": found["broken"], "late": late["broken"], "apart": found["apart"]}
 
-    return findings([case for case in on(engine) if case.law], look)
+    return findings(on(engine, [case for case in CASES if case.law], ("fsdp2", "hsdp")), look)
 
 
 @pytest.mark.parametrize(("engine", "world"), [("fsdp2", 2), ("hsdp", 4)])
@@ -367,7 +373,7 @@ def _scape(rank, world, engine):
         "all by turns": ([*"CBCBAACB"], {}),
     }
     found: Found = {}
-    for density in (0.1, 0.02) if engine == "fsdp2" else (0.02,):  # masks as bits; below 1/32, as positions
+    for density in dealt([0.1, 0.02], engine, ("fsdp2", "hsdp")):  # masks as bits; below 1/32, as positions
         case = Case(f"scape(smallest=0, density={density}, warmup=3)", "moment", "adams")
         for label, (steps, options) in cases.items():
             found |= findings([case], lambda case: conserve(rank, world, engine, case, steps, **options))  # noqa: B023

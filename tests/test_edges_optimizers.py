@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ranks
 import thinwire
+from breadth import dealt
 from engines import build, same_on_all_ranks
 from models import Net, flat, loss_of
 from test_edges import SHAPES, Case, Given, each, error_of, findings, full, parts, same, tensors
@@ -75,7 +76,7 @@ def _muon(rank, world, engine):
             "as if not": same(poisoned, without), "in any order": same(turned, without),
         }  # fmt: skip
 
-    return findings(MUON_CASES, look)
+    return findings(dealt(MUON_CASES, engine, ("ddp", "fsdp2")), look)
 
 
 @pytest.mark.skipif(MUON is None, reason="torch before 2.9 has no Muon")
@@ -133,7 +134,7 @@ def _two(rank, world, engine):
         two, equal = _trained(engine, world, rank, case.method, halves)
         return {"apart": max(float((one[n] - two[n]).abs().max()) for n in one), "equal": equal}
 
-    found = findings(TWO, look)
+    found = findings(dealt(TWO, engine, ("ddp", "fsdp2")), look)
 
     def mixed(case):
         """Given gradients do not know the weights: each parameter moves as under its own optimizer alone."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ranks
 import thinwire
+from breadth import dealt
 from engines import build, same_on_all_ranks
 from models import flat
 from test_edges import LAW, SHAPES, STATEFUL, Case, Given, conserve, each, error_of, findings, on, same, tensors
@@ -40,7 +41,8 @@ def _pairs(rank, world, engine):
             "steps": (bare["steps"], wrapped["steps"]),
         }  # fmt: skip
 
-    return findings([c for c in on(engine, STATEFUL) if c.law and c.name not in OWN_MOMENTUM], look)
+    cases = [case for case in STATEFUL if case.law and case.name not in OWN_MOMENTUM]
+    return findings(on(engine, cases, ("ddp", "fsdp2")), look)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
@@ -89,7 +91,7 @@ def _spoilt_pairs(rank, world, engine):
         return found
 
     names = ("int8", "radius", "topk", "powersgd")
-    return findings([case for case in STATEFUL if case.name in names], look)
+    return findings(on(engine, [case for case in STATEFUL if case.name in names], ("ddp", "fsdp2")), look)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
@@ -173,7 +175,7 @@ def _ordered(rank, world):
             model = build("ddp", world, net=lambda: Ordered(contiguous=contiguous))  # noqa: B023
             optimizer = case.make(model.parameters(), lr=0.05)
             wire = thinwire.compress(model, optimizer, case.method, steps=8)
-            for step in range(8):
+            for step in range(5):
                 with wire.accumulate():
                     model(step, rank).backward()
                 optimizer.step()
@@ -183,7 +185,7 @@ def _ordered(rank, world):
             wire.close()
         return {"apart": float((found[0] - found[1]).abs().max()), "strides": strides}
 
-    return findings(on("ddp"), look)
+    return findings(dealt(on("ddp"), 0, range(2)), look)
 
 
 def test_the_order_of_a_weight_in_memory_changes_no_bit():
@@ -251,7 +253,7 @@ def _unexchanged(rank, world, engine):
             found[f"{label}: goes on"] = torch.equal(ends[0][0], ends[1][0]) and ends[0][1:] == ends[1][1:] == (4, 0)
         return found
 
-    return findings(UNEXCHANGED, look)
+    return findings(dealt(UNEXCHANGED, engine), look)
 
 
 @pytest.mark.parametrize(("engine", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])

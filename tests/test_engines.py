@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import engines
 import ranks
 import thinwire
+from breadth import dealt, spread
 from engines import adamw, build, same_on_all_ranks, shown, stats_of, train
 from models import Net, batch, flat, loss_of
 from thinwire.comm import GroupComm
@@ -22,8 +23,7 @@ METHODS = [
     "dense", "fp32", "bf16", "bf16-acc32", "int8(smallest=100)", "fp8(smallest=100)",
     "int8(smallest=100, error_feedback=True)", "bf16-acc32(error_feedback=True)",
 ]  # fmt: skip
-FEW = [METHODS[i] for i in (0, 2, 4, 6)]
-"""For HSDP, whose two hops are a reduce-scatter as FSDP2's and then an all-reduce as DDP's: one method of each kind."""
+REST = [method for method in METHODS if method not in ("bf16", "int8(smallest=100)")]
 
 
 def _dense(rank, world, kind):
@@ -39,8 +39,8 @@ def _dense(rank, world, kind):
 
 @pytest.mark.parametrize(
     ("kind", "world"),
-    [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("fsdp2-keep", 3), ("hsdp", 2),
-     ("hsdp", 4), ("hsdp-1", 3)],
+    spread(2, [("ddp", 3), ("ddp", 2), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2-keep", 3), ("fsdp2", 4), ("hsdp", 4),
+               ("hsdp", 2), ("hsdp-1", 3), ("ddp", 4)]),
 )  # fmt: skip
 def test_dense_is_the_stock_engine_bit_for_bit(kind, world):
     assert all(ranks.run(_dense, world, kind))
@@ -50,7 +50,7 @@ def _methods(rank, world, kind):
     stock = build(kind, world)
     reference = train(stock, adamw(stock), rank, range(8))
     found = {}
-    for method in METHODS if kind != "hsdp" else FEW:
+    for method in ["bf16", "int8(smallest=100)", *dealt(REST, kind)]:
         model = build(kind, world)
         optimizer = adamw(model)
         wire = thinwire.compress(model, optimizer, method)
@@ -104,9 +104,12 @@ def _nan(rank, world, kind, method):
     return skipped, torch.equal(flat(poisoned), flat(without)), finite, same_state, len(state)
 
 
-@pytest.mark.parametrize("method", ["dense", "int8(smallest=100, error_feedback=True)"])
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
-def test_one_nan_on_one_rank_skips_the_step_everywhere_and_leaves_no_trace(kind, world, method):
+@pytest.mark.parametrize(
+    ("of", "method"),
+    spread(2, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)], ["int8(smallest=100, error_feedback=True)", "dense"]),
+)
+def test_one_nan_on_one_rank_skips_the_step_everywhere_and_leaves_no_trace(of, method):
+    kind, world = of
     for skipped, same, finite, same_state, states in ranks.run(_nan, world, kind, method):
         assert skipped == (1, 1, 7)
         assert finite
@@ -185,7 +188,7 @@ def _odd(rank, world, kind):
     return found
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("fsdp2", 3), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), spread(2, [("ddp", 3), ("hsdp", 4), ("fsdp2", 3)]))
 def test_unused_frozen_tied_and_narrow_parameters(kind, world):
     for found in ranks.run(_odd, world, kind):
         assert found["dense"][0] == 0
@@ -258,7 +261,7 @@ def _accumulate(rank, world, kind):
     return found
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), spread(2, [("ddp", 2), ("hsdp", 4), ("fsdp2", 2)]))
 def test_accumulation_exchanges_once_per_step(kind, world):
     for dense, int8 in ranks.run(_accumulate, world, kind):
         assert dense[0]
@@ -277,7 +280,8 @@ def _sizes(rank, world, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "world"), [("ddp", 1), ("fsdp2", 1), ("ddp", 5), ("fsdp2", 7), ("hsdp", 8), ("ddp", 8)]
+    ("kind", "world"),
+    spread(2, [("ddp", 1), ("ddp", 5), ("fsdp2", 7), ("fsdp2", 1), ("hsdp", 8), ("ddp", 8)]),
 )
 def test_any_number_of_ranks(kind, world):
     for equal, falls, sent in ranks.run(_sizes, world, kind):
@@ -357,7 +361,7 @@ def _inside(rank, world, kind, options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("hsdp", {}), ("ddp", {"two_level": True}), ("fsdp2", {"two_level": True})]
+    ("kind", "options"), spread(2, [("hsdp", {}), ("ddp", {"two_level": True}), ("fsdp2", {"two_level": True})])
 )
 def test_the_hop_inside_a_node_may_be_cheap_too(kind, options):
     for found, errors in ranks.run(_inside, 4, kind, options, LOCAL_WORLD_SIZE="2"):
@@ -385,7 +389,7 @@ def _two_level(rank, world, kind, method):
     return apart, equal, sent
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", spread(2, ["ddp", "fsdp2"]))
 def test_two_level_sends_less_across_nodes(kind):
     results = ranks.run(_two_level, 4, kind, "int8(smallest=100)", LOCAL_WORLD_SIZE="2")
     assert all(apart < 5e-3 and equal for apart, equal, _ in results)
@@ -409,7 +413,7 @@ def _compiled(rank, world, kind):
     return found
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", spread(2, ["ddp", "fsdp2"]))
 def test_compiled_models(kind):
     for dense, int8 in ranks.run(_compiled, 2, kind):
         assert dense < 1e-5
@@ -505,7 +509,7 @@ def _divided(rank, world, kind, method):
     return [torch.equal(of, found[0]) for of in found]
 
 
-@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp", 4), ("hsdp-1", 2)])
+@pytest.mark.parametrize(("kind", "world"), spread(2, [("fsdp2", 2), ("hsdp-1", 2), ("hsdp", 4)]))
 def test_the_sum_may_be_divided_by_any_number(kind, world):
     """By a power of two nothing is rounded."""
     assert all(all(equal) for equal in ranks.run(_divided, world, kind, "int8(smallest=100, error_feedback=True)"))

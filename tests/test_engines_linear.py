@@ -11,6 +11,7 @@ import torch
 import engines
 import ranks
 import thinwire
+from breadth import dealt
 from engines import adamw, same_on_all_ranks, shown, stats_of, train
 from models import Net, flat
 from thinwire import methods
@@ -38,9 +39,7 @@ EXACT = ("demo", "frozen-adam", "loco", "onebit-adam", "radius", "scape", "sdp4b
 
 
 def tried(kind):
-    """All on DDP; elsewhere not again those that keep what another one keeps in the same way."""
-    again = ("demo", "dgc", "loco", "powersgd", "topk")
-    return [method for method in METHODS if kind == "ddp" or not method.startswith(again)]
+    return dealt(METHODS, kind)
 
 
 STEPS = 10
@@ -76,7 +75,7 @@ def resumed(kind, world, method, model, optimizer, wire):
 def _train(rank, world, kind):
     """With a step that does not count, and without it: this one, elsewhere than on DDP, stopped and resumed."""
     found = {}
-    for method in METHODS if kind == "fsdp2" else tried(kind):
+    for method in tried(kind):
         model, optimizer, wire = begun(kind, world, method)
         losses = train(model, optimizer, rank, range(STEPS - 4), wire, poison=(SPOILT, 1))
         wire.reset_stats()
@@ -91,12 +90,9 @@ def _train(rank, world, kind):
             "share": wire.plan.wire_bytes / wire.plan.dense_bytes,
         }
         assert shown(wire)
-        if method in tried(kind):
-            whole, state, skipped = flat(model), entries(wire.state_dict()), wire.skipped
-            has_state = len(state) > 4 or (method.startswith("sdp4bit") and kind == "ddp")
+        whole, state, skipped = flat(model), entries(wire.state_dict()), wire.skipped
+        has_state = len(state) > 4 or (method.startswith("sdp4bit") and kind == "ddp")
         wire.close()
-        if method not in tried(kind):
-            continue
         model, optimizer, wire = begun(kind, world, method)
         train(model, optimizer, rank, [*range(SPOILT), SPOILT + 1, SPOILT + 2], wire)  # Radius waits with something
         if kind != "ddp":
@@ -115,7 +111,7 @@ def _train(rank, world, kind):
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("fsdp2", 3), ("hsdp", 4)])
 def test_they_train_send_what_the_plan_says_and_forget_a_step_that_is_not_finite(kind, world):
     for found in ranks.run(_train, world, kind):
-        assert list(found) == (METHODS if kind == "fsdp2" else tried(kind))
+        assert list(found) == tried(kind)
         for method, what in found.items():
             assert what["equal"], method
             assert sum(what["losses"][-4:]) < 0.97 * sum(what["losses"][:4]), method
@@ -124,8 +120,7 @@ def test_they_train_send_what_the_plan_says_and_forget_a_step_that_is_not_finite
             if (method.startswith("scape") and kind == "fsdp2") or "sdp4bit" in method or "difference" in method:
                 assert what["weights"][0] == what["weights"][1], "sent once per step, resharded or not"
             assert what["share"] < 1, method
-            if method in tried(kind):
-                assert what["without"] == (1, True, True, True), method
+            assert what["without"] == (1, True, True, True), method
 
 
 def _resume(rank, world):

@@ -96,5 +96,7 @@ def test_a_run_on_token_files_is_read_back_sampled_and_exported(family, engine, 
     kept = Tokenizer("bpe:280", (), out, trains=False).as_hub().to_str()
     assert HubTokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json")).to_str() == kept
     assert sum(1 for _ in (tmp_path / "hf").iterdir()) == 4
+    written = [*(tmp_path / "hf").iterdir(), *(out / "checkpoints" / "step-000003").iterdir()]
+    assert {file.stat().st_mode for file in written} == {text.stat().st_mode}, "not for their owner alone"
     assert cli.main(["sample", str(tmp_path / "hf")]) == 2
     assert "is not a checkpoint" in capsys.readouterr().err

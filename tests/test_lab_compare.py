@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from breadth import spread
 from thinwire.errors import ThinwireError
 from thinwire.lab import compare as module
 from thinwire.lab.cli import compare_main
@@ -87,7 +88,9 @@ def program(tmp_path: Path) -> list[str]:
     return [sys.executable, str(script)]
 
 
-@pytest.mark.parametrize("extra, source", [(["--noted", "yes"], "counters noted"), ([], "less the silent run")])
+@pytest.mark.parametrize(
+    "extra, source", spread(2, [([], "less the silent run"), (["--noted", "yes"], "counters noted")])
+)
 def test_compare(tmp_path: Path, program: list[str], extra: list[str], source: str,
                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     out = tmp_path / "out"

@@ -9,6 +9,7 @@ import torch
 
 import ranks
 import thinwire
+from breadth import spread
 from engines import adamw, build, same_on_all_ranks, stats_of, train
 from models import flat
 from thinwire import methods
@@ -47,11 +48,11 @@ def chunks(values: torch.Tensor, shape: tuple[int, ...], many: int) -> torch.Ten
     return found.view(many, width)
 
 
-@pytest.mark.parametrize(("size", "per_node"), [(4, 2), (6, 2), (6, 3)])
-@pytest.mark.parametrize("make", FEEDBACK, ids=lambda make: make.args[0].name)
-def test_what_a_node_sends_and_what_waits_there_is_what_its_ranks_had(make, size, per_node):
+@pytest.mark.parametrize(("make", "of"), spread(2, FEEDBACK, [(4, 2), (6, 2), (6, 3)]))
+def test_what_a_node_sends_and_what_waits_there_is_what_its_ranks_had(make, of):
     """By the promise of a sum: over the nodes, means of their ranks = nodes * what arrived + what waits."""
-    nodes, method = size // per_node, make()
+    (size, per_node), method = of, make()
+    nodes = size // per_node
     optimizer = (lambda weights: torch.optim.AdamW(weights, lr=1e-3)) if method.name == "radius" else None
     results = reduce_on_threads(
         make, gradients, topology="two_level", size=size, per_node=per_node, shapes=SHAPES, steps=STEPS,
@@ -122,10 +123,10 @@ def _trained(rank: int, world: int, kind: str, method: str) -> tuple:
     return losses, surprise, equal, torch.equal(end, flat(model))
 
 
-@pytest.mark.parametrize(("kind", "method"), [
+@pytest.mark.parametrize(("kind", "method"), spread(2, [
     ("ddp", "int8(error_feedback=True, smallest=100)"), ("ddp", "radius(smallest=100, start=0, T=2, density=0.3)"),
     ("fsdp2", "topk(feedback='gradient', smallest=100, density=0.2)"),
-])  # fmt: skip
+]))  # fmt: skip
 def test_feedback_on_two_levels_trains_resumes_and_sends_what_is_planned(kind, method):
     for losses, surprise, equal, resumed in ranks.run(_trained, 4, kind, method, LOCAL_WORLD_SIZE="2"):
         assert losses[-1] < losses[0] - 0.05 and equal and resumed

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from breadth import spread
 from thinwire import methods
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
@@ -73,8 +74,7 @@ def lost(results, topology: str, shapes=SHAPES) -> float:
     return worst
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "topology"), spread(2, METHODS, TOPOLOGIES))
 def test_nothing_is_lost(method, topology):
     for size in (1, 2, 3):
         assert lost(run(method, topology, size, steps=12), topology) < 1e-4
@@ -105,7 +105,7 @@ def test_limits_are_dense_to_rounding(method):
     assert all(torch.allclose(x["mean"], y["mean"], atol=2e-5) for x, y in zip(limit[0], dense[0], strict=True))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", spread(2, METHODS))
 def test_all_ranks_hold_the_same_bits_after_100_steps(method):
     results = run(method, size=4, steps=100, max_norm=1.0)
     for rank in results[1:]:
@@ -114,8 +114,7 @@ def test_all_ranks_hold_the_same_bits_after_100_steps(method):
     assert lost(results, "all_reduce") < 1e-3
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "topology"), spread(2, METHODS, TOPOLOGIES))
 def test_bytes_are_what_the_plan_says(method, topology):
     """To the byte, over the steps of one period; TAGC's sketches shrink from what is planned for disjoint masks."""
     size, steps = 3, 23
@@ -174,7 +173,7 @@ def test_the_clip_factor_at_a_resample_is_reported():
 # SEPARATE
 
 
-@pytest.mark.parametrize("ratio", [8, 16, 64])
+@pytest.mark.parametrize("ratio", spread(2, [8, 16, 64]))
 def test_the_printed_update_overflows_and_ours_is_bounded(ratio):
     def norm(step, name="w"):
         return float(step[f"residual/{name}"].double().norm() / step["input"].double().norm())

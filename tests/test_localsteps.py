@@ -15,6 +15,7 @@ from torch import Tensor
 
 import ranks
 import thinwire
+from breadth import dealt
 from engines import build, same_on_all_ranks, train
 from models import flat
 from thinwire import methods
@@ -378,7 +379,7 @@ def _equal(model: Any, kind: str) -> bool:
 
 @pytest.mark.parametrize(("kind", "world", "per_node"), [("ddp", 2, 1), ("ddp", 4, 1), ("hsdp", 4, 2)])
 def test_between_rounds_nothing_travels(kind, world, per_node):
-    cases = [(kind, outer) for outer in ("dense", TOPK, "int8(smallest=0)")]
+    cases = [(kind, outer) for outer in dealt(["dense", TOPK, "int8(smallest=0)"], world, (2, 4))]
     for found in ranks.run(several, world, _travels, cases, LOCAL_WORLD_SIZE=str(per_node)):
         for bytes_, equal, planned, sent in found:
             rounds = [step % 3 == 0 for step in range(10)]
@@ -489,7 +490,7 @@ def _resumed(rank: int, world: int, kind: str, stop: int, poison: tuple[int, int
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("hsdp", 4)])
 def test_killed_inside_a_round_and_resumed_bit_for_bit(kind, world):
     """After the start; inside the second round, after one rank has skipped a step; just after a round."""
-    cases = [(kind, 1, None), (kind, 7, (4, 1)), (kind, 9, None)]
+    cases = dealt([(kind, 1, None), (kind, 7, (4, 1)), (kind, 9, None)], kind, ("ddp", "hsdp"))
     for found in ranks.run(several, world, _resumed, cases, LOCAL_WORLD_SIZE="2" if world == 4 else "1"):
         assert found == [True] * len(cases)
 

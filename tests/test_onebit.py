@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from breadth import spread
 from independent11 import FrozenV
 from papers import OneBitAdamPaper
 from programs import needs_triton, run_python
@@ -63,9 +64,7 @@ def by_parameter(flat, topology: str, size: int) -> dict[str, np.ndarray]:
     return {name: values.reshape(-1) for name, values in zip(widths, columns, strict=True)}
 
 
-@pytest.mark.parametrize("scale", ["mean", "rms"])
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(("topology", "size", "scale"), spread(2, TOPOLOGIES, [2, 3, 4], ["mean", "rms"]))
 def test_against_the_pseudo_code(topology, size, scale):
     """Weights, momentum and both errors, for 6 dense and 44 compressed steps. Sharded is the same algorithm."""
     results = run(topology, size, {"scale": scale})

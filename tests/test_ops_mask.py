@@ -221,8 +221,48 @@ def check_positions(fast: ModuleType, device: str = "cpu") -> None:
             assert all(torch.equal(beside[:, at], words) for at in parts)
             module.unpack(words, flags[:, :n])
             module.scatter_add(x[:, :k].to(device), words, total, 0.3)
-            found.append((listed, again, flags, total, module.popcount(words)))
+            payload, spread = (torch.full((rows, size), math.nan, device=device) for size in (k, n))
+            before = module.directory(words)  # which somebody has kept
+            module.gather_keep(x.to(device), None, words, payload, None, before)
+            module.scatter(payload[-1:], words[-1:], spread[-1:], None if before is None else before[-1:])
+            found.append((listed, again, flags, total, payload, spread[-1:], module.popcount(words)))
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), (n, k, rows)
+
+
+def check_renewed(fast: ModuleType, device: str = "cpu") -> None:
+    """Parts whose masks are longer than they are, apart from each other in rows that are apart in memory."""
+    parts = mask.Faded(5, 100, 128, 30, 0.75), mask.Faded(105, 640, 640, 64, 1.0), mask.Faded(800, 3, 64, 3, 0.5)
+    rows, words = 3, []
+    for i, part in enumerate(parts):
+        sizes = gaussian(rows, part.width, seed=i).abs_().add_(1)
+        sizes[:, part.numel :] = 0
+        words.append(mask.topk_mask(sizes, part.k, torch.empty(rows, part.width // 64, dtype=torch.int64)))
+    joined, payload = torch.cat(words, 1).to(device), gaussian(rows, sum(part.k for part in parts) + 2).to(device)
+    before, found = gaussian(rows, 900, seed=9).to(device), []
+    for module in (reference, fast):
+        target = before.clone()
+        module.renew(payload[:, :-2], joined, parts, target[:, :880])
+        found.append(target)
+    assert torch.equal(*found)
+    taken, first = torch.zeros(900, dtype=torch.bool), 0
+    for part, of in zip(parts, words, strict=True):
+        on = reference.flags_of(of)[:, : part.numel].to(device)
+        values = found[1][:, part.start : part.start + part.numel]
+        assert torch.equal(values[on].view(rows, -1), payload[:, first : first + part.k])
+        assert torch.equal(values[~on], before[:, part.start : part.start + part.numel][~on] * part.keep)
+        taken[part.start : part.start + part.numel], first = True, first + part.k
+    assert torch.equal(found[1][:, ~taken], before[:, ~taken])
+
+
+def test_values_at_a_mask_are_renewed_and_others_fade():
+    check_renewed(cpu)
+    words, rows = words_of([3, 1]), gaussian(1, 128)
+    with pytest.raises(ThinwireError, match="does not have the 2 bits"):
+        mask.renew(torch.ones(1, 2), words, [mask.Faded(0, 128, 128, 2, 1.0)], rows)
+    with pytest.raises(ThinwireError, match="masks of 2 words and 3 values are not those of the parts"):
+        mask.renew(torch.ones(1, 3), words, [mask.Faded(0, 64, 64, 3, 1.0)], rows)
+    with pytest.raises(ThinwireError, match="masks of 1 rows do not go with 2 and 1 rows of"):
+        mask.renew(torch.ones(2, 3), words, [mask.Faded(0, 128, 128, 3, 1.0)], rows)
 
 
 def check_a_wrong_mask_stays_in_its_row(fast: ModuleType, device: str = "cpu") -> None:
@@ -252,6 +292,7 @@ def test_triton_positions_interpreted_equal_the_reference():
 import test_ops_mask
 from thinwire.ops.mask import triton
 test_ops_mask.check_positions(triton)
+test_ops_mask.check_renewed(triton)
 test_ops_mask.check_a_wrong_mask_stays_in_its_row(triton)
 print("checked")
 """
@@ -265,6 +306,7 @@ def test_cuda_positions():
     from thinwire.ops.mask import triton
 
     check_positions(triton, "cuda")
+    check_renewed(triton, "cuda")
     check_a_wrong_mask_stays_in_its_row(triton, "cuda")
 
 

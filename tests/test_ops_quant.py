@@ -90,6 +90,18 @@ def operations(module: ModuleType, kind: ops.Format | None) -> tuple[Callable[..
     return tuple(getattr(module, verb + name) for verb in ("quantize", "dequantize", "dequantize_sum"))
 
 
+def requantized(
+    module: ModuleType, kind: ops.Format, codes: Tensor, scales: Tensor, seed: int | None
+) -> tuple[Tensor, ...]:
+    """Codes and scales of a third of the sum of all rows; drawn in two parts."""
+    n, group = scales.shape[1] * kind.group, kind.group
+    half = n // group // 2 * group
+    parts = None if seed is None else [part for part in ((0, half, seed + 1), (half, n, seed + 2)) if part[1] > part[0]]
+    again, scales_again = poisoned(1, codes.shape[1], codes.dtype), poisoned(1, scales.shape[1], torch.float32)
+    module.requantize(codes, scales, kind, again, scales_again, 1 / 3, parts)
+    return again, scales_again
+
+
 def check_all(fast: ModuleType, count: int, n: int, group: int, dtype: torch.dtype, fp8: bool = True) -> None:
     """Every operation of ``fast`` against the reference."""
     rows = apart(hard_rows(count, n, dtype))
@@ -112,6 +124,8 @@ def check_all(fast: ModuleType, count: int, n: int, group: int, dtype: torch.dty
                 results.append((codes.clone(), scales.clone(), out, total))
             for x in (codes, scales, out):
                 assert bool((margin(x) == 255).all()), f"{kind}: wrote between the rows"
+            if kind is not None:
+                results.append(requantized(module, kind, codes, scales, seed))
             results.append((codes, scales, out, total))
         half = len(results) // 2
         for actual, expected in zip(sum(results[half:], ()), sum(results[:half], ()), strict=True):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from breadth import spread
 from independent import SEPARATE as SeparatePaper
 from independent import TAGC as TagcPaper
 from independent import Radius as RadiusPaper
@@ -48,9 +49,7 @@ def received(results, step: int, topology: str) -> np.ndarray:
     return torch.cat([rank[step]["mean"] for rank in results]).double().numpy()
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(("topology", "size", "scale"), spread(2, TOPOLOGIES, SIZES, [1.0, 0.25]))
 def test_radius(topology, size, scale):
     shapes = {"a": (24, 25), "b": (12, 7)}
     made = {"density": 0.3, "T": 7, "start": 5, "residual_scale": scale, "smallest": 0, "send": ("*",)}
@@ -82,14 +81,15 @@ def test_radius(topology, size, scale):
     assert results[0][-1]["facts"]["last resample, step"] == 47
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize(
-    ("estimator", "beta"),
-    [("paper", 0.95), ("shrunk", 0), ("orthonormal", 0), ("orthonormal", 0.25), ("srht", 0), ("cyclic_srht", 0),
-     ("cyclic_srht", 0.25)],
-)  # fmt: skip
-def test_separate(estimator, beta, topology, size):
+ESTIMATORS = [
+    ("paper", 0.95), ("shrunk", 0), ("orthonormal", 0), ("orthonormal", 0.25), ("srht", 0), ("cyclic_srht", 0),
+    ("cyclic_srht", 0.25),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("knobs", "topology", "size"), spread(3, ESTIMATORS, TOPOLOGIES, SIZES))
+def test_separate(knobs, topology, size):
+    estimator, beta = knobs
     block, ratio, numel = 16, 4, 16 * 16 * 12
     method = {"ratio": ratio, "estimator": estimator, "block": block, "smallest": 0, "send": ("*",)}
     method["beta"] = beta
@@ -129,9 +129,7 @@ class OurSketch:
         return peel(total, index, lambda i: (self.table[i], self.signs[i]), self.cells)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("mask", ["local", "shared"])
+@pytest.mark.parametrize(("mask", "topology", "size"), spread(2, ["local", "shared"], TOPOLOGIES, SIZES))
 def test_tagc(mask, topology, size):
     """The sketch is peeled element by element, at a load at which some steps leave elements over."""
     columns, keep, load, resize = 1280, 64, 0.799, 3
@@ -162,9 +160,7 @@ def test_tagc(mask, topology, size):
         assert results[0][-1]["facts"]["left-overs so far"] > 0  # met by both sides, which agreed on each
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(("topology", "size", "momentum"), spread(2, TOPOLOGIES, SIZES, [0.0, 0.9]))
 def test_topk_and_dgc(topology, size, momentum):
     columns = 600 // size if topology == "reduce_scatter" else 600
     knobs = {"density": 0.1, "smallest": 0, "send": ("*",)}

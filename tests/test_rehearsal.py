@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from breadth import dealt
 from thinwire.bucket import Layout, Piece, Shard
 from thinwire.collectives import AllReduce, Exchange, ReduceScatter
 from thinwire.comm import CountingComm
@@ -38,7 +39,8 @@ def test_any_number_of_ranks(name):
     method = resolve(name)
     for kind in set(method.engines) - {"hsdp"}:
         # DeMo adds up the coefficients of its peers in rank order, one kernel each.
-        for size in (1, 2, 3, 8, 64) if name == "demo" else (1, 2, 3, 8, 1024, 16384):
+        sizes = [1, 2, 8, 3, 64] if name == "demo" else [1, 2, 8, 3, 16384, 1024]
+        for size in dealt(sizes, NAMES.index(name) % 2, range(2)):
             found = rehearsed(method, kind, size)
             assert sum(found.parameters.values()) == pytest.approx(sum(found.sent.values()))
             assert (sum(found.sent.values()) == 0) == (size == 1 or name == "none")

@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import ranks
 import thinwire
+from breadth import falls_on, spread
 from engines import adamw, build, train
 from thinwire.errors import ThinwireError
+from thinwire.integrations.fsdp2 import param_groups
 from thinwire.methods import TABLE, LocalSteps, resolve
 from thinwire.played import small
 from thinwire.saved import About, entries
@@ -42,11 +44,15 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 def _forms(rank: int, world: int, kind: str) -> list[str]:
     """Of every method: what a fresh wire shows is what it shows after any step, and what is loaded was saved."""
     wrong = []
-    for cls in (cls for cls in TABLE if kind in cls.engines):
+    for number, cls in enumerate(TABLE):
+        if kind not in cls.engines or not falls_on(number, kind, cls.engines):
+            continue
         method = small(cls)
         if not method.keeps_state and not (method.encodes_weights and kind == "fsdp2"):
             continue
         model = build(kind, world, net=_shorter)
+        for _, group in [] if kind == "ddp" else param_groups(model):  # as in torch 2.15, before it has found an order
+            vars(group).setdefault("_reduce_scatter_param_indices", [])
         optimizer = cls.OPTIMIZER(model.parameters(), lr=1e-3)
         wire = thinwire.compress(model, optimizer, method, steps=100)
         fresh = {key: (value.shape, value.dtype) for key, value in wire.state_dict().items()}
@@ -211,7 +217,7 @@ def _through_dcp(rank: int, world: int, kind: str, folder: str) -> dict[str, tup
     return found
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), spread(2, [("ddp", 2), ("hsdp", 4), ("fsdp2", 2)]))
 def test_a_fresh_wire_gets_all_of_its_own_back_through_dcp(kind, world):
     with tempfile.TemporaryDirectory() as folder:
         for found in ranks.run(_through_dcp, world, kind, folder):

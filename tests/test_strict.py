@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import ranks
 import thinwire
+from breadth import falls_on
 from engines import adamw, build, train
 from models import Net
 from thinwire import methods, strict
@@ -40,7 +41,8 @@ def _loss(model, step, rank):
 
 def _every_method(rank, world, kind, options):
     _join(rank, world)
-    made = [partial(small, cls) for cls in methods.TABLE] if not options else [methods.Dense, methods.SDP4Bit]
+    table = [cls for number, cls in enumerate(methods.TABLE) if falls_on(number, kind, cls.engines)]
+    made = [partial(small, cls) for cls in table] if not options else [methods.Dense, methods.SDP4Bit]
     for make in (*made, *MORE):
         method = make()
         if kind not in method.engines:

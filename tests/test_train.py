@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 import ranks
+from breadth import spread
 from patience import PATIENCE
 from thinwire import cli
 from thinwire.comm import CountingComm
@@ -294,11 +295,11 @@ def refused(found: list[tuple[int, str]], line: str) -> bool:
 
 @pytest.mark.parametrize(
     ("engine", "world", "method"),
-    [
-        ("ddp", 3, "dense"), ("fsdp2", 2, "int8(smallest=1000, error_feedback=True)"), ("hsdp", 4, "bf16"),
-        ("ddp", 2, "local-steps(every=4, start=1, outer='topk(smallest=1000)')"),  # step 3 is inside the first round
+    spread(2, [
+        ("ddp", 3, "dense"), ("hsdp", 4, "bf16"), ("fsdp2", 2, "int8(smallest=1000, error_feedback=True)"),
         ("hsdp", 4, "local-steps(every=4, start=1, outer='int8(smallest=1000, error_feedback=True)')"),
-    ],
+        ("ddp", 2, "local-steps(every=4, start=1, outer='topk(smallest=1000)')"),  # step 3 is inside the first round
+    ]),
 )  # fmt: skip
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, text, engine, world, method):
     common = [
@@ -390,7 +391,7 @@ def test_ranks_refuse_what_only_they_can_see(tmp_path, text, words, line):
     assert refused(train(2, "--preset", "tiny", "--corpus", str(text), "--out", f"{tmp_path}/run", *words), line)
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", spread(2, ["1", "0"]))
 def test_a_rank_that_cannot_reach_the_others_says_so(tmp_path, rank):
     done = thinwire(
         "train",

@@ -17,6 +17,7 @@ from torch import Tensor
 import independent11 as paper
 import ranks
 import thinwire
+from breadth import dealt
 from engines import build, train
 from models import flat, loss_of
 from programs import needs_triton, run_python
@@ -320,8 +321,10 @@ def model_and_wire(kind: str, world: int, spec: str, **more):
 def _everywhere(rank: int, world: int) -> list[str]:
     """Moments are never made; ranks stay equal; a skipped step and a resume leave no trace; planned = sent."""
     found = []
-    for kind, knob in (("ddp", "factored=False"), ("ddp", "direction='muon'"), ("fsdp2", "factored=True"),
-                       ("hsdp", "factored=True")):  # fmt: skip
+    cases = [
+        ("ddp", "factored=False"), ("ddp", "direction='muon'"), ("fsdp2", "factored=True"), ("hsdp", "factored=True"),
+    ]  # fmt: skip
+    for kind, knob in dealt(cases, 0, range(2)):
         spec = f"trickle(density=0.1, smallest=100, {knob})"
         model, optimizer, wire = model_and_wire(kind, world, spec)
         train(model, optimizer, rank, range(3), wire)
@@ -356,13 +359,14 @@ def _everywhere(rank: int, world: int) -> list[str]:
 def _flushes(rank: int, world: int) -> list[str]:
     """Weights move by the mean of what waited, which is then nothing; and again: nothing."""
     found = []
-    for kind, spec, more in (
+    cases: list[tuple[str, str, dict]] = [
         ("ddp", "trickle(density=0.1, smallest=100)", {}), ("fsdp2", "trickle(density=0.1, smallest=100)", {}),
         ("hsdp", "topk(density=0.1, smallest=100, feedback='update')", {}),
-        ("ddp", "trickle(density=0.1, smallest=100)", {"two_level": True}),
         ("ddp", "trickle(density=0.1, smallest=100, direction='muon')", {}),
+        ("ddp", "trickle(density=0.1, smallest=100)", {"two_level": True}),
         ("ddp", "sign(smallest=100, feedback='update')", {}),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for kind, spec, more in dealt(cases, 0, range(2)):
         model, optimizer, wire = model_and_wire(kind, world, spec, **more)
         train(model, optimizer, rank, range(3), wire)
         before, waiting = flat(model), entries(wire.state_dict())

@@ -14,6 +14,7 @@ owners otherwise.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -263,7 +264,7 @@ class Bucket:
         if self.owner:
             if same_memory(self.mean, out):
                 return
-            ops.unpack(self.mean, self._own_places, out)
+            ops.unpack(self.mean.view(-1), self.own_places, out)
         elif not same_memory(self.rows, out):
             self.unpack(self.rows, out)
 
@@ -272,19 +273,26 @@ class Bucket:
         self.rows = self.mean = torch.empty(0)
 
     def pack(self, flat: Tensor, rows: Tensor) -> None:
-        """Engine buffer -> rows (R, n), zeros in the padding."""
-        ops.pack(flat, self.places, rows)
-        for segment in self._formed:
-            values = segment.piece.strided(flat).reshape(-1)  # a copy, in the order of the indices
-            ops.pack(values, ops.Places([self._part(segment, 0)], self.device), rows)
+        """Engine buffer -> rows (R, n), contiguous; zeros in the padding."""
+        ops.pack(flat, self.places, rows.view(-1))
+        self.pack_formed(flat, rows)
 
     def unpack(self, rows: Tensor, flat: Tensor) -> None:
-        """Rows (R, n) -> engine buffer; the padding is left out."""
-        ops.unpack(rows, self.places, flat)
+        """Rows (R, n), contiguous -> engine buffer; the padding is left out."""
+        ops.unpack(rows.view(-1), self.places, flat)
+        self.unpack_formed(rows, flat)
+
+    def pack_formed(self, flat: Tensor, rows: Tensor) -> None:
+        """``pack`` of the parameters that are not contiguous in the engine's buffer."""
+        for segment in self._formed:
+            values = segment.piece.strided(flat).reshape(-1)  # a copy, in the order of the indices
+            ops.pack(values, ops.Places([self._part(segment, 0)], self.device), rows.view(-1))
+
+    def unpack_formed(self, rows: Tensor, flat: Tensor) -> None:
         for segment in self._formed:
             piece = segment.piece
             values = torch.empty(piece.numel, dtype=flat.dtype, device=flat.device)
-            ops.unpack(rows, ops.Places([self._part(segment, 0)], self.device), values)
+            ops.unpack(rows.view(-1), ops.Places([self._part(segment, 0)], self.device), values)
             assert piece.form is not None
             piece.strided(flat).copy_(values.view(piece.form[0]))
 
@@ -295,20 +303,19 @@ class Bucket:
         return ops.Places(known, self.device)
 
     @functools.cached_property
-    def _own_places(self) -> ops.Places:
+    def own_places(self) -> ops.Places:
         """Of all of them, in the row that the engine takes."""
-        parts = [ops.Part(of.piece.offset, of.span, of.span, of.start, of.width, of.span) for of in self.segments]
+        parts = [ops.Part(of.piece.offset, of.span, of.span, of.start, of.width, of.span, 0, 1) for of in self.segments]
         return ops.Places(parts, self.device)
 
     @property
     def _formed(self) -> list[Segment]:
         return [segment for segment in self.segments if segment.piece.form is not None]
 
-    @staticmethod
-    def _part(segment: Segment, offset: int) -> ops.Part:
-        piece, span = segment.piece, segment.span
+    def _part(self, segment: Segment, offset: int) -> ops.Part:
+        piece, span, (rows, n) = segment.piece, segment.span, self.shape
         numel = (piece.rows - 1) * piece.stride + span if piece.stride else piece.numel
-        return ops.Part(offset, numel, piece.stride or span, segment.start, segment.width, span)
+        return ops.Part(offset, numel, piece.stride or span, segment.start, segment.width, span, n, rows)
 
     def _same_form(self, flat: Tensor) -> bool:
         if flat.dtype != self.dtype or flat.numel() != self.shape[0] * self.shape[1] or not flat.is_contiguous():
@@ -319,6 +326,65 @@ class Bucket:
     def _contiguous(self) -> bool:
         """Do the segments lie in a row just as they lie in the engine's buffer or shard?"""
         return all(s.width == s.span and s.piece.offset == s.start and s.piece.form is None for s in self.segments)
+
+
+class Together:
+    """The buckets of one engine buffer, several: their rows lie in one memory, packed and unpacked in one pass."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        """``buckets``: of one dtype, with one arena."""
+        self._buckets = buckets
+        self._rows, self._means = _Beside([of.shape for of in buckets]), _Beside([(1, of.shape[1]) for of in buckets])
+        self._places = self._rows.places([of.places for of in buckets])
+        self._own_places = self._means.places([of.own_places for of in buckets])
+
+    def load(self, flat: Tensor, out: Tensor) -> None:
+        """As ``Bucket.load``, of all."""
+        first = self._buckets[0]
+        memory = first.scratch("rows", (self._rows.size,), first.dtype)
+        ops.pack(flat, self._places, memory)
+        for bucket, rows in zip(self._buckets, self._rows.parts(memory), strict=True):
+            bucket.rows = bucket.mean = rows
+            bucket.pack_formed(flat, rows)
+        if first.owner:
+            memory = first.scratch("mean", (self._means.size,), first.dtype)
+            for bucket, mean in zip(self._buckets, self._means.parts(memory), strict=True):
+                bucket.mean = mean
+
+    def store(self, out: Tensor) -> None:
+        """As ``Bucket.store``, of all."""
+        first = self._buckets[0]
+        if first.owner:
+            ops.unpack(first.scratch("mean", (self._means.size,), first.dtype), self._own_places, out)
+            return
+        ops.unpack(first.scratch("rows", (self._rows.size,), first.dtype), self._places, out)
+        for bucket in self._buckets:
+            bucket.unpack_formed(bucket.rows, out)
+
+    def release(self) -> None:
+        """As ``Bucket.release``, of all."""
+        for bucket in self._buckets:
+            bucket.release()
+
+
+class _Beside:
+    """Rows of several ``shapes`` (R, n) in one memory, each from a multiple of 64 elements on."""
+
+    def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
+        self._shapes = shapes
+        *self._firsts, self.size = itertools.accumulate((padded(rows * n, 64) for rows, n in shapes), initial=0)
+
+    def parts(self, memory: Tensor) -> list[Tensor]:
+        return [memory[at : at + r * n].view(r, n) for at, (r, n) in zip(self._firsts, self._shapes, strict=True)]
+
+    def places(self, each: Sequence[ops.Places]) -> ops.Places:
+        """``each``: of those alone."""
+        parts = [
+            part._replace(start=first + part.start)
+            for first, of in zip(self._firsts, each, strict=True)
+            for part in of.parts
+        ]
+        return ops.Places(parts, each[0].device)
 
 
 def _same(a: object, b: object) -> bool:

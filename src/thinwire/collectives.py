@@ -74,6 +74,28 @@ def _sum_of_peers(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Ten
     _decode_sum(comm, bucket, received, codec, out, scale)
 
 
+def _encode_sum(
+    comm: Comm,
+    bucket: Rows,
+    received: Tensor,
+    codec: Codec,
+    scale: float,
+    residual: Residual | None,
+    seed: Seeds | None,
+) -> Tensor:
+    """The wire (1, m) of this rank's row of the mean, from what its peers sent, ``received`` (N, m)."""
+    shape = 1, bucket.shape[1]
+    if residual is None:
+        again = bucket.scratch("again", (1, received.shape[1]), received.dtype)
+        with comm.ledger.span("encode", received):
+            return codec.encode_sum(received, again, shape[1], scale, seed=seed, space=scratch(bucket))
+    mine, rest = (bucket.scratch(use, shape, torch.float32) for use in ("mine", "rest"))
+    _decode_sum(comm, bucket, received, codec, mine[0], scale)
+    again = _encode(comm, bucket, mine, codec, "again", Residual(None, rest), seed)
+    residual.new[comm.rank].add_(rest[0], alpha=comm.size)
+    return again
+
+
 def mean_all_reduce(
     comm: Comm,
     bucket: Rows,
@@ -115,12 +137,9 @@ def mean_all_reduce(
         return
     if len(rows) != comm.size:
         raise ThinwireError(f"a sum in fp32 over {comm.size} ranks needs {comm.size} rows, the bucket has {len(rows)}")
-    mine = bucket.scratch("mine", (1, rows.shape[1]), torch.float32)
-    _sum_of_peers(comm, bucket, wire, codec, mine[0], scale)
-    rest = None if residual is None else Residual(None, bucket.scratch("rest", mine.shape, torch.float32))
-    again = _encode(comm, bucket, mine, codec, "again", rest, None if seed is None else seed.next())
-    if residual is not None and rest is not None:
-        residual.new[comm.rank].add_(rest.new[0], alpha=comm.size)
+    received = bucket.scratch("received", wire.shape, wire.dtype)
+    comm.all_to_all(received, wire)
+    again = _encode_sum(comm, bucket, received, codec, scale, residual, None if seed is None else seed.next())
     comm.all_gather(wire, again[0])
     _decode(comm, bucket, wire, codec, bucket.mean)
 

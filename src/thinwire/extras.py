@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from thinwire.errors import ThinwireError
 
@@ -46,3 +48,11 @@ def missing(error: ModuleNotFoundError) -> Exception:
     if package not in EXTRAS:
         return error
     return ThinwireError(f"the package '{package}' is not installed: pip install 'thinwire[{EXTRAS[package]}]'")
+
+
+def save_file(tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """safetensors' ``save_file``, and who may read the file is as with any other: theirs are for their owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    load("safetensors.torch").save_file(tensors, path, metadata=metadata)
+    path.chmod(mode)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -80,6 +81,7 @@ def rehearse(
 
     play = _Play(layout, road, run, ledger, watch, None if on_cpu else watch, agree=lambda: agree(guards))
     method, average, peak = play.method, _Average(), 0
+    launching = _launching(method)
     with torch.no_grad(), nullcontext() if watch is None else watch.counting():
         play.open()
         if watch is not None:
@@ -91,9 +93,9 @@ def rehearse(
             parameters = play.exchange(number)
             agree(road.last.exchange.beside(guards) if method.alone(number) else guards)
             play.step(number)
-            launched = {} if watch is None else watch.launches
-            average.add(method.cycle.get(number, 0.0), gradients, launched, weights, parameters)
+            average.add(method.cycle.get(number, 0.0), gradients, weights, parameters)
             if watch is not None:
+                average.launch(launching.get(number, 0.0), watch.launches)
                 peak = max(peak, watch.peak) if number >= method.steady else 0
                 watch.peak = watch.live
                 watch.launches.clear()
@@ -158,8 +160,9 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
         return one
 
     alone = Road([replace(stage, exchange=stage.exchange.on(lone)) for stage in road.stages])
-    own = (Piece(names[0], 0, least[0].local),)
-    shards = [Shard(own, (), least[0].local, dtype) for dtype in run.gathers]
+    end = [*itertools.accumulate((of.local for of in least), initial=0)]
+    own = tuple(Piece(of.name, first, of.local) for of, first in zip(least, end, strict=False))
+    shards = [Shard(own, (), end[-1], dtype) for dtype in run.gathers]
     layout = replace(apart(least, alone, torch.float32), shards=shards, comm=CountingComm(0, 1, [0], ledger))
     play = _Play(layout, alone, only, ledger, None, None, device)
     token = every_variant.set(True)
@@ -169,6 +172,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
             play.open()
             for number in _steps(play.method):
                 play.gather(number)
+                play.read_own(number)
                 play.exchange(number)
                 play.step(number)
     finally:
@@ -213,7 +217,13 @@ def _steps(method: Method, *, watched: bool = True) -> list[int]:
     """
     first = method.steady
     opening = range(first, first + (3 if watched else 1))
-    return sorted({max(first - 1, 0), *opening, *method.cycle, *(max(n - 1, 0) for n in method.cycle)})
+    due = (*method.cycle, *_launching(method)) if watched else tuple(method.cycle)
+    return sorted({max(first - 1, 0), *opening, *due, *(max(n - 1, 0) for n in method.cycle)})
+
+
+def _launching(method: Method) -> Mapping[int, float]:
+    """``cycle``, for what is launched: where all steps are alike, the second, which finds memory and weights there."""
+    return {number + 1: share for number, share in method.cycle.items()} if len(method.cycle) == 1 else method.cycle
 
 
 class _Average:
@@ -226,16 +236,17 @@ class _Average:
         self._launches: Counter[str] = Counter()
         self._weights = 0.0
 
-    def add(
-        self, share: float, account: Account, kernels: Mapping[str, int], weights: Account, parameters: dict[str, float]
-    ) -> None:
+    def add(self, share: float, account: Account, weights: Account, parameters: dict[str, float]) -> None:
         for total, part in (
             (self._sent, account.bytes), (self._collectives, account.calls), (self._parameters, parameters),
-            (self._launches, kernels),
         ):  # fmt: skip
             for key, value in part.items():
                 total[key] += share * value  # type: ignore[assignment]
         self._weights = sum(weights.bytes.values())  # the first of all gathers everything, the last is as all others
+
+    def launch(self, share: float, kernels: Mapping[str, int]) -> None:
+        for name, count in kernels.items() if share else ():
+            self._launches[name] += share * count  # type: ignore[assignment]
 
     def result(self, sizes: Mapping[str, int], memory: Memory | None) -> Rehearsal:
         rest = sum(self._sent.values()) - sum(self._parameters.values())
@@ -303,6 +314,13 @@ class _Play:
             self._ahead.asks(replica, functools.partial(self._send, replica, out))
             replica.gather(out, number)
             self._ahead.go_on()
+
+    def read_own(self, number: int) -> None:
+        """Write a message of each module, and read it: a rank without peers might have none to read."""
+        for replica, out in self._gathers:
+            rows = out.view(replica.comm.size, -1)
+            message = replica.message.write(rows[0], rows[0] if replica.message.resident else None, number)
+            replica.message.read(slice(0, 1), message.view(1, -1), rows[:1])
 
     def ahead(self, number: int) -> None:
         """What leaves of the weights before step ``number`` gathers them."""

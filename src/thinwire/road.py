@@ -13,6 +13,7 @@ inside the node and the second, the method's own, across nodes:
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import queue
 import threading
@@ -20,14 +21,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire import device as devices
 from thinwire.bound import Bound
-from thinwire.bucket import Arena, Bucket, Piece
+from thinwire.bucket import Arena, Bucket, Piece, Together
 from thinwire.collectives import Exchange
 from thinwire.comm import Comm
 from thinwire.guard import Guard
@@ -66,7 +67,7 @@ class Stage:
     flush_at: int | None = None
 
     def __post_init__(self) -> None:
-        self._parts: _Compositions[list[tuple[Method, Bucket]]] = _Compositions()
+        self._parts: _Compositions[list[_Part]] = _Compositions()
         # What stays dense beside compressed parameters is summed in rank order too: then no bit depends on how the
         # engine happened to cut its buckets, and a resumed run is the same run.
         self._side = Fp32()
@@ -93,17 +94,19 @@ class Stage:
 
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         """``reduce``, without what looks at the values and counts."""
-        for method, bucket in self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
-            bucket.step = self.step
-            bucket.load(flat, out)
-            due = self.flush_at == self.step and method is self.method
-            (method.deliver if due else method.reduce)(bucket, self.exchange)
-            bucket.store(out)
-            bucket.release()
+        for packed, buckets in self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
+            packed.load(flat, out)
+            for method, bucket in buckets:
+                bucket.step = self.step
+                due = self.flush_at == self.step and method is self.method
+                (method.deliver if due else method.reduce)(bucket, self.exchange)
+            packed.store(out)
+            packed.release()
 
     def flush(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         """``carry`` of zeros, where the method sends what waits; what stays dense stays zero."""
-        for method, bucket in self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
+        parts = self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces))
+        for method, bucket in itertools.chain.from_iterable(part.buckets for part in parts):
             if method is self.method:
                 bucket.step = self.step
                 bucket.load(flat, out)
@@ -111,12 +114,15 @@ class Stage:
                 bucket.store(out)
                 bucket.release()
 
-    def _split(self, flat: Tensor, pieces: Pieces) -> list[tuple[Method, Bucket]]:
+    def _split(self, flat: Tensor, pieces: Pieces) -> list[_Part]:
         """One bucket for what is compressed, one beside it for what stays dense."""
         sent = [piece for piece in pieces if piece.name not in self.dense]
         kept = [piece for piece in pieces if piece.name in self.dense]
         parts = ((self.method, sent), (self._side, kept))
-        return [(method, self._bucket(of, flat, method)) for method, of in parts if of]
+        buckets = [(method, self._bucket(of, flat, method)) for method, of in parts if of]
+        if len(buckets) > 1 and len({bucket.dtype for _, bucket in buckets}) == 1:
+            return [_Part(Together([bucket for _, bucket in buckets]), buckets)]
+        return [_Part(bucket, [(method, bucket)]) for method, bucket in buckets]
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
         if method.native:  # the buffer goes out as it is
@@ -130,6 +136,13 @@ class Stage:
             device=flat.device,
             arena=self._parts.arena,
         )
+
+
+class _Part(NamedTuple):
+    """Buckets of a buffer that are packed and unpacked together, and each with what reduces it."""
+
+    packed: Bucket | Together
+    buckets: Sequence[tuple[Method, Bucket]]
 
 
 class _Compositions(Generic[T]):

@@ -15,20 +15,22 @@ until it is asked for: it can leave when the optimizers have stepped (:class:`Ah
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire import device as devices
-from thinwire.bucket import Shard
+from thinwire.bucket import Piece, Shard
 from thinwire.comm import Comm, Then, Work
 from thinwire.errors import ThinwireError
+from thinwire.ops import rows as ops
 from thinwire.state import State
 
-PEERS = 8
-"""Shards that are read at once. More => fewer kernel launches, more scratch memory (float32)."""
+READ = 1 << 24
+"""Values of shards that are read at once, whoever's they are. More => fewer kernel launches, more scratch memory (4
+bytes each)."""
 
 
 class Message(ABC):
@@ -64,6 +66,45 @@ class Message(ABC):
 
         It follows a ``write`` of the same step.
         """
+
+
+class Columns:
+    """Pieces of shards (P, n) <-> columns of rows (P, m), such as messages are: in one launch each way."""
+
+    def __init__(self, pieces: Sequence[tuple[Piece, int, int]]) -> None:
+        """``pieces``: each with its first column and its width; what it does not fill of that is padding."""
+        self._pieces = pieces
+        self._made: dict[tuple[object, ...], ops.Places] = {}
+
+    def take(self, shards: Tensor, rows: Tensor) -> Tensor:
+        """``rows`` = the values of ``shards``, both contiguous; zeros in the padding."""
+        ops.pack(shards.view(-1), self._places(shards, rows), rows.view(-1))
+        return rows
+
+    def give(self, rows: Tensor, shards: Tensor, *, add: bool = False) -> Tensor:
+        """``shards`` = the values of ``rows``, both contiguous, or those are added to them (``add``)."""
+        ops.unpack(rows.view(-1), self._places(shards, rows), shards.view(-1), add=add)
+        return shards
+
+    def _places(self, shards: Tensor, rows: Tensor) -> ops.Places:
+        (peers, n), m = shards.shape, rows.shape[1]
+        key = peers, n, m, shards.device
+        if key not in self._made:
+            parts = [
+                ops.Part(of.offset, (peers - 1) * n + of.numel, n, first, width, of.numel, m, peers)
+                for of, first, width in self._pieces
+            ]
+            self._made[key] = ops.Places(parts, shards.device)
+        return self._made[key]
+
+
+def beside(pieces: Iterable[tuple[Piece, int]], first: int = 0) -> tuple[list[tuple[Piece, int, int]], int]:
+    """``pieces`` with their widths, beside each other from column ``first`` on, for :class:`Columns`; their end."""
+    found = []
+    for piece, width in pieces:
+        found.append((piece, first, width))
+        first += width
+    return found, first
 
 
 class Sent(NamedTuple):
@@ -285,9 +326,10 @@ class Replica:
     def _peers(self) -> Iterator[slice]:
         """The ranks whose messages this one reads, some at a time; its own only if it needs what they come to."""
         rank, size = self.comm.rank, self.comm.size
+        most = max(READ // max(self.shard.numel, 1), 1)
         for ranks in (range(rank), range(rank + 1, size)) if self.message.exact else (range(size),):
-            for first in ranks[::PEERS]:
-                yield slice(first, min(first + PEERS, ranks.stop))
+            for first in ranks[::most]:
+                yield slice(first, min(first + most, ranks.stop))
 
     def _empty(self) -> Tensor:
         return torch.empty(self.comm.size * self.shard.numel, dtype=self.shard.dtype, device=self.device)

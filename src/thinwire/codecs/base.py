@@ -106,6 +106,22 @@ class Codec(ABC):
         self._decode_sum(wire, out, scale, _new_on(out.device) if space is None else space)
         return out
 
+    def encode_sum(
+        self,
+        wire: Tensor,
+        out: Tensor,
+        n: int,
+        scale: float = 1.0,
+        *,
+        seed: Seeds | None = None,
+        space: Space | None = None,
+    ) -> Tensor:
+        """Write the wire of what ``decode_sum`` gives of ``wire`` (N, wire_numel(n)) to ``out`` (1, wire_numel(n))."""
+        for each in (wire, out):
+            self._check_wire(each, (len(each), n))
+        self._encode_sum(wire, out, n, scale, seed, _new_on(wire.device) if space is None else space)
+        return out
+
     @abstractmethod
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None: ...
 
@@ -132,6 +148,17 @@ class Codec(ABC):
         if scale != 1.0:
             out.mul_(scale)
 
+    def _encode_sum(
+        self, wire: Tensor, out: Tensor, n: int, scale: float, seed: Seeds | None, space: Space
+    ) -> None:
+        """In general: one after the other. A codec that can go from wire to wire takes one pass."""
+        if self.verbatim:
+            self._decode_sum(wire, out[0], scale, space)
+            return
+        total = space("sum", (1, n), torch.float32)
+        self._decode_sum(wire, total[0], scale, space)
+        self._encode(total, out, seed, space)
+
     def part(self, wire: Tensor, n: int, columns: slice) -> Tensor:
         """What ``wire`` (R, wire_numel(n)) of rows of ``n`` values says of ``columns``, a segment: a wire of its own.
 
@@ -145,13 +172,21 @@ class Codec(ABC):
             raise ThinwireError(
                 f"{self}: values must be rows of a multiple of {self.group} elements, got shape {tuple(values.shape)}"
             )
-        expected = (values.shape[0], self.wire_numel(values.shape[1]))
+        self._check_wire(wire, (values.shape[0], values.shape[1]))
+        self._check_rows(values)
+
+    def _check_wire(self, wire: Tensor, values: tuple[int, int]) -> None:
+        """Is ``wire`` one of ``values`` (R, n), a shape?"""
+        expected = (values[0], self.wire_numel(values[1]))
         if tuple(wire.shape) != expected or wire.dtype != self.wire_dtype:
             raise ThinwireError(
-                f"{self}: the wire of {tuple(values.shape)} values is {expected} {self.wire_dtype}, "
+                f"{self}: the wire of {values} values is {expected} {self.wire_dtype}, "
                 f"got {tuple(wire.shape)} {wire.dtype}"
             )
-        if (values.shape[1] > 1 and values.stride(1) != 1) or (wire.shape[1] > 1 and wire.stride(1) != 1):
+        self._check_rows(wire)
+
+    def _check_rows(self, rows: Tensor) -> None:
+        if rows.shape[1] > 1 and rows.stride(1) != 1:
             raise ThinwireError(f"{self}: each row must be contiguous; only the distance between rows is free")
 
     def _check_encode(self, rows: Tensor, out: Tensor) -> None:

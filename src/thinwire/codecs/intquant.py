@@ -59,19 +59,30 @@ class Integers(GroupedBytes):
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
         n = rows.shape[1]
         codes, scales = self._parts(out, n)
-        if not self.draws:
+        if (parts := self._drawn(n, seed)) is None:
             quant.quantize(rows, self.format, codes, scales)
-            return
-        parts = None if seed is None else seed.over(n)
-        if parts is None:
-            raise ThinwireError(f"{self}: stochastic rounding draws: hand in a seed for all {n} columns")
-        quant.quantize_parts(rows, self.format, codes, scales, parts)
+        else:
+            quant.quantize_parts(rows, self.format, codes, scales, parts)
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         quant.dequantize(*self._parts(wire, out.shape[1]), self.format, out)
 
     def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
         quant.dequantize_sum(*self._parts(wire, out.shape[0]), self.format, out, scale)
+
+    def _encode_sum(
+        self, wire: Tensor, out: Tensor, n: int, scale: float, seed: Seeds | None, space: Space
+    ) -> None:
+        quant.requantize(*self._parts(wire, n), self.format, *self._parts(out, n), scale, self._drawn(n, seed))
+
+    def _drawn(self, n: int, seed: Seeds | None) -> list[tuple[int, int, int]] | None:
+        """Where the random bits of ``n`` columns come from; None: there are none."""
+        if not self.draws:
+            return None
+        parts = None if seed is None else seed.over(n)
+        if parts is None:
+            raise ThinwireError(f"{self}: stochastic rounding draws: hand in a seed for all {n} columns")
+        return parts
 
     def _parts(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Codes, int8 or uint8 pairs, and scales: views of ``wire``."""

@@ -36,9 +36,13 @@ class _AtMask(Codec):
 
     def _words_of(self, rows: int) -> Tensor:
         """The masks of a wire of ``rows`` rows: all, or the owner's own."""
-        if rows < len(self.words) and self.owner_row is not None:
-            return self.words[self.owner_row : self.owner_row + 1]
-        return self.words
+        return self._of(rows, self.words)
+
+    def _of(self, rows: int, each: Tensor) -> Tensor:
+        """Of ``each``, which has a row for every row of the masks, those of a wire of ``rows`` rows."""
+        if rows < len(each) and self.owner_row is not None:
+            return each[self.owner_row : self.owner_row + 1]
+        return each
 
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
         self._gather(rows, out, None, None, seed, space)
@@ -62,12 +66,14 @@ class Masked(_AtMask):
     Attributes:
         words: every row with ``k`` bits set. k: values per row.
         dtype: of the wire: float32, or bfloat16 for half the bytes and 8 significant bits (the rounding is lost).
+        before: the masks' directory, if somebody has kept it.
     """
 
     linear = True
 
     k: int
     dtype: torch.dtype = field(default=torch.float32, kw_only=True)
+    before: Tensor | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float32, torch.bfloat16):
@@ -85,14 +91,15 @@ class Masked(_AtMask):
     ) -> None:
         narrow = out.dtype != torch.float32
         payload = space(("payload", len(out)), out.shape, torch.float32) if narrow else out
-        mask.gather_keep(rows, old, self.words, payload, new)
+        mask.gather_keep(rows, old, self.words, payload, new, self.before)
         if narrow:
             out.copy_(payload)
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         if wire.dtype != torch.float32:
             wire = space(("payload", len(wire)), wire.shape, torch.float32).copy_(wire)
-        mask.scatter(wire, self._words_of(len(wire)), out)
+        before = None if self.before is None else self._of(len(wire), self.before)
+        mask.scatter(wire, self._words_of(len(wire)), out, before)
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ def save(wire: Wire, folder: Path) -> None:
     file = _file(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
-    safetensors.save_file({key: value.contiguous().cpu() for key, value in wire.state_dict().items()}, partial)
+    extras.save_file({key: value.contiguous().cpu() for key, value in wire.state_dict().items()}, partial)
     os.replace(partial, file)
 
 

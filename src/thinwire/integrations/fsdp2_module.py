@@ -87,8 +87,11 @@ class GroupLink:
         self.group.post_backward = post_backward
 
     def in_order(self) -> list[Any]:
-        """The parameters as the reduction packs them: torch 2.15 goes by the dtype of their gradients."""
-        order = getattr(self.group, "_reduce_scatter_param_indices", range(len(self.group.fsdp_params)))
+        """The parameters as the reduction packs them: torch 2.15 goes by the dtype of their gradients.
+
+        It finds that order in the first forward pass. Those that are trained have one dtype, and keep theirs.
+        """
+        order = getattr(self.group, "_reduce_scatter_param_indices", ()) or range(len(self.group.fsdp_params))
         return [self.group.fsdp_params[index] for index in order]
 
     @property

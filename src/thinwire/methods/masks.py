@@ -29,7 +29,7 @@ from thinwire.comm import Work
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Method, count_of
 from thinwire.ops import mask as masks
-from thinwire.weights import Message
+from thinwire.weights import Columns, Message, beside
 
 WORD = masks.WORD
 LISTED = 1 / 32
@@ -267,47 +267,63 @@ class AtMask(Message):
     ) -> None:
         """By parameter: ``used`` in the last step, unless it took no part; ``keep``, what decay left of a weight."""
         self._used, self._keep, self._pieces, self._rank = used, keep, pieces, rank
-        self._parts: list[tuple[Piece, Tensor | None]] = []  # and its masks (R, w) in the last message
-        self._sizes: list[int] = []  # values of each in a message
+        self._layouts: dict[tuple[int | None, ...], _Layout] = {}
+        self._layout = self._place([None] * len(pieces))  # of the last message
+        self._words = torch.empty(0)  # its masks (R, w), beside each other
 
     def reaches(self, since: int, step: int) -> bool:
         used = (self._used.get(piece.name) for piece in self._pieces)
         return since == step - 1 and all(found is None or found.step == since for found in used)
 
     def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
-        """w at the mask (Alg. 2, l. 3)."""
-        self._parts, self._sizes = [], []
-        for piece in self._pieces:
-            _, words, k = self._used.get(piece.name, Used(step, None, piece.numel))
-            self._parts.append((piece, words))
-            self._sizes.append(piece.numel if words is None else k)
-        message = own.new_empty(sum(self._sizes))
-        for (piece, words), values in zip(self._parts, message.split(self._sizes), strict=True):
-            if words is None:
-                values.copy_(own[piece.columns])
-            else:
-                mine = words[self._rank : self._rank + 1]
-                masks.gather_keep(_in_words(own[piece.columns].unsqueeze(0)), None, mine, values.unsqueeze(0), None)
-        return message
+        """w at the mask (Alg. 2, l. 3), and behind that what has none."""
+        used = [self._used.get(piece.name) for piece in self._pieces]
+        self._layout = layout = self._place([None if of is None or of.words is None else of.k for of in used])
+        message = own.new_empty((1, layout.length))
+        if layout.parts:
+            words = [of.words for of in used if of is not None and of.words is not None]
+            self._words = words[0] if len(words) == 1 else torch.cat(words, 1)
+            values = layout.masked.take(own.view(1, -1), own.new_empty((1, WORD * self._words.shape[1])))
+            masks.gather_keep(values, None, self._words[self._rank : self._rank + 1], message[:, : layout.k], None)
+        layout.whole.take(own.view(1, -1), message)
+        return message[0]
 
     def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
-        """w at the mask as it was sent; w = (1 - lr decay) w off the mask, where m' is 0 (Alg. 2, l. 4-5)."""
-        for (piece, words), values in zip(self._parts, messages.split(self._sizes, 1), strict=True):
-            target = rows[:, piece.columns]
-            if words is None:
-                target.copy_(values)
-                continue
-            rest, payload = _in_words(target), torch.empty_like(values)
-            masks.gather_keep(rest, None, words[peers], payload, rest)
-            fresh = masks.scatter(payload.copy_(values), words[peers], torch.empty_like(rest))  # l. 4
-            target.copy_(fresh.add_(rest, alpha=self._keep[piece.name])[:, : piece.numel])  # l. 5
+        """w at the mask as it was sent (Alg. 2, l. 4); w = (1 - lr decay) w off the mask, where m' is 0 (l. 5)."""
+        layout = self._layout
+        if layout.parts:
+            faded = [
+                masks.Faded(of.offset, of.numel, padded(of.numel, WORD), k, self._keep[of.name])
+                for of, k in layout.parts
+            ]
+            masks.renew(messages[:, : layout.k], self._words[peers], faded, rows)
+        layout.whole.give(messages, rows)
+
+    def _place(self, at: Sequence[int | None]) -> _Layout:
+        """``at``: how many values of each piece are at its mask; None: it has none."""
+        if (key := tuple(at)) not in self._layouts:
+            parts = [(piece, k) for piece, k in zip(self._pieces, at, strict=True) if k is not None]
+            others = [piece for piece, k in zip(self._pieces, at, strict=True) if k is None]
+            masked, _ = beside((piece, padded(piece.numel, WORD)) for piece, _ in parts)
+            k = sum(k for _, k in parts)
+            whole, length = beside(((piece, piece.numel) for piece in others), k)
+            self._layouts[key] = _Layout(parts, Columns(masked), k, Columns(whole), length)
+        return self._layouts[key]
 
 
-def _in_words(values: Tensor) -> Tensor:
-    """A copy of ``values`` (R, n) in rows of whole mask words, zeros behind."""
-    rows = values.new_zeros((len(values), padded(values.shape[1], WORD)))
-    rows[:, : values.shape[1]].copy_(values)
-    return rows
+class _Layout(NamedTuple):
+    """Of a message: first the values at masks, then the pieces that have none.
+
+    Attributes:
+        parts: those with a mask, and how many values are at it. masked: where they lie in words of masks beside each
+            other. k: values at all masks. whole: the others, in the message. length: of that.
+    """
+
+    parts: list[tuple[Piece, int]]
+    masked: Columns
+    k: int
+    whole: Columns
+    length: int
 
 
 def _is_part(tensor: Tensor) -> bool:

@@ -135,7 +135,10 @@ class Radius(ErrorFeedback):
 
     @property
     def cycle(self) -> Mapping[int, float]:
-        return {self.first: 1 / self.T} | ({self.first + 1: 1 - 1 / self.T} if self.T > 1 else {})
+        # A resample, the step after it, which puts the new masks together, and all others.
+        kinds = min(self.T, 3)
+        shares = [1 / self.T] * (kinds - 1) + [1 - (kinds - 1) / self.T]
+        return {self.first + i: share for i, share in enumerate(shares)}
 
     @property
     def alike(self) -> Collection[str]:
@@ -211,4 +214,6 @@ class Radius(ErrorFeedback):
             return torch.cat([part for part in parts if part is not None], 1)
 
         k = sum(self._k(segment.span) for segment in bucket.segments)
-        return Masked(bucket.once("mask", joined, *parts), k, owner_row=exchange.mine)
+        words = bucket.once("mask", joined, *parts)
+        before = bucket.once("directory", lambda: masks.directory(words), words)
+        return Masked(words, k, owner_row=exchange.mine, before=before)

@@ -63,6 +63,7 @@ from thinwire.methods.base import (
     refuse_chunks,
 )
 from thinwire.methods.masks import WORD, AtMask, Masks, Schedule, Used
+from thinwire.ops import mask as masks
 from thinwire.ops import moments
 from thinwire.optim import AdamS
 from thinwire.weights import Message
@@ -209,7 +210,7 @@ class SCAPE(Method):
         counts = [self._masks.count(segment) for segment in bucket.segments]
         if self.payload in ("fp32", "bf16"):
             dtype = torch.float32 if self.payload == "fp32" else torch.bfloat16
-            return Masked(words, sum(counts), owner_row=mine, dtype=dtype)
+            return Masked(words, sum(counts), owner_row=mine, dtype=dtype, before=masks.directory(words))
         parts = tuple((segment.width // WORD, k) for segment, k in zip(bucket.segments, counts, strict=True))
         return MaskedIntegers(words, parts, Integers(WORD, 8 if self.payload == "int8" else 4), owner_row=mine)
 

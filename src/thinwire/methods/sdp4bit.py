@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Piece, Shard, padded
+from thinwire.bucket import Bucket, Shard, padded
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.grouped import GroupedBytes
@@ -41,7 +41,7 @@ from thinwire.errors import ThinwireError
 from thinwire.methods.base import CONSERVES, SMALL, Method, Parameter, Promise, Rounding, check_smallest, exempt_small
 from thinwire.ops.quant import ORDER
 from thinwire.streams import Seeds, seed_of
-from thinwire.weights import Message
+from thinwire.weights import Columns, Message, beside
 
 WEIGHTS = ("difference", "plain", "dense")
 _EVERYTHING = {"send": ("*",)}
@@ -224,55 +224,43 @@ class QuantizedWeights(Message):
         encoded = [piece for piece in shard.pieces if method.keep_dense(method.run.parameters[piece.name]) is None]
         kept = [piece for piece in shard.pieces if piece not in encoded]
         kept += [] if self.resident else shard.frozen
-        self._encoded: list[tuple[Piece, int]] = []  # and its first column among the values to encode
-        self._width = 0
-        for piece in encoded:
-            self._encoded.append((piece, self._width))
-            self._width += padded(piece.numel, self._codec.group)
-        self._kept: list[tuple[Piece, slice]] = []  # and its bytes in the message, behind what is encoded
-        end = self._head = self._codec.wire_bytes(self._width)
-        for piece in kept:
-            first, end = end, end + piece.numel * shard.dtype.itemsize
-            self._kept.append((piece, slice(first, end)))
-        self._length = padded(end, 4)
+        size, group = shard.dtype.itemsize, self._codec.group
+        self._encoded, self._width = beside((piece, padded(piece.numel, group)) for piece in encoded)
+        self._head = self._codec.wire_bytes(self._width)
+        whole, end = beside(((piece, piece.numel) for piece in kept), self._head // size)  # behind what is encoded
+        self._columns, self._kept, self._end = Columns(self._encoded), Columns(whole), end * size
+        self._values = sum(piece.numel for piece in (*encoded, *kept))
 
     def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
         """d = Q(w - r), or Q(w) (Alg. 4, l. 7)."""
         self._codec = self._make_codec(seed_of(self._seed, f"shift/{self._module}", step) / 2**63 - 0.5)
-        values = torch.zeros((1, self._width), dtype=torch.float32, device=own.device)
-        for piece, first in self._encoded:
-            target = values[0, first : first + piece.numel]
-            if held is None:
-                target.copy_(own[piece.columns])
-            else:
-                torch.sub(own[piece.columns], held[piece.columns], out=target)  # l. 7: w - r
-        message = torch.zeros(self._length, dtype=torch.uint8, device=own.device)
+        message = torch.empty(padded(self._end, 4), dtype=torch.uint8, device=own.device)
         if self._encoded:
+            difference = own if held is None else own - held  # l. 7: w - r
+            values = torch.empty((1, self._width), dtype=torch.float32, device=own.device)
+            self._columns.take(difference.view(1, -1), values)
             self._codec.encode(values, message[: self._head].view(1, -1), seed=self._seeds(step))  # l. 7: Q
-        for piece, at in self._kept:
-            message[at].view(own.dtype).copy_(own[piece.columns])
-        self.bits, self.values = 8 * len(message), sum(piece.numel for piece, _ in (*self._encoded, *self._kept))
+        self._kept.take(own.view(1, -1), message.view(own.dtype).view(1, -1))
+        if len(message) > self._end:
+            message[self._end :].zero_()
+        self.bits, self.values = 8 * len(message), self._values
         return message
 
     def _seeds(self, step: int) -> Seeds | None:
         if not self._codec.draws:
             return None
         return Seeds(tuple(
-            (first, first + padded(piece.numel, self._codec.group),
-             seed_of(self._seed, f"weights/{self._rank}/{piece.name}", step))
-            for piece, first in self._encoded
+            (first, first + width, seed_of(self._seed, f"weights/{self._rank}/{piece.name}", step))
+            for piece, first, width in self._encoded
         ))  # fmt: skip
 
     def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
         """r += d, at the owner too, or r = Q(w) (Alg. 4, l. 8)."""
-        values = torch.empty((len(rows), self._width), dtype=torch.float32, device=rows.device)
         if self._encoded:
+            values = torch.empty((len(rows), self._width), dtype=torch.float32, device=rows.device)
             self._codec.decode(messages[:, : self._head], values)
-        for piece, first in self._encoded:
-            target, got = rows[:, piece.columns], values[:, first : first + piece.numel]
-            target.add_(got) if self.resident else target.copy_(got)  # l. 8
-        for piece, at in self._kept:
-            rows[:, piece.columns].copy_(messages[:, at].view(rows.dtype))
+            self._columns.give(values, rows, add=self.resident)  # l. 8
+        self._kept.give(messages.view(rows.dtype), rows)
 
 
 @dataclass

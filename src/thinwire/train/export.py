@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
+from thinwire.extras import save_file
 from thinwire.train.models import ModelConfig
 
 EPSILON, ROPE_THETA = 1e-5, 10000.0

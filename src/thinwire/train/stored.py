@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
+from thinwire.extras import save_file
 from thinwire.train import folder as files
 
 T = TypeVar("T")

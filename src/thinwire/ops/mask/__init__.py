@@ -10,6 +10,7 @@ and so do positions that are out of range.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from torch import Tensor
 from thinwire.errors import ThinwireError
 from thinwire.ops.backends import backend
 
-__all__ = ["WORD", "from_indices", "from_lists", "gather_keep", "indices", "pack", "popcount", "scatter", "scatter_add",
-           "topk_mask", "unpack", "write_at"]  # fmt: skip
+__all__ = ["WORD", "Faded", "directory", "from_indices", "from_lists", "gather_keep", "indices", "pack", "popcount",
+           "renew", "scatter", "scatter_add", "topk_mask", "unpack", "write_at"]  # fmt: skip
 
 WORD = 64
 """Elements per mask word."""
@@ -62,23 +63,38 @@ def topk_mask(values: Tensor, k: int, words: Tensor) -> Tensor:
     return words
 
 
+def directory(words: Tensor) -> Tensor | None:
+    """What a GPU has to know of ``words`` (R, w) before it gathers or scatters: worth keeping while they are the same.
+
+    None where it is not needed.
+    """
+    found: Tensor | None = _backend(words).directory(words)
+    return found
+
+
 def gather_keep(
-    rows: Tensor, residual: Tensor | None, words: Tensor, payload: Tensor, residual_out: Tensor | None
+    rows: Tensor,
+    residual: Tensor | None,
+    words: Tensor,
+    payload: Tensor,
+    residual_out: Tensor | None,
+    before: Tensor | None = None,
 ) -> Tensor:
     """h = ``rows`` + ``residual`` (R, n); ``payload`` (R, k) = h at the mask; ``residual_out`` = h off it, 0 on it.
 
-    One pass. ``residual`` None: h = rows. ``residual_out`` None: not kept; it may be ``residual`` itself.
+    One pass. ``residual`` None: h = rows. ``residual_out`` None: not kept; it may be ``residual`` itself. ``before``:
+    ``directory(words)``, if it is known.
     """
     _check(words, rows, residual, residual_out, payload=payload)
     if payload.numel() or residual_out is not None:
-        _backend(rows).gather_keep(rows, residual, words, payload, residual_out)
+        _backend(rows).gather_keep(rows, residual, words, payload, residual_out, before)
     return payload
 
 
-def scatter(payload: Tensor, words: Tensor, out: Tensor) -> Tensor:
-    """``out`` (R, n) = ``payload`` (R, k) at the mask, 0 elsewhere. One pass."""
+def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> Tensor:
+    """``out`` (R, n) = ``payload`` (R, k) at the mask, 0 elsewhere. One pass. ``before``: as ``gather_keep`` has it."""
     _check(words, out, payload=payload)
-    _backend(out).scatter(payload, words, out)
+    _backend(out).scatter(payload, words, out, before)
     return out
 
 
@@ -87,6 +103,34 @@ def write_at(payload: Tensor, words: Tensor, out: Tensor) -> Tensor:
     _check(words, out, payload=payload)
     _backend(out).write_at(payload, words, out)
     return out
+
+
+class Faded(NamedTuple):
+    """Columns ``[start, start + numel)`` of rows, with a mask of ``width`` columns; ``k``: its bits in each row.
+
+    ``keep``: what is left of a value off the mask.
+    """
+
+    start: int
+    numel: int
+    width: int
+    k: int
+    keep: float
+
+
+def renew(payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor) -> Tensor:
+    """``rows`` (R, n) = ``payload`` (R, K) at the mask, ``keep`` times what it was elsewhere, in all ``parts``.
+
+    The masks of the parts lie beside each other in ``words`` (R, w), and their values in the payload, in their order.
+    Columns of no part are left alone. On a GPU one launch, and one upload of what is kept.
+    """
+    if len(payload) != len(words) or len(rows) != len(words) or rows.dtype != torch.float32:
+        raise ThinwireError(f"masks of {len(words)} rows do not go with {len(payload)} and {len(rows)} rows of values")
+    if WORD * words.shape[1] != sum(part.width for part in parts) or payload.shape[1] != sum(p.k for p in parts):
+        raise ThinwireError(f"masks of {words.shape[1]} words and {payload.shape[1]} values are not those of the parts")
+    if parts and rows.numel():
+        _backend(rows).renew(payload, words, parts, rows)
+    return rows
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:

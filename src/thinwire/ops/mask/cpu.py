@@ -5,6 +5,7 @@ trailing zeros, so that the cost follows the number of set bits."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +17,10 @@ from torch import Tensor
 
 from thinwire.errors import ThinwireError
 from thinwire.ops.kernels import flat, njit
+from thinwire.ops.mask.reference import each_of
+
+if TYPE_CHECKING:
+    from thinwire.ops.mask import Faded
 
 WORD = 64
 MAGNITUDE_BITS = np.int32(0x7FFFFFFF)
@@ -117,6 +122,29 @@ def _scatter(payload, payload_stride, words, words_stride, out, stride, rows, co
             if clear:
                 values[:] = np.float32(0)
             word = words[row * words_stride + i]
+            if at + np.int64(set_bits(word)) > end:
+                return False
+            while word != 0:
+                values[trailing_zeros(word)] = payload[at]
+                at += 1
+                word &= word - uint64(1)
+        if at != end:
+            return False
+    return True
+
+
+@njit
+def _renew(payload, payload_stride, words, words_stride, rows, stride, shape, keep):
+    """``shape``: rows, columns, bits of each row."""
+    for row in range(shape[0]):
+        at = row * payload_stride
+        end = at + shape[2]
+        for first in range(0, shape[1], WORD):
+            start = row * stride + first
+            values = rows[start : start + min(shape[1] - first, WORD)]
+            for j in range(values.size):
+                values[j] *= keep
+            word = words[row * words_stride + first // WORD]
             if at + np.int64(set_bits(word)) > end:
                 return False
             while word != 0:
@@ -300,8 +328,17 @@ def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
         _threshold_words(bits, np.int32(threshold), k - above, mask.numpy().view(np.uint64))
 
 
+def directory(words: Tensor) -> None:
+    """None is needed."""
+
+
 def gather_keep(
-    rows: Tensor, residual: Tensor | None, words: Tensor, payload: Tensor, residual_out: Tensor | None
+    rows: Tensor,
+    residual: Tensor | None,
+    words: Tensor,
+    payload: Tensor,
+    residual_out: Tensor | None,
+    before: Tensor | None = None,
 ) -> None:
     old = flat(rows if residual is None else residual)
     new = flat(rows if residual_out is None else residual_out)  # not written to unless kept
@@ -311,7 +348,7 @@ def gather_keep(
     _expect(exact, payload)
 
 
-def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
+def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
     _spread(payload, words, out, clear=True)
 
 
@@ -321,6 +358,14 @@ def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
 
 def _spread(payload: Tensor, words: Tensor, out: Tensor, *, clear: bool) -> None:
     _expect(_scatter(*flat(payload), *unsigned(words), *flat(out), *words.shape, payload.shape[1], clear), payload)
+
+
+def renew(payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor) -> None:
+    for part, values, mask in each_of(payload, words, parts):
+        target = rows[:, part.start : part.start + part.numel]
+        shape = len(rows), part.numel, part.k
+        exact = _renew(*flat(values), *unsigned(mask), *flat(target), shape, np.float32(part.keep))
+        _expect(exact, values)
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:

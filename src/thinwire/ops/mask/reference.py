@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from thinwire.ops.mask import Faded
 
 WORD = 64
 
@@ -24,8 +28,17 @@ def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
     pack(flags, words)
 
 
+def directory(words: Tensor) -> None:
+    """None is needed."""
+
+
 def gather_keep(
-    rows: Tensor, residual: Tensor | None, words: Tensor, payload: Tensor, residual_out: Tensor | None
+    rows: Tensor,
+    residual: Tensor | None,
+    words: Tensor,
+    payload: Tensor,
+    residual_out: Tensor | None,
+    before: Tensor | None = None,
 ) -> None:
     total = rows if residual is None else rows + residual
     flags = flags_of(words)
@@ -35,13 +48,27 @@ def gather_keep(
         residual_out.copy_(torch.where(flags, 0.0, total))
 
 
-def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
+def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
     out.zero_()
     out.masked_scatter_(flags_of(words), payload)
 
 
 def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
     out.masked_scatter_(flags_of(words), payload)
+
+
+def renew(payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor) -> None:
+    for part, values, mask in each_of(payload, words, parts):
+        target, fresh = rows[:, part.start : part.start + part.numel], rows.new_zeros((len(rows), part.width))
+        scatter(values, mask, fresh)
+        flags = flags_of(mask)[:, : part.numel]
+        target.copy_(torch.where(flags, fresh[:, : part.numel], target * part.keep))
+
+
+def each_of(payload: Tensor, words: Tensor, parts: Sequence[Faded]) -> Iterator[tuple[Faded, Tensor, Tensor]]:
+    """Every part with its values (R, k) and its mask (R, width / 64)."""
+    sizes, counts = [part.k for part in parts], [part.width // WORD for part in parts]
+    return zip(parts, payload.split(sizes, 1), words.split(counts, 1), strict=True)
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:

@@ -7,8 +7,11 @@ bits before each 512, an exclusive prefix sum of the counts; so programs are ind
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +21,9 @@ from thinwire.device import upload
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
 from thinwire.ops.mask import reference
 from thinwire.ops.programs import programs_of
+
+if TYPE_CHECKING:
+    from thinwire.ops.mask import Faded
 
 NAN_BITS = 0x7F800001  # any NaN, as an integer: all are equal, and larger than infinity
 BLOCK = 512
@@ -79,6 +85,24 @@ def _scatter(
     on, place = _place(words + row * words_stride, before + row * before_stride + block, at, inside, k)
     values = tl.load(payload + row * payload_stride + place, mask=on, other=0.0)
     tl.store(row_of(out, stride, row, ALIGN) + at, values, mask=inside if ALL else on)
+
+
+@kernel
+def _renew(
+    payload, payload_stride, words, words_stride, before, before_stride, rows, stride, places, table, n, k,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``places``: of each word the number of its part. ``table``: of each part what lies between a column of the masks
+    and one of ``rows``, its last column among the former, and the bits of what is kept."""
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    part = table + tl.load(places + at // 64, mask=at < n, other=0).to(tl.int64) * 3
+    inside = (at < n) & (at < tl.load(part + 1))
+    on, place = _place(words + row * words_stride, before + row * before_stride + block, at, inside, k)
+    fresh = tl.load(payload + row * payload_stride + place, mask=on, other=0.0)
+    values = rows + row * stride + at + tl.load(part)
+    keep = tl.load(part + 2).to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(values, tl.where(on, fresh, tl.load(values, mask=inside, other=0.0) * keep), mask=inside)
 
 
 @kernel
@@ -170,29 +194,55 @@ def popcount(words: Tensor) -> Tensor:
 
 
 def gather_keep(
-    rows: Tensor, residual: Tensor | None, words: Tensor, payload: Tensor, residual_out: Tensor | None
+    rows: Tensor,
+    residual: Tensor | None,
+    words: Tensor,
+    payload: Tensor,
+    residual_out: Tensor | None,
+    before: Tensor | None = None,
 ) -> None:
     old = rows if residual is None else residual
     new = rows if residual_out is None else residual_out  # not written to unless kept
+    before = directory(words) if before is None else before
     launch(
-        _gather_keep, _grid(words), rows, old, words, directory(words), payload, new, rows.shape[1], payload.shape[1],
+        _gather_keep, _grid(words), rows, old, words, before, payload, new, rows.shape[1], payload.shape[1],
         FEEDBACK=residual is not None, KEEP=residual_out is not None, BLOCK=BLOCK, ALIGN=alignment(rows, old, new),
     )  # fmt: skip
 
 
-def scatter(payload: Tensor, words: Tensor, out: Tensor) -> None:
-    _spread(payload, words, out, everything=True)
+def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
+    _spread(payload, words, out, before, everything=True)
 
 
 def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
-    _spread(payload, words, out, everything=False)
+    _spread(payload, words, out, None, everything=False)
 
 
-def _spread(payload: Tensor, words: Tensor, out: Tensor, *, everything: bool) -> None:
+def _spread(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None, *, everything: bool) -> None:
+    before = directory(words) if before is None else before
     launch(
-        _scatter, _grid(words), payload, words, directory(words), out, out.shape[1], payload.shape[1], ALL=everything,
+        _scatter, _grid(words), payload, words, before, out, out.shape[1], payload.shape[1], ALL=everything,
         BLOCK=BLOCK, ALIGN=alignment(out),
     )  # fmt: skip
+
+
+def renew(payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor) -> None:
+    table, first = [], 0
+    kept = np.array([part.keep for part in parts], np.float32).view(np.int32)
+    for part, keep in zip(parts, kept, strict=True):
+        table += [part.start - first, first + part.numel, int(keep)]
+        first += part.width
+    numbers = _numbers(tuple(part.width for part in parts), words.device)
+    launch(
+        _renew, _grid(words), payload, words, directory(words), rows, numbers,
+        upload(table, words.device, torch.int64), first, payload.shape[1], BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+@functools.cache
+def _numbers(widths: tuple[int, ...], device: torch.device) -> Tensor:
+    """(w,) int32: of each mask word of parts beside each other, the number of its part."""
+    return upload(programs_of(widths, reference.WORD)[0], device)
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:

@@ -35,7 +35,7 @@ from thinwire.ops.quant.reference import ORDER, Format
 
 __all__ = [
     "ORDER", "Format", "dequantize", "dequantize_fp8", "dequantize_sum", "dequantize_sum_fp8", "quantize",
-    "quantize_fp8", "quantize_parts", "sum_rows",
+    "quantize_fp8", "quantize_parts", "requantize", "sum_rows",
 ]  # fmt: skip
 
 
@@ -74,6 +74,18 @@ def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, s
     if out.numel():
         _backend(out).dequantize_sum(codes, scales, format, out, scale)
     return out
+
+
+def requantize(
+    codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float = 1.0,
+    parts: Sequence[tuple[int, int, int]] | None = None,
+) -> None:  # fmt: skip
+    """``quantize`` of what ``dequantize_sum`` gives of N peers, in one pass; ``codes_out``, ``scales_out``: of one row.
+
+    ``parts``: as ``quantize_parts`` has them; None: rounded to the nearest.
+    """
+    if codes_out.numel():
+        _backend(codes).requantize(codes, scales, format, codes_out, scales_out, scale, parts)
 
 
 def quantize_fp8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:

@@ -245,6 +245,17 @@ def _load(narrow, rotated, values, bits, own):
 
 
 @inlined
+def _encode_group(four, stochastic, bits, own, codes, scales, at, key, first):
+    """Codes of the values ``own``, whose bits are ``bits``, and their scale, which is number ``at`` of ``scales``."""
+    scale = _scale_of(bits, PER_LEVEL_INT4 if four else PER_LEVEL_INT8)
+    scales[at] = scale
+    if np.isnan(scale):
+        own.fill(0)  # its codes are 0
+    per_scale = ONE if np.isnan(scale) else ONE / scale
+    _encode(four, stochastic, own, per_scale, codes, key, first)
+
+
+@inlined
 def _quantize(narrow, four, stochastic, rotated, values, stride, rows, n, group, codes, to_stride, scales,
               scales_stride, key):  # fmt: skip
     """The first four are constants: ``narrow`` for bfloat16, ``four`` for int4."""
@@ -255,13 +266,10 @@ def _quantize(narrow, four, stochastic, rotated, values, stride, rows, n, group,
         for g in range(n // group):
             at, to = row * stride + g * group, row * to_stride + g * size
             _load(narrow, rotated, values[at : at + group], bits, own)
-            scale = _scale_of(bits, PER_LEVEL_INT4 if four else PER_LEVEL_INT8)
-            scales[row * scales_stride + g] = scale
-            if np.isnan(scale):
-                own.fill(0)  # its codes are 0
-            per_scale = ONE if np.isnan(scale) else ONE / scale
             first = np.uint32((row * n + g * group) // 2)
-            _encode(four, stochastic, own, per_scale, codes[to : to + size], key, first)
+            _encode_group(
+                four, stochastic, bits, own, codes[to : to + size], scales, row * scales_stride + g, key, first
+            )
 
 
 @njit
@@ -353,6 +361,16 @@ def _add_decoded(four, codes, scale, total):
 
 
 @inlined
+def _sum_group(four, codes, stride, scales, scales_stride, row, peers, g, size, total):
+    """The sum of ``peers`` rows of group ``g``, from ``row`` on -> ``total``."""
+    start = row * stride + g * size
+    _decode(four, codes[start : start + size], scales[row * scales_stride + g], total)
+    for peer in range(row + 1, row + peers):
+        start = peer * stride + g * size
+        _add_decoded(four, codes[start : start + size], scales[peer * scales_stride + g], total)
+
+
+@inlined
 def _dequantize(four, rotated, summed, codes, stride, scales, scales_stride, rows, peers, n, group, out, to_stride,
                 factor):  # fmt: skip
     """``rows`` results, each ``factor`` * the sum of ``peers`` rows of codes. The first three are constants.
@@ -364,18 +382,34 @@ def _dequantize(four, rotated, summed, codes, stride, scales, scales_stride, row
     for row in range(rows):
         for g in range(n // group):
             result = out[row * to_stride + g * group : row * to_stride + (g + 1) * group]
-            start, scale = row * stride + g * size, scales[row * scales_stride + g]
             if not summed:
-                _decode(four, codes[start : start + size], scale, result)
+                start = row * stride + g * size
+                _decode(four, codes[start : start + size], scales[row * scales_stride + g], result)
                 continue
-            _decode(four, codes[start : start + size], scale, total)
-            for peer in range(row + 1, row + peers):
-                start, scale = peer * stride + g * size, scales[peer * scales_stride + g]
-                _add_decoded(four, codes[start : start + size], scale, total)
+            _sum_group(four, codes, stride, scales, scales_stride, row, peers, g, size, total)
             if rotated:
                 _rotate(total, factor, result)
             else:
                 _scaled(total, factor, result)
+
+
+@inlined
+def _requantize(four, stochastic, rotated, codes, stride, scales, scales_stride, peers, n, group, codes_out,
+                scales_out, factor, key):  # fmt: skip
+    """Codes of ``factor`` * the sum of ``peers`` rows of codes. The first three are constants."""
+    total = np.empty(group, np.float32)
+    bits = np.empty(group, np.int32)
+    own = bits.view(np.float32)
+    size = group // 2 if four else group
+    for g in range(n // group):
+        _sum_group(four, codes, stride, scales, scales_stride, 0, peers, g, size, total)
+        if rotated:
+            _rotate(total, factor, total)
+        else:
+            _scaled(total, factor, total)
+        _load(False, rotated, total, bits, own)
+        at, first = g * size, np.uint32(g * group // 2)
+        _encode_group(four, stochastic, bits, own, codes_out[at : at + size], scales_out, g, key, first)
 
 
 def _quantizer(*flags):
@@ -396,6 +430,15 @@ def _dequantizer(*flags):
     return _compiled(dequantize, flags)
 
 
+def _requantizer(*flags):
+    four, stochastic, rotated = flags
+
+    def requantize(*arguments):
+        _requantize(four, stochastic, rotated, *arguments)
+
+    return _compiled(requantize, flags)
+
+
 def _compiled(kernel, flags):
     # An index file of its own in numba's cache: in one that several kernels share, ranks that save two of them at the
     # same time can leave the one under the other's name.
@@ -405,6 +448,7 @@ def _compiled(kernel, flags):
 
 QUANTIZE = {flags: _quantizer(*flags) for flags in itertools.product((False, True), repeat=4)}
 DEQUANTIZE = {flags: _dequantizer(*flags) for flags in itertools.product((False, True), repeat=3)}
+REQUANTIZE = {flags: _requantizer(*flags) for flags in itertools.product((False, True), repeat=3)}
 
 
 @njit
@@ -500,6 +544,22 @@ def _values(
     factor = np.float32(scale * NORM if format.hadamard else scale)
     (to, to_stride), (count, n) = flat(out), out.shape
     kernel(*flat(codes.view(torch.uint8)), *flat(scales), count, peers, n, format.group, to, to_stride, factor)
+
+
+def requantize(
+    codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float,
+    parts: Sequence[tuple[int, int, int]] | None,
+) -> None:  # fmt: skip
+    bits, group = format.bits, format.group
+    kernel = REQUANTIZE[bits == 4, parts is not None, format.hadamard]
+    factor = np.float32(scale * NORM if format.hadamard else scale)
+    for first, last, seed in [(0, scales.shape[1] * group, 0)] if parts is None else parts:
+        at, groups = slice(first * bits // 8, last * bits // 8), slice(first // group, last // group)
+        (result, _), (result_scales, _) = flat(codes_out[:, at].view(torch.uint8)), flat(scales_out[:, groups])
+        kernel(
+            *flat(codes[:, at].view(torch.uint8)), *flat(scales[:, groups]), len(codes), last - first, group, result,
+            result_scales, factor, np.uint32(key_of(seed) & 0xFFFFFFFF),
+        )  # fmt: skip
 
 
 def quantize_fp8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:

@@ -143,6 +143,18 @@ def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, s
     out.copy_(_rotated(total))
 
 
+def requantize(
+    codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float,
+    parts: Sequence[tuple[int, int, int]] | None,
+) -> None:  # fmt: skip
+    total = torch.empty((1, scales.shape[1] * format.group), device=codes.device)
+    dequantize_sum(codes, scales, format, total[0], scale)
+    if parts is None:
+        quantize(total, format, codes_out, scales_out)
+    else:
+        quantize_parts(total, format, codes_out, scales_out, parts)
+
+
 def _values(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
     integers = _unpacked(codes, format.group) if format.bits == 4 else codes
     return _dequantize(integers, scales, format.group)

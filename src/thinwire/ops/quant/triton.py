@@ -127,37 +127,81 @@ def _rotate(low, high, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (BLOCK, 2, GROUP // 2)), (0, 2, 1)))
 
 
+@triton.jit
+def _program(
+    groups, programs, parts, keys, row, BLOCK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Of this program's groups what ``_places`` says, and where they end; of their pairs of elements numbers and key.
+
+    Stochastically: ``groups`` of a part; its number is the program's in ``programs``, its first group, groups and
+    first program are its row of ``parts``.
+    """
+    if STOCHASTIC:
+        number = tl.program_id(0)
+        part = tl.load(programs + number)
+        first, groups = tl.load(parts + part * 3).to(tl.int64), tl.load(parts + part * 3 + 1).to(tl.int64)
+        g, at, to = _places(number - tl.load(parts + part * 3 + 2), first, BLOCK, GROUP, FOUR)
+        pair = (row * groups + g - first)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+        return g, at, to, first + groups, pair, tl.load(keys + part)
+    else:
+        g, at, to = _places(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
+        return g, at, to, tl.cast(groups, tl.int64), at, 0
+
+
+@triton.jit
+def _encode(
+    low, high, codes, to, scales, g, last, pair, key, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """Quantize the groups ``g`` below ``last`` of a row, whose values are ``low`` and ``high``."""
+    if ROTATED:
+        low, high = _rotate(low * NORM, high * NORM, BLOCK, GROUP)
+    largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
+    scale, per_scale = _scale_of(largest, FOUR)
+    inside, finite = (g < last)[:, None], (largest < 0x7F800000)[:, None]
+    _store_codes(codes, to, inside, low, high, finite, per_scale[:, None], pair, key, GROUP // 2, FOUR, STOCHASTIC)
+    tl.store(scales + g, scale, mask=g < last)
+
+
+@triton.jit
+def _sum(
+    codes, codes_stride, scales, scales_stride, row, peers, factor, g, to, last, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, FOUR: tl.constexpr, ROTATED: tl.constexpr, WIRE: tl.constexpr,
+):  # fmt: skip
+    """``factor`` * the sum of ``peers`` rows of codes from ``row`` on, or its transform: groups ``g`` below ``last``.
+    """
+    HALF: tl.constexpr = GROUP // 2
+    inside = (g < last)[:, None]
+    scale = tl.load(scales + row * scales_stride + g, mask=g < last, other=0.0)[:, None]
+    low, high = _load_codes(row_of(codes, codes_stride, row, WIRE), to, inside, HALF, FOUR)
+    low, high = low * scale, high * scale
+    for peer in range(1, peers):
+        scale = tl.load(scales + (row + peer) * scales_stride + g, mask=g < last, other=0.0)[:, None]
+        more_low, more_high = _load_codes(row_of(codes, codes_stride, row + peer, WIRE), to, inside, HALF, FOUR)
+        low += more_low * scale
+        high += more_high * scale
+    low, high = low * factor, high * factor
+    if ROTATED:
+        low, high = _rotate(low, high, BLOCK, GROUP)
+    return low, high
+
+
 @kernel
 def _quantize(
     rows, rows_stride, codes, codes_stride, scales, scales_stride, groups, programs, parts, keys,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr, ROTATED: tl.constexpr,
     WIRE: tl.constexpr,
 ):  # fmt: skip
-    """Stochastically: ``groups`` of a part; its number is the program's in ``programs``, its first group, groups and
-    first program are its row of ``parts``."""
-    HALF: tl.constexpr = GROUP // 2
     row = tl.program_id(1).to(tl.int64)
-    if STOCHASTIC:
-        number = tl.program_id(0)
-        part = tl.load(programs + number)
-        first, groups = tl.load(parts + part * 3).to(tl.int64), tl.load(parts + part * 3 + 1).to(tl.int64)
-        g, at, to = _places(number - tl.load(parts + part * 3 + 2), first, BLOCK, GROUP, FOUR)
-        pair, key = (row * groups + g - first)[:, None] * HALF + tl.arange(0, HALF)[None, :], tl.load(keys + part)
-        last = first + groups
-    else:
-        g, at, to = _places(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
-        pair, key, last = at, 0, groups
+    g, at, to, last, pair, key = _program(groups, programs, parts, keys, row, BLOCK, GROUP, FOUR, STOCHASTIC)
     inside = (g < last)[:, None]
     rows = row_of(rows, rows_stride, row, 16 if WIRE > 1 else 1)
-    low, high = _load(rows + at, inside), _load(rows + at + HALF, inside)
-    if ROTATED:
-        low, high = _rotate(low * NORM, high * NORM, BLOCK, GROUP)
-    largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
-    scale, per_scale = _scale_of(largest, FOUR)
-    finite = (largest < 0x7F800000)[:, None]
-    codes = row_of(codes, codes_stride, row, WIRE)
-    _store_codes(codes, to, inside, low, high, finite, per_scale[:, None], pair, key, HALF, FOUR, STOCHASTIC)
-    tl.store(scales + row * scales_stride + g, scale, mask=g < last)
+    low, high = _load(rows + at, inside), _load(rows + at + GROUP // 2, inside)
+    _encode(
+        low, high, row_of(codes, codes_stride, row, WIRE), to, scales + row * scales_stride, g, last, pair, key, GROUP,
+        BLOCK, FOUR, STOCHASTIC, ROTATED,
+    )  # fmt: skip
 
 
 @kernel
@@ -166,24 +210,33 @@ def _dequantize(
     GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, ROTATED: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
     """Every row of ``out``: ``factor`` * the sum of ``peers`` rows of codes from there on, or its transform."""
-    HALF: tl.constexpr = GROUP // 2
     row = tl.program_id(1).to(tl.int64)
     g, at, to = _places(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
+    low, high = _sum(
+        codes, codes_stride, scales, scales_stride, row, peers, factor, g, to, groups, GROUP, BLOCK, FOUR, ROTATED, WIRE
+    )
     inside = (g < groups)[:, None]
-    scale = tl.load(scales + row * scales_stride + g, mask=g < groups, other=0.0)[:, None]
-    low, high = _load_codes(row_of(codes, codes_stride, row, WIRE), to, inside, HALF, FOUR)
-    low, high = low * scale, high * scale
-    for peer in range(1, peers):
-        scale = tl.load(scales + (row + peer) * scales_stride + g, mask=g < groups, other=0.0)[:, None]
-        more_low, more_high = _load_codes(row_of(codes, codes_stride, row + peer, WIRE), to, inside, HALF, FOUR)
-        low += more_low * scale
-        high += more_high * scale
-    low, high = low * factor, high * factor
-    if ROTATED:
-        low, high = _rotate(low, high, BLOCK, GROUP)
     out = row_of(out, out_stride, row, 16 if WIRE > 1 else 1)
     tl.store(out + at, low, mask=inside)
-    tl.store(out + at + HALF, high, mask=inside)
+    tl.store(out + at + GROUP // 2, high, mask=inside)
+
+
+@kernel
+def _requantize(
+    codes, codes_stride, scales, scales_stride, out, out_stride, scales_out, factor, peers, groups, programs, parts,
+    keys, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr,
+    ROTATED: tl.constexpr, WIRE: tl.constexpr,
+):  # fmt: skip
+    """One row, ``out`` and ``scales_out``: the codes of what ``_dequantize`` makes of ``peers`` rows."""
+    row = tl.program_id(1).to(tl.int64)
+    g, _, to, last, pair, key = _program(groups, programs, parts, keys, row, BLOCK, GROUP, FOUR, STOCHASTIC)
+    low, high = _sum(
+        codes, codes_stride, scales, scales_stride, row, peers, factor, g, to, last, GROUP, BLOCK, FOUR, ROTATED, WIRE
+    )
+    _encode(
+        low, high, row_of(out, out_stride, row, WIRE), to, scales_out, g, last, pair, key, GROUP, BLOCK, FOUR,
+        STOCHASTIC, ROTATED,
+    )  # fmt: skip
 
 
 @kernel
@@ -222,13 +275,19 @@ def quantize_parts(
     rows: Tensor, format: Format, codes: Tensor, scales: Tensor, parts: Sequence[tuple[int, int, int]]
 ) -> None:
     block, _ = _blocks(rows.shape[1], format.group)
-    groups = tuple((first // format.group, (last - first) // format.group) for first, last, _ in parts)
-    programs, table = _table(groups, block, rows.device)
-    keys = upload([reference.key_of(seed) for _, _, seed in parts], rows.device)
+    tables = _tables(parts, format, block, rows.device)
     launch(
-        _quantize, (len(programs), len(rows)), _words(rows), codes, scales, 0, programs, table, keys, BLOCK=block,
-        STOCHASTIC=True, WIRE=wire_alignment(codes, rows), **_constants(format),
+        _quantize, (len(tables[0]), len(rows)), _words(rows), codes, scales, 0, *tables, BLOCK=block, STOCHASTIC=True,
+        WIRE=wire_alignment(codes, rows), **_constants(format),
     )  # fmt: skip
+
+
+def _tables(
+    parts: Sequence[tuple[int, int, int]], format: Format, block: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Programs, parts and keys of a kernel that draws."""
+    groups = tuple((first // format.group, (last - first) // format.group) for first, last, _ in parts)
+    return *_table(groups, block, device), upload([reference.key_of(seed) for _, _, seed in parts], device)
 
 
 @functools.cache
@@ -257,6 +316,24 @@ def _decode(codes: Tensor, scales: Tensor, peers: int, format: Format, out: Tens
     launch(
         _dequantize, (programs, count), codes, scales, out, factor, peers, n // format.group, BLOCK=block,
         WIRE=wire_alignment(codes, out), **_constants(format),
+    )  # fmt: skip
+
+
+def requantize(
+    codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float,
+    parts: Sequence[tuple[int, int, int]] | None,
+) -> None:  # fmt: skip
+    groups = scales.shape[1]
+    block, programs = _blocks(groups * format.group, format.group)
+    tables: tuple[Tensor | None, ...] = (None, None, None)
+    if parts is not None:
+        tables = _tables(parts, format, block, codes.device)
+        programs = len(tables[0])
+    factor = scale * reference.NORM if format.hadamard else scale
+    wire = min(wire_alignment(codes), wire_alignment(codes_out))
+    launch(
+        _requantize, (programs, 1), codes, scales, codes_out, scales_out[0], factor, len(codes), groups, *tables,
+        BLOCK=block, STOCHASTIC=parts is not None, WIRE=wire, **_constants(format),
     )  # fmt: skip
 
 

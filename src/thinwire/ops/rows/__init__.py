@@ -1,5 +1,7 @@
 """A flat buffer <-> rows: every parameter's values from where an engine has them to its columns, all in one pass.
 
+Rows may be those of several buckets: they are told by where they lie in one memory (1-D).
+
 ``reference`` (plain torch, one copy or two for each parameter) runs on CPUs too; ``triton`` takes one launch.
 """
 
@@ -19,6 +21,8 @@ __all__ = ["Part", "Places", "pack", "unpack"]
 
 PER_PROGRAM = 1024
 """Columns of one parameter, in one row, that one program of a GPU takes."""
+FIELDS = 9
+"""Of a part's line in a device's table."""
 
 _backend = backend("thinwire.ops.rows", cpu="reference")
 
@@ -26,9 +30,11 @@ _backend = backend("thinwire.ops.rows", cpu="reference")
 class Part(NamedTuple):
     """One parameter. Its value i of row r is element ``offset + r * step + i`` of the flat buffer, i < ``span``.
 
+    In the rows' memory that is element ``start + r * stride + i``.
+
     Attributes:
         numel: r * step + i is below it: a last row may be shorter, and rows behind it are empty.
-        start, width: its columns, of which those from ``span`` on hold no values.
+        width: its columns, of which those from ``span`` on hold no values. rows: R.
     """
 
     offset: int
@@ -37,6 +43,8 @@ class Part(NamedTuple):
     start: int
     width: int
     span: int
+    stride: int
+    rows: int
 
 
 class Places:
@@ -47,29 +55,34 @@ class Places:
 
     @functools.cached_property
     def programs(self) -> Tensor:
-        """(B,) int32: of each program along a row, the number of its part."""
+        """(B,) int32: of each program the number of its part."""
         return torch.tensor(self._programs[0], dtype=torch.int32, device=self.device)
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """(parts, 7) int64: each part, and the number of its first program."""
-        rows = [[*part, first] for part, first in zip(self.parts, self._programs[1], strict=True)]
-        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+        """(parts * FIELDS,) int64: each part, and the number of its first program."""
+        values = [value for part, first in zip(self.parts, self._programs[1], strict=True) for value in (*part, first)]
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    @property
+    @functools.cached_property
     def _programs(self) -> tuple[list[int], list[int]]:
-        return programs_of((part.width for part in self.parts), PER_PROGRAM)
+        """A part's programs go along its first row, then along the second."""
+        whole = (part.rows * -(-part.width // PER_PROGRAM) * PER_PROGRAM for part in self.parts)
+        return programs_of(whole, PER_PROGRAM)
 
 
 def pack(flat: Tensor, places: Places, rows: Tensor) -> Tensor:
-    """``rows`` (R, n) float32 = the values of ``flat`` (1-D, float32 or bfloat16), zeros in their padding."""
+    """``rows`` (1-D, float32) = the values of ``flat`` (1-D, float32 or bfloat16), zeros in their padding."""
     if rows.numel() and places.parts:
         _backend(rows).pack(flat, places, rows)
     return rows
 
 
-def unpack(rows: Tensor, places: Places, flat: Tensor) -> Tensor:
-    """``flat`` (1-D, float32 or bfloat16) = the values of ``rows`` (R, n) float32; what lies between is left alone."""
+def unpack(rows: Tensor, places: Places, flat: Tensor, *, add: bool = False) -> Tensor:
+    """``flat`` (1-D, float32 or bfloat16) = the values of ``rows`` (1-D, float32); what lies between is left alone.
+
+    ``add``: they are added to what is there.
+    """
     if rows.numel() and places.parts:
-        _backend(rows).unpack(rows, places, flat)
+        _backend(rows).unpack(rows, places, flat, add)
     return flat
