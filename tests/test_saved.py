@@ -21,9 +21,9 @@ from breadth import falls_on, spread
 from engines import adamw, build, train
 from thinwire.errors import ThinwireError
 from thinwire.integrations.fsdp2 import param_groups
-from thinwire.methods import TABLE
+from thinwire.methods import TABLE, LocalSteps, resolve
 from thinwire.played import small
-from thinwire.saved import entries
+from thinwire.saved import About, entries
 
 TOPK = "topk(feedback='gradient', smallest=100, density=0.1)"
 
@@ -227,3 +227,9 @@ def test_a_fresh_wire_gets_all_of_its_own_back_through_dcp(kind, world):
 
 def test_entries_are_known_without_their_rank():
     assert entries({"rank-0001-of-0002/residual/a.b": 1}) == {"residual/a.b": 1}
+
+
+def test_an_outer_methods_settings_are_saved_too():
+    """So that another default of its is noticed, whatever was written."""
+    inner, outer = resolve("radius"), LocalSteps(outer="radius")
+    assert About.of(0, 1, "ddp", (), (), outer).knobs.items() >= {("radius's T", str(inner.T)), ("outer", "radius")}

@@ -208,7 +208,7 @@ def test_what_is_no_matrix_stays_dense_with_muon():
 @pytest.mark.parametrize("spec", COMPRESSORS)
 def test_it_is_the_transcription(spec):
     zeros = [np.zeros(shape) for shape in SHAPES.values()]
-    b1 = 0.5 if "beta1" in spec else 0.0
+    b1 = 0.5 if "beta1=0.5" in spec else 0.0
     agree(spec, paper.Trickle(zeros, SIZE, COMPRESSORS[spec](), sample, delayed=True, b1=b1))
 
 
