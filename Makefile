@@ -68,7 +68,7 @@ test-frameworks: export OMP_NUM_THREADS ?= 1
 test-frameworks: VENV := .venv-frameworks
 test-frameworks:
 	$(MAKE) setup VENV=$(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,hf,lightning,eval]" "torchtitan<0.3" "$(TORCH)"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,gpu,hf,lightning,eval]" "torchtitan<0.3" "$(TORCH)"
 	$(VENV)/bin/python -m pytest tests/test_integrations.py tests/test_examples.py tests/test_export.py \
 		tests/test_finetune.py tests/test_evaluation.py
 

@@ -18,7 +18,7 @@ from pathlib import Path
 BLOCK = re.compile(r"^```bash\n(?P<commands>.*?)^```\n(?:\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE)
 PLAIN = {"TERM": "dumb", "COLUMNS": "160", "NO_COLOR": "1", "PYTHONDONTWRITEBYTECODE": ""}
 """So that programs print plain lines, whatever terminal this is run in, and a file is compiled once, as is usual."""
-BAR = re.compile(r"^.*\d%\|.*\n\n?", re.MULTILINE)
+BAR = re.compile(r"^\n?.*(?:\d%\||\d examples \[).*\n\n?", re.MULTILINE)
 """A progress bar, each state of which is a line where there is no terminal."""
 
 

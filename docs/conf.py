@@ -43,9 +43,19 @@ def plain(app, what, name, obj, options, lines: list[str]) -> None:
         lines[:] = re.sub(r"\n\n(?=    )", "\n\n::\n\n", "\n".join(lines)).split("\n")
 
 
+def whole(app, what, name, obj, options, lines: list[str]) -> None:
+    """Of an attribute's docstring, napoleon takes what stands before the first colon for a type."""
+    if what not in ("attribute", "data", "property"):
+        return
+    for line in [line for line in lines if line.startswith(":type: ")]:
+        lines.remove(line)
+        lines[0] = f"{line.removeprefix(':type: ')}: {lines[0]}"
+
+
 MARK = re.compile(r"[|`]|\*(?=\S)|(?<=\w)_(?!\w)")
 
 
 def setup(app) -> None:
     app.connect("include-read", from_above)
     app.connect("autodoc-process-docstring", plain, priority=400)  # before napoleon makes its own marks
+    app.connect("autodoc-process-docstring", whole, priority=600)

@@ -321,7 +321,8 @@ def test_the_site_has_every_page_and_what_pages_include() -> None:
 
 def test_the_commands_of_a_page_are_run_and_what_they_print_is_written(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    first, second = "```bash\necho 3 > a\n```\n", "```bash\ncat a; echo ' 50%|##| 1/2' >&2; echo err >&2\n```\n"
+    bars = "echo ' 50%|##| 1/2' >&2; printf '\\rsplit: 7 examples [00:00, ? examples/s]\\n' >&2"
+    first, second = "```bash\necho 3 > a\n```\n", f"```bash\ncat a; {bars}; echo err >&2\n```\n"
     page.write_text(f"{first}\n```text\nold\n```\n\nwords\n\n{second}\n```text\nold\n```\n")
     commands = of_docs("commands")
     commands.refresh(page)

@@ -440,6 +440,8 @@ def without_torchtitan() -> str:
         version = metadata.version("torchtitan")
     except metadata.PackageNotFoundError:
         return "needs torchtitan"
+    if importlib.util.find_spec("triton") is None:
+        return "torchtitan needs triton, which torch for CPUs does not bring"
     return "" if version.startswith("0.2.") else f"torchtitan {version} has other names than 0.2"
 
 
