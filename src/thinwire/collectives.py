@@ -75,14 +75,9 @@ def _sum_of_peers(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Ten
 
 
 def _encode_sum(
-    comm: Comm,
-    bucket: Rows,
-    received: Tensor,
-    codec: Codec,
-    scale: float,
-    residual: Residual | None,
+    comm: Comm, bucket: Rows, received: Tensor, codec: Codec, scale: float, residual: Residual | None,
     seed: Seeds | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The wire (1, m) of this rank's row of the mean, from what its peers sent, ``received`` (N, m)."""
     shape = 1, bucket.shape[1]
     if residual is None:
