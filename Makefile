@@ -3,7 +3,7 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 OUT    ?= runs/first
-JOBS   ?= 2
+JOBS   ?= 3
 TESTS  ?=
 VENV   ?= .venv
 SITE   ?= build/docs

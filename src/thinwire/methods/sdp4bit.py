@@ -162,7 +162,8 @@ class SDP4Bit(Method):
         for part in bucket.segments:
             self._bits[part.name] = 8 * len(bucket.rows) * codec.wire_bytes(part.width), part.piece.numel
         seed = self._seeds(bucket, exchange) if codec.draws else None
-        # Transform and quantize (l. 2-3, 8-9), all-to-all (l. 4, 10), and back: sum and transform (l. 5-7, 11-13).
+        # Transform and quantize (l. 2-3, 8-9): Integers.encode, ops/quant. All-to-all (l. 4, 10): collectives.py.
+        # Values again, their sum, and transform it back (l. 5-7, 11-13): Integers.decode_sum, ops/quant.
         exchange.mean(bucket, codec, on_wire=self.on_wire, seed=seed)
 
     def _seeds(self, bucket: Bucket, exchange: Exchange) -> Seeds:

@@ -131,21 +131,30 @@ class SEPARATE(ErrorFeedback):
     def granule(self) -> int:
         return self._estimator.granule
 
+    @property
+    def keeps_state(self) -> bool:
+        return self._keep < 1 or self.feedback == "update"
+
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        old = self.state.read("residual", bucket)
-        new = self.state.write("residual", bucket)
+        residual: Residual | None = None
+        if self._keep < 1:
+            residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
         restart = bool(self.reset) and bucket.step % self.reset == 0
         if restart and self.restart == "send" and bucket.step:
-            exchange.mean(bucket, residual=Residual(old, new))  # STEP 1; h_n goes out as it is: nothing is left over
+            exchange.mean(bucket, residual=residual)  # STEP 1; h_n goes out as it is: nothing is left over
             return
         segments = [(s.name, s.start, s.width) for s in bucket.segments]
         codec = self.codec_for(segments, bucket.step, bucket.device, bucket.once, self.run.seed)  # STEP 2: M
-        exchange.mean(bucket, codec, residual=Residual(old, new))  # STEP 1 to 4; new = h_n - C(h_n)
+        # STEP 1: with the residual. STEP 2: Projection.encode. STEP 3: the network's mean. STEP 4: Projection.decode.
+        exchange.mean(bucket, codec, residual=residual)
+        if residual is None:
+            return
+        new = residual.new  # h_n - C(h_n)
         if restart and self.restart == "zero":
             new.zero_()  # STEP 5, k % T = 0
             return
-        if self._keep:
-            new.lerp_(old, self._keep)  # STEP 5; for a weight of 0, new is that already
+        if self._keep and residual.old is not None:
+            new.lerp_(residual.old, self._keep)  # STEP 5; for a weight of 0, new is that already
         bucket.clear_padding(new)  # a projection spreads over whole blocks; padding has no gradient to wait for
 
     @property

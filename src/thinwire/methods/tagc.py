@@ -180,7 +180,7 @@ class TAGC(ErrorFeedback):
         index = exchange.union(bucket, words)  # l. 3-4
         self._round(parts, sent, rest, exchange)  # ours, so that sums are exact
         estimate = self.leftovers == "median"
-        # l. 5-6 and 8-10: CountSketch._encode, the network's sum, CountSketch._decode.
+        # l. 5-6 and 8-10: CountSketch._encode, the network's sum, CountSketch._decode. (l. 7 is a comment.)
         exchange.mean(bucket, CountSketch(parts, sent, words, index, left.zero_(), exchange.mine, estimate))
         # acc gets back what did not arrive. Not the exchange's residual: what cannot be recovered of a sum depends on
         # everybody's masks, and an encoding knows its own rank's.
