@@ -35,6 +35,16 @@ class Delay:
         """Of methods that send the largest values of gradients, after a dense ``start`` if it is a share of the run."""
         return cls(steps=700 * (1 - density) ** 2.4 * (1 - (start if start < 1 else 0)))
 
+    @classmethod
+    def of_steps(cls, density: float, start: float, *, shared: bool = False) -> Delay:
+        """Of methods that send the largest of AdamW's steps: the worst that was measured, in the larger of two models.
+
+        Nothing at a density of 0.01, nor after a dense ``start`` of 15%. ``shared``: one mask for all ranks.
+        """
+        if shared:
+            return cls(steps=520)
+        return cls(steps=0 if density <= 0.02 or 0.15 <= start < 1 else 385)
+
     def gap(self, steps: int) -> float:
         """By how much the loss of a run of so many ``steps`` ends above dense's: 0.05 is 5%."""
         behind = min(self.share + self.steps / max(steps, 1), MOST)

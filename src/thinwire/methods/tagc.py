@@ -125,7 +125,7 @@ class TAGC(ErrorFeedback):
         if self.promise.kind != "conserves":
             return None
         if self.feedback == "update":
-            return Delay(steps=130 if self.mask == "shared" else 0)
+            return Delay.of_steps(1 - self.theta, self.start, shared=self.mask == "shared")
         return Delay.of_largest(1 - self.theta, self.start)
 
     @property

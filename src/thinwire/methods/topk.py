@@ -48,7 +48,8 @@ class TopK(ErrorFeedback):
     def delay(self) -> Delay | None:
         if not self.error_feedback:
             return None
-        return Delay() if self.feedback == "update" else Delay.of_largest(self.density, self.start)
+        of = Delay.of_steps if self.feedback == "update" else Delay.of_largest
+        return of(self.density, self.start)
 
     @property
     def gathers(self) -> bool:

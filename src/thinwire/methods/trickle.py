@@ -93,7 +93,7 @@ class Trickle(ErrorFeedback):
     def delay(self) -> Delay:
         if self.feedback == "gradient":
             return Delay.of_largest(self.density, self.start)
-        return Delay() if self.mask == "own" else Delay(steps=100)
+        return Delay.of_steps(self.density, self.start, shared=self.mask == "shared")
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
