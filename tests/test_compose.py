@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import thinwire
-from breadth import dealt
+from breadth import dealt, spread
 from engines import adamw, shown, stats_of
 from models import Net, batch, flat
 from thinwire.saved import entries
@@ -153,7 +153,7 @@ def _beside(rank, world, style, vocabulary, methods):
 
 @pytest.mark.parametrize(
     ("style", "vocabulary", "methods"),
-    [("linears", 51, dealt([METHODS[2], METHODS[0], "sdp4bit(smallest=100)", METHODS[1]], 0, range(2))),
+    [("linears", 51, spread(2, [METHODS[2], METHODS[0], "sdp4bit(smallest=100)", METHODS[1]])),
      ("whole", 53, dealt(METHODS, 1, range(2))), ("hsdp", 51, METHODS[:1])],
 )
 def test_fsdp2_beside_tensor_parallelism(style, vocabulary, methods):
@@ -227,7 +227,7 @@ def test_nothing_is_lost_of_doubly_sharded_parameters(several):
 
 def _resume(rank, world):
     same = {}
-    for method in dealt((METHODS[0], METHODS[1], METHODS[4]), 0, range(2)):
+    for method in spread(2, (METHODS[0], METHODS[1], METHODS[4])):
         model, _ = build("whole", 53)
         optimizer = optimizer_for(method, model)
         wire = thinwire.compress(model, optimizer, method, steps=100)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import ranks
 import thinwire
-from breadth import dealt, falls_on, spread
+from breadth import falls_on, spread
 from engines import build, same_on_all_ranks
 from models import Net, batch, flat
 from test_edges import CASES, NO_SCALER, SHAPES, STATEFUL, Case, Given, each, error_of, findings, on, same, tensors
@@ -289,7 +289,7 @@ def _spoilt(rank, world):
             wire.close()
         return found
 
-    return findings(dealt(SPOILT_CASES, 0, range(2)), look)
+    return findings(spread(2, SPOILT_CASES), look)
 
 
 @pytest.mark.slow

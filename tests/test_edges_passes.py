@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ranks
 import thinwire
-from breadth import dealt
+from breadth import dealt, spread
 from engines import build, same_on_all_ranks
 from models import flat
 from test_edges import LAW, SHAPES, STATEFUL, Case, Given, conserve, each, error_of, findings, on, same, tensors
@@ -185,7 +185,7 @@ def _ordered(rank, world):
             wire.close()
         return {"apart": float((found[0] - found[1]).abs().max()), "strides": strides}
 
-    return findings(dealt(on("ddp"), 0, range(2)), look)
+    return findings(spread(2, on("ddp")), look)
 
 
 def test_the_order_of_a_weight_in_memory_changes_no_bit():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import thinwire
-from breadth import dealt
+from breadth import dealt, spread
 from engines import adamw, build, train
 from models import Net
 from ranks import run
@@ -54,7 +54,7 @@ def foretold_and_held(rank: int, world: int, kind: str, names: list[str]) -> dic
 def test_the_plan_knows_what_every_method_holds(kind, world):
     names = dealt([method.name for method in TABLE] + list(MORE), kind, ("ddp", "fsdp2"))
     if kind == "hsdp":
-        names = dealt(FEW, 0, range(2))
+        names = spread(2, FEW)
     for found in run(foretold_and_held, world, kind, names):
         assert len(found) >= len(names) - 2
         for name, (planned, peak, now) in found.items():

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import ranks
 import thinwire
-from breadth import ALL, dealt, spread
+from breadth import ALL, spread
 from engines import adamw, build, same_on_all_ranks, train
 from independent4 import Int4Group, WeightDifference, gather_parts, two_level
 from independent4 import hadamard as rotate
@@ -408,7 +408,7 @@ def test_other_weights_are_noticed_and_frozen_ones_arrive():
 
 def _halves(rank, world):
     found = {}
-    for method in dealt(EVERY, 0, range(2)):
+    for method in spread(2, EVERY):
         losses = []
         for reshard in (True, 2):
             model = build("fsdp2", world, reshard_after_forward=reshard)

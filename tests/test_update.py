@@ -17,7 +17,7 @@ from torch import Tensor
 import independent11 as paper
 import ranks
 import thinwire
-from breadth import dealt
+from breadth import spread
 from engines import build, train
 from models import flat, loss_of
 from programs import needs_triton, run_python
@@ -324,7 +324,7 @@ def _everywhere(rank: int, world: int) -> list[str]:
     cases = [
         ("ddp", "factored=False"), ("ddp", "direction='muon'"), ("fsdp2", "factored=True"), ("hsdp", "factored=True"),
     ]  # fmt: skip
-    for kind, knob in dealt(cases, 0, range(2)):
+    for kind, knob in spread(2, cases):
         spec = f"trickle(density=0.1, smallest=100, {knob})"
         model, optimizer, wire = model_and_wire(kind, world, spec)
         train(model, optimizer, rank, range(3), wire)
@@ -366,7 +366,7 @@ def _flushes(rank: int, world: int) -> list[str]:
         ("ddp", "trickle(density=0.1, smallest=100)", {"two_level": True}),
         ("ddp", "sign(smallest=100, feedback='update')", {}),
     ]  # fmt: skip
-    for kind, spec, more in dealt(cases, 0, range(2)):
+    for kind, spec, more in spread(2, cases):
         model, optimizer, wire = model_and_wire(kind, world, spec, **more)
         train(model, optimizer, rank, range(3), wire)
         before, waiting = flat(model), entries(wire.state_dict())

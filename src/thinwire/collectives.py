@@ -67,11 +67,11 @@ def scratch(bucket: Rows) -> Space:
     return lambda use, shape, dtype: bucket.scratch(("codec", use), shape, dtype)
 
 
-def _sum_of_peers(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tensor, scale: float) -> None:
-    """All-to-all of ``wire`` (N, m), then ``out`` (n,) = scale * the sum of what the peers sent: fp32, rank order."""
+def _from_peers(comm: Comm, bucket: Rows, wire: Tensor) -> Tensor:
+    """All-to-all of ``wire`` (N, m): what the peers sent of this rank's row, in rank order."""
     received = bucket.scratch("received", wire.shape, wire.dtype)
     comm.all_to_all(received, wire)
-    _decode_sum(comm, bucket, received, codec, out, scale)
+    return received
 
 
 def _encode_sum(
@@ -132,8 +132,7 @@ def mean_all_reduce(
         return
     if len(rows) != comm.size:
         raise ThinwireError(f"a sum in fp32 over {comm.size} ranks needs {comm.size} rows, the bucket has {len(rows)}")
-    received = bucket.scratch("received", wire.shape, wire.dtype)
-    comm.all_to_all(received, wire)
+    received = _from_peers(comm, bucket, wire)
     again = _encode_sum(comm, bucket, received, codec, scale, residual, None if seed is None else seed.next())
     comm.all_gather(wire, again[0])
     _decode(comm, bucket, wire, codec, bucket.mean)
@@ -181,7 +180,7 @@ def mean_reduce_scatter(
         comm.reduce_scatter(row[0], wire, "mean" if exact else "sum")
         _decode(comm, bucket, row, codec, mean, 1.0 if exact else 1 / comm.size)
     else:
-        _sum_of_peers(comm, bucket, wire, codec, mean[0], 1 / comm.size)
+        _decode_sum(comm, bucket, _from_peers(comm, bucket, wire), codec, mean[0], 1 / comm.size)
 
 
 class Exchange(ABC):
