@@ -8,6 +8,9 @@ TESTS  ?=
 VENV   ?= .venv
 SITE   ?= build/docs
 
+# The extras with the frameworks that have an adapter: where pip cannot get them, their tests skip.
+FRAMEWORKS := hf,lightning
+
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
@@ -19,7 +22,8 @@ help:
 	@echo "make test-all  each case everywhere, where make test deals cases out (tests/breadth.py): before a release"
 	@echo "make test-torch TORCH=torch==2.11.0   run the tests of what touches torch's inside on another torch, in an"
 	@echo "               environment of its own (TESTS=tests: all of them)"
-	@echo "make test-frameworks   the tests of Hugging Face, Lightning, torchtitan and lm-evaluation-harness, which it installs"
+	@echo "make test-frameworks   all tests of Hugging Face and Lightning, of which make test has a part, and those of"
+	@echo "               torchtitan and lm-evaluation-harness, in an environment of its own with all of these"
 	@echo "make test-wheel   install the wheel in an empty environment, and see what works with the core alone"
 	@echo "make test-gpu  on a machine with GPUs: what needs one, and a report to attach to an issue"
 	@echo "make check     ruff and mypy"
@@ -38,14 +42,18 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --editable ".[$(FRAMEWORKS)]" "$(TORCH)" 2>$(VENV)/frameworks.log \
+		|| echo "the tests of accelerate, transformers, peft and lightning will skip, since pip could not install them:" \
+			"$$(grep -m 1 ^ERROR $(VENV)/frameworks.log) (make -B setup tries again)" >&2
 	@touch $@
 
 train: $(STAMP)
 	$(BIN)/thinwire train --out $(OUT) --overwrite
 
 test: export OMP_NUM_THREADS ?= 1
+# Every rank imports the module of its test: compiled once, it is kept.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 test-all:
 	THINWIRE_TESTS=all $(MAKE) test
@@ -68,8 +76,8 @@ test-frameworks: export OMP_NUM_THREADS ?= 1
 test-frameworks: VENV := .venv-frameworks
 test-frameworks:
 	$(MAKE) setup VENV=$(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,gpu,hf,lightning,eval]" "torchtitan<0.3" "$(TORCH)"
-	$(VENV)/bin/python -m pytest tests/test_integrations.py tests/test_examples.py tests/test_export.py \
+	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,gpu,$(FRAMEWORKS),eval]" "torchtitan<0.3" "$(TORCH)"
+	THINWIRE_TESTS=all $(VENV)/bin/python -m pytest tests/test_integrations.py tests/test_examples.py tests/test_export.py \
 		tests/test_finetune.py tests/test_evaluation.py
 
 test-gpu: $(STAMP)

@@ -109,7 +109,7 @@ def sharded(modules: Sequence[Sequence[Parameter]], exchange: Exchange) -> Layou
             place += of.local
         buffers.append(tuple(pieces))
         shards.append(Shard(tuple(own), (), total, torch.float32))
-    return Layout(buffers, [torch.float32] * len(buffers), shards, exchange._group())
+    return Layout(buffers, [torch.float32] * len(buffers), shards, exchange.comm)
 
 
 def replicated(parameters: Iterable[Parameter]) -> Layout:

@@ -27,7 +27,11 @@ PLACES = {
 
 
 def from_above(app, relative_path, parent_docname, content: list[str]) -> None:
-    """Links of README and its like, which are written where they lie, in a page that includes them."""
+    """Links of README and its like, which are written where they lie, in a page that includes them.
+
+    A paragraph of one line that sends to that very page is left out of it.
+    """
+    content[0] = re.sub(rf"\n[^\n]*\]\(docs/{parent_docname}\.md\)[^\n]*\n(?=\n)", "", content[0])
     for here, there in PLACES.items():
         content[0] = re.sub(rf"(?<=\]\(){re.escape(here)}", there, content[0])
 

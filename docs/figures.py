@@ -35,7 +35,7 @@ from thinwire.train import differences
 
 HERE = Path(__file__).resolve().parent
 DATA, ROOT = HERE / "data", HERE.parent
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path += [str(HERE), str(ROOT / "benchmarks")]
 import regime_tables  # noqa: E402
 
 Row = dict[str, str]
@@ -417,7 +417,7 @@ PICTURES: dict[str, tuple[str, Callable[[], Any]]] = {
     "training-fsdp2.png": ("gaps", lambda: gaps("small-fsdp2")),
     "regimes.png": ("regimes", lambda: regime_tables.points(regime_rows())),
 }
-"""File -> the function of ``thinwire.lab.plots`` that draws it, and what it draws."""
+"""File -> the function of ``pictures.py`` that draws it, and what it draws."""
 
 
 def digest(name: str) -> str:
@@ -438,12 +438,13 @@ def shown(path: Path) -> str:
 
 def draw(name: str) -> None:
     import matplotlib.pyplot as plt
+    import pictures
 
     from thinwire.lab import plots
 
     kind, data = PICTURES[name]
     with plt.rc_context(plots.STYLE):
-        plots.save(getattr(plots, kind)(data()), HERE / name, {"thinwire-data": digest(name)})
+        plots.save(getattr(pictures, kind)(data()), HERE / name, {"thinwire-data": digest(name)})
 
 
 # Taking measurements over.

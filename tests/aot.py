@@ -45,7 +45,7 @@ fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest
 *fp32  common common_out given weight
 *fp32  g v m_out
 *i64   words
-*i32   before counts places positions programs parts keys found state tallies
+*i32   before base counts places positions programs parts keys found state tallies
 *i64   table
 *u8    flags bits codes octets
 """
@@ -82,10 +82,10 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._scatter, {}, block | aligned | {"ALL": True}
     yield mask._scatter, {}, block | aligned | {"ALL": False}
     yield mask._scatter_add, {}, block | aligned
-    yield mask._renew, {}, block
+    yield mask._renew, {"keep": "*i32"}, block
     yield mask._indices, {"out": "*i32"}, block
     yield mask._from_indices, {}, block
-    yield mask._from_lists, {}, block
+    yield mask._from_lists, {}, {"BLOCK": mask.WORDS}
     yield mask._pack, {}, {"BLOCK": 64} | aligned
     yield mask._unpack, {}, block | aligned
     of = {"parts": "*i64"}
@@ -101,8 +101,9 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield sparse._sum_at, {}, block | aligned
     mixers = ("GOLDEN", "MIX1", "MIX2", "MIX3")
     yield sketch._encode, {}, block | {name: getattr(sketch, f"_{name}").value for name in mixers}
-    for kernel in (moments._blend, moments._add_up, moments._take, moments._rejoin, moments._settle):
-        yield kernel, {}, {"BLOCK": moments.BLOCK} | aligned
+    for kernel, knob in ((moments._blend, "CHOOSE"), (moments._add_up, "CHOOSE"), (moments._settle, "COMMON")):
+        for given in (False, True):
+            yield kernel, {}, {"BLOCK": moments.BLOCK, knob: given} | aligned
     for kind in ("*fp32", "*bf16"):
         pointers = dict.fromkeys(("weight", "moment", "gradient", "given"), kind)
         yield adams._adams, pointers, {"GIVEN": True, "BLOCK": adams.BLOCK} | aligned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -107,7 +108,7 @@ def test_a_run_is_evaluated_as_its_export_is(task, tmp_path, monkeypatch):
     assert both[0]["results"] == both[1]["results"] and not exported[0].exists()
 
 
-@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm_eval is installed")
-def test_without_the_harness_the_command_that_installs_it_is_said(tmp_path, capsys):
+def test_without_the_harness_the_command_that_installs_it_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert cli.main(["eval", str(tmp_path), "--tasks", "sevens"]) == 2
     assert "pip install 'thinwire[eval]'" in capsys.readouterr().err

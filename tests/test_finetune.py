@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 import pretrained_models
 import ranks
+from breadth import ALL
 from thinwire import cli
 from thinwire.errors import ThinwireError
 from thinwire.train import trained
@@ -28,6 +30,7 @@ from thinwire.train.tokens import find as tokens_of
 
 needs_hub = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+in_full = pytest.mark.skipif(not ALL, reason="in make test-all and make test-frameworks")
 SMALL = ["--eval-sequences", "4", "--batch-size", "2", "--seq-len", "24"]
 
 
@@ -78,6 +81,7 @@ def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
         return model(tokens).logits
 
 
+@in_full
 @needs_hub
 def test_a_run_on_text_resumes_exactly_is_sampled_and_exported_with_equal_logits(place, tmp_path, capsys):
     """gpt2 has dropout and a tied head; it is trained on token files that its tokenizer made."""
@@ -188,6 +192,7 @@ def test_adapters_alone_are_trained_saved_and_merged(place, tmp_path, capsys):
     assert refused[0][0] == 2 and "init" in refused[0][1]
 
 
+@in_full
 @needs_hub
 @needs_peft
 def test_adapters_are_too_small_for_a_method_s_default_which_is_said(place, tmp_path):
@@ -280,10 +285,10 @@ def test_the_learning_rate_is_one_for_what_is_trained():
     ]  # fmt: skip
 
 
-@pytest.mark.skipif(find_spec("transformers") is not None, reason="transformers is installed")
-def test_without_transformers_the_command_that_installs_it_is_said(tmp_path):
+def test_without_transformers_the_command_that_installs_it_is_said(tmp_path, monkeypatch):
     from thinwire.train import pretrained
 
+    monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ThinwireError, match=r"pip install 'thinwire\[hf\]'"):
         pretrained.load(Config(init=str(tmp_path)))

@@ -187,7 +187,7 @@ class NeverTheSame(Careful):
         super().compress(bucket, exchange)
         if bucket.mean.is_meta:
             return
-        world = exchange._group()._world
+        world = exchange.comm._world
         if world not in self.worlds:
             self.worlds.append(world)
         bucket.mean.mul_(1 + self.worlds.index(world) % 4 * 2.0**-23)

@@ -42,6 +42,17 @@ def test_there_is_no_import_circle():
     assert len(order) >= len(MODULES) > 60
 
 
+def test_every_module_has_a_room():
+    """In CONTRIBUTING's table, by its own name or by that of what it holds."""
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    table = text.partition("| part | knows | does not know |")[2].partition("\n\n")[0]
+    rooms = {name.strip() for row in table.splitlines()[2:] for name in row.split("|")[1].split(",")}
+    called = {of: of.removesuffix("s") for of in ("integrations", "methods", "codecs", "ops")}
+    called["collectives"] = "exchange"
+    modules = {name.split(".")[1] for name in MODULES if "." in name} - {"__main__"}
+    assert {called.get(name, name) for name in modules} == rooms - {"stage"}
+
+
 def test_methods_and_codecs_do_not_know_the_network_or_an_engine():
     for name, path in MODULES.items():
         if not name.startswith(("thinwire.methods", "thinwire.codecs", "thinwire.ops")):

@@ -30,7 +30,7 @@ def method_of(name: str) -> thinwire.Method:
 
 
 def net() -> Net:
-    return Net(512, 64, 2)
+    return Net(512, 64, 1)
 
 
 def foretold_and_held(rank: int, world: int, kind: str, names: list[str]) -> dict[str, tuple[int, int, int]]:

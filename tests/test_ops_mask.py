@@ -216,7 +216,13 @@ def check_positions(fast: ModuleType, device: str = "cpu") -> None:
             module.from_indices(listed[:, 1 : k + 1].flip(1), again[:, 1:-1])
             beside = torch.full((rows, n // 32 + 3), -7, device=device)  # twice, and what is no part of either
             parts = slice(1, 1 + n // 64), slice(2 + n // 64, 2 + n // 32)
-            module.from_lists([(listed[:, 1 : k + 1], at) for at in parts], beside)
+            assert module.from_lists([(listed[:, 1 : k + 1], at) for at in parts], beside) is None
+            both = torch.full((rows, n // 32 + 2), -7, device=device)[:, 1:-1]  # the same beside each other: all of it
+            halves = slice(0, n // 64), slice(n // 64, n // 32)
+            known = module.from_lists([(listed[:, 1 : k + 1], at) for at in halves], both)
+            assert torch.equal(both, words.repeat(1, 2))
+            directory = module.directory(both.contiguous())
+            assert (known is None) == (directory is None) and (known is None or torch.equal(known, directory))
             assert (beside[:, [0, 1 + n // 64, -1]] == -7).all()
             assert all(torch.equal(beside[:, at], words) for at in parts)
             module.unpack(words, flags[:, :n])

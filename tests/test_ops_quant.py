@@ -14,6 +14,7 @@ from torch import Tensor
 from programs import needs_triton, run_python
 from thinwire.ops import quant as ops
 from thinwire.ops.quant import cpu, reference
+from thinwire.streams import Drawn, Pool, Seeds
 
 GROUPS = (8, 64, 128, 1024)
 SEED = 0x1234_5678_9ABC_DEF0
@@ -90,6 +91,14 @@ def operations(module: ModuleType, kind: ops.Format | None) -> tuple[Callable[..
     return tuple(getattr(module, verb + name) for verb in ("quantize", "dequantize", "dequantize_sum"))
 
 
+def drawn_of(parts: list[tuple[int, int, int]]) -> Drawn:
+    """Seeds of a pool, which has them in another order, and some that are not asked for."""
+    pool = Pool({"another": 5} | {str(first): seed for first, _, seed in reversed(parts)})
+    drawn = Seeds(tuple((first, last, pool.places[str(first)]) for first, last, _ in parts), pool).over(parts[-1][1])
+    assert drawn is not None and drawn.parts == parts and drawn.pool is pool
+    return drawn
+
+
 def requantized(
     module: ModuleType, kind: ops.Format, codes: Tensor, scales: Tensor, seed: int | None
 ) -> tuple[Tensor, ...]:
@@ -98,7 +107,8 @@ def requantized(
     half = n // group // 2 * group
     parts = None if seed is None else [part for part in ((0, half, seed + 1), (half, n, seed + 2)) if part[1] > part[0]]
     again, scales_again = poisoned(1, codes.shape[1], codes.dtype), poisoned(1, scales.shape[1], torch.float32)
-    module.requantize(codes, scales, kind, again, scales_again, 1 / 3, parts)
+    drawn = None if parts is None else drawn_of(parts)
+    module.requantize(codes, scales, kind, again, scales_again, 1 / 3, drawn)
     return again, scales_again
 
 
@@ -120,7 +130,8 @@ def check_all(fast: ModuleType, count: int, n: int, group: int, dtype: torch.dty
             if seed is not None and not kind.hadamard:  # parameters beside each other have random bits of their own
                 third = n // group // 3 * group
                 parts = [(0, third, seed + 1), (third, 2 * third, seed + 2), (2 * third, n, seed + 3)]
-                module.quantize_parts(rows, kind, codes, scales, [part for part in parts if part[0] < part[1]])
+                drawn = drawn_of([part for part in parts if part[0] < part[1]])
+                module.quantize_parts(rows, kind, codes, scales, drawn)
                 results.append((codes.clone(), scales.clone(), out, total))
             for x in (codes, scales, out):
                 assert bool((margin(x) == 255).all()), f"{kind}: wrote between the rows"

@@ -134,7 +134,7 @@ def test_weights_at_a_mask_are_planned_as_such_however_long_the_mask_is_used(ref
     parameters = parameters_for(exchange, {"a": (512, 256)})
     n = parameters["a"].local
     shard = Shard((Piece("a", 0, n),), (), n, torch.float32)
-    layout = Layout([(Piece("a", 0, 4 * n, 4, n),)], [torch.float32], [shard], exchange._group())
+    layout = Layout([(Piece("a", 0, 4 * n, 4, n),)], [torch.float32], [shard], exchange.comm)
     run = stand_in(method, parameters.values(), exchange)
     assert rehearse(layout, road_of(method, parameters.values(), exchange), run).weights == 3 * 4 * int(0.01 * n)
 

@@ -270,22 +270,34 @@ def check(module, n: int, m: int, device: str = "cpu") -> None:
         a, b, c, moment = operands(n, m, device)
         rest, given = torch.full((n,), math.nan, device=device), torch.full((n,), 7.0, device=device)
         words = torch.randint(-(2**62), 2**62, (n // 64,), generator=torch.Generator().manual_seed(1)).to(device)
-        half = n // 128 * 64  # several parameters, one of which may have no moment here
-        parts = [Part(0, half, moment[:half]), Part(half, n - half, moment[half:])]
+        half = n // 128 * 64  # several parameters, one of which may have no moment here, and whose mask others choose
+        scores = torch.full((n - half + 64,), math.nan, device=device)
+        first, last = moment[:half], moment[half:]
+        parts = [Part(0, half, first, None), Part(half, n - half, last, scores[: n - half])]
         held = Moments(parts, torch.device(device))
-        which.add_up(a, b, held, 0.9)
-        results.append([a.clone()])
-        which.take(a, held, words, 0.9)
-        results[-1].append(a.clone())
-        which.rejoin(a, c, held, words, 0.9, rest)
-        results[-1] += [a.clone(), rest]
-        which.rejoin(b, c, held, words, 0.9, c)  # in place
-        results[-1] += [b, c]
-        a.mul_(flags_of(words))
-        which.settle(a, held, words, 0.9, given)
-        results[-1] += [a.clone(), given]
-        which.blend(a, b, 0.9)
-        results[-1].append(a)
+        results.append([])
+
+        def seen(*values):
+            results[-1] += [value.clone() for value in values]
+
+        which.add_up(a, b, held, words, 0.9, False)
+        assert scores.isnan().all()
+        which.add_up(a, b, held, words, 0.9, True)
+        seen(a, scores[: n - half])
+        for mean in (a, b):  # nothing was sent off the mask
+            mean.mul_(flags_of(words))
+        which.settle(a.clone(), held, words, 0.9, given, c, rest)
+        seen(rest, given)
+        which.settle(b, held, words, 0.9, given, c, c)  # in place
+        seen(b, c, given)
+        which.settle(a, held, words, 0.9, given, None, None)
+        seen(a, given)
+        rows, residual = torch.stack([a, b, c]), torch.stack([c, a, b])
+        which.blend(rows, residual, 1, c, held, 0.9, False)
+        seen(rows, scores[: n - half])
+        which.blend(rows, residual, 1, c, held, 0.9, True)
+        seen(rows, scores[: n - half])
+        assert scores[n - half :].isnan().all()
     for actual, expected in zip(results[1], results[0], strict=True):
         assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from breadth import ENGINES, falls_on
+from breadth import falls_on
 from streamorder import Watch, World, gpu
 from thinwire import methods, plan, wire
 from thinwire.methods import masks, tagc
@@ -110,7 +110,7 @@ def alone(monkeypatch):
                 places[name].append((slice(0, rows), slice(first, end)))
         return places, end
 
-    monkeypatch.setattr(masks.Masks, "_layout", layout)
+    monkeypatch.setattr(masks.Masks, "_place", layout)
     monkeypatch.setattr(tagc, "seed_of", lambda *of: 0)
     monkeypatch.setattr(wire, "compile_kernels", lambda *of: None)  # there are none
     monkeypatch.setattr(plan.Plan, "warning", "")
@@ -120,7 +120,7 @@ def alone(monkeypatch):
 
 WHOLE = [methods.Dense, methods.SDP4Bit, methods.ZeROPP, methods.SCAPE]
 CASES = [
-    (kind, cls, {}) for kind in ENGINES for number, cls in enumerate(methods.TABLE)
+    (kind, cls, {}) for kind in ("ddp", "fsdp2", "hsdp") for number, cls in enumerate(methods.TABLE)
     if kind in small(cls).engines and (kind != "hsdp" or falls_on(number, 0, range(3)))
 ]  # fmt: skip
 CASES += [(kind, cls, {}) for kind in ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested", "fsdp2-unshard") for cls in WHOLE

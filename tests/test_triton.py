@@ -75,7 +75,7 @@ def layout_of(parameters: Sequence[Parameter], exchange: Exchange) -> Layout:
         shares.append(Piece(of.name, place, of.local))
         place += of.local if exchange.owner else of.numel
     shards = [Shard(tuple(shares), (), total, torch.float32)] if exchange.owner else []
-    return Layout([tuple(pieces)], [torch.float32], shards, exchange._group())
+    return Layout([tuple(pieces)], [torch.float32], shards, exchange.comm)
 
 
 @pytest.mark.parametrize("name", [cls.name for cls in TABLE])
@@ -152,6 +152,8 @@ def test_the_machine_code_of_all_kernels(capability, tmp_path):
         widths = {int(access[2:]) for access in found["accesses"]}
         by_bytes = found["kernel"] in ("sparse._pack", "sparse._unpack")  # of positions, as many as are sent
         assert min(widths) >= 4 or by_bytes, found
-        by_places = found["constants"].get("ALL") is False or found["kernel"] in ("moments._take", "mask._unpack")
+        by_places = found["constants"].get("ALL") is False or found["kernel"] == "mask._unpack"
         if {"ALIGN", "WIRE"} & found["constants"].keys() and not by_places and "projection" not in found["kernel"]:
-            assert max(widths) == 16, found
+            # Of one wire another is made: there is nothing else in it.
+            widest = found["constants"]["WIRE"] if found["kernel"] == "quant._requantize" else 16
+            assert max(widths) == widest, found

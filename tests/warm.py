@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pkgutil import iter_modules
 from types import ModuleType
 
@@ -17,7 +18,7 @@ from numba.core.dispatcher import Dispatcher
 from thinwire import ops
 
 LIBRARIES = (
-    "pytest", "torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp",
+    "numpy.ma", "pytest", "torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp",
     "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "rich.console", "rich.table",
     "thinwire.testing", "thinwire.train.loop", "thinwire.wire",
 )  # fmt: skip
@@ -35,7 +36,10 @@ def kernels_of(module: ModuleType) -> Iterator[Dispatcher]:
 
 
 for family in iter_modules(ops.__path__, f"{ops.__name__}."):
-    if family.ispkg:
+    if not family.ispkg:
+        continue
+    importlib.import_module(f"{family.name}.reference")
+    if find_spec(f"{family.name}.cpu"):
         for kernel in kernels_of(importlib.import_module(f"{family.name}.cpu")):
             for signature, *_ in kernel._cache._cache_file._load_index():
                 kernel.compile(signature)

@@ -1,7 +1,7 @@
 """Codec x topology: the only place that knows how a codec's wire travels.
 
-* ``mean_all_reduce``: every rank gets every row of the mean (DDP; HSDP across nodes).
-* ``mean_reduce_scatter``: rank r gets row r of the mean (FSDP2).
+* :class:`AllReduce`: every rank gets every row of the mean (DDP; HSDP across nodes).
+* :class:`ReduceScatter`: rank r gets row r of the mean (FSDP2).
 
 A *linear* codec rides the network's own sum. The others, and the linear ones if the sum is wanted in fp32, go
 all-to-all, are decoded and summed in fp32 in rank order, and, for an all-reduce, are encoded again and all-gathered:
@@ -91,53 +91,6 @@ def _encode_sum(
     return again
 
 
-def mean_all_reduce(
-    comm: Comm,
-    bucket: Rows,
-    codec: Codec | None,
-    *,
-    on_wire: bool = True,
-    divide: str = "before",
-    residual: Residual | None = None,
-    seed: Seeds | None = None,
-) -> None:
-    """``bucket.mean`` = the mean over all ranks of ``bucket.rows`` (R, n), all rows on every rank.
-
-    Args:
-        codec: None for the engine's own dtype, summed by the network.
-        on_wire: let the network sum a linear codec's wire; a codec that is not linear sends its one row to everybody,
-            who sums them all (R == 1). False: sum in fp32 at the owner of each row (needs R == N).
-        divide: without a codec, where the 1/N goes: "before" the sum, as stock DDP does, or "after", as FSDP2 does.
-        residual: error feedback: what is added to the rows, and where what the encodings left out goes.
-        seed: of a codec that draws random bits.
-    """
-    if codec is None:
-        _send_all(bucket.rows, residual)
-        _dense_all_reduce(comm, bucket.rows, divide)
-        return
-    rows, scale = bucket.rows, 1 / comm.size
-    wire = _encode(comm, bucket, rows, codec, "wire", residual, seed)
-    if codec.linear and on_wire:
-        if codec.wire_dtype == torch.float32 and codec.divisible:
-            _dense_all_reduce(comm, wire, divide)
-            scale = 1.0
-        else:
-            comm.all_reduce(wire)
-        _decode(comm, bucket, wire, codec, bucket.mean, scale)
-        return
-    if on_wire:
-        everybody = bucket.scratch("everybody", (comm.size, wire.shape[1]), wire.dtype)
-        comm.all_gather(everybody, wire[0])
-        _decode_sum(comm, bucket, everybody, codec, bucket.mean[0], scale)
-        return
-    if len(rows) != comm.size:
-        raise ThinwireError(f"a sum in fp32 over {comm.size} ranks needs {comm.size} rows, the bucket has {len(rows)}")
-    received = _from_peers(comm, bucket, wire)
-    again = _encode_sum(comm, bucket, received, codec, scale, residual, None if seed is None else seed.next())
-    comm.all_gather(wire, again[0])
-    _decode(comm, bucket, wire, codec, bucket.mean)
-
-
 def _send_all(rows: Tensor, residual: Residual | None) -> None:
     """Without a codec nothing is left out."""
     if residual is not None:
@@ -155,65 +108,37 @@ def _dense_all_reduce(comm: Comm, values: Tensor, divide: str) -> None:
         comm.all_reduce(values, "mean")
 
 
-def mean_reduce_scatter(
-    comm: Comm,
-    bucket: Rows,
-    codec: Codec | None,
-    *,
-    on_wire: bool = True,
-    residual: Residual | None = None,
-    seed: Seeds | None = None,
-) -> None:
-    """``bucket.mean`` (1, n) = this rank's row of the mean over all ranks of ``bucket.rows`` (N, n).
-
-    Arguments as for :func:`mean_all_reduce`. Rank r sends row j of its rows to rank j, nothing else.
-    """
-    rows, mean = bucket.rows, bucket.mean
-    if codec is None:
-        _send_all(rows, residual)
-        comm.reduce_scatter(mean[0], rows, "mean")
-        return
-    wire = _encode(comm, bucket, rows, codec, "wire", residual, seed)
-    if codec.linear and on_wire:
-        row = bucket.scratch("row", (1, wire.shape[1]), wire.dtype)
-        exact = codec.wire_dtype == torch.float32 and codec.divisible  # divided where dense divides
-        comm.reduce_scatter(row[0], wire, "mean" if exact else "sum")
-        _decode(comm, bucket, row, codec, mean, 1.0 if exact else 1 / comm.size)
-    else:
-        _decode_sum(comm, bucket, _from_peers(comm, bucket, wire), codec, mean[0], 1 / comm.size)
-
-
 class Exchange(ABC):
     """A topology, handed to the method by the engine: a method is written once and does not ask which it is.
 
     Attributes:
         comm: the ranks that it connects.
-        rows: the number of owners, which is the number of ranks.
         owner: this rank keeps one row of the result only.
     """
 
-    comm: Comm
     owner: bool = False
 
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
     @property
-    @abstractmethod
-    def rows(self) -> int: ...
+    def rows(self) -> int:
+        """The number of owners, which is the number of ranks."""
+        return self.comm.size
 
     @property
     def one_node(self) -> bool:
         """Are all ranks on one node, so that nothing crosses a slow link?"""
-        return self._group().one_node
+        return self.comm.one_node
 
     def beside(self, comms: Iterable[Comm]) -> list[Comm]:
         """Those of ``comms`` that are not this exchange's own."""
-        return [comm for comm in comms if comm is not self._group()]
+        return [comm for comm in comms if comm is not self.comm]
 
     def on(self, double: Callable[[Comm], Comm]) -> Exchange:
-        """The same topology on ``double`` of each of its groups."""
+        """The same topology on a ``double`` of its group."""
         found = copy.copy(self)
-        for name, value in vars(self).items():
-            if isinstance(value, Comm):
-                setattr(found, name, double(value))
+        found.comm = double(self.comm)
         return found
 
     def dense_bytes(self, numel: int, dtype: torch.dtype) -> float:
@@ -239,7 +164,12 @@ class Exchange(ABC):
     ) -> None:
         """``bucket.mean`` = the mean over ranks of ``bucket.rows`` + ``residual.old``; ``residual.new`` = what is left.
 
-        ``seed``: of a codec that draws random bits.
+        Args:
+            codec: None for the engine's own dtype, summed by the network.
+            on_wire: let the network sum a linear codec's wire; where every rank gets the whole mean, a codec that is
+                not linear sends its one row to everybody, who sums them all (R == 1). False: sum in fp32 at the owner
+                of each row (R == N).
+            seed: of a codec that draws random bits.
         """
 
     def serve(self, bucket: Bucket, codec: Codec, *, residual: Residual | None = None) -> Tensor:
@@ -248,12 +178,12 @@ class Exchange(ABC):
         Rank r sends row j of its rows to rank j, encoded, where they are summed in fp32.
         """
         mean = bucket.mean if self.owner else bucket.scratch("served", (1, bucket.shape[1]), torch.float32)
-        mean_reduce_scatter(self._group(), _Served(bucket, bucket.rows, mean), codec, on_wire=False, residual=residual)
+        ReduceScatter(self.comm).mean(_Served(bucket.rows, mean, bucket), codec, on_wire=False, residual=residual)
         return mean
 
     def span(self, kind: str, tensor: Tensor) -> AbstractContextManager[None]:
         """Count what a method does itself to ``tensor`` as ``kind`` ("encode", "decode", "exposed") in the ledger."""
-        return self._group().ledger.span(kind, tensor)
+        return self.comm.ledger.span(kind, tensor)
 
     def union(self, bucket: Rows, words: Tensor) -> Tensor:
         """(R, w) the bitwise or of all ranks' ``words`` (R, w), integers: a workspace of ``bucket``'s, on every rank.
@@ -261,7 +191,7 @@ class Exchange(ABC):
         Rank r makes the r-th of N chunks of it, and all gather these: what an all-reduce sends. (NCCL reduces numbers,
         not bits.)
         """
-        comm = self._group()
+        comm = self.comm
         shape = comm.size, -(-words.nbytes // comm.size)
         chunks = bucket.scratch("chunks", shape, torch.uint8)
         received = bucket.scratch("received chunks", shape, torch.uint8)
@@ -278,33 +208,33 @@ class Exchange(ABC):
 
     def fill(self, words: Tensor) -> Tensor:
         """``words`` of integers, of which each is zero on all ranks but one = that rank's, in place, on every rank."""
-        self._group().all_reduce(words.view(torch.uint8))
+        self.comm.all_reduce(words.view(torch.uint8))
         return words
 
     def share(self, rows: Tensor) -> Tensor:
         """``rows`` (R, w): where each rank owns a row, row r becomes rank r's on every rank, in place."""
         if self.owner:
-            comm = self._group()
+            comm = self.comm
             comm.all_gather(rows, rows[comm.rank].clone())
         return rows
 
     def gather(self, out: Tensor, row: Tensor, *, async_op: bool = False) -> Work | None:
         """``out`` (N, m) = everybody's ``row`` (m,). With ``async_op``, wait for the work before reading it."""
-        return self._group().all_gather(out, row, async_op=async_op)
+        return self.comm.all_gather(out, row, async_op=async_op)
 
     def all_mean(self, values: Tensor) -> Tensor:
         """``values`` (any shape, float32) = their mean over all ranks, in place, the same bits on every rank."""
-        _dense_all_reduce(self._group(), values, "before")
+        _dense_all_reduce(self.comm, values, "before")
         return values
 
     def all_max(self, values: Tensor) -> Tensor:
         """``values`` (any shape, float32) = their maximum over all ranks, in place."""
-        return self._group().all_reduce(values, "max")
+        return self.comm.all_reduce(values, "max")
 
     @property
     def rank(self) -> int:
         """This rank among the owners: the row that is its own."""
-        return self._group().rank
+        return self.comm.rank
 
     @property
     def mine(self) -> int:
@@ -319,49 +249,67 @@ class Exchange(ABC):
         """Values in one of a bucket's ``rows`` of a parameter of which this rank holds ``local``, before padding."""
         return local if self.owner else -(-local // rows)
 
-    @abstractmethod
-    def _group(self) -> Comm: ...
-
 
 class AllReduce(Exchange):
-    """Every rank gets the whole mean. ``divide``: see :func:`mean_all_reduce`."""
+    """Every rank gets the whole mean."""
 
     def __init__(self, comm: Comm, divide: str = "before") -> None:
-        self.comm, self.divide = comm, divide
-
-    @property
-    def rows(self):
-        return self.comm.size
+        """``divide``: without a codec, where the 1/N goes: "before" the sum (stock DDP), or "after" (FSDP2)."""
+        super().__init__(comm)
+        self.divide = divide
 
     def bucket_rows(self, on_wire):
         return 1 if on_wire else self.rows
 
     def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None):
-        mean_all_reduce(
-            self.comm, bucket, codec, on_wire=on_wire, divide=self.divide, residual=residual, seed=seed
-        )
-
-    def _group(self):
-        return self.comm
+        comm, rows, scale = self.comm, bucket.rows, 1 / self.comm.size
+        if codec is None:
+            _send_all(rows, residual)
+            _dense_all_reduce(comm, rows, self.divide)
+            return
+        wire = _encode(comm, bucket, rows, codec, "wire", residual, seed)
+        if codec.linear and on_wire:
+            if codec.wire_dtype == torch.float32 and codec.divisible:
+                _dense_all_reduce(comm, wire, self.divide)
+                scale = 1.0
+            else:
+                comm.all_reduce(wire)
+            _decode(comm, bucket, wire, codec, bucket.mean, scale)
+            return
+        if on_wire:
+            everybody = bucket.scratch("everybody", (comm.size, wire.shape[1]), wire.dtype)
+            comm.all_gather(everybody, wire[0])
+            _decode_sum(comm, bucket, everybody, codec, bucket.mean[0], scale)
+            return
+        if len(rows) != comm.size:
+            raise ThinwireError(
+                f"a sum in fp32 over {comm.size} ranks needs {comm.size} rows, the bucket has {len(rows)}"
+            )
+        received = _from_peers(comm, bucket, wire)
+        again = _encode_sum(comm, bucket, received, codec, scale, residual, None if seed is None else seed.next())
+        comm.all_gather(wire, again[0])
+        _decode(comm, bucket, wire, codec, bucket.mean)
 
 
 class ReduceScatter(Exchange):
-    """Rank r gets row r of the mean."""
+    """Rank r gets row r of the mean. It sends row j of its rows to rank j, nothing else."""
 
     owner = True
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-
-    @property
-    def rows(self):
-        return self.comm.size
-
     def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None):
-        mean_reduce_scatter(self.comm, bucket, codec, on_wire=on_wire, residual=residual, seed=seed)
-
-    def _group(self):
-        return self.comm
+        comm, rows, mean = self.comm, bucket.rows, bucket.mean
+        if codec is None:
+            _send_all(rows, residual)
+            comm.reduce_scatter(mean[0], rows, "mean")
+            return
+        wire = _encode(comm, bucket, rows, codec, "wire", residual, seed)
+        if codec.linear and on_wire:
+            row = bucket.scratch("row", (1, wire.shape[1]), wire.dtype)
+            exact = codec.wire_dtype == torch.float32 and codec.divisible  # divided where dense divides
+            comm.reduce_scatter(row[0], wire, "mean" if exact else "sum")
+            _decode(comm, bucket, row, codec, mean, 1.0 if exact else 1 / comm.size)
+        else:
+            _decode_sum(comm, bucket, _from_peers(comm, bucket, wire), codec, mean[0], 1 / comm.size)
 
 
 @dataclass
@@ -380,16 +328,10 @@ class _Bare:
 
 
 @dataclass
-class _Served:
+class _Served(_Bare):
     """A bucket whose mean goes elsewhere: the same rows, its workspace under other keys."""
 
     bucket: Bucket
-    rows: Tensor
-    mean: Tensor
-
-    @property
-    def shape(self) -> Sequence[int]:
-        return self.rows.shape
 
     def scratch(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.bucket.scratch(("serve", key), shape, dtype)

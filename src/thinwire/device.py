@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +58,17 @@ def upload(values: Sequence[int], device: torch.device, dtype: torch.dtype = tor
     """``values``, 1-D, on ``device``, which copies them while the host goes on."""
     there = streams(device) is not None
     return torch.tensor(values, dtype=dtype, pin_memory=there).to(device, non_blocking=True)
+
+
+def uploaded(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """As ``upload``; for values that come again and again it is done once, for each stream. Not to be written to."""
+    there = streams(device)
+    return _uploaded(tuple(values), device, dtype, None if there is None else there.current_stream(device))
+
+
+@functools.lru_cache(maxsize=1024)
+def _uploaded(values: tuple[int, ...], device: torch.device, dtype: torch.dtype, stream: Any) -> Tensor:
+    return upload(values, device, dtype)
 
 
 def wait(device: torch.device) -> None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.collectives import AllReduce, Exchange
+from thinwire.collectives import AllReduce
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Method, Rounding
 from thinwire.played import Played, Taken, Where, begun, common, play, small
@@ -89,7 +89,7 @@ def broken_laws(make: Callable[[], Method], where: Where) -> list[Broken]:
     plain = play(make, where, steps)
     found = [*_ranks(plain), *_promise(plain), *_bytes(plain, first.plan.wire_bytes)]
     if plain.method.promise.kind == "lossy":
-        found += _lossy(plain, play(make, where, 2, gradient=_nothing))
+        found += _lossy(plain, play(make, where, 2, gradient=lambda rank, step, numel: torch.zeros(numel)))
     if where.size > FEW:
         return found
     disturbed = play(make, where, steps, undo=(0, steps - 3))
@@ -129,17 +129,16 @@ def _promise(played: Played) -> Iterator[Broken]:
     if len(played.stages) == 2:
         nodes = [ranks[first : first + per_node] for first in range(0, len(ranks), per_node)]
         groups = [nodes, [ranks[first::per_node] for first in range(per_node)]]
-    for hop, (stage, of) in enumerate(zip(played.stages, groups, strict=True)):
+    for hop, of in enumerate(groups):
         for group in of:
-            yield from _Books(stage.method, stage.exchange, played, hop, group).check()
+            yield from _Books(played, hop, group).check()
 
 
 class _Books:
     """The books of one exchange: what came in, what went out and what waits, parameter by parameter as rows (R, n)."""
 
-    def __init__(
-        self, method: Method, exchange: Exchange, played: Played, hop: int, ranks: list[list[Taken]]
-    ) -> None:
+    def __init__(self, played: Played, hop: int, ranks: list[list[Taken]]) -> None:
+        method, exchange = played.stages[hop].method, played.stages[hop].exchange
         self.promise, self.method, self.exchange, self.ranks, self.hop = method.promise, method, exchange, ranks, hop
         self.size, self.rows = len(ranks), exchange.bucket_rows(method.carrier.on_wire)
         self.places: dict[str, slice] = {}
@@ -268,10 +267,6 @@ def _mean_off(blocks: Tensor, rounding: Rounding) -> Tensor:
     padded = torch.nn.functional.pad(blocks, (0, -blocks.shape[-1] % group))
     largest = padded.unflatten(-1, (-1, group)).amax(-1).repeat_interleave(group, -1)[..., : blocks.shape[-1]]
     return rounding.value * blocks + rounding.step * rounding.block**0.5 * largest
-
-
-def _nothing(rank: int, step: int, numel: int) -> Tensor:
-    return torch.zeros(numel)
 
 
 def _lossy(played: Played, silent: Played) -> Iterator[Broken]:

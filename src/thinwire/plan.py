@@ -388,7 +388,7 @@ def in_text(table: Any, width: int) -> str:
 def human(nbytes: float) -> str:
     """12345678 -> '12.3 MB' (decimal units, as link rates are)."""
     for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000 or unit == "GB":
+        if abs(nbytes) < 1000 or unit == "GB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     raise AssertionError

@@ -278,7 +278,8 @@ class _Play:
         self._weights = {
             name: nn.Parameter(_zeros_like(local(weight), device)) for name, weight in run.weights.items()
         }
-        self._optimizers = _optimizers_like(run, self._weights)
+        known = {id(weight): self._weights[name] for name, weight in run.weights.items()}
+        self._optimizers = tuple(_optimizer_like(optimizer, known) for optimizer in run.optimizers)
         self._gradients = {name: _zeros_like(weight) for name, weight in self._weights.items()}
         self._lend(*self._weights.values(), *self._gradients.values())
         for optimizer in self._optimizers:
@@ -407,13 +408,8 @@ def _zeros_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     return empty if empty.is_meta else empty.zero_()
 
 
-def _optimizers_like(run: Run, weights: dict[str, nn.Parameter]) -> tuple[Any, ...]:
-    """Optimizers of the user's classes that hold ``weights`` and Adam's moments of them, and are never stepped."""
-    known = {id(weight): weights[name] for name, weight in run.weights.items()}
-    return tuple(_optimizer_like(optimizer, known) for optimizer in run.optimizers)
-
-
 def _optimizer_like(original: torch.optim.Optimizer, known: dict[int, nn.Parameter]) -> Any:
+    """One of the user's class that holds the doubles ``known`` and Adam's moments of them, and is never stepped."""
     double: Any = object.__new__(type(original))
     double.__dict__.update({name: copy.copy(v) if isinstance(v, dict) else v for name, v in vars(original).items()})
     double.param_groups = [

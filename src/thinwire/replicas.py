@@ -95,8 +95,9 @@ class Replicas:
             yield _aside(same), {f"the weights {name}": local(weight) for name, weight in turn.weights.items()}
         if method.alike:
             method.finish()
-            kinds = [found for kind in method.alike for found in method.state.found(kind)]
-            yield _aside(exchange.comm), {f"{kind} of {name}": value for kind, name, value in sorted(kinds, key=_key)}
+            kept = [found for kind in method.alike for found in method.state.found(kind)]
+            kept.sort(key=lambda found: found[:2])
+            yield _aside(exchange.comm), {f"{kind} of {name}": value for kind, name, value in kept}
         for replica in getattr(engine, "replicas", ()):
             if replica.held is not None:
                 yield _aside(replica.comm), {f"the gathered weights {replica.shard.names[0]}": replica.held}
@@ -127,10 +128,6 @@ def _everybody(comm: GroupComm, hashes: Tensor) -> Tensor:
     every = mine.new_empty((comm.size, len(mine)))
     comm.all_gather(every, mine)
     return every.cpu().view(torch.int64)
-
-
-def _key(found: tuple[str, str, Tensor]) -> tuple[str, str]:
-    return found[:2]
 
 
 def _aside(comm: Comm) -> GroupComm:

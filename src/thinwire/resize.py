@@ -57,7 +57,8 @@ def move(state: Mapping[str, Tensor], form: Form, method: Method, *, drop: bool)
     """
     ranks = _read(state, form)
     rows, lost = _rows(ranks, form, method, drop)
-    return {**_counts(ranks), **_usual(ranks, form), **rows, **_small(ranks, form, method)}, lost
+    counts = {key: ranks[0][key] for key in ("step", "skipped", "flush")}
+    return {**counts, **_usual(ranks, form), **rows, **_small(ranks, form, method)}, lost
 
 
 def _read(state: Mapping[str, Tensor], form: Form) -> list[_Saved]:
@@ -87,10 +88,6 @@ def _read(state: Mapping[str, Tensor], form: Form) -> list[_Saved]:
         if of.across:
             raise ThinwireError(f"resize: {of.across[0]} is sharded along another dimension than the first")
     return ranks
-
-
-def _counts(ranks: list[_Saved]) -> dict[str, Tensor]:
-    return {key: ranks[0][key] for key in ("step", "skipped", "flush")}
 
 
 def _usual(ranks: list[_Saved], form: Form) -> dict[str, Tensor]:

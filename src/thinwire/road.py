@@ -127,15 +127,8 @@ class Stage:
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
         if method.native:  # the buffer goes out as it is
             pieces = [replace(piece, form=None) for piece in pieces]
-        return Bucket(
-            pieces,
-            rows=self.exchange.bucket_rows(method.on_wire),
-            owner=self.exchange.owner,
-            group=method.granule,
-            dtype=flat.dtype if method.native else torch.float32,
-            device=flat.device,
-            arena=self._parts.arena,
-        )
+        dtype = flat.dtype if method.native else torch.float32
+        return method.bucket_of(pieces, self.exchange, flat.device, self._parts.arena, dtype)
 
 
 class _Part(NamedTuple):

@@ -6,12 +6,17 @@ alike: ranks with different devices draw the same signs and orders, and normal v
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from thinwire.device import streams, upload
 
 
 def seed_of(seed: int, name: str, step: int = 0) -> int:
@@ -20,30 +25,86 @@ def seed_of(seed: int, name: str, step: int = 0) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def key_of(seed: int) -> int:
+    """``seed`` folded to 32 bits, as a signed integer: what kernels make of it."""
+    key = (seed ^ seed >> 32) & 0xFFFFFFFF
+    return key - 2**32 if key >= 2**31 else key
+
+
+class Pool:
+    """The seeds of one step, of everything that draws in it: a GPU gets them all at once, not for each encoding anew.
+    """
+
+    def __init__(self, seeds: Mapping[str, int]) -> None:
+        self.seeds = tuple(seeds.values())
+        self.places = {name: place for place, name in enumerate(seeds)}
+        self._keys: dict[object, Tensor] = {}
+
+    @functools.cached_property
+    def next(self) -> Pool:
+        """Those of the next encodings in the same exchanges, which draw other bits."""
+        return Pool({name: _following(seed, 1) for name, seed in zip(self.places, self.seeds, strict=True)})
+
+    def keys(self, device: torch.device) -> Tensor:
+        """(m,) int32 on ``device``: in the order of ``seeds``."""
+        there = streams(device)  # what one stream has copied is not there for another
+        on = device if there is None else there.current_stream(device)
+        if on not in self._keys:
+            self._keys[on] = upload([key_of(seed) for seed in self.seeds], device)
+        return self._keys[on]
+
+
+class Drawn(NamedTuple):
+    """Where the random bits of a row come from: of columns beside each other, multiples of the group, from 0 to n.
+
+    Attributes:
+        parts: (first column, last column, seed). places: of each part's seed in ``pool``, if they are of one.
+    """
+
+    parts: list[tuple[int, int, int]]
+    places: tuple[int, ...] = ()
+    pool: Pool | None = None
+
+    def keys(self, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+        """Keys (m,) int32 on ``device``, and of each part the place of its own."""
+        if self.pool is not None:
+            return self.pool.keys(device), self.places
+        return upload([key_of(seed) for _, _, seed in self.parts], device), tuple(range(len(self.parts)))
+
+
 @dataclass(frozen=True)
 class Seeds:
     """Where the random bits of one encoding come from: of each parameter apart, wherever it lies in a row.
 
-    ``parts``: (first column, last column, seed) of each parameter. In rows that are longer the parameters come again,
-    with seeds of their own. The same seed rounds the same places the same way: take others for every step and rank.
+    ``parts``: (first column, last column, seed) of each parameter, or, with a ``pool``, (first, last, place in it). In
+    rows that are longer the parameters come again, with seeds of their own. The same seed rounds the same places the
+    same way: take others for every step and rank.
     """
 
     parts: tuple[tuple[int, int, int], ...]
+    pool: Pool | None = None
 
     def next(self) -> Seeds:
         """Those of the next encoding in the same exchange, which draws other bits."""
+        if self.pool is not None:
+            return Seeds(self.parts, self.pool.next)
         return Seeds(tuple((first, last, _following(seed, 1)) for first, last, seed in self.parts))
 
-    def over(self, n: int) -> list[tuple[int, int, int]] | None:
-        """(first column, last column, seed) of all ``n`` columns of a row; None if the parameters do not fill it."""
+    def over(self, n: int) -> Drawn | None:
+        """Of all ``n`` columns of a row; None if the parameters do not fill it."""
         length = self.parts[-1][1] if self.parts else 0
         if not length or n % length:
             return None
-        return [
+        seeds = self.parts
+        if self.pool is not None:
+            seeds = tuple((first, last, self.pool.seeds[place]) for first, last, place in self.parts)
+            if n == length:
+                return Drawn(list(seeds), tuple(place for _, _, place in self.parts), self.pool)
+        return Drawn([
             (first + start, last + start, _following(seed, start // length * 0x9E3779B97F4A7C15))
             for start in range(0, n, length)
-            for first, last, seed in self.parts
-        ]
+            for first, last, seed in seeds
+        ])  # fmt: skip
 
 
 def _following(seed: int, by: int) -> int:

@@ -183,12 +183,9 @@ def _parameters(shapes: Shapes, chunks: int) -> dict[str, Parameter]:
 
 def bucket_for(method: Method, exchange: Exchange, shapes: Shapes) -> tuple[Bucket, int]:
     """A bucket of the parameters ``shapes`` as the engine of ``exchange`` would make it, and the flat's numel."""
-    rows, device = exchange.bucket_rows(method.on_wire), torch.device("cpu")
+    rows = exchange.bucket_rows(method.on_wire)
     pieces, numel = _place(parameters_for(exchange, shapes).values(), rows, owner=exchange.owner)
-    bucket = Bucket(
-        pieces, rows=rows, owner=exchange.owner, group=method.granule, dtype=torch.float32, device=device
-    )
-    return bucket, numel
+    return method.bucket_of(pieces, exchange, torch.device("cpu")), numel
 
 
 def _place(parameters: Collection[Parameter], rows: int, *, owner: bool) -> tuple[tuple[Piece, ...], int]:
@@ -315,6 +312,22 @@ def reduce_on_threads(
         run = engine.run(steps, seed=seed, optimizers=() if stepper is None else (stepper,), weights=weights)
         method.begin(run)
         road = engine.road(method, run, all_sent=True)
+
+        def optimize(mean: Tensor, number: int) -> None:
+            """Clip, step, and let the method see it. Without an optimizer the method sees nothing."""
+            if stepper is None:
+                return
+            squares = mean.double().square().sum()
+            if engine.owner:  # on HSDP every node has all rows
+                squares = torch.stack(world.swap(rank, squares)).sum() * engine.rows / size
+            clip = (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0).float()
+            for weight, values in zip(weights.values(), mean.split([w.numel() for w in weights.values()]), strict=True):
+                weight.grad = values * clip
+            taken = Step(number, (stepper,), weights, clip)
+            method.before_step(taken)
+            stepper.step()
+            method.after_step(taken)
+
         found = []
         for step in range(steps):
             flat = gradients(rank, step, engine.numel)
@@ -327,7 +340,7 @@ def reduce_on_threads(
                 method.undo()
             else:
                 state.commit()
-                _optimize(method, engine, world, stepper, weights, out, step, max_norm)
+                optimize(out, step)
                 state.commit()
             method.finish()
             found.append({
@@ -342,28 +355,3 @@ def reduce_on_threads(
         return found
 
     return world.run(body)
-
-
-def _optimize(
-    method: Method,
-    engine: ThreadEngine,
-    world: Threads,
-    optimizer: torch.optim.Optimizer | None,
-    weights: dict[str, torch.nn.Parameter],
-    mean: Tensor,
-    number: int,
-    max_norm: float,
-) -> None:
-    """Clip, step, and let the method see it. Without an optimizer the method sees nothing."""
-    if optimizer is None:
-        return
-    squares = mean.double().square().sum()
-    if engine.owner:  # on HSDP every node has all rows
-        squares = torch.stack(world.swap(engine.rank, squares)).sum() * engine.rows / world.size
-    clip = (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0).float()
-    for weight, values in zip(weights.values(), mean.split([w.numel() for w in weights.values()]), strict=True):
-        weight.grad = values * clip
-    step = Step(number, (optimizer,), weights, clip)
-    method.before_step(step)
-    optimizer.step()
-    method.after_step(step)

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.bound import Bound
 from thinwire.comm import local
 from thinwire.errors import ThinwireError, ThinwireWarning, doing
-from thinwire.guard import Guard
 from thinwire.integrations.base import Engine, all_zero
-from thinwire.ledger import Ledger
-from thinwire.methods.base import Method, Step
+from thinwire.methods.base import Run, Step
 from thinwire.plan import bare_name
 from thinwire.replicas import Replicas
 from thinwire.road import Road
@@ -50,26 +47,14 @@ class Turn:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        method: Method,
-        optimizers: Sequence[torch.optim.Optimizer],
-        weights: Mapping[str, Tensor],
-        road: Road,
-        guard: Guard,
-        bound: Bound | None,
-        ledger: Ledger,
-        *,
-        scaled: bool,
-        max_skipped: int | None = None,
-        check_every: int | None = None,
+        self, engine: Engine, run: Run, road: Road, *, max_skipped: int | None = None, check_every: int | None = None
     ) -> None:
-        """``weights``: the trained parameters. ``scaled``: a GradScaler was given. ``max_skipped``, ``check_every``: as
-        ``compress()`` has them.
-        """
-        self.engine, self.method, self.optimizers, self.weights = engine, method, tuple(optimizers), weights
-        self.road, self.guard, self.bound, self.ledger = road, guard, bound, ledger
-        self.state: State = method.state
+        """``max_skipped``, ``check_every``: as ``compress()`` has them."""
+        last = road.last
+        self.engine, self.road, self.method = engine, road, last.method
+        self.optimizers, self.weights = run.optimizers, run.weights
+        self.guard, self.bound, self.ledger = last.guard, last.bound, last.ledger
+        self.state: State = self.method.state
         self.skipped = 0
         self._max_skipped, self._in_a_row = max_skipped, 0
         self._replicas = None if check_every is None else Replicas(self, check_every)
@@ -87,7 +72,7 @@ class Turn:
         self._skipping: set[int] = set()  # optimizers whose part of a skipped step is still to come
         self._settled = False  # the last exchange has been stepped with, or skipped
         self._warned = False
-        self._knows_scaler = scaled or not method.keeps_state
+        self._knows_scaler = run.scaled or not self.method.keeps_state
 
     # What the engines say.
 

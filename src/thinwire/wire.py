@@ -303,10 +303,7 @@ class Wire:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
             compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
-        self._turn = Turn(
-            engine, method, run.optimizers, run.weights, self._road, self._guard, self._stage.bound, ledger,
-            scaled=scaler is not None, max_skipped=max_skipped, check_every=check_every,
-        )  # fmt: skip
+        self._turn = Turn(engine, run, self._road, max_skipped=max_skipped, check_every=check_every)
         self._hooks: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -434,10 +431,8 @@ class Wire:
         """The same as a dict: steps, skipped, wire_bytes_per_step {link: B}, weight_bytes_per_step (of those,
         for weights), dense_bytes_per_step, encode_ms, ...; memory_bytes held, memory_planned_bytes at the peak."""
         memory = {"memory_bytes": self.memory_bytes(), "memory_planned_bytes": self.plan.memory_bytes}
-        return {**self.ledger.stats(), **memory, "method": self.method.facts(), "bound": self._cut()}
-
-    def _cut(self) -> dict[str, float]:
-        return {} if self._stage.bound is None else self._stage.bound.facts()
+        cut = {} if self._stage.bound is None else self._stage.bound.facts()
+        return {**self.ledger.stats(), **memory, "method": self.method.facts(), "bound": cut}
 
     def memory_bytes(self) -> int:
         """What this rank holds now for the method: state, workspaces of buckets and codecs, weights kept for it."""

@@ -11,7 +11,7 @@ from thinwire.codecs.base import Space
 from thinwire.codecs.grouped import GroupedBytes
 from thinwire.errors import ThinwireError
 from thinwire.ops import quant
-from thinwire.streams import Seeds
+from thinwire.streams import Drawn, Seeds
 
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -59,10 +59,10 @@ class Integers(GroupedBytes):
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
         n = rows.shape[1]
         codes, scales = self._parts(out, n)
-        if (parts := self._drawn(n, seed)) is None:
+        if (drawn := self._drawn(n, seed)) is None:
             quant.quantize(rows, self.format, codes, scales)
         else:
-            quant.quantize_parts(rows, self.format, codes, scales, parts)
+            quant.quantize_parts(rows, self.format, codes, scales, drawn)
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         quant.dequantize(*self._parts(wire, out.shape[1]), self.format, out)
@@ -75,14 +75,14 @@ class Integers(GroupedBytes):
     ) -> None:
         quant.requantize(*self._parts(wire, n), self.format, *self._parts(out, n), scale, self._drawn(n, seed))
 
-    def _drawn(self, n: int, seed: Seeds | None) -> list[tuple[int, int, int]] | None:
+    def _drawn(self, n: int, seed: Seeds | None) -> Drawn | None:
         """Where the random bits of ``n`` columns come from; None: there are none."""
         if not self.draws:
             return None
-        parts = None if seed is None else seed.over(n)
-        if parts is None:
+        drawn = None if seed is None else seed.over(n)
+        if drawn is None:
             raise ThinwireError(f"{self}: stochastic rounding draws: hand in a seed for all {n} columns")
-        return parts
+        return drawn
 
     def _parts(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Codes, int8 or uint8 pairs, and scales: views of ``wire``."""

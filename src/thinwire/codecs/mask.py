@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,13 +27,10 @@ class _AtMask(Codec):
         owner_row: where each rank keeps one row of the result: the row whose mask a wire of one row is decoded with.
     """
 
+    group: ClassVar[int] = mask.WORD
     words: Tensor = field(repr=False)
 
     owner_row: int | None = field(default=None, kw_only=True)
-
-    @property
-    def group(self) -> int:
-        return mask.WORD
 
     def _words_of(self, rows: int) -> Tensor:
         """The masks of a wire of ``rows`` rows: all, or the owner's own."""
@@ -206,6 +204,7 @@ class TopK(OwnMasks):
         listed: positions are a list.
     """
 
+    group: ClassVar[int] = mask.WORD
     segments: tuple[tuple[int, int, int], ...]
     listed: bool = field(kw_only=True)
 
@@ -213,10 +212,6 @@ class TopK(OwnMasks):
         for start, width, k in self.segments:
             if start % mask.WORD or width % mask.WORD or not 0 <= k <= width:
                 raise ThinwireError(f"top-k: {k} values of columns {start} to {start + width}: not multiples of 64")
-
-    @property
-    def group(self) -> int:
-        return mask.WORD
 
     @property
     def k(self) -> int:

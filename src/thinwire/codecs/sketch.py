@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -65,6 +66,7 @@ class CountSketch(Codec):
         estimate: guess what could not be recovered (paper).
     """
 
+    group: ClassVar[int] = mask.WORD
     linear = True
     divisible = False  # the sums are exact as long as nothing is divided
     wire_dtype = torch.float32
@@ -76,10 +78,6 @@ class CountSketch(Codec):
     left: Tensor = field(repr=False)
     owner_row: int | None = None
     estimate: bool = False
-
-    @property
-    def group(self) -> int:
-        return mask.WORD
 
     def wire_numel(self, n: int) -> int:
         return sum(part.sent for part in self.parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -83,6 +84,7 @@ class TopKIntegers(Codec):
         quantizer: of the values; groups do not straddle two segments.
     """
 
+    group: ClassVar[int] = mask.WORD
     linear = False
 
     segments: tuple[tuple[int, int, int], ...]
@@ -94,10 +96,6 @@ class TopKIntegers(Codec):
             if start != place or width % mask.WORD or not 0 <= k <= width:
                 raise ThinwireError(f"top-k: {k} values of columns {start} to {start + width}: not multiples of 64")
             place += width
-
-    @property
-    def group(self) -> int:
-        return mask.WORD
 
     def wire_numel(self, n: int) -> int:
         # Rounded by segment, so that a row is the sum of its parts.
@@ -182,15 +180,12 @@ class TiledTopK(OwnMasks):
         ThinwireError: another k.
     """
 
+    group: ClassVar[int] = TILE
     k: int = 128
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or not 4 <= self.k <= TILE or self.k % 4:
             raise ThinwireError(f"top-k in tiles: k is a multiple of 4 from 4 to {TILE}, got {self.k}")
-
-    @property
-    def group(self) -> int:
-        return TILE
 
     def wire_numel(self, n: int) -> int:
         return n // TILE * sum(self._parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ Meet = Callable[[], None]
 """Called by an engine once it has looked at its model, before it makes groups of its own: collective."""
 
 
-class Engine(Protocol):
+class Engine:
     """PyTorch's own way to train in parallel, translated: what hands out gradients, and where their means go.
+
+    What does nothing here is for engines that gather weights, or keep gradients back.
 
     Attributes:
         kind: "ddp", "fsdp2" or "hsdp". model: the wrapped model.
@@ -43,39 +45,46 @@ class Engine(Protocol):
     model: Any
     parameters: dict[int, Parameter]
     hops: tuple[Exchange, ...]
-    levels: Levels | None
-    chunk: tuple[int, int] | None
+    levels: Levels | None = None
+    chunk: tuple[int, int] | None = None
     comms: list[Comm]
     rank: int
-    wire_dtype: torch.dtype | None
+    wire_dtype: torch.dtype | None = None
 
     @property
-    def gathers(self) -> frozenset[torch.dtype]: ...
+    def gathers(self) -> frozenset[torch.dtype]:
+        return frozenset()
 
     @property
     def exchanges(self) -> bool:
         """Are we called at all? Not where torch leaves out what a single rank would exchange with itself."""
+        return True
 
     def attach(self, turn: Turn, road: Road) -> None:
         """Send every gradient down ``road``, and tell ``turn``."""
 
     def layout(self) -> Layout:
         """The buffers that will be handed out."""
+        raise NotImplementedError
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """No exchange in this backward pass unless it is the ``last`` of the optimizer step."""
+        raise NotImplementedError
 
     def gradients(self) -> list[Tensor | None]:
         """This rank's part of those of all trained parameters."""
+        return [parameter.grad for parameter in self.model.parameters() if parameter.requires_grad]
 
     def accumulated(self) -> bool:
         """Has this rank gradients that torch keeps from the optimizer?"""
+        return False
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
         """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?
 
         ``look``: at their values too, whether they were set to zero.
         """
+        raise NotImplementedError
 
     def settled(self) -> None:
         """The step is over."""

@@ -14,20 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.bucket import Layout, Piece
-from thinwire.collectives import AllReduce, Exchange, ReduceScatter
-from thinwire.comm import Comm, GroupComm
+from thinwire.collectives import AllReduce, ReduceScatter
+from thinwire.comm import GroupComm
 from thinwire.errors import ThinwireError
-from thinwire.integrations.base import Meet, all_zero, split_by_node, wants_two_levels
+from thinwire.integrations.base import Engine, Meet, all_zero, split_by_node, wants_two_levels
 from thinwire.ledger import Ledger
-from thinwire.methods.base import Method, Parameter
+from thinwire.methods.base import Method
 from thinwire.plan import describe
-from thinwire.road import Levels, Road, ScatterAndShare, Worker
+from thinwire.road import Road, ScatterAndShare, Worker
 
 if TYPE_CHECKING:
     from thinwire.turn import Turn
 
 
-class DDP:
+class DDP(Engine):
     """Every bucket that the reducer hands out takes the road on a worker, in bucket order, beside the backward pass.
 
     The reducer does not divide when a hook is set; the exchange returns the mean.
@@ -41,15 +41,12 @@ class DDP:
         self.model = model
         self._check(model, method)
         meet()
-        self.wire_dtype: torch.dtype | None = None
         # A group of our own: the worker's collectives must not meet DDP's own (buffer broadcasts) on one group.
         comm = GroupComm(model.process_group, ledger, device=next(model.parameters()).device).twin()
-        self.comms: list[Comm] = [comm]
+        self.comms = [comm]
         self.rank = comm.rank
-        self.hops: tuple[Exchange, ...] = (AllReduce(comm),)
-        self.levels: Levels | None = None
-        self.chunk: tuple[int, int] | None = None
-        self.parameters: dict[int, Parameter] = describe(model.module)
+        self.hops = (AllReduce(comm),)
+        self.parameters = describe(model.module)
         if wants_two_levels(comm, method, two_level):
             intra, inter = split_by_node(comm)
             self.chunk = intra.rank, intra.size
@@ -142,10 +139,6 @@ class DDP:
             self._looked = True
             self._gone = all_zero(other.grad for other in turn.exchanged())
 
-    def accumulated(self) -> bool:
-        """Has this rank gradients that torch keeps from the optimizer? DDP keeps none."""
-        return False
-
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
         """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?"""
         gone = self._gone
@@ -197,28 +190,6 @@ class DDP:
         """No exchange in this backward pass unless it is the ``last`` of the optimizer step."""
         with nullcontext() if last else self.model.no_sync():
             yield
-
-    def gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self.model.module.parameters() if parameter.requires_grad]
-
-    gathers: frozenset[torch.dtype] = frozenset()
-    exchanges = True
-    """The hook is called whatever the number of ranks."""
-
-    def stepping(self) -> None:
-        """Weights are not exchanged: nothing to note."""
-
-    def stepped(self) -> None:
-        """As for ``stepping``."""
-
-    def ahead(self, step: int) -> None:
-        """As for ``stepping``."""
-
-    def arrive(self) -> None:
-        """As for ``stepping``."""
-
-    def weights_changed(self) -> None:
-        """As for ``stepping``."""
 
     def close(self) -> None:
         for watch in self._watches:

@@ -21,15 +21,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from thinwire import device as devices
 from thinwire.bucket import Layout
-from thinwire.collectives import AllReduce, Exchange, ReduceScatter
+from thinwire.collectives import AllReduce, ReduceScatter
 from thinwire.comm import Comm, GroupComm
 from thinwire.errors import ThinwireError
-from thinwire.integrations.base import Meet, all_zero, split_by_node, wants_two_levels
+from thinwire.integrations.base import Engine, Meet, all_zero, split_by_node, wants_two_levels
 from thinwire.integrations.fsdp2_module import GroupLink, ModuleAllGather, has_own_gradient
 from thinwire.ledger import Ledger
-from thinwire.methods.base import Method, Parameter
+from thinwire.methods.base import Method
 from thinwire.plan import clean_name, describe
-from thinwire.road import Levels, Regroup, Road
+from thinwire.road import Regroup, Road
 from thinwire.weights import Ahead, Replica
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _other_groups(model: nn.Module, known: Sequence[dist.ProcessGroup]) -> list[
     return found
 
 
-class FSDP2:
+class FSDP2(Engine):
     """One communication object per FSDP module; torch calls it with the module's flat gradient and takes our row."""
 
     kind = "fsdp2"
@@ -92,20 +92,18 @@ class FSDP2:
             for _, group in self.groups
             for fsdp_param in group.fsdp_params
         }
-        self.parameters: dict[int, Parameter] = describe(cast(nn.Module, model), shards)
+        self.parameters = describe(cast(nn.Module, model), shards)
         self._comms: dict[int, GroupComm] = {}
         self._gathers: list[ModuleAllGather] = []
         self._ahead = Ahead()
         self.tail: tuple[Any, Any] | None = None  # events of the last reduction: gradients were there; means were
         info = self.groups[0][1].mesh_info
-        self.wire_dtype: torch.dtype | None = self._reduce_dtype(self.groups[0][1])
+        self.wire_dtype = self._reduce_dtype(self.groups[0][1])
         shard = self.comm(info.shard_process_group)
-        self.comms: list[Comm] = [shard]
+        self.comms = [shard]
         self.rank = shard.rank
         self.reduces = self.comm(_reduce_group(self.groups[0][1]))
-        self.hops: tuple[Exchange, ...] = (ReduceScatter(self.reduces),)
-        self.levels: Levels | None = None
-        self.chunk: tuple[int, int] | None = None
+        self.hops = (ReduceScatter(self.reduces),)
         if hasattr(info, "replicate_process_group"):
             self.kind = "hsdp"
             inter = self.comm(info.replicate_process_group)
@@ -257,9 +255,6 @@ class FSDP2:
             yield
         finally:
             self.model.set_requires_gradient_sync(True)
-
-    def gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self.model.parameters() if parameter.requires_grad]
 
     def close(self) -> None:
         """The communication objects live as long as the model, but nothing is under way any more."""

@@ -120,7 +120,7 @@ class Cluster:
             here = str(options.pop("cwd", None) or os.getcwd())
             command = [*self._enter[node], "env", f"--chdir={here}", *command]
         else:
-            options["preexec_fn"] = die_with_parent
+            options["preexec_fn"] = die_with_parent  # an emulated one has its pipe
         process = subprocess.Popen(command, **options)
         self._processes.append(process)
         return process
@@ -145,9 +145,7 @@ class Cluster:
         """Choose the next run's rendezvous port: any in a namespace, a free one on the host's loopback."""
         self._runs += 1
         if not self.emulated:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self._free_port = probe.getsockname()[1]
+            self._free_port = free_port()
 
     @property
     def _port(self) -> int:
@@ -278,6 +276,13 @@ def kill_group(process: subprocess.Popen[Any], number: int) -> None:
         os.killpg(process.pid, number)
 
 
+def free_port() -> int:
+    """One that nobody uses on this machine's loopback now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends (loopback only: a real lab has its pipe)."""
+    """Linux ends this process when the one that started it is gone, even by SIGKILL."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

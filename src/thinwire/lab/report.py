@@ -14,6 +14,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from thinwire import plan
 from thinwire.lab import framing
 from thinwire.lab.verdict import DENSE, SILENT, Run, Span, percent
 
@@ -40,25 +41,11 @@ def machine() -> str:
 
 def human(count: float | None) -> str:
     """Bytes in decimal units, as link rates are."""
-    if count is None:
-        return "-"
-    for unit in ("B", "kB", "MB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
+    return "-" if count is None else plan.human(count)
 
 
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+def _shown(value: float | None, digits: str) -> str:
+    return "-" if value is None else f"{value:{digits}}"
 
 
 def _faster(run: Run) -> str:
@@ -67,7 +54,7 @@ def _faster(run: Run) -> str:
 
 
 def _final(run: Run) -> str:
-    return _loss(run["summary"].get("valid_loss")) + _spread(run, run["final"], ".4f")
+    return _shown(run["summary"].get("valid_loss"), ".4f") + _spread(run, run["final"], ".4f")
 
 
 def _gap(run: Run) -> str:
@@ -99,16 +86,16 @@ def _when(key: str, show: Callable[[float], str]) -> Callable[[Run], str]:
 COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("method", lambda run: run["method"]),
     ("step, ms", lambda run: f"{run['summary']['step_ms']:.0f}"),
-    ("x none", lambda run: "-" if run["step_to_none"] is None else f"{run['step_to_none']:.2f}"),
-    ("x dense", lambda run: "-" if run["step_to_dense"] is None else f"{run['step_to_dense']:.2f}"),
+    ("x none", lambda run: _shown(run["step_to_none"], ".2f")),
+    ("x dense", lambda run: _shown(run["step_to_dense"], ".2f")),
     ("faster than dense", _faster),
     ("exposed, ms", lambda run: f"{run['summary']['exposed_ms']:.0f}"),
     ("codec, ms", lambda run: f"{run['summary']['encode_ms'] + run['summary']['decode_ms']:.0f}"),
-    ("compressed values", lambda run: _share(run["summary"].get("compressed_values"))),
+    ("compressed values", lambda run: _shown(run["summary"].get("compressed_values"), ".1%")),
     ("sent/step", lambda run: human(run["bytes_per_step"]["ledger"])),
     ("kernel", lambda run: human((run["bytes_per_step"]["kernel"] or {}).get("tx"))),
-    ("kernel/framed", lambda run: _ratio(run["bytes_per_step"]["kernel_to_framed"])),
-    ("link use", lambda run: "-" if run["link_use"] is None else f"{run['link_use']:.0%}"),
+    ("kernel/framed", lambda run: _shown(run["bytes_per_step"]["kernel_to_framed"], ".3f")),
+    ("link use", lambda run: _shown(run["link_use"], ".0%")),
     ("train loss", lambda run: f"{run['summary']['train_loss']:.4f}"),
     ("valid loss", _final),
     ("loss to dense", _gap),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from thinwire.errors import ThinwireError
 from thinwire.lab.cluster import Cluster, NoNamespaces, kill_group
@@ -90,7 +90,7 @@ def launch(
                 process = _start(cluster, command, rank, cluster.environment(rank, base), sink)
                 ranks.append(process)
                 copiers += sink.copy(process, rank)
-            failed = _wait(ranks, None if limit_s is None else start + limit_s)
+            failed = wait(ranks, None if limit_s is None else start + limit_s)
         finally:
             _end(ranks)
             for copier in copiers:
@@ -115,8 +115,12 @@ def _start(
         raise ThinwireError(f"cannot run '{command[0]}': no such program") from None
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float | None) -> tuple[int, int] | None:
-    """Until all ranks have ended well (None), or one has not: its number and exit status."""
+def wait(ranks: Sequence[subprocess.Popen[Any]], deadline: float | None = None) -> tuple[int, int] | None:
+    """Until all ranks have ended well (None), or one has not: its number and exit status.
+
+    Raises:
+        ThinwireError: it is later than ``deadline``, by the monotonic clock.
+    """
     while True:
         codes = [process.poll() for process in ranks]
         for rank, code in enumerate(codes):

@@ -5,14 +5,14 @@ A method needs one import: what it is told (``run.py``) and what it promises (``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from thinwire.bucket import Bucket, Shard
+from thinwire.bucket import Arena, Bucket, Piece, Shard
 from thinwire.codecs.base import Codec, Residual
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
@@ -103,6 +103,11 @@ class Method:
         for knob in knobs:
             if getattr(self, knob) != getattr(type(self), knob):
                 raise ThinwireError(f"{self.name}: {knob} does nothing with {when}: leave it out")
+
+    def must(self, good: bool, knob: str, be: str) -> None:
+        """Refuse ``knob`` as it is unless that is ``good``: it "is a number of steps, 1 or more"."""
+        if not good:
+            raise ThinwireError(f"{self.name}: {knob} {be}, got {getattr(self, knob)}")
 
     def make_codec(self) -> Codec | None:
         """The codec of the compressed parameters; None: nothing is encoded."""
@@ -197,6 +202,16 @@ class Method:
     def policy(self, parameter: Parameter) -> str | None:
         """The method's rule for parameters that no pattern names. The base class encodes nothing, exempts nothing."""
         return None
+
+    def bucket_of(
+        self, pieces: Sequence[Piece], exchange: Exchange, device: torch.device, arena: Arena | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Bucket:  # fmt: skip
+        """For ``pieces`` that this method reduces over ``exchange``. ``arena``: that it shares with other buckets."""
+        return Bucket(
+            pieces, rows=exchange.bucket_rows(self.on_wire), owner=exchange.owner, group=self.granule, dtype=dtype,
+            device=device, arena=arena,
+        )  # fmt: skip
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Write the mean over ranks of ``bucket.rows`` to ``bucket.mean``."""
@@ -454,8 +469,7 @@ class ErrorFeedback(Method):
         super().__post_init__()
         check_start(self.name, "start", self.start)
         check_smallest(self.name, self.smallest)
-        if not 0 <= self.beta1 < 1:
-            raise ThinwireError(f"{self.name}: beta1 is the decay of an average, from 0 to below 1, got {self.beta1}")
+        self.must(0 <= self.beta1 < 1, "beta1", "is the decay of an average, from 0 to below 1")
         if self.feedback == "gradient":
             self.refuse_idle("feedback='gradient' (the optimizer has its own)", *OF_UPDATES)
         if self.direction == "muon":
@@ -470,8 +484,7 @@ class ErrorFeedback(Method):
                 refuse_chunks(f"{self.name}(factored=True)", run)
             if self.direction == "muon":
                 refuse_chunks(f"{self.name}(direction='muon')", run)
-            matrices = self.direction == "muon"
-            self.update_space = UpdateSpace(self, run, self.beta1, factored=self.factored, matrices=matrices)
+            self.update_space = UpdateSpace(self, run)
 
     @property
     def promise(self) -> Promise:

@@ -35,11 +35,8 @@ class Fp32(Method):
 
     name: ClassVar[str] = "fp32"
     on_wire: ClassVar[bool] = False
+    promise: ClassVar[Promise] = CONSERVES
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "everything is sent in fp32")
-
-    @property
-    def promise(self) -> Promise:
-        return CONSERVES
 
     def make_codec(self) -> Codec:
         return Fp32Codec()
@@ -132,15 +129,12 @@ class NoExchange(Method):
 
     name: ClassVar[str] = "none"
     engines: ClassVar[tuple[str, ...]] = ("ddp",)
+    rank_equal: ClassVar[bool] = False
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "nothing is sent")
 
     @property
     def promise(self) -> Promise:
         return Promise("lossy", "the other ranks' gradients never arrive")
-
-    @property
-    def rank_equal(self) -> bool:
-        return False
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Leave each rank its own gradient."""

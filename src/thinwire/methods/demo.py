@@ -30,7 +30,6 @@ from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.dct import DctTopK
 from thinwire.collectives import Exchange
 from thinwire.comm import local
-from thinwire.errors import ThinwireError
 from thinwire.methods.base import Delay, ErrorFeedback, Promise, Run, Step, refuse_scaled_apart
 
 PAYLOADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -54,6 +53,9 @@ class DeMo(ErrorFeedback):
     """
 
     name: ClassVar[str] = "demo"
+    gathers: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = False
+    delay: ClassVar[Delay | None] = Delay(steps=144)
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("feedback", "beta1", "factored", "direction"), "a momentum waits: topk has it"
@@ -68,20 +70,7 @@ class DeMo(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.beta < 1:
-            raise ThinwireError(f"demo: beta is the decay of the momentum, from 0 to below 1, got {self.beta}")
-
-    @property
-    def gathers(self) -> bool:
-        return True
-
-    @property
-    def adds_up(self) -> bool:
-        return False
-
-    @property
-    def delay(self) -> Delay | None:
-        return Delay(steps=144)
+        self.must(0 <= self.beta < 1, "beta", "is the decay of the momentum, from 0 to below 1")
 
     @property
     def promise(self) -> Promise:

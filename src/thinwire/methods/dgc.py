@@ -10,7 +10,6 @@ import torch
 
 from thinwire.bucket import Bucket
 from thinwire.collectives import Exchange
-from thinwire.errors import ThinwireError
 from thinwire.methods.base import CONSERVES, Promise
 from thinwire.methods.topk import TopK
 
@@ -29,6 +28,8 @@ class DGC(TopK):
     """
 
     name: ClassVar[str] = "dgc"
+    adds_up: ClassVar[bool] = False
+    delay: ClassVar[None] = None
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
     ABSENT: ClassVar[Mapping[str, str]] = {
@@ -42,16 +43,7 @@ class DGC(TopK):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ThinwireError(f"dgc: momentum is at least 0 and below 1, got {self.momentum}")
-
-    @property
-    def adds_up(self) -> bool:
-        return False
-
-    @property
-    def delay(self) -> None:
-        return None
+        self.must(0 <= self.momentum < 1, "momentum", "is at least 0 and below 1")
 
     @property
     def promise(self) -> Promise:

@@ -87,6 +87,7 @@ class LocalSteps(Method):
 
     name: ClassVar[str] = "local-steps"
     engines: ClassVar[tuple[str, ...]] = ("ddp", "hsdp")
+    keeps_state: ClassVar[bool] = True
     ELSEWHERE: ClassVar[str] = (
         "each weight has one owner there, so no replica could step alone: shard inside nodes only, with fully_shard on "
         "a ('replicate', 'shard') mesh (HSDP)"
@@ -118,14 +119,10 @@ class LocalSteps(Method):
 
         super().__post_init__()
         check_start(self.name, "start", self.start)
-        if self.every < 1:
-            raise ThinwireError(f"{self.name}: every is a number of steps, 1 or more, got {self.every}")
-        if not self.outer_lr > 0:
-            raise ThinwireError(f"{self.name}: outer_lr must be above 0, got {self.outer_lr}")
-        if not 0 <= self.outer_momentum < 1:
-            raise ThinwireError(f"{self.name}: outer_momentum is at least 0 and below 1, got {self.outer_momentum}")
-        if not 0 < self.decay <= 1:
-            raise ThinwireError(f"{self.name}: decay is a share, above 0 and up to 1, got {self.decay}")
+        self.must(self.every >= 1, "every", "is a number of steps, 1 or more")
+        self.must(self.outer_lr > 0, "outer_lr", "must be above 0")
+        self.must(0 <= self.outer_momentum < 1, "outer_momentum", "is at least 0 and below 1")
+        self.must(0 < self.decay <= 1, "decay", "is a share, above 0 and up to 1")
         self._outer = replace(resolve(self.outer))  # another object than the user's, which a rehearsal would share
         self._check_outer()
         self.first = 0
@@ -218,10 +215,6 @@ class LocalSteps(Method):
     @property
     def native(self) -> bool:
         return False  # of the kernels, which are the outer method's
-
-    @property
-    def keeps_state(self) -> bool:
-        return True
 
     @property
     def offloads(self) -> tuple[str, ...]:
@@ -366,7 +359,7 @@ class LocalSteps(Method):
     def _make_parts(self) -> list[tuple[Method, Bucket, slice]]:
         """One bucket for what the outer method compresses, one beside it for the rest, and where each lies."""
         parts: list[tuple[Method, Bucket, slice]] = []
-        end, exchange = 0, self.run.exchange
+        end = 0
         known = [self.run.parameters[name] for name in self._anchors]
         kept = self._outer.dense_among(known)
         sent = [parameter for parameter in known if parameter.name not in kept]
@@ -376,10 +369,7 @@ class LocalSteps(Method):
                 pieces.append(Piece(parameter.name, end - first, parameter.local))
                 end += parameter.local
             if pieces:
-                bucket = Bucket(
-                    pieces, rows=exchange.bucket_rows(method.on_wire), owner=exchange.owner, group=method.granule,
-                    dtype=torch.float32, device=self._anchors[pieces[0].name].device,
-                )  # fmt: skip
+                bucket = method.bucket_of(pieces, self.run.exchange, self._anchors[pieces[0].name].device)
                 parts.append((method, bucket, slice(first, end)))
         return parts
 

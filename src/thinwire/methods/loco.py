@@ -19,7 +19,6 @@ from thinwire.bucket import Bucket
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Int4
 from thinwire.collectives import Exchange
-from thinwire.errors import ThinwireError
 from thinwire.methods.base import Delay, ErrorFeedback, Promise
 
 
@@ -35,6 +34,7 @@ class LoCo(ErrorFeedback):
 
     name: ClassVar[str] = "loco"
     on_wire: ClassVar[bool] = False
+    delay: ClassVar[Delay | None] = Delay(share=0.03)
 
     beta: float = 0.8
     reset: int = 1024
@@ -42,14 +42,8 @@ class LoCo(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.beta < 1:
-            raise ThinwireError(f"loco: beta is the weight of the old error, from 0 to below 1, got {self.beta}")
-        if self.reset < 0:
-            raise ThinwireError(f"loco: reset is a number of steps, or 0 for never, got {self.reset}")
-
-    @property
-    def delay(self) -> Delay | None:
-        return Delay(share=0.03)
+        self.must(0 <= self.beta < 1, "beta", "is the weight of the old error, from 0 to below 1")
+        self.must(self.reset >= 0, "reset", "is a number of steps, or 0 for never")
 
     @property
     def promise(self) -> Promise:

@@ -29,6 +29,7 @@ from thinwire.comm import Work
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Method, count_of
 from thinwire.ops import mask as masks
+from thinwire.ops import sparse
 from thinwire.weights import Columns, Message, beside
 
 WORD = masks.WORD
@@ -37,6 +38,10 @@ LISTED = 1 / 32
 LARGE = 3
 """Times its rank's share of all values, above which a parameter has several choosers. Higher => longer messages, with
 more ranks alike; lower => fewer parameters whose largest values are found over all of them."""
+
+
+Places = dict[str, list[tuple[slice, slice]]]
+"""Parameter -> for each chunk the R ranks that choose its rows, and bytes in their messages."""
 
 
 class Chunk(NamedTuple):
@@ -119,19 +124,21 @@ class Masks:
             name: cut(size, -(-values // ranks) if ranks * size > LARGE * values else size)
             for name, size in sizes.items()
         }
-        self._places: tuple[int, dict[str, list[tuple[slice, slice]]], int] | None = None
+        self._places: tuple[float, Places, int] | None = None
+        self._bits, self._length = self._place(0)  # as bits: one for each score
+        self._scores: Tensor | None = None  # what this rank chooses by, its chunks side by side
+        self._first: tuple[tuple[sparse.Part, ...], Tensor] | None = None  # see ``_starts``
+        self._index: tuple[list[tuple[int, int]], Tensor] | None = None  # see ``_joined``
         self._message: Tensor | None = None  # what this rank has chosen for the next step
         self._work: Work | None = None  # everybody's messages, under way
 
-    def words(self, bucket: Bucket) -> Tensor | None:
-        """(R, n / 64) the masks in use of the bucket's rows; None while they are all ones."""
+    def used(self, bucket: Bucket) -> Unfolded | None:
+        """The masks in use of the bucket's rows; None while they are all ones."""
         found = [self._method.state.get("mask", segment.name) for segment in bucket.segments]
         if all(mask is None for mask in found):
             return None
-        words = bucket.buffer("mask", (bucket.shape[0], bucket.shape[1] // WORD), torch.int64)
         counts = (self.count(segment) for segment in bucket.segments)
-        bucket.once("masks", lambda: self._unfold(bucket, found, words), *found, *counts)
-        return words
+        return bucket.once("masks", lambda: self._unfold(bucket, found), *found, *counts)
 
     def count(self, segment: Segment) -> int:
         """Values at the mask in use, in each row."""
@@ -140,43 +147,56 @@ class Masks:
         step = self._chosen_for(segment.name)
         return sum(self._schedule.k(chunk.span, step) for chunk in self._chunks[segment.name])
 
-    def choose(self, bucket: Bucket, segment: Segment, values: Tensor) -> None:
-        """If it is this rank's to choose: the next step's mask is where |``values``| (1, width) are largest (l. 15)."""
-        step = bucket.step + 1
-        if not self._schedule.refreshes(step):
-            return
-        places, length = self._layout(step)
-        if self._message is None or len(self._message) < length:
-            self._message = torch.zeros(length, dtype=torch.uint8, device=bucket.device)
-        for chunk, (choosers, at) in zip(self._chunks[segment.name], places[segment.name], strict=True):
-            if self._exchange.rank in range(choosers.start, choosers.stop):
-                self._choose(bucket, chunk, values[:, chunk.columns], self._message[at])
+    def scores(self, segment: Segment, device: torch.device) -> list[tuple[Chunk, Tensor | None]]:
+        """Each of its chunks, with (width,) memory for what this rank chooses the next mask by; None: another does."""
+        if self._scores is None:
+            self._scores = torch.zeros(8 * self._length, dtype=torch.float32, device=device)
+        found: list[tuple[Chunk, Tensor | None]] = []
+        for chunk, (choosers, at) in zip(self._chunks[segment.name], self._bits[segment.name], strict=True):
+            own = self._exchange.rank in range(choosers.start, choosers.stop)
+            found.append((chunk, self._scores[8 * at.start : 8 * at.start + chunk.width] if own else None))
+        return found
 
-    def _choose(self, bucket: Bucket, chunk: Chunk, values: Tensor, mask: Tensor) -> None:
-        """``mask``, bytes of the message = where |``values``| (1, width) of ``chunk`` are largest."""
-        step = bucket.step + 1
-        k = self._schedule.k(chunk.span, step)
-        if not self._schedule.listed(step):
-            masks.topk_mask(values, k, mask.view(torch.int64).view(1, -1))
-            return
-        words = bucket.scratch("words", (1, bucket.shape[1] // WORD), torch.int64)[:, : chunk.width // WORD]
-        masks.topk_mask(values, k, words)
-        positions = mask.view(torch.int32)
-        masks.indices(words, positions[:k].view(1, -1))
-        positions[k:].zero_()  # the padding travels and is saved
+    def _choose(self, step: int) -> Tensor:
+        """This rank's masks for ``step``, where scores are largest (l. 15), in one pass: (m,) bytes."""
+        places, length = self._layout(step)
+        scores, listed = self._scores, self._schedule.listed(step)
+        assert scores is not None
+        if self._message is None or len(self._message) < length:
+            self._message = torch.zeros(length, dtype=torch.uint8, device=scores.device)
+        parts = sorted(
+            sparse.Part(8 * bits.start, chunk.width, self._schedule.k(chunk.span, step), at.start // 4)
+            for name, chunks in self._chunks.items()
+            for chunk, (choosers, bits), (_, at) in zip(chunks, self._bits[name], places[name], strict=True)
+            if self._exchange.rank in range(choosers.start, choosers.stop)
+        )
+        if not parts:
+            return self._message[:length]
+        rows = scores[: parts[-1].start + parts[-1].width].view(1, -1)
+        if not listed:
+            sparse.marked(rows, tuple(parts), self._message[: rows.shape[1] // 8].view(torch.int64).view(1, -1))
+            return self._message[:length]
+        ends = [*(part.place for part in parts[1:]), parts[-1].place + padded(parts[-1].k, 2)]
+        found = self._message[: 4 * ends[-1]].view(torch.int32).view(1, -1)
+        sparse.largest(rows, None, tuple(parts), None, found, torch.empty_like(found, dtype=torch.float32))
+        # Positions travel as those of their own chunk; the padding, which travels and is saved, is 0.
+        found.sub_(self._starts(tuple(parts), tuple(ends))).clamp_(min=0)
+        return self._message[:length]
 
     def gather(self, names: Collection[str], step: int) -> None:
         """Start to gather the masks chosen for ``step``, if it has new ones; those of ``names`` come into use."""
         if not names or not self._schedule.refreshes(step):
             return
-        assert self._message is not None
         self.finish()
+        message = self._choose(step)
         state, (places, length) = self._method.state, self._layout(step)
-        everybody = self._message.new_empty((self._exchange.rows, length))
-        self._work = self._exchange.gather(everybody, self._message[:length], async_op=True)
+        everybody = message.new_empty((self._exchange.rows, length))
+        self._work = self._exchange.gather(everybody, message, async_op=True)
+        joined = self._joined(everybody, places)
         for name, parts in places.items():
             if name in names:
-                state.put("mask", name, self._joined([everybody[choosers, at] for choosers, at in parts]))
+                (choosers, at), mask = parts[0], joined.get(name)
+                state.put("mask", name, everybody[choosers, at] if mask is None else mask)
                 state.put("chosen", name, torch.tensor(step))
                 self._chosen[name] = step
             elif (kept := state.get("mask", name)) is not None and _is_part(kept):
@@ -192,29 +212,57 @@ class Masks:
         """Another state was loaded."""
         self._chosen.clear()
 
-    @staticmethod
-    def _joined(parts: list[Tensor]) -> Tensor:
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    def _joined(self, everybody: Tensor, places: Places) -> dict[str, Tensor]:
+        """Of parameters with several choosers their masks (1, bytes), from all messages ``everybody`` (N, m) at once.
+        """
+        several = {name: parts for name, parts in places.items() if len(parts) > 1}
+        if not several:
+            return {}
+        length = everybody.shape[1]
+        runs = [
+            ((choosers.start * length + at.start) // 8, (at.stop - at.start) // 8)  # of words
+            for parts in several.values()
+            for choosers, at in parts
+        ]
+        if self._index is None or self._index[0] != runs:
+            index = torch.cat([torch.arange(first, first + count) for first, count in runs])
+            self._index = runs, index.to(everybody.device)
+        found = everybody.view(-1).view(torch.int64).index_select(0, self._index[1]).view(torch.uint8)
+        sizes = [sum(at.stop - at.start for _, at in parts) for parts in several.values()]
+        return {name: mask.view(1, -1) for name, mask in zip(several, found.split(sizes), strict=True)}
 
-    def _layout(self, step: int) -> tuple[dict[str, list[tuple[slice, slice]]], int]:
-        """For the masks of ``step``: parameter -> for each chunk (the R ranks that choose its rows, bytes in their
-        messages); length.
+    def _layout(self, step: int) -> tuple[Places, int]:
+        """``_place`` of ``step``, kept while masks have that density."""
+        density = self._schedule.density_at(step)
+        if self._places is None or self._places[0] != density:
+            self._places = density, *self._place(step)
+        return self._places[1:]
+
+    def _place(self, step: int) -> tuple[Places, int]:
+        """Where the masks of ``step`` are, and the length of a message.
 
         The same on all ranks: the largest first, each to the ranks with the least so far. R = N: all choose their row.
         """
-        if self._places is None or self._places[0] != step:
-            rows = self._exchange.bucket_rows(True)
-            load = [(0, rank) for rank in range(self._exchange.rows // rows)]  # a heap: values, and whose
-            ends = [0] * len(load)
-            places: dict[str, list[tuple[slice, slice]]] = {name: [] for name in self._sizes}
-            pairs = [(name, chunk) for name, chunks in self._chunks.items() for chunk in chunks]
-            for name, chunk in sorted(pairs, key=lambda pair: (-pair[1].span, pair[0], pair[1].start)):
-                values, least = load[0]
-                first, ends[least] = ends[least], ends[least] + self._schedule.mask_bytes(chunk.span, step)
-                heapq.heapreplace(load, (values + chunk.span, least))
-                places[name].append((slice(least * rows, (least + 1) * rows), slice(first, ends[least])))
-            self._places = step, places, max(ends)
-        return self._places[1:]
+        rows = self._exchange.bucket_rows(True)
+        load = [(0, rank) for rank in range(self._exchange.rows // rows)]  # a heap: values, and whose
+        ends = [0] * len(load)
+        places: Places = {name: [] for name in self._sizes}
+        pairs = [(name, chunk) for name, chunks in self._chunks.items() for chunk in chunks]
+        for name, chunk in sorted(pairs, key=lambda pair: (-pair[1].span, pair[0], pair[1].start)):
+            values, least = load[0]
+            first, ends[least] = ends[least], ends[least] + self._schedule.mask_bytes(chunk.span, step)
+            heapq.heapreplace(load, (values + chunk.span, least))
+            places[name].append((slice(least * rows, (least + 1) * rows), slice(first, ends[least])))
+        return places, max(ends)
+
+    def _starts(self, parts: tuple[sparse.Part, ...], ends: tuple[int, ...]) -> Tensor:
+        """(m,) int32: of each position in a list of all ``parts`` the first column of its own."""
+        if self._first is None or self._first[0] != parts:
+            assert self._scores is not None
+            widths = torch.tensor([end - part.place for part, end in zip(parts, ends, strict=True)])
+            starts = torch.tensor([part.start for part in parts], dtype=torch.int32)
+            self._first = parts, starts.repeat_interleave(widths).to(self._scores.device)
+        return self._first[1]
 
     def _chosen_for(self, name: str) -> int:
         """The step for whose density the mask of ``name`` was chosen."""
@@ -227,8 +275,9 @@ class Masks:
             self._chosen[name] = int(saved)
         return self._chosen[name]
 
-    def _unfold(self, bucket: Bucket, found: Sequence[Tensor | None], words: Tensor) -> None:
-        """``words`` (R, w) = the bits of ``found``, each as it was gathered; None: all of the parameter's values."""
+    def _unfold(self, bucket: Bucket, found: Sequence[Tensor | None]) -> Unfolded:
+        """The bits of ``found``, each as it was gathered; None: all of the parameter's values."""
+        words = bucket.buffer("mask", (bucket.shape[0], bucket.shape[1] // WORD), torch.int64)
         lists = []
         for segment, mask in zip(bucket.segments, found, strict=True):
             first = segment.start // WORD
@@ -246,15 +295,29 @@ class Masks:
                     lists.append((positions[:, : self._schedule.k(chunk.span, step)], at))
                 else:
                     words[:, at].copy_(mask[:, begin:end].view(torch.int64))
-        masks.from_lists(lists, words)
+        before = masks.from_lists(lists, words)
+        names = tuple(segment.name for segment in bucket.segments)
+        return Unfolded(names, words, masks.directory(words) if before is None else before)
+
+
+class Unfolded(NamedTuple):
+    """Masks (R, w) of all of a bucket's parameters ``names``, beside each other, and what a GPU has to know of them."""
+
+    names: tuple[str, ...]
+    words: Tensor
+    before: Tensor | None
 
 
 class Used(NamedTuple):
-    """A parameter's last exchange: the step, the masks (R, w) of its rows or None for all ones, values at each."""
+    """A parameter's last exchange: the step, the masks (R, w) of its rows or None for all ones, values at each.
+
+    ``bucket``: the masks of all that were exchanged with it.
+    """
 
     step: int
     words: Tensor | None
     k: int
+    bucket: Unfolded | None
 
 
 class AtMask(Message):
@@ -270,6 +333,7 @@ class AtMask(Message):
         self._layouts: dict[tuple[int | None, ...], _Layout] = {}
         self._layout = self._place([None] * len(pieces))  # of the last message
         self._words = torch.empty(0)  # its masks (R, w), beside each other
+        self._before: Tensor | None = None  # their directory
 
     def reaches(self, since: int, step: int) -> bool:
         used = (self._used.get(piece.name) for piece in self._pieces)
@@ -281,10 +345,11 @@ class AtMask(Message):
         self._layout = layout = self._place([None if of is None or of.words is None else of.k for of in used])
         message = own.new_empty((1, layout.length))
         if layout.parts:
-            words = [of.words for of in used if of is not None and of.words is not None]
-            self._words = words[0] if len(words) == 1 else torch.cat(words, 1)
+            self._words, self._before = self._beside([of for of in used if of is not None])
             values = layout.masked.take(own.view(1, -1), own.new_empty((1, WORD * self._words.shape[1])))
-            masks.gather_keep(values, None, self._words[self._rank : self._rank + 1], message[:, : layout.k], None)
+            mine = slice(self._rank, self._rank + 1)
+            before = None if self._before is None else self._before[mine]
+            masks.gather_keep(values, None, self._words[mine], message[:, : layout.k], None, before)
         layout.whole.take(own.view(1, -1), message)
         return message[0]
 
@@ -296,8 +361,17 @@ class AtMask(Message):
                 masks.Faded(of.offset, of.numel, padded(of.numel, WORD), k, self._keep[of.name])
                 for of, k in layout.parts
             ]
-            masks.renew(messages[:, : layout.k], self._words[peers], faded, rows)
+            before = None if self._before is None else self._before[peers]
+            masks.renew(messages[:, : layout.k], self._words[peers], faded, rows, before)
         layout.whole.give(messages, rows)
+
+    def _beside(self, used: Sequence[Used]) -> tuple[Tensor, Tensor | None]:
+        """The masks of all pieces that have one, and their directory: a bucket's as they are, if these are its own."""
+        bucket = next(of.bucket for of in used if of.bucket is not None)
+        if bucket.names == tuple(piece.name for piece, _ in self._layout.parts):
+            return bucket.words, bucket.before
+        words = torch.cat([of.words for of in used if of.words is not None], 1)
+        return words, masks.directory(words)
 
     def _place(self, at: Sequence[int | None]) -> _Layout:
         """``at``: how many values of each piece are at its mask; None: it has none."""

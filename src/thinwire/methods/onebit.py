@@ -94,6 +94,8 @@ class OneBitAdam(Method):
 
     name: ClassVar[str] = "onebit-adam"
     on_wire: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = False
+    keeps_state: ClassVar[bool] = True
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"warmup": 0.15, "scale": "rms", "group": 4096, "smallest": 0, "send": ("*",)},
     }
@@ -130,20 +132,12 @@ class OneBitAdam(Method):
         return Integers(min(self.group, 128), self.warmup_bits)
 
     @property
-    def adds_up(self) -> bool:
-        return False
-
-    @property
     def promise(self) -> Promise:
         return Promise("conserves", waits={"residual": 1.0, "server": 1.0}, of="moments")
 
     @property
     def resized(self) -> Mapping[str, Resized]:
         return {**super().resized, "frozen": "equal", "moment": "anew"}
-
-    @property
-    def keeps_state(self) -> bool:
-        return True
 
     @property
     def steady(self) -> int:

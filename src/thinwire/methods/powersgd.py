@@ -61,8 +61,7 @@ class PowerSGD(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank < 1:
-            raise ThinwireError(f"powersgd: rank is a number of columns, 1 or more, got {self.rank}")
+        self.must(self.rank >= 1, "rank", "is a number of columns, 1 or more")
         self._starts: dict[str, Tensor] = {}
 
     def policy(self, parameter: Parameter) -> str | None:

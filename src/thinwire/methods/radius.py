@@ -61,6 +61,7 @@ class Radius(ErrorFeedback):
     """
 
     name: ClassVar[str] = "radius"
+    granule: ClassVar[int] = WORD
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "recommended": {},
         "paper": {**_PAPER, "density": 0.4},
@@ -76,10 +77,8 @@ class Radius(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_density("radius", self.density)
-        if self.T < 1:
-            raise ThinwireError(f"radius: T is a number of steps, 1 or more, got {self.T}")
-        if not 0 < self.residual_scale <= 1:
-            raise ThinwireError(f"radius: residual_scale is a share, above 0 and up to 1, got {self.residual_scale}")
+        self.must(self.T >= 1, "T", "is a number of steps, 1 or more")
+        self.must(0 < self.residual_scale <= 1, "residual_scale", "is a share, above 0 and up to 1")
         self._before: dict[str, Tensor] = {}
 
     @property
@@ -88,10 +87,6 @@ class Radius(ErrorFeedback):
         if self.feedback == "update":
             return Delay(steps=115 if 0.15 <= self.start < 1 else 280)
         return Delay(steps=200 * rest, share=(0.5 if self.residual_scale == 1 else 0.1) * rest)
-
-    @property
-    def granule(self) -> int:
-        return WORD
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         """Alg. 1, l. 6-19. Before ``start`` it is ``ErrorFeedback.reduce`` that sends all (l. 3-5)."""

@@ -30,7 +30,7 @@ see :mod:`thinwire.methods.masks`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -62,8 +62,7 @@ from thinwire.methods.base import (
     first_step,
     refuse_chunks,
 )
-from thinwire.methods.masks import WORD, AtMask, Masks, Schedule, Used
-from thinwire.ops import mask as masks
+from thinwire.methods.masks import WORD, AtMask, Masks, Schedule, Unfolded, Used
 from thinwire.ops import moments
 from thinwire.optim import AdamS
 from thinwire.weights import Message
@@ -164,80 +163,73 @@ class SCAPE(Method):
             return
         self._step = bucket.step
         self._masks.finish()
-        used = None if whole else self._masks.words(bucket)  # M of all rows; None: all ones (l. 5)
+        used = None if whole else self._masks.used(bucket)  # M of all rows; None: all ones (l. 5)
         if used is None:
             words = torch.full((bucket.shape[1] // WORD,), -1, dtype=torch.int64, device=bucket.device)
         else:
-            words = used[exchange.mine]
+            words = used.words[exchange.mine]
         with exchange.span("encode", bucket.rows):
-            if self._apart:
-                self._add_up_apart(bucket, exchange.mine)
-            else:
-                self._add_up(bucket, words)
+            self._add_up(bucket, words, exchange.mine)
         waits = self.state.write("residual", bucket)
         codec = None if used is None else self._codec(bucket, used, exchange.mine)
         exchange.mean(bucket, codec, residual=Residual(None, waits))  # l. 11-12: off M, all waits; l. 13-14: b
         self.state.put_back("residual", bucket)
         with exchange.span("decode", bucket.rows):
-            if self._apart:
-                self._rejoin(bucket, words)
             self._settle(bucket, used, words)
 
-    def _add_up(self, bucket: Bucket, words: Tensor) -> None:
-        """``bucket.rows`` = m~ (l. 10), for the next mask (l. 15); then without b1 m on M, which all ranks have."""
-        held = self._moments(bucket)
-        moments.add_up(bucket.rows[0], self.state.read("residual", bucket)[0], held, self.beta1)  # l. 10
-        for segment in bucket.segments:
-            self._masks.choose(bucket, segment, bucket.rows[:, segment.columns])  # l. 15
-        moments.take(bucket.rows[0], held, words, self.beta1)
+    def _add_up(self, bucket: Bucket, words: Tensor, mine: int) -> None:
+        """``bucket.rows`` = m~ (l. 10) without b1 m on M, which all ranks have; m~ -> scores of the next mask (l. 15).
 
-    def _add_up_apart(self, bucket: Bucket, mine: int) -> None:
-        """``bucket.rows`` = m~ without b1 m + x (l. 10), which a row's owner alone has, and chooses with (l. 15)."""
-        rows, residual = bucket.rows.view(-1), self.state.read("residual", bucket)
-        moments.blend(rows, residual.view(-1), self.beta1)  # l. 10, without m
-        if not self._schedule.refreshes(bucket.step + 1):
-            return
-        scores = bucket.scratch("scores", (1, bucket.shape[1]), torch.float32)
-        torch.add(bucket.rows[mine : mine + 1], self.state.read("common", bucket, rows=1), out=scores)
-        held = self._moments(bucket).parts
-        sums = [scores[0, part.start : part.start + part.moment.numel()] for part in held]
-        torch._foreach_add_(sums, [part.moment for part in held], alpha=self.beta1)
-        for segment in bucket.segments:
-            self._masks.choose(bucket, segment, scores[:, segment.columns])  # l. 15
+        Where a row's owner alone has m and x, it chooses with these, and they are not sent.
+        """
+        held, choose = self._moments(bucket), self._schedule.refreshes(bucket.step + 1)
+        residual = self.state.read("residual", bucket)
+        if self._apart:
+            common = self.state.read("common", bucket, rows=1)[0]
+            moments.blend(bucket.rows, residual, mine, common, held, self.beta1, choose=choose)
+        else:
+            moments.add_up(bucket.rows[0], residual[0], held, words, self.beta1, choose=choose)
 
-    def _codec(self, bucket: Bucket, words: Tensor, mine: int) -> Masked | MaskedIntegers:
-        """For the values at the masks ``words`` (R, n / 64)."""
+    def _codec(self, bucket: Bucket, used: Unfolded, mine: int) -> Masked | MaskedIntegers:
+        """For the values at the masks ``used``."""
         counts = [self._masks.count(segment) for segment in bucket.segments]
         if self.payload in ("fp32", "bf16"):
             dtype = torch.float32 if self.payload == "fp32" else torch.bfloat16
-            return Masked(words, sum(counts), owner_row=mine, dtype=dtype, before=masks.directory(words))
+            return Masked(used.words, sum(counts), owner_row=mine, dtype=dtype, before=used.before)
         parts = tuple((segment.width // WORD, k) for segment, k in zip(bucket.segments, counts, strict=True))
-        return MaskedIntegers(words, parts, Integers(WORD, 8 if self.payload == "int8" else 4), owner_row=mine)
+        return MaskedIntegers(used.words, parts, Integers(WORD, 8 if self.payload == "int8" else 4), owner_row=mine)
 
-    def _rejoin(self, bucket: Bucket, words: Tensor) -> None:
-        """``bucket.mean`` += x on M; x = x + b1 m off M, 0 on M (l. 11-12, for what is common)."""
-        common, waits = self.state.read("common", bucket, rows=1), self.state.write("common", bucket, rows=1)
-        moments.rejoin(bucket.mean[0], common[0], self._moments(bucket), words, self.beta1, waits[0])
+    def _settle(self, bucket: Bucket, used: Unfolded | None, words: Tensor) -> None:
+        """m' (l. 16) for the optimizer, g^ (l. 17) in ``bucket.mean``.
 
-    def _settle(self, bucket: Bucket, used: Tensor | None, words: Tensor) -> None:
-        """m' (l. 16) for the optimizer, g^ (l. 17) in ``bucket.mean``."""
+        Where a row's owner alone has x: the mean += x on M; x = x + b1 m off M, 0 on M (l. 11-12, for what is common).
+        """
         given = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
-        held = self._moments(bucket)
-        moments.settle(bucket.mean[0], held, words, self.beta1, given[0])  # l. 16-17
-        for segment, part in zip(bucket.segments, held.parts, strict=True):
-            self._given[segment.name] = given[0, part.start : part.start + part.moment.numel()]
-            mask = None if used is None else used[:, segment.groups(WORD)]
-            self._used[segment.name] = Used(bucket.step, mask, self._masks.count(segment))
+        common, waits = None, None
+        if self._apart:
+            common = self.state.read("common", bucket, rows=1)[0]
+            waits = self.state.write("common", bucket, rows=1)[0]
+        moments.settle(bucket.mean[0], self._moments(bucket), words, self.beta1, given[0], common, waits)  # l. 16-17
+        for segment in bucket.segments:
+            m = local(self.run.weights[segment.name]).numel()
+            self._given[segment.name] = given[0, segment.start : segment.start + m]
+            mask = None if used is None else used.words[:, segment.groups(WORD)]
+            self._used[segment.name] = Used(bucket.step, mask, self._masks.count(segment), used)
         if self.clip == "return":
             kept = bucket.buffer("gradient", (1, bucket.shape[1]), torch.float32)
             self._clipped[bucket.key] = (bucket, kept.copy_(bucket.mean))
 
     def _moments(self, bucket: Bucket) -> moments.Moments:
-        """m of all of the bucket's parameters."""
+        """m of all of the bucket's parameters, and where scores of the chunks go of which this rank chooses masks."""
         held = [self._moment(segment) for segment in bucket.segments]
-        parts = [moments.Part(of.start, of.width, m) for of, m in zip(bucket.segments, held, strict=True)]
+
+        def parts() -> Iterator[moments.Part]:
+            for segment, moment in zip(bucket.segments, held, strict=True):
+                for chunk, scores in self._masks.scores(segment, bucket.device):
+                    yield moments.Part(segment.start + chunk.start, chunk.width, moment[chunk.columns], scores)
+
         addresses = (moment.data_ptr() for moment in held)
-        return bucket.once("moments", lambda: moments.Moments(parts, bucket.device), *addresses)
+        return bucket.once("moments", lambda: moments.Moments(tuple(parts()), bucket.device), *addresses)
 
     def _moment(self, segment: Segment) -> Tensor:
         """m, this rank's part of it, (numel,) float32; zeros before the first step."""

@@ -38,9 +38,19 @@ from thinwire.codecs.grouped import GroupedBytes
 from thinwire.codecs.intquant import ROUNDINGS, Integers, ShiftedInt8
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import CONSERVES, SMALL, Method, Parameter, Promise, Rounding, check_smallest, exempt_small
+from thinwire.methods.base import (
+    CONSERVES,
+    SMALL,
+    Method,
+    Parameter,
+    Promise,
+    Rounding,
+    Run,
+    check_smallest,
+    exempt_small,
+)
 from thinwire.ops.quant import ORDER
-from thinwire.streams import Seeds, seed_of
+from thinwire.streams import Pool, Seeds, seed_of
 from thinwire.weights import Columns, Message, beside
 
 WEIGHTS = ("difference", "plain", "dense")
@@ -106,6 +116,7 @@ class SDP4Bit(Method):
         self._intra_codec = self._gradients(self.intra_bits)
         self._weight_codec = self.make_weight_codec()
         self._messages: dict[tuple[str, ...], QuantizedWeights] = {}  # by module
+        self._pool: tuple[tuple[str, int], Pool] = (("", -1), Pool({}))  # of the last step: its streams, and seeds
         self._bits: dict[str, tuple[int, int]] = {}  # of each parameter: bits sent, values
 
     @property
@@ -155,6 +166,10 @@ class SDP4Bit(Method):
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
 
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self._sent = [name for name, of in run.parameters.items() if self.keep_dense(of) is None]
+
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """One hop of Alg. 3: across nodes (l. 8-13); where all ranks are on one node, inside it (l. 2-7)."""
         codec = self._intra_codec if exchange.one_node else self.codec
@@ -168,10 +183,11 @@ class SDP4Bit(Method):
 
     def _seeds(self, bucket: Bucket, exchange: Exchange) -> Seeds:
         stream = f"{type(exchange).__name__}/{self.run.hop}/{self.run.rank}"
-        return Seeds(tuple(
-            (part.start, part.start + part.width, seed_of(self.run.seed, f"{stream}/{part.name}", bucket.step))
-            for part in bucket.segments
-        ))  # fmt: skip
+        if self._pool[0] != (stream, bucket.step):
+            seeds = {name: seed_of(self.run.seed, f"{stream}/{name}", bucket.step) for name in self._sent}
+            self._pool = (stream, bucket.step), Pool(seeds)
+        pool = self._pool[1]
+        return Seeds(tuple((of.start, of.start + of.width, pool.places[of.name]) for of in bucket.segments), pool)
 
     @property
     def encodes_weights(self) -> bool:

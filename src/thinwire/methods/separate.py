@@ -82,8 +82,7 @@ class SEPARATE(ErrorFeedback):
         ):  # fmt: skip
             if getattr(self, knob) not in allowed:
                 raise ThinwireError(f"separate: {knob} is one of {', '.join(allowed)}, got '{getattr(self, knob)}'")
-        if self.reset < 0:
-            raise ThinwireError(f"separate: reset is a number of steps, 0 for never, got {self.reset}")
+        self.must(self.reset >= 0, "reset", "is a number of steps, 0 for never")
         if not self.reset:
             self.refuse_idle("reset=0", "restart")
         block = (256 if self.estimator in SRHT else 512) if self.block is None else self.block
@@ -98,8 +97,7 @@ class SEPARATE(ErrorFeedback):
             raise ThinwireError("separate: update='printed' needs beta below 1, the weight of the new error in it")
         if self.beta is None:
             return 0.0 if biased else 1 - 1 / (1 + variance)
-        if not 0 <= self.beta <= 1:
-            raise ThinwireError(f"separate: beta is a weight from 0 to 1, got {self.beta}")
+        self.must(0 <= self.beta <= 1, "beta", "is a weight from 0 to 1")
         new = self.beta if self.update == "printed" else 1 - self.beta
         bound = 2 / (1 + variance)
         if not biased and new >= bound and not self.force:

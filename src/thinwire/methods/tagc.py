@@ -78,6 +78,7 @@ class TAGC(ErrorFeedback):
     """
 
     name: ClassVar[str] = "tagc"
+    granule: ClassVar[int] = masks.WORD
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "recommended": {},
         "shared": {"mask": "shared", "theta": 0.95},
@@ -89,26 +90,19 @@ class TAGC(ErrorFeedback):
     load: float = 0.7
     resize: int = 50
     limit: float = 1
-    on_overload: str = "dense"
+    on_overload: Literal["dense", "refuse"] = "dense"
     select: str = "all"
-    mask: str = "local"
-    leftovers: str = "accumulate"
+    mask: Literal["local", "shared"] = "local"
+    leftovers: Literal["accumulate", "median"] = "accumulate"
     accumulate: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.theta < 1:
-            raise ThinwireError(f"{self.name}: theta is the share of values zeroed, 0 to below 1, got {self.theta}")
+        self.must(0 <= self.theta < 1, "theta", "is the share of values zeroed, 0 to below 1")
         if not 0 < self.load < 0.8:
             raise ThinwireError(f"{self.name}: peeling fails above a load of 0.8 elements per cell, got {self.load}")
-        if self.resize < 1:
-            raise ThinwireError(f"{self.name}: resize is a number of steps, 1 or more, got {self.resize}")
-        if not 0 < self.limit <= 1:
-            raise ThinwireError(f"{self.name}: limit is a share of the union, above 0 to 1 (never), got {self.limit}")
-        choices = {"mask": ("local", "shared"), "leftovers": ("accumulate", "median")}
-        for knob, allowed in (choices | {"on_overload": ("dense", "refuse")}).items():
-            if getattr(self, knob) not in allowed:
-                raise ThinwireError(f"{self.name}: {knob} is {' or '.join(allowed)}, got '{getattr(self, knob)}'")
+        self.must(self.resize >= 1, "resize", "is a number of steps, 1 or more")
+        self.must(0 < self.limit <= 1, "limit", "is a share of the union, above 0 to 1 (never)")
         if self.mask == "shared":
             self.refuse_idle("mask='shared' (no sketch)", "load", "resize", "limit", "on_overload", "leftovers")
 
@@ -135,10 +129,6 @@ class TAGC(ErrorFeedback):
     @property
     def adapts(self) -> bool:
         return self.mask == "local" and self.theta > 0
-
-    @property
-    def granule(self) -> int:
-        return masks.WORD
 
     def policy(self, parameter: Parameter) -> str | None:
         why = super().policy(parameter)
@@ -289,16 +279,13 @@ class LHC(TAGC):
     """
 
     name: ClassVar[str] = "lhc"
+    delay: ClassVar[None] = None
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("theta", "accumulate", "mask"), "lhc sends whatever is not zero: tagc has it"
     )
 
     feedback: Literal["gradient", "update"] = "gradient"
-
-    @property
-    def delay(self) -> None:
-        return None
 
     def _sparsify(self, rows: Tensor, part: Part, words: Tensor, sent: Tensor, rest: Tensor) -> None:
         magnitudes = rows.abs()

@@ -31,6 +31,8 @@ class TopK(ErrorFeedback):
     """
 
     name: ClassVar[str] = "topk"
+    gathers: ClassVar[bool] = True
+    granule: ClassVar[int] = masks.WORD
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "recommended": {},
         "paper": {"feedback": "gradient", "smallest": 0, "send": ("*",)},
@@ -50,14 +52,6 @@ class TopK(ErrorFeedback):
             return None
         of = Delay.of_steps if self.feedback == "update" else Delay.of_largest
         return of(self.density, self.start)
-
-    @property
-    def gathers(self) -> bool:
-        return True
-
-    @property
-    def granule(self) -> int:
-        return masks.WORD
 
     @property
     def promise(self) -> Promise:

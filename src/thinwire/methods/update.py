@@ -19,7 +19,9 @@ Stern, ICML 2018, arXiv 1804.04235, Alg. 4, l. 5-7), and what is kept of it is a
 
     R = b2 R + (1-b2) mean_j g_ij^2;  C = b2 C + (1-b2) mean_i g_ij^2;  v_ij = R_i C_j / mean(R)
 
-``matrices``: of those that are no embedding and no head, u_n is Muon's step along this rank's own momentum
+``beta1``: an average of this rank's g_n, of that decay, takes the place of g_n above v_n.
+
+``direction="muon"``: of matrices that are no embedding and no head, u_n is Muon's step along this rank's own momentum
 (``methods/muon.py``), which takes the place of v_n.
 
 lr, b2, eps and the decay are those of the user's ``torch.optim.AdamW``, of the parameter's group, lr as it stands in
@@ -66,18 +68,14 @@ class UpdateSpace:
         steps: the parameters whose gradient, as the engine holds it, is a step now.
     """
 
-    def __init__(
-        self, method: ErrorFeedback, run: Run, momentum: float = 0.0, *, factored: bool = False, matrices: bool = False
-    ) -> None:
-        """``momentum``: b1 of an average of this rank's gradients that takes the place of g_n above v_n; 0: none.
-
-        ``matrices``: they take Muon's step.
+    def __init__(self, method: ErrorFeedback, run: Run) -> None:
+        """``method``: its knobs say how a gradient becomes a step.
 
         Raises:
             ThinwireError: no Adam; amsgrad, maximize or coupled weight decay. Factored: a tensor without columns. Muon:
                 a matrix of which this rank holds a part.
         """
-        self._method, self._run, self._momentum, self._factored = method, run, momentum, factored
+        self._method, self._run, self._momentum, self._factored = method, run, method.beta1, method.factored
         sent = [name for name, of in run.parameters.items() if method.keep_dense(of) is None]
         self._name = f"{method.name} with feedback='update'"
         try:
@@ -85,11 +83,11 @@ class UpdateSpace:
         except ThinwireError as refused:
             raise ThinwireError(f"{refused}; with gradients in place of steps, any optimizer will do: write "
                                 f"{method.of_gradients}") from None
-        if factored:
+        if method.factored:
             for name in sent:
                 if len(run.parameters[name].part) < 2:
                     raise ThinwireError(f"{self._name}: factored is for matrices, and {name} is 1-D: keep it dense")
-        known = [run.parameters[name] for name in sent] if matrices else []
+        known = [run.parameters[name] for name in sent] if method.direction == "muon" else []
         self._matrices = frozenset(of.name for of in known if of.role == "matrix" and len(of.shape) == 2)
         for name, of in run.parameters.items():
             if name not in self._matrices:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -67,7 +68,8 @@ class Display:
             self.wall, seen = cut(metrics, self.start)
         self._file = metrics.open("a" if self.start else "w", buffering=1)
         self._trackers += opened(self.config, self.start, seen)
-        if sys.stdout.isatty():
+        # Open MPI gives each rank a terminal of 80 columns, wherever its output really goes.
+        if sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ:
             self._progress = Progress(
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                 TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s"),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
+
+from thinwire.lab.cluster import die_with_parent
+from thinwire.lab.cluster import free_port as free_port
+from thinwire.lab.run import POLL_S, wait
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -18,12 +20,6 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     """Has somebody else (torchrun, ``thinwire lab``) started this process as one rank of several?"""
     return all(name in environment for name in TORCHRUN)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
@@ -65,7 +61,7 @@ def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
             }
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                preexec_fn=_die_with_parent, start_new_session=True,  # a terminal's Ctrl-C reaches them from here alone
+                preexec_fn=die_with_parent, start_new_session=True,  # a terminal's Ctrl-C reaches them from here alone
             )  # fmt: skip
             processes.append(process)
             relays.append(threading.Thread(target=shown.relay, args=(process.stderr,), daemon=True))
@@ -83,27 +79,19 @@ def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
             signal.signal(number, handler)
 
 
-def _wait(processes: list[subprocess.Popen]) -> int:
-    while True:
-        states = [process.poll() for process in processes]
-        failed = [state for state in states if state]
-        if failed:
-            for rank, state in enumerate(states):
-                if state is not None and state < 0:
-                    print(f"thinwire: rank {rank} was ended by {signal.Signals(-state).name}", file=sys.stderr)
-            # The others notice by themselves and may say why; then they are ended.
-            deadline = time.monotonic() + 3
-            while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-                time.sleep(0.05)
-            return failed[0] if failed[0] > 0 else 128 - failed[0]
-        if all(state == 0 for state in states):
-            return 0
-        time.sleep(0.05)
-
-
-def _die_with_parent() -> None:
-    """Linux ends this process when the one that started it is gone, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def _wait(processes: list[subprocess.Popen[str]]) -> int:
+    failed = wait(processes)
+    if failed is None:
+        return 0
+    for rank, process in enumerate(processes):
+        if (state := process.poll()) is not None and state < 0:
+            print(f"thinwire: rank {rank} was ended by {signal.Signals(-state).name}", file=sys.stderr)
+    # The others notice by themselves and may say why; then they are ended.
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        time.sleep(POLL_S)
+    _, code = failed
+    return code if code > 0 else 128 - code
 
 
 class _Shown:

@@ -13,7 +13,7 @@ import signal
 import statistics
 import time
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,7 +143,7 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
         check_every=config.check_every or None,
     )
     runner: Any = torch.compile(model) if config.compile else model
-    state: Trained = {"model": model, "optimizer": optimizer, "wire": wire}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "wire": wire}
     if resumed:
         together.do(functools.partial(resumed.put_back, **state))
         resumed = None  # its tensors are as large as the model's
@@ -266,14 +266,6 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
         display.say(f"files: {config.out}/ {', '.join(summary['files'] + kept)}")
     wire.close()
     return summary
-
-
-class Trained(TypedDict):
-    """What a checkpoint is of."""
-
-    model: Any
-    optimizer: torch.optim.Optimizer
-    wire: Wire
 
 
 class Diverged(ThinwireError):

@@ -61,7 +61,10 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
         nodes = next((environment[name] for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
                       if environment.get(name)), "")  # fmt: skip
         if not nodes:
-            raise ThinwireError("mpirun does not say on which host rank 0 is: mpirun -x MASTER_ADDR=HOST ...")
+            raise ThinwireError(
+                "mpirun does not say on which host rank 0 is: mpirun -x MASTER_ADDR=HOST ... (Open MPI), or "
+                "mpirun -genv MASTER_ADDR HOST ... (MPICH)"
+            )
         derived["MASTER_ADDR"] = first_host(nodes)
     return {name: environment.get(name, value) for name, value in derived.items()}
 

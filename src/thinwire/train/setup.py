@@ -138,24 +138,26 @@ def text_windows(
         loaded = together.do(lambda: Tokenizer(files.tokenizer, (), folder.path, trains=False))
         return loaded, train_windows, Windows(files.valid, config.sequence)
 
-    def read() -> tuple[str, str]:
-        text = read_corpus(config.corpus)
-        return (text, read_corpus(config.valid)) if config.valid else split(text)
-
     def tokenizer(trains: bool) -> Tokenizer:
         return Tokenizer(config.tokenizer, spans([train_text]), folder.path, trains=trains, anew=config.overwrite)
 
-    train_text, valid_text = together.do(read)
+    train_text, valid_text = together.do(lambda: _texts(config))
     together.do(lambda: tokenizer(True) if together.rank == 0 else None)
     if kept := tokenizer_file(config.tokenizer, folder.path):
         together.copy(0, kept, kept if folder.first and together.rank else None)
 
-    def encode() -> tuple[Tokenizer, Windows, Windows]:
-        found = tokenizer(False)
-        train_windows = Windows(found.encode(train_text), config.sequence, config.seed)
-        return found, train_windows, Windows(found.encode(valid_text), config.sequence)
+    return together.do(lambda: _windows(config, tokenizer(False), train_text, valid_text))
 
-    return together.do(encode)
+
+def _texts(config: Config) -> tuple[str, str]:
+    """To train on, and to evaluate on."""
+    text = read_corpus(config.corpus)
+    return (text, read_corpus(config.valid)) if config.valid else split(text)
+
+
+def _windows(config: Config, tokenizer: Tokenizer, train: str, valid: str) -> tuple[Tokenizer, Windows, Windows]:
+    windows = Windows(tokenizer.encode(train), config.sequence, config.seed)
+    return tokenizer, windows, Windows(tokenizer.encode(valid), config.sequence)
 
 
 def _windows_of_a_pretrained(config: Config, folder: Folder, vocabulary: int) -> tuple[Tokenizer, Windows, Windows]:
@@ -174,7 +176,4 @@ def _windows_of_a_pretrained(config: Config, folder: Folder, vocabulary: int) ->
     files = tokens.find(config.corpus, config.valid, config.tokenizer, model=(tokenizer, vocabulary))
     if files is not None:
         return tokenizer, Windows(files.train, config.sequence, config.seed), Windows(files.valid, config.sequence)
-    text = read_corpus(config.corpus)
-    train_text, valid_text = (text, read_corpus(config.valid)) if config.valid else split(text)
-    train_windows = Windows(tokenizer.encode(train_text), config.sequence, config.seed)
-    return tokenizer, train_windows, Windows(tokenizer.encode(valid_text), config.sequence)
+    return _windows(config, tokenizer, *_texts(config))

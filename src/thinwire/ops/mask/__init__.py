@@ -118,18 +118,20 @@ class Faded(NamedTuple):
     keep: float
 
 
-def renew(payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor) -> Tensor:
+def renew(
+    payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor, before: Tensor | None = None
+) -> Tensor:
     """``rows`` (R, n) = ``payload`` (R, K) at the mask, ``keep`` times what it was elsewhere, in all ``parts``.
 
     The masks of the parts lie beside each other in ``words`` (R, w), and their values in the payload, in their order.
-    Columns of no part are left alone. On a GPU one launch, and one upload of what is kept.
+    Columns of no part are left alone. ``before``: ``directory(words)``, if it is known.
     """
     if len(payload) != len(words) or len(rows) != len(words) or rows.dtype != torch.float32:
         raise ThinwireError(f"masks of {len(words)} rows do not go with {len(payload)} and {len(rows)} rows of values")
     if WORD * words.shape[1] != sum(part.width for part in parts) or payload.shape[1] != sum(p.k for p in parts):
         raise ThinwireError(f"masks of {words.shape[1]} words and {payload.shape[1]} values are not those of the parts")
     if parts and rows.numel():
-        _backend(rows).renew(payload, words, parts, rows)
+        _backend(rows).renew(payload, words, parts, rows, before)
     return rows
 
 
@@ -168,14 +170,16 @@ def indices(words: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor:
+def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor | None:
     """``from_indices`` of many parts of rows at once: (positions (R, k) int32, their part of ``words``' columns).
 
-    On a GPU one launch for all of them. What is no part of any is left alone.
+    Positions rise, and parts are in the order of their columns. What is no part of any is left alone. On a GPU one
+    launch, which gives the masks' ``directory``, too, if the parts are all of ``words``; None otherwise.
     """
-    if lists and words.numel():
-        _backend(words).from_lists(lists, words)
-    return words
+    if not lists or not words.numel():
+        return None
+    before: Tensor | None = _backend(words).from_lists(lists, words)
+    return before
 
 
 def from_indices(positions: Tensor, words: Tensor) -> Tensor:

@@ -360,7 +360,9 @@ def _spread(payload: Tensor, words: Tensor, out: Tensor, *, clear: bool) -> None
     _expect(_scatter(*flat(payload), *unsigned(words), *flat(out), *words.shape, payload.shape[1], clear), payload)
 
 
-def renew(payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor) -> None:
+def renew(
+    payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor, before: Tensor | None = None
+) -> None:
     for part, values, mask in each_of(payload, words, parts):
         target = rows[:, part.start : part.start + part.numel]
         shape = len(rows), part.numel, part.k

@@ -57,7 +57,9 @@ def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
     out.masked_scatter_(flags_of(words), payload)
 
 
-def renew(payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor) -> None:
+def renew(
+    payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor, before: Tensor | None = None
+) -> None:
     for part, values, mask in each_of(payload, words, parts):
         target, fresh = rows[:, part.start : part.start + part.numel], rows.new_zeros((len(rows), part.width))
         scatter(values, mask, fresh)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.device import upload
+from thinwire.device import upload, uploaded
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
 from thinwire.ops.mask import reference
 from thinwire.ops.programs import programs_of
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 NAN_BITS = 0x7F800001  # any NaN, as an integer: all are equal, and larger than infinity
 BLOCK = 512
 """Elements per program, and per entry of the directory."""
+WORDS = 64
+"""Words per program that makes them of a list."""
 
 
 @triton.jit
@@ -89,11 +91,11 @@ def _scatter(
 
 @kernel
 def _renew(
-    payload, payload_stride, words, words_stride, before, before_stride, rows, stride, places, table, n, k,
+    payload, payload_stride, words, words_stride, before, before_stride, rows, stride, places, table, keep, n, k,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``places``: of each word the number of its part. ``table``: of each part what lies between a column of the masks
-    and one of ``rows``, its last column among the former, and the bits of what is kept."""
+    and one of ``rows``, its last column among the former, and where in ``keep`` the bits of what is kept are."""
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     part = table + tl.load(places + at // 64, mask=at < n, other=0).to(tl.int64) * 3
@@ -101,7 +103,7 @@ def _renew(
     on, place = _place(words + row * words_stride, before + row * before_stride + block, at, inside, k)
     fresh = tl.load(payload + row * payload_stride + place, mask=on, other=0.0)
     values = rows + row * stride + at + tl.load(part)
-    keep = tl.load(part + 2).to(tl.int32).to(tl.float32, bitcast=True)
+    keep = tl.load(keep + tl.load(part + 2)).to(tl.float32, bitcast=True)
     tl.store(values, tl.where(on, fresh, tl.load(values, mask=inside, other=0.0) * keep), mask=inside)
 
 
@@ -139,18 +141,38 @@ def _from_indices(positions, stride, words, words_stride, n, k, BLOCK: tl.conste
     tl.atomic_or(words + row * words_stride + (at >> 6), bit, mask=(at >= 0) & (at < n), sem="relaxed")
 
 
+@triton.jit
+def _first_at(positions, k, column, steps):
+    """Of each ``column`` how many of the ``k`` ``positions``, which rise, are before it: 2 ** ``steps`` > k."""
+    low, high = column * 0, column * 0 + k
+    for _ in range(steps):
+        middle = (low + high) // 2
+        open = low < high
+        below = open & (tl.load(positions + middle, mask=open, other=0).to(tl.int64) < column)
+        low, high = tl.where(below, middle + 1, low), tl.where(open & ~below, middle, high)
+    return low
+
+
 @kernel
-def _from_lists(table, words, words_stride, parts, BLOCK: tl.constexpr):
-    """``table``: of each part the address of its positions, their rows' distance, k, its first word, its elements and
-    its first program; then the part of each program."""
+def _from_lists(base, table, lists, words, words_stride, before, before_stride, steps, count, BLOCK: tl.constexpr):
+    """A program makes up to ``BLOCK`` words of a list. ``table``: of each list where it is from ``base`` on, in
+    elements, the distance of its rows, k, its first word and how many, the bits before it, and its first program;
+    behind that the list of each program. ``before``: their directory."""
     row, number = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    part = table + tl.load(table + tl.cast(parts, tl.int64) * 6 + number) * 6
-    positions, stride = tl.load(part).to(tl.pointer_type(tl.int32)), tl.load(part + 1)
-    i = (number - tl.load(part + 5)) * BLOCK + tl.arange(0, BLOCK)
-    at = tl.load(positions + row * stride + i, mask=i < tl.load(part + 2), other=-1).to(tl.int64)
-    bit = tl.full((BLOCK,), 1, tl.int64) << (at & 63)
-    inside = (at >= 0) & (at < tl.load(part + 4))
-    tl.atomic_or(words + row * words_stride + tl.load(part + 3) + (at >> 6), bit, mask=inside, sem="relaxed")
+    part = table + tl.load(table + tl.cast(lists, tl.int64) * 7 + number) * 7
+    positions, k = base + tl.load(part) + row * tl.load(part + 1), tl.load(part + 2)
+    word = (number - tl.load(part + 6)) * BLOCK + tl.arange(0, BLOCK)
+    inside = word < tl.load(part + 4)
+    first, last = _first_at(positions, k, word * 64, steps), _first_at(positions, k, word * 64 + 64, steps)
+    bits = word * 0
+    for i in range(tl.minimum(tl.max(last - first, 0), 64)):
+        at = tl.load(positions + first + i, mask=first + i < last, other=-1).to(tl.int64)
+        bits |= tl.where((at >> 6) == word, tl.full((BLOCK,), 1, tl.int64) << (at & 63), 0)
+    word, before, earlier = word + tl.load(part + 3), before + row * before_stride, tl.load(part + 5)
+    tl.store(words + row * words_stride + word, bits, mask=inside)
+    tl.store(before + word // 8, (first + earlier).to(tl.int32), mask=inside & (word % 8 == 0))
+    ends = tl.max(tl.where(inside, word, 0), 0) + 1 == count
+    tl.store(before + tl.cdiv(count, 8), (k + earlier).to(tl.int32), mask=ends)
 
 
 @kernel
@@ -226,16 +248,19 @@ def _spread(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None, 
     )  # fmt: skip
 
 
-def renew(payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor) -> None:
+def renew(
+    payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor, before: Tensor | None = None
+) -> None:
+    kept = {of: place for place, of in enumerate(dict.fromkeys(part.keep for part in parts))}
+    keep = np.array(list(kept), np.float32).view(np.int32).tolist()
     table, first = [], 0
-    kept = np.array([part.keep for part in parts], np.float32).view(np.int32)
-    for part, keep in zip(parts, kept, strict=True):
-        table += [part.start - first, first + part.numel, int(keep)]
+    for part in parts:
+        table += [part.start - first, first + part.numel, kept[part.keep]]
         first += part.width
     numbers = _numbers(tuple(part.width for part in parts), words.device)
     launch(
-        _renew, _grid(words), payload, words, directory(words), rows, numbers,
-        upload(table, words.device, torch.int64), first, payload.shape[1], BLOCK=BLOCK,
+        _renew, _grid(words), payload, words, directory(words) if before is None else before, rows, numbers,
+        uploaded(table, words.device, torch.int64), uploaded(keep, words.device), first, payload.shape[1], BLOCK=BLOCK,
     )  # fmt: skip
 
 
@@ -265,20 +290,23 @@ def from_indices(positions: Tensor, words: Tensor) -> None:
         launch(_from_indices, grid, positions, words, words.shape[1] * reference.WORD, k, BLOCK=BLOCK)
 
 
-def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> None:
+def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor | None:
     table: list[int] = []
-    programs, firsts = programs_of((positions.shape[1] for positions, _ in lists), BLOCK)
-    for (positions, groups), program in zip(lists, firsts, strict=True):
-        k, first = positions.shape[1], groups.start
-        table += [positions.data_ptr(), positions.stride(0), k, first, (groups.stop - first) * reference.WORD, program]
-    if sum(groups.stop - groups.start for _, groups in lists) == words.shape[1]:
-        words.zero_()
-    else:
-        for _, groups in lists:
-            words[:, groups].zero_()
-    if programs:
-        uploaded = upload([*table, *programs], words.device, torch.int64)
-        launch(_from_lists, (len(programs), len(words)), uploaded, words, len(lists), BLOCK=BLOCK)
+    base, bits = lists[0][0], 0
+    widths = [groups.stop - groups.start for _, groups in lists]
+    programs, firsts = programs_of(widths, WORDS)
+    for (positions, groups), width, first in zip(lists, widths, firsts, strict=True):
+        away = (positions.data_ptr() - base.data_ptr()) // 4  # the same in every step, for lists in one memory
+        table += [away, positions.stride(0), positions.shape[1], groups.start, width, bits, first]
+        bits += positions.shape[1]
+    before = torch.empty((len(words), 1 + _grid(words)[0]), dtype=torch.int32, device=words.device)
+    steps = max(positions.shape[1] for positions, _ in lists).bit_length()
+    launch(
+        _from_lists, (len(programs), len(words)), base[0],
+        uploaded([*table, *programs], words.device, torch.int64), len(lists), words, before, steps, words.shape[1],
+        BLOCK=WORDS,
+    )  # fmt: skip
+    return before if sum(widths) == words.shape[1] else None
 
 
 def pack(flags: Tensor, words: Tensor) -> None:

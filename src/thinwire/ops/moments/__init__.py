@@ -18,7 +18,7 @@ from thinwire.device import upload
 from thinwire.ops.backends import backend
 from thinwire.ops.programs import programs_of
 
-__all__ = ["Moments", "Part", "add_up", "blend", "rejoin", "settle", "take"]
+__all__ = ["Moments", "Part", "add_up", "blend", "settle"]
 
 PER_PROGRAM = 1024
 """Columns of one moment that one program of a GPU takes."""
@@ -27,11 +27,15 @@ _backend = backend("thinwire.ops.moments")
 
 
 class Part(NamedTuple):
-    """Columns ``[start, start + width)`` of a row, multiples of 64, with their moment (m,): none for padding."""
+    """Columns ``[start, start + width)`` of a row, multiples of 64, with their moment (m,): none for padding.
+
+    ``scores``: (width,) what this rank chooses a mask of these columns by; None: others do.
+    """
 
     start: int
     width: int
     moment: Tensor
+    scores: Tensor | None = None
 
     @property
     def columns(self) -> slice:
@@ -51,10 +55,12 @@ class Moments:
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """(parts * 5,) int64: of each the moment's address, m, start, width, and the number of its first program."""
+        """(parts * 6,) int64: of each the moment's address, m, start, width, the number of its first program, and the
+        address of its scores, or 0."""
         values: list[int] = []
         for part, first in zip(self.parts, self._programs[1], strict=True):
-            values += [part.moment.data_ptr(), part.moment.numel(), part.start, part.width, first]
+            scores = 0 if part.scores is None else part.scores.data_ptr()
+            values += [part.moment.data_ptr(), part.moment.numel(), part.start, part.width, first, scores]
         return upload(values, self.device, torch.int64)
 
     @property
@@ -62,50 +68,48 @@ class Moments:
         return programs_of((part.width for part in self.parts), PER_PROGRAM)
 
 
-def blend(gradient: Tensor, residual: Tensor, beta1: float) -> None:
-    """``gradient`` (n,) = (1-b1) ``gradient`` + ``residual`` (n,): m~ without the moment."""
-    if gradient.numel():
-        _backend(gradient).blend(gradient, residual, beta1)
+def add_up(
+    gradient: Tensor, residual: Tensor, moments: Moments, words: Tensor, beta1: float, *, choose: bool
+) -> None:
+    """``gradient`` (n,) = m~ = (1-b1) ``gradient`` + ``residual`` (n,) + b1 moment: the scores, if it is to ``choose``.
 
-
-def add_up(gradient: Tensor, residual: Tensor, moments: Moments, beta1: float) -> None:
-    """``gradient`` (n,) = m~ = (1-b1) ``gradient`` + ``residual`` (n,) + b1 moment."""
-    if gradient.numel():
-        _backend(gradient).add_up(gradient, residual, moments, beta1)
-
-
-def take(values: Tensor, moments: Moments, words: Tensor, beta1: float) -> None:
-    """``values`` (n,) -= b1 moment at the mask ``words`` (n / 64,): all ranks know it, it need not travel."""
-    if values.numel():
-        _backend(values).take(values, moments, words, beta1)
-
-
-def rejoin(mean: Tensor, common: Tensor, moments: Moments, words: Tensor, beta1: float, common_out: Tensor) -> None:
-    """What all ranks have in common joins their mean at the mask, where it is known to the owner of the moment alone.
-
-    On the mask: ``mean`` += ``common``; ``common_out`` = 0. Off it: ``common_out`` = ``common`` + b1 moment.
-
-    Args:
-        mean, common, common_out: (n,), n a multiple of 64; common_out may be common. words: (n / 64,) int64.
+    Then without b1 moment at the mask ``words`` (n / 64,): all ranks know it, it need not travel.
     """
-    if mean.numel():
-        _backend(mean).rejoin(mean, common, moments, words, beta1, common_out)
+    if gradient.numel():
+        _backend(gradient).add_up(gradient, residual, moments, words, beta1, choose)
 
 
-def settle(mean: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor) -> None:
+def blend(
+    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, *, choose: bool
+) -> None:
+    """``rows`` (R, n) = (1-b1) ``rows`` + ``residual`` (R, n): m~ without what the owner of a row alone has.
+
+    If it is to ``choose``, scores = row ``mine`` + ``common`` (n,) + b1 moment.
+    """
+    if rows.numel():
+        _backend(rows).blend(rows, residual, mine, common, moments, beta1, choose)
+
+
+def settle(
+    mean: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, common: Tensor | None = None,
+    common_out: Tensor | None = None,
+) -> None:  # fmt: skip
     """Of the ranks' mean of what was sent: the next moment, and the gradient that belongs to it.
 
     On the mask: ``given`` = b1 moment + ``mean``; ``mean`` /= 1-b1. Off it ``given`` = 0, and ``mean`` has to be 0.
+    ``common``, what all ranks have in common and a row's owner alone knows, joins the mean before: on the mask ``mean``
+    += ``common`` and ``common_out`` = 0; off it ``common_out`` = ``common`` + b1 moment.
 
     Args:
-        mean, given: (n,), n a multiple of 64; what stands for no moment is left alone in given. words: (n / 64,) int64.
+        mean, given, common, common_out: (n,), n a multiple of 64; common_out may be common; what stands for no moment
+            is left alone in given. words: (n / 64,) int64.
     """
     if mean.numel():
-        _backend(mean).settle(mean, moments, words, beta1, given)
+        _backend(mean).settle(mean, moments, words, beta1, given, common, common_out)
 
 
 def each(of: Callable[..., None]) -> Callable[..., None]:
-    """``of``, which takes one moment and its columns, for all of them: arguments as above, ``Moments`` in its place."""
+    """``of``, which takes one part and its columns, for all of them: arguments as above, ``Moments`` in its place."""
 
     @functools.wraps(of)
     def all_of(*arguments: object) -> None:
@@ -118,7 +122,7 @@ def each(of: Callable[..., None]) -> Callable[..., None]:
 
 def _of_part(argument: object, part: Part) -> object:
     if isinstance(argument, Moments):
-        return part.moment
+        return part
     if not isinstance(argument, Tensor):
         return argument
     words = argument.dtype == torch.int64

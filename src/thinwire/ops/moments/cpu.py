@@ -9,7 +9,8 @@ from torch import Tensor
 
 from thinwire.ops.kernels import njit
 from thinwire.ops.mask.cpu import WORD, trailing_zeros
-from thinwire.ops.moments import each
+from thinwire.ops.moments import Moments, Part, each
+from thinwire.ops.moments.reference import score
 
 
 @njit
@@ -65,31 +66,30 @@ def _settle(mean, moment, words, beta1, rest1, given):
             word &= word - uint64(1)
 
 
-def blend(gradient: Tensor, residual: Tensor, beta1: float) -> None:
-    _add_up(gradient.numpy(), residual.numpy(), gradient[:0].numpy(), np.float32(beta1), np.float32(1 - beta1))
+@each
+def add_up(gradient: Tensor, residual: Tensor, part: Part, words: Tensor, beta1: float, choose: bool) -> None:
+    moment, b1 = part.moment.numpy(), np.float32(beta1)
+    _add_up(gradient.numpy(), residual.numpy(), moment, b1, np.float32(1 - beta1))
+    if choose and part.scores is not None:
+        part.scores.copy_(gradient)
+    _take(gradient.numpy(), moment, words.numpy().view(np.uint64), b1)
+
+
+def blend(
+    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, choose: bool
+) -> None:
+    values, old = rows.view(-1).numpy(), residual.view(-1).numpy()
+    _add_up(values, old, values[:0], np.float32(beta1), np.float32(1 - beta1))
+    if choose:
+        score(rows[mine], common, moments, beta1)
 
 
 @each
-def add_up(gradient: Tensor, residual: Tensor, moment: Tensor, beta1: float) -> None:
-    _add_up(gradient.numpy(), residual.numpy(), moment.numpy(), np.float32(beta1), np.float32(1 - beta1))
-
-
-@each
-def take(values: Tensor, moment: Tensor, words: Tensor, beta1: float) -> None:
-    _take(values.numpy(), moment.numpy(), words.numpy().view(np.uint64), np.float32(beta1))
-
-
-@each
-def rejoin(mean: Tensor, common: Tensor, moment: Tensor, words: Tensor, beta1: float, common_out: Tensor) -> None:
-    _rejoin(
-        mean.numpy(), common.numpy(), moment.numpy(), words.numpy().view(np.uint64), np.float32(beta1),
-        common_out.numpy(),
-    )  # fmt: skip
-
-
-@each
-def settle(mean: Tensor, moment: Tensor, words: Tensor, beta1: float, given: Tensor) -> None:
-    _settle(
-        mean.numpy(), moment.numpy(), words.numpy().view(np.uint64), np.float32(beta1), np.float32(1 - beta1),
-        given[: moment.numel()].numpy(),
-    )  # fmt: skip
+def settle(
+    mean: Tensor, part: Part, words: Tensor, beta1: float, given: Tensor, common: Tensor | None,
+    common_out: Tensor | None,
+) -> None:  # fmt: skip
+    values, moment, mask, b1 = mean.numpy(), part.moment.numpy(), words.numpy().view(np.uint64), np.float32(beta1)
+    if common is not None and common_out is not None:
+        _rejoin(values, common.numpy(), moment, mask, b1, common_out.numpy())
+    _settle(values, moment, mask, b1, np.float32(1 - beta1), given[: moment.size].numpy())

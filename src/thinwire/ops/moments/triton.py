@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.gpu import alignment, along, kernel, launch, whole
+from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
 from thinwire.ops.mask.triton import _bits
 from thinwire.ops.moments import PER_PROGRAM, Moments
 
@@ -16,90 +16,110 @@ BLOCK = PER_PROGRAM
 
 @triton.jit
 def _part(programs, table, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    """Of this program's columns: their places in the row, which are its part's, their moments, and which have one."""
+    """Of this program's columns: their places in the row, which are its part's, their moments, which have one, and
+    their places in the scores, or less than 0."""
     number = tl.program_id(0)
-    part = table + tl.load(programs + number).to(tl.int64) * 5
+    part = table + tl.load(programs + number).to(tl.int64) * 6
     moment, m, start = tl.load(part).to(tl.pointer_type(tl.float32)), tl.load(part + 1), tl.load(part + 2)
     column = (number - tl.load(part + 4)) * BLOCK + tl.arange(0, BLOCK)
-    held = column < whole(m, ALIGN)
-    return start + column, column < whole(tl.load(part + 3), ALIGN), along(moment, column, ALIGN), held
+    held, inside = column < whole(m, ALIGN), column < whole(tl.load(part + 3), ALIGN)
+    scores = tl.load(part + 5)
+    return start + column, inside, along(moment, column, ALIGN), held, scores, column
+
+
+@triton.jit
+def _score(scores, column, values, inside, ALIGN: tl.constexpr):
+    """``values`` -> the scores at the address ``scores``, unless that is 0."""
+    if scores != 0:
+        tl.store(along(scores.to(tl.pointer_type(tl.float32)), column, ALIGN), values, mask=inside)
 
 
 @kernel
-def _blend(gradient, residual, rest1, n, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside, gradient = at < whole(n, ALIGN), along(gradient, at, ALIGN)
-    total = rest1 * tl.load(gradient, mask=inside, other=0)
-    tl.store(gradient, total + tl.load(along(residual, at, ALIGN), mask=inside, other=0), mask=inside)
+def _blend(
+    rows, stride, residual, residual_stride, mine, common, programs, table, beta1, rest1, CHOOSE: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1)
+    at, inside, moment, held, scores, column = _part(programs, table, BLOCK, ALIGN)
+    rows = along(row_of(rows, stride, row, ALIGN), at, ALIGN)
+    total = rest1 * tl.load(rows, mask=inside, other=0)
+    total += tl.load(along(row_of(residual, residual_stride, row, ALIGN), at, ALIGN), mask=inside, other=0)
+    tl.store(rows, total, mask=inside)
+    if CHOOSE:  # noqa: SIM102 (one is a constant, the other a value)
+        if row == mine:
+            total += tl.load(along(common, at, ALIGN), mask=inside, other=0)
+            _score(scores, column, total + beta1 * tl.load(moment, mask=held, other=0), inside, ALIGN)
 
 
 @kernel
-def _add_up(gradient, residual, programs, table, beta1, rest1, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    at, inside, moment, held = _part(programs, table, BLOCK, ALIGN)
+def _add_up(
+    gradient, residual, programs, table, words, beta1, rest1, CHOOSE: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    at, inside, moment, held, scores, column = _part(programs, table, BLOCK, ALIGN)
     gradient = along(gradient, at, ALIGN)
     total = rest1 * tl.load(gradient, mask=inside, other=0)
     total += tl.load(along(residual, at, ALIGN), mask=inside, other=0)
-    tl.store(gradient, total + beta1 * tl.load(moment, mask=held, other=0), mask=inside)
-
-
-@kernel
-def _take(values, programs, table, words, beta1, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    at, _, moment, held = _part(programs, table, BLOCK, ALIGN)
-    values = along(values, at, ALIGN)
-    due = held & (_bits(words, at, held) != 0)
-    tl.store(values, tl.load(values, mask=due, other=0) - beta1 * tl.load(moment, mask=due, other=0), mask=due)
-
-
-@kernel
-def _rejoin(mean, common, programs, table, words, beta1, common_out, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    at, inside, moment, held = _part(programs, table, BLOCK, ALIGN)
-    on, mean = _bits(words, at, inside) != 0, along(mean, at, ALIGN)
-    left = tl.load(along(common, at, ALIGN), mask=inside, other=0)
-    tl.store(mean, tl.load(mean, mask=inside & on, other=0) + left, mask=inside & on)
     old = beta1 * tl.load(moment, mask=held, other=0)
-    tl.store(along(common_out, at, ALIGN), tl.where(on, 0.0, left + old), mask=inside)
+    total += old
+    if CHOOSE:
+        _score(scores, column, total, inside, ALIGN)
+    tl.store(gradient, tl.where(_bits(words, at, held) != 0, total - old, total), mask=inside)
 
 
 @kernel
-def _settle(mean, programs, table, words, beta1, rest1, given, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    at, inside, moment, held = _part(programs, table, BLOCK, ALIGN)
+def _settle(
+    mean, common, programs, table, words, beta1, rest1, given, common_out, COMMON: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    at, inside, moment, held, _, _ = _part(programs, table, BLOCK, ALIGN)
     mean = along(mean, at, ALIGN)
     on = inside & (_bits(words, at, inside) != 0)
     sent = tl.load(mean, mask=on, other=0)
-    old = beta1 * tl.load(moment, mask=on & held, other=0)
+    if COMMON:
+        old = beta1 * tl.load(moment, mask=held, other=0)
+        left = tl.load(along(common, at, ALIGN), mask=inside, other=0)
+        sent += left
+        tl.store(along(common_out, at, ALIGN), tl.where(on, 0.0, left + old), mask=inside)
+    else:
+        old = beta1 * tl.load(moment, mask=on & held, other=0)
     tl.store(along(given, at, ALIGN), tl.where(on, old + sent, 0.0), mask=held)
     tl.store(mean, tl.div_rn(sent, tl.full(sent.shape, 1.0, tl.float32) * rest1), mask=on)
 
 
 def _aligned(moments: Moments, *values: Tensor) -> int:
-    return alignment(*values, *(part.moment for part in moments.parts))
+    memory = (of for part in moments.parts for of in (part.moment, part.scores) if of is not None)
+    return alignment(*values, *memory)
 
 
-def _grid(moments: Moments) -> tuple[int]:
-    return (len(moments.programs),)
+def _grid(moments: Moments, rows: int = 1) -> tuple[int, int]:
+    return len(moments.programs), rows
 
 
-def blend(gradient: Tensor, residual: Tensor, beta1: float) -> None:
-    n = gradient.numel()
-    launch(_blend, (triton.cdiv(n, BLOCK),), gradient, residual, 1 - beta1, n, BLOCK=BLOCK,
-           ALIGN=alignment(gradient, residual))  # fmt: skip
+def blend(
+    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, choose: bool
+) -> None:
+    launch(
+        _blend, _grid(moments, len(rows)), rows, residual, mine, common, moments.programs, moments.table, beta1,
+        1 - beta1, CHOOSE=choose, BLOCK=BLOCK, ALIGN=_aligned(moments, rows, residual, common),
+    )  # fmt: skip
 
 
-def add_up(gradient: Tensor, residual: Tensor, moments: Moments, beta1: float) -> None:
-    launch(_add_up, _grid(moments), gradient, residual, moments.programs, moments.table, beta1, 1 - beta1, BLOCK=BLOCK,
-           ALIGN=_aligned(moments, gradient, residual))  # fmt: skip
+def add_up(
+    gradient: Tensor, residual: Tensor, moments: Moments, words: Tensor, beta1: float, choose: bool
+) -> None:
+    launch(
+        _add_up, _grid(moments), gradient, residual, moments.programs, moments.table, words, beta1, 1 - beta1,
+        CHOOSE=choose, BLOCK=BLOCK, ALIGN=_aligned(moments, gradient, residual),
+    )  # fmt: skip
 
 
-def take(values: Tensor, moments: Moments, words: Tensor, beta1: float) -> None:
-    launch(_take, _grid(moments), values, moments.programs, moments.table, words, beta1, BLOCK=BLOCK,
-           ALIGN=_aligned(moments, values))  # fmt: skip
-
-
-def rejoin(mean: Tensor, common: Tensor, moments: Moments, words: Tensor, beta1: float, common_out: Tensor) -> None:
-    launch(_rejoin, _grid(moments), mean, common, moments.programs, moments.table, words, beta1, common_out,
-           BLOCK=BLOCK, ALIGN=_aligned(moments, mean, common, common_out))  # fmt: skip
-
-
-def settle(mean: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor) -> None:
-    launch(_settle, _grid(moments), mean, moments.programs, moments.table, words, beta1, 1 - beta1, given, BLOCK=BLOCK,
-           ALIGN=_aligned(moments, mean, given))  # fmt: skip
+def settle(
+    mean: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, common: Tensor | None,
+    common_out: Tensor | None,
+) -> None:  # fmt: skip
+    left, rest = (mean if of is None else of for of in (common, common_out))  # not touched
+    launch(
+        _settle, _grid(moments), mean, left, moments.programs, moments.table, words, beta1, 1 - beta1, given, rest,
+        COMMON=common is not None, BLOCK=BLOCK, ALIGN=_aligned(moments, mean, given, left, rest),
+    )  # fmt: skip

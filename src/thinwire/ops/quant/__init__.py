@@ -26,12 +26,11 @@ the sum of transformed values is the transform of the sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from thinwire.ops.backends import backend
 from thinwire.ops.quant.reference import ORDER, Format
+from thinwire.streams import Drawn
 
 __all__ = [
     "ORDER", "Format", "dequantize", "dequantize_fp8", "dequantize_sum", "dequantize_sum_fp8", "quantize",
@@ -51,15 +50,10 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
         _backend(rows).quantize(rows, format, codes, scales, seed)
 
 
-def quantize_parts(
-    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, parts: Sequence[tuple[int, int, int]]
-) -> None:
-    """``quantize`` of some columns after others, each part with random bits of its own.
-
-    ``parts``: (first column, last column, seed), multiples of the group, beside each other from 0 to n.
-    """
+def quantize_parts(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
+    """``quantize`` of some columns after others, each part with random bits of its own."""
     if rows.numel():
-        _backend(rows).quantize_parts(rows, format, codes, scales, parts)
+        _backend(rows).quantize_parts(rows, format, codes, scales, drawn)
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> Tensor:
@@ -78,14 +72,14 @@ def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, s
 
 def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float = 1.0,
-    parts: Sequence[tuple[int, int, int]] | None = None,
+    drawn: Drawn | None = None,
 ) -> None:  # fmt: skip
     """``quantize`` of what ``dequantize_sum`` gives of N peers, in one pass; ``codes_out``, ``scales_out``: of one row.
 
-    ``parts``: as ``quantize_parts`` has them; None: rounded to the nearest.
+    ``drawn``: as ``quantize_parts`` has it; None: rounded to the nearest.
     """
     if codes_out.numel():
-        _backend(codes).requantize(codes, scales, format, codes_out, scales_out, scale, parts)
+        _backend(codes).requantize(codes, scales, format, codes_out, scales_out, scale, drawn)
 
 
 def quantize_fp8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:

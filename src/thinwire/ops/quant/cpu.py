@@ -14,7 +14,6 @@ straight loop.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import numba
 import numpy as np
@@ -36,8 +35,8 @@ from thinwire.ops.quant.reference import (
     ORDER,
     SMALLEST_SCALE,
     Format,
-    key_of,
 )
+from thinwire.streams import Drawn, key_of
 
 INFINITY_BITS = np.int32(0x7F800000)
 MAGNITUDE_BITS = np.int32(0x7FFFFFFF)
@@ -523,10 +522,8 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
     kernel(*flat(rows), *rows.shape, format.group, *flat(codes.view(torch.uint8)), *flat(scales), key)
 
 
-def quantize_parts(
-    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, parts: Sequence[tuple[int, int, int]]
-) -> None:
-    reference.quantize_parts(rows, format, codes, scales, parts, quantize)
+def quantize_parts(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
+    reference.quantize_parts(rows, format, codes, scales, drawn, quantize)
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:
@@ -548,12 +545,12 @@ def _values(
 
 def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float,
-    parts: Sequence[tuple[int, int, int]] | None,
+    drawn: Drawn | None,
 ) -> None:  # fmt: skip
     bits, group = format.bits, format.group
-    kernel = REQUANTIZE[bits == 4, parts is not None, format.hadamard]
+    kernel = REQUANTIZE[bits == 4, drawn is not None, format.hadamard]
     factor = np.float32(scale * NORM if format.hadamard else scale)
-    for first, last, seed in [(0, scales.shape[1] * group, 0)] if parts is None else parts:
+    for first, last, seed in [(0, scales.shape[1] * group, 0)] if drawn is None else drawn.parts:
         at, groups = slice(first * bits // 8, last * bits // 8), slice(first // group, last // group)
         (result, _), (result_scales, _) = flat(codes_out[:, at].view(torch.uint8)), flat(scales_out[:, groups])
         kernel(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
+from thinwire.streams import Drawn, key_of
 
 INT4_LEVELS = 7
 INT8_LEVELS = 127
@@ -35,12 +36,6 @@ class Format:
         if self.hadamard and self.group % ORDER:
             raise ThinwireError(f"the transform of {ORDER} values: group must be a power of two from {ORDER} to 4096 "
                                 f"elements, got {self.group}; use 128")  # fmt: skip
-
-
-def key_of(seed: int) -> int:
-    """``seed`` folded to 32 bits, as a signed integer."""
-    key = (seed ^ seed >> 32) & 0xFFFFFFFF
-    return key - 2**32 if key >= 2**31 else key
 
 
 def _mix(words: Tensor) -> Tensor:
@@ -118,12 +113,12 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
 
 
 def quantize_parts(
-    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, parts: Sequence[tuple[int, int, int]],
+    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn,
     by: Callable[[Tensor, Format, Tensor, Tensor, int], None] = quantize,
 ) -> None:  # fmt: skip
     """One part after the other, ``by`` this or another backend's ``quantize``."""
     bits, group = format.bits, format.group
-    for first, last, seed in parts:
+    for first, last, seed in drawn.parts:
         at, groups = slice(first * bits // 8, last * bits // 8), slice(first // group, last // group)
         by(rows[:, first:last], format, codes[:, at], scales[:, groups], seed)
 
@@ -145,14 +140,14 @@ def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, s
 
 def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float,
-    parts: Sequence[tuple[int, int, int]] | None,
+    drawn: Drawn | None,
 ) -> None:  # fmt: skip
     total = torch.empty((1, scales.shape[1] * format.group), device=codes.device)
     dequantize_sum(codes, scales, format, total[0], scale)
-    if parts is None:
+    if drawn is None:
         quantize(total, format, codes_out, scales_out)
     else:
-        quantize_parts(total, format, codes_out, scales_out, parts)
+        quantize_parts(total, format, codes_out, scales_out, drawn)
 
 
 def _values(codes: Tensor, scales: Tensor, format: Format) -> Tensor:

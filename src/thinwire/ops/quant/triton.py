@@ -7,7 +7,6 @@ Launched without floating-point fusion: a product contracted into an addition wo
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.device import upload
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole, wire_alignment
 from thinwire.ops.programs import programs_of
 from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import Format
+from thinwire.streams import Drawn
 
 PER_PROGRAM = 4096  # elements of one row that one program handles
 
@@ -134,16 +133,17 @@ def _program(
 ):  # fmt: skip
     """Of this program's groups what ``_places`` says, and where they end; of their pairs of elements numbers and key.
 
-    Stochastically: ``groups`` of a part; its number is the program's in ``programs``, its first group, groups and
-    first program are its row of ``parts``.
+    Stochastically: ``groups`` of a part; its number is the program's in ``programs``, its first group, groups,
+    first program and the place of its key are its row of ``parts``.
     """
     if STOCHASTIC:
         number = tl.program_id(0)
-        part = tl.load(programs + number)
-        first, groups = tl.load(parts + part * 3).to(tl.int64), tl.load(parts + part * 3 + 1).to(tl.int64)
-        g, at, to = _places(number - tl.load(parts + part * 3 + 2), first, BLOCK, GROUP, FOUR)
+        part = parts + tl.load(programs + number) * 4
+        key = tl.load(keys + tl.load(part + 3))
+        first, groups = tl.load(part).to(tl.int64), tl.load(part + 1).to(tl.int64)
+        g, at, to = _places(number - tl.load(part + 2), first, BLOCK, GROUP, FOUR)
         pair = (row * groups + g - first)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-        return g, at, to, first + groups, pair, tl.load(keys + part)
+        return g, at, to, first + groups, pair, key
     else:
         g, at, to = _places(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
         return g, at, to, tl.cast(groups, tl.int64), at, 0
@@ -262,7 +262,7 @@ def _blocks(n: int, group: int) -> tuple[int, int]:
 def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
     count, n = rows.shape
     if seed is not None:
-        quantize_parts(rows, format, codes, scales, [(0, n, seed)])
+        quantize_parts(rows, format, codes, scales, Drawn([(0, n, seed)]))
         return
     block, programs = _blocks(n, format.group)
     launch(
@@ -271,30 +271,29 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
     )  # fmt: skip
 
 
-def quantize_parts(
-    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, parts: Sequence[tuple[int, int, int]]
-) -> None:
+def quantize_parts(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
     block, _ = _blocks(rows.shape[1], format.group)
-    tables = _tables(parts, format, block, rows.device)
+    tables = _tables(drawn, format, block, rows.device)
     launch(
         _quantize, (len(tables[0]), len(rows)), _words(rows), codes, scales, 0, *tables, BLOCK=block, STOCHASTIC=True,
         WIRE=wire_alignment(codes, rows), **_constants(format),
     )  # fmt: skip
 
 
-def _tables(
-    parts: Sequence[tuple[int, int, int]], format: Format, block: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def _tables(drawn: Drawn, format: Format, block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Programs, parts and keys of a kernel that draws."""
-    groups = tuple((first // format.group, (last - first) // format.group) for first, last, _ in parts)
-    return *_table(groups, block, device), upload([reference.key_of(seed) for _, _, seed in parts], device)
+    keys, places = drawn.keys(device)
+    groups = tuple((first // format.group, (last - first) // format.group) for first, last, _ in drawn.parts)
+    return *_table(groups, places, block, device), keys
 
 
 @functools.cache
-def _table(groups: tuple[tuple[int, int], ...], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(programs along a row,) int32, the part of each; (parts * 3,) int32, first group, groups and first program."""
+def _table(
+    groups: tuple[tuple[int, int], ...], places: tuple[int, ...], block: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(programs along a row,) int32, the part of each; (parts * 4,) int32, first group, groups, first program, key."""
     programs, firsts = programs_of((count for _, count in groups), block)
-    table = [value for of, first in zip(groups, firsts, strict=True) for value in (*of, first)]
+    table = [value for of, *rest in zip(groups, firsts, places, strict=True) for value in (*of, *rest)]
     return (
         torch.tensor(programs, dtype=torch.int32, device=device), torch.tensor(table, dtype=torch.int32, device=device)
     )  # fmt: skip
@@ -321,19 +320,19 @@ def _decode(codes: Tensor, scales: Tensor, peers: int, format: Format, out: Tens
 
 def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float,
-    parts: Sequence[tuple[int, int, int]] | None,
+    drawn: Drawn | None,
 ) -> None:  # fmt: skip
     groups = scales.shape[1]
     block, programs = _blocks(groups * format.group, format.group)
     tables: tuple[Tensor | None, ...] = (None, None, None)
-    if parts is not None:
-        tables = _tables(parts, format, block, codes.device)
+    if drawn is not None:
+        tables = _tables(drawn, format, block, codes.device)
         programs = len(tables[0])
     factor = scale * reference.NORM if format.hadamard else scale
     wire = min(wire_alignment(codes), wire_alignment(codes_out))
     launch(
         _requantize, (programs, 1), codes, scales, codes_out, scales_out[0], factor, len(codes), groups, *tables,
-        BLOCK=block, STOCHASTIC=parts is not None, WIRE=wire, **_constants(format),
+        BLOCK=block, STOCHASTIC=drawn is not None, WIRE=wire, **_constants(format),
     )  # fmt: skip
 
 

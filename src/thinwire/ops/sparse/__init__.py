@@ -18,7 +18,7 @@ from torch import Tensor
 from thinwire.errors import ThinwireError
 from thinwire.ops.backends import backend
 
-__all__ = ["LOW", "Part", "largest", "pack", "packed_bytes", "put", "sum_at", "unpack"]
+__all__ = ["LOW", "Part", "largest", "marked", "pack", "packed_bytes", "put", "sum_at", "unpack"]
 
 LOW = 8
 """Bits of a position that are packed as they are."""
@@ -72,6 +72,13 @@ def largest(
     """
     _check(rows, old, new)
     _backend(rows).largest(rows, old, parts, new, found, payload)
+
+
+def marked(rows: Tensor, parts: tuple[Part, ...], words: Tensor) -> Tensor:
+    """``words`` (R, n / 64) int64 = a mask of the ``k`` largest |``rows``| of each part, as ``largest`` finds them."""
+    _check(rows)
+    _backend(rows).marked(rows, parts, words)
+    return words
 
 
 def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from thinwire.errors import ThinwireError
 from thinwire.ops.kernels import flat, njit
 from thinwire.ops.mask.cpu import NAN_BITS, WORD, around, at_least, kth, magnitude, magnitudes, trailing_zeros
+from thinwire.ops.sparse import reference
 
 if TYPE_CHECKING:
     from thinwire.ops.sparse import Part
@@ -234,6 +235,9 @@ def _table(parts: tuple[Part, ...]) -> np.ndarray:
         rows.append((*part, first, first + part.string, part.string))
         first += part.nbytes
     return np.array(rows, np.int64).reshape(-1, 7)
+
+
+marked = reference.marked
 
 
 def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> None:

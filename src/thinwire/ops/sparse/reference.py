@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.ops.mask import reference as masks
+from thinwire.ops.mask import topk_mask
 
 if TYPE_CHECKING:
     from thinwire.ops.sparse import Part
@@ -27,6 +28,11 @@ def largest(
         masks.indices(words, found[:, place : place + k])
         found[:, place : place + k] += start
     payload.copy_(total.gather(1, found.clamp(min=0).long()).masked_fill_(found < 0, 0))
+
+
+def marked(rows: Tensor, parts: tuple[Part, ...], words: Tensor) -> None:
+    for start, width, k, _ in parts:
+        topk_mask(rows[:, start : start + width], k, words[:, start // masks.WORD : (start + width) // masks.WORD])
 
 
 def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> None:

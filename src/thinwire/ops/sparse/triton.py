@@ -282,6 +282,13 @@ def largest(
     )  # fmt: skip
 
 
+def marked(rows: Tensor, parts: tuple[Part, ...], words: Tensor) -> None:
+    size = max(part.place + part.k for part in parts)
+    found = torch.empty((len(rows), size), dtype=torch.int32, device=rows.device)
+    largest(rows, None, parts, None, found, torch.empty_like(found, dtype=torch.float32))
+    from_indices(found, words)
+
+
 def _views(wire: Tensor) -> tuple[Tensor, Tensor]:
     """Its words, and its bytes."""
     return viewable(wire).view(torch.int64), wire
