@@ -228,12 +228,17 @@ class Stub:
         self.state = state
 
 
+SEEDED = threading.Lock()
+"""Ranks are threads here, and torch has one generator for all of them."""
+
+
 class Run:
     """One rank's model, and its checkpoints in ``path`` (of the ranks' folders where there are several)."""
 
     def __init__(self, place: Folder, keep: int = 2, seed: int = 0, about: dict[str, Any] | None = None, **how) -> None:
-        torch.manual_seed(seed)
-        self.model: Any = nn.Linear(3, 2)
+        with SEEDED:
+            torch.manual_seed(seed)
+            self.model: Any = nn.Linear(3, 2)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.model(torch.ones(1, 3)).sum().backward()
         self.optimizer.step()

@@ -206,9 +206,10 @@ def disjoint(size: int, numel: int):
     """Every rank's large values lie elsewhere, from step 2 on; in the first two steps all at the same places."""
 
     def make(rank: int, step: int, count: int) -> Tensor:
-        values = torch.randn(count, generator=torch.Generator().manual_seed(100 * step + rank)) * 0.01
+        draw = torch.Generator().manual_seed(100 * step + rank)
+        values = torch.randn(count, generator=draw) * 0.01
         start = rank * (numel // size) if step >= 2 else 0
-        values[start : start + numel // 20] += 3 + torch.rand(numel // 20)
+        values[start : start + numel // 20] += 3 + torch.rand(numel // 20, generator=draw)
         return values
 
     return make
