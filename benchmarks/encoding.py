@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.ledger import Ledger
 from thinwire.train.launch import free_port
-from thinwire.train.models import PRESETS, Decoder
+from thinwire.train.models import Decoder
+from thinwire.train.shapes import PRESETS
 
 UNTIMED = 2
 

@@ -41,7 +41,8 @@ def measure(rank: int, store: str, engine: str, method: str, stock: bool, option
     from torch.nn.parallel import DistributedDataParallel
 
     import thinwire
-    from thinwire.train.models import PRESETS, Decoder
+    from thinwire.train.models import Decoder
+    from thinwire.train.shapes import PRESETS
 
     torch.set_num_threads(1)
     cuda = options.device == "cuda"

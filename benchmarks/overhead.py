@@ -49,7 +49,8 @@ def rank(steps: int, every: int, method: str) -> None:
     import thinwire
     from thinwire.agreement import Agreement
     from thinwire.ledger import Ledger
-    from thinwire.train.models import Decoder, ModelConfig
+    from thinwire.train.models import Decoder
+    from thinwire.train.shapes import ModelConfig
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.train.models import PRESETS, Decoder
+from thinwire.train.models import Decoder
+from thinwire.train.shapes import PRESETS
 
 
 def main() -> int:

@@ -46,7 +46,8 @@ def train(rank: int, world: int, method: str, optimizer: str, spoilt: bool, boun
 
     import thinwire
     from thinwire.train.data import Windows, read_corpus
-    from thinwire.train.models import Decoder, ModelConfig
+    from thinwire.train.models import Decoder
+    from thinwire.train.shapes import ModelConfig
 
     warnings.simplefilter("ignore")
     torch.manual_seed(0)

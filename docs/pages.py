@@ -25,7 +25,8 @@ from thinwire.ledger import Ledger
 from thinwire.methods import TABLE, Listed, Method, listed, resolve
 from thinwire.plan import describe
 from thinwire.testing import plan_of
-from thinwire.train.models import PRESETS, Decoder
+from thinwire.train.models import Decoder
+from thinwire.train.shapes import PRESETS
 
 HERE = Path(__file__).resolve().parent
 PRESET = figures.setting(figures.SPEED[0])["preset"]

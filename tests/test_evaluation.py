@@ -14,7 +14,8 @@ from thinwire import cli
 from thinwire.train import evaluation
 from thinwire.train.data import Tokenizer
 from thinwire.train.export import export
-from thinwire.train.models import Decoder, ModelConfig
+from thinwire.train.models import Decoder
+from thinwire.train.shapes import ModelConfig
 
 needs_harness = pytest.mark.skipif(
     find_spec("lm_eval") is None or find_spec("transformers") is None, reason="lm_eval or transformers is not installed"

@@ -62,6 +62,18 @@ def test_importing_thinwire_imports_neither_torch_nor_extras():
     assert not {"torch", "numpy", *extras.EXTRAS} & set(done.stdout.split())
 
 
+@pytest.mark.parametrize("words", ("train --help", "train --stpes 3", "lab --help"))
+def test_a_command_line_is_read_without_torch(words):
+    """So a mistyped option is told at once, and not when torch has been imported."""
+    done = python("""if True:
+        import atexit, sys, thinwire.cli
+        atexit.register(lambda: print("torch" in sys.modules))
+        sys.exit(thinwire.cli.main(sys.argv[1:]))
+    """, *words.split())  # fmt: skip
+    assert done.returncode == (0 if "--help" in words else 2), done.stderr
+    assert done.stdout.endswith("False\n")
+
+
 def test_the_first_call_imports_what_a_program_on_ddp_has_already_and_thinwire():
     """No test judges a time: what takes it is modules. docs/start.md has the milliseconds."""
     done = python("""if True:

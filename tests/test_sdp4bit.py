@@ -28,7 +28,8 @@ from thinwire.methods.base import Run
 from thinwire.plan import Plan, describe
 from thinwire.state import State
 from thinwire.testing import ThreadComm, ThreadEngine, Threads, exchange_on, parameters_for, reduce_on_threads
-from thinwire.train.models import PRESETS, Decoder
+from thinwire.train.models import Decoder
+from thinwire.train.shapes import PRESETS
 from thinwire.weights import Replica
 
 GROUP = 128

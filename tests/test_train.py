@@ -32,7 +32,8 @@ from thinwire.train import data, setup
 from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.data import Tokenizer, Windows, read_corpus, spans, split
 from thinwire.train.launch import free_port
-from thinwire.train.models import PRESETS, Decoder, ModelConfig, parameter_count
+from thinwire.train.models import Decoder, parameter_count
+from thinwire.train.shapes import PRESETS, ModelConfig
 
 SIZES = {
     "gpt-125m": 124e6,

@@ -15,9 +15,7 @@ import yaml
 
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
-from thinwire.optim import AdamS
-from thinwire.train import trackers
-from thinwire.train.models import PRESETS, ModelConfig
+from thinwire.train.shapes import PRESETS, ModelConfig
 
 T = TypeVar("T")
 
@@ -221,7 +219,14 @@ class Config:
         check_types(self, _flag)
         if self.preset not in PRESETS:
             raise ThinwireError(f"unknown preset '{self.preset}'; there are: {', '.join(PRESETS)}")
+        self._check_ranges()
+        self._check_init()
+        if not self.init:
+            self.shape(vocabulary=256)
+        # Torch from here on: what can be refused without it has been.
         from thinwire.methods import resolve
+        from thinwire.optim import AdamS
+        from thinwire.train import trackers
 
         method = resolve(self.method)
         if method.OPTIMIZER is AdamS and self.stepper != "adams":
@@ -232,10 +237,6 @@ class Config:
             resolve(self.intra)
         if os.environ.get("RANK", "0") == "0":
             trackers.check(self.track)
-        self._check_ranges()
-        self._check_init()
-        if not self.init:
-            self.shape(vocabulary=256)
         return self
 
     def _check_ranges(self) -> None:

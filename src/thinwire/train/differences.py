@@ -13,7 +13,7 @@ from thinwire.agreement import version
 from thinwire.errors import ThinwireError
 from thinwire.methods import resolve
 from thinwire.train.config import Config
-from thinwire.train.models import ModelConfig
+from thinwire.train.shapes import ModelConfig
 from thinwire.train.tokens import TokenFiles
 
 FITS = "fits"

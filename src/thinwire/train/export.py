@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thinwire.errors import ThinwireError
 from thinwire.extras import save_file
-from thinwire.train.models import ModelConfig
+from thinwire.train.shapes import ModelConfig
 
 EPSILON, ROPE_THETA = 1e-5, 10000.0
 

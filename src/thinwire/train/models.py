@@ -1,78 +1,14 @@
-"""GPT-2-style and Llama-style decoders of any size, in plain torch.
-
-Shapes of the presets: GPT 125M, 345M (Megatron's name), 355M (GPT-2 medium, the same shape) and 1.3B after GPT-2 and
-GPT-3 (Brown et al. 2020, Table 2.1); GPT 2.0B after Radius (MLSys 2025, Table 1); Llama 500M and 1.8B in the shape of
-H2O-Danube3-500M and H2O-Danube-1.8B, as SCAPE trains them.
-"""
+"""GPT-2-style and Llama-style decoders of any size, in plain torch."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.errors import ThinwireError
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a decoder.
-
-    Attributes:
-        family: "gpt" (learned positions, LayerNorm, GELU, biases, tied head) or "llama" (RoPE, RMSNorm, SwiGLU, no
-            biases, a head of its own).
-        layers, width, heads: blocks, values per token, attention heads (width is a multiple of heads).
-        kv_heads: heads of keys and values, fewer than ``heads`` for grouped-query attention; 0: as many.
-        hidden: width inside the MLP; 0: 4 * width.
-        context: longest sequence, in tokens.
-        vocabulary: number of tokens.
-    """
-
-    family: Literal["gpt", "llama"] = "gpt"
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    kv_heads: int = 0
-    hidden: int = 0
-    context: int = 128
-    vocabulary: int = 256
-
-    def check(self) -> ModelConfig:
-        """Fill in what is 0, and refuse what does not fit."""
-        shape = replace(self, kv_heads=self.kv_heads or self.heads, hidden=self.hidden or 4 * self.width)
-        if min(shape.layers, shape.width, shape.heads, shape.hidden, shape.context, shape.vocabulary) < 1:
-            raise ThinwireError(f"every number of a model's shape must be 1 or more, got {shape}")
-        if shape.width % shape.heads:
-            raise ThinwireError(f"width {shape.width} is not a multiple of {shape.heads} heads")
-        if shape.heads % shape.kv_heads:
-            raise ThinwireError(f"{shape.heads} heads cannot share {shape.kv_heads} heads of keys and values evenly")
-        if shape.family == "llama" and shape.width // shape.heads % 2:
-            raise ThinwireError(f"RoPE needs an even head size, got {shape.width // shape.heads}")
-        return shape
-
-
-_GPT = ModelConfig(context=1024, vocabulary=50257)
-_LLAMA = ModelConfig(family="llama", context=2048, vocabulary=32000)
-
-PRESETS: dict[str, ModelConfig] = {
-    "tiny": ModelConfig(layers=2, width=128, heads=4, context=64),
-    "small": ModelConfig(layers=4, width=128, heads=4, context=128),
-    "laptop": ModelConfig(layers=6, width=192, heads=6, context=256),
-    "net20m": ModelConfig(layers=6, width=512, heads=8, context=64),
-    "llama-tiny": ModelConfig(family="llama", layers=2, width=128, heads=4, kv_heads=2, hidden=344, context=64),
-    "llama-small": ModelConfig(family="llama", layers=4, width=128, heads=4, kv_heads=2, hidden=344, context=128),
-    "gpt-125m": replace(_GPT, layers=12, width=768, heads=12),
-    "gpt-345m": replace(_GPT, layers=24, width=1024, heads=16),
-    "gpt-355m": replace(_GPT, layers=24, width=1024, heads=16),
-    "gpt-1.3b": replace(_GPT, layers=24, width=2048, heads=16, context=2048),
-    "gpt-2.0b": replace(_GPT, layers=24, width=2560, heads=32),
-    "llama-500m": replace(_LLAMA, layers=16, width=1536, heads=16, kv_heads=8, hidden=4096),
-    "llama-1.8b": replace(_LLAMA, layers=24, width=2560, heads=32, kv_heads=8, hidden=6912),
-}
+from thinwire.train.shapes import ModelConfig
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from thinwire.train import pretrained, resumed, sample, stored
 from thinwire.train.config import Config, from_yaml, parsed
 from thinwire.train.data import Tokenizer
 from thinwire.train.export import export
-from thinwire.train.models import Decoder, ModelConfig
+from thinwire.train.models import Decoder
+from thinwire.train.shapes import ModelConfig
 from thinwire.train.stored import Checkpoint
 
 
