@@ -328,13 +328,13 @@ class Bucket:
         return all(s.width == s.span and s.piece.offset == s.start and s.piece.form is None for s in self.segments)
 
 
-class Together:
+class BucketGroup:
     """The buckets of one engine buffer, several: their rows lie in one memory, packed and unpacked in one pass."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         """``buckets``: of one dtype, with one arena."""
         self._buckets = buckets
-        self._rows, self._means = _Beside([of.shape for of in buckets]), _Beside([(1, of.shape[1]) for of in buckets])
+        self._rows, self._means = _Layout([of.shape for of in buckets]), _Layout([(1, of.shape[1]) for of in buckets])
         self._places = self._rows.places([of.places for of in buckets])
         self._own_places = self._means.places([of.own_places for of in buckets])
 
@@ -367,7 +367,7 @@ class Together:
             bucket.release()
 
 
-class _Beside:
+class _Layout:
     """Rows of several ``shapes`` (R, n) in one memory, each from a multiple of 64 elements on."""
 
     def __init__(self, shapes: Sequence[Sequence[int]]) -> None:

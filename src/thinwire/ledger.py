@@ -19,7 +19,7 @@ KINDS = ("encode", "wire", "decode", "exposed")
 
 
 @dataclass
-class Step:
+class Account:
     """One optimizer step of this rank: what it sent by link, collectives called by kind, and its times."""
 
     bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -48,9 +48,9 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.now = Step()
-        self.last = Step()
-        self.steps: list[Step] = []
+        self.now = Account()
+        self.last = Account()
+        self.steps: list[Account] = []
 
     def count(self, link: str, nbytes: float) -> None:
         """Add ``nbytes`` sent by this rank on ``link``."""
@@ -96,14 +96,14 @@ class Ledger:
         """End the current step: what follows belongs to the next."""
         self.last.settle()
         self.now.skipped = skipped
-        self.last, self.now = self.now, Step()
+        self.last, self.now = self.now, Account()
         self.steps.append(self.last)
 
     def reset(self) -> None:
         """Forget the closed steps (not the one under way)."""
         self.steps.clear()
 
-    def stats(self, steps: list[Step] | None = None) -> dict:
+    def stats(self, steps: list[Account] | None = None) -> dict:
         """Per step, over ``steps`` (default: all since the last :meth:`reset`): mean bytes, median times.
 
         Medians, because the first step also pays for compiling kernels and filling caches.

@@ -25,8 +25,7 @@ from thinwire.collectives import Exchange
 from thinwire.comm import Comm, CountingComm, local
 from thinwire.errors import ThinwireError
 from thinwire.guard import Guard
-from thinwire.ledger import Ledger
-from thinwire.ledger import Step as Account
+from thinwire.ledger import Account, Ledger
 from thinwire.memory import Memory
 from thinwire.methods.base import Method, Parameter, Run, Step
 from thinwire.ops.backends import every_variant

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from thinwire import device as devices
 from thinwire.bound import Bound
-from thinwire.bucket import Arena, Bucket, Piece, Together
+from thinwire.bucket import Arena, Bucket, BucketGroup, Piece
 from thinwire.collectives import Exchange
 from thinwire.comm import Comm
 from thinwire.guard import Guard
@@ -121,7 +121,7 @@ class Stage:
         parts = ((self.method, sent), (self._side, kept))
         buckets = [(method, self._bucket(of, flat, method)) for method, of in parts if of]
         if len(buckets) > 1 and len({bucket.dtype for _, bucket in buckets}) == 1:
-            return [_Part(Together([bucket for _, bucket in buckets]), buckets)]
+            return [_Part(BucketGroup([bucket for _, bucket in buckets]), buckets)]
         return [_Part(bucket, [(method, bucket)]) for method, bucket in buckets]
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
@@ -134,7 +134,7 @@ class Stage:
 class _Part(NamedTuple):
     """Buckets of a buffer that are packed and unpacked together, and each with what reduces it."""
 
-    packed: Bucket | Together
+    packed: Bucket | BucketGroup
     buckets: Sequence[tuple[Method, Bucket]]
 
 

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     damaged = [line for _, wrong in each for line in wrong]
     for line in damaged:
         print(f"thinwire: {line}: passed over", file=sys.stderr)
-    status = show(found[0], console) if len(found) == 1 else compare(found[0], found[1], console)
+    status = show(found[0], console) if len(found) == 1 else show_differences(found[0], found[1], console)
     return status or int(bool(damaged))
 
 
@@ -115,7 +115,7 @@ def _by_rank(kind: str, norms: dict[str, dict[int, float]]) -> Table:
     return table
 
 
-def compare(one: Checkpoint, other: Checkpoint, console: Console) -> int:
+def show_differences(one: Checkpoint, other: Checkpoint, console: Console) -> int:
     """Print how two checkpoints differ. 1 if they do, or one is damaged."""
     console.print(f"{one.path} and {other.path}", soft_wrap=True)
     settings = _table("setting", "one", "the other")
