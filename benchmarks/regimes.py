@@ -40,6 +40,7 @@ from safetensors.torch import load_file, save_file
 
 import virtual
 from regime_tables import markdown, read, rows
+from thinwire.lab.cluster import die_with_parent
 from thinwire.methods import resolve
 from thinwire.train.config import Config, from_arguments
 from thinwire.train.data import Tokenizer, Windows, batches, read_corpus
@@ -381,7 +382,8 @@ def main() -> None:
     there = read(place.data)
     jobs = [job for job in jobs_of(args) if job.key not in there or (args.again and there[job.key]["error"])]
     print(f"{len(jobs)} runs to make", flush=True)
-    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, spawn, initializer=die_with_parent) as pool:
         for job, row in zip(jobs, pool.map(run, jobs, [place] * len(jobs)), strict=True):
             print(line(job, row), flush=True)
 
