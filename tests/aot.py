@@ -31,11 +31,12 @@ from thinwire.ops.projection import triton as projection
 from thinwire.ops.quant import triton as quant
 from thinwire.ops.rows import FIELDS, PER_PROGRAM
 from thinwire.ops.rows import triton as packing
+from thinwire.ops.shards import triton as shards
 from thinwire.ops.sign import triton as sign
 from thinwire.ops.sketch import triton as sketch
 from thinwire.ops.sparse import triton as sparse
 
-MODULES = (adams, direction, mask, moments, projection, quant, packing, sign, sketch, sparse)
+MODULES = (adams, direction, mask, moments, projection, quant, packing, shards, sign, sketch, sparse)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 NAMES = """
@@ -43,10 +44,10 @@ i64    seed
 fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest
 *fp32  rows total old payload new out signs scales shares gradient residual moment values mean
 *fp32  common common_out given weight
-*fp32  g v m_out
+*fp32  g v m_out own held message
 *i64   words
-*i32   before base counts places positions programs parts keys found state tallies
-*i64   table
+*i32   before base counts places positions programs parts keys found state tallies kept
+*i64   table kept_table
 *u8    flags bits codes octets
 """
 TYPES = {name: kind for kind, *names in map(str.split, NAMES.strip().splitlines()) for name in names}
@@ -72,6 +73,14 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False}
     for add in (False, True):
         yield packing._unpack, {"flat": "*fp32"}, table | {"ADD": add}
+    copied = {"COPIED": PER_PROGRAM, "FIELDS": FIELDS}
+    for four, group, narrow in ((1, 2048, 0), (1, 64, 1), (0, 1024, 0)):
+        constants = {"GROUP": group, "BLOCK": shards.PER_PROGRAM // group, "FOUR": four, "NARROW": narrow, "WIRE": 4}
+        values = dict.fromkeys(("own", "held", "message", "rows"), "*i16" if narrow else "*fp32")
+        codes = {"codes": "*u8" if four else "*i8"} | values
+        keys = {} if narrow else {"keys": None}  # None: there are none
+        yield shards._write, codes, constants | copied | aligned | keys | {"HELD": four, "STOCHASTIC": narrow}
+        yield shards._read, codes, constants | copied | aligned | {"ADD": four}
     for group in (128, 2048):
         block = {"GROUP": group, "BLOCK": sign.PER_PROGRAM // group, "WIRE": 4}
         yield sign._pack, {}, block | {"LEVELS": group.bit_length() - 1, "RMS": group == 128}

@@ -35,17 +35,23 @@ class Alone(Message):
 
     def __init__(self) -> None:
         self.heard: list[int] = []  # whose messages were read last
+        self.rank = 0
 
     def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
         assert (held is not None) == (self.resident and not self.exact)
         self.heard.clear()
         return own.sub(0 if held is None else held).round().to(torch.int8).view(torch.uint8)
 
-    def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
+    def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
         assert len(messages) == len(rows) == peers.stop - peers.start
         self.heard += range(peers.start, peers.stop)
         got = messages.view(torch.int8).float()
-        rows.add_(got) if self.resident and not self.exact else rows.copy_(got)
+        if held is None:
+            rows.copy_(got)
+            return
+        mine = self.rank - peers.start
+        rows[mine] = held
+        held.copy_(rows.add_(got)[mine])
 
 
 class Follows(Alone):
@@ -71,6 +77,7 @@ class Rank:
         self.comm = ThreadComm(world, rank, self.ledger)
         shard = Shard(pieces, () if pieces else PIECES, N, torch.float32)
         self.replica = Replica(kind(), self.state, shard, self.comm, CPU, lambda: self.version)
+        self.replica.message.rank = rank
         self.master = torch.arange(float(N)) - rank
 
     def moves(self, by: float) -> None:
