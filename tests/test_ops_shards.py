@@ -141,7 +141,8 @@ def test_the_reference_is_each_parameter_by_itself(case):
         before[MINE] = shard.held
     for peer in range(PEERS):
         for part in shard.encoded.parts:
-            at, groups = (slice(part.start // by, (part.start + part.width) // by) for by in (8 // case.bits, case.group))
+            first, last = part.start, part.start + part.width
+            at, groups = (slice(first // by, last // by) for by in (8 // case.bits, case.group))
             of, wire = slice(part.offset, part.offset + part.numel), slice(peer, peer + 1)
             values = torch.empty(1, part.width)
             quant.dequantize(messages[0][wire, at], messages[1][wire, groups], case.format, values)

@@ -57,8 +57,8 @@ from thinwire.weights import Columns, Message, beside
 
 WEIGHTS = ("difference", "plain", "dense")
 READ = 1 << 24
-"""Values of shards that are decoded at once where no kernel knows the codec. More => fewer launches, more scratch memory
-(4 bytes each)."""
+"""Values of shards that are decoded at once where no kernel knows the codec. More => fewer launches, more scratch
+memory (4 bytes each)."""
 _EVERYTHING = {"send": ("*",)}
 _DENSE = {"bits": 32, "intra_bits": 32}
 

@@ -132,10 +132,10 @@ def collect(
 def renew(
     messages: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, rows: Tensor, before: Tensor | None = None
 ) -> Tensor:
-    """``rows`` (R, n) = what ``messages`` (R, m) say at the mask, ``keep`` times what it was elsewhere, in all ``parts``.
+    """``rows`` (R, n) = what ``messages`` (R, m) say at the mask, ``keep`` times what it was off it, in all ``parts``.
 
-    The masks of the parts lie beside each other in ``words`` (R, w), and their values in a message, in their order, from
-    its first column on. What is ``kept`` is as it was sent. Other columns are left alone. ``before``:
+    The masks of the parts lie beside each other in ``words`` (R, w), and their values in a message, in their order,
+    from its first column on. What is ``kept`` is as it was sent. Other columns are left alone. ``before``:
     ``directory(words)``, if it is known.
     """
     _check_parts(messages, words, parts, rows)
@@ -148,7 +148,9 @@ def _check_parts(messages: Tensor, words: Tensor, parts: Sequence[Faded], rows: 
     if len(messages) != len(words) or len(rows) != len(words) or rows.dtype != torch.float32:
         raise ThinwireError(f"masks of {len(words)} rows do not go with {len(messages)} and {len(rows)} rows of values")
     if WORD * words.shape[1] != sum(part.width for part in parts) or messages.shape[1] < sum(p.k for p in parts):
-        raise ThinwireError(f"masks of {words.shape[1]} words and {messages.shape[1]} values are not those of the parts")
+        raise ThinwireError(
+            f"masks of {words.shape[1]} words and {messages.shape[1]} values are not those of the parts"
+        )
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:

@@ -95,7 +95,7 @@ def _scatter(
 
 @triton.jit
 def _part(places, table, block, n, BLOCK: tl.constexpr):
-    """Of a block's columns: which of them their part has, and where in a shard they are; where in ``keep`` its bits are.
+    """Of a block's columns: which of them their part has, where in a shard they are, and where in ``keep`` its bits.
 
     ``places``: of each word the number of its part. ``table``: of each part what lies between a column of the masks
     and one of a shard, its last column among the former, and the place in ``keep``.

@@ -13,9 +13,8 @@ from torch import Tensor
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole, wire_alignment
 from thinwire.ops.quant import Format
 from thinwire.ops.quant.triton import _encode, _load, _load_codes, _words
-from thinwire.ops.rows import FIELDS
+from thinwire.ops.rows import FIELDS, Places
 from thinwire.ops.rows import PER_PROGRAM as COPIED
-from thinwire.ops.rows import Places
 from thinwire.ops.rows.triton import _places
 from thinwire.ops.shards import PER_PROGRAM
 from thinwire.streams import Drawn
@@ -25,15 +24,14 @@ from thinwire.streams import Drawn
 def _groups(
     programs, table, BLOCK: tl.constexpr, GROUP: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """Of this program's groups: their part, their numbers in it, the part's first among all and how many it has. Of the
-    low halves: where in a shard the part begins, their columns of it, and where these end."""
+    """Of this program's groups: their numbers in their part, the part's first among all and how many it has. Of the low
+    halves: where in a shard the part begins, their columns of it, and where these end."""
     number = tl.program_id(0)
-    name = tl.load(programs + number)
-    part = table + name.to(tl.int64) * FIELDS
+    part = table + tl.load(programs + number).to(tl.int64) * FIELDS
     g = (number - tl.load(part + 8)) * BLOCK + tl.arange(0, BLOCK)
     column = g[:, None] * GROUP + tl.arange(0, GROUP // 2)[None, :]
     first, groups = tl.load(part + 3) // GROUP, tl.load(part + 4) // GROUP
-    return name, g, first, groups, tl.load(part), column, whole(tl.load(part + 1), ALIGN)
+    return g, first, groups, tl.load(part), column, whole(tl.load(part + 1), ALIGN)
 
 
 @triton.jit
@@ -73,7 +71,7 @@ def _write(
     HALF: tl.constexpr = GROUP // 2
     number = tl.program_id(0)
     if number < grouped:
-        name, g, first, groups, offset, column, end = _groups(programs, table, BLOCK, GROUP, FIELDS, ALIGN)
+        g, first, groups, offset, column, end = _groups(programs, table, BLOCK, GROUP, FIELDS, ALIGN)
         values, inside, high_inside = along(own, offset, ALIGN) + column, column < end, column + HALF < end
         low, high = _load(values, inside), _load(values + HALF, high_inside)
         if HELD:
@@ -82,7 +80,7 @@ def _write(
             high = _rounded(high - _load(values + HALF, high_inside), NARROW)
         key = 0
         if STOCHASTIC:
-            key = tl.load(keys + name)
+            key = tl.load(keys + tl.load(programs + number))
         _encode(
             low, high, _bytes(codes, first, g, GROUP, FOUR, WIRE), 0, scales, first + g, first + groups,
             g[:, None] * HALF + tl.arange(0, HALF)[None, :], key, GROUP, BLOCK, FOUR, STOCHASTIC, False,
@@ -116,7 +114,7 @@ def _read(
     HALF: tl.constexpr = GROUP // 2
     target = row_of(rows, stride, row, ALIGN)
     if number < grouped:
-        name, g, first, groups, offset, column, end = _groups(programs, table, BLOCK, GROUP, FIELDS, ALIGN)
+        g, first, groups, offset, column, end = _groups(programs, table, BLOCK, GROUP, FIELDS, ALIGN)
         scale = tl.load(scales + row * scales_stride + first + g, mask=g < groups, other=0.0)[:, None]
         sent = _bytes(row_of(codes, codes_stride, row, WIRE), first, g, GROUP, FOUR, WIRE)
         low, high = _load_codes(sent, 0, column < end, HALF, FOUR)
