@@ -41,10 +41,10 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 NAMES = """
 i64    seed
-fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest
+fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
 *fp32  rows total old payload new out signs scales shares gradient residual moment values mean
 *fp32  common common_out given weight
-*fp32  g v m_out own held message
+*fp32  g v m_out own held message left
 *i64   words
 *i32   before base counts places positions programs parts keys found state tallies kept
 *i64   table kept_table
@@ -91,7 +91,8 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._scatter, {}, block | aligned | {"ALL": True}
     yield mask._scatter, {}, block | aligned | {"ALL": False}
     yield mask._scatter_add, {}, block | aligned
-    yield mask._renew, {"keep": "*i32"}, block
+    for kernel in (mask._collect, mask._renew):
+        yield kernel, {"keep": "*i32", "row": "*fp32"}, block | copied
     yield mask._indices, {"out": "*i32"}, block
     yield mask._from_indices, {}, block
     yield mask._from_lists, {}, {"BLOCK": mask.WORDS}
@@ -110,9 +111,11 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield sparse._sum_at, {}, block | aligned
     mixers = ("GOLDEN", "MIX1", "MIX2", "MIX3")
     yield sketch._encode, {}, block | {name: getattr(sketch, f"_{name}").value for name in mixers}
-    for kernel, knob in ((moments._blend, "CHOOSE"), (moments._add_up, "CHOOSE"), (moments._settle, "COMMON")):
-        for given in (False, True):
-            yield kernel, {}, {"BLOCK": moments.BLOCK, knob: given} | aligned
+    passes = (moments._blend, "CHOOSE", "SEND"), (moments._add_up, "CHOOSE", "SEND"), (moments._settle, "COMMON", "SENT")
+    for kernel, *knobs in passes:
+        for given in ((False, False), (True, False), (True, True)):
+            row = {"BLOCK": moments.BLOCK, "DIRECTORY": moments.DIRECTORY} | aligned
+            yield kernel, {}, row | dict(zip(knobs, given, strict=True))
     for kind in ("*fp32", "*bf16"):
         pointers = dict.fromkeys(("weight", "moment", "gradient", "given"), kind)
         yield adams._adams, pointers, {"GIVEN": True, "BLOCK": adams.BLOCK} | aligned

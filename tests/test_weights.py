@@ -266,10 +266,8 @@ def test_a_saved_row_is_gone_on_with():
     assert not any(Rank(Threads(1), 0, kind).state.state_dict() for kind in (Exact, Alone))
 
 
-@pytest.mark.parametrize("peers", [1, 2, 8])
-def test_some_ranks_are_read_at_a_time(peers, monkeypatch):
-    """All of them, the own one only where its message says something that its weights do not."""
-    monkeypatch.setattr(replicas, "READ", peers * Rank(Threads(1), 0, Follows).replica.shard.numel)
+def test_whose_messages_are_read():
+    """All of them, the own one only where it says something that its weights do not."""
     for kind in (Follows, Exact, Alone):
         world = Threads(SIZE)
 
