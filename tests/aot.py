@@ -111,11 +111,11 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield sparse._sum_at, {}, block | aligned
     mixers = ("GOLDEN", "MIX1", "MIX2", "MIX3")
     yield sketch._encode, {}, block | {name: getattr(sketch, f"_{name}").value for name in mixers}
-    passes = (moments._blend, "CHOOSE", "SEND"), (moments._add_up, "CHOOSE", "SEND"), (moments._settle, "COMMON", "SENT")
-    for kernel, *knobs in passes:
-        for given in ((False, False), (True, False), (True, True)):
-            row = {"BLOCK": moments.BLOCK, "DIRECTORY": moments.DIRECTORY} | aligned
-            yield kernel, {}, row | dict(zip(knobs, given, strict=True))
+    row = {"BLOCK": moments.BLOCK, "DIRECTORY": moments.DIRECTORY} | aligned
+    for one, other in ((False, False), (True, False), (True, True)):
+        for kernel in (moments._blend, moments._add_up):
+            yield kernel, {}, row | {"CHOOSE": one, "SEND": other}
+        yield moments._settle, {}, row | {"COMMON": one, "SENT": other}
     for kind in ("*fp32", "*bf16"):
         pointers = dict.fromkeys(("weight", "moment", "gradient", "given"), kind)
         yield adams._adams, pointers, {"GIVEN": True, "BLOCK": adams.BLOCK} | aligned

@@ -153,7 +153,7 @@ class Exchange(ABC):
         return sum(ledger.now.bytes.values())
 
     @property
-    def share(self) -> float:
+    def factor(self) -> float:
         """What a rank's values are multiplied by before the network sums them, where it is asked for their mean."""
         return 1.0
 
@@ -268,7 +268,7 @@ class AllReduce(Exchange):
         self.divide = divide
 
     @property
-    def share(self):
+    def factor(self):
         return 1 / self.comm.size if self.divide == "before" else 1.0
 
     def bucket_rows(self, on_wire):

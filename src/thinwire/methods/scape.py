@@ -76,7 +76,7 @@ class Settled(Masked):
 
     Attributes:
         add_up: (what is sent) -> m~ of the rows, l. 10-12. settle: (b (k,) at M, the mask's directory), l. 16-17.
-        share: of its values that each rank sends.
+        share: what its values are multiplied by.
     """
 
     shared: ClassVar[bool] = True
@@ -228,7 +228,7 @@ class SCAPE(Method):
             settle = functools.partial(self._settle, bucket, used.words[mine])
             return Settled(
                 used.words, sum(counts), owner_row=mine, before=used.before, add_up=add_up, settle=settle,
-                share=exchange.share,
+                share=exchange.factor,
             )  # fmt: skip
         if self.payload == "bf16":
             return Masked(used.words, sum(counts), owner_row=mine, dtype=torch.bfloat16, before=used.before)
