@@ -84,17 +84,16 @@ class Columns:
         return shards
 
     def _of(self, shards: Tensor, rows: Tensor) -> ops.Places:
-        return self.places(shards.device, shape=tuple(shards.shape), m=rows.shape[1])
+        return self.places(shards.device, peers=len(shards), n=shards.shape[1], m=rows.shape[1])
 
     def places(
-        self, device: torch.device, per_program: int = ops.PER_PROGRAM, *, shape: tuple[int, ...] = (1, 1), m: int = 1
+        self, device: torch.device, per_program: int = ops.PER_PROGRAM, *, peers: int = 1, n: int = 0, m: int = 0
     ) -> ops.Places:
-        """Of all pieces in shards of ``shape`` (P, n) and in rows of ``m`` columns; by default in one of each."""
-        key = device, per_program, shape, m
+        """Of all pieces in ``peers`` shards of ``n`` values and as many rows of ``m`` columns; by default in one."""
+        key = device, per_program, peers, n, m
         if key not in self._made:
-            peers, n = shape
             parts = [
-                ops.Part(of.offset, (peers - 1) * n + of.numel, n, first, width, of.numel, m, peers)
+                ops.Part(of.offset, (peers - 1) * n + of.numel, n or of.numel, first, width, of.numel, m or width, peers)
                 for of, first, width in self._pieces
             ]
             self._made[key] = ops.Places(parts, device, per_program)

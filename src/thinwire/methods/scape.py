@@ -79,7 +79,7 @@ class Settled(Masked):
         share: what its values are multiplied by.
     """
 
-    shared: ClassVar[bool] = True
+    shared = True
 
     add_up: Callable[[moments.Sent], None] = field(kw_only=True, repr=False)
     settle: Callable[[Tensor, Tensor | None], None] = field(kw_only=True, repr=False)

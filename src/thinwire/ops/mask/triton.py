@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -300,7 +300,7 @@ def renew(
 
 def _of_parts(
     words: Tensor, parts: Sequence[Faded], kept: Places
-) -> tuple[tuple[int], tuple[Tensor | int, ...], dict[str, int]]:
+) -> tuple[tuple[int], tuple[Tensor | int, ...], dict[str, Any]]:
     """Programs for a row; places, table, what is left off the masks, and all else that both kernels ask for."""
     factors = {of: place for place, of in enumerate(dict.fromkeys(part.keep for part in parts))}
     keep = np.array(list(factors), np.float32).view(np.int32).tolist()
