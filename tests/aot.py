@@ -119,7 +119,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for kind in ("*fp32", "*bf16"):
         pointers = dict.fromkeys(("weight", "moment", "gradient", "given"), kind)
         yield adams._adams, pointers, {"GIVEN": True, "BLOCK": adams.BLOCK} | aligned
-    loaded = dict.fromkeys(("m", "lr", "scale"), "*fp32")
+    loaded = dict.fromkeys(("m", "lr", "scale"), "*fp32") | {"table": "*i32"}
     for momentum in (True, False):
         yield direction._direction, loaded, {"MOMENTUM": momentum, "BLOCK": direction.BLOCK} | aligned
     tile = {"num_warps": projection.WARPS, "fused": True} | projection.FACTORS | aligned

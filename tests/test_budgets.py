@@ -27,8 +27,8 @@ BUDGETS = {
     ("scape", "ddp", 512): (121, 113, 54, 1, 1578),
     ("scape", "fsdp2", 512): (137, 112, 28, 1, 1884),
     ("topk(feedback='gradient')", "ddp", 8): (1026, 281, 53, 1, 1092),
-    ("trickle", "ddp", 64): (1520, 425, 71, 1, 2275),
-    ("trickle", "fsdp2", 64): (1228, 323, 40, 1, 2159),
+    ("trickle", "ddp", 64): (1114, 393, 71, 1, 2275),
+    ("trickle", "fsdp2", 64): (812, 286, 40, 1, 2159),
     ("radius(density=0.4, T=200, residual_scale=1.0)", "ddp", 64): (114, 88, 53, 1, 1115),
     ("radius(density=0.4, T=200, residual_scale=1.0)", "fsdp2", 64): (74, 66, 28, 1, 1252),
 }

@@ -90,10 +90,10 @@ class Columns:
         self, device: torch.device, per_program: int = ops.PER_PROGRAM, *, peers: int = 1, n: int = 0, m: int = 0
     ) -> ops.Places:
         """Of all pieces in ``peers`` shards of ``n`` values and as many rows of ``m`` columns; by default in one."""
-        key = device, per_program, peers, n, m
+        key, away = (device, per_program, peers, n, m), (peers - 1) * n
         if key not in self._made:
             parts = [
-                ops.Part(of.offset, (peers - 1) * n + of.numel, n or of.numel, first, width, of.numel, m or width, peers)
+                ops.Part(of.offset, away + of.numel, n or of.numel, first, width, of.numel, m or width, peers)
                 for of, first, width in self._pieces
             ]
             self._made[key] = ops.Places(parts, device, per_program)

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
+from thinwire.ops.direction import Part
+
 
 def direction(
+    rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
+    parts: Sequence[Part], lr: Tensor, scale: Tensor, beta1: float, by: Callable[..., None] | None = None,
+) -> None:  # fmt: skip
+    """One tensor after the other, ``by`` this or another backend's pass."""
+    for part in parts:
+        values = (None if of is None else of[:, part.columns] for of in (rows, second, second_out, first, first_out))
+        (by or _direction)(*values, lr[part.place], scale[part.place], beta1, part.beta2, part.eps)
+
+
+def _direction(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None, lr: Tensor,
     scale: Tensor, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
