@@ -33,7 +33,6 @@ Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.1
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -266,8 +265,8 @@ class UpdateSpace:
         return torch.cat(found).to(bucket.device)
 
 
-def _lengths(values: list[Tensor]) -> Sequence[Tensor]:
-    return torch._foreach_norm(values, dtype=torch.float32)
+def _lengths(values: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm(values, dtype=torch.float32))
 
 
 def _unbias(beta: Tensor | float, steps: Tensor) -> Tensor:
