@@ -46,7 +46,7 @@ fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest shar
 *fp32  common common_out given weight
 *fp32  g v m_out own held message left
 *i64   words
-*i32   before base counts places positions programs parts keys found state tallies kept
+*i32   before base counts places positions programs parts keys found state tallies
 *i64   table kept_table
 *u8    flags bits codes octets
 """
@@ -74,10 +74,10 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for add in (False, True):
         yield packing._unpack, {"flat": "*fp32"}, table | {"ADD": add}
     copied = {"COPIED": PER_PROGRAM, "FIELDS": FIELDS}
-    for four, group, narrow in ((1, 2048, 0), (1, 64, 1), (0, 1024, 0)):
+    for four, group, narrow in ((1, 2048, 0), (1, 2048, 1), (0, 1024, 0)):
         constants = {"GROUP": group, "BLOCK": shards.PER_PROGRAM // group, "FOUR": four, "NARROW": narrow, "WIRE": 4}
         values = dict.fromkeys(("own", "held", "message", "rows"), "*i16" if narrow else "*fp32")
-        codes = {"codes": "*u8" if four else "*i8"} | values
+        codes = {"codes": "*u8" if four else "*i8", "kept": "*i32"} | values
         keys = {} if narrow else {"keys": None}  # None: there are none
         yield shards._write, codes, constants | copied | aligned | keys | {"HELD": four, "STOCHASTIC": narrow}
         yield shards._read, codes, constants | copied | aligned | {"ADD": four}
@@ -92,7 +92,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._scatter, {}, block | aligned | {"ALL": False}
     yield mask._scatter_add, {}, block | aligned
     for kernel in (mask._collect, mask._renew):
-        yield kernel, {"keep": "*i32", "row": "*fp32"}, block | copied
+        yield kernel, {"keep": "*i32", "kept": "*i32", "row": "*fp32"}, block | copied
     yield mask._indices, {"out": "*i32"}, block
     yield mask._from_indices, {}, block
     yield mask._from_lists, {}, {"BLOCK": mask.WORDS}
