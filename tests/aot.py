@@ -31,22 +31,23 @@ from thinwire.ops.projection import triton as projection
 from thinwire.ops.quant import triton as quant
 from thinwire.ops.rows import FIELDS, PER_PROGRAM
 from thinwire.ops.rows import triton as packing
+from thinwire.ops.shards import triton as shards
 from thinwire.ops.sign import triton as sign
 from thinwire.ops.sketch import triton as sketch
 from thinwire.ops.sparse import triton as sparse
 
-MODULES = (adams, direction, mask, moments, projection, quant, packing, sign, sketch, sparse)
+MODULES = (adams, direction, mask, moments, projection, quant, packing, shards, sign, sketch, sparse)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 NAMES = """
 i64    seed
-fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest
+fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
 *fp32  rows total old payload new out signs scales shares gradient residual moment values mean
 *fp32  common common_out given weight
-*fp32  g v m_out
+*fp32  g v m_out own held message left
 *i64   words
 *i32   before base counts places positions programs parts keys found state tallies
-*i64   table
+*i64   table kept_table
 *u8    flags bits codes octets
 """
 TYPES = {name: kind for kind, *names in map(str.split, NAMES.strip().splitlines()) for name in names}
@@ -72,6 +73,14 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False}
     for add in (False, True):
         yield packing._unpack, {"flat": "*fp32"}, table | {"ADD": add}
+    copied = {"COPIED": PER_PROGRAM, "FIELDS": FIELDS}
+    for four, group, narrow in ((1, 2048, 0), (1, 2048, 1), (0, 1024, 0)):
+        constants = {"GROUP": group, "BLOCK": shards.PER_PROGRAM // group, "FOUR": four, "NARROW": narrow, "WIRE": 4}
+        values = dict.fromkeys(("own", "held", "message", "rows"), "*i16" if narrow else "*fp32")
+        codes = {"codes": "*u8" if four else "*i8", "kept": "*i32"} | values
+        keys = {} if narrow else {"keys": None}  # None: there are none
+        yield shards._write, codes, constants | copied | aligned | keys | {"HELD": four, "STOCHASTIC": narrow}
+        yield shards._read, codes, constants | copied | aligned | {"ADD": four}
     for group in (128, 2048):
         block = {"GROUP": group, "BLOCK": sign.PER_PROGRAM // group, "WIRE": 4}
         yield sign._pack, {}, block | {"LEVELS": group.bit_length() - 1, "RMS": group == 128}
@@ -82,7 +91,8 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._scatter, {}, block | aligned | {"ALL": True}
     yield mask._scatter, {}, block | aligned | {"ALL": False}
     yield mask._scatter_add, {}, block | aligned
-    yield mask._renew, {"keep": "*i32"}, block
+    for kernel in (mask._collect, mask._renew):
+        yield kernel, {"keep": "*i32", "kept": "*i32", "row": "*fp32"}, block | copied
     yield mask._indices, {"out": "*i32"}, block
     yield mask._from_indices, {}, block
     yield mask._from_lists, {}, {"BLOCK": mask.WORDS}
@@ -101,13 +111,15 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield sparse._sum_at, {}, block | aligned
     mixers = ("GOLDEN", "MIX1", "MIX2", "MIX3")
     yield sketch._encode, {}, block | {name: getattr(sketch, f"_{name}").value for name in mixers}
-    for kernel, knob in ((moments._blend, "CHOOSE"), (moments._add_up, "CHOOSE"), (moments._settle, "COMMON")):
-        for given in (False, True):
-            yield kernel, {}, {"BLOCK": moments.BLOCK, knob: given} | aligned
+    row = {"BLOCK": moments.BLOCK, "DIRECTORY": moments.DIRECTORY} | aligned
+    for one, other in ((False, False), (True, False), (True, True)):
+        for kernel in (moments._blend, moments._add_up):
+            yield kernel, {}, row | {"CHOOSE": one, "SEND": other}
+        yield moments._settle, {}, row | {"COMMON": one, "SENT": other}
     for kind in ("*fp32", "*bf16"):
         pointers = dict.fromkeys(("weight", "moment", "gradient", "given"), kind)
         yield adams._adams, pointers, {"GIVEN": True, "BLOCK": adams.BLOCK} | aligned
-    loaded = dict.fromkeys(("m", "lr", "scale"), "*fp32")
+    loaded = dict.fromkeys(("m", "lr", "scale"), "*fp32") | {"table": "*i32"}
     for momentum in (True, False):
         yield direction._direction, loaded, {"MOMENTUM": momentum, "BLOCK": direction.BLOCK} | aligned
     tile = {"num_warps": projection.WARPS, "fused": True} | projection.FACTORS | aligned

@@ -21,14 +21,14 @@ BUDGETS = {
     ("int8", "ddp", 64): (108, 107, 71, 1, 235),
     ("int8", "ddp", 512): (108, 107, 71, 1, 235),
     ("sdp4bit", "ddp", 64): (110, 107, 71, 1, 196),
-    ("sdp4bit", "fsdp2", 64): (203, 149, 27, 1, 773),
-    ("sdp4bit", "fsdp2", 512): (203, 149, 27, 1, 837),
-    ("scape", "ddp", 8): (174, 149, 54, 1, 1719),
-    ("scape", "ddp", 512): (175, 149, 54, 1, 1578),
-    ("scape", "fsdp2", 512): (206, 181, 28, 1, 1884),
+    ("sdp4bit", "fsdp2", 64): (106, 91, 27, 1, 773),
+    ("sdp4bit", "fsdp2", 512): (106, 91, 27, 1, 837),
+    ("scape", "ddp", 8): (120, 113, 54, 1, 1719),
+    ("scape", "ddp", 512): (121, 113, 54, 1, 1578),
+    ("scape", "fsdp2", 512): (137, 112, 28, 1, 1884),
     ("topk(feedback='gradient')", "ddp", 8): (1026, 281, 53, 1, 1092),
-    ("trickle", "ddp", 64): (1520, 425, 71, 1, 2275),
-    ("trickle", "fsdp2", 64): (1228, 323, 40, 1, 2159),
+    ("trickle", "ddp", 64): (1114, 393, 71, 1, 2275),
+    ("trickle", "fsdp2", 64): (812, 286, 40, 1, 2159),
     ("radius(density=0.4, T=200, residual_scale=1.0)", "ddp", 64): (114, 88, 53, 1, 1115),
     ("radius(density=0.4, T=200, residual_scale=1.0)", "fsdp2", 64): (74, 66, 28, 1, 1252),
 }
@@ -52,16 +52,15 @@ def test_a_step_stays_within_its_budget(method, engine, ranks):
 
 @pytest.mark.parametrize("engine", DENSE)
 def test_a_bucket_of_gradients_is_a_few_launches_however_many_ranks_there_are(engine):
-    """Three beyond dense's where gradients are all; none of them is one per parameter or per peer."""
+    """Three beyond dense's, those of gradients and those of weights; none of them is one per parameter or per peer."""
     dense, buckets = DENSE[engine]
     assert budget("dense", "gpt2", engine, 8).launches == dense
-    most = {"int8": 3.0, "radius(density=0.4, T=200, residual_scale=1.0)": 3.0}
-    most |= {"sdp4bit": 3.0, "scape": 4.5} if engine == "ddp" else {"sdp4bit": 7.8, "scape": 7.9}  # weights, too
-    for method, per_bucket in most.items():
+    for method in ("int8", "radius(density=0.4, T=200, residual_scale=1.0)", "sdp4bit", "scape"):
+        weights = buckets if engine == "fsdp2" and method in ("sdp4bit", "scape") else 0  # parts of messages of them
         found = [budget(method, "gpt2", engine, ranks) for ranks in (8, 512)]
         # Tables of places are copied when they are first met; a mask of many choosers is joined by one launch.
         assert found[0].buckets == buckets and found[0].launches == pytest.approx(found[1].launches, abs=4)
-        assert found[0].launches - dense <= per_bucket * buckets, found[0].names
+        assert found[0].launches - dense <= 3 * (buckets + weights), found[0].names
 
 
 def test_scape_on_many_ranks_sends_a_twentieth_of_dense():

@@ -20,6 +20,7 @@ from thinwire.codecs import Masked, Residual, TopK
 from thinwire.errors import ThinwireError
 from thinwire.ops import mask
 from thinwire.ops.mask import cpu, reference
+from thinwire.ops.rows import Part, Places
 
 LONG = 64 * 700  # long enough for a sample instead of a full partition
 
@@ -236,21 +237,35 @@ def check_positions(fast: ModuleType, device: str = "cpu") -> None:
 
 
 def check_renewed(fast: ModuleType, device: str = "cpu") -> None:
-    """Parts whose masks are longer than they are, apart from each other in rows that are apart in memory."""
+    """Parts whose masks are longer than they are, apart from each other in rows that are apart in memory.
+
+    Between them, values that are sent as they are: some before the first, and more than one program copies.
+    """
     parts = mask.Faded(5, 100, 128, 30, 0.75), mask.Faded(105, 640, 640, 64, 1.0), mask.Faded(800, 3, 64, 3, 0.5)
     rows, words = 3, []
     for i, part in enumerate(parts):
         sizes = gaussian(rows, part.width, seed=i).abs_().add_(1)
         sizes[:, part.numel :] = 0
         words.append(mask.topk_mask(sizes, part.k, torch.empty(rows, part.width // 64, dtype=torch.int64)))
-    joined, payload = torch.cat(words, 1).to(device), gaussian(rows, sum(part.k for part in parts) + 2).to(device)
-    before, found = gaussian(rows, 900, seed=9).to(device), []
+    n, k = 2500, sum(part.k for part in parts)
+    places = ((0, 5, k), (900, 1500, k + 7), (2450, 1, k + 5))
+    kept = Places([Part(at, size, 1, first, size, size, 1, 1) for at, size, first in places], torch.device(device))
+    joined, payload = torch.cat(words, 1).to(device), gaussian(rows, k + 1510).to(device)
+    before, found, sent = gaussian(rows, n, seed=9).to(device), [], []
     for module in (reference, fast):
-        target = before.clone()
-        module.renew(payload[:, :-2], joined, parts, target[:, :880])
+        target, message = before.clone(), torch.full((k + 1510,), math.nan, device=device)
+        module.renew(payload[:, :-2], joined, parts, kept, target[:, : n - 20])
+        module.collect(target[1, : n - 20], joined[1:2], parts, kept, message[:-2])
         found.append(target)
-    assert torch.equal(*found)
-    taken, first = torch.zeros(900, dtype=torch.bool), 0
+        sent.append(message.nan_to_num(9))
+    assert torch.equal(*found) and torch.equal(*sent)
+    expected = torch.full((k + 1510,), 9.0, device=device)
+    expected[:k] = payload[1, :k]
+    taken, first = torch.zeros(n, dtype=torch.bool), 0
+    for at, size, start in places:
+        assert torch.equal(found[1][:, at : at + size], payload[:, start : start + size])
+        expected[start : start + size], taken[at : at + size] = payload[1, start : start + size], True
+    assert torch.equal(sent[1], expected)
     for part, of in zip(parts, words, strict=True):
         on = reference.flags_of(of)[:, : part.numel].to(device)
         values = found[1][:, part.start : part.start + part.numel]
@@ -262,13 +277,13 @@ def check_renewed(fast: ModuleType, device: str = "cpu") -> None:
 
 def test_values_at_a_mask_are_renewed_and_others_fade():
     check_renewed(cpu)
-    words, rows = words_of([3, 1]), gaussian(1, 128)
+    words, rows, kept = words_of([3, 1]), gaussian(1, 128), Places([], torch.device("cpu"))
     with pytest.raises(ThinwireError, match="does not have the 2 bits"):
-        mask.renew(torch.ones(1, 2), words, [mask.Faded(0, 128, 128, 2, 1.0)], rows)
+        mask.renew(torch.ones(1, 2), words, [mask.Faded(0, 128, 128, 2, 1.0)], kept, rows)
     with pytest.raises(ThinwireError, match="masks of 2 words and 3 values are not those of the parts"):
-        mask.renew(torch.ones(1, 3), words, [mask.Faded(0, 64, 64, 3, 1.0)], rows)
+        mask.renew(torch.ones(1, 3), words, [mask.Faded(0, 64, 64, 3, 1.0)], kept, rows)
     with pytest.raises(ThinwireError, match="masks of 1 rows do not go with 2 and 1 rows of"):
-        mask.renew(torch.ones(2, 3), words, [mask.Faded(0, 128, 128, 3, 1.0)], rows)
+        mask.renew(torch.ones(2, 3), words, [mask.Faded(0, 128, 128, 3, 1.0)], kept, rows)
 
 
 def check_a_wrong_mask_stays_in_its_row(fast: ModuleType, device: str = "cpu") -> None:

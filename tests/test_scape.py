@@ -16,7 +16,6 @@ from breadth import spread
 from engines import build, same_on_all_ranks, train
 from independent4 import SCAPE as ScapePaper
 from programs import needs_triton, run_python
-from thinwire import weights as replicas
 from thinwire.codecs import Int4, Int8, Residual
 from thinwire.codecs.mask import MaskedIntegers
 from thinwire.errors import ThinwireError
@@ -25,7 +24,7 @@ from thinwire.methods.base import Parameter, Run
 from thinwire.methods.masks import cut
 from thinwire.ops import mask as masks
 from thinwire.ops.mask.reference import flags_of
-from thinwire.ops.moments import Moments, Part, cpu, reference
+from thinwire.ops.moments import Moments, Part, Sent, cpu, reference
 from thinwire.optim import AdamS
 from thinwire.testing import reduce_on_threads
 
@@ -297,6 +296,21 @@ def check(module, n: int, m: int, device: str = "cpu") -> None:
         seen(rows, scores[: n - half])
         which.blend(rows, residual, 1, c, held, 0.9, True)
         seen(rows, scores[: n - half])
+        three = torch.stack([words, words.flip(0), words.roll(1)])  # as many bits in each row
+        k = int(masks.popcount(words.view(1, -1)))
+        known = module.directory(three) if hasattr(module, "directory") else None
+        for before in (None, known):  # the same passes, and what is sent
+            sent = Sent(three, before, torch.full((3, k + 2), math.nan, device=device)[:, :k], rows.clone(), 0.25)
+            which.blend(rows.clone(), residual, 1, c, held, 0.9, True, sent)
+            seen(sent.payload, sent.left, scores[: n - half])
+            payload, left = torch.full((1, k), math.nan, device=device), torch.full((1, n), math.nan, device=device)
+            one = Sent(three[:1], before, payload, left)
+            which.add_up(a.clone(), b, held, words, 0.9, True, one)
+            seen(one.payload, one.left, scores[: n - half])
+            mean = torch.full((n,), math.nan, device=device)
+            row = None if before is None else before[0]
+            which.settle(mean, held, words, 0.9, given, c, rest, one.payload[0], row)
+            seen(mean, given, rest)
         assert scores[n - half :].isnan().all()
     for actual, expected in zip(results[1], results[0], strict=True):
         assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
@@ -335,7 +349,6 @@ def _weights(rank, world):
         for kind in ("fsdp2", "fsdp2-keep"):
             model = build(kind, world)
             optimizer = AdamS(model.parameters(), lr=3e-3, weight_decay=0.3)
-            replicas.READ = 1 if kind == "fsdp2" else 1 << 24  # one shard at once, or all
             method = f"scape(density=0.1, warmup=3, smallest=100, weights='{weights}')"
             wire = thinwire.compress(model, optimizer, method)
             losses = train(model, optimizer, rank, range(6), wire)

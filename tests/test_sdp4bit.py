@@ -18,12 +18,11 @@ from engines import adamw, build, same_on_all_ranks, train
 from independent4 import Int4Group, WeightDifference, gather_parts, two_level
 from independent4 import hadamard as rotate
 from models import Net, flat, loss_of
-from thinwire import weights as replicas
 from thinwire.bucket import Piece, Shard
 from thinwire.codecs.intquant import ShiftedInt8
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
-from thinwire.methods import SDP4Bit, ZeROPP, resolve
+from thinwire.methods import SDP4Bit, ZeROPP, resolve, sdp4bit
 from thinwire.methods.base import Run
 from thinwire.plan import Plan, describe
 from thinwire.state import State
@@ -287,7 +286,7 @@ def test_bits_per_value_of_a_125m_model():
 
 def _engines(rank, world, kind):
     found = {}
-    replicas.READ = 2200 if kind == "fsdp2" else 1 << 24  # three shards of a block at once, so that one is left over
+    sdp4bit.READ = 2200 if kind == "fsdp2" else 1 << 24  # of qsdp three shards at once: one is left over
     for method in ("sdp4bit:paper(weight_group=32)", "zeropp(smallest=100)", "qsdp(smallest=100)"):
         model = build(kind, world)
         optimizer = adamw(model, lr=1e-2)

@@ -30,7 +30,7 @@ from thinwire.errors import ThinwireError
 from thinwire.methods.run import Parameter
 from thinwire.methods.update import UpdateSpace
 from thinwire.ops import direction, mask
-from thinwire.ops.direction import cpu, reference
+from thinwire.ops.direction import Part, cpu, reference
 from thinwire.saved import entries
 from thinwire.state import State
 from thinwire.streams import random_normal, seed_of
@@ -523,11 +523,14 @@ def check(fast, device="cpu"):
             ours, theirs = held.clone().to(device), held.clone()
             for which, of in ((fast, ours), (reference, theirs)):
                 g, v, v_out, m, m_out = (of[:, i, :n] for i in range(5))
-                lr, scale = (torch.tensor(x, device=of.device) for x in (3e-3, 4.0))
+                lr, scale = (torch.tensor(x, device=of.device) for x in ([7.0, 3e-3, 0.5], [9.0, 4.0, 0.25]))
                 pair = (m, m_out) if momentum else (None, None)
-                which.direction(g, v, v_out, *pair, lr, scale, 0.9, 0.95, 1e-8)
+                parts = [Part(0, min(n, 48), 1, 0.95, 1e-8)]
+                parts += [Part(64, 80, 2, 0.5, 1e-3), Part(304, n - 304, 1, 1.0, 1e-8)] if n > 304 else []
+                which.direction(g, v, v_out, *pair, parts, lr, scale, 0.9)
             assert torch.allclose(ours.cpu(), theirs, rtol=2e-6, atol=0, equal_nan=True)
             assert theirs[:, :3, :n].isfinite().all() and (momentum or theirs[0, 0, 0] == 0)
+            assert n == 1 or torch.equal(theirs[:, :, 48:64], held[:, :, 48:64])  # of no part
 
 
 def test_direction_equals_reference():
@@ -536,8 +539,8 @@ def test_direction_equals_reference():
 
 def test_direction_of_nothing():
     empty = torch.zeros(2, 0)
-    one = torch.ones(())
-    direction.direction(empty, empty, empty, None, None, lr=one, scale=one, beta1=0, beta2=0.9, eps=1e-8)
+    one = torch.ones(1)
+    direction.direction(empty, empty, empty, None, None, [Part(0, 0, 0, 0.9, 1e-8)], lr=one, scale=one, beta1=0)
 
 
 @needs_triton

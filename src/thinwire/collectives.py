@@ -99,10 +99,14 @@ def _send_all(rows: Tensor, residual: Residual | None) -> None:
         residual.new.zero_()
 
 
-def _dense_all_reduce(comm: Comm, values: Tensor, divide: str) -> None:
-    """The mean by the network's own sum, with the engine's order of dividing and adding."""
+def _dense_all_reduce(comm: Comm, values: Tensor, divide: str, *, shared: bool = False) -> None:
+    """The mean by the network's own sum, with the engine's order of dividing and adding.
+
+    ``shared``: where the first comes before the second, it is done already.
+    """
     if divide == "before":
-        values.mul_(1 / comm.size)
+        if not shared:
+            values.mul_(1 / comm.size)
         comm.all_reduce(values)
     else:
         comm.all_reduce(values, "mean")
@@ -147,6 +151,11 @@ class Exchange(ABC):
         values = torch.empty((rows, numel // rows), dtype=dtype, device="meta")
         self.on(lambda comm: CountingComm.like(comm, ledger)).mean(_Bare(values, values[:1] if self.owner else values))
         return sum(ledger.now.bytes.values())
+
+    @property
+    def factor(self) -> float:
+        """What a rank's values are multiplied by before the network sums them, where it is asked for their mean."""
+        return 1.0
 
     def bucket_rows(self, on_wire: bool) -> int:
         """How many rows a bucket needs here, if the network sums (``on_wire``) or the ranks do."""
@@ -258,6 +267,10 @@ class AllReduce(Exchange):
         super().__init__(comm)
         self.divide = divide
 
+    @property
+    def factor(self):
+        return 1 / self.comm.size if self.divide == "before" else 1.0
+
     def bucket_rows(self, on_wire):
         return 1 if on_wire else self.rows
 
@@ -270,7 +283,7 @@ class AllReduce(Exchange):
         wire = _encode(comm, bucket, rows, codec, "wire", residual, seed)
         if codec.linear and on_wire:
             if codec.wire_dtype == torch.float32 and codec.divisible:
-                _dense_all_reduce(comm, wire, self.divide)
+                _dense_all_reduce(comm, wire, self.divide, shared=codec.shared)
                 scale = 1.0
             else:
                 comm.all_reduce(wire)

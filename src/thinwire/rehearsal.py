@@ -319,8 +319,9 @@ class _Play:
         """Write a message of each module, and read it: a rank without peers might have none to read."""
         for replica, out in self._gathers:
             rows = out.view(replica.comm.size, -1)
-            message = replica.message.write(rows[0], rows[0] if replica.message.resident else None, number)
-            replica.message.read(slice(0, 1), message.view(1, -1), rows[:1])
+            held = rows[0].clone() if replica.message.resident and not replica.message.exact else None
+            message = replica.message.write(rows[0], held, number)
+            replica.message.read(slice(0, 1), message.view(1, -1), rows[:1], held)
 
     def ahead(self, number: int) -> None:
         """What leaves of the weights before step ``number`` gathers them."""

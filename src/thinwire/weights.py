@@ -15,7 +15,7 @@ until it is asked for: it can leave when the optimizers have stepped (:class:`Ah
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,10 +27,6 @@ from thinwire.comm import Comm, Then, Work
 from thinwire.errors import ThinwireError
 from thinwire.ops import rows as ops
 from thinwire.state import State
-
-READ = 1 << 24
-"""Values of shards that are read at once, whoever's they are. More => fewer kernel launches, more scratch memory (4
-bytes each)."""
 
 
 class Message(ABC):
@@ -61,10 +57,11 @@ class Message(ABC):
         """
 
     @abstractmethod
-    def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
+    def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
         """Bring ``rows`` (P, n) up to date: the weights of the ranks ``peers``, whose ``messages`` are (P, m).
 
-        It follows a ``write`` of the same step.
+        It follows a ``write`` of the same step. ``held``: (n,) as ``write`` has it, unless the message is ``exact``:
+        that is brought up to date, too, and this rank's row, which holds its weights, becomes the same.
         """
 
 
@@ -78,23 +75,28 @@ class Columns:
 
     def take(self, shards: Tensor, rows: Tensor) -> Tensor:
         """``rows`` = the values of ``shards``, both contiguous; zeros in the padding."""
-        ops.pack(shards.view(-1), self._places(shards, rows), rows.view(-1))
+        ops.pack(shards.view(-1), self._of(shards, rows), rows.view(-1))
         return rows
 
     def give(self, rows: Tensor, shards: Tensor, *, add: bool = False) -> Tensor:
         """``shards`` = the values of ``rows``, both contiguous, or those are added to them (``add``)."""
-        ops.unpack(rows.view(-1), self._places(shards, rows), shards.view(-1), add=add)
+        ops.unpack(rows.view(-1), self._of(shards, rows), shards.view(-1), add=add)
         return shards
 
-    def _places(self, shards: Tensor, rows: Tensor) -> ops.Places:
-        (peers, n), m = shards.shape, rows.shape[1]
-        key = peers, n, m, shards.device
+    def _of(self, shards: Tensor, rows: Tensor) -> ops.Places:
+        return self.places(shards.device, peers=len(shards), n=shards.shape[1], m=rows.shape[1])
+
+    def places(
+        self, device: torch.device, per_program: int = ops.PER_PROGRAM, *, peers: int = 1, n: int = 0, m: int = 0
+    ) -> ops.Places:
+        """Of all pieces in ``peers`` shards of ``n`` values and as many rows of ``m`` columns; by default in one."""
+        key, away = (device, per_program, peers, n, m), (peers - 1) * n
         if key not in self._made:
             parts = [
-                ops.Part(of.offset, (peers - 1) * n + of.numel, n, first, width, of.numel, m, peers)
+                ops.Part(of.offset, away + of.numel, n or of.numel, first, width, of.numel, m or width, peers)
                 for of, first, width in self._pieces
             ]
-            self._made[key] = ops.Places(parts, shards.device)
+            self._made[key] = ops.Places(parts, device, per_program)
         return self._made[key]
 
 
@@ -315,21 +317,10 @@ class Replica:
         return None
 
     def _read(self, everybody: Tensor, rows: Tensor) -> None:
-        own = rows[self.comm.rank]
-        if self._row is not None:
-            own.copy_(self._row)
-        for peers in self._peers():
-            self.message.read(peers, everybody[peers], rows[peers])
-        if self._row is not None:
-            self._row.copy_(own)
-
-    def _peers(self) -> Iterator[slice]:
-        """The ranks whose messages this one reads, some at a time; its own only if it needs what they come to."""
         rank, size = self.comm.rank, self.comm.size
-        most = max(READ // max(self.shard.numel, 1), 1)
-        for ranks in (range(rank), range(rank + 1, size)) if self.message.exact else (range(size),):
-            for first in ranks[::most]:
-                yield slice(first, min(first + most, ranks.stop))
+        for peers in (slice(0, rank), slice(rank + 1, size)) if self.message.exact else (slice(0, size),):
+            if peers.start < peers.stop:  # its own message only if it needs what that comes to
+                self.message.read(peers, everybody[peers], rows[peers], self._row)
 
     def _empty(self) -> Tensor:
         return torch.empty(self.comm.size * self.shard.numel, dtype=self.shard.dtype, device=self.device)

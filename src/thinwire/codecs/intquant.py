@@ -58,24 +58,24 @@ class Integers(GroupedBytes):
 
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
         n = rows.shape[1]
-        codes, scales = self._parts(out, n)
-        if (drawn := self._drawn(n, seed)) is None:
+        codes, scales = self.codes_of(out, n)
+        if (drawn := self.drawn(n, seed)) is None:
             quant.quantize(rows, self.format, codes, scales)
         else:
             quant.quantize_parts(rows, self.format, codes, scales, drawn)
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
-        quant.dequantize(*self._parts(wire, out.shape[1]), self.format, out)
+        quant.dequantize(*self.codes_of(wire, out.shape[1]), self.format, out)
 
     def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
-        quant.dequantize_sum(*self._parts(wire, out.shape[0]), self.format, out, scale)
+        quant.dequantize_sum(*self.codes_of(wire, out.shape[0]), self.format, out, scale)
 
     def _encode_sum(
         self, wire: Tensor, out: Tensor, n: int, scale: float, seed: Seeds | None, space: Space
     ) -> None:
-        quant.requantize(*self._parts(wire, n), self.format, *self._parts(out, n), scale, self._drawn(n, seed))
+        quant.requantize(*self.codes_of(wire, n), self.format, *self.codes_of(out, n), scale, self.drawn(n, seed))
 
-    def _drawn(self, n: int, seed: Seeds | None) -> Drawn | None:
+    def drawn(self, n: int, seed: Seeds | None) -> Drawn | None:
         """Where the random bits of ``n`` columns come from; None: there are none."""
         if not self.draws:
             return None
@@ -84,7 +84,7 @@ class Integers(GroupedBytes):
             raise ThinwireError(f"{self}: stochastic rounding draws: hand in a seed for all {n} columns")
         return drawn
 
-    def _parts(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    def codes_of(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Codes, int8 or uint8 pairs, and scales: views of ``wire``."""
         codes, scales = self._split(wire, n)
         return codes.view(torch.int8) if self.bits == 8 else codes, scales

@@ -332,6 +332,7 @@ class AtMask(Message):
         self._used, self._keep, self._pieces, self._rank = used, keep, pieces, rank
         self._layouts: dict[tuple[int | None, ...], _Layout] = {}
         self._layout = self._place([None] * len(pieces))  # of the last message
+        self._parts: list[masks.Faded] = []
         self._words = torch.empty(0)  # its masks (R, w), beside each other
         self._before: Tensor | None = None  # their directory
 
@@ -343,27 +344,29 @@ class AtMask(Message):
         """w at the mask (Alg. 2, l. 3), and behind that what has none."""
         used = [self._used.get(piece.name) for piece in self._pieces]
         self._layout = layout = self._place([None if of is None or of.words is None else of.k for of in used])
-        message = own.new_empty((1, layout.length))
-        if layout.parts:
-            self._words, self._before = self._beside([of for of in used if of is not None])
-            values = layout.masked.take(own.view(1, -1), own.new_empty((1, WORD * self._words.shape[1])))
-            mine = slice(self._rank, self._rank + 1)
-            before = None if self._before is None else self._before[mine]
-            masks.gather_keep(values, None, self._words[mine], message[:, : layout.k], None, before)
-        layout.whole.take(own.view(1, -1), message)
-        return message[0]
+        message = own.new_empty(layout.length)
+        if not layout.parts:
+            layout.whole.take(own.view(1, -1), message.view(1, -1))
+            return message
+        self._words, self._before = self._beside([of for of in used if of is not None])
+        self._parts = [
+            masks.Faded(of.offset, of.numel, padded(of.numel, WORD), k, self._keep[of.name]) for of, k in layout.parts
+        ]
+        words, before = self._of(slice(self._rank, self._rank + 1))
+        return masks.collect(own, words, self._parts, layout.whole.places(own.device), message, before)
 
-    def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
+    def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
         """w at the mask as it was sent (Alg. 2, l. 4); w = (1 - lr decay) w off the mask, where m' is 0 (l. 5)."""
-        layout = self._layout
-        if layout.parts:
-            faded = [
-                masks.Faded(of.offset, of.numel, padded(of.numel, WORD), k, self._keep[of.name])
-                for of, k in layout.parts
-            ]
-            before = None if self._before is None else self._before[peers]
-            masks.renew(messages[:, : layout.k], self._words[peers], faded, rows, before)
-        layout.whole.give(messages, rows)
+        whole = self._layout.whole
+        if not self._layout.parts:
+            whole.give(messages, rows)
+            return
+        words, before = self._of(peers)
+        masks.renew(messages, words, self._parts, whole.places(rows.device), rows, before)
+
+    def _of(self, peers: slice) -> tuple[Tensor, Tensor | None]:
+        """The masks of some ranks' rows, and their directory."""
+        return self._words[peers], None if self._before is None else self._before[peers]
 
     def _beside(self, used: Sequence[Used]) -> tuple[Tensor, Tensor | None]:
         """The masks of all pieces that have one, and their directory: a bucket's as they are, if these are its own."""
@@ -378,10 +381,9 @@ class AtMask(Message):
         if (key := tuple(at)) not in self._layouts:
             parts = [(piece, k) for piece, k in zip(self._pieces, at, strict=True) if k is not None]
             others = [piece for piece, k in zip(self._pieces, at, strict=True) if k is None]
-            masked, _ = beside((piece, padded(piece.numel, WORD)) for piece, _ in parts)
             k = sum(k for _, k in parts)
             whole, length = beside(((piece, piece.numel) for piece in others), k)
-            self._layouts[key] = _Layout(parts, Columns(masked), k, Columns(whole), length)
+            self._layouts[key] = _Layout(parts, Columns(whole), length)
         return self._layouts[key]
 
 
@@ -389,13 +391,10 @@ class _Layout(NamedTuple):
     """Of a message: first the values at masks, then the pieces that have none.
 
     Attributes:
-        parts: those with a mask, and how many values are at it. masked: where they lie in words of masks beside each
-            other. k: values at all masks. whole: the others, in the message. length: of that.
+        parts: those with a mask, and how many values are at it. whole: the others, in the message. length: of that.
     """
 
     parts: list[tuple[Piece, int]]
-    masked: Columns
-    k: int
     whole: Columns
     length: int
 

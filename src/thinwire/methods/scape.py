@@ -30,15 +30,16 @@ see :mod:`thinwire.methods.masks`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.bucket import Bucket, Segment, Shard
-from thinwire.codecs.base import Residual
+from thinwire.codecs.base import Residual, Space
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.collectives import Exchange
@@ -65,7 +66,32 @@ from thinwire.methods.base import (
 from thinwire.methods.masks import WORD, AtMask, Masks, Schedule, Unfolded, Used
 from thinwire.ops import moments
 from thinwire.optim import AdamS
+from thinwire.streams import Seeds
 from thinwire.weights import Message
+
+
+@dataclass(frozen=True, eq=False)
+class Settled(Masked):
+    """Values at M of which both ends are one pass: rows are added up as they are encoded, and settled as decoded.
+
+    Attributes:
+        add_up: (what is sent) -> m~ of the rows, l. 10-12. settle: (b (k,) at M, the mask's directory), l. 16-17.
+        share: what its values are multiplied by.
+    """
+
+    shared = True
+
+    add_up: Callable[[moments.Sent], None] = field(kw_only=True, repr=False)
+    settle: Callable[[Tensor, Tensor | None], None] = field(kw_only=True, repr=False)
+    share: float = field(kw_only=True)
+
+    def _encode_and_keep(
+        self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
+    ) -> None:
+        self.add_up(moments.Sent(self.words, self.before, out, residual.new, self.share))
+
+    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
+        self.settle(wire[0], None if self.before is None else self.before[self.owner_row or 0])
 
 
 @dataclass
@@ -168,39 +194,51 @@ class SCAPE(Method):
             words = torch.full((bucket.shape[1] // WORD,), -1, dtype=torch.int64, device=bucket.device)
         else:
             words = used.words[exchange.mine]
-        with exchange.span("encode", bucket.rows):
-            self._add_up(bucket, words, exchange.mine)
+        codec = None if used is None else self._codec(bucket, used, exchange)
+        apart = not isinstance(codec, Settled)
+        if apart:
+            with exchange.span("encode", bucket.rows):
+                self._add_up(bucket, words, exchange.mine)
         waits = self.state.write("residual", bucket)
-        codec = None if used is None else self._codec(bucket, used, exchange.mine)
         exchange.mean(bucket, codec, residual=Residual(None, waits))  # l. 11-12: off M, all waits; l. 13-14: b
         self.state.put_back("residual", bucket)
-        with exchange.span("decode", bucket.rows):
-            self._settle(bucket, used, words)
+        if apart:
+            with exchange.span("decode", bucket.rows):
+                self._settle(bucket, words)
+        self._note(bucket, used)
 
-    def _add_up(self, bucket: Bucket, words: Tensor, mine: int) -> None:
+    def _add_up(self, bucket: Bucket, words: Tensor, mine: int, sent: moments.Sent | None = None) -> None:
         """``bucket.rows`` = m~ (l. 10) without b1 m on M, which all ranks have; m~ -> scores of the next mask (l. 15).
 
-        Where a row's owner alone has m and x, it chooses with these, and they are not sent.
+        Where a row's owner alone has m and x, it chooses with these, and they are not sent. ``sent``: takes the result.
         """
         held, choose = self._moments(bucket), self._schedule.refreshes(bucket.step + 1)
         residual = self.state.read("residual", bucket)
         if self._apart:
             common = self.state.read("common", bucket, rows=1)[0]
-            moments.blend(bucket.rows, residual, mine, common, held, self.beta1, choose=choose)
+            moments.blend(bucket.rows, residual, mine, common, held, self.beta1, choose=choose, sent=sent)
         else:
-            moments.add_up(bucket.rows[0], residual[0], held, words, self.beta1, choose=choose)
+            moments.add_up(bucket.rows[0], residual[0], held, words, self.beta1, choose=choose, sent=sent)
 
-    def _codec(self, bucket: Bucket, used: Unfolded, mine: int) -> Masked | MaskedIntegers:
+    def _codec(self, bucket: Bucket, used: Unfolded, exchange: Exchange) -> Masked | MaskedIntegers:
         """For the values at the masks ``used``."""
-        counts = [self._masks.count(segment) for segment in bucket.segments]
-        if self.payload in ("fp32", "bf16"):
-            dtype = torch.float32 if self.payload == "fp32" else torch.bfloat16
-            return Masked(used.words, sum(counts), owner_row=mine, dtype=dtype, before=used.before)
+        counts, mine = [self._masks.count(segment) for segment in bucket.segments], exchange.mine
+        if self.payload == "fp32":
+            add_up = functools.partial(self._add_up, bucket, used.words[mine], mine)
+            settle = functools.partial(self._settle, bucket, used.words[mine])
+            return Settled(
+                used.words, sum(counts), owner_row=mine, before=used.before, add_up=add_up, settle=settle,
+                share=exchange.factor,
+            )  # fmt: skip
+        if self.payload == "bf16":
+            return Masked(used.words, sum(counts), owner_row=mine, dtype=torch.bfloat16, before=used.before)
         parts = tuple((segment.width // WORD, k) for segment, k in zip(bucket.segments, counts, strict=True))
         return MaskedIntegers(used.words, parts, Integers(WORD, 8 if self.payload == "int8" else 4), owner_row=mine)
 
-    def _settle(self, bucket: Bucket, used: Unfolded | None, words: Tensor) -> None:
-        """m' (l. 16) for the optimizer, g^ (l. 17) in ``bucket.mean``.
+    def _settle(
+        self, bucket: Bucket, words: Tensor, payload: Tensor | None = None, before: Tensor | None = None
+    ) -> None:
+        """m' (l. 16) for the optimizer, g^ (l. 17) in ``bucket.mean``: of the mean there, or of ``payload``, it at M.
 
         Where a row's owner alone has x: the mean += x on M; x = x + b1 m off M, 0 on M (l. 11-12, for what is common).
         """
@@ -209,7 +247,13 @@ class SCAPE(Method):
         if self._apart:
             common = self.state.read("common", bucket, rows=1)[0]
             waits = self.state.write("common", bucket, rows=1)[0]
-        moments.settle(bucket.mean[0], self._moments(bucket), words, self.beta1, given[0], common, waits)  # l. 16-17
+        moments.settle(
+            bucket.mean[0], self._moments(bucket), words, self.beta1, given[0], common, waits, payload, before
+        )  # l. 16-17
+
+    def _note(self, bucket: Bucket, used: Unfolded | None) -> None:
+        """Where m' is of all of the bucket's parameters, and their masks."""
+        given = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
         for segment in bucket.segments:
             m = local(self.run.weights[segment.name]).numel()
             self._given[segment.name] = given[0, segment.start : segment.start + m]

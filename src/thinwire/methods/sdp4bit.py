@@ -49,11 +49,16 @@ from thinwire.methods.base import (
     check_smallest,
     exempt_small,
 )
+from thinwire.ops import shards
 from thinwire.ops.quant import ORDER
+from thinwire.ops.rows import Places
 from thinwire.streams import Pool, Seeds, seed_of
 from thinwire.weights import Columns, Message, beside
 
 WEIGHTS = ("difference", "plain", "dense")
+READ = 1 << 24
+"""Values of shards that are decoded at once where no kernel knows the codec. More => fewer launches, more scratch
+memory (4 bytes each)."""
 _EVERYTHING = {"send": ("*",)}
 _DENSE = {"bits": 32, "intra_bits": 32}
 
@@ -250,14 +255,18 @@ class QuantizedWeights(Message):
 
     def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
         """d = Q(w - r), or Q(w) (Alg. 4, l. 7)."""
-        self._codec = self._make_codec(seed_of(self._seed, f"shift/{self._module}", step) / 2**63 - 0.5)
+        self._codec = codec = self._make_codec(seed_of(self._seed, f"shift/{self._module}", step) / 2**63 - 0.5)
         message = torch.empty(padded(self._end, 4), dtype=torch.uint8, device=own.device)
-        if self._encoded:
-            difference = own if held is None else own - held  # l. 7: w - r
+        wire, whole = message[: self._head].view(1, -1), message.view(own.dtype)
+        if isinstance(codec, Integers):
+            drawn = codec.drawn(self._width, self._seeds(step)) if self._encoded else None
+            codes, scales = codec.codes_of(wire, self._width)
+            shards.write(own, held, *self._places(own.device), codec.format, codes, scales, whole, drawn)
+        else:
             values = torch.empty((1, self._width), dtype=torch.float32, device=own.device)
-            self._columns.take(difference.view(1, -1), values)
-            self._codec.encode(values, message[: self._head].view(1, -1), seed=self._seeds(step))  # l. 7: Q
-        self._kept.take(own.view(1, -1), message.view(own.dtype).view(1, -1))
+            self._columns.take((own if held is None else own - held).view(1, -1), values)
+            codec.encode(values, wire, seed=self._seeds(step))
+            self._kept.take(own.view(1, -1), whole.view(1, -1))
         if len(message) > self._end:
             message[self._end :].zero_()
         self.bits, self.values = 8 * len(message), self._values
@@ -271,13 +280,27 @@ class QuantizedWeights(Message):
             for piece, first, width in self._encoded
         ))  # fmt: skip
 
-    def read(self, peers: slice, messages: Tensor, rows: Tensor) -> None:
+    def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
         """r += d, at the owner too, or r = Q(w) (Alg. 4, l. 8)."""
-        if self._encoded:
-            values = torch.empty((len(rows), self._width), dtype=torch.float32, device=rows.device)
-            self._codec.decode(messages[:, : self._head], values)
-            self._columns.give(values, rows, add=self.resident)  # l. 8
-        self._kept.give(messages.view(rows.dtype), rows)
+        mine, wires, whole = self._rank - peers.start, messages[:, : self._head], messages.view(rows.dtype)
+        if isinstance(self._codec, Integers):
+            codes, scales = self._codec.codes_of(wires, self._width)
+            shards.read(codes, scales, whole, *self._places(rows.device), self._codec.format, rows, mine, held)
+            return
+        if held is not None:
+            rows[mine].copy_(held)
+        most = max(READ // max(rows.shape[1], 1), 1)
+        for some, wire in zip(rows.split(most), wires.split(most), strict=True):
+            values = torch.empty((len(some), self._width), dtype=torch.float32, device=rows.device)
+            self._codec.decode(wire, values)
+            self._columns.give(values, some, add=held is not None)
+        self._kept.give(whole, rows)
+        if held is not None:
+            held.copy_(rows[mine])
+
+    def _places(self, device: torch.device) -> tuple[Places, Places]:
+        """Of what is encoded, and of what is not."""
+        return self._columns.places(device, shards.PER_PROGRAM), self._kept.places(device)
 
 
 @dataclass

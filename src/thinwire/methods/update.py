@@ -45,7 +45,7 @@ from thinwire.errors import ThinwireError
 from thinwire.methods.muon import muon
 from thinwire.methods.run import Run, Step
 from thinwire.methods.steps import OwnSteps, adam_of
-from thinwire.ops.direction import direction
+from thinwire.ops.direction import Part, direction
 from thinwire.state import State
 from thinwire.streams import seed_of
 
@@ -122,12 +122,14 @@ class UpdateSpace:
 
     def leave(self, bucket: Bucket) -> None:
         """``bucket.mean`` holds steps that will be taken."""
+        first: list[Tensor] = []
         for segment in bucket.segments:
             self.steps.names.add(segment.name)
             mine = self._run.travels(segment.name, local(self._run.weights[segment.name]).reshape(-1))
             count = min(mine.numel(), segment.span, PROBE)  # behind them there may be padding, which a sign fills
-            start = segment.start
-            self._lengths[segment.name] = _length(bucket.mean[0, start : start + count]), count
+            first.append(bucket.mean[0, segment.start : segment.start + count])
+        for segment, length, values in zip(bucket.segments, _lengths(first), first, strict=True):
+            self._lengths[segment.name] = length, len(values)
 
     def take(self, step: Step) -> None:
         """w = (1 - lr decay) w - c, of all parameters whose c has come.
@@ -142,21 +144,31 @@ class UpdateSpace:
                 f"{self._name}: a gradient is a step of the weights when backward() is over, and something has scaled "
                 "it: clip with wire.clip_grad_norm_, which leaves steps alone"
             )
-        scaled: list[Tensor] = []
+        values: list[Tensor] = []
+        changes: list[Tensor] = []
+        keep: list[float] = []
+        first: list[Tensor] = []
+        lengths: list[Tensor] = []
 
         def move(name: str, weight: Tensor) -> None:
-            group = step.held[name].group
-            change, values = local(weight.grad), local(weight.detach())  # type: ignore[arg-type]
-            if decay := group["weight_decay"]:
-                values.mul_(1 - float(group["lr"]) * decay)
-            values.sub_(change)
+            group, change = step.held[name].group, local(weight.grad)  # type: ignore[arg-type]
+            values.append(local(weight.detach()))
+            changes.append(change)
+            keep.append(1 - float(group["lr"]) * group["weight_decay"])
             if name in self._lengths:
-                then, columns = self._lengths[name]
-                now = _length(self._run.travels(name, change.reshape(-1))[:columns])
-                scaled.append((now - then).abs() > 0.01 * then)
+                length, columns = self._lengths[name]
+                first.append(self._run.travels(name, change.reshape(-1))[:columns])
+                lengths.append(length)
 
         self.steps.take(step, move)
-        self._scaled = torch.stack(scaled).any() if scaled else None
+        if values and set(keep) != {1.0}:
+            torch._foreach_mul_(values, keep)
+        if values:
+            torch._foreach_sub_(values, changes)
+        self._scaled = None
+        if first:
+            now, then = torch.stack(_lengths(first)), torch.stack(lengths)
+            self._scaled = ((now - then).abs() > 0.01 * then).any()
         self._lengths.clear()
 
     def done(self, step: Step) -> None:
@@ -190,7 +202,8 @@ class UpdateSpace:
         lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64)
         scales = r * _unbias(betas.to(bucket.device), seen)
         lrs = (lrs.to(bucket.device) * _unbias(self._momentum, seen)).float()
-        for segment, group, lr, scale in zip(bucket.segments, groups, lrs, scales, strict=True):
+        parts = []
+        for place, (segment, group) in enumerate(zip(bucket.segments, groups, strict=True)):
             at, beta2 = segment.columns, float(group["betas"][1])
             if segment.name in self._matrices:
                 shape = self._run.parameters[segment.name].shape
@@ -198,11 +211,9 @@ class UpdateSpace:
                 continue
             if self._factored:
                 self._average(values, second, segment, beta2)
-            direction(
-                values[:, at], second[:, at], second_out[:, at], None if first is None else first[:, at],
-                None if first_out is None else first_out[:, at], lr=lr, scale=scale, beta1=self._momentum,
-                beta2=1.0 if self._factored else beta2, eps=float(group["eps"]),
-            )  # fmt: skip
+            beta2, eps = 1.0 if self._factored else beta2, float(group["eps"])
+            parts.append(Part(segment.start, segment.width, place, beta2, eps))
+        direction(values, second, second_out, first, first_out, parts, lr=lrs, scale=scales, beta1=self._momentum)
 
     def _average(self, values: Tensor, second: Tensor, segment: Segment, beta2: float) -> None:
         """The columns of ``segment`` in ``second`` (R, n) = v', from its averages by rows and columns and g."""
@@ -254,8 +265,8 @@ class UpdateSpace:
         return torch.cat(found).to(bucket.device)
 
 
-def _length(values: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(values, dtype=torch.float32)
+def _lengths(values: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm(values, dtype=torch.float32))
 
 
 def _unbias(beta: Tensor | float, steps: Tensor) -> Tensor:

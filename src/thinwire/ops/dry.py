@@ -17,7 +17,9 @@ from torch import Tensor
 
 from thinwire.ops.backends import host_code, launches
 
-FAMILIES = ("adams", "direction", "mask", "moments", "projection", "quant", "rows", "sign", "sketch", "sparse")
+FAMILIES = (
+    "adams", "direction", "mask", "moments", "projection", "quant", "rows", "shards", "sign", "sketch", "sparse",
+)  # fmt: skip
 
 WAITING = {"sketch": ("sketch_peel", "settle")}
 """By family, operations whose shapes depend on data: here they are counted, by their own names."""

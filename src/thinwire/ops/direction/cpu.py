@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.ops.direction import Part, reference
 from thinwire.ops.kernels import flat, njit
 
 LARGEST = np.float32(torch.finfo(torch.float32).max)
@@ -31,6 +34,13 @@ def _direction(
 
 
 def direction(
+    rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
+    parts: Sequence[Part], lr: Tensor, scale: Tensor, beta1: float,
+) -> None:  # fmt: skip
+    reference.direction(rows, second, second_out, first, first_out, parts, lr, scale, beta1, _pass)
+
+
+def _pass(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None, lr: Tensor,
     scale: Tensor, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip

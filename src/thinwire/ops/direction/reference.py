@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
+from thinwire.ops.direction import Part
 
-def direction(
+
+def step(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None, lr: Tensor,
     scale: Tensor, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
@@ -16,3 +20,13 @@ def direction(
         first_out.copy_(beta1 * first + (1 - beta1) * rows)
         rows.copy_(first_out)
     rows.mul_(lr).div_((second_out * scale).sqrt_().add_(eps))
+
+
+def direction(
+    rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
+    parts: Sequence[Part], lr: Tensor, scale: Tensor, beta1: float, by: Callable[..., None] = step,
+) -> None:  # fmt: skip
+    """One tensor after the other, ``by`` this or another backend's pass."""
+    for part in parts:
+        values = [None if of is None else of[:, part.columns] for of in (rows, second, second_out, first, first_out)]
+        by(*values, lr[part.place], scale[part.place], beta1, part.beta2, part.eps)

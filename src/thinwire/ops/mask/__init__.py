@@ -17,9 +17,10 @@ from torch import Tensor
 
 from thinwire.errors import ThinwireError
 from thinwire.ops.backends import backend
+from thinwire.ops.rows import Places
 
-__all__ = ["WORD", "Faded", "directory", "from_indices", "from_lists", "gather_keep", "indices", "pack", "popcount",
-           "renew", "scatter", "scatter_add", "topk_mask", "unpack", "write_at"]  # fmt: skip
+__all__ = ["WORD", "Faded", "collect", "directory", "from_indices", "from_lists", "gather_keep", "indices", "pack",
+           "popcount", "renew", "scatter", "scatter_add", "topk_mask", "unpack", "write_at"]  # fmt: skip
 
 WORD = 64
 """Elements per mask word."""
@@ -118,21 +119,38 @@ class Faded(NamedTuple):
     keep: float
 
 
-def renew(
-    payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor, before: Tensor | None = None
+def collect(
+    row: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, message: Tensor, before: Tensor | None = None
 ) -> Tensor:
-    """``rows`` (R, n) = ``payload`` (R, K) at the mask, ``keep`` times what it was elsewhere, in all ``parts``.
+    """``message`` (m,) = what ``renew`` takes of a ``row`` (n,): its values at the mask ``words`` (1, w), and behind
+    them those that are ``kept``, whose places are those of one row. On a GPU one launch."""
+    _check_parts(message.unsqueeze(0), words, parts, row.unsqueeze(0))
+    _backend(row).collect(row, words, parts, kept, message, before)
+    return message
 
-    The masks of the parts lie beside each other in ``words`` (R, w), and their values in the payload, in their order.
-    Columns of no part are left alone. ``before``: ``directory(words)``, if it is known.
+
+def renew(
+    messages: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, rows: Tensor, before: Tensor | None = None
+) -> Tensor:
+    """``rows`` (R, n) = what ``messages`` (R, m) say at the mask, ``keep`` times what it was off it, in all ``parts``.
+
+    The masks of the parts lie beside each other in ``words`` (R, w), and their values in a message, in their order,
+    from its first column on. What is ``kept`` is as it was sent. Other columns are left alone. ``before``:
+    ``directory(words)``, if it is known.
     """
-    if len(payload) != len(words) or len(rows) != len(words) or rows.dtype != torch.float32:
-        raise ThinwireError(f"masks of {len(words)} rows do not go with {len(payload)} and {len(rows)} rows of values")
-    if WORD * words.shape[1] != sum(part.width for part in parts) or payload.shape[1] != sum(p.k for p in parts):
-        raise ThinwireError(f"masks of {words.shape[1]} words and {payload.shape[1]} values are not those of the parts")
-    if parts and rows.numel():
-        _backend(rows).renew(payload, words, parts, rows, before)
+    _check_parts(messages, words, parts, rows)
+    if rows.numel():
+        _backend(rows).renew(messages, words, parts, kept, rows, before)
     return rows
+
+
+def _check_parts(messages: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor) -> None:
+    if len(messages) != len(words) or len(rows) != len(words) or rows.dtype != torch.float32:
+        raise ThinwireError(f"masks of {len(words)} rows do not go with {len(messages)} and {len(rows)} rows of values")
+    if WORD * words.shape[1] != sum(part.width for part in parts) or messages.shape[1] < sum(p.k for p in parts):
+        raise ThinwireError(
+            f"masks of {words.shape[1]} words and {messages.shape[1]} values are not those of the parts"
+        )
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from thinwire.errors import ThinwireError
 from thinwire.ops.kernels import flat, njit
-from thinwire.ops.mask.reference import each_of
+from thinwire.ops.mask import reference
+from thinwire.ops.rows import Places
 
 if TYPE_CHECKING:
     from thinwire.ops.mask import Faded
@@ -360,14 +361,21 @@ def _spread(payload: Tensor, words: Tensor, out: Tensor, *, clear: bool) -> None
     _expect(_scatter(*flat(payload), *unsigned(words), *flat(out), *words.shape, payload.shape[1], clear), payload)
 
 
-def renew(
-    payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor, before: Tensor | None = None
+def collect(
+    row: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, message: Tensor, before: Tensor | None = None
 ) -> None:
-    for part, values, mask in each_of(payload, words, parts):
+    reference.collect(row, words, parts, kept, message, by=gather_keep)
+
+
+def renew(
+    messages: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, rows: Tensor, before: Tensor | None = None
+) -> None:
+    for part, values, mask in reference.each_of(messages, words, parts):
         target = rows[:, part.start : part.start + part.numel]
         shape = len(rows), part.numel, part.k
         exact = _renew(*flat(values), *unsigned(mask), *flat(target), shape, np.float32(part.keep))
         _expect(exact, values)
+    reference.give(messages, kept, rows)
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from thinwire.ops import rows as packing
+from thinwire.ops.rows import Places
 
 if TYPE_CHECKING:
     from thinwire.ops.mask import Faded
@@ -57,20 +60,38 @@ def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
     out.masked_scatter_(flags_of(words), payload)
 
 
+def collect(
+    row: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, message: Tensor, before: Tensor | None = None,
+    by: Callable[..., None] = gather_keep,
+) -> None:  # fmt: skip
+    """``by`` this or another backend's ``gather_keep``."""
+    for part, values, mask in each_of(message.unsqueeze(0), words, parts):
+        own = row[part.start : part.start + part.numel].unsqueeze(0)
+        by(torch.nn.functional.pad(own, (0, part.width - part.numel)), None, mask, values, None)
+    packing.pack(row, kept, message)
+
+
 def renew(
-    payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor, before: Tensor | None = None
+    messages: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, rows: Tensor, before: Tensor | None = None
 ) -> None:
-    for part, values, mask in each_of(payload, words, parts):
+    for part, values, mask in each_of(messages, words, parts):
         target, fresh = rows[:, part.start : part.start + part.numel], rows.new_zeros((len(rows), part.width))
         scatter(values, mask, fresh)
         flags = flags_of(mask)[:, : part.numel]
         target.copy_(torch.where(flags, fresh[:, : part.numel], target * part.keep))
+    give(messages, kept, rows)
+
+
+def give(messages: Tensor, kept: Places, rows: Tensor) -> None:
+    """What is ``kept`` of each message, to its row."""
+    for message, row in zip(messages, rows, strict=True):
+        packing.unpack(message, kept, row)
 
 
 def each_of(payload: Tensor, words: Tensor, parts: Sequence[Faded]) -> Iterator[tuple[Faded, Tensor, Tensor]]:
     """Every part with its values (R, k) and its mask (R, width / 64)."""
     sizes, counts = [part.k for part in parts], [part.width // WORD for part in parts]
-    return zip(parts, payload.split(sizes, 1), words.split(counts, 1), strict=True)
+    return zip(parts, payload[:, : sum(sizes)].split(sizes, 1), words.split(counts, 1), strict=True)
 
 
 def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,9 +21,13 @@ from thinwire.device import upload, uploaded
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
 from thinwire.ops.mask import reference
 from thinwire.ops.programs import programs_of
+from thinwire.ops.rows import FIELDS
+from thinwire.ops.rows import PER_PROGRAM as COPIED
+from thinwire.ops.rows.triton import _places
 
 if TYPE_CHECKING:
     from thinwire.ops.mask import Faded
+    from thinwire.ops.rows import Places
 
 NAN_BITS = 0x7F800001  # any NaN, as an integer: all are equal, and larger than infinity
 BLOCK = 512
@@ -89,22 +93,52 @@ def _scatter(
     tl.store(row_of(out, stride, row, ALIGN) + at, values, mask=inside if ALL else on)
 
 
+@triton.jit
+def _part(places, table, block, n, BLOCK: tl.constexpr):
+    """Of a block's columns: which of them their part has, where in a shard they are, and where in ``keep`` its bits.
+
+    ``places``: of each word the number of its part. ``table``: of each part what lies between a column of the masks
+    and one of a shard, its last column among the former, and the place in ``keep``.
+    """
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    part = table + tl.load(places + at // 64, mask=at < n, other=0).to(tl.int64) * 3
+    return at, (at < n) & (at < tl.load(part + 1)), at + tl.load(part), tl.load(part + 2)
+
+
+@kernel
+def _collect(
+    row, words, before, message, places, table, blocks, n, k, kept, kept_table, BLOCK: tl.constexpr,
+    COPIED: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """The first ``blocks`` programs take what is at masks, the others what is kept."""
+    number = tl.program_id(0)
+    if number < blocks:
+        at, inside, column, _ = _part(places, table, number, n, BLOCK)
+        on, place = _place(words, before + number, at, inside, k)
+        tl.store(message + place, tl.load(row + column, mask=on, other=0), mask=on)
+    else:
+        start, to, filled, there = _places(number - blocks, kept, kept_table, COPIED, FIELDS)
+        tl.store(message + to, tl.load(row + start, mask=there, other=0), mask=filled)
+
+
 @kernel
 def _renew(
-    payload, payload_stride, words, words_stride, before, before_stride, rows, stride, places, table, keep, n, k,
-    BLOCK: tl.constexpr,
+    message, message_stride, words, words_stride, before, before_stride, rows, stride, places, table, keep, blocks, n,
+    k, kept, kept_table, BLOCK: tl.constexpr, COPIED: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """``places``: of each word the number of its part. ``table``: of each part what lies between a column of the masks
-    and one of ``rows``, its last column among the former, and where in ``keep`` the bits of what is kept are."""
-    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    part = table + tl.load(places + at // 64, mask=at < n, other=0).to(tl.int64) * 3
-    inside = (at < n) & (at < tl.load(part + 1))
-    on, place = _place(words + row * words_stride, before + row * before_stride + block, at, inside, k)
-    fresh = tl.load(payload + row * payload_stride + place, mask=on, other=0.0)
-    values = rows + row * stride + at + tl.load(part)
-    keep = tl.load(keep + tl.load(part + 2)).to(tl.float32, bitcast=True)
-    tl.store(values, tl.where(on, fresh, tl.load(values, mask=inside, other=0.0) * keep), mask=inside)
+    """Of each row: as ``_collect``, the other way."""
+    number, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    message, rows = message + row * message_stride, rows + row * stride
+    if number < blocks:
+        at, inside, column, factor = _part(places, table, number, n, BLOCK)
+        on, place = _place(words + row * words_stride, before + row * before_stride + number, at, inside, k)
+        fresh = tl.load(message + place, mask=on, other=0.0)
+        factor = tl.load(keep + factor).to(tl.float32, bitcast=True)
+        faded = tl.load(rows + column, mask=inside, other=0.0) * factor
+        tl.store(rows + column, tl.where(on, fresh, faded), mask=inside)
+    else:
+        start, to, _, there = _places(number - blocks, kept, kept_table, COPIED, FIELDS)
+        tl.store(rows + start, tl.load(message + to, mask=there, other=0), mask=there)
 
 
 @kernel
@@ -248,20 +282,37 @@ def _spread(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None, 
     )  # fmt: skip
 
 
-def renew(
-    payload: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor, before: Tensor | None = None
+def collect(
+    row: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, message: Tensor, before: Tensor | None = None
 ) -> None:
-    kept = {of: place for place, of in enumerate(dict.fromkeys(part.keep for part in parts))}
-    keep = np.array(list(kept), np.float32).view(np.int32).tolist()
+    grid, given, constants = _of_parts(words, parts, kept)
+    before = directory(words) if before is None else before
+    launch(_collect, grid, row, words[0], before[0], message, *given[:2], *given[3:], **constants)
+
+
+def renew(
+    messages: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, rows: Tensor, before: Tensor | None = None
+) -> None:
+    grid, given, constants = _of_parts(words, parts, kept)
+    before = directory(words) if before is None else before
+    launch(_renew, (*grid, len(words)), messages, words, before, rows, *given, **constants)
+
+
+def _of_parts(
+    words: Tensor, parts: Sequence[Faded], kept: Places
+) -> tuple[tuple[int], tuple[Tensor | int, ...], dict[str, Any]]:
+    """Programs for a row; places, table, what is left off the masks, and all else that both kernels ask for."""
+    factors = {of: place for place, of in enumerate(dict.fromkeys(part.keep for part in parts))}
+    keep = np.array(list(factors), np.float32).view(np.int32).tolist()
     table, first = [], 0
     for part in parts:
-        table += [part.start - first, first + part.numel, kept[part.keep]]
+        table += [part.start - first, first + part.numel, factors[part.keep]]
         first += part.width
     numbers = _numbers(tuple(part.width for part in parts), words.device)
-    launch(
-        _renew, _grid(words), payload, words, directory(words) if before is None else before, rows, numbers,
-        uploaded(table, words.device, torch.int64), uploaded(keep, words.device), first, payload.shape[1], BLOCK=BLOCK,
-    )  # fmt: skip
+    tables = uploaded(table, words.device, torch.int64), uploaded(keep, words.device)
+    (blocks, _), k = _grid(words), sum(part.k for part in parts)
+    given = (numbers, *tables, blocks, first, k, kept.programs, kept.table)
+    return (blocks + len(kept.programs),), given, {"BLOCK": BLOCK, "COPIED": COPIED, "FIELDS": FIELDS}
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from thinwire.device import upload
 from thinwire.ops.backends import backend
 from thinwire.ops.programs import programs_of
 
-__all__ = ["Moments", "Part", "add_up", "blend", "settle"]
+__all__ = ["Moments", "Part", "Sent", "add_up", "blend", "settle"]
 
 PER_PROGRAM = 1024
 """Columns of one moment that one program of a GPU takes."""
@@ -68,31 +68,47 @@ class Moments:
         return programs_of((part.width for part in self.parts), PER_PROGRAM)
 
 
+class Sent(NamedTuple):
+    """What becomes of the result (R, n) of a pass in the same one; the rows that it is made of may then hold anything.
+
+    ``payload`` (R, k) = its values at the mask ``words`` (R, n / 64), times ``share``; ``left`` (R, n) = those off it,
+    0 on it. ``before``: ``mask.directory(words)``.
+    """
+
+    words: Tensor
+    before: Tensor | None
+    payload: Tensor
+    left: Tensor
+    share: float = 1.0
+
+
 def add_up(
-    gradient: Tensor, residual: Tensor, moments: Moments, words: Tensor, beta1: float, *, choose: bool
-) -> None:
+    gradient: Tensor, residual: Tensor, moments: Moments, words: Tensor, beta1: float, *, choose: bool,
+    sent: Sent | None = None,
+) -> None:  # fmt: skip
     """``gradient`` (n,) = m~ = (1-b1) ``gradient`` + ``residual`` (n,) + b1 moment: the scores, if it is to ``choose``.
 
     Then without b1 moment at the mask ``words`` (n / 64,): all ranks know it, it need not travel.
     """
     if gradient.numel():
-        _backend(gradient).add_up(gradient, residual, moments, words, beta1, choose)
+        _backend(gradient).add_up(gradient, residual, moments, words, beta1, choose, sent)
 
 
 def blend(
-    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, *, choose: bool
-) -> None:
+    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, *, choose: bool,
+    sent: Sent | None = None,
+) -> None:  # fmt: skip
     """``rows`` (R, n) = (1-b1) ``rows`` + ``residual`` (R, n): m~ without what the owner of a row alone has.
 
     If it is to ``choose``, scores = row ``mine`` + ``common`` (n,) + b1 moment.
     """
     if rows.numel():
-        _backend(rows).blend(rows, residual, mine, common, moments, beta1, choose)
+        _backend(rows).blend(rows, residual, mine, common, moments, beta1, choose, sent)
 
 
 def settle(
     mean: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, common: Tensor | None = None,
-    common_out: Tensor | None = None,
+    common_out: Tensor | None = None, payload: Tensor | None = None, before: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Of the ranks' mean of what was sent: the next moment, and the gradient that belongs to it.
 
@@ -103,9 +119,10 @@ def settle(
     Args:
         mean, given, common, common_out: (n,), n a multiple of 64; common_out may be common; what stands for no moment
             is left alone in given. words: (n / 64,) int64.
+        payload: (k,) the mean at the mask, where ``mean`` holds anything yet. before: the mask's directory, one row.
     """
     if mean.numel():
-        _backend(mean).settle(mean, moments, words, beta1, given, common, common_out)
+        _backend(mean).settle(mean, moments, words, beta1, given, common, common_out, payload, before)
 
 
 def each(of: Callable[..., None]) -> Callable[..., None]:

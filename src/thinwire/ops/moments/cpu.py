@@ -8,9 +8,9 @@ from numba import uint64
 from torch import Tensor
 
 from thinwire.ops.kernels import njit
-from thinwire.ops.mask.cpu import WORD, trailing_zeros
-from thinwire.ops.moments import Moments, Part, each
-from thinwire.ops.moments.reference import score
+from thinwire.ops.mask.cpu import WORD, gather_keep, scatter, trailing_zeros
+from thinwire.ops.moments import Moments, Part, Sent, each
+from thinwire.ops.moments.reference import gather, score
 
 
 @njit
@@ -66,8 +66,16 @@ def _settle(mean, moment, words, beta1, rest1, given):
             word &= word - uint64(1)
 
 
+def add_up(
+    gradient: Tensor, residual: Tensor, moments: Moments, words: Tensor, beta1: float, choose: bool,
+    sent: Sent | None = None,
+) -> None:  # fmt: skip
+    _add_up_part(gradient, residual, moments, words, beta1, choose)
+    gather(gradient.unsqueeze(0), sent, gather_keep)
+
+
 @each
-def add_up(gradient: Tensor, residual: Tensor, part: Part, words: Tensor, beta1: float, choose: bool) -> None:
+def _add_up_part(gradient: Tensor, residual: Tensor, part: Part, words: Tensor, beta1: float, choose: bool) -> None:
     moment, b1 = part.moment.numpy(), np.float32(beta1)
     _add_up(gradient.numpy(), residual.numpy(), moment, b1, np.float32(1 - beta1))
     if choose and part.scores is not None:
@@ -76,16 +84,27 @@ def add_up(gradient: Tensor, residual: Tensor, part: Part, words: Tensor, beta1:
 
 
 def blend(
-    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, choose: bool
-) -> None:
+    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, choose: bool,
+    sent: Sent | None = None,
+) -> None:  # fmt: skip
     values, old = rows.view(-1).numpy(), residual.view(-1).numpy()
     _add_up(values, old, values[:0], np.float32(beta1), np.float32(1 - beta1))
     if choose:
         score(rows[mine], common, moments, beta1)
+    gather(rows, sent, gather_keep)
+
+
+def settle(
+    mean: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, common: Tensor | None,
+    common_out: Tensor | None, payload: Tensor | None = None, before: Tensor | None = None,
+) -> None:  # fmt: skip
+    if payload is not None:
+        scatter(payload.unsqueeze(0), words.unsqueeze(0), mean.unsqueeze(0))
+    _settle_part(mean, moments, words, beta1, given, common, common_out)
 
 
 @each
-def settle(
+def _settle_part(
     mean: Tensor, part: Part, words: Tensor, beta1: float, given: Tensor, common: Tensor | None,
     common_out: Tensor | None,
 ) -> None:  # fmt: skip

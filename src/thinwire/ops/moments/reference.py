@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from thinwire.ops.mask import reference as masks
-from thinwire.ops.moments import Moments, Part, each
+from thinwire.ops.moments import Moments, Part, Sent, each
+
+
+def add_up(
+    gradient: Tensor, residual: Tensor, moments: Moments, words: Tensor, beta1: float, choose: bool,
+    sent: Sent | None = None,
+) -> None:  # fmt: skip
+    _add_up(gradient, residual, moments, words, beta1, choose)
+    gather(gradient.unsqueeze(0), sent)
 
 
 @each
-def add_up(
-    gradient: Tensor, residual: Tensor, part: Part, words: Tensor, beta1: float, choose: bool
-) -> None:
+def _add_up(gradient: Tensor, residual: Tensor, part: Part, words: Tensor, beta1: float, choose: bool) -> None:
     m = part.moment.numel()
     gradient.mul_(1 - beta1).add_(residual)
     gradient[:m].add_(part.moment, alpha=beta1)
@@ -22,11 +30,21 @@ def add_up(
 
 
 def blend(
-    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, choose: bool
-) -> None:
+    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, choose: bool,
+    sent: Sent | None = None,
+) -> None:  # fmt: skip
     rows.mul_(1 - beta1).add_(residual)
     if choose:
         score(rows[mine], common, moments, beta1)
+    gather(rows, sent)
+
+
+def gather(rows: Tensor, sent: Sent | None, by: Callable[..., None] = masks.gather_keep) -> None:
+    """What is sent of the result ``rows``, ``by`` this or another backend's pass."""
+    if sent is not None:
+        by(rows, None, sent.words, sent.payload, sent.left)
+        if sent.share != 1.0:
+            sent.payload.mul_(sent.share)
 
 
 @each
@@ -37,8 +55,17 @@ def score(row: Tensor, common: Tensor, part: Part, beta1: float) -> None:
         part.scores[: part.moment.numel()].add_(part.moment, alpha=beta1)
 
 
-@each
 def settle(
+    mean: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, common: Tensor | None,
+    common_out: Tensor | None, payload: Tensor | None = None, before: Tensor | None = None,
+) -> None:  # fmt: skip
+    if payload is not None:
+        masks.scatter(payload.unsqueeze(0), words.unsqueeze(0), mean.unsqueeze(0))
+    _settle(mean, moments, words, beta1, given, common, common_out)
+
+
+@each
+def _settle(
     mean: Tensor, part: Part, words: Tensor, beta1: float, given: Tensor, common: Tensor | None,
     common_out: Tensor | None,
 ) -> None:  # fmt: skip

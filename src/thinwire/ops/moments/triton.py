@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
-from thinwire.ops.mask.triton import _bits
-from thinwire.ops.moments import PER_PROGRAM, Moments
+from thinwire.ops.mask.triton import BLOCK as DIRECTORY
+from thinwire.ops.mask.triton import _bits, directory
+from thinwire.ops.moments import PER_PROGRAM, Moments, Sent
 
 BLOCK = PER_PROGRAM
 
@@ -28,6 +29,28 @@ def _part(programs, table, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def _place(words, before, at, inside, k, DIRECTORY: tl.constexpr):
+    """As the masks' own, of columns that begin at any multiple of 64: the bits of the directory's entry before them are
+    counted."""
+    first = tl.min(at, 0)
+    entry = first // DIRECTORY
+    early = entry * DIRECTORY + tl.arange(0, DIRECTORY)
+    bits = _bits(words, at, inside)
+    place = tl.load(before + entry) + tl.sum(_bits(words, early, early < first)) + tl.cumsum(bits, 0) - bits
+    return (bits != 0) & (place < k), place
+
+
+@triton.jit
+def _send(
+    words, before, payload, left, at, inside, values, off, share, k, DIRECTORY: tl.constexpr, ALIGN: tl.constexpr
+):  # fmt: skip
+    """``values`` at the mask, ``off`` those off it."""
+    on, place = _place(words, before, at, inside, k, DIRECTORY)
+    tl.store(payload + place, values * share, mask=on)
+    tl.store(along(left, at, ALIGN), tl.where(on, 0.0, off), mask=inside)
+
+
+@triton.jit
 def _score(scores, column, values, inside, ALIGN: tl.constexpr):
     """``values`` -> the scores at the address ``scores``, unless that is 0."""
     if scores != 0:
@@ -36,15 +59,23 @@ def _score(scores, column, values, inside, ALIGN: tl.constexpr):
 
 @kernel
 def _blend(
-    rows, stride, residual, residual_stride, mine, common, programs, table, beta1, rest1, CHOOSE: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    rows, stride, residual, residual_stride, mine, common, programs, table, words, words_stride, before, before_stride,
+    payload, payload_stride, left, left_stride, share, k, beta1, rest1, CHOOSE: tl.constexpr, SEND: tl.constexpr,
+    BLOCK: tl.constexpr, DIRECTORY: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
     at, inside, moment, held, scores, column = _part(programs, table, BLOCK, ALIGN)
     rows = along(row_of(rows, stride, row, ALIGN), at, ALIGN)
     total = rest1 * tl.load(rows, mask=inside, other=0)
     total += tl.load(along(row_of(residual, residual_stride, row, ALIGN), at, ALIGN), mask=inside, other=0)
-    tl.store(rows, total, mask=inside)
+    if SEND:
+        row = row.to(tl.int64)
+        _send(
+            words + row * words_stride, before + row * before_stride, payload + row * payload_stride,
+            row_of(left, left_stride, row, ALIGN), at, inside, total, total, share, k, DIRECTORY, ALIGN,
+        )  # fmt: skip
+    else:
+        tl.store(rows, total, mask=inside)
     if CHOOSE:  # noqa: SIM102 (one is a constant, the other a value)
         if row == mine:
             total += tl.load(along(common, at, ALIGN), mask=inside, other=0)
@@ -53,8 +84,8 @@ def _blend(
 
 @kernel
 def _add_up(
-    gradient, residual, programs, table, words, beta1, rest1, CHOOSE: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr,
+    gradient, residual, programs, table, words, before, payload, left, share, k, beta1, rest1, CHOOSE: tl.constexpr,
+    SEND: tl.constexpr, BLOCK: tl.constexpr, DIRECTORY: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     at, inside, moment, held, scores, column = _part(programs, table, BLOCK, ALIGN)
     gradient = along(gradient, at, ALIGN)
@@ -64,18 +95,25 @@ def _add_up(
     total += old
     if CHOOSE:
         _score(scores, column, total, inside, ALIGN)
-    tl.store(gradient, tl.where(_bits(words, at, held) != 0, total - old, total), mask=inside)
+    if SEND:
+        _send(words, before, payload, left, at, inside, total - old, total, share, k, DIRECTORY, ALIGN)
+    else:
+        tl.store(gradient, tl.where(_bits(words, at, held) != 0, total - old, total), mask=inside)
 
 
 @kernel
 def _settle(
-    mean, common, programs, table, words, beta1, rest1, given, common_out, COMMON: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr,
+    mean, common, programs, table, words, before, payload, k, beta1, rest1, given, common_out, COMMON: tl.constexpr,
+    SENT: tl.constexpr, BLOCK: tl.constexpr, DIRECTORY: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     at, inside, moment, held, _, _ = _part(programs, table, BLOCK, ALIGN)
     mean = along(mean, at, ALIGN)
-    on = inside & (_bits(words, at, inside) != 0)
-    sent = tl.load(mean, mask=on, other=0)
+    if SENT:
+        on, place = _place(words, before, at, inside, k, DIRECTORY)
+        sent = tl.load(payload + place, mask=on, other=0)
+    else:
+        on = inside & (_bits(words, at, inside) != 0)
+        sent = tl.load(mean, mask=on, other=0)
     if COMMON:
         old = beta1 * tl.load(moment, mask=held, other=0)
         left = tl.load(along(common, at, ALIGN), mask=inside, other=0)
@@ -84,7 +122,11 @@ def _settle(
     else:
         old = beta1 * tl.load(moment, mask=on & held, other=0)
     tl.store(along(given, at, ALIGN), tl.where(on, old + sent, 0.0), mask=held)
-    tl.store(mean, tl.div_rn(sent, tl.full(sent.shape, 1.0, tl.float32) * rest1), mask=on)
+    sent = tl.div_rn(sent, tl.full(sent.shape, 1.0, tl.float32) * rest1)
+    if SENT:
+        tl.store(mean, tl.where(on, sent, 0.0), mask=inside)
+    else:
+        tl.store(mean, sent, mask=on)
 
 
 def _aligned(moments: Moments, *values: Tensor) -> int:
@@ -97,29 +139,46 @@ def _grid(moments: Moments, rows: int = 1) -> tuple[int, int]:
 
 
 def blend(
-    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, choose: bool
-) -> None:
+    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, choose: bool,
+    sent: Sent | None = None,
+) -> None:  # fmt: skip
+    words, before, payload, left, share = _given(sent, moments, rows)
     launch(
-        _blend, _grid(moments, len(rows)), rows, residual, mine, common, moments.programs, moments.table, beta1,
-        1 - beta1, CHOOSE=choose, BLOCK=BLOCK, ALIGN=_aligned(moments, rows, residual, common),
+        _blend, _grid(moments, len(rows)), rows, residual, mine, common, moments.programs, moments.table, words, before,
+        payload, left, share, payload.shape[1], beta1, 1 - beta1, CHOOSE=choose, SEND=sent is not None, BLOCK=BLOCK,
+        DIRECTORY=DIRECTORY, ALIGN=_aligned(moments, rows, residual, common, left),
     )  # fmt: skip
 
 
 def add_up(
-    gradient: Tensor, residual: Tensor, moments: Moments, words: Tensor, beta1: float, choose: bool
-) -> None:
+    gradient: Tensor, residual: Tensor, moments: Moments, words: Tensor, beta1: float, choose: bool,
+    sent: Sent | None = None,
+) -> None:  # fmt: skip
+    _, before, payload, left, share = _given(sent, moments, gradient.view(1, -1))
     launch(
-        _add_up, _grid(moments), gradient, residual, moments.programs, moments.table, words, beta1, 1 - beta1,
-        CHOOSE=choose, BLOCK=BLOCK, ALIGN=_aligned(moments, gradient, residual),
+        _add_up, _grid(moments), gradient, residual, moments.programs, moments.table, words, before[0], payload[0],
+        left[0], share, payload.shape[1], beta1, 1 - beta1, CHOOSE=choose, SEND=sent is not None, BLOCK=BLOCK,
+        DIRECTORY=DIRECTORY, ALIGN=_aligned(moments, gradient, residual, left),
     )  # fmt: skip
+
+
+def _given(sent: Sent | None, moments: Moments, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    """What is not touched where nothing is sent has the same types."""
+    if sent is None:
+        return moments.table.view(1, -1), moments.programs.view(1, -1), rows, rows, 1.0
+    before = directory(sent.words) if sent.before is None else sent.before
+    return sent.words, before, sent.payload, sent.left, sent.share
 
 
 def settle(
     mean: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, common: Tensor | None,
-    common_out: Tensor | None,
+    common_out: Tensor | None, payload: Tensor | None = None, before: Tensor | None = None,
 ) -> None:  # fmt: skip
-    left, rest = (mean if of is None else of for of in (common, common_out))  # not touched
+    left, rest, sent = (mean if of is None else of for of in (common, common_out, payload))  # not touched
+    if before is None:
+        before = moments.programs if payload is None else directory(words.view(1, -1))[0]
     launch(
-        _settle, _grid(moments), mean, left, moments.programs, moments.table, words, beta1, 1 - beta1, given, rest,
-        COMMON=common is not None, BLOCK=BLOCK, ALIGN=_aligned(moments, mean, given, left, rest),
+        _settle, _grid(moments), mean, left, moments.programs, moments.table, words, before, sent, len(sent), beta1,
+        1 - beta1, given, rest, COMMON=common is not None, SENT=payload is not None, BLOCK=BLOCK, DIRECTORY=DIRECTORY,
+        ALIGN=_aligned(moments, mean, given, left, rest),
     )  # fmt: skip

@@ -50,8 +50,9 @@ class Part(NamedTuple):
 class Places:
     """Where the parameters of some rows lie in a flat buffer, as the host has it and as a device has it."""
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
-        self.parts, self.device = tuple(parts), device
+    def __init__(self, parts: Sequence[Part], device: torch.device, per_program: int = PER_PROGRAM) -> None:
+        """``per_program``: columns that one program of a GPU takes."""
+        self.parts, self.device, self._per_program = tuple(parts), device, per_program
 
     @functools.cached_property
     def programs(self) -> Tensor:
@@ -67,8 +68,9 @@ class Places:
     @functools.cached_property
     def _programs(self) -> tuple[list[int], list[int]]:
         """A part's programs go along its first row, then along the second."""
-        whole = (part.rows * -(-part.width // PER_PROGRAM) * PER_PROGRAM for part in self.parts)
-        return programs_of(whole, PER_PROGRAM)
+        per_program = self._per_program
+        whole = (part.rows * -(-part.width // per_program) * per_program for part in self.parts)
+        return programs_of(whole, per_program)
 
 
 def pack(flat: Tensor, places: Places, rows: Tensor) -> Tensor:

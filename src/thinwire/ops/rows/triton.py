@@ -14,10 +14,9 @@ from thinwire.ops.rows import FIELDS, PER_PROGRAM, Places
 
 
 @triton.jit
-def _places(programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    """Of this program's columns: their places in the flat buffer and in the rows' memory, which are the part's, and
-    which have values."""
-    number = tl.program_id(0)
+def _places(number, programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+    """Of the columns of program ``number``: their places in the flat buffer and in the rows' memory, which are the
+    part's, and which have values."""
     part = table + tl.load(programs + number).to(tl.int64) * FIELDS
     offset, numel, step, start = tl.load(part), tl.load(part + 1), tl.load(part + 2), tl.load(part + 3)
     width, span, stride = tl.load(part + 4), tl.load(part + 5), tl.load(part + 6)
@@ -30,14 +29,14 @@ def _places(programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
 
 @kernel
 def _pack(flat, programs, table, rows, WIDEN: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    at, to, inside, there = _places(programs, table, BLOCK, FIELDS)
+    at, to, inside, there = _places(tl.program_id(0), programs, table, BLOCK, FIELDS)
     values = _load(flat + at, there) if WIDEN else tl.load(flat + at, mask=there, other=0)
     tl.store(rows + to, values.to(rows.dtype.element_ty), mask=inside)
 
 
 @kernel
 def _unpack(rows, programs, table, flat, ADD: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    at, to, _, there = _places(programs, table, BLOCK, FIELDS)
+    at, to, _, there = _places(tl.program_id(0), programs, table, BLOCK, FIELDS)
     values = tl.load(rows + to, mask=there, other=0)
     if ADD:
         values = tl.load(flat + at, mask=there, other=0) + values
