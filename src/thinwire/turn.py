@@ -34,6 +34,7 @@ _LATE = (
     "{name} was frozen when compress() was called, and has a gradient now: thaw it before, or wrap the model anew and "
     "compress() it"
 )
+_ENDED = "{what} after wire.close(): wrap the model anew, and compress() it"
 _MISSING = (
     "{name} has no gradient in this step, and DDP exchanges neither its bucket nor those behind it: use it in every "
     "step, freeze it before wrapping, or take fully_shard, which leaves parameters out"
@@ -83,7 +84,7 @@ class Turn:
     def enter(self, names: Sequence[str]) -> None:
         """The gradients of ``names`` are about to be exchanged. Collective, in the same order on all ranks."""
         if self.ended:
-            raise ThinwireError("gradients were exchanged after wire.close(): wrap the model anew, and compress() it")
+            raise ThinwireError(_ENDED.format(what="gradients were exchanged"))
         if self.closed:
             raise ThinwireError(
                 "gradients were exchanged inside accumulate(last=False), as the end of a pipeline schedule's step() "
@@ -131,6 +132,8 @@ class Turn:
 
     def begin_micro_batch(self) -> None:
         """Forward and backward of a micro-batch are about to begin."""
+        if self.ended:  # one that is not the last exchanges nothing, so that nobody else would say so
+            raise ThinwireError(_ENDED.format(what="a micro-batch begins"))
         self._leave()
         if self._seen and all_zero(self.engine.gradients(), self.engine.comms):
             self._abandon()

@@ -534,7 +534,9 @@ class Wire:
         return Form(self._about, {**self._counts(), **shapes})
 
     def close(self) -> None:
-        """End the worker thread and what is under way. A backward pass that would exchange gradients raises then."""
+        """End the worker thread and what is under way. ``accumulate``, and a backward pass that would exchange gradients,
+        raise then.
+        """
         self._turn.ended = True
         for hook in self._hooks:
             hook.remove()
