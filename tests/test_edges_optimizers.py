@@ -315,6 +315,7 @@ def _late(rank, world, engine):
                     del values["w1"]
                 with wire.accumulate():
                     model(values).backward()
+                wire.clip_grad_norm_(1.0)
                 optimizer.step()
                 optimizer.zero_grad()
 

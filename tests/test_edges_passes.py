@@ -273,6 +273,45 @@ def test_a_step_without_an_exchange_is_refused_on_every_rank_and_the_next_one_wo
     each(ranks.run(_unexchanged, world, engine), engine, check)
 
 
+def _unused(rank, world):
+    """DDP, without a gradient for ``lacks`` in the third step; with a bucket per parameter, and with one for all."""
+
+    def look(case):
+        found: dict[str, Any] = {}
+        for (label, megabytes), lacks in spread(2, (("several buckets", 0.001), ("one bucket", 25)), ("w0", "w1")):
+            model = build("ddp", world, net=Given, bucket_cap_mb=megabytes)
+            optimizer = case.make(model.parameters())
+            wire = thinwire.compress(model, optimizer, case.method, steps=8)
+            for step in range(3):
+                before, given = flat(model), _given(step, rank)
+                if step == 2:
+                    given.pop(lacks)
+                with wire.accumulate():
+                    model(given).backward()
+                raised = error_of(optimizer.step)
+                optimizer.zero_grad()
+            untouched = torch.equal(before, flat(model))
+            found[f"{label}, without {lacks}"] = {"name": lacks, "raised": raised, "untouched": untouched}
+        return found
+
+    return findings(UNEXCHANGED, look)
+
+
+def test_a_parameter_without_gradient_on_ddp_is_named_before_weights_move():
+    """torch says so in the next forward pass only: when each rank has stepped with what it alone has."""
+
+    def check(method, what):
+        wrong = []
+        for label in [key for key in what if key != "error"]:
+            raised, name = what[label]["raised"], what[label]["name"]
+            named = raised.startswith("ThinwireError") and f"{name} has no gradient" in raised
+            wrong += [f"{label}: optimizer.step() {raised or 'took it without a word'}"] * (not named)
+            wrong += [f"{label}: weights moved"] * (not what[label]["untouched"])
+        return wrong
+
+    each(ranks.run(_unused, 2), "ddp", check)
+
+
 # ------------------------------------------------------------------------------------------------------- after close()
 
 
@@ -289,7 +328,10 @@ def _closed(rank, world, engine):
         wire.close()
         with torch.no_grad():
             value = float(model(_given(1, rank)))
-        return {"equal": equal, "value": value, "raised": error_of(lambda: model(_given(1, rank)).backward())}
+        return {
+            "equal": equal, "value": value, "raised": error_of(lambda: model(_given(1, rank)).backward()),
+            "accumulate": error_of(lambda: wire.accumulate(last=False)),
+        }  # fmt: skip
 
     return findings(UNEXCHANGED, look)
 
@@ -299,6 +341,7 @@ def test_a_backward_pass_after_close_raises_and_a_forward_pass_does_not(engine):
     def check(method, what):
         kinds = ("ThinwireError", "RuntimeError") if engine == "ddp" else ("ThinwireError",)
         named = what["raised"].startswith(kinds) and "close()" in what["raised"]
-        return [] if named else [f"backward: {what['raised'] or 'trained on without a word'}"]
+        wrong = [] if named else [f"backward: {what['raised'] or 'trained on without a word'}"]
+        return wrong + ["accumulate(last=False): taken"] * ("after wire.close()" not in what["accumulate"])
 
     each(ranks.run(_closed, 2, engine), engine, check)

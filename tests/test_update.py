@@ -16,6 +16,7 @@ from torch import Tensor
 
 import independent11 as paper
 import ranks
+import test_edges as edges
 import thinwire
 from breadth import ALL, spread
 from engines import build, train
@@ -27,6 +28,7 @@ from thinwire.codecs import Int8
 from thinwire.codecs.base import Residual
 from thinwire.codecs.sparse import TILE, Positions, TiledTopK, TopKIntegers
 from thinwire.errors import ThinwireError
+from thinwire.methods import resolve
 from thinwire.methods.run import Parameter
 from thinwire.methods.update import UpdateSpace
 from thinwire.ops import direction, mask
@@ -400,6 +402,45 @@ def test_what_waits_is_delivered_on_demand():
 def test_on_every_engine():
     for found in ranks.run(_everywhere, 4 if ALL else 2):
         assert not found, "\n".join(found)
+
+
+def _alternates(rank: int, world: int, spec: str, turns: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """On FSDP2, whose buffers leave out what has no gradient: weights, and the mean of what waits, by parameter."""
+    model = build("fsdp2", world, net=edges.Given)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    wire = thinwire.compress(model, optimizer, spec, bound=None)
+    generator, books = torch.Generator().manual_seed(rank), edges.Books("fsdp2", rank, world, optimizer, wire)
+    for turn in turns:
+        used = {"A": ("w0", "w1", "w2"), "B": ("w0", "w1"), "C": ("w1", "w2")}[turn]
+        gradients = {name: torch.randn(edges.SHAPES[name], generator=generator) for name in used}
+        with wire.accumulate():
+            model(gradients).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        name: (edges.full(w).double(), books.read("residual", name, edges.SHAPES[name], w)["residual"] / world)
+        for name, w in edges.parts(model).items()
+    }
+
+
+def _conserves(rank: int, world: int) -> dict[str, float]:
+    found = {}
+    for spec in ("topk(density=0.1)", "tagc(theta=0.9)", "tagc(theta=0.9, mask='shared')", "powersgd(rank=2)",
+                 "trickle(density=0.1)", "trickle(density=0.1, mask='shared')"):  # fmt: skip
+        beta1 = resolve(spec).beta1
+        some, all_ = (
+            _alternates(rank, world, text, "AABBACAB")
+            for text in (spec.replace(")", ", smallest=0)"), f"topk(density=1.0, beta1={beta1}, smallest=0)")
+        )
+        lost = [(some[n][0] - some[n][1] - all_[n][0]).abs().max() / all_[n][0].abs().max() for n in some]
+        found[spec] = float(max(lost)) if min(float(wait.abs().max()) for _, wait in some.values()) else math.inf
+    return found
+
+
+def test_steps_that_wait_are_not_lost_when_parameters_have_no_gradient_by_turns():
+    """Weights - what waits = the weights of a run that sends everything."""
+    for found in ranks.run(_conserves, 2):
+        assert max(found.values()) < edges.LAW, found
 
 
 def _clips(rank: int, world: int) -> str:

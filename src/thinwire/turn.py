@@ -34,6 +34,11 @@ _LATE = (
     "{name} was frozen when compress() was called, and has a gradient now: thaw it before, or wrap the model anew and "
     "compress() it"
 )
+_ENDED = "{what} after wire.close(): wrap the model anew, and compress() it"
+_MISSING = (
+    "{name} has no gradient in this step, and DDP exchanges neither its bucket nor those behind it: use it in every "
+    "step, freeze it before wrapping, or take fully_shard, which leaves parameters out"
+)
 
 
 class Turn:
@@ -79,7 +84,7 @@ class Turn:
     def enter(self, names: Sequence[str]) -> None:
         """The gradients of ``names`` are about to be exchanged. Collective, in the same order on all ranks."""
         if self.ended:
-            raise ThinwireError("gradients were exchanged after wire.close(): wrap the model anew, and compress() it")
+            raise ThinwireError(_ENDED.format(what="gradients were exchanged"))
         if self.closed:
             raise ThinwireError(
                 "gradients were exchanged inside accumulate(last=False), as the end of a pipeline schedule's step() "
@@ -127,6 +132,8 @@ class Turn:
 
     def begin_micro_batch(self) -> None:
         """Forward and backward of a micro-batch are about to begin."""
+        if self.ended:  # one that is not the last exchanges nothing, so that nobody else would say so
+            raise ThinwireError(_ENDED.format(what="a micro-batch begins"))
         self._leave()
         if self._seen and all_zero(self.engine.gradients(), self.engine.comms):
             self._abandon()
@@ -222,6 +229,8 @@ class Turn:
 
     def _begin(self) -> bool:
         """All ranks that take it agree whether the step counts, before any optimizer or state changes."""
+        if self.engine.cut_short():  # the others are not asked: they may be waiting for this rank in the exchange
+            raise ThinwireError(_MISSING.format(name=self.engine.missing() or "a parameter"))
         trouble = self._trouble()
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
         alone = self.method.alone(self.road.step)
@@ -337,9 +346,11 @@ class Turn:
         """Why this rank cannot step."""
         there = any(gradient is not None for gradient in self.engine.gradients()) or self.engine.accumulated()
         if there and not self._seen and self.engine.exchanges:
+            missing = self.engine.missing()
             return (
                 "optimizer.step() without an exchange of gradients since the last one, so each rank has its own: the "
                 "last backward pass of a step must not be inside no_sync() or accumulate(last=False)"
+                + (f"; and {_MISSING.format(name=missing)}" if missing else "")
             )
         # DDP does not exchange what was frozen when it was made: each rank would go its own way.
         for name, weight in self._frozen.items():

@@ -350,7 +350,7 @@ class Wire:
         """
         meshes: dict[object, list[Tensor]] = {}  # torch takes no norm over DTensors of several meshes
         moves = {id(self._turn.weights[name]) for name in self.method.moves}
-        for parameter in self.engine.model.parameters():
+        for parameter in self._turn.weights.values():  # what was thawed late has a gradient that is this rank's alone
             if parameter.grad is not None and id(parameter) not in moves:
                 meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
         with self._turn.inside("clip_grad_norm_()"), self.engine.comms[0].waiting("all-reduce"):
@@ -534,7 +534,9 @@ class Wire:
         return Form(self._about, {**self._counts(), **shapes})
 
     def close(self) -> None:
-        """End the worker thread and what is under way. A backward pass that would exchange gradients raises then."""
+        """End the worker thread and what is under way. ``accumulate``, and a backward pass that would exchange gradients,
+        raise then.
+        """
         self._turn.ended = True
         for hook in self._hooks:
             hook.remove()

@@ -79,6 +79,14 @@ class Engine:
         """Has this rank gradients that torch keeps from the optimizer?"""
         return False
 
+    def cut_short(self) -> bool:
+        """Has torch exchanged some gradients of the last backward pass, and left others as each rank has them?"""
+        return False
+
+    def missing(self) -> str | None:
+        """A parameter without a gradient, where torch does not exchange those of others for want of it."""
+        return None
+
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
         """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?
 

@@ -59,6 +59,7 @@ class DDP(Engine):
         self._watches: list[RemovableHandle] = []
         self._gone = False  # what this step has exchanged was thrown away before another backward pass
         self._looked = False  # at its values, whether they are zeros
+        self._short = False  # of buckets, in the last backward pass that exchanged any
 
     @staticmethod
     def process_groups(model: DistributedDataParallel) -> list[dist.ProcessGroup]:
@@ -103,6 +104,7 @@ class DDP(Engine):
         def hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
             flat, pieces = bucket.buffer(), self._map(bucket)
             turn.enter([piece.name for piece in pieces])
+            self._short = not bucket.is_last()
 
             def job() -> Tensor:
                 with turn.exchanging("gradients", (piece.name for piece in pieces)):
@@ -138,6 +140,16 @@ class DDP(Engine):
         elif not self._looked:  # once, because it waits for the device
             self._looked = True
             self._gone = all_zero(other.grad for other in turn.exchanged())
+
+    def cut_short(self) -> bool:
+        """Buckets leave in their order: behind one that lacks a gradient none does, and torch says so only in the next
+        forward pass.
+        """
+        return self._short
+
+    def missing(self) -> str | None:
+        there = (weight for weight in self.model.module.parameters() if id(weight) in self.parameters)
+        return next((self.parameters[id(weight)].name for weight in there if weight.grad is None), None)
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
         """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?"""
