@@ -534,8 +534,8 @@ class Wire:
         return Form(self._about, {**self._counts(), **shapes})
 
     def close(self) -> None:
-        """End the worker thread and what is under way. ``accumulate``, and a backward pass that would exchange gradients,
-        raise then.
+        """End the worker thread and what is under way. ``accumulate`` raises then, as does a backward pass that would
+        exchange gradients.
         """
         self._turn.ended = True
         for hook in self._hooks:
