@@ -12,7 +12,7 @@ from thinwire.bucket import Bucket
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import Delay, ErrorFeedback, Promise, check_density, count_of
+from thinwire.methods.base import Delay, ErrorFeedback, Promise, check_density, count_of, portion_of
 from thinwire.ops import mask as masks
 
 
@@ -58,6 +58,10 @@ class TopK(ErrorFeedback):
         if self.error_feedback:
             return self.conserves
         return Promise("lossy", "what is not among the largest values is dropped: error_feedback=True keeps it")
+
+    @property
+    def usual_portion(self) -> float:
+        return portion_of(self.density)
 
     @property
     def keeps_state(self) -> bool:

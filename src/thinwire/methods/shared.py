@@ -1,0 +1,35 @@
+"""One mask for all ranks, of which a few ranks choose a part each, by their own values.
+
+A rank knows its own values alone. Where one chooses for all, the large values of the others wait, and what they send in
+their place is noise; of four choosers (each a quarter of the positions) one value in four is large somewhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.bucket import Bucket
+from thinwire.ops import mask as masks
+
+CHOOSERS = 4
+"""At most, so that what a rank sends of positions does not grow with the ranks."""
+
+
+def choosers_of(density: float, ranks: int) -> int:
+    """How many of the ``ranks`` choose a mask. At a high ``density`` they would all choose the same: one."""
+    return min(ranks, CHOOSERS) if density <= 1 / CHOOSERS else 1
+
+
+def fill_up(bucket: Bucket, words: Tensor, counts: Sequence[int]) -> Tensor:
+    """Set further bits in ``words`` (R, n / 64), so that each row has ``counts[i]`` in the bucket's segment i.
+
+    Where choosers agree, a few places are left. They go to the first positions that are free.
+    """
+    flags = masks.unpack(words, bucket.scratch("chosen flags", bucket.shape, torch.bool))
+    scores = bucket.scratch("chosen scores", bucket.shape, torch.float32).copy_(flags)
+    for segment, count in zip(bucket.segments, counts, strict=True):
+        masks.topk_mask(scores[:, segment.columns], count, words[:, segment.groups(masks.WORD)])
+    return words
