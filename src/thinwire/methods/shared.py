@@ -14,13 +14,10 @@ from torch import Tensor
 from thinwire.bucket import Bucket
 from thinwire.ops import mask as masks
 
-CHOOSERS = 4
-"""At most, so that what a rank sends of positions does not grow with the ranks."""
 
-
-def choosers_of(density: float, ranks: int) -> int:
-    """How many of the ``ranks`` choose a mask. At a high ``density`` they would all choose the same: one."""
-    return min(ranks, CHOOSERS) if density <= 1 / CHOOSERS else 1
+def choosers_of(most: int, density: float, ranks: int) -> int:
+    """How many of the ranks choose a mask, ``most`` at most. At a high ``density`` all would choose the same: one."""
+    return min(ranks, most) if density * most <= 1 else 1
 
 
 def fill_up(bucket: Bucket, words: Tensor, counts: Sequence[int]) -> Tensor:

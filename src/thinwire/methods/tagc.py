@@ -72,8 +72,10 @@ class TAGC(ErrorFeedback):
             is counted, or the step is refused ("refuse").
         select: "non-attention" (the paper: every matrix but those that make queries, keys and values), "all", or a
             pattern (``fnmatch``) of names.
-        mask: "local": each rank's own largest values; "shared": that of four ranks, in turn, for all: then the
-            union does not grow with the ranks, and the values travel without a sketch.
+        mask: "local": each rank's own largest values; "shared": those of a few ranks, in turn, for all: then the union
+            does not grow with the ranks, and the values travel without a sketch.
+        choosers: with mask="shared", how many choose it, a share of the positions each; more => what is large on any
+            rank is sent sooner.
         leftovers: "accumulate": what cannot be recovered returns to the accumulator; "median": the paper's guess.
         accumulate: keep what was not sent for the next step (8 bytes per element). False: it is lost.
     """
@@ -94,6 +96,7 @@ class TAGC(ErrorFeedback):
     on_overload: Literal["dense", "refuse"] = "dense"
     select: str = "all"
     mask: Literal["local", "shared"] = "local"
+    choosers: int = 4
     leftovers: Literal["accumulate", "median"] = "accumulate"
     accumulate: bool = True
 
@@ -104,6 +107,9 @@ class TAGC(ErrorFeedback):
             raise ThinwireError(f"{self.name}: peeling fails above a load of 0.8 elements per cell, got {self.load}")
         self.must(self.resize >= 1, "resize", "is a number of steps, 1 or more")
         self.must(0 < self.limit <= 1, "limit", "is a share of the union, above 0 to 1 (never)")
+        self.must(self.choosers >= 1, "choosers", "is a number of ranks, 1 or more")
+        if self.mask == "local":
+            self.refuse_idle("mask='local'", "choosers")
         if self.theta == 0:
             self.refuse_idle("theta=0 (nothing waits)", "portion")
         if self.mask == "shared":
@@ -228,7 +234,7 @@ class TAGC(ErrorFeedback):
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
         """One mask for all, by a few ranks in turn: of the values of each tensor that are sent, each chooses a part."""
         words = bucket.scratch("words", (bucket.shape[0], bucket.shape[1] // masks.WORD), torch.int64).zero_()
-        choosers, counts = choosers_of(1 - self.theta, exchange.rows), []
+        choosers, counts = choosers_of(self.choosers, 1 - self.theta, exchange.rows), []
         with exchange.span("encode", bucket.rows):
             for segment in bucket.segments:
                 k = max(self._k(segment.span) // choosers, 1)

@@ -44,6 +44,8 @@ class Trickle(ErrorFeedback):
             longer waits. With weights sharded, of each shard's.
         mask: "own": each rank its own largest values with their positions; bytes grow with the number of ranks.
             "shared": values at one mask for all, whose bytes do not grow; takes a larger density (0.05).
+        choosers: with mask="shared", ranks that choose each part of it, a share of the positions each; more => what
+            is large on any rank is sent sooner, and 4 are as good as all.
         bits: of a value: 8, 4, or with a shared mask 32 (the network's own sum of fp32). Fewer => fewer bytes, and a
             larger share of what is sent waits. 2, with masks of their own, is SparseLoCo's wire (arXiv 2508.15706): of
             every 4096 values k = int(density * 4096), down to a multiple of 4, as the means of four bins, with
@@ -60,6 +62,7 @@ class Trickle(ErrorFeedback):
 
     density: float = 0.01
     mask: Literal["own", "shared"] = "own"
+    choosers: int = 4
     bits: Literal[2, 4, 8, 32] = 8
     group: int = 64
     feedback: Literal["gradient", "update"] = field(default="update", kw_only=True)
@@ -67,6 +70,9 @@ class Trickle(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_density(self.name, self.density)
+        self.must(self.choosers >= 1, "choosers", "is a number of ranks, 1 or more")
+        if self.mask == "own":
+            self.refuse_idle("mask='own'", "choosers")
         if self.bits in (2, 32):
             self.refuse_idle(f"bits={self.bits}", "group")
         if self.mask == "own" and self.bits == 32:
@@ -128,7 +134,7 @@ class Trickle(ErrorFeedback):
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange) -> Masked | MaskedIntegers:
         """In step t rank r chooses its share of the positions of rows r + t, r + t + 1, ...; everybody gets all."""
         rows, n = bucket.shape
-        choosers = choosers_of(self.density, rows)
+        choosers = choosers_of(self.choosers, self.density, rows)
         parts = tuple((segment.width, max(self._k(segment.span) // choosers, 1)) for segment in bucket.segments)
         positions = Positions(parts)
         words = bucket.scratch("words", (rows, n // masks.WORD), torch.int64)
