@@ -83,7 +83,7 @@ def k_of(h) -> int:
 
 
 def at_one_mask(tensor: int, t: int, hs: list) -> list:
-    """Of each third of a tensor every worker chooses a third of the positions; the first that are free are added.
+    """Of each third of a tensor every worker chooses a third of the positions; the first free ones make up the number.
 
     The thirds have 107, 107 and 106 of the 320 values.
     """
@@ -93,7 +93,7 @@ def at_one_mask(tensor: int, t: int, hs: list) -> list:
         mask = np.zeros(107, dtype=bool)
         for worker in range(SIZE):
             mask[np.argsort(-np.abs(flat[worker][row]), kind="stable")[:k]] = True
-        mask[np.flatnonzero(~mask)[: SIZE * k - int(mask.sum())]] = True
+        mask[np.flatnonzero(~mask)[: int(DENSITY * 107) - int(mask.sum())]] = True
         masks.append(mask)
     return [2 * PORTION * (of * masks).reshape(-1)[:320].reshape(h.shape) for of, h in zip(flat, hs, strict=True)]
 
@@ -334,7 +334,8 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
         ("sign(feedback='update', portion=0.5)", "portion is for"),
         ("tagc(theta=0, portion=0.5)", "portion does nothing"), ("dgc(portion=0.5)", "no knob 'portion'"),
         ("trickle(choosers=2)", "choosers does nothing"), ("trickle:shared(choosers=0)", "choosers is a number"),
-        ("tagc(choosers=2)", "choosers does nothing"), ("trickle(direction='shampoo')", "direction is"), ("trickle(direction='muon',beta1=0.5)", "beta1 does nothing"),
+        ("tagc(choosers=2)", "choosers does nothing"), ("trickle(direction='shampoo')", "direction is"),
+        ("trickle(direction='muon',beta1=0.5)", "beta1 does nothing"),
         ("trickle(direction='muon',factored=True)", "factored does nothing"),
         ("demo(direction='muon')", "no knob 'direction'"),
     ],

@@ -20,10 +20,10 @@ def choosers_of(most: int, density: float, ranks: int) -> int:
     return min(ranks, most) if density * most <= 1 else 1
 
 
-def fill_up(bucket: Bucket, words: Tensor, counts: Sequence[int]) -> Tensor:
-    """Set further bits in ``words`` (R, n / 64), so that each row has ``counts[i]`` in the bucket's segment i.
+def settle(bucket: Bucket, words: Tensor, counts: Sequence[int]) -> Tensor:
+    """``words`` (R, n / 64), what several have chosen, with ``counts[i]`` bits in each row of the bucket's segment i.
 
-    Where choosers agree, a few places are left. They go to the first positions that are free.
+    Where choosers agree, a few places are left: they go to the first positions that are free.
     """
     flags = masks.unpack(words, bucket.scratch("chosen flags", bucket.shape, torch.bool))
     scores = bucket.scratch("chosen scores", bucket.shape, torch.float32).copy_(flags)

@@ -36,7 +36,7 @@ from thinwire.codecs.sketch import CountSketch, Part, places
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Promise, Resized, portion_of
-from thinwire.methods.shared import choosers_of, fill_up
+from thinwire.methods.shared import choosers_of, settle
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 from thinwire.streams import seed_of
@@ -234,17 +234,16 @@ class TAGC(ErrorFeedback):
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
         """One mask for all, by a few ranks in turn: of the values of each tensor that are sent, each chooses a part."""
         words = bucket.scratch("words", (bucket.shape[0], bucket.shape[1] // masks.WORD), torch.int64).zero_()
-        choosers, counts = choosers_of(self.choosers, 1 - self.theta, exchange.rows), []
+        choosers = choosers_of(self.choosers, 1 - self.theta, exchange.rows)
+        counts = [self._k(segment.span) for segment in bucket.segments]
         with exchange.span("encode", bucket.rows):
-            for segment in bucket.segments:
-                k = max(self._k(segment.span) // choosers, 1)
-                counts.append(min(k * choosers, segment.span))
+            for segment, k in zip(bucket.segments, counts, strict=True):
                 if (exchange.rank - seed_of(self.run.seed, segment.name, bucket.step)) % exchange.rows < choosers:
                     mine = words[:, segment.groups(masks.WORD)]
-                    masks.topk_mask(bucket.columns(bucket.rows, segment), k, mine)  # l. 2
+                    masks.topk_mask(bucket.columns(bucket.rows, segment), max(k // choosers, 1), mine)  # l. 2
         words = exchange.union(bucket, words)  # l. 3-4
         if choosers > 1:
-            fill_up(bucket, words, counts)
+            settle(bucket, words, counts)
         codec = Masked(words, sum(counts), owner_row=exchange.mine)
         exchange.mean(bucket, codec, residual=Residual(None, acc))  # values at the mask in place of l. 5-10; l. 2: acc
 
@@ -301,7 +300,7 @@ class LHC(TAGC):
     delay: ClassVar[None] = None
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("theta", "accumulate", "mask"), "lhc sends whatever is not zero: tagc has it"
+        ("theta", "accumulate", "mask", "choosers"), "lhc sends whatever is not zero: tagc has it"
     )
 
     feedback: Literal["gradient", "update"] = "gradient"

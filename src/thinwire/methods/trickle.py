@@ -31,7 +31,7 @@ from thinwire.codecs.sparse import TILE, Positions, TiledTopK, TopKIntegers
 from thinwire.collectives import Exchange, scratch
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Delay, ErrorFeedback, check_density, count_of, portion_of
-from thinwire.methods.shared import choosers_of, fill_up
+from thinwire.methods.shared import choosers_of, settle
 from thinwire.ops import mask as masks
 
 
@@ -135,7 +135,9 @@ class Trickle(ErrorFeedback):
         """In step t rank r chooses its share of the positions of rows r + t, r + t + 1, ...; everybody gets all."""
         rows, n = bucket.shape
         choosers = choosers_of(self.choosers, self.density, rows)
-        parts = tuple((segment.width, max(self._k(segment.span) // choosers, 1)) for segment in bucket.segments)
+        counts = [self._k(segment.span) for segment in bucket.segments]
+        each = [max(k // choosers, 1) for k in counts]
+        parts = tuple((segment.width, k) for segment, k in zip(bucket.segments, each, strict=True))
         positions = Positions(parts)
         words = bucket.scratch("words", (rows, n // masks.WORD), torch.int64)
         other = bucket.scratch("other words", (rows, n // masks.WORD), torch.int64)
@@ -145,7 +147,7 @@ class Trickle(ErrorFeedback):
             mine = other[:choosers]
             for i in range(choosers):
                 row = (exchange.rank + bucket.step + i) % rows
-                for segment, (_, k) in zip(bucket.segments, parts, strict=True):
+                for segment, k in zip(bucket.segments, each, strict=True):
                     values = bucket.columns(bucket.rows, segment)[row : row + 1]
                     masks.topk_mask(values, k, mine[i : i + 1, segment.groups(masks.WORD)])
             positions.write(mine, wire, scratch(bucket))
@@ -154,11 +156,8 @@ class Trickle(ErrorFeedback):
             words.zero_()
             for i, chosen in enumerate(wires.split(positions.nbytes, 1)):
                 words |= positions.read(chosen.roll((bucket.step + i) % rows, 0), other, scratch(bucket))
-            counts = [
-                min(k * choosers, segment.span) for segment, (_, k) in zip(bucket.segments, parts, strict=True)
-            ]
             if choosers > 1:
-                fill_up(bucket, words, counts)
+                settle(bucket, words, counts)
         if self.bits == 32:
             return Masked(words, sum(counts), owner_row=exchange.rank)
         at = tuple((width // masks.WORD, k) for (width, _), k in zip(parts, counts, strict=True))
