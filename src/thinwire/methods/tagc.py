@@ -128,7 +128,8 @@ class TAGC(ErrorFeedback):
         if self.promise.kind != "conserves":
             return None
         if self.feedback == "update":
-            return Delay.of_steps(1 - self.theta, self.start, shared=self.mask == "shared")
+            one = self.mask == "shared" and self.choosers == 1
+            return Delay.of_steps(1 - self.theta, self.start, self.delivered, one=one)
         return Delay.of_largest(1 - self.theta, self.start)
 
     @property

@@ -20,7 +20,8 @@ from thinwire.ops import mask as masks
 class TopK(ErrorFeedback):
     """Each rank's own k largest values with their positions, all-gathered; the rest waits (Stich et al. 2018).
 
-    For each tensor, on rank n: h = g_n + e; send the k largest |h|; e = h elsewhere. The mean has up to N k non-zeros,
+    For each tensor, on rank n: h = g_n + e; send the k largest |h|; e = h elsewhere (and a share of it where sent: see
+    ``portion``). The mean has up to N k non-zeros,
     and what a rank receives grows with N: the baseline that methods with a common mask improve on. By default g_n is
     the step that AdamW would take (``feedback``); "topk:paper" sends gradients, for any optimizer, of every tensor.
 
@@ -50,8 +51,9 @@ class TopK(ErrorFeedback):
     def delay(self) -> Delay | None:
         if not self.error_feedback:
             return None
-        of = Delay.of_steps if self.feedback == "update" else Delay.of_largest
-        return of(self.density, self.start)
+        if self.feedback == "gradient":
+            return Delay.of_largest(self.density, self.start)
+        return Delay.of_steps(self.density, self.start, self.delivered)
 
     @property
     def promise(self) -> Promise:

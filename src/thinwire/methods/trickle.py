@@ -103,7 +103,8 @@ class Trickle(ErrorFeedback):
     def delay(self) -> Delay:
         if self.feedback == "gradient":
             return Delay.of_largest(self.density, self.start)
-        return Delay.of_steps(self.density, self.start, shared=self.mask == "shared")
+        one = self.mask == "shared" and self.choosers == 1
+        return Delay.of_steps(self.density, self.start, self.delivered, one=one)
 
     @property
     def usual_portion(self) -> float:
