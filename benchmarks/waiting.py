@@ -3,7 +3,7 @@
     python benchmarks/waiting.py --corpora DIR --lr 8e-3 density=0.01 density=0.05 density=0.05,portion=0.25
 
 Each word is a variant: fields of ``Variant`` with their values. It trains a model of ``regimes.py`` for the first
---steps of a run of 800 steps, on 4 ranks, and prints the validation loss every 100 steps. This is not the library: the
+--steps of a run of 800 steps, and prints the validation loss every 100 steps. This is not the library: the
 values of all ranks are rows of one tensor, sent as they are, so that a variant is a line of code and a run ten seconds.
 What came of it is in docs/training.md, "Why a portion"; what is in the library was then run with ``regimes.py``.
 """
@@ -21,7 +21,7 @@ import regimes
 import virtual
 from thinwire.train.data import batches
 
-RANKS, STEPS, SAMPLE = 4, 800, 64
+STEPS, SAMPLE = 800, 64
 
 
 @dataclass
@@ -92,13 +92,13 @@ class AdamW:
 
 def train(of: Variant, args: argparse.Namespace) -> list[float]:
     """Validation losses, every 100 steps."""
-    job = regimes.Job("scratch", args.text, args.model, RANKS, "dense", args.lr, args.seed, STEPS)
+    job = regimes.Job("scratch", args.text, args.model, args.ranks, "dense", args.lr, args.seed, STEPS)
     config = job.config()
     texts, held_out = (
         regimes.windows_of(args.corpora, name, config.sequence, config.seed) for name in regimes.TEXTS[args.text]
     )
     model = virtual.Replica(config, 256, None).model
-    gradients = virtual.Gradients(RANKS, model, virtual.buckets_of(model, *texts.take(0, config.batch_size)))
+    gradients = virtual.Gradients(args.ranks, model, virtual.buckets_of(model, *texts.take(0, config.batch_size)))
     together, g = virtual.Together(model, gradients), gradients.rows
     places = {piece.name: piece.offset + where.start for where, pieces in gradients.buckets for piece in pieces}
     weights, parts = torch.empty(g.shape[1]), []
@@ -163,6 +163,7 @@ def main() -> None:
     parser.add_argument("--corpora", type=Path, required=True, help="the folder of the texts")
     parser.add_argument("--model", choices=regimes.MODELS, default="tiny")
     parser.add_argument("--text", choices=regimes.TEXTS, default="peps")
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--lr", type=float, default=8e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=300)

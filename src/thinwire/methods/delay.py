@@ -39,12 +39,12 @@ class Delay:
     def of_steps(cls, density: float, start: float, portion: float, *, one: bool = False) -> Delay:
         """Of methods that send the largest of AdamW's steps: the worst that was measured, in the larger of two models.
 
-        Nothing where as much is delivered as at a density of 0.01 (``portion``), nor after a dense ``start`` of 15%.
-        ``one``: a mask for all ranks, chosen by one of them for each part.
+        Nothing at a low density, where a ``portion`` is delivered, nor after a dense ``start`` of 15%. ``one``: a mask for
+        all ranks, chosen by one of them for each part.
         """
         if one:
-            return cls(steps=520 if portion > 0.5 else 300)
-        return cls(steps=0 if density <= 0.02 or portion <= 0.5 or 0.15 <= start < 1 else 385)
+            return cls(steps=520)
+        return cls(steps=0 if density <= 0.02 or portion <= 0.625 or 0.15 <= start < 1 else 385)
 
     def gap(self, steps: int) -> float:
         """By how much the loss of a run of so many ``steps`` ends above dense's: 0.05 is 5%."""
