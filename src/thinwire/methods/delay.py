@@ -39,8 +39,8 @@ class Delay:
     def of_steps(cls, density: float, start: float, portion: float, *, one: bool = False) -> Delay:
         """Of methods that send the largest of AdamW's steps: the worst that was measured, in the larger of two models.
 
-        Nothing at a low density, where a ``portion`` is delivered, nor after a dense ``start`` of 15%. ``one``: a mask for
-        all ranks, chosen by one of them for each part.
+        Nothing at a low density, where a ``portion`` is delivered, nor after a dense ``start`` of 15%. ``one``: of each
+        part of a mask for all ranks one of them has chosen the positions.
         """
         if one:
             return cls(steps=520)
