@@ -43,9 +43,11 @@ def test_a_short_run_with_a_dear_method_is_warned_of_and_a_long_one_is_not():
     flat = " ".join(str(long).split())
     assert "costs about +47.0%" in flat and "in the 200,000 of this run" in flat
     assert plan("topk", 800).warning is None and plan("topk", 800).cost == ""
-    assert "+14.0%" in plan("topk(density=0.05)", 800).warning
-    assert plan("topk(density=0.05, start=0.15)", 800).warning is None
-    assert plan("trickle(density=0.05, mask='shared')", 800).warning is not None
+    assert "+14.0%" in plan("topk(density=0.05, portion=1.0)", 800).warning
+    assert plan("topk(density=0.05)", 800).warning is None
+    assert plan("topk(density=0.05, start=0.15, portion=1.0)", 800).warning is None
+    assert plan("trickle(density=0.05, mask='shared', choosers=1)", 800).warning is not None
+    assert plan("trickle(density=0.05, mask='shared')", 800).warning is None
     assert plan("dense", 800).cost == "" and plan("int8", 800).warning is None
 
 

@@ -137,6 +137,8 @@ def test_tagc(mask, topology, size):
     method = {"theta": 0.95, "mask": mask, "smallest": 0, "send": ("*",), "feedback": "gradient"}
     if mask == "local":  # else there is no sketch
         method |= {"load": load, "resize": resize}
+    else:
+        method["choosers"] = 1
     results = run(lambda: TAGC(**method), topology, size, {"w": columns * rows})
     papers = [TagcPaper(columns, size, keep, shared=mask == "shared") for _ in range(rows)]
     union, peak = min(size * keep, columns), 0

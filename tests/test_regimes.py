@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import regime_tables
 import regimes
 import virtual
+import waiting
 
 SMALLEST = "--preset tiny --layers 1 --width 16 --heads 2 --seq-len 16"
 METHODS = (
@@ -164,3 +165,16 @@ def test_learning_rates_without_a_seed_in_common(tmp_path: Path) -> None:
     file.write_text("\n".join([line("dense", 0.1, 0, 1.0), line("dense", 0.2, 1, 3.0), line("dense", 0.2, 2, 3.0)]))
     (row,) = regime_tables.rows(regime_tables.read(file).values())
     assert (row.lr, row.tried) == (0.2, {0.1: 1.0, 0.2: 3.0})
+
+
+@pytest.mark.parametrize("word", ["", "mask=shared", "mask=shared,choosers=4", "mask=sum", "mask=cycle", "mask=all"])
+def test_a_variant_of_what_waits_sends_its_share(word):
+    h = torch.randn(4, 400, generator=torch.Generator().manual_seed(0))
+    sent = waiting.chosen(of := waiting.variant(word), h, t=3)
+    assert ((sent == h) | (sent == 0)).all()
+    assert ((sent != 0).sum(1) == (400 if word == "mask=all" else 20)).all()
+    assert of.mask == "own" or torch.equal((sent != 0).all(0), (sent != 0).any(0)), "one mask for all"
+
+
+def test_a_variant_is_read():
+    assert waiting.variant("density=0.01,r=0,until=7") == waiting.Variant(density=0.01, r=False, until=7)

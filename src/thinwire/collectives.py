@@ -215,11 +215,6 @@ class Exchange(ABC):
         comm.all_gather(chunks, received[0])
         return result
 
-    def fill(self, words: Tensor) -> Tensor:
-        """``words`` of integers, of which each is zero on all ranks but one = that rank's, in place, on every rank."""
-        self.comm.all_reduce(words.view(torch.uint8))
-        return words
-
     def share(self, rows: Tensor) -> Tensor:
         """``rows`` (R, w): where each rank owns a row, row r becomes rank r's on every rank, in place."""
         if self.owner:

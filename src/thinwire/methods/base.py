@@ -432,8 +432,16 @@ class Lossy(Method):
         exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual)
 
 
-OF_UPDATES = ("beta1", "factored", "direction")
+OF_UPDATES = ("beta1", "factored", "direction", "portion")
 """Knobs of ``ErrorFeedback`` that say how a gradient becomes a step."""
+
+
+def portion_of(density: float) -> float:
+    """The portion of ``density`` of all steps, each rank's own largest, that keeps the loss (docs/training.md).
+
+    So that a step delivers about as much as at a density of 0.01, of more values; no less than momentum has.
+    """
+    return min(max(0.0125 / density, 0.1), 1.0)
 
 
 @dataclass
@@ -456,6 +464,9 @@ class ErrorFeedback(Method):
             are no embedding and no head the orthogonalised momentum of this rank's own gradients, at lr 0.2
             sqrt(max(rows, columns)); embeddings and heads keep Adam's, and what is not a matrix stays dense. For
             weights that the rank holds whole.
+        portion: with feedback="update", the share of what a step sends that is delivered; the rest goes on waiting, in
+            the same state. Lower => smoother and later steps (of all values, it would be a momentum of 1 - portion).
+            None: what was measured best for the method and its density (``usual_portion``).
     """
 
     start: float = 0
@@ -464,6 +475,7 @@ class ErrorFeedback(Method):
     beta1: float = 0.0
     factored: bool = False
     direction: Literal["adam", "muon"] = "adam"
+    portion: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -472,6 +484,9 @@ class ErrorFeedback(Method):
         self.must(0 <= self.beta1 < 1, "beta1", "is the decay of an average, from 0 to below 1")
         if self.feedback == "gradient":
             self.refuse_idle("feedback='gradient' (the optimizer has its own)", *OF_UPDATES)
+        self.must(self.portion is None or 0 < self.portion <= 1, "portion", "is a share, above 0 and up to 1")
+        if self.portion is not None and self.promise != self.conserves:
+            raise ThinwireError(f"{self.name}: portion is for methods that keep what they did not send: leave it out")
         if self.direction == "muon":
             self.refuse_idle("direction='muon'", "beta1", "factored")
         self.update_space: UpdateSpace | None = None
@@ -503,6 +518,18 @@ class ErrorFeedback(Method):
         return f"{same}, or {self.name}:paper" if "paper" in self.PRESETS else same
 
     @property
+    def usual_portion(self) -> float:
+        """``portion``, where nobody says otherwise."""
+        return 1.0
+
+    @property
+    def delivered(self) -> float:
+        """``portion``, as it is used."""
+        if self.feedback == "gradient" or self.promise != self.conserves:
+            return 1.0
+        return self.usual_portion if self.portion is None else self.portion
+
+    @property
     def adds_up(self) -> bool:
         return self.feedback != "update"
 
@@ -532,7 +559,7 @@ class ErrorFeedback(Method):
         return {**super().resized, "seen": "equal", "alike": "equal", "second by *": "mean"}  # update.py's
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        self._exchange(bucket, exchange, self.compress)
+        self._exchange(bucket, exchange, self.compress if self.delivered == 1 else self._compress_in_portions)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
         self._exchange(bucket, exchange, self.send_all)
@@ -548,6 +575,14 @@ class ErrorFeedback(Method):
         send(bucket, exchange)
         if self.update_space is not None:
             self.update_space.leave(bucket)
+
+    def _compress_in_portions(self, bucket: Bucket, exchange: Exchange) -> None:
+        """``compress``, and of c = h - e', which was sent, a portion p is taken: p mean_n c arrives, h - p c waits."""
+        h = bucket.scratch("whole", bucket.shape, torch.float32)
+        torch.add(bucket.rows, self.state.read("residual", bucket), out=h)
+        self.compress(bucket, exchange)
+        self.state.write("residual", bucket).lerp_(h, 1 - self.delivered)
+        bucket.mean.mul_(self.delivered)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         """``reduce``, once the dense start is over. The rows are gradients or, with feedback="update", steps."""

@@ -36,14 +36,15 @@ class Delay:
         return cls(steps=700 * (1 - density) ** 2.4 * (1 - (start if start < 1 else 0)))
 
     @classmethod
-    def of_steps(cls, density: float, start: float, *, shared: bool = False) -> Delay:
+    def of_steps(cls, density: float, start: float, portion: float, *, one: bool = False) -> Delay:
         """Of methods that send the largest of AdamW's steps: the worst that was measured, in the larger of two models.
 
-        Nothing at a density of 0.01, nor after a dense ``start`` of 15%. ``shared``: one mask for all ranks.
+        Nothing at a low density, where a ``portion`` is delivered, nor after a dense ``start`` of 15%. ``one``: of each
+        part of a mask for all ranks one of them has chosen the positions.
         """
-        if shared:
+        if one:
             return cls(steps=520)
-        return cls(steps=0 if density <= 0.02 or 0.15 <= start < 1 else 385)
+        return cls(steps=0 if density <= 0.02 or portion <= 0.625 or 0.15 <= start < 1 else 385)
 
     def gap(self, steps: int) -> float:
         """By how much the loss of a run of so many ``steps`` ends above dense's: 0.05 is 5%."""

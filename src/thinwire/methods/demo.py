@@ -58,7 +58,7 @@ class DeMo(ErrorFeedback):
     delay: ClassVar[Delay | None] = Delay(steps=144)
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("feedback", "beta1", "factored", "direction"), "a momentum waits: topk has it"
+        ("feedback", "beta1", "factored", "direction", "portion"), "a momentum waits: topk has it"
     )
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"smallest": 0, "send": ("*",)}}
 

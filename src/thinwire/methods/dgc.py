@@ -34,7 +34,7 @@ class DGC(TopK):
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
     ABSENT: ClassVar[Mapping[str, str]] = {
         "error_feedback": "what waits would be lost: topk has it",
-        **dict.fromkeys(("feedback", "beta1", "factored", "direction"), "the momentum waits: topk has it"),
+        **dict.fromkeys(("feedback", "beta1", "factored", "direction", "portion"), "the momentum waits: topk has it"),
     }  # fmt: skip
 
     feedback: Literal["gradient", "update"] = "gradient"

@@ -35,7 +35,8 @@ from thinwire.codecs.mask import Masked
 from thinwire.codecs.sketch import CountSketch, Part, places
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Promise, Resized
+from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Promise, Resized, portion_of
+from thinwire.methods.shared import choosers_of, settle
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 from thinwire.streams import seed_of
@@ -71,8 +72,10 @@ class TAGC(ErrorFeedback):
             is counted, or the step is refused ("refuse").
         select: "non-attention" (the paper: every matrix but those that make queries, keys and values), "all", or a
             pattern (``fnmatch``) of names.
-        mask: "local": each rank's own largest values; "shared": one rank's, in turn, for all: then the union does
-            not grow with the ranks, and the values travel without a sketch.
+        mask: "local": each rank's own largest values; "shared": those of a few ranks, in turn, for all: then the union
+            does not grow with the ranks, and the values travel without a sketch.
+        choosers: with mask="shared", how many choose it, a share of the positions each; more => what is large on any
+            rank is sent sooner.
         leftovers: "accumulate": what cannot be recovered returns to the accumulator; "median": the paper's guess.
         accumulate: keep what was not sent for the next step (8 bytes per element). False: it is lost.
     """
@@ -93,6 +96,7 @@ class TAGC(ErrorFeedback):
     on_overload: Literal["dense", "refuse"] = "dense"
     select: str = "all"
     mask: Literal["local", "shared"] = "local"
+    choosers: int = 4
     leftovers: Literal["accumulate", "median"] = "accumulate"
     accumulate: bool = True
 
@@ -103,6 +107,11 @@ class TAGC(ErrorFeedback):
             raise ThinwireError(f"{self.name}: peeling fails above a load of 0.8 elements per cell, got {self.load}")
         self.must(self.resize >= 1, "resize", "is a number of steps, 1 or more")
         self.must(0 < self.limit <= 1, "limit", "is a share of the union, above 0 to 1 (never)")
+        self.must(self.choosers >= 1, "choosers", "is a number of ranks, 1 or more")
+        if self.mask == "local":
+            self.refuse_idle("mask='local'", "choosers")
+        if self.theta == 0:
+            self.refuse_idle("theta=0 (nothing waits)", "portion")
         if self.mask == "shared":
             self.refuse_idle("mask='shared' (no sketch)", "load", "resize", "limit", "on_overload", "leftovers")
 
@@ -119,8 +128,15 @@ class TAGC(ErrorFeedback):
         if self.promise.kind != "conserves":
             return None
         if self.feedback == "update":
-            return Delay.of_steps(1 - self.theta, self.start, shared=self.mask == "shared")
+            one = self.mask == "shared" and self.choosers == 1
+            return Delay.of_steps(1 - self.theta, self.start, self.delivered, one=one)
         return Delay.of_largest(1 - self.theta, self.start)
+
+    @property
+    def usual_portion(self) -> float:
+        if self.theta == 0:
+            return 1.0
+        return portion_of((1 - self.theta) / (2 if self.mask == "shared" else 1))
 
     @property
     def resized(self) -> Mapping[str, Resized]:
@@ -217,16 +233,19 @@ class TAGC(ErrorFeedback):
             self.state.put("peak", part.name, torch.where(due, 0, peak))
 
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
-        """One rank's mask for all, in turn: the others have zeros in its place."""
+        """One mask for all, by a few ranks in turn: of the values of each tensor that are sent, each chooses a part."""
         words = bucket.scratch("words", (bucket.shape[0], bucket.shape[1] // masks.WORD), torch.int64).zero_()
+        choosers = choosers_of(self.choosers, 1 - self.theta, exchange.rows)
+        counts = [self._k(segment.span) for segment in bucket.segments]
         with exchange.span("encode", bucket.rows):
-            for segment in bucket.segments:
-                if seed_of(self.run.seed, segment.name, bucket.step) % exchange.rows == exchange.rank:
+            for segment, k in zip(bucket.segments, counts, strict=True):
+                if (exchange.rank - seed_of(self.run.seed, segment.name, bucket.step)) % exchange.rows < choosers:
                     mine = words[:, segment.groups(masks.WORD)]
-                    masks.topk_mask(bucket.columns(bucket.rows, segment), self._k(segment.span), mine)  # l. 2
-        exchange.fill(words)  # l. 3-4
-        k = sum(self._k(segment.span) for segment in bucket.segments)
-        codec = Masked(words, k, owner_row=exchange.mine)
+                    masks.topk_mask(bucket.columns(bucket.rows, segment), max(k // choosers, 1), mine)  # l. 2
+        words = exchange.union(bucket, words)  # l. 3-4
+        if choosers > 1:
+            settle(bucket, words, counts)
+        codec = Masked(words, sum(counts), owner_row=exchange.mine)
         exchange.mean(bucket, codec, residual=Residual(None, acc))  # values at the mask in place of l. 5-10; l. 2: acc
 
     def facts(self) -> dict[str, float]:
@@ -282,7 +301,7 @@ class LHC(TAGC):
     delay: ClassVar[None] = None
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("theta", "accumulate", "mask"), "lhc sends whatever is not zero: tagc has it"
+        ("theta", "accumulate", "mask", "choosers"), "lhc sends whatever is not zero: tagc has it"
     )
 
     feedback: Literal["gradient", "update"] = "gradient"

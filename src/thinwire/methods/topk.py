@@ -12,7 +12,7 @@ from thinwire.bucket import Bucket
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import Delay, ErrorFeedback, Promise, check_density, count_of
+from thinwire.methods.base import Delay, ErrorFeedback, Promise, check_density, count_of, portion_of
 from thinwire.ops import mask as masks
 
 
@@ -20,7 +20,8 @@ from thinwire.ops import mask as masks
 class TopK(ErrorFeedback):
     """Each rank's own k largest values with their positions, all-gathered; the rest waits (Stich et al. 2018).
 
-    For each tensor, on rank n: h = g_n + e; send the k largest |h|; e = h elsewhere. The mean has up to N k non-zeros,
+    For each tensor, on rank n: h = g_n + e; send the k largest |h|; e = h elsewhere (and a share of it where sent: see
+    ``portion``). The mean has up to N k non-zeros,
     and what a rank receives grows with N: the baseline that methods with a common mask improve on. By default g_n is
     the step that AdamW would take (``feedback``); "topk:paper" sends gradients, for any optimizer, of every tensor.
 
@@ -50,14 +51,19 @@ class TopK(ErrorFeedback):
     def delay(self) -> Delay | None:
         if not self.error_feedback:
             return None
-        of = Delay.of_steps if self.feedback == "update" else Delay.of_largest
-        return of(self.density, self.start)
+        if self.feedback == "gradient":
+            return Delay.of_largest(self.density, self.start)
+        return Delay.of_steps(self.density, self.start, self.delivered)
 
     @property
     def promise(self) -> Promise:
         if self.error_feedback:
             return self.conserves
         return Promise("lossy", "what is not among the largest values is dropped: error_feedback=True keeps it")
+
+    @property
+    def usual_portion(self) -> float:
+        return portion_of(self.density)
 
     @property
     def keeps_state(self) -> bool:

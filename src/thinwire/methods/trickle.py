@@ -7,9 +7,12 @@
     w = (1 - lr decay) w - mean_n c
 
 Every rank chooses positions of its own, which travel in about nine bits each: bytes grow with the number of ranks. Or
-(``mask="shared"``) ranks share one mask, and only its values travel: of the N rows of a tensor each rank chooses the
-positions in one, another one every step, by its own |h|. That costs 1/N of the positions per rank, whatever N is, and
-more of the loss, since a rank's large values are not always where the chooser's are.
+(``mask="shared"``) ranks share one mask, and only its values travel: of the N rows of a tensor each rank chooses a
+quarter of the positions in four, others every step, by its own |h|. That is as much as all positions in one, whatever N
+is. (One chooser for a row costs more of the loss: another rank's large values are not always where its own are.)
+
+Of what is sent, a ``portion`` is delivered, and the rest goes on waiting: at a density of 0.01 all of it, at 0.05 a
+fourth, with a shared mask a half. Delivered whole, what is sent of many values is mostly the last step's noise.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.codecs.sparse import TILE, Positions, TiledTopK, TopKIntegers
 from thinwire.collectives import Exchange, scratch
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, check_density, count_of
+from thinwire.methods.base import Delay, ErrorFeedback, check_density, count_of, portion_of
+from thinwire.methods.shared import choosers_of, settle
 from thinwire.ops import mask as masks
 
 
@@ -40,6 +44,8 @@ class Trickle(ErrorFeedback):
             longer waits. With weights sharded, of each shard's.
         mask: "own": each rank its own largest values with their positions; bytes grow with the number of ranks.
             "shared": values at one mask for all, whose bytes do not grow; takes a larger density (0.05).
+        choosers: with mask="shared", ranks that choose each part of it, a share of the positions each; more => what
+            is large on any rank is sent sooner, and 4 are as good as all.
         bits: of a value: 8, 4, or with a shared mask 32 (the network's own sum of fp32). Fewer => fewer bytes, and a
             larger share of what is sent waits. 2, with masks of their own, is SparseLoCo's wire (arXiv 2508.15706): of
             every 4096 values k = int(density * 4096), down to a multiple of 4, as the means of four bins, with
@@ -56,6 +62,7 @@ class Trickle(ErrorFeedback):
 
     density: float = 0.01
     mask: Literal["own", "shared"] = "own"
+    choosers: int = 4
     bits: Literal[2, 4, 8, 32] = 8
     group: int = 64
     feedback: Literal["gradient", "update"] = field(default="update", kw_only=True)
@@ -63,6 +70,9 @@ class Trickle(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_density(self.name, self.density)
+        self.must(self.choosers >= 1, "choosers", "is a number of ranks, 1 or more")
+        if self.mask == "own":
+            self.refuse_idle("mask='own'", "choosers")
         if self.bits in (2, 32):
             self.refuse_idle(f"bits={self.bits}", "group")
         if self.mask == "own" and self.bits == 32:
@@ -93,7 +103,12 @@ class Trickle(ErrorFeedback):
     def delay(self) -> Delay:
         if self.feedback == "gradient":
             return Delay.of_largest(self.density, self.start)
-        return Delay.of_steps(self.density, self.start, shared=self.mask == "shared")
+        one = self.mask == "shared" and self.choosers == 1
+        return Delay.of_steps(self.density, self.start, self.delivered, one=one)
+
+    @property
+    def usual_portion(self) -> float:
+        return portion_of(self.density / (2 if self.mask == "shared" else 1))
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
@@ -118,24 +133,33 @@ class Trickle(ErrorFeedback):
         return count_of(self.density, columns)
 
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange) -> Masked | MaskedIntegers:
-        """In step t rank r chooses the positions of row r + t; everybody gets all of them."""
+        """In step t rank r chooses its share of the positions of rows r + t, r + t + 1, ...; everybody gets all."""
         rows, n = bucket.shape
-        parts = tuple((segment.width, self._k(segment.span)) for segment in bucket.segments)
+        choosers = choosers_of(self.choosers, self.density, rows)
+        counts = [self._k(segment.span) for segment in bucket.segments]
+        each = [max(k // choosers, 1) for k in counts]
+        parts = tuple((segment.width, k) for segment, k in zip(bucket.segments, each, strict=True))
         positions = Positions(parts)
         words = bucket.scratch("words", (rows, n // masks.WORD), torch.int64)
-        wires = bucket.scratch("positions", (rows, positions.nbytes), torch.uint8)
-        chosen = (exchange.rank + bucket.step) % rows
+        other = bucket.scratch("other words", (rows, n // masks.WORD), torch.int64)
+        wires = bucket.scratch("positions", (rows, choosers * positions.nbytes), torch.uint8)
+        wire = bucket.scratch("chosen", (choosers, positions.nbytes), torch.uint8)
         with exchange.span("encode", bucket.rows):
-            mine = words[chosen : chosen + 1]
-            for segment, (_, k) in zip(bucket.segments, parts, strict=True):
-                values = bucket.columns(bucket.rows, segment)[chosen : chosen + 1]
-                masks.topk_mask(values, k, mine[:, segment.groups(masks.WORD)])
-            wire = bucket.scratch("chosen", (1, positions.nbytes), torch.uint8)
+            mine = other[:choosers]
+            for i in range(choosers):
+                row = (exchange.rank + bucket.step + i) % rows
+                for segment, k in zip(bucket.segments, each, strict=True):
+                    values = bucket.columns(bucket.rows, segment)[row : row + 1]
+                    masks.topk_mask(values, k, mine[i : i + 1, segment.groups(masks.WORD)])
             positions.write(mine, wire, scratch(bucket))
-        exchange.gather(wires, wire[0])
+        exchange.gather(wires, wire.view(-1))
         with exchange.span("decode", bucket.rows):
-            positions.read(wires.roll(bucket.step % rows, 0), words, scratch(bucket))
+            words.zero_()
+            for i, chosen in enumerate(wires.split(positions.nbytes, 1)):
+                words |= positions.read(chosen.roll((bucket.step + i) % rows, 0), other, scratch(bucket))
+            if choosers > 1:
+                settle(bucket, words, counts)
         if self.bits == 32:
-            return Masked(words, sum(k for _, k in parts), owner_row=exchange.rank)
-        at = tuple((width // masks.WORD, k) for width, k in parts)
+            return Masked(words, sum(counts), owner_row=exchange.rank)
+        at = tuple((width // masks.WORD, k) for (width, _), k in zip(parts, counts, strict=True))
         return MaskedIntegers(words, at, self._quantizer, owner_row=exchange.rank)

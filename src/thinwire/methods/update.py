@@ -19,6 +19,15 @@ Stern, ICML 2018, arXiv 1804.04235, Alg. 4, l. 5-7), and what is kept of it is a
 
     R = b2 R + (1-b2) mean_j g_ij^2;  C = b2 C + (1-b2) mean_i g_ij^2;  v_ij = R_i C_j / mean(R)
 
+``portion``: of what the method makes of mean_n u_n a share p is taken, and the rest goes on waiting:
+
+    w = (1 - lr decay) w - p c;  e_n = h_n - p c_n              h_n = u_n + e_n, of which c_n is sent
+
+There is no momentum here, so it is the wait that averages. At a density of 0.01 values wait long. Of many values those
+sent are mostly the last step's noise: delivered whole, they are RMSProp at Adam's rate, from which a run does not
+recover. Where all is sent, a portion is a momentum of 1 - p. (``beta1`` is not that: it makes the sums larger that are
+delivered at once.)
+
 ``beta1``: an average of this rank's g_n, of that decay, takes the place of g_n above v_n.
 
 ``direction="muon"``: of matrices that are no embedding and no head, u_n is Muon's step along this rank's own momentum
