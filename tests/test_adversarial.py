@@ -61,7 +61,7 @@ class Forgetful(Integers):
 class OffByOnePercent(Integers):
     def _encode(self, rows, out, seed, space):
         super()._encode(rows, out, seed, space)
-        self._parts(out, rows.shape[1])[1].mul_(1.01)
+        self.codes_of(out, rows.shape[1])[1].mul_(1.01)
 
 
 def with_codec(kind: type[Integers]) -> Callable[[Method], Method]:
@@ -74,9 +74,10 @@ def with_codec(kind: type[Integers]) -> Callable[[Method], Method]:
 
 def forgets_a_weight(method: Method) -> Method:
     class Spoilt(Integers):
-        def _decode(self, wire, out, space):
-            super()._decode(wire, out, space)
-            out[:, 0] = 0
+        def codes_of(self, wire, n):
+            codes, scales = super().codes_of(wire, n)
+            codes[..., 0] = 0  # what is to be written will be, what is read has been
+            return codes, scales
 
     method.make_weight_codec = lambda shift=0.0: Spoilt(method.weight_group, method.weight_bits)
     return method

@@ -17,7 +17,8 @@ from thinwire.train import sample, tokens, trained
 from thinwire.train.data import Tokenizer, Windows, batches
 from thinwire.train.export import export
 from thinwire.train.launch import free_port
-from thinwire.train.models import Decoder, ModelConfig
+from thinwire.train.models import Decoder
+from thinwire.train.shapes import ModelConfig
 
 SHAPES = {
     "gpt": ModelConfig(layers=2, width=48, heads=4, hidden=100, context=24),

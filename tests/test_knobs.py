@@ -26,7 +26,8 @@ from thinwire.plan import Plan, describe
 from thinwire.testing import Threads, exchange_on
 from thinwire.train import cli as train_cli
 from thinwire.train.config import Config, from_arguments, from_yaml
-from thinwire.train.models import PRESETS, Decoder
+from thinwire.train.models import Decoder
+from thinwire.train.shapes import PRESETS
 
 KNOBS = [(cls, knob.name) for cls in TABLE for knob in cls.knobs()]
 NAMED = [f"{cls.name}-{knob}" for cls, knob in KNOBS]
