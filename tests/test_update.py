@@ -468,7 +468,9 @@ def _conserves(rank: int, world: int) -> dict[str, float]:
         beta1 = resolve(spec).beta1
         some, all_ = (
             _alternates(rank, world, text, "AABBACAB")
-            for text in (spec.replace(")", ", smallest=0)"), f"topk(density=1.0, beta1={beta1}, portion=1.0, smallest=0)")
+            for text in (
+                spec.replace(")", ", smallest=0)"), f"topk(density=1.0, beta1={beta1}, portion=1.0, smallest=0)"
+            )
         )
         lost = [(some[n][0] - some[n][1] - all_[n][0]).abs().max() / all_[n][0].abs().max() for n in some]
         found[spec] = float(max(lost)) if min(float(wait.abs().max()) for _, wait in some.values()) else math.inf
