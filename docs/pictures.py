@@ -77,7 +77,7 @@ def regimes(points: Sequence[tuple[str, str, str, float, float]]) -> Figure:
 
     Args:
         points: (regime, setting, method, loss above dense in percent, bytes of compressed tensors in percent of
-            dense's). The dots of a method in one panel are joined, and the first has its name.
+            dense's). The dots of a method in one panel are joined. Those have names that :func:`worth_a_name` says.
     """
     panels, settings = (list(dict.fromkeys(point[at] for point in points)) for at in (0, 1))
     shape = dict(zip(settings, cycle("os^Dv<>P"), strict=False))
@@ -90,13 +90,13 @@ def regimes(points: Sequence[tuple[str, str, str, float, float]]) -> Figure:
         axes.set_title(panel)
         axes.set_ylabel("validation loss above dense\n(down is better)")
         spots: list[tuple[float, float, str, str]] = []
-        named: set[str] = set()
-        for _, setting, method, gap, share in mine:
+        named = worth_a_name(mine)
+        for point in mine:
+            _, setting, method, gap, share = point
             tint = FAMILIES[family(method)][0]
             axes.plot(share, gap, shape[setting], color=tint, markersize=7, zorder=3)
-            spots.append((share, gap, "" if method in named else fill(method.replace(",", ", "), 30), tint))
-            named.add(method)
-        for method in named:
+            spots.append((share, gap, fill(method.replace(",", ", "), 30) if point in named else "", tint))
+        for method in {point[2] for point in mine}:
             joined = sorted((point[4], point[3]) for point in mine if point[2] == method)
             axes.plot(*zip(*joined, strict=True), color=FAMILIES[family(method)][0], linewidth=1, alpha=0.4)
         label_dots(axes, spots, fontsize=8)
@@ -109,6 +109,20 @@ def regimes(points: Sequence[tuple[str, str, str, float, float]]) -> Figure:
         below = several[-1, 0].get_position().y0 - 0.75 / figure.get_figheight()
         figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, below), ncols=3, frameon=False)
     return figure
+
+
+def worth_a_name(points: Sequence[tuple[str, str, str, float, float]]) -> list[tuple[str, str, str, float, float]]:
+    """Of ``points``, as :func:`regimes` has them: each family's lowest loss, and its fewest bytes below dense.
+
+    One dot per method. The others are in the tables: more names than that nobody can read.
+    """
+    found: dict[str, tuple[str, str, str, float, float]] = {}
+    for name in dict.fromkeys(family(point[2]) for point in points):
+        mine = [point for point in points if family(point[2]) == name]
+        below = [point for point in mine if point[3] < 0]
+        best = [min(mine, key=lambda point: point[3])] + sorted(below, key=lambda point: point[4])[:1]
+        found |= {point[2]: point for point in best if point[2] not in found}
+    return list(found.values())
 
 
 def limits(axes: Axes, gaps: Sequence[float], shares: Sequence[float]) -> None:
