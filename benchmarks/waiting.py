@@ -31,6 +31,9 @@ class Variant:
     Attributes:
         density: of the values. mask: each rank its "own"; or of each of N rows the same for all, chosen by a few ranks
             ("shared", ``choosers``), by everybody's sum ("sum") or in turn ("cycle"); "all" values.
+        late: a shared mask is chosen one step before, by what then "waits" or by all that the rank "had", sent or not
+            (as SCAPE does). turn: others choose in every step. fresh: this step's own u_n is sent, too, and not just
+            what has waited.
         portion: of what is sent, delivered, in the first ``until`` steps (then all). clamp: in place of it, at most so
             many lr of a value; 0: no bound.
         spike: at most so many lr of a rank's step before it is sent. beta1: of an average of gradients above sqrt(v).
@@ -40,6 +43,9 @@ class Variant:
     density: float = 0.05
     mask: str = "own"
     choosers: int = 1
+    late: str = ""
+    turn: bool = True
+    fresh: bool = True
     portion: float = 1.0
     until: int = STEPS
     clamp: float = 0.0
@@ -50,20 +56,20 @@ class Variant:
     r: bool = True
 
 
-def chosen(of: Variant, h: Tensor, t: int) -> Tensor:
-    """What each rank sends of ``h`` (N, n): zeros elsewhere."""
+def chosen(of: Variant, h: Tensor, by: Tensor, t: int) -> Tensor:
+    """What each rank sends of ``h`` (N, n), chosen by the largest of ``by``: zeros elsewhere."""
     if of.mask == "all":
         return h.clone()
     ranks, n = h.shape
     if of.mask == "own":
-        places = h.abs().topk(max(int(of.density * n), 1), 1, sorted=False).indices
+        places = by.abs().topk(max(int(of.density * n), 1), 1, sorted=False).indices
         return torch.zeros_like(h).scatter_(1, places, h.gather(1, places))
-    rows = h.view(ranks, ranks, -1)  # rank, row, column
+    rows = by.view(ranks, ranks, -1)  # rank, row, column
     k = max(int(of.density * rows.shape[2]), 1)
     mask = torch.zeros_like(rows[0])
     for i, row in enumerate(mask):
         if of.mask == "shared":
-            choosers = [(i - t - j) % ranks for j in range(of.choosers)]
+            choosers = [(i - t * of.turn - j) % ranks for j in range(of.choosers)]
             largest = rows[choosers, i].abs().topk(max(k // of.choosers, 1), 1, sorted=False).indices
             row.scatter_(0, largest.flatten(), 1.0)
             row.scatter_(0, row.topk(k).indices, 1.0)  # where they agree, some more
@@ -114,7 +120,7 @@ def train(of: Variant, args: argparse.Namespace) -> list[float]:
     drawn = torch.Generator().manual_seed(0)
     sample = torch.cat([torch.randint(at.start, at.stop, (SAMPLE,), generator=drawn) for at in parts])
     first, second, waiting = (torch.zeros_like(g) for _ in range(3))
-    behind, r, losses = torch.zeros_like(weights), None, []
+    behind, r, losses, had = torch.zeros_like(weights), None, [], waiting
     adamw = AdamW(torch.zeros(int(small.sum())), torch.zeros(int(small.sum())))
     looks = batches(held_out.spread(64), 16)
     for t in range(args.steps):
@@ -134,12 +140,14 @@ def train(of: Variant, args: argparse.Namespace) -> list[float]:
         r = 0.9 * r + 0.1 * measured
         h = waiting + (u.clamp(-of.spike * lr, of.spike * lr) if of.spike else u)
         for at in parts:
-            sent = chosen(of, h[:, at], t)
+            by = {"": h, "waits": waiting, "had": had}[of.late]
+            sent = chosen(of, (h if of.fresh else waiting)[:, at], by[:, at], t)
             if of.clamp:
                 sent.clamp_(-of.clamp * lr, of.clamp * lr)
             sent *= of.portion if t < of.until else 1.0
             waiting[:, at] = h[:, at] - sent
             change[at] = sent.mean(0)
+        had = h
         behind.lerp_(change, 1 - of.behind)
         weights.mul_(1 - lr * decays).sub_(torch.where(small, change, behind))
         if (t + 1) % 100 == 0:

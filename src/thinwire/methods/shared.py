@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from thinwire.bucket import Bucket
@@ -25,8 +24,5 @@ def settle(bucket: Bucket, words: Tensor, counts: Sequence[int]) -> Tensor:
 
     Where choosers agree, a few places are left: they go to the first positions that are free.
     """
-    flags = masks.unpack(words, bucket.scratch("chosen flags", bucket.shape, torch.bool))
-    scores = bucket.scratch("chosen scores", bucket.shape, torch.float32).copy_(flags)
-    for segment, count in zip(bucket.segments, counts, strict=True):
-        masks.topk_mask(scores[:, segment.columns], count, words[:, segment.groups(masks.WORD)])
-    return words
+    parts = [(segment.groups(masks.WORD), k) for segment, k in zip(bucket.segments, counts, strict=True)]
+    return masks.fill(words, parts)
