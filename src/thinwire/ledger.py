@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -51,29 +52,37 @@ class Ledger:
         self.now = Account()
         self.last = Account()
         self.steps: list[Account] = []
+        self._lock = threading.Lock()  # gradients may travel on one thread while weights do on another
+        self._here = threading.local()
 
     def count(self, link: str, nbytes: float) -> None:
         """Add ``nbytes`` sent by this rank on ``link``."""
-        self.now.bytes[link] += nbytes
+        with self._lock:
+            self.now.bytes[link] += nbytes
+            if getattr(self._here, "weights", False):
+                self.now.weight_bytes += nbytes
 
     def call(self, kind: str) -> None:
         """Add one collective: "all_reduce", "reduce_scatter", "all_gather" or "all_to_all"."""
-        self.now.calls[kind] += 1
+        with self._lock:
+            self.now.calls[kind] += 1
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """What is counted inside are weights (sharded engines gather them), not gradients."""
-        step = self.now
-        before = sum(step.bytes.values())
-        yield
-        step.weight_bytes += sum(step.bytes.values()) - before
+        """What this thread counts inside are weights (sharded engines gather them), not gradients."""
+        before, self._here.weights = getattr(self._here, "weights", False), True
+        try:
+            yield
+        finally:
+            self._here.weights = before
 
     def count_dense(self, nbytes: float) -> None:
         """Add what dense training of the engine's own would have sent instead."""
         self.now.dense_bytes += nbytes
 
     def add(self, kind: str, seconds: float) -> None:
-        self.now.seconds[kind] += seconds
+        with self._lock:
+            self.now.seconds[kind] += seconds
 
     @contextmanager
     def span(self, kind: str, tensor: torch.Tensor | None = None) -> Iterator[None]:
@@ -86,7 +95,8 @@ class Ledger:
         else:
             began = time.perf_counter()
             yield
-            step.seconds[kind] += time.perf_counter() - began
+            with self._lock:
+                step.seconds[kind] += time.perf_counter() - began
 
     def between(self, kind: str, start: Any, end: Any) -> None:
         """Add the time from one event to another, nothing where the other came first."""

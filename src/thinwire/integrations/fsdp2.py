@@ -29,7 +29,7 @@ from thinwire.integrations.fsdp2_module import GroupLink, ModuleAllGather, has_o
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method
 from thinwire.plan import clean_name, describe
-from thinwire.road import Regroup, Road
+from thinwire.road import Regroup, Road, Worker
 from thinwire.weights import Ahead, Replica
 
 if TYPE_CHECKING:
@@ -102,8 +102,13 @@ class FSDP2(Engine):
         shard = self.comm(info.shard_process_group)
         self.comms = [shard]
         self.rank = shard.rank
-        self.reduces = self.comm(_reduce_group(self.groups[0][1]))
-        self.hops = (ReduceScatter(self.reduces),)
+        self.reduce_group = _reduce_group(self.groups[0][1])
+        self.worker: Worker | None = None
+        reduces = self.comm(self.reduce_group)
+        if devices.streams(reduces.device) is None and not hasattr(info, "replicate_process_group"):
+            # A group of the worker's own: its collectives must not meet the gathers of weights on one group.
+            reduces, self.worker = reduces.twin(), Worker(ledger)
+        self.hops = (ReduceScatter(reduces),)
         if hasattr(info, "replicate_process_group"):
             self.kind = "hsdp"
             inter = self.comm(info.replicate_process_group)
@@ -259,6 +264,14 @@ class FSDP2(Engine):
     def close(self) -> None:
         """The communication objects live as long as the model, but nothing is under way any more."""
         self._ahead.stop()
+        if self.worker is not None:
+            self.worker.close()
+
+    def arrived(self) -> None:
+        """Wait for the gradients that are under way beside the backward pass. Raises what their exchange has raised."""
+        if self.worker is not None:
+            with self._waited():
+                self.worker.settle()
 
     @property
     def exchanges(self) -> bool:

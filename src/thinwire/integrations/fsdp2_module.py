@@ -99,6 +99,13 @@ class GroupLink:
         """What the user has the sum over all ranks divided by (``set_gradient_divide_factor``); None: their number."""
         return getattr(self.group, "gradient_divide_factor", None)
 
+    def only_views(self, shard: Tensor) -> bool:
+        """Will torch make views of ``shard``, the mean of the next reduction, and look at none of its values?"""
+        return self.divisor is None and all(
+            weight.grad is None and weight.dtype == shard.dtype and not weight._post_accumulate_grad_hooks
+            for weight in (fsdp_param.sharded_param for fsdp_param in self._active)
+        )
+
     def reduced(self, began: float) -> None:
         """Gradients have been reduced, on the current stream, since ``began``: the compute stream may have to wait."""
         if (end := devices.mark(self.device)) is None:
@@ -215,35 +222,60 @@ class GroupLink:
 
 
 class ModuleReduceScatter:
-    """What torch calls instead of its own reduce-scatter. The output becomes ``.grad``, so it is fresh every time."""
+    """What torch calls instead of its own reduce-scatter. The output becomes ``.grad``, so it is fresh every time.
+
+    torch runs it on a stream of its own, beside the backward pass. A CPU has none: there it is a worker's job, as on
+    DDP, and torch makes views of an output that is still to come. One module's gradients are under way at a time, as
+    many as torch holds anyway.
+    """
 
     def __init__(self, link: GroupLink) -> None:
         self.link = link
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.link.engine.arrived()
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
-        factor = self.link.divisor
-        if factor is None and op != dist.ReduceOp.AVG:
+        link, engine = self.link, self.link.engine
+        if link.divisor is None and op != dist.ReduceOp.AVG:
             raise ThinwireError(f"FSDP2 asks for {op}: Thinwire returns the mean; see reduce_dtype")
-        if group is not self.link.engine.reduces.group:
+        if group is not engine.reduce_group:
             raise ThinwireError(
                 f"FSDP2 reduces gradients over another group of {group.size()} ranks than when compress() was called, "
-                f"of {self.link.engine.reduces.size}: call set_separate_reduce_scatter_group() before compress()"
+                f"of {engine.reduce_group.size()}: call set_separate_reduce_scatter_group() before compress()"
             )
         began = time.perf_counter()
-        pieces = self.link.verify(input_tensor, group.size())
-        if factor is not None:  # the sum divided by it is the mean of what is so many times as large
-            input_tensor.mul_(self.link.engine.ranks / factor)
-        self.link.turn.enter([piece.name for piece in pieces])
-        self.link.entered = True
-        with self.link.turn.exchanging("gradients", (piece.name for piece in pieces)):
-            if self.link.engine.kind == "hsdp":
-                self.link.road.stages[0].reduce(input_tensor, pieces, output_tensor)
-            else:
-                self.link.road.reduce(input_tensor, pieces, output_tensor)
-        self.link.reduced(began)
+        pieces = link.verify(input_tensor, group.size())
+        if link.divisor is not None:  # the sum divided by it is the mean of what is so many times as large
+            input_tensor.mul_(engine.ranks / link.divisor)
+        link.turn.enter([piece.name for piece in pieces])
+        link.entered = True
+
+        def job() -> Tensor:
+            with link.turn.exchanging("gradients", (piece.name for piece in pieces)):
+                if engine.kind == "hsdp":
+                    link.road.stages[0].reduce(input_tensor, pieces, output_tensor)
+                else:
+                    link.road.reduce(input_tensor, pieces, output_tensor)
+            return output_tensor
+
+        if engine.worker is None:
+            job()
+            link.reduced(began)
+            return
+        engine.worker.submit(job, input_tensor.device, last=False)
+        if not (link.only_views(output_tensor) and _at_the_end_of_backward(engine.arrived)):
+            engine.arrived()
+
+
+def _at_the_end_of_backward(call: Callable[[], None]) -> bool:
+    """Have ``call`` called there; False where no backward pass is under way, as in a pipeline schedule's own calls."""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+    except RuntimeError:
+        return False
+    return True
 
 
 class ModuleAllGather:
