@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import warnings
 from unittest import mock
 
 import pytest
@@ -17,6 +20,8 @@ from breadth import dealt, spread
 from engines import adamw, build, same_on_all_ranks, shown, stats_of, train
 from models import Net, batch, flat, loss_of
 from thinwire.comm import GroupComm
+from thinwire.errors import ThinwireError
+from thinwire.road import Road
 from thinwire.saved import entries
 
 METHODS = [
@@ -557,3 +562,69 @@ def test_gradients_go_over_the_group_that_fsdp_has_for_them():
     """Of its own, beside the weights': the same losses. Another one than compress() knows is refused."""
     for plain, separate in ranks.run(_separate_group, 2):
         assert plain == separate
+
+
+def _beside_the_backward_pass(rank, world):
+    """The first exchange ends once the backward pass of the next block has begun; the last one fails, or not."""
+    found = []
+    for fails in (False, True):
+        model = build("fsdp2", world, net=lambda: Net(layers=2))
+        optimizer = adamw(model)
+        wire = thinwire.compress(model, optimizer, "bf16")
+        begun, reduce, seconds = threading.Event(), Road.reduce, []
+        model.blocks[0].register_full_backward_pre_hook(lambda *_, begun=begun: begun.set())
+
+        def slow(road, flat, pieces, out, begun=begun, reduce=reduce, seconds=seconds, fails=fails):
+            began = time.monotonic()
+            begun.wait(20)
+            seconds.append(time.monotonic() - began)
+            if fails and pieces[0].name == "embedding.weight":
+                raise ThinwireError("as it happens")
+            return reduce(road, flat, pieces, out)
+
+        with mock.patch.object(Road, "reduce", slow):
+            try:
+                loss_of(model, 0, rank).backward()
+                said = ""
+            except ThinwireError as error:
+                said = str(error)
+        found.append((len(seconds), max(seconds) < 20, said))
+        wire.close()
+    return found
+
+
+def test_fsdp2_gradients_travel_beside_the_backward_pass():
+    for right, wrong in ranks.run(_beside_the_backward_pass, 2):
+        assert right == (3, True, "")
+        assert wrong == (3, True, "as it happens")
+
+
+def _seen_by_hooks(rank, world):
+    """What a hook sees when a gradient is there, and what a second backward pass is added to, are means."""
+    model = build("fsdp2", world)
+    wire = thinwire.compress(model, adamw(model), "dense")
+    seen = {}
+    for name, weight in model.named_parameters():
+        weight.register_post_accumulate_grad_hook(
+            lambda weight, name=name: seen.update({name: weight.grad.to_local().clone()})
+        )
+    reduce = Road.reduce
+
+    def late(*given):
+        time.sleep(0.05)
+        return reduce(*given)
+
+    with mock.patch.object(Road, "reduce", late), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss_of(model, 0, rank).backward()
+        once = all(torch.equal(seen[name], weight.grad.to_local()) for name, weight in model.named_parameters())
+        for _, weight in model.named_parameters():
+            weight._post_accumulate_grad_hooks.clear()
+        loss_of(model, 0, rank).backward()
+    twice = all(torch.equal(2 * seen[name], weight.grad.to_local()) for name, weight in model.named_parameters())
+    wire.close()
+    return once, twice
+
+
+def test_fsdp2_waits_where_torch_or_a_hook_looks_at_gradients():
+    assert all(found == (True, True) for found in ranks.run(_seen_by_hooks, 2))
