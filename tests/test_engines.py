@@ -21,7 +21,7 @@ from engines import adamw, build, same_on_all_ranks, shown, stats_of, train
 from models import Net, batch, flat, loss_of
 from thinwire.comm import GroupComm
 from thinwire.errors import ThinwireError
-from thinwire.road import Road
+from thinwire.road import Stage
 from thinwire.saved import entries
 
 METHODS = [
@@ -564,25 +564,25 @@ def test_gradients_go_over_the_group_that_fsdp_has_for_them():
         assert plain == separate
 
 
-def _beside_the_backward_pass(rank, world):
+def _beside_the_backward_pass(rank, world, kind):
     """The first exchange ends once the backward pass of the next block has begun; the last one fails, or not."""
     found = []
     for fails in (False, True):
-        model = build("fsdp2", world, net=lambda: Net(layers=2))
+        model = build(kind, world, net=lambda: Net(layers=2))
         optimizer = adamw(model)
         wire = thinwire.compress(model, optimizer, "bf16")
-        begun, reduce, seconds = threading.Event(), Road.reduce, []
+        begun, reduce, seconds = threading.Event(), Stage.reduce, []
         model.blocks[0].register_full_backward_pre_hook(lambda *_, begun=begun: begun.set())
 
-        def slow(road, flat, pieces, out, begun=begun, reduce=reduce, seconds=seconds, fails=fails):
+        def slow(stage, flat, pieces, out, begun=begun, reduce=reduce, seconds=seconds, fails=fails):
             began = time.monotonic()
             begun.wait(20)
             seconds.append(time.monotonic() - began)
             if fails and pieces[0].name == "embedding.weight":
                 raise ThinwireError("as it happens")
-            return reduce(road, flat, pieces, out)
+            return reduce(stage, flat, pieces, out)
 
-        with mock.patch.object(Road, "reduce", slow):
+        with mock.patch.object(Stage, "reduce", slow):
             try:
                 loss_of(model, 0, rank).backward()
                 said = ""
@@ -593,10 +593,12 @@ def _beside_the_backward_pass(rank, world):
     return found
 
 
-def test_fsdp2_gradients_travel_beside_the_backward_pass():
-    for right, wrong in ranks.run(_beside_the_backward_pass, 2):
-        assert right == (3, True, "")
-        assert wrong == (3, True, "as it happens")
+@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp", 4)])
+def test_sharded_gradients_travel_beside_the_backward_pass(kind, world):
+    calls = 3 if kind == "fsdp2" else 6  # modules, and on HSDP two hops each
+    for right, wrong in ranks.run(_beside_the_backward_pass, world, kind):
+        assert right == (calls, True, "")
+        assert wrong[1:] == (True, "as it happens")
 
 
 def _seen_by_hooks(rank, world):
@@ -608,13 +610,13 @@ def _seen_by_hooks(rank, world):
         weight.register_post_accumulate_grad_hook(
             lambda weight, name=name: seen.update({name: weight.grad.to_local().clone()})
         )
-    reduce = Road.reduce
+    reduce = Stage.reduce
 
     def late(*given):
         time.sleep(0.05)
         return reduce(*given)
 
-    with mock.patch.object(Road, "reduce", late), warnings.catch_warnings():
+    with mock.patch.object(Stage, "reduce", late), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loss_of(model, 0, rank).backward()
         once = all(torch.equal(seen[name], weight.grad.to_local()) for name, weight in model.named_parameters())

@@ -103,16 +103,13 @@ class FSDP2(Engine):
         self.comms = [shard]
         self.rank = shard.rank
         self.reduce_group = _reduce_group(self.groups[0][1])
-        self.worker: Worker | None = None
-        reduces = self.comm(self.reduce_group)
-        if devices.streams(reduces.device) is None and not hasattr(info, "replicate_process_group"):
-            # A group of the worker's own: its collectives must not meet the gathers of weights on one group.
-            reduces, self.worker = reduces.twin(), Worker(ledger)
-        self.hops = (ReduceScatter(reduces),)
+        # On a CPU a worker reduces, on groups of its own, where it does not meet the gathers of weights.
+        self.worker = None if devices.streams(shard.device) else Worker(ledger)
+        self.hops = (ReduceScatter(self._apart(self.reduce_group)),)
         if hasattr(info, "replicate_process_group"):
             self.kind = "hsdp"
             inter = self.comm(info.replicate_process_group)
-            self.hops = *self.hops, AllReduce(inter, divide="after")
+            self.hops = *self.hops, AllReduce(self._apart(inter.group), divide="after")
             self.comms.append(inter)
             self.rank += shard.size * inter.rank
             if two_level:
@@ -214,6 +211,11 @@ class FSDP2(Engine):
             device = next(self.model.parameters()).device
             self._comms[id(group)] = GroupComm(group, self.ledger, device=device)
         return self._comms[id(group)]
+
+    def _apart(self, group: dist.ProcessGroup) -> GroupComm:
+        """The verbs of whoever reduces gradients over ``group``."""
+        comm = self.comm(group)
+        return comm if self.worker is None else comm.twin()
 
     def attach(self, turn: Turn, road: Road) -> None:
         """Give every FSDP module its communication objects; on HSDP torch calls both stages of the road by itself."""

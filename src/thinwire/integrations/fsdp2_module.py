@@ -99,19 +99,29 @@ class GroupLink:
         """What the user has the sum over all ranks divided by (``set_gradient_divide_factor``); None: their number."""
         return getattr(self.group, "gradient_divide_factor", None)
 
-    def only_views(self, shard: Tensor) -> bool:
-        """Will torch make views of ``shard``, the mean of the next reduction, and look at none of its values?"""
+    def exchange(self, pieces: Sequence[Piece], reduce: Callable[[], object], mean: Tensor) -> None:
+        """``reduce`` the gradients of ``pieces`` to their ``mean``, now or, on a CPU, beside the backward pass."""
+
+        def job() -> Tensor:
+            with self.turn.exchanging("gradients", (piece.name for piece in pieces)):
+                reduce()
+            return mean
+
+        worker = self.engine.worker
+        if worker is None:
+            job()
+            self.engine.tail = self._computed, devices.mark(self.device)  # of a backward pass, the last one's
+            return
+        worker.submit(job, mean.device, last=False)
+        if not (self._only_views(mean) and _at_the_end_of_backward(self.engine.arrived)):
+            self.engine.arrived()
+
+    def _only_views(self, mean: Tensor) -> bool:
+        """Will torch make views of ``mean``, which is still to come, and look at none of its values?"""
         return self.divisor is None and all(
-            weight.grad is None and weight.dtype == shard.dtype and not weight._post_accumulate_grad_hooks
+            weight.grad is None and weight.dtype == mean.dtype and not weight._post_accumulate_grad_hooks
             for weight in (fsdp_param.sharded_param for fsdp_param in self._active)
         )
-
-    def reduced(self, began: float) -> None:
-        """Gradients have been reduced, on the current stream, since ``began``: the compute stream may have to wait."""
-        if (end := devices.mark(self.device)) is None:
-            self.engine.ledger.add("exposed", time.perf_counter() - began)
-        else:
-            self.engine.tail = self._computed, end  # of a backward pass, the last one's
 
     @staticmethod
     def _gradient(fsdp_param: Any) -> Tensor:
@@ -201,7 +211,6 @@ class GroupLink:
         """The hook that averages this rank's shard across nodes, after the reduce-scatter inside the node."""
 
         def hook(shard: Tensor) -> None:
-            began = time.perf_counter()
             devices.keep(shard)  # torch 2.11 to 2.13 let go of the buffer while this stream still reads it
             ranks = self.engine.hops[0].rows
             if self.divisor is not None and ranks == 1:  # torch has divided by it already
@@ -214,9 +223,7 @@ class GroupLink:
             if not self.entered:  # torch leaves the reduce-scatter out where one rank has all of the shard
                 self.turn.enter([piece.name for piece in inter])
             self.entered = False
-            with self.turn.exchanging("gradients", (piece.name for piece in inter)):
-                stage.reduce(shard, inter, shard)
-            self.reduced(began)
+            self.exchange(inter, lambda: stage.reduce(shard, inter, shard), shard)
 
         return hook
 
@@ -245,28 +252,13 @@ class ModuleReduceScatter:
                 f"FSDP2 reduces gradients over another group of {group.size()} ranks than when compress() was called, "
                 f"of {engine.reduce_group.size()}: call set_separate_reduce_scatter_group() before compress()"
             )
-        began = time.perf_counter()
         pieces = link.verify(input_tensor, group.size())
         if link.divisor is not None:  # the sum divided by it is the mean of what is so many times as large
             input_tensor.mul_(engine.ranks / link.divisor)
         link.turn.enter([piece.name for piece in pieces])
         link.entered = True
-
-        def job() -> Tensor:
-            with link.turn.exchanging("gradients", (piece.name for piece in pieces)):
-                if engine.kind == "hsdp":
-                    link.road.stages[0].reduce(input_tensor, pieces, output_tensor)
-                else:
-                    link.road.reduce(input_tensor, pieces, output_tensor)
-            return output_tensor
-
-        if engine.worker is None:
-            job()
-            link.reduced(began)
-            return
-        engine.worker.submit(job, input_tensor.device, last=False)
-        if not (link.only_views(output_tensor) and _at_the_end_of_backward(engine.arrived)):
-            engine.arrived()
+        road = link.road.stages[0] if engine.kind == "hsdp" else link.road
+        link.exchange(pieces, lambda: road.reduce(input_tensor, pieces, output_tensor), output_tensor)
 
 
 def _at_the_end_of_backward(call: Callable[[], None]) -> bool:
