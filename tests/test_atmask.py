@@ -86,22 +86,33 @@ def test_weights_are_those_of_whole_gathers():
         assert not found, "\n".join(found)
 
 
+TURNS = ("012", "012", "012", "01", "12", "012-", "012", "12", "12", "012!", "0", "012", "012?", "0", "012")
+"""Which parameters have a gradient; "-": it is taken from the first before the step; "!": it is not finite; "?": it is
+thrown away."""
+
+
 def _turns(rank: int, world: int, weights: str):
-    """What every forward pass saw of parameters that have gradients by turns, and zeros where they have none."""
+    """What every forward pass saw of the weights: with no gradients where there are none, and with zeros."""
     found = []
     for zeros in (False, True):
         torch.manual_seed(0)
         model = build("fsdp2", world, net=edges.Given)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.3)
-        spec = f"trickle(mask='shared', density=0.1, smallest=0, weights='{weights}')"
+        spec = f"trickle(mask='shared', density=0.1, smallest=0, start=2, weights='{weights}')"
         wire, generator = thinwire.compress(model, optimizer, spec), torch.Generator().manual_seed(rank)
-        for used in ("012", "012", "01", "12", "012", "12", "12", "0", "012", "012"):
-            names = [f"w{number}" for number in used]
+        for turn in TURNS:
+            scale = torch.nan if turn.endswith("!") else 1.0
+            shapes = {name: shape for name, shape in edges.SHAPES.items() if name[-1] in turn}
             with wire.accumulate():
-                model({name: torch.randn(edges.SHAPES[name], generator=generator) for name in names}).backward()
+                drawn = {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+                model(drawn).backward()
             found.append(model.seen)
-            optimizer.step()
+            if turn.endswith("-"):
+                model.w0.grad = None
+            if not turn.endswith("?"):
+                optimizer.step()
             optimizer.zero_grad(set_to_none=not zeros)
+        assert wire.skipped == 2
         wire.close()
     return found
 
