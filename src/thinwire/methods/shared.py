@@ -58,7 +58,7 @@ class SharedMask(ErrorFeedback):
         self._gathered = WeightsAtMask(self.name, self.weights, run)
 
     def words_of(self, bucket: Bucket) -> Tensor:
-        """Memory for the mask of the bucket's rows, (R, n / 64): until weights have been gathered at it, if they are."""
+        """Memory for a mask of the bucket's rows, (R, n / 64): until weights have been gathered at it, if they are."""
         rows, n = bucket.shape
         memory = bucket.buffer if self.encodes_weights else bucket.scratch
         return memory("words", (rows, n // masks.WORD), torch.int64)
