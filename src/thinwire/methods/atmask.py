@@ -82,6 +82,8 @@ class WeightsAtMask:
 
     def before_step(self, step: Step, moved: Collection[str]) -> None:
         """``moved``: the parameters that were exchanged for this step. Any other is not at a mask after it."""
+        if not self.encoded:
+            return
         for name, weight in step.weights.items():
             if name not in moved or weight.grad is None:  # without a gradient it does not decay either
                 self._used.pop(name, None)

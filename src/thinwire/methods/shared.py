@@ -55,7 +55,8 @@ class SharedMask(ErrorFeedback):
 
     def begin(self, run: Run) -> None:
         super().begin(run)
-        self._gathered = WeightsAtMask(self.name, self.weights, run)
+        of_steps = self.at_one_mask and self.feedback == "update"
+        self._gathered = WeightsAtMask(self.name, self.weights if of_steps else "dense", run)
 
     def words_of(self, bucket: Bucket) -> Tensor:
         """Memory for a mask of the bucket's rows, (R, n / 64): until weights have been gathered at it, if they are."""
@@ -92,7 +93,7 @@ class SharedMask(ErrorFeedback):
 
     @property
     def encodes_weights(self) -> bool:
-        return self.at_one_mask and self.feedback == "update" and self._gathered.encoded
+        return self._gathered.encoded
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
         return self._gathered.message(shard, rank)
