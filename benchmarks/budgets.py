@@ -3,6 +3,7 @@
     python benchmarks/budgets.py                            # the tables of docs/gpu.md
     python benchmarks/budgets.py --model gpt2 --engine ddp --ranks 8 --methods int8 topk
     python benchmarks/budgets.py --model gpt2 --engine ddp --methods int8 --list     # every launch, by name
+    python benchmarks/budgets.py --model net20m --ranks 4 --per-node 1               # a preset of `thinwire train`
 
 Nothing is measured and no GPU is needed: a rehearsal plays a step of the steady state on tensors without storage,
 through the host code of the CUDA kernels, over groups that only count. What an operation of torch launches counts as
@@ -13,6 +14,8 @@ guard's, and those of operations whose shapes depend on data (``thinwire.ops.dry
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +32,8 @@ from thinwire.ops import dry
 from thinwire.plan import role_of
 from thinwire.rehearsal import rehearse, stand_in
 from thinwire.testing import Shapes, road_of
+from thinwire.train.models import Decoder
+from thinwire.train.shapes import PRESETS
 
 METHODS = (
     "dense", "bf16", "int8", "sdp4bit", "radius", "scape", "topk", "trickle", "separate", "powersgd", "onebit-adam",
@@ -86,7 +91,19 @@ def llama() -> list[Shapes]:
     return [*blocks, {"embed_tokens.weight": (32000, d), "norm.weight": d, "lm_head.weight": (32000, d)}]
 
 
-MODELS = {"gpt2": gpt2, "llama": llama}
+def preset(name: str) -> list[Shapes]:
+    """The tensors of one of ``thinwire train``'s models, with bytes as tokens."""
+    with torch.device("meta"):
+        model = Decoder(dataclasses.replace(PRESETS[name], vocabulary=256))
+    modules: dict[str, Shapes] = {}
+    for of, tensor in model.named_parameters():
+        block = ".".join(of.split(".")[:2]) if of.startswith("blocks.") else "root"
+        modules.setdefault(block, {})[of] = tuple(tensor.shape)
+    root = modules.pop("root")
+    return [*modules.values(), root]
+
+
+MODELS = {"gpt2": gpt2, "llama": llama} | {name: functools.partial(preset, name) for name in PRESETS}
 
 
 def parameter(name: str, given: int | tuple[int, ...], ranks: int) -> Parameter:
@@ -126,9 +143,9 @@ def replicated(parameters: Iterable[Parameter]) -> Layout:
     return Layout([*buffers, tuple(pieces)], [torch.float32] * (len(buffers) + 1))
 
 
-def budget(method: str, model: str, engine: str, ranks: int) -> Budget:
-    """Of ``method`` with ``ranks`` ranks, 8 on a node; ``engine``: ddp or fsdp2."""
-    comm = CountingComm(0, ranks, [rank // 8 for rank in range(ranks)], Ledger())
+def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) -> Budget:
+    """Of ``method`` with ``ranks`` ranks, ``per_node`` on a node; ``engine``: ddp or fsdp2."""
+    comm = CountingComm(0, ranks, [rank // per_node for rank in range(ranks)], Ledger())
     exchange = AllReduce(comm) if engine == "ddp" else ReduceScatter(comm)
     shards = ranks if engine == "fsdp2" else 1
     modules = [[parameter(name, shape, shards) for name, shape in of.items()] for of in MODELS[model]()]
@@ -157,11 +174,11 @@ def budget(method: str, model: str, engine: str, ranks: int) -> Budget:
     )
 
 
-def listing(model: str, engine: str, ranks: Sequence[int], methods: Sequence[str]) -> None:
+def listing(model: str, engine: str, ranks: Sequence[int], methods: Sequence[str], per_node: int) -> None:
     """Every launch by name, a column for each number of ranks; below, what is beyond dense's, per bucket and buffer."""
-    dense = {count: budget("dense", model, engine, count) for count in ranks}
+    dense = {count: budget("dense", model, engine, count, per_node) for count in ranks}
     for method in methods:
-        of = {count: budget(method, model, engine, count) for count in ranks}
+        of = {count: budget(method, model, engine, count, per_node) for count in ranks}
         any_of = of[ranks[0]]
         print(f"### {method}, {model}, {engine}: {any_of.buffers} buffers, {any_of.buckets} buckets\n")
         print("| launches with N = |" + "".join(f" {count} |" for count in ranks))
@@ -175,7 +192,7 @@ def listing(model: str, engine: str, ranks: Sequence[int], methods: Sequence[str
         print(flush=True)
 
 
-def table(model: str, engine: str, ranks: Sequence[int], methods: Sequence[str]) -> None:
+def table(model: str, engine: str, ranks: Sequence[int], methods: Sequence[str], per_node: int) -> None:
     values = sum(parameter(name, shape, 1).numel for of in MODELS[model]() for name, shape in of.items())
     print(f"### {model}, {engine}: {values / 1e6:.0f} million values\n")
     columns = "launches (ours) | collectives | host syncs | MB sent | MB per gathering | GB held | GB at peak"
@@ -183,8 +200,10 @@ def table(model: str, engine: str, ranks: Sequence[int], methods: Sequence[str])
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for method in methods:
         for count in ranks:
-            of = budget(method, model, engine, count)
-            sizes = f"{of.sent / 1e6:.1f} | {of.weights / 1e6:.1f} | {of.held / 1e9:.2f} | {of.peak / 1e9:.2f}"
+            of = budget(method, model, engine, count, per_node)
+            digits = 1 if values > 1e8 else 3
+            sent = f"{of.sent / 1e6:.{digits}f} | {of.weights / 1e6:.{digits}f}"
+            sizes = f"{sent} | {of.held / 1e9:.2f} | {of.peak / 1e9:.2f}"
             calls = f"{of.launches:.0f} ({of.ours:.0f}) | {of.collectives:.0f} | {of.syncs:.0f}"
             print(f"| `{method}` | {count} | {calls} | {sizes} |", flush=True)
     print()
@@ -195,12 +214,13 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help="default: gpt2 on both engines, llama on fsdp2")
     parser.add_argument("--engine", choices=("ddp", "fsdp2"), default="fsdp2")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--per-node", type=int, default=8, help="ranks on a node")
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--list", action="store_true", help="every launch by name, instead of a table")
     options = parser.parse_args()
     every = [("gpt2", "ddp"), ("gpt2", "fsdp2"), ("llama", "fsdp2")]
     for model, engine in [(options.model, options.engine)] if options.model else every:
-        (listing if options.list else table)(model, engine, options.ranks, options.methods)
+        (listing if options.list else table)(model, engine, options.ranks, options.methods, options.per_node)
 
 
 if __name__ == "__main__":

@@ -78,8 +78,8 @@ FAULTS = (
         ("tests/test_streamorder.py", "-k", "told_by_events"),
     ),
     Fault(
-        "FSDP2 with bfloat16 weights: what scape cannot do is not refused at once", "methods/scape.py",
-        "        if self.weights == \"masked\" and run.gathers - {torch.float32}:\n", "        if False:\n",
+        "FSDP2 with bfloat16 weights: what scape cannot do is not refused at once", "methods/atmask.py",
+        "        if weights == \"masked\" and not self._wanted:\n", "        if False:\n",
         ("tests/test_scape.py", "-k", "gathered_whole_or_refused"),
     ),
     Fault(

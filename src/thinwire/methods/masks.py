@@ -1,7 +1,7 @@
 """Masks that some ranks choose in one step, all get during the next passes, and all use from the next step on (SCAPE).
 
-:class:`Schedule` says how many values and when, :class:`Masks` chooses, sends and unfolds them, :class:`AtMask` gathers
-sharded weights by them. Lines are those of SCAPE's Alg. 1, or of its Alg. 2 where that is said.
+:class:`Schedule` says how many values and when, :class:`Masks` chooses, sends and unfolds them. Sharded weights are
+gathered by them (``methods/atmask.py``). Lines are those of SCAPE's Alg. 1.
 
 Each parameter's mask has one chooser: a rank, or, where every rank owns a row of each parameter, the owner of the row.
 All that a rank has chosen goes out as one message while the next forward and backward pass run: as bits, or, below a
@@ -23,14 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Piece, Segment, padded
+from thinwire.bucket import Bucket, Segment, padded
 from thinwire.collectives import Exchange
 from thinwire.comm import Work
 from thinwire.errors import ThinwireError
+from thinwire.methods.atmask import Unfolded
 from thinwire.methods.base import Method, count_of
 from thinwire.ops import mask as masks
 from thinwire.ops import sparse
-from thinwire.weights import Columns, Message, beside
 
 WORD = masks.WORD
 LISTED = 1 / 32
@@ -298,105 +298,6 @@ class Masks:
         before = masks.from_lists(lists, words)
         names = tuple(segment.name for segment in bucket.segments)
         return Unfolded(names, words, masks.directory(words) if before is None else before)
-
-
-class Unfolded(NamedTuple):
-    """Masks (R, w) of all of a bucket's parameters ``names``, beside each other, and what a GPU has to know of them."""
-
-    names: tuple[str, ...]
-    words: Tensor
-    before: Tensor | None
-
-
-class Used(NamedTuple):
-    """A parameter's last exchange: the step, the masks (R, w) of its rows or None for all ones, values at each.
-
-    ``bucket``: the masks of all that were exchanged with it.
-    """
-
-    step: int
-    words: Tensor | None
-    k: int
-    bucket: Unfolded | None
-
-
-class AtMask(Message):
-    """One module's weights at the mask, and all of what is dense or has no mask yet: float32 (Alg. 2, l. 3-5)."""
-
-    exact = True
-
-    def __init__(
-        self, used: Mapping[str, Used], keep: Mapping[str, float], pieces: tuple[Piece, ...], rank: int
-    ) -> None:
-        """By parameter: ``used`` in the last step, unless it took no part; ``keep``, what decay left of a weight."""
-        self._used, self._keep, self._pieces, self._rank = used, keep, pieces, rank
-        self._layouts: dict[tuple[int | None, ...], _Layout] = {}
-        self._layout = self._place([None] * len(pieces))  # of the last message
-        self._parts: list[masks.Faded] = []
-        self._words = torch.empty(0)  # its masks (R, w), beside each other
-        self._before: Tensor | None = None  # their directory
-
-    def reaches(self, since: int, step: int) -> bool:
-        used = (self._used.get(piece.name) for piece in self._pieces)
-        return since == step - 1 and all(found is None or found.step == since for found in used)
-
-    def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
-        """w at the mask (Alg. 2, l. 3), and behind that what has none."""
-        used = [self._used.get(piece.name) for piece in self._pieces]
-        self._layout = layout = self._place([None if of is None or of.words is None else of.k for of in used])
-        message = own.new_empty(layout.length)
-        if not layout.parts:
-            layout.whole.take(own.view(1, -1), message.view(1, -1))
-            return message
-        self._words, self._before = self._beside([of for of in used if of is not None])
-        self._parts = [
-            masks.Faded(of.offset, of.numel, padded(of.numel, WORD), k, self._keep[of.name]) for of, k in layout.parts
-        ]
-        words, before = self._of(slice(self._rank, self._rank + 1))
-        return masks.collect(own, words, self._parts, layout.whole.places(own.device), message, before)
-
-    def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
-        """w at the mask as it was sent (Alg. 2, l. 4); w = (1 - lr decay) w off the mask, where m' is 0 (l. 5)."""
-        whole = self._layout.whole
-        if not self._layout.parts:
-            whole.give(messages, rows)
-            return
-        words, before = self._of(peers)
-        masks.renew(messages, words, self._parts, whole.places(rows.device), rows, before)
-
-    def _of(self, peers: slice) -> tuple[Tensor, Tensor | None]:
-        """The masks of some ranks' rows, and their directory."""
-        return self._words[peers], None if self._before is None else self._before[peers]
-
-    def _beside(self, used: Sequence[Used]) -> tuple[Tensor, Tensor | None]:
-        """The masks of all pieces that have one, and their directory: a bucket's as they are, if these are its own."""
-        bucket = next(of.bucket for of in used if of.bucket is not None)
-        if bucket.names == tuple(piece.name for piece, _ in self._layout.parts):
-            return bucket.words, bucket.before
-        words = torch.cat([of.words for of in used if of.words is not None], 1)
-        return words, masks.directory(words)
-
-    def _place(self, at: Sequence[int | None]) -> _Layout:
-        """``at``: how many values of each piece are at its mask; None: it has none."""
-        if (key := tuple(at)) not in self._layouts:
-            parts = [(piece, k) for piece, k in zip(self._pieces, at, strict=True) if k is not None]
-            others = [piece for piece, k in zip(self._pieces, at, strict=True) if k is None]
-            k = sum(k for _, k in parts)
-            whole, length = beside(((piece, piece.numel) for piece in others), k)
-            self._layouts[key] = _Layout(parts, Columns(whole), length)
-        return self._layouts[key]
-
-
-class _Layout(NamedTuple):
-    """Of a message: first the values at masks, then the pieces that have none.
-
-    Attributes:
-        parts: those with a mask, and how many values are at it. whole: the others, in the message. length: of that.
-    """
-
-    parts: list[tuple[Piece, int]]
-    whole: Columns
-    length: int
 
 
 def _is_part(tensor: Tensor) -> bool:

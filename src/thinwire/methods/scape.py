@@ -45,6 +45,7 @@ from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
+from thinwire.methods.atmask import Unfolded, WeightsAtMask
 from thinwire.methods.base import (
     EXACT,
     SMALL,
@@ -63,7 +64,7 @@ from thinwire.methods.base import (
     first_step,
     refuse_chunks,
 )
-from thinwire.methods.masks import WORD, AtMask, Masks, Schedule, Unfolded, Used
+from thinwire.methods.masks import WORD, Masks, Schedule
 from thinwire.ops import moments
 from thinwire.optim import AdamS
 from thinwire.streams import Seeds
@@ -143,8 +144,6 @@ class SCAPE(Method):
         check_start("scape", "warmup", self.warmup)
         if self.refresh < 1:
             raise ThinwireError(f"scape: refresh is a number of steps, 1 or more, got {self.refresh}")
-        self._used: dict[str, Used] = {}
-        self._keep: dict[str, float] = {}  # what the last step left of a weight off the mask
         self._given: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
         self._clipped: dict[object, tuple[Bucket, Tensor]] = {}  # this step's gradients, before they were clipped
         self._step = 0
@@ -153,12 +152,7 @@ class SCAPE(Method):
     def begin(self, run: Run) -> None:
         super().begin(run)
         refuse_chunks(self.name, run)
-        if self.weights == "masked" and run.gathers - {torch.float32}:
-            raise ThinwireError(
-                "scape: weights='masked' keeps gathered weights up to date in float32, and FSDP2 gathers them in "
-                f"{', '.join(sorted(map(str, run.gathers)))}: take weights='auto', or leave param_dtype out of "
-                "MixedPrecisionPolicy"
-            )
+        self._gathered = WeightsAtMask(self.name, self.weights, run)
         sent = {name: held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None}
         for name, (optimizer, _) in sent.items():
             if not isinstance(optimizer, AdamS):
@@ -257,8 +251,7 @@ class SCAPE(Method):
         for segment in bucket.segments:
             m = local(self.run.weights[segment.name]).numel()
             self._given[segment.name] = given[0, segment.start : segment.start + m]
-            mask = None if used is None else used.words[:, segment.groups(WORD)]
-            self._used[segment.name] = Used(bucket.step, mask, self._masks.count(segment), used)
+        self._gathered.note(bucket, used, [self._masks.count(segment) for segment in bucket.segments])
         if self.clip == "return":
             kept = bucket.buffer("gradient", (1, bucket.shape[1]), torch.float32)
             self._clipped[bucket.key] = (bucket, kept.copy_(bucket.mean))
@@ -291,11 +284,7 @@ class SCAPE(Method):
             optimizer = step.held[name].optimizer
             assert isinstance(optimizer, AdamS)
             optimizer.given[step.weights[name]] = given
-        for name, weight in step.weights.items():
-            if weight.grad is None:  # it is not stepped, and does not decay either
-                self._used.pop(name, None)
-        for name, (_, group) in step.held.items():
-            self._keep[name] = 1 - float(group["lr"]) * group["weight_decay"]
+        self._gathered.before_step(step, self._given)
 
     def _clip(self, number: int, cut: Tensor) -> None:
         """Take ``cut`` times the gradient from the moments, and let it wait with what all ranks have in common."""
@@ -326,16 +315,14 @@ class SCAPE(Method):
 
     def state_changed(self) -> None:
         self._masks.state_changed()
-        self._used.clear()
+        self._gathered.state_changed()
 
     @property
     def encodes_weights(self) -> bool:
-        """With a hop inside the node a rank does not know the masks of its node's other shards: they go whole."""
-        masked = self.weights == "masked" or (self.weights == "auto" and not self.run.gathers - {torch.float32})
-        return masked and self.density < 1 and self._apart and self.run.hop == 1
+        return self.density < 1 and self._gathered.encoded
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
-        return AtMask(self._used, self._keep, shard.pieces, rank)  # Alg. 2, l. 3-5
+        return self._gathered.message(shard, rank)  # Alg. 2, l. 3-5
 
     @property
     def adds_up(self) -> bool:

@@ -35,8 +35,8 @@ from thinwire.codecs.mask import Masked
 from thinwire.codecs.sketch import CountSketch, Part, places
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Promise, Resized, portion_of
-from thinwire.methods.shared import choosers_of, settle
+from thinwire.methods.base import Delay, Parameter, Promise, Resized, portion_of
+from thinwire.methods.shared import SharedMask, choosers_of
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 from thinwire.streams import seed_of
@@ -53,7 +53,7 @@ SMALLEST_EXPONENT = -126
 
 
 @dataclass
-class TAGC(ErrorFeedback):
+class TAGC(SharedMask):
     """Each rank's own largest values, merged in one count sketch and one index of bits (EuroMLSys 2025, Alg. 1).
 
     By default they are the values of the step that AdamW would take (``feedback``), and the union of the masks, with it
@@ -109,9 +109,9 @@ class TAGC(ErrorFeedback):
         self.must(0 < self.limit <= 1, "limit", "is a share of the union, above 0 to 1 (never)")
         self.must(self.choosers >= 1, "choosers", "is a number of ranks, 1 or more")
         if self.mask == "local":
-            self.refuse_idle("mask='local'", "choosers")
+            self.refuse_idle("mask='local'", "choosers", "weights")
         if self.theta == 0:
-            self.refuse_idle("theta=0 (nothing waits)", "portion")
+            self.refuse_idle("theta=0 (nothing waits)", "portion", "weights")
         if self.mask == "shared":
             self.refuse_idle("mask='shared' (no sketch)", "load", "resize", "limit", "on_overload", "leftovers")
 
@@ -141,6 +141,10 @@ class TAGC(ErrorFeedback):
     @property
     def resized(self) -> Mapping[str, Resized]:
         return {**super().resized, "left": "anew", "peak": "anew", "union": "anew"}
+
+    @property
+    def at_one_mask(self) -> bool:
+        return self.mask == "shared" and self.theta > 0
 
     @property
     def adapts(self) -> bool:
@@ -234,7 +238,7 @@ class TAGC(ErrorFeedback):
 
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
         """One mask for all, by a few ranks in turn: of the values of each tensor that are sent, each chooses a part."""
-        words = bucket.scratch("words", (bucket.shape[0], bucket.shape[1] // masks.WORD), torch.int64).zero_()
+        words = self.words_of(bucket).zero_()
         choosers = choosers_of(self.choosers, 1 - self.theta, exchange.rows)
         counts = [self._k(segment.span) for segment in bucket.segments]
         with exchange.span("encode", bucket.rows):
@@ -242,10 +246,9 @@ class TAGC(ErrorFeedback):
                 if (exchange.rank - seed_of(self.run.seed, segment.name, bucket.step)) % exchange.rows < choosers:
                     mine = words[:, segment.groups(masks.WORD)]
                     masks.topk_mask(bucket.columns(bucket.rows, segment), max(k // choosers, 1), mine)  # l. 2
-        words = exchange.union(bucket, words)  # l. 3-4
-        if choosers > 1:
-            settle(bucket, words, counts)
-        codec = Masked(words, sum(counts), owner_row=exchange.mine)
+        words.copy_(exchange.union(bucket, words))  # l. 3-4
+        before = self.settle(bucket, words, counts, choosers)
+        codec = Masked(words, sum(counts), owner_row=exchange.mine, before=before)
         exchange.mean(bucket, codec, residual=Residual(None, acc))  # values at the mask in place of l. 5-10; l. 2: acc
 
     def facts(self) -> dict[str, float]:
@@ -301,7 +304,7 @@ class LHC(TAGC):
     delay: ClassVar[None] = None
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("theta", "accumulate", "mask", "choosers"), "lhc sends whatever is not zero: tagc has it"
+        ("theta", "accumulate", "mask", "choosers", "weights"), "lhc sends whatever is not zero: tagc has it"
     )
 
     feedback: Literal["gradient", "update"] = "gradient"

@@ -11,6 +11,8 @@ Every rank chooses positions of its own, which travel in about nine bits each: b
 quarter of the positions in four, others every step, by its own |h|. That is as much as all positions in one, whatever N
 is. (One chooser for a row costs more of the loss: another rank's large values are not always where its own are.)
 
+On FSDP2 weights are then gathered at the mask, too (``weights``): off it c is 0.
+
 Of what is sent, a ``portion`` is delivered, and the rest goes on waiting: at a density of 0.01 all of it, at 0.05 a
 fourth, with a shared mask a half. Delivered whole, what is sent of many values is mostly the last step's noise.
 """
@@ -30,13 +32,13 @@ from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.codecs.sparse import TILE, Positions, TiledTopK, TopKIntegers
 from thinwire.collectives import Exchange, scratch
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, check_density, count_of, portion_of
-from thinwire.methods.shared import choosers_of, settle
+from thinwire.methods.base import Delay, check_density, count_of, portion_of
+from thinwire.methods.shared import SharedMask, choosers_of
 from thinwire.ops import mask as masks
 
 
 @dataclass
-class Trickle(ErrorFeedback):
+class Trickle(SharedMask):
     """The largest steps of each rank, 18 bits for one value in a hundred, with feedback behind Adam's preconditioner.
 
     Args:
@@ -72,7 +74,7 @@ class Trickle(ErrorFeedback):
         check_density(self.name, self.density)
         self.must(self.choosers >= 1, "choosers", "is a number of ranks, 1 or more")
         if self.mask == "own":
-            self.refuse_idle("mask='own'", "choosers")
+            self.refuse_idle("mask='own'", "choosers", "weights")
         if self.bits in (2, 32):
             self.refuse_idle(f"bits={self.bits}", "group")
         if self.mask == "own" and self.bits == 32:
@@ -90,6 +92,10 @@ class Trickle(ErrorFeedback):
     @property
     def on_wire(self) -> bool:
         return self.mask == "own"
+
+    @property
+    def at_one_mask(self) -> bool:
+        return self.mask == "shared" and self.density < 1
 
     @property
     def gathers(self) -> bool:
@@ -140,8 +146,7 @@ class Trickle(ErrorFeedback):
         each = [max(k // choosers, 1) for k in counts]
         parts = tuple((segment.width, k) for segment, k in zip(bucket.segments, each, strict=True))
         positions = Positions(parts)
-        words = bucket.scratch("words", (rows, n // masks.WORD), torch.int64)
-        other = bucket.scratch("other words", (rows, n // masks.WORD), torch.int64)
+        words, other = self.words_of(bucket), bucket.scratch("other words", (rows, n // masks.WORD), torch.int64)
         wires = bucket.scratch("positions", (rows, choosers * positions.nbytes), torch.uint8)
         wire = bucket.scratch("chosen", (choosers, positions.nbytes), torch.uint8)
         with exchange.span("encode", bucket.rows):
@@ -157,9 +162,8 @@ class Trickle(ErrorFeedback):
             words.zero_()
             for i, chosen in enumerate(wires.split(positions.nbytes, 1)):
                 words |= positions.read(chosen.roll((bucket.step + i) % rows, 0), other, scratch(bucket))
-            if choosers > 1:
-                settle(bucket, words, counts)
+            before = self.settle(bucket, words, counts, choosers)
         if self.bits == 32:
-            return Masked(words, sum(counts), owner_row=exchange.rank)
+            return Masked(words, sum(counts), owner_row=exchange.rank, before=before)
         at = tuple((width // masks.WORD, k) for (width, _), k in zip(parts, counts, strict=True))
         return MaskedIntegers(words, at, self._quantizer, owner_row=exchange.rank)
