@@ -91,15 +91,16 @@ TURNS = ("012", "012", "012", "01", "12", "012-", "012", "12", "12", "012!", "0"
 thrown away."""
 
 
-def _turns(rank: int, world: int, weights: str):
+def _turns(rank: int, world: int, spec: str, weights: str):
     """What every forward pass saw of the weights: with no gradients where there are none, and with zeros."""
     found = []
     for zeros in (False, True):
         torch.manual_seed(0)
         model = build("fsdp2", world, net=edges.Given)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.3)
-        spec = f"trickle(mask='shared', density=0.1, smallest=0, start=2, weights='{weights}')"
-        wire, generator = thinwire.compress(model, optimizer, spec), torch.Generator().manual_seed(rank)
+        kind = thinwire.AdamS if spec.startswith("scape") else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.3)
+        wire = thinwire.compress(model, optimizer, spec.format(f"density=0.1, smallest=0, weights='{weights}'"))
+        generator = torch.Generator().manual_seed(rank)
         for turn in TURNS:
             scale = torch.nan if turn.endswith("!") else 1.0
             shapes = {name: shape for name, shape in edges.SHAPES.items() if name[-1] in turn}
@@ -117,9 +118,14 @@ def _turns(rank: int, world: int, weights: str):
     return found
 
 
-def _by_turns(rank: int, world: int) -> list[int]:
-    both = zip(*(_turns(rank, world, weights) for weights in ("masked", "dense")), strict=True)
-    return [step for step, (ours, theirs) in enumerate(both) if not all(torch.equal(ours[n], theirs[n]) for n in ours)]
+def _by_turns(rank: int, world: int) -> list[tuple[str, int]]:
+    found = []
+    for spec in ("trickle(mask='shared', start=2, {})", "scape(warmup=2, {})"):
+        passes = zip(*(_turns(rank, world, spec, weights) for weights in ("masked", "dense")), strict=True)
+        for number, (ours, theirs) in enumerate(passes):
+            if not all(torch.equal(ours[name], theirs[name]) for name in ours):
+                found.append((spec, number))
+    return found
 
 
 def test_weights_without_a_gradient_are_those_of_whole_gathers():
