@@ -3,10 +3,11 @@
     python docs/figures.py                          # rewrite the marked blocks and the pictures
     python docs/figures.py --check                  # name what is stale; exit status 1 if anything is
     python docs/figures.py --take SETTING RUN       # add the report of a `thinwire compare` to docs/data
+    python docs/figures.py --take-curves LINK RUN   # add its held-out losses by time
 
 docs/data/settings.csv has one row per set of runs that can be compared with each other: what ran, when, at which
-commit, and the command. speed.csv and loss.csv have one row per method and setting. regimes.jsonl has one line per
-run of benchmarks/regimes.py. A block in a page begins with ``<!-- generated: NAME -->`` and ends with
+commit, and the command. speed.csv and loss.csv have one row per method and setting, losses.csv one per evaluation.
+regimes.jsonl has one line per run of benchmarks/regimes.py. A block in a page begins with ``<!-- generated: NAME -->`` and ends with
 ``<!-- end -->``; ``BLOCKS`` says what stands between.
 """
 
@@ -329,6 +330,42 @@ def first_sentence(path: Path) -> str:
     return text if len(text) <= 118 else text[: max(text.rfind(mark, 0, 118) for mark in (", ", ": ", "; "))]
 
 
+Curve = list[tuple[float, float]]
+"""Seconds of training, and the held-out loss then."""
+
+
+def by_time() -> list[tuple[str, str, Curve]]:
+    """(link, method, its curve) of every run whose losses were taken over."""
+    found: dict[tuple[str, str], Curve] = {}
+    for row in read("losses"):
+        found.setdefault((row["link"], row["method"]), []).append((float(row["seconds"]), float(row["valid_loss"])))
+    return [(link, method, curve) for (link, method), curve in found.items()]
+
+
+def first_at(curve: Curve, loss: float) -> float | None:
+    """When ``curve`` first comes down to ``loss``, on straight lines between its points; None: never."""
+    for (began, above), (ended, below) in pairwise(curve):
+        if below <= loss:
+            return ended if above <= loss else began + (ended - began) * (above - loss) / (above - below)
+    return None
+
+
+def to_denses_loss() -> str:
+    """For each method and link, when it has dense's last loss, and when its run ends."""
+    runs = {(link, method): curve for link, method, curve in by_time()}
+    links, methods = (list(dict.fromkeys(key[at] for key in runs)) for at in (0, 1))
+    lines = ["| method | last loss | " + " | ".join(f"{link}: dense's loss after | end" for link in links) + " |"]
+    lines.append("|---|---:|" + "---:|---:|" * len(links))
+    for method in methods:
+        cells = [f"{runs[links[0], method][-1][1]:.4f}"]
+        for link in links:
+            curve, goal = runs[link, method], runs[link, "dense"][-1][1]
+            reached = first_at(curve, goal)
+            cells += ["-" if method == "none" or reached is None else f"{reached:.1f} s", f"{curve[-1][0]:.1f} s"]
+        lines.append(f"| `{method}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 BLOCKS: dict[str, Callable[..., str]] = {
     "tree": tree,
     "picture": tradeoff_note,
@@ -339,6 +376,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "regimes": regimes,
     "rule": rule,
     "differences": differing,
+    "to-denses-loss": to_denses_loss,
 }
 BLOCK = re.compile(r"(<!-- generated: ([^\n]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -415,6 +453,7 @@ PICTURES: dict[str, tuple[str, Callable[[], Any]]] = {
     "speed-adams.png": ("step_time", lambda: step_times("ddp-125mbit-adams")),
     "training.png": ("gaps", lambda: gaps("small-ddp", *SHOWN)),
     "training-fsdp2.png": ("gaps", lambda: gaps("small-fsdp2")),
+    "walltime.png": ("walltime", by_time),
     "regimes.png": ("regimes", lambda: regime_tables.points(regime_rows())),
 }
 """File -> the function of ``pictures.py`` that draws it, and what it draws."""
@@ -489,11 +528,27 @@ def take(name: str, folder: Path) -> None:
     write("speed", kept)
 
 
+def take_curves(link: str, folder: Path) -> None:
+    """Add (or replace) the held-out losses of a ``thinwire compare`` in ``folder``, run on ``link``."""
+    kept = [row for row in read("losses") if row["link"] != link] if (DATA / "losses.csv").exists() else []
+    for run in json.loads((folder / "report.json").read_text())["runs"]:
+        for line in (folder / run["directory"] / "metrics.jsonl").read_text().splitlines():
+            if (row := json.loads(line)).get("valid_loss") is not None:
+                kept.append({
+                    "link": link, "method": run["method"], "step": str(row["step"]), "seconds": f"{row['wall_s']:.2f}",
+                    "valid_loss": f"{row['valid_loss']:.4f}",
+                })  # fmt: skip
+    write("losses", kept)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; name what is stale")
     parser.add_argument("--take", nargs=2, metavar=("SETTING", "RUN"), help="a name, and a comparison's folder")
+    parser.add_argument("--take-curves", nargs=2, metavar=("LINK", "RUN"), help="of a comparison's folder")
     args = parser.parse_args()
+    if args.take_curves:
+        take_curves(args.take_curves[0], Path(args.take_curves[1]))
     if args.take:
         take(args.take[0], Path(args.take[1]))
     stale = [path for path in pages() if path.read_text() != fresh(path.read_text())]

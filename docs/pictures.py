@@ -183,6 +183,35 @@ FAR = 30
 """Points from a dot to its name from which a line joins them."""
 
 
+def walltime(runs: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]) -> Figure:
+    """Held-out loss against seconds of training, one panel per link; a line at dense's last loss.
+
+    Args:
+        runs: (link, method, (seconds, loss) of each evaluation).
+    """
+    links, methods = (list(dict.fromkeys(run[at] for run in runs)) for at in (0, 1))
+    figure, panels = plt.subplots(1, len(links), figsize=(5.5 * len(links), 4.5), sharey=True, squeeze=False)
+    seen: set[str] = set()
+    again = {method for method in methods if plots.plain(method) in seen or seen.add(plots.plain(method))}
+    for axes, link in zip(panels[0], links, strict=True):
+        axes.set_title(link)
+        axes.set_xlabel("seconds of training")
+        for where, method, curve in runs:
+            if where != link:
+                continue
+            line = ":" if method == "none" else "--" if method in again else "-"
+            axes.plot(*zip(*curve, strict=True), line, color=plots.colour(method), linewidth=2, label=method)
+            axes.plot(*curve[-1], "o", color=plots.colour(method), markersize=6)
+            if method == "dense":
+                axes.axhline(curve[-1][1], color=plots.INK, linewidth=0.8, alpha=0.5)
+        last = [curve[-1][1] for _, _, curve in runs]
+        axes.set_ylim(min(last) - 0.1, max(last) + 1.0)
+    panels[0, 0].set_ylabel("held-out loss (down is better)")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="upper center", bbox_to_anchor=(0.5, 0), ncols=3,
+                  frameon=False)  # fmt: skip
+    return figure
+
+
 def gaps(rows: Sequence[tuple[str, str, float, float]]) -> Figure:
     """Loss above dense at the end of a run, one row per method, the nearest to dense on top.
 
