@@ -7,8 +7,8 @@
 
 docs/data/settings.csv has one row per set of runs that can be compared with each other: what ran, when, at which
 commit, and the command. speed.csv and loss.csv have one row per method and setting, losses.csv one per evaluation.
-regimes.jsonl has one line per run of benchmarks/regimes.py. A block in a page begins with ``<!-- generated: NAME -->`` and ends with
-``<!-- end -->``; ``BLOCKS`` says what stands between.
+regimes.jsonl has one line per run of benchmarks/regimes.py. A block in a page begins with ``<!-- generated: NAME -->``
+and ends with ``<!-- end -->``; ``BLOCKS`` says what stands between.
 """
 
 from __future__ import annotations
