@@ -80,7 +80,7 @@ def regimes(points: Sequence[tuple[str, str, str, float, float]]) -> Figure:
             dense's). The dots of a method in one panel are joined. Those have names that :func:`worth_a_name` says.
     """
     panels, settings = (list(dict.fromkeys(point[at] for point in points)) for at in (0, 1))
-    shape = dict(zip(settings, cycle("os^Dv<>P"), strict=False))
+    shape = dict(zip(settings, cycle("os^Dv<>PX*hpd"), strict=False))
     figure, several = plt.subplots(
         max(len(panels), 1), figsize=(8.5, 6.0 * max(len(panels), 1)), sharex=True, squeeze=False
     )
