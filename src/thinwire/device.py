@@ -54,7 +54,7 @@ def host_memory(shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, pin_memory=streams(device) is not None)
 
 
-def upload(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     """``values``, 1-D, on ``device``, which copies them while the host goes on."""
     there = streams(device) is not None
     return torch.tensor(values, dtype=dtype, pin_memory=there).to(device, non_blocking=True)
