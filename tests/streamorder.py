@@ -450,9 +450,9 @@ class Echo(dist.ProcessGroup):
     all_to_all_single, all_gather_single_coalesced = alltoall_base, allgather_into_tensor_coalesced
 
 
-def _host_memory(shape: Any, device: torch.device) -> Tensor:
+def _host_memory(shape: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     with _disable_current_modes():
-        return World.now.pin(torch.zeros(tuple(shape), dtype=torch.float32))
+        return World.now.pin(torch.zeros(tuple(shape), dtype=dtype))
 
 
 @contextlib.contextmanager

@@ -554,19 +554,21 @@ def test_tiles_take_a_multiple_of_four(k):
 def test_positions_come_back(seed, shapes):
     parts = tuple((64 * words, max(1, int(share * 64 * words))) for words, share in shapes)
     n, generator = sum(width for width, _ in parts), torch.Generator().manual_seed(seed)
-    words, place = torch.zeros(3, n // 64, dtype=torch.int64), 0
+    values, words, place = torch.randn(4, n, generator=generator), torch.zeros(4, n // 64, dtype=torch.int64), 0
     for width, k in parts:
-        values = torch.randn(3, width, generator=generator)
-        mask.topk_mask(values, k, words[:, place // 64 : (place + width) // 64])
+        at = slice(place // 64, (place + width) // 64)
+        mask.topk_mask(values[:, place : place + width], k, words[:, at])
         place += width
     positions = Positions(parts)
-    wire = torch.full((3, positions.nbytes), 255, dtype=torch.uint8)
+    wire = torch.full((4, positions.nbytes), 255, dtype=torch.uint8)
 
     def space(use, shape, dtype):
         return torch.zeros(shape, dtype=dtype)
 
-    positions.write(words, wire, space)
+    positions.choose(values, wire, space)
     assert torch.equal(positions.read(wire, torch.full_like(words, -7), space), words)
+    either = positions.read(wire, torch.full_like(words[:2], -7), space)
+    assert torch.equal(either, words[::2] | words[1::2])
 
 
 @pytest.mark.parametrize(

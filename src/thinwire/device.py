@@ -49,15 +49,16 @@ def keep(tensor: Tensor) -> None:
         tensor.record_stream(there.current_stream(tensor.device))
 
 
-def host_memory(shape: Sequence[int], device: torch.device) -> Tensor:
-    """Zeros, float32, in CPU memory from and to which ``device`` copies while the host goes on."""
-    return torch.zeros(shape, dtype=torch.float32, pin_memory=streams(device) is not None)
+def host_memory(shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros in CPU memory from and to which ``device`` copies while the host goes on."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=streams(device) is not None)
 
 
-def upload(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     """``values``, 1-D, on ``device``, which copies them while the host goes on."""
-    there = streams(device) is not None
-    return torch.tensor(values, dtype=dtype, pin_memory=there).to(device, non_blocking=True)
+    there = host_memory((len(values),), device, dtype)
+    there.numpy()[:] = values  # by the host alone
+    return there.to(device, non_blocking=True)
 
 
 def uploaded(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:

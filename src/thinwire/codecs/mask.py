@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from thinwire.codecs.base import Codec, Residual, Space, viewable
 from thinwire.codecs.intquant import Integers
 from thinwire.errors import ThinwireError
 from thinwire.ops import mask
+from thinwire.ops import rows as packing
 from thinwire.streams import Seeds
 
 
@@ -25,22 +27,21 @@ class _AtMask(Codec):
     Attributes:
         words: (R, n / 64) int64, the mask of a bucket's rows.
         owner_row: where each rank keeps one row of the result: the row whose mask a wire of one row is decoded with.
+        before: the masks' directory, if somebody has kept it.
     """
 
     group: ClassVar[int] = mask.WORD
     words: Tensor = field(repr=False)
 
     owner_row: int | None = field(default=None, kw_only=True)
+    before: Tensor | None = field(default=None, kw_only=True, repr=False)
 
-    def _words_of(self, rows: int) -> Tensor:
-        """The masks of a wire of ``rows`` rows: all, or the owner's own."""
-        return self._of(rows, self.words)
-
-    def _of(self, rows: int, each: Tensor) -> Tensor:
-        """Of ``each``, which has a row for every row of the masks, those of a wire of ``rows`` rows."""
-        if rows < len(each) and self.owner_row is not None:
-            return each[self.owner_row : self.owner_row + 1]
-        return each
+    def _masks_of(self, rows: int) -> tuple[Tensor, Tensor | None]:
+        """The masks of a wire of ``rows`` rows, all or the owner's own, and their directory."""
+        if rows < len(self.words) and self.owner_row is not None:
+            own = slice(self.owner_row, self.owner_row + 1)
+            return self.words[own], None if self.before is None else self.before[own]
+        return self.words, self.before
 
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
         self._gather(rows, out, None, None, seed, space)
@@ -64,14 +65,12 @@ class Masked(_AtMask):
     Attributes:
         words: every row with ``k`` bits set. k: values per row.
         dtype: of the wire: float32, or bfloat16 for half the bytes and 8 significant bits (the rounding is lost).
-        before: the masks' directory, if somebody has kept it.
     """
 
     linear = True
 
     k: int
     dtype: torch.dtype = field(default=torch.float32, kw_only=True)
-    before: Tensor | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float32, torch.bfloat16):
@@ -96,8 +95,8 @@ class Masked(_AtMask):
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         if wire.dtype != torch.float32:
             wire = space(("payload", len(wire)), wire.shape, torch.float32).copy_(wire)
-        before = None if self.before is None else self._of(len(wire), self.before)
-        mask.scatter(wire, self._words_of(len(wire)), out, before)
+        words, before = self._masks_of(len(wire))
+        mask.scatter(wire, words, out, before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,57 +116,64 @@ class MaskedIntegers(_AtMask):
     quantizer: Integers
 
     def wire_numel(self, n: int) -> int:
-        return self.quantizer.wire_numel(self.size)
+        return self.quantizer.wire_numel(self._size)
 
     @property
-    def size(self) -> int:
+    def _size(self) -> int:
         """Values of a row's payload, with padding."""
         return sum(padded(k, self.quantizer.group) for _, k in self.parts)
 
     def _gather(
         self, rows: Tensor, out: Tensor, old: Tensor | None, new: Tensor | None, seed: Seeds | None, space: Space
     ) -> None:
-        rows, payload = rows.float(), self._payload("sent", len(rows), space)
-        words_of = self._words_of(len(rows))
-        for columns, words, at in self._places(words_of):
-            kept = None if new is None else new[:, columns]
-            mask.gather_keep(rows[:, columns], None if old is None else old[:, columns], words, payload[:, at], kept)
+        words, before = self._masks_of(len(rows))
+        values, payload = self._values(len(rows), space), self._payload("sent", len(rows), space)
+        mask.gather_keep(rows.float(), old, words, values, new, before)
+        packing.pack(values.view(-1), self._places(values), payload.view(-1))
         self.quantizer.encode(payload, out, seed=seed)
         if new is None:
             return
         left = self.quantizer.decode(out, self._payload("left", len(rows), space))
         torch.sub(payload, left, out=left)
-        for columns, words, at in self._places(words_of):
-            mask.write_at(left[:, at], words, new[:, columns])
+        mask.write_at(self._unpadded(left, space), words, new, before)
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
-        self._spread(self.quantizer.decode(wire, self._payload("got", len(wire), space)), out)
+        self._spread(self.quantizer.decode(wire, self._payload("got", len(wire), space)), out, space)
 
     def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
         total = self._payload("got", 1, space)
         self.quantizer.decode_sum(wire, total[0], scale)
-        self._spread(total, out.unsqueeze(0))
+        self._spread(total, out.unsqueeze(0), space)
 
-    def _spread(self, payload: Tensor, out: Tensor) -> None:
-        for columns, words, at in self._places(self._words_of(len(out))):
-            mask.scatter(payload[:, at], words, out[:, columns])
+    def _spread(self, payload: Tensor, out: Tensor, space: Space) -> None:
+        words, before = self._masks_of(len(out))
+        mask.scatter(self._unpadded(payload, space), words, out, before)
 
-    def _places(self, words: Tensor) -> Iterator[tuple[slice, Tensor, slice]]:
-        """Of each parameter: its columns, its part of ``words``, and its values' place in a row's payload."""
-        word = place = 0
-        for width, k in self.parts:
-            columns = slice(word * mask.WORD, (word + width) * mask.WORD)
-            yield columns, words[:, word : word + width], slice(place, place + k)
-            word, place = word + width, place + padded(k, self.quantizer.group)
+    def _unpadded(self, payload: Tensor, space: Space) -> Tensor:
+        values = self._values(len(payload), space)
+        packing.unpack(payload.view(-1), self._places(values), values.view(-1))
+        return values
+
+    def _places(self, values: Tensor) -> packing.Places:
+        counts = tuple(k for _, k in self.parts)
+        return _padding(counts, self.quantizer.group, len(values), values.device)
+
+    def _values(self, rows: int, space: Space) -> Tensor:
+        return space(("values", rows), (rows, sum(k for _, k in self.parts)), torch.float32)
 
     def _payload(self, use: str, rows: int, space: Space) -> Tensor:
-        """(rows, values with their padding), zeros in the padding, whatever masks had this memory before."""
-        payload, place = space((use, rows), (rows, self.size), torch.float32), 0
-        for _, k in self.parts:
-            whole = padded(k, self.quantizer.group)
-            payload[:, place + k : place + whole].zero_()
-            place += whole
-        return payload
+        return space((use, rows), (rows, self._size), torch.float32)
+
+
+@functools.cache
+def _padding(counts: tuple[int, ...], group: int, rows: int, device: torch.device) -> packing.Places:
+    """Values side by side, ``counts`` of each parameter in each of so many rows <-> in whole groups of each."""
+    step, stride = sum(counts), sum(padded(k, group) for k in counts)
+    parts, first, start = [], 0, 0
+    for k in counts:
+        parts.append(packing.Part(first, rows * step, step, start, padded(k, group), k, stride, rows))
+        first, start = first + k, start + padded(k, group)
+    return packing.Places(parts, device)
 
 
 class OwnMasks(Codec):

@@ -61,15 +61,18 @@ class Positions:
         """Memory for the lists of so many rows."""
         return space(("positions", rows), (rows, self.size), torch.int32)
 
-    def write(self, words: Tensor, out: Tensor, space: Space) -> None:
-        """``words`` (R, n / 64) int64 -> ``out`` (R, nbytes) uint8, rows at multiples of 8 bytes."""
-        found = mask.indices(words, self.found(len(words), space))
+    def choose(self, rows: Tensor, out: Tensor, space: Space) -> None:
+        """Where |``rows``| (R, n) are largest -> ``out`` (R, nbytes) uint8, rows at multiples of 8 bytes."""
+        shape = len(rows), self.size
+        found, values = space("chosen", shape, torch.int32), space("their values", shape, torch.float32)
+        sparse.largest(rows, None, self.lists, None, found, values)
         sparse.pack(found, self.lists, out)
 
     def read(self, wire: Tensor, words: Tensor, space: Space) -> Tensor:
-        """``words`` (R, n / 64) from ``wire`` (R, nbytes)."""
+        """``words`` (R, n / 64) from ``wire`` (L R, nbytes): a row of it has what any of L rows says, which are next to
+        each other."""
         found = sparse.unpack(wire, self.lists, self.found(len(wire), space))
-        return mask.from_indices(found, words)
+        return mask.from_indices(found.view(len(words), -1), words)
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,8 @@ class SCAPE(Method):
         if self.payload == "bf16":
             return Masked(used.words, sum(counts), owner_row=mine, dtype=torch.bfloat16, before=used.before)
         parts = tuple((segment.width // WORD, k) for segment, k in zip(bucket.segments, counts, strict=True))
-        return MaskedIntegers(used.words, parts, Integers(WORD, 8 if self.payload == "int8" else 4), owner_row=mine)
+        kind = Integers(WORD, 8 if self.payload == "int8" else 4)
+        return MaskedIntegers(used.words, parts, kind, owner_row=mine, before=used.before)
 
     def _settle(
         self, bucket: Bucket, words: Tensor, payload: Tensor | None = None, before: Tensor | None = None

@@ -68,16 +68,15 @@ class SharedMask(ErrorFeedback):
         """``words``, from ``words_of``, are what ``choosers`` ranks have chosen, and become the mask of this exchange.
 
         ``counts[i]`` bits in each row of the bucket's segment i: where choosers agree, a few places are left, which go
-        to the first positions that are free. The result: the mask's directory, if it is known.
+        to the first positions that are free. The result: the mask's directory.
         """
         if choosers > 1:
             parts = [(segment.groups(masks.WORD), k) for segment, k in zip(bucket.segments, counts, strict=True)]
             masks.fill(words, parts)
-        if not self.encodes_weights:
-            return None
         before = masks.directory(words)
-        names = tuple(segment.name for segment in bucket.segments)
-        self._gathered.note(bucket, Unfolded(names, words, before), counts)
+        if self.encodes_weights:
+            names = tuple(segment.name for segment in bucket.segments)
+            self._gathered.note(bucket, Unfolded(names, words, before), counts)
         return before
 
     def _exchange(self, bucket: Bucket, exchange: Exchange, send: Callable[[Bucket, Exchange], None]) -> None:

@@ -38,7 +38,7 @@ from thinwire.errors import ThinwireError
 from thinwire.methods.base import Delay, Parameter, Promise, Resized, portion_of
 from thinwire.methods.shared import SharedMask, choosers_of
 from thinwire.ops import mask as masks
-from thinwire.ops import sketch
+from thinwire.ops import sketch, sparse
 from thinwire.streams import seed_of
 
 ATTENTION_INPUTS = re.compile(
@@ -238,14 +238,16 @@ class TAGC(SharedMask):
 
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
         """One mask for all, by a few ranks in turn: of the values of each tensor that are sent, each chooses a part."""
-        words = self.words_of(bucket).zero_()
+        words = self.words_of(bucket)
         choosers = choosers_of(self.choosers, 1 - self.theta, exchange.rows)
         counts = [self._k(segment.span) for segment in bucket.segments]
+        mine, place = [], 0
+        for segment, k in zip(bucket.segments, counts, strict=True):
+            if (exchange.rank - seed_of(self.run.seed, segment.name, bucket.step)) % exchange.rows < choosers:
+                mine.append(sparse.Part(segment.start, segment.width, max(k // choosers, 1), place))
+                place += mine[-1].k
         with exchange.span("encode", bucket.rows):
-            for segment, k in zip(bucket.segments, counts, strict=True):
-                if (exchange.rank - seed_of(self.run.seed, segment.name, bucket.step)) % exchange.rows < choosers:
-                    mine = words[:, segment.groups(masks.WORD)]
-                    masks.topk_mask(bucket.columns(bucket.rows, segment), max(k // choosers, 1), mine)  # l. 2
+            sparse.marked(bucket.rows, tuple(mine), words)  # l. 2
         words.copy_(exchange.union(bucket, words))  # l. 3-4
         before = self.settle(bucket, words, counts, choosers)
         codec = Masked(words, sum(counts), owner_row=exchange.mine, before=before)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from thinwire.bucket import Bucket
 from thinwire.codecs.base import Codec, Residual
@@ -140,30 +141,34 @@ class Trickle(SharedMask):
 
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange) -> Masked | MaskedIntegers:
         """In step t rank r chooses its share of the positions of rows r + t, r + t + 1, ...; everybody gets all."""
-        rows, n = bucket.shape
+        rows, space = bucket.shape[0], scratch(bucket)
         choosers = choosers_of(self.choosers, self.density, rows)
         counts = [self._k(segment.span) for segment in bucket.segments]
         each = [max(k // choosers, 1) for k in counts]
-        parts = tuple((segment.width, k) for segment, k in zip(bucket.segments, each, strict=True))
-        positions = Positions(parts)
-        words, other = self.words_of(bucket), bucket.scratch("other words", (rows, n // masks.WORD), torch.int64)
-        wires = bucket.scratch("positions", (rows, choosers * positions.nbytes), torch.uint8)
-        wire = bucket.scratch("chosen", (choosers, positions.nbytes), torch.uint8)
+        positions = Positions(tuple((of.width, k) for of, k in zip(bucket.segments, each, strict=True)))
+        wires = bucket.scratch("positions", (rows, choosers, positions.nbytes), torch.uint8)
+        wire = bucket.scratch("chosen", wires.shape[1:], torch.uint8)
         with exchange.span("encode", bucket.rows):
-            mine = other[:choosers]
-            for i in range(choosers):
-                row = (exchange.rank + bucket.step + i) % rows
-                for segment, k in zip(bucket.segments, each, strict=True):
-                    values = bucket.columns(bucket.rows, segment)[row : row + 1]
-                    masks.topk_mask(values, k, mine[i : i + 1, segment.groups(masks.WORD)])
-            positions.write(mine, wire, scratch(bucket))
-        exchange.gather(wires, wire.view(-1))
+            first = (exchange.rank + bucket.step) % rows
+            positions.choose(bucket.rows[first : first + choosers], wire[: rows - first], space)
+            if first + choosers > rows:
+                positions.choose(bucket.rows[: first + choosers - rows], wire[rows - first :], space)
+        exchange.gather(wires.view(rows, -1), wire.view(-1))
         with exchange.span("decode", bucket.rows):
-            words.zero_()
-            for i, chosen in enumerate(wires.split(positions.nbytes, 1)):
-                words |= positions.read(chosen.roll((bucket.step + i) % rows, 0), other, scratch(bucket))
+            order = bucket.once("order", lambda: _order(rows, choosers).to(bucket.device), choosers)
+            lists = wires.view(-1, positions.nbytes)[order[-bucket.step % rows :][:rows].flatten()]
+            words = positions.read(lists, self.words_of(bucket), space)
             before = self.settle(bucket, words, counts, choosers)
         if self.bits == 32:
             return Masked(words, sum(counts), owner_row=exchange.rank, before=before)
-        at = tuple((width // masks.WORD, k) for (width, _), k in zip(parts, counts, strict=True))
-        return MaskedIntegers(words, at, self._quantizer, owner_row=exchange.rank)
+        at = tuple((segment.width // masks.WORD, k) for segment, k in zip(bucket.segments, counts, strict=True))
+        return MaskedIntegers(words, at, self._quantizer, owner_row=exchange.rank, before=before)
+
+
+def _order(rows: int, choosers: int) -> Tensor:
+    """(2 R, choosers): of all ranks' lists, one behind the other, those that choose row q in step t are q + (-t % R).
+
+    Rank r's i-th list is of row r + t + i.
+    """
+    i = torch.arange(choosers)
+    return (torch.arange(2 * rows).unsqueeze(1) - i) % rows * choosers + i

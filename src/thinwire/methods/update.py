@@ -50,6 +50,7 @@ from torch import Tensor
 from thinwire.bucket import Bucket, Segment
 from thinwire.collectives import Exchange
 from thinwire.comm import local
+from thinwire.device import upload
 from thinwire.errors import ThinwireError
 from thinwire.methods.muon import muon
 from thinwire.methods.run import Run, Step
@@ -209,8 +210,8 @@ class UpdateSpace:
         seen = self._seen(bucket)
         betas = torch.tensor([float(group["betas"][1]) for group in groups], dtype=torch.float64)
         lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64)
-        scales = r * _unbias(betas.to(bucket.device), seen)
-        lrs = (lrs.to(bucket.device) * _unbias(self._momentum, seen)).float()
+        numbers = torch.cat([_unbias(betas, seen), (lrs * _unbias(self._momentum, seen)).float()])
+        unbias, lrs = upload(numbers.tolist(), bucket.device, torch.float32).view(2, -1)
         parts = []
         for place, (segment, group) in enumerate(zip(bucket.segments, groups, strict=True)):
             at, beta2 = segment.columns, float(group["betas"][1])
@@ -222,7 +223,7 @@ class UpdateSpace:
                 self._average(values, second, segment, beta2)
             beta2, eps = 1.0 if self._factored else beta2, float(group["eps"])
             parts.append(Part(segment.start, segment.width, place, beta2, eps))
-        direction(values, second, second_out, first, first_out, parts, lr=lrs, scale=scales, beta1=self._momentum)
+        direction(values, second, second_out, first, first_out, parts, lr=lrs, scale=r * unbias, beta1=self._momentum)
 
     def _average(self, values: Tensor, second: Tensor, segment: Segment, beta2: float) -> None:
         """The columns of ``segment`` in ``second`` (R, n) = v', from its averages by rows and columns and g."""
@@ -245,10 +246,10 @@ class UpdateSpace:
         second[:, at].copy_(padded.view(len(values), -1))
 
     def _seen(self, bucket: Bucket) -> Tensor:
-        """(tensors,): how many gradients each average then holds, this one included."""
-        names, none = [segment.name for segment in bucket.segments], torch.zeros((), device=bucket.device)
+        """(tensors,) on the host: how many gradients each average then holds, this one included."""
+        names, none = [segment.name for segment in bucket.segments], torch.zeros(())
         known = [self._state.get("seen", name) for name in names]
-        seen = torch.stack([none if of is None else of for of in known]) + 1
+        seen = torch.stack([none if of is None else of.cpu() for of in known]) + 1
         for name, of in zip(names, seen, strict=True):
             self._state.put("seen", name, of)
         return seen

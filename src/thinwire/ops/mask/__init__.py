@@ -112,10 +112,13 @@ def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None =
     return out
 
 
-def write_at(payload: Tensor, words: Tensor, out: Tensor) -> Tensor:
-    """``out`` (R, n) = ``payload`` (R, k) at the mask, as it was elsewhere. Touches no more than that."""
+def write_at(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> Tensor:
+    """``out`` (R, n) = ``payload`` (R, k) at the mask, as it was elsewhere. Touches no more than that.
+
+    ``before``: as ``gather_keep`` has it.
+    """
     _check(words, out, payload=payload)
-    _backend(out).write_at(payload, words, out)
+    _backend(out).write_at(payload, words, out, before)
     return out
 
 

@@ -389,7 +389,7 @@ def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None =
     _spread(payload, words, out, clear=True)
 
 
-def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
+def write_at(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
     _spread(payload, words, out, clear=False)
 
 

@@ -63,7 +63,7 @@ def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None =
     out.masked_scatter_(flags_of(words), payload)
 
 
-def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
+def write_at(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
     out.masked_scatter_(flags_of(words), payload)
 
 

@@ -317,8 +317,8 @@ def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None =
     _spread(payload, words, out, before, everything=True)
 
 
-def write_at(payload: Tensor, words: Tensor, out: Tensor) -> None:
-    _spread(payload, words, out, None, everything=False)
+def write_at(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
+    _spread(payload, words, out, before, everything=False)
 
 
 def _spread(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None, *, everything: bool) -> None:

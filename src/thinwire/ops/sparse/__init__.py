@@ -75,8 +75,13 @@ def largest(
 
 
 def marked(rows: Tensor, parts: tuple[Part, ...], words: Tensor) -> Tensor:
-    """``words`` (R, n / 64) int64 = a mask of the ``k`` largest |``rows``| of each part, as ``largest`` finds them."""
+    """``words`` (R, n / 64) int64 = a mask of the ``k`` largest |``rows``| of each part, as ``largest`` finds them.
+
+    Of columns that are in none of ``parts`` it has none.
+    """
     _check(rows)
+    if not parts:
+        return words.zero_()
     _backend(rows).marked(rows, parts, words)
     return words
 

@@ -31,6 +31,7 @@ def largest(
 
 
 def marked(rows: Tensor, parts: tuple[Part, ...], words: Tensor) -> None:
+    words.zero_()
     for start, width, k, _ in parts:
         topk_mask(rows[:, start : start + width], k, words[:, start // masks.WORD : (start + width) // masks.WORD])
 
