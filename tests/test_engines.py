@@ -542,8 +542,8 @@ def _separate_group(rank, world):
             found.append(train(model, optimizer, rank, range(2), wire))
             group = model._get_fsdp_state()._fsdp_param_groups[0]
             shard = group.mesh_info.shard_process_group
-            reduces = group.mesh_info.reduce_scatter_process_group if separate else shard
-            assert used and all(each is reduces for each in used) and (reduces is not shard) is separate
+            assert len(set(used)) == 1 and used[0] is not shard  # which the gathers of weights use meanwhile
+            assert not separate or used[0] is group.mesh_info.reduce_scatter_process_group
             wire.close()
     model = build("fsdp2", world)
     wire = thinwire.compress(model, optimizer := adamw(model), "int8(smallest=0)")

@@ -170,7 +170,7 @@ def test_learning_rates_without_a_seed_in_common(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["", "mask=shared", "mask=shared,choosers=4", "mask=sum", "mask=cycle", "mask=all"])
 def test_a_variant_of_what_waits_sends_its_share(word):
     h = torch.randn(4, 400, generator=torch.Generator().manual_seed(0))
-    sent = waiting.chosen(of := waiting.variant(word), h, t=3)
+    sent = waiting.chosen(of := waiting.variant(word), h, h, t=3)
     assert ((sent == h) | (sent == 0)).all()
     assert ((sent != 0).sum(1) == (400 if word == "mask=all" else 20)).all()
     assert of.mask == "own" or torch.equal((sent != 0).all(0), (sent != 0).any(0)), "one mask for all"

@@ -103,13 +103,14 @@ class FSDP2(Engine):
         self.comms = [shard]
         self.rank = shard.rank
         self.reduce_group = _reduce_group(self.groups[0][1])
-        # On a CPU a worker reduces, on groups of its own, where it does not meet the gathers of weights.
+        # On a CPU a worker reduces, on a group of its own, where it does not meet the gathers of weights.
         self.worker = None if devices.streams(shard.device) else Worker(ledger)
-        self.hops = (ReduceScatter(self._apart(self.reduce_group)),)
+        reduces = self.comm(self.reduce_group)
+        self.hops = (ReduceScatter(shard.twin() if self.worker and reduces is shard else reduces),)
         if hasattr(info, "replicate_process_group"):
             self.kind = "hsdp"
             inter = self.comm(info.replicate_process_group)
-            self.hops = *self.hops, AllReduce(self._apart(inter.group), divide="after")
+            self.hops = *self.hops, AllReduce(inter, divide="after")
             self.comms.append(inter)
             self.rank += shard.size * inter.rank
             if two_level:
@@ -211,11 +212,6 @@ class FSDP2(Engine):
             device = next(self.model.parameters()).device
             self._comms[id(group)] = GroupComm(group, self.ledger, device=device)
         return self._comms[id(group)]
-
-    def _apart(self, group: dist.ProcessGroup) -> GroupComm:
-        """The verbs of whoever reduces gradients over ``group``."""
-        comm = self.comm(group)
-        return comm if self.worker is None else comm.twin()
 
     def attach(self, turn: Turn, road: Road) -> None:
         """Give every FSDP module its communication objects; on HSDP torch calls both stages of the road by itself."""
