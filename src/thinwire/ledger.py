@@ -78,7 +78,8 @@ class Ledger:
 
     def count_dense(self, nbytes: float) -> None:
         """Add what dense training of the engine's own would have sent instead."""
-        self.now.dense_bytes += nbytes
+        with self._lock:
+            self.now.dense_bytes += nbytes
 
     def add(self, kind: str, seconds: float) -> None:
         with self._lock:
