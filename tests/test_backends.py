@@ -57,3 +57,19 @@ def _dropped(rank, world):
 def test_a_work_that_nobody_waits_for_does_not_shift_the_messages_behind_it():
     """As where a backward pass raises, with the weights of the next layer on their way."""
     assert ranks.run(_dropped, 2, seconds=20) == [[[20.0, 21.0], [30.0, 31.0], [40.0, 41.0]]] * 2
+
+
+def test_messages_side_by_side_do_not_count_twice_and_a_step_ends_between_them(monkeypatch):
+    """Weights on one thread and gradients on another; the clock is ours."""
+    clock = iter([0.0, 1.0, 3.0, 4.0, 6.0, 10.0, 12.0])
+    monkeypatch.setattr("thinwire.ledger.time.perf_counter", lambda: next(clock))
+    ledger = Ledger()
+    first, second = ledger.span("wire"), ledger.span("wire")
+    first.__enter__()  # from 0
+    second.__enter__()  # 1
+    first.__exit__(None, None, None)  # 3
+    ledger.close_step()  # 4
+    second.__exit__(None, None, None)  # 6
+    with ledger.span("wire"):  # from 10 to 12
+        pass
+    assert ledger.last.seconds["wire"] == 4 and ledger.now.seconds["wire"] == 2 + 2

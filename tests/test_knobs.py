@@ -123,6 +123,9 @@ def test_what_sends_adamws_steps_is_no_outer_method_and_what_to_write_is_said(na
         ("int8:group:64:error_feedback:True", "int8(group=64, error_feedback=True)"),
         ("topk:feedback:update:dense:*bias", "topk(feedback='update', dense='*bias')"),
         ("radius:paper:density:0.4", "radius:paper(density=0.4)"),
+        ("scape:recommended", "trickle:shared"),
+        ("scape:recommended(density=0.03)", "trickle:shared(density=0.03)"),
+        ("scape:recommended:density:0.03", "trickle:shared(density=0.03)"),
         (" int8 : group : 64 (smallest=3)", "int8(group=64, smallest=3)"),
     ],
 )  # fmt: skip

@@ -259,6 +259,21 @@ def test_the_start_is_dense_bit_for_bit():
     assert local[0][4]["bytes"] > 0 == local[0][5]["bytes"]
 
 
+@pytest.mark.parametrize("topology", ["all_reduce", "hsdp"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_start_in_few_bits_loses_nothing_and_keeps_nothing(bits, topology):
+    """Its last step is dense and brings what waits: then SGD is where a dense start would have brought it."""
+    few, dense = (play(partial(LocalSteps, every=2, start=4, start_bits=of), 4, 6, topology=topology,
+                       per_node=2 if topology == "hsdp" else 1) for of in (bits, 32))  # fmt: skip
+    apart = [np.abs(weights_of(few[0][step]) - weights_of(dense[0][step])).max() for step in range(4)]
+    assert min(apart[:3]) > 1e-4 and apart[3] < 1e-6
+    if topology == "all_reduce":  # (HSDP's hop inside the node is dense)
+        of_dense = few[0][0]["bytes"] / few[0][3]["bytes"]
+        assert of_dense == pytest.approx(bits / 32 + 1 / 128)
+    waits = [{key for key in taken if key.startswith("of the start")} for taken in few[0]]
+    assert waits[0] and not waits[4]
+
+
 def outers() -> list[str]:
     """Every method that averages gradients, with small tensors sent and no start."""
     found = []
@@ -315,7 +330,7 @@ def test_a_run_whose_length_is_known_ends_with_a_round():
     ({"every": 0}, "every"), ({"outer_lr": 0.0}, "outer_lr"), ({"outer_momentum": 1.0}, "outer_momentum"),
     ({"decay": 0.0}, "decay"), ({"decay": 0.9}, "error feedback"), ({"outer": "none"}, "averages"),
     ({"outer": "local-steps"}, "averages"), ({"outer": "onebit-adam"}, "Adam's place"), ({"outer": "nothing"}, "there"),
-    ({"dense": "*bias"}, "outer method"),
+    ({"dense": "*bias"}, "outer method"), ({"start_bits": 4}, "start=0"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(knobs, word):
     with pytest.raises(ThinwireError, match=word):
@@ -461,7 +476,8 @@ def _resumed(rank: int, world: int, kind: str, stop: int, poison: tuple[int, int
     def make() -> tuple[Any, Any, Any]:
         model = build(kind, world)
         optimizer = adam(model)
-        wire = thinwire.compress(model, optimizer, method_of(second_moment="mean", every=4), steps=14)
+        method = method_of(second_moment="mean", every=4, start=3, start_bits=4)
+        wire = thinwire.compress(model, optimizer, method, steps=14)
         return model, optimizer, wire
 
     model, optimizer, wire = make()
@@ -489,7 +505,7 @@ def _resumed(rank: int, world: int, kind: str, stop: int, poison: tuple[int, int
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("hsdp", 4)])
 def test_killed_inside_a_round_and_resumed_bit_for_bit(kind, world):
-    """After the start; inside the second round, after one rank has skipped a step; just after a round."""
+    """Inside the start; just after a round, in which one rank has skipped a step; inside the second round."""
     cases = dealt([(kind, 1, None), (kind, 7, (4, 1)), (kind, 9, None)], kind, ("ddp", "hsdp"))
     for found in ranks.run(several, world, _resumed, cases, LOCAL_WORLD_SIZE="2" if world == 4 else "1"):
         assert found == [True] * len(cases)

@@ -45,7 +45,8 @@ class Ledger:
     ``inter`` are links between nodes, ``intra`` links within one. Bytes are payload: what the collective's algorithm
     hands to the network for this rank, without TCP/IP framing (``thinwire.lab.framing`` has that arithmetic).
     Times: *encode*, *wire*, *decode* are spent in those stages (on another thread or stream than the backward pass
-    where the engine allows it); *exposed* is what of them the training loop had to wait for.
+    where the engine allows it); *exposed* is what of them the training loop had to wait for. By the clock, *wire* is
+    the time in which anything was under way: weights and gradients that travel side by side do not count twice.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,7 @@ class Ledger:
         self.steps: list[Account] = []
         self._lock = threading.Lock()  # gradients may travel on one thread while weights do on another
         self._here = threading.local()
+        self._under_way, self._since = 0, 0.0  # messages, and up to when their time is counted
 
     def count(self, link: str, nbytes: float) -> None:
         """Add ``nbytes`` sent by this rank on ``link``."""
@@ -93,11 +95,25 @@ class Ledger:
         if tensor is not None and start is not None:
             yield
             step.events.append((kind, start, devices.mark(tensor.device)))
+        elif kind == "wire":
+            self._under_way_now(1)
+            try:
+                yield
+            finally:
+                self._under_way_now(-1)
         else:
             began = time.perf_counter()
             yield
             with self._lock:
                 step.seconds[kind] += time.perf_counter() - began
+
+    def _under_way_now(self, more: int) -> None:
+        with self._lock:
+            now = time.perf_counter()
+            if self._under_way:
+                self.now.seconds["wire"] += now - self._since
+            self._since = now
+            self._under_way += more
 
     def between(self, kind: str, start: Any, end: Any) -> None:
         """Add the time from one event to another, nothing where the other came first."""
@@ -106,6 +122,7 @@ class Ledger:
     def close_step(self, *, skipped: bool = False) -> None:
         """End the current step: what follows belongs to the next."""
         self.last.settle()
+        self._under_way_now(0)
         self.now.skipped = skipped
         self.last, self.now = self.now, Account()
         self.steps.append(self.last)

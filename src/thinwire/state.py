@@ -111,6 +111,13 @@ class State:
         """What has been written of ``kind`` for ``bucket``, and counts from the next ``commit`` on; None: nothing."""
         return self._staged.get((kind, bucket.key))
 
+    def drop(self, kind: str) -> None:
+        """All of ``kind`` that lives in buckets is forgotten, with its memory: the run needs it no more."""
+        for store in (self._home, self._loose):
+            for name in [name for name in store if name[0] == kind]:
+                del store[name]  # type: ignore[attr-defined]
+        self._drop_homeless(kind)
+
     def put_back(self, kind: str, bucket: Bucket) -> None:
         """What ``write`` gave for ``bucket`` has been filled: an offloaded kind goes back to CPU memory now."""
         if kind in self._offload:

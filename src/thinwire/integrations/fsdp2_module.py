@@ -363,9 +363,7 @@ class _TimedWork(Work):
 
     def wait(self, *timeout: Any) -> bool:
         began = time.perf_counter()
-        with self._exchanging():
+        with self._exchanging(), self._ledger.span("wire"):
             done = self._work.wait(*timeout)
-        waited = time.perf_counter() - began
-        self._ledger.add("exposed", waited)
-        self._ledger.add("wire", waited)
+        self._ledger.add("exposed", time.perf_counter() - began)
         return done

@@ -67,6 +67,8 @@ class Method:
     """What it is made for, where nobody says otherwise."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings: ``"radius:paper"`` on the command line, further knobs in parentheses behind it."""
+    INSTEAD: ClassVar[Mapping[str, str]] = {}
+    """Presets that are another method's: what was measured best where this one costs much of the loss."""
     ABSENT: ClassVar[Mapping[str, str]] = {}
     """Knobs of the base class that this method has not, and why: setting one is refused, and they are not listed."""
 

@@ -18,7 +18,8 @@ with chunks of 4096 values, k = 128, and a Q of 2 bits (``trickle(bits=2)``).
 LS1 is one bit each way, every 2 to 4 steps; there a rank's v counts as N times the noise of the mean's
 (``second_moment``).
 
-Where ours differs. A dense ``start``, in which gradients are averaged at every step. Steps are counted whether a rank
+Where ours differs. A ``start``, in which gradients are averaged at every step, in fp32 or in few bits (``start_bits``);
+its last step is dense and brings what waits, so that all begin alike. Steps are counted whether a rank
 has taken or skipped them, so that all meet at the same time. A round in which any rank's weights are not finite does
 not count: all go back to W. Weights of 16 bits: W is float32, and what a rank has moved is told from W as rounded.
 """
@@ -34,6 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.bucket import Bucket, Piece
+from thinwire.codecs.base import Residual
+from thinwire.codecs.intquant import Integers
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
@@ -54,6 +57,8 @@ from thinwire.methods.baselines import Fp32
 
 OWN_WEIGHT, OWN_MOMENT = "own weight", "own optimizer "
 """Kinds of state in checkpoints: what differs by rank between two rounds."""
+OF_START = "of the start"
+"""Kind of state: what few bits have left out of the start's gradients."""
 
 
 @dataclass
@@ -75,8 +80,10 @@ class LocalSteps(Method):
         outer_lr: a, by how much of the average all move; 1 with ``outer_momentum=0`` is plain averaging.
         outer_momentum: mu of Nesterov's momentum over rounds, 0 to below 1; higher => more momentum, for long rounds.
         decay: of what waits with the outer method, at each round; lower => what waits is forgotten sooner.
-        start: dense steps before: a share of the run below 1, or a number of optimizer steps. Later => more bytes, and
-            ranks begin to drift later.
+        start: steps before, in which gradients are averaged: a share of the run below 1, or a number of optimizer
+            steps. Later => more bytes, and ranks begin to drift later.
+        start_bits: of a gradient value in the start: 32, 8 or 4 (in groups of 128, with error feedback, which takes 8
+            bytes per value while the start lasts); lower => fewer bytes, and rounding that arrives a step later.
         second_moment: Adam's v as it is on each rank ("own"), or divided by N ("mean"): the gradient of one rank has N
             times the variance of their mean's, and steps would be too small. For ``AdamW`` and ``Adam``.
 
@@ -102,7 +109,8 @@ class LocalSteps(Method):
             "outer_momentum": 0.0, "decay": 0.95,
         },
         "ls1": {
-            "every": 4, "start": 0.1, "outer": "sign", "outer_lr": 1.0, "outer_momentum": 0.0, "second_moment": "mean",
+            "every": 4, "start": 0.1, "start_bits": 4, "outer": "sign", "outer_lr": 1.0, "outer_momentum": 0.0,
+            "second_moment": "mean",
         },
     }  # fmt: skip
 
@@ -112,6 +120,7 @@ class LocalSteps(Method):
     outer_momentum: float = 0.9
     decay: float = 1.0
     start: float = 0
+    start_bits: Literal[4, 8, 32] = 32
     second_moment: Literal["own", "mean"] = "own"
 
     def __post_init__(self) -> None:
@@ -123,6 +132,9 @@ class LocalSteps(Method):
         self.must(self.outer_lr > 0, "outer_lr", "must be above 0")
         self.must(0 <= self.outer_momentum < 1, "outer_momentum", "is at least 0 and below 1")
         self.must(0 < self.decay <= 1, "decay", "is a share, above 0 and up to 1")
+        if not self.start:
+            self.refuse_idle("start=0", "start_bits")
+        self._start_codec = None if self.start_bits == 32 else Integers(128, self.start_bits)
         self._outer = replace(resolve(self.outer))  # another object than the user's, which a rehearsal would share
         self._check_outer()
         self.first = 0
@@ -217,6 +229,14 @@ class LocalSteps(Method):
         return False  # of the kernels, which are the outer method's
 
     @property
+    def on_wire(self) -> bool:
+        return self._start_codec is None
+
+    @property
+    def granule(self) -> int:
+        return 1 if self._start_codec is None else self._start_codec.group
+
+    @property
     def offloads(self) -> tuple[str, ...]:
         return self._outer.offloads
 
@@ -254,14 +274,26 @@ class LocalSteps(Method):
     # A step.
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        """In the dense start the mean; then this rank's own gradient stays what it is."""
-        if bucket.step < self.first:
-            exchange.mean(bucket)
+        """In the start the mean; then this rank's own gradient stays what it is."""
+        if bucket.step < self.first - 1 and self._start_codec is not None:
+            residual = Residual(self.state.read(OF_START, bucket), self.state.write(OF_START, bucket))
+            exchange.mean(bucket, self._start_codec, on_wire=False, residual=residual)
+        elif bucket.step < self.first:
+            self._mean(bucket, exchange)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
         """What waits with the outer method is due at the end of the round."""
-        self.reduce(bucket, exchange)
-        self._due |= bucket.step >= self.first
+        if bucket.step < self.first:
+            self._mean(bucket, exchange)
+        else:
+            self._due = True
+
+    def _mean(self, bucket: Bucket, exchange: Exchange) -> None:
+        """Dense, of the gradients and of what waits of the start's."""
+        if self._start_codec is not None:
+            bucket.rows.add_(self.state.read(OF_START, bucket))
+            self.state.write(OF_START, bucket).zero_()
+        exchange.mean(bucket)
 
     def before_step(self, step: Step) -> None:
         if step.number < self.first:
@@ -287,6 +319,7 @@ class LocalSteps(Method):
         self._hide()
         if self.state.found("anchor") or not self._anchors:
             return
+        self.state.drop(OF_START)
         weights = {name: local(weight).detach() for name, weight in step.weights.items()}
         if any(self._anchors[name].device != weight.device for name, weight in weights.items()):
             self.begin(replace(self.run, weights=step.weights))  # the model was on "meta" when this method began

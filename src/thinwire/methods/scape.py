@@ -26,6 +26,10 @@ could take the whole step: that sends as many bytes (b), and needs m on every ra
 
 Masks are gathered while the next forward and backward pass run (Sec. IV-A; Alg. 2, l. 9 starts with the backward pass):
 see :mod:`thinwire.methods.masks`.
+
+From scratch that costs much of the loss: masks of the last step miss what is large now, and AdamS moves a value that
+returns by 0.45 lr whatever it has collected (docs/training.md). With this step's masks and Adam's scale of each value
+the layout keeps dense's loss. That is another method, ``trickle:shared``, and ``scape:recommended`` means it.
 """
 
 from __future__ import annotations
@@ -127,6 +131,7 @@ class SCAPE(Method):
         "paper": {"density": 0.01, "smallest": 0},
         "paper-d0.1": {"density": 0.1, "smallest": 0},
     }
+    INSTEAD: ClassVar[Mapping[str, str]] = {"recommended": "trickle:shared"}
 
     density: float = 0.01
     warmup: float = 0.1
