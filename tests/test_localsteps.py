@@ -476,7 +476,7 @@ def _resumed(rank: int, world: int, kind: str, stop: int, poison: tuple[int, int
     def make() -> tuple[Any, Any, Any]:
         model = build(kind, world)
         optimizer = adam(model)
-        method = method_of(second_moment="mean", every=4, start=3, start_bits=4)
+        method = method_of(second_moment="measured", every=4, start=3, start_bits=4)
         wire = thinwire.compress(model, optimizer, method, steps=14)
         return model, optimizer, wire
 
