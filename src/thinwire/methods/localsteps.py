@@ -54,7 +54,7 @@ from thinwire.methods.base import (
     refuse_chunks,
 )
 from thinwire.methods.baselines import Fp32
-from thinwire.methods.update import KEPT, SAMPLE, ratio
+from thinwire.methods.update import KEPT, SAMPLE
 from thinwire.streams import seed_of
 
 OWN_WEIGHT, OWN_MOMENT = "own weight", "own optimizer "
@@ -199,8 +199,8 @@ class LocalSteps(Method):
         for name, (optimizer, _) in run.held.items():
             if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
                 raise ThinwireError(
-                    f"{self.name}: second_moment='{self.second_moment}' is about Adam's: pass torch.optim.AdamW or Adam "
-                    f"as the optimizer of {name}, got {type(optimizer).__name__}, or leave it out"
+                    f"{self.name}: second_moment='{self.second_moment}' is about Adam's: pass torch.optim.AdamW or "
+                    f"Adam as the optimizer of {name}, got {type(optimizer).__name__}, or leave it out"
                 )
 
     # What other parts ask.
@@ -371,7 +371,7 @@ class LocalSteps(Method):
     def _alike(self) -> float:
         """r: what Adam's v of one rank counts, as a share."""
         known = self.state.get("alike", "")
-        return 1 / self.run.exchange.rows if known is None else float(known)
+        return 1 / self.run.exchange.rows if known is None or known.is_meta else float(known)
 
     def _measure(self, step: Step) -> None:
         """All ranks, before a round and at the end of each: the r of update space, from this step's gradients."""
@@ -381,10 +381,11 @@ class LocalSteps(Method):
         mine = torch.cat([_sample(name, step.weights[name], self.run.seed) for name in sorted(self._anchors)])
         everybody = mine.new_empty(exchange.rows, len(mine))
         exchange.gather(everybody, mine)
-        new = ratio(torch.stack([everybody.mean(0).square().sum(), everybody.square().mean(0).sum()]), exchange.rows)
-        if bool(new.isfinite()):  # not where a rank has skipped the step
-            new = new if known is None else KEPT * known + (1 - KEPT) * new
-            self.state.set("alike", "", new.cpu())
+        new = everybody.mean(0).square().sum() / everybody.square().mean(0).sum()
+        new = new.clamp(min=0.25 / exchange.rows)
+        new = torch.where(new.isfinite(), new, self._alike)  # a rank may have skipped the step
+        new = new if known is None else KEPT * self._alike + (1 - KEPT) * new
+        self.state.set("alike", "", new if new.is_meta else new.cpu())  # the host asks for it, once per round
 
     # A round.
 

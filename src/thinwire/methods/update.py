@@ -126,7 +126,7 @@ class UpdateSpace:
         alike = self._measure(bucket, exchange)
         r = self._state.get("alike", "")
         if r is None:  # the first of all: what this bucket shows by itself
-            r = ratio(alike.sum(0), exchange.rows)
+            r = _ratio(alike.sum(0), exchange.rows)
         with exchange.span("encode", bucket.rows):
             self._precondition(bucket, bucket.rows, r)
 
@@ -186,7 +186,7 @@ class UpdateSpace:
         self.steps.show(step)
         if self._alike:
             of = torch.stack([self._alike[name] for name in sorted(self._alike)])
-            new = ratio(of.sum(0), self._run.exchange.rows)
+            new = _ratio(of.sum(0), self._run.exchange.rows)
             old = self._state.get("alike", "")
             self._state.put("alike", "", new if old is None else KEPT * old + (1 - KEPT) * new)
             self._alike.clear()
@@ -284,6 +284,6 @@ def _unbias(beta: Tensor | float, steps: Tensor) -> Tensor:
     return (1 / (1 - beta ** steps.double())).float()
 
 
-def ratio(alike: Tensor, ranks: int) -> Tensor:
+def _ratio(alike: Tensor, ranks: int) -> Tensor:
     """r, from sum (mean g)^2 and sum mean g^2: at most 1; no less than a fourth of what nothing but noise has."""
     return (alike[0] / alike[1]).nan_to_num(1.0, 1.0).clamp_(min=0.25 / ranks)
