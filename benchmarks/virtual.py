@@ -331,7 +331,7 @@ class Rank:
             self.method, self.method.dense_among(self.parameters.values()), run.exchange, self.guard, self.ledger
         )
         self.bound: Bound | None = None
-        if self.method.keeps_state and len(self.stage.dense) < len(self.parameters):
+        if self.method.bounded and len(self.stage.dense) < len(self.parameters):
             self.bound = self.stage.bound = Bound(10.0, {of.name: of.local for of in self.parameters.values()})
         self.road = Road([self.stage])
         self._count_side(self.stage)

@@ -88,8 +88,8 @@ def compress(
         bound: what one step may put into what a method keeps: the gradient of a parameter on a rank that is more than
             this many times as large as usual (by its running norm) is scaled down to what is usual, so that a spoilt
             batch does not rule the steps after it. What is cut off is lost, counted and shown. Lower => smaller
-            excesses are cut, and more ordinary gradients are. None: nothing is ever cut. Methods that keep nothing have
-            no bound.
+            excesses are cut, and more ordinary gradients are. None: nothing is ever cut. Methods that keep nothing, and
+            local steps, whose gradients are clipped before they move what is kept, have no bound.
         max_skipped: steps in a row that the guard may skip before all ranks raise. Lower => a run that has diverged
             ends sooner. None: it never does. (A step that a GradScaler skips does not count. Where ranks step alone,
             each counts its own, and the others lose it at the end of the round.)
@@ -298,7 +298,7 @@ class Wire:
         if bound is not None:
             usual = Bound(bound, {parameter.name: parameter.local for parameter in run.parameters.values()})
             compresses = len(self._stage.dense) < len(run.parameters)
-            self._stage.bound = usual if method.keeps_state and compresses else None
+            self._stage.bound = usual if method.bounded and compresses else None
         if scaler is not None and method.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":

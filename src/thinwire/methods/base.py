@@ -176,6 +176,12 @@ class Method:
         """Does something have to survive from step to step?"""
         return False
 
+    @property
+    def bounded(self) -> bool:
+        """Does it keep what it takes of gradients before they are averaged and clipped? Then ``bound.py`` cuts what is
+        spoilt."""
+        return self.keeps_state
+
     def keep_dense(self, parameter: Parameter) -> str | None:
         """Why ``parameter`` is not compressed, or None if it is. Patterns first, then the method's own policy."""
         if any(fnmatchcase(parameter.name, pattern) for pattern in self.dense):

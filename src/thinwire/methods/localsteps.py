@@ -225,6 +225,10 @@ class LocalSteps(Method):
         return number >= self.first
 
     @property
+    def bounded(self) -> bool:
+        return False  # gradients are clipped before they move anything that is kept (the start's rest goes in few steps)
+
+    @property
     def adapts(self) -> bool:
         return self._outer.adapts
 
