@@ -226,7 +226,7 @@ class LocalSteps(Method):
 
     @property
     def bounded(self) -> bool:
-        return False  # gradients are clipped before they move anything that is kept (the start's rest goes in few steps)
+        return False  # gradients are clipped before they move what is kept (the rest of a start goes in few steps)
 
     @property
     def adapts(self) -> bool:
