@@ -54,8 +54,6 @@ from thinwire.methods.base import (
     refuse_chunks,
 )
 from thinwire.methods.baselines import Fp32
-from thinwire.methods.update import KEPT, SAMPLE
-from thinwire.streams import seed_of
 
 OWN_WEIGHT, OWN_MOMENT = "own weight", "own optimizer "
 """Kinds of state in checkpoints: what differs by rank between two rounds."""
@@ -86,10 +84,8 @@ class LocalSteps(Method):
             steps. Later => more bytes, and ranks begin to drift later.
         start_bits: of a gradient value in the start: 32, 8 or 4 (in groups of 128, with error feedback, which takes 8
             bytes per value while the start lasts); lower => fewer bytes, and rounding that arrives a step later.
-        second_moment: Adam's v as it is on each rank ("own"), divided by N ("mean"), or times r ("measured"). The
-            gradient of one rank has up to N times the square of their mean's, and steps would be too small: N where
-            ranks share nothing but noise, and early in a run less. r is what a few values of each tensor show, at the
-            end of each round. For ``AdamW`` and ``Adam``.
+        second_moment: Adam's v as it is on each rank ("own"), or divided by N ("mean"): the gradient of one rank has N
+            times the variance of their mean's, and steps would be too small. For ``AdamW`` and ``Adam``.
 
     Raises:
         ThinwireError: weights sharded over all ranks (FSDP2), two levels on DDP, a GradScaler, an outer method that
@@ -125,7 +121,7 @@ class LocalSteps(Method):
     decay: float = 1.0
     start: float = 0
     start_bits: Literal[4, 8, 32] = 32
-    second_moment: Literal["own", "mean", "measured"] = "own"
+    second_moment: Literal["own", "mean"] = "own"
 
     def __post_init__(self) -> None:
         from thinwire.methods import resolve  # which knows this method, too
@@ -179,7 +175,7 @@ class LocalSteps(Method):
                 f"{self.name} does not run under a GradScaler, which skips a rank's steps without a word, so that it "
                 "would miss the others: train in bfloat16"
             )
-        if self.second_moment != "own":
+        if self.second_moment == "mean":
             self._check_adam(run)
         self.first = first_step(self.name, "start", self.start, run.steps)
         # Without memory of their own until the first local step.
@@ -199,8 +195,8 @@ class LocalSteps(Method):
         for name, (optimizer, _) in run.held.items():
             if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
                 raise ThinwireError(
-                    f"{self.name}: second_moment='{self.second_moment}' is about Adam's: pass torch.optim.AdamW or "
-                    f"Adam as the optimizer of {name}, got {type(optimizer).__name__}, or leave it out"
+                    f"{self.name}: second_moment='mean' is about Adam's: pass torch.optim.AdamW or Adam as the "
+                    f"optimizer of {name}, got {type(optimizer).__name__}, or leave it out"
                 )
 
     # What other parts ask.
@@ -252,7 +248,7 @@ class LocalSteps(Method):
     def resized(self) -> Mapping[str, Resized]:
         own: dict[str, Resized] = {
             "anchor": "shard", "outer momentum": "shard", OWN_WEIGHT: "shard", f"{OWN_MOMENT}*": "mean",
-            "missed": "equal", "lost": "equal", "due": "equal", "alike": "mean",
+            "missed": "equal", "lost": "equal", "due": "equal",
         }  # fmt: skip
         return {**self._outer.resized, **own}
 
@@ -307,7 +303,7 @@ class LocalSteps(Method):
         if step.number < self.first:
             return
         self._depart(step)
-        if self.second_moment != "own":
+        if self.second_moment == "mean":
             self._scale(step)
 
     def after_step(self, step: Step) -> None:
@@ -334,30 +330,28 @@ class LocalSteps(Method):
         for name, weight in weights.items():
             self._anchors[name].data = weight.to(torch.float32, copy=True).contiguous()
             self.state.set("anchor", name, self._anchors[name].detach())
-        if self.second_moment == "own":
-            return
-        self._measure(step)
-        for name, weight in step.weights.items():
-            moment = step.held[name].optimizer.state.get(weight, {}).get("exp_avg")
-            if moment is not None:
-                local(moment).mul_(math.sqrt(self._alike))
+        if self.second_moment == "mean":
+            for name, weight in step.weights.items():
+                moment = step.held[name].optimizer.state.get(weight, {}).get("exp_avg")
+                if moment is not None:
+                    local(moment).div_(math.sqrt(self.run.exchange.rows))
 
     def _scale(self, step: Step) -> None:
-        """Let Adam step with r v, r = 1 / N or measured: with g sqrt(r) its m and v are m sqrt(r) and r v, and with
-        lr / sqrt(r) and decay sqrt(r), m / (sqrt(r v) + eps) is as large, and lr decay the same. What Adam has of the
-        start is the mean's: its v is r v already, and only m is scaled, once.
+        """Let Adam step with v / N: with g / sqrt(N) its m and v are m / sqrt(N) and v / N, and with lr sqrt(N) and
+        decay / sqrt(N), m / (sqrt(v / N) + eps) is as large, and lr decay the same. What Adam has of the start is the
+        mean's: its v is v / N already, and only m is scaled, once.
         """
-        root = math.sqrt(self._alike)
+        root = math.sqrt(self.run.exchange.rows)
         if gradients := _gradients(step):
-            torch._foreach_mul_(gradients, root)
+            torch._foreach_mul_(gradients, 1 / root)
         for optimizer in step.optimizers:
             for group in optimizer.param_groups:
                 self._scaled.append((group, group["lr"], group["weight_decay"]))
-                group["lr"], group["weight_decay"] = group["lr"] / root, group["weight_decay"] * root
+                group["lr"], group["weight_decay"] = group["lr"] * root, group["weight_decay"] / root
 
     def _unscale(self, step: Step) -> None:
         if self._scaled and (gradients := _gradients(step)):
-            torch._foreach_mul_(gradients, 1 / math.sqrt(self._alike))
+            torch._foreach_mul_(gradients, math.sqrt(self.run.exchange.rows))
         for group, lr, decay in self._scaled:
             group["lr"], group["weight_decay"] = lr, decay
         self._scaled.clear()
@@ -371,33 +365,12 @@ class LocalSteps(Method):
             with self.run.exchange.span("exposed", next(iter(self._anchors.values()))):
                 self._meet(step, (past - 1) // self.every)
 
-    @property
-    def _alike(self) -> float:
-        """r: what Adam's v of one rank counts, as a share."""
-        known = self.state.get("alike", "")
-        return 1 / self.run.exchange.rows if known is None or known.is_meta else float(known)
-
-    def _measure(self, step: Step) -> None:
-        """All ranks, before a round and at the end of each: the r of update space, from this step's gradients."""
-        if self.second_moment != "measured":
-            return
-        exchange, known = self.run.exchange, self.state.get("alike", "")
-        mine = torch.cat([_sample(name, step.weights[name], self.run.seed) for name in sorted(self._anchors)])
-        everybody = mine.new_empty(exchange.rows, len(mine))
-        exchange.gather(everybody, mine)
-        new = everybody.mean(0).square().sum() / everybody.square().mean(0).sum()
-        new = new.clamp(min=0.25 / exchange.rows)
-        new = torch.where(new.isfinite(), new, self._alike)  # a rank may have skipped the step
-        new = new if known is None else KEPT * self._alike + (1 - KEPT) * new
-        self.state.set("alike", "", new if new.is_meta else new.cpu())  # the host asks for it, once per round
-
     # A round.
 
     def _meet(self, step: Step, number: int) -> None:
         """All ranks: D (l. 10-11), the outer step (l. 12), and w_n = W again."""
         if not self._parts:
             self._parts = self._make_parts()
-        self._measure(step)
         moved = self._moved(step)
         norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
         for method, bucket, at in self._parts:
@@ -548,13 +521,3 @@ class LocalSteps(Method):
 
 def _gradients(step: Step) -> list[Tensor]:
     return [local(weight.grad) for weight in step.weights.values() if weight.grad is not None]
-
-
-def _sample(name: str, weight: Tensor, seed: int) -> Tensor:
-    """(SAMPLE,) values of the gradient of ``weight``, as much of it as this rank holds: zeros where there is none."""
-    values = local(weight).detach()
-    generator = torch.Generator().manual_seed(seed_of(seed, name))
-    at = torch.randint(max(values.numel(), 1), (SAMPLE,), generator=generator).to(values.device)
-    if weight.grad is None or not values.numel():
-        return torch.zeros(SAMPLE, device=values.device)
-    return local(weight.grad).detach().reshape(-1)[at].float()
