@@ -36,7 +36,7 @@ from thinwire.codecs.sketch import CountSketch
 from thinwire.collectives import Exchange
 from thinwire.device import host_memory, mark, uploaded
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, Parameter, Promise, Resized, Run, portion_of
+from thinwire.methods.base import Delay, Parameter, Promise, Resized, portion_of
 from thinwire.methods.shared import SharedMask, choosers_of
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch, sparse
@@ -115,10 +115,7 @@ class TAGC(SharedMask):
             self.refuse_idle("theta=0 (nothing waits)", "portion", "weights")
         if self.mask == "shared":
             self.refuse_idle("mask='shared' (no sketch)", "load", "resize", "limit", "on_overload", "leftovers")
-
-    def begin(self, run: Run) -> None:
-        super().begin(run)
-        self._copied: Any = None  # the last "counts" are on the host when this event is over
+        self._copied: Any = None  # an event: the last "counts" are on the host when it is over
 
     @property
     def promise(self) -> Promise:

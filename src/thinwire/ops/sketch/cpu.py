@@ -2,9 +2,8 @@
 """Numba kernels for CPU tensors: elements are peeled one by one from a queue of cells that hold a single one.
 
 A cell also keeps the exclusive or of its elements' numbers, which names the one that is left (Goodrich and Mitzenmacher
-2011). First in, first out, at no cost: so elements come in the same rounds as where all are taken that are alone at
-once, and each value depends on few others: even sums that are not exact come out to rounding, where a stack multiplies
-errors along chains of thousands.
+2011). First in, first out, at no cost: each value then depends on few others, so that even sums that are not exact come
+out to rounding, where a stack multiplies errors along chains of thousands.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import numpy as np
 from numba import uint64
 from torch import Tensor
 
-from thinwire.ops import sketch as of
 from thinwire.ops.kernels import flat, njit
 from thinwire.ops.mask.cpu import set_bits, trailing_zeros, unsigned
 
@@ -121,7 +119,7 @@ def _estimate(left, seed, cells, held, out):
 
 
 @njit
-def _peel_row(sketch, index, seed, cells, out, left, wanted, tags, held, queue, rounds):
+def _peel_row(sketch, index, seed, cells, out, left, wanted, tags, held, queue):
     """``tags`` and ``held`` are one memory, 16 bytes per cell: its elements' count and names, then its sum."""
     size = np.int64(3 * cells)
     for i in range(size):
@@ -141,32 +139,29 @@ def _peel_row(sketch, index, seed, cells, out, left, wanted, tags, held, queue, 
         if tags[2 * i] >> COUNT_AT == uint64(1):
             queue[end] = i
             end += 1
-    at, last = 0, end
-    for _ in range(rounds):
-        if at == end:
-            break
-        for i in range(at, end):  # a cell comes to hold one element at most once: the queue never overflows
-            cell = queue[i]
-            if tags[2 * cell] >> COUNT_AT != uint64(1):
-                continue
-            element = tags[2 * cell] & NAME
-            first, second = _hash(seed, element)
-            share = held[2 * cell + 1]
-            if wanted:
-                out[element] = np.float32(-share if second & uint64(1) else share)
-            left[element >> uint64(6)] &= ~(uint64(1) << (element & uint64(63)))
-            for other in _cells(first, second, cells):
-                tag = (tags[2 * other] - ONE) ^ element
-                tags[2 * other] = tag
-                held[2 * other + 1] -= share
-                if tag >> COUNT_AT == uint64(1):
-                    queue[last] = other
-                    last += 1
-        at, end = end, last
+    at = 0
+    while at < end:  # a cell comes to hold one element at most once: the queue never overflows
+        cell = queue[at]
+        at += 1
+        if tags[2 * cell] >> COUNT_AT != uint64(1):
+            continue
+        element = tags[2 * cell] & NAME
+        first, second = _hash(seed, element)
+        share = held[2 * cell + 1]
+        if wanted:
+            out[element] = np.float32(-share if second & uint64(1) else share)
+        left[element >> uint64(6)] &= ~(uint64(1) << (element & uint64(63)))
+        for other in _cells(first, second, cells):
+            tag = (tags[2 * other] - ONE) ^ element
+            tags[2 * other] = tag
+            held[2 * other + 1] -= share
+            if tag >> COUNT_AT == uint64(1):
+                queue[end] = other
+                end += 1
 
 
 @njit
-def _peel(wire, stride, index, index_stride, left, left_stride, out, out_stride, rows, wanted, table, rounds, estimate):
+def _peel(wire, stride, index, index_stride, left, left_stride, out, out_stride, rows, wanted, table, estimate):
     """``wanted``: the rows that the wire holds, from the first to before the last."""
     size = 3 * np.max(table[:, 6])
     tags = np.empty(2 * size, np.uint64)
@@ -188,7 +183,7 @@ def _peel(wire, stride, index, index_stride, left, left_stride, out, out_stride,
                 continue
             if mine:
                 values[:] = np.float32(0)
-            _peel_row(cells, words, uint64(seed), uint64(count), values, remains, mine, tags, held, queue, rounds)
+            _peel_row(cells, words, uint64(seed), uint64(count), values, remains, mine, tags, held, queue)
             if estimate and mine:
                 _estimate(remains, uint64(seed), uint64(count), held, values)
 
@@ -236,8 +231,7 @@ def encode(payload: Tensor, found: Tensor, parts: Parts, whole: Tensor, out: Ten
 
 def peel(wire: Tensor, index: Tensor, parts: Parts, row: int, out: Tensor, left: Tensor, estimate: bool) -> None:
     wanted = row, row + len(wire)
-    _peel(*flat(wire), *unsigned(index), *unsigned(left), *flat(out), len(index), wanted, _table(parts), of.ROUNDS,
-          estimate)  # fmt: skip
+    _peel(*flat(wire), *unsigned(index), *unsigned(left), *flat(out), len(index), wanted, _table(parts), estimate)
 
 
 def settle(sent: Tensor, rest: Tensor, found: Tensor, left: Tensor, parts: Parts, out: Tensor) -> None:

@@ -76,7 +76,7 @@ def _peel(cells: Tensor, index: Tensor, part: Part, out: Tensor | None, left: Te
         counts.index_add_(0, table, torch.ones_like(table))
     held = cells.double()
     waiting = torch.ones(len(elements), dtype=torch.bool, device=index.device)
-    for _ in range(of.ROUNDS):
+    for _ in range(of.rounds_on(index.device)):
         alone = (counts[places] == 1) & waiting
         found = alone.any(0)
         if not found.any():

@@ -93,13 +93,13 @@ def _round_to(
     payload, stride, rest, rest_stride, quantum, programs, parts, BLOCK: tl.constexpr, FIELDS: tl.constexpr
 ):  # fmt: skip
     row, number, part, i = _part_of(programs, parts, BLOCK, FIELDS)
-    inside, i = i < tl.load(part + 2), tl.load(part + 3) + i
-    values = tl.load(payload + row * stride + i, mask=inside, other=0)
+    inside, place = i < tl.load(part + 2), tl.load(part + 3) + i
+    values = tl.load(payload + row * stride + place, mask=inside, other=0)
     unit = tl.load(quantum + number)
     rounded = (tl.div_rn(values, tl.zeros_like(values) + unit) + ROUND - ROUND) * unit
     rounded = tl.where(tl.load(part + 6) == 0, values, rounded)
-    tl.store(rest + row * rest_stride + i, values - rounded, mask=inside)
-    tl.store(payload + row * stride + i, rounded, mask=inside)
+    tl.store(rest + row * rest_stride + place, values - rounded, mask=inside)
+    tl.store(payload + row * stride + place, rounded, mask=inside)
 
 
 @kernel
@@ -113,9 +113,9 @@ def _encode(
         inside = i < tl.load(part + 1)
         tl.store(to + i, tl.load(whole + row * whole_stride + start + i, mask=inside), mask=inside)
     else:
-        inside, i = i < tl.load(part + 2), tl.load(part + 3) + i
-        column = tl.load(found + row * found_stride + i, mask=inside, other=-1)
-        value = tl.load(payload + row * payload_stride + i, mask=inside, other=0)
+        inside, place = i < tl.load(part + 2), tl.load(part + 3) + i
+        column = tl.load(found + row * found_stride + place, mask=inside, other=-1)
+        value = tl.load(payload + row * payload_stride + place, mask=inside, other=0)
         a, b, c, negative = _cells(part, column - start)
         value = tl.where(negative, -value, value)
         _add(to, a, b, c, value, column >= 0)
@@ -202,9 +202,9 @@ def _round(
         waits, late = state >= 0, state < -1
         element = tl.where(late, -2 - state, state).to(tl.int64)
         a, b, c, negative = _cells(part, element)
-        cells, turn = tl.load(part + 8), tl.cast(turn, tl.int64)
-        read = counts + (turn * count + row) * counts_stride + cells
-        write = counts + ((1 - turn) * count + row) * counts_stride + cells
+        cells, this = tl.load(part + 8), tl.cast(turn, tl.int64)
+        read = counts + (this * count + row) * counts_stride + cells
+        write = counts + ((1 - this) * count + row) * counts_stride + cells
         in_a = tl.load(read + a, mask=waits, other=0) == 1
         in_b = tl.load(read + b, mask=waits, other=0) == 1
         found = in_a | in_b | (tl.load(read + c, mask=waits, other=0) == 1)
@@ -214,8 +214,8 @@ def _round(
         mine = row - row_of_wire
         if (mine >= 0) & (mine < wired):
             to = out + mine * stride + tl.load(part) + element
-            source = held + (turn * wired + mine) * held_stride + cells
-            sums = held + ((1 - turn) * wired + mine) * held_stride + cells
+            source = held + (this * wired + mine) * held_stride + cells
+            sums = held + ((1 - this) * wired + mine) * held_stride + cells
             alone = tl.load(source + tl.where(in_a, a, tl.where(in_b, b, c)), mask=found, other=0)
             value = tl.where(negative, -alone, alone).to(tl.float32)
             tl.store(to, value, mask=found)
@@ -258,13 +258,13 @@ def _settle(
     if tl.load(part + 6) == 0:
         tl.store(out + tl.load(part) + i, tl.zeros((BLOCK,), tl.float32), mask=i < tl.load(part + 1))
     else:
-        inside, i = i < tl.load(part + 2), tl.load(part + 3) + i
-        column = tl.load(found + row * found_stride + i, mask=inside, other=-1).to(tl.int64)
+        inside, place = i < tl.load(part + 2), tl.load(part + 3) + i
+        column = tl.load(found + row * found_stride + place, mask=inside, other=-1).to(tl.int64)
         there = column >= 0
-        value = tl.load(rest + row * rest_stride + i, mask=there, other=0)
+        value = tl.load(rest + row * rest_stride + place, mask=there, other=0)
         word = tl.load(left + row * left_stride + (column >> 6), mask=there, other=0)
         lost = there & (((word >> (column & 63)) & 1) != 0)
-        value += tl.load(sent + row * sent_stride + i, mask=lost, other=0)
+        value += tl.load(sent + row * sent_stride + place, mask=lost, other=0)
         tl.store(out + column, value, mask=there)
 
 
