@@ -29,12 +29,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from thinwire import device as devices
 from thinwire.bucket import Bucket, padded
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import Masked
 from thinwire.codecs.sketch import CountSketch
 from thinwire.collectives import Exchange
-from thinwire.device import host_memory, mark, uploaded
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Delay, Parameter, Promise, Resized, portion_of
 from thinwire.methods.shared import SharedMask, choosers_of
@@ -217,15 +217,16 @@ class TAGC(SharedMask):
     def _measure(self, bucket: Bucket, parts: sketch.Parts, index: Tensor, left: Tensor) -> None:
         """Count what was left, and the union, on the way to the host, which needs it in the next step."""
         lost, union = sketch.count(left, parts), sketch.count(index, parts)
-        over = torch.zeros_like(union) if self.limit == 1 else lost > self.limit * union
-        counts = torch.cat([lost.sum(0, dtype=torch.int32), union.amax(0), over.amax(0)]).view(3, -1)
-        host = host_memory((4, len(parts)), bucket.device, torch.int32)
-        if counts.is_meta:
+        counts = [lost.sum(0, dtype=torch.int32), union.amax(0)]
+        if self.limit < 1:
+            counts.append((lost > self.limit * union).amax(0))
+        host = devices.host_memory((4, len(parts)), bucket.device, torch.int32)
+        if index.is_meta:
             for i, segment in enumerate(bucket.segments):  # a plan is a bound
                 host[1, i] = min(parts.parts[i].room, segment.span)
         else:
-            host[:3].copy_(counts, non_blocking=True)
-            self._copied = mark(bucket.device)
+            host[: len(counts)].copy_(torch.stack(counts), non_blocking=True)
+            self._copied = devices.mark(bucket.device)
         # early in a run the masks of the ranks still drift apart: after steps 0, 1, 2, 4, 8, ... as well
         host[3] = bucket.step % self.resize == 0 or bucket.step & (bucket.step - 1) == 0
         for i, segment in enumerate(bucket.segments):
@@ -341,7 +342,7 @@ class LHC(TAGC):
         """There is room for all: what is listed stands where it is in the row, and -1 and 0 between."""
         torch.add(rows, 0 if old is None else old, out=h)
         least = (sketch.peaks(h, parts) * LHC_LEAST).clamp_(max=torch.finfo(torch.float32).max)
-        widths = uploaded([part.width // masks.WORD for part in parts], h.device, torch.int64)
+        widths = devices.uploaded([part.width // masks.WORD for part in parts], h.device, torch.int64)
         least = least.repeat_interleave(widths, output_size=words.shape[1]).unsqueeze(1)
         flags = ~(h.abs().view(*words.shape, masks.WORD) <= least)  # with infinities and NaN
         flags = flags.view(h.shape)
