@@ -222,13 +222,13 @@ class TAGC(SharedMask):
             counts.append((lost > self.limit * union).amax(0))
         host = devices.host_memory((4, len(parts)), bucket.device, torch.int32)
         if index.is_meta:
-            for i, segment in enumerate(bucket.segments):  # a plan is a bound
-                host[1, i] = min(parts.parts[i].room, segment.span)
+            room = zip(parts, bucket.segments, strict=True)
+            host.numpy()[1] = [min(part.room, segment.span) for part, segment in room]  # a plan is a bound
         else:
             host[: len(counts)].copy_(torch.stack(counts), non_blocking=True)
             self._copied = devices.mark(bucket.device)
         # early in a run the masks of the ranks still drift apart: after steps 0, 1, 2, 4, 8, ... as well
-        host[3] = bucket.step % self.resize == 0 or bucket.step & (bucket.step - 1) == 0
+        host.numpy()[3] = bucket.step % self.resize == 0 or bucket.step & (bucket.step - 1) == 0
         for i, segment in enumerate(bucket.segments):
             for kind, value in zip(("left", "peak", "union"), self._measured(segment.name), strict=True):
                 self.state.put(kind, segment.name, torch.tensor(value))
