@@ -43,12 +43,8 @@ def chosen(parts: Parts, rows: int, seed: int, holes: bool = False) -> tuple[Ten
     sparse.largest(h, None, listed, h.clone(), found, sent)
     words = mask.from_indices(found, torch.empty(rows, n // mask.WORD, dtype=torch.int64))
     if holes:
-        found[:, ::5] = -1
-        sent[:, ::5] = torch.nan
-        flags = torch.zeros(rows, n, dtype=torch.bool)
-        for row, at in enumerate(found):
-            flags[row, at[at >= 0].long()] = True
-        mask.pack(flags, words)
+        words &= ~0x6666
+        reference.gather(h, words, parts, found.fill_(-7), sent.fill_(POISON))
     return h, found, sent, words
 
 
@@ -61,14 +57,16 @@ def everything(
     for rank in range(ranks):
         h, found, sent, words = chosen(parts, rows, rank, holes)
         index |= words
-        if not holes:
-            module.peaks(sent, parts, result.setdefault(f"peaks {rank}", torch.full((len(parts),), POISON)))
+        listed, payload = torch.full_like(found, -7), torch.full_like(sent, POISON)
+        module.gather(h, words, parts, listed, payload)
+        assert torch.equal(listed, found) and torch.equal(payload, sent)
+        module.peaks(sent, parts, result.setdefault(f"peaks {rank}", torch.full((len(parts),), POISON)))
         rest = torch.full_like(sent, POISON)
         module.round_to(sent, torch.full((len(parts),), 2.0**-16), parts, rest)
         own = torch.full((rows, parts.sent), POISON)
         module.encode(sent, found, parts, h, own)
         wire += own
-        result |= {f"sent {rank}": sent.nan_to_num(), f"rest {rank}": rest.nan_to_num(), f"wire {rank}": own}
+        result |= {f"sent {rank}": sent, f"rest {rank}": rest, f"wire {rank}": own}
     for estimate in (True, False):
         out, left = torch.full((wired, n), POISON), torch.full_like(index, -7)
         module.peel(wire[row : row + wired].clone(), index, parts, row, out, left, estimate)

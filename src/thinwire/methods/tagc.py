@@ -339,7 +339,6 @@ class LHC(TAGC):
         self, rows: Tensor, old: Tensor | None, parts: sketch.Parts, h: Tensor, found: Tensor, sent: Tensor,
         words: Tensor,
     ) -> None:  # fmt: skip
-        """There is room for all: what is listed stands where it is in the row, and -1 and 0 between."""
         torch.add(rows, 0 if old is None else old, out=h)
         least = (sketch.peaks(h, parts) * LHC_LEAST).clamp_(max=torch.finfo(torch.float32).max)
         widths = devices.uploaded([part.width // masks.WORD for part in parts], h.device, torch.int64)
@@ -347,8 +346,7 @@ class LHC(TAGC):
         flags = ~(h.abs().view(*words.shape, masks.WORD) <= least)  # with infinities and NaN
         flags = flags.view(h.shape)
         masks.pack(flags, words)
-        sent.copy_(torch.where(flags, h, 0))
-        found.copy_(torch.where(flags, torch.arange(h.shape[1], dtype=torch.int32, device=h.device), -1))
+        sketch.gather(h, words, parts, found, sent)
 
     def _k(self, columns: int) -> int:
         return padded(columns, masks.WORD)  # room for all: how many are not zero is not known beforehand

@@ -17,8 +17,8 @@ two, mixed once more for the third and the sign (``reference.hashes``); i is cou
 
 Values are (R, n) float32, masks (R, n / 64) int64; rows may be apart in memory, each is contiguous. What a rank sends
 is listed as ``thinwire.ops.sparse`` does: ``found`` (R, m) int32 holds columns of the row, each part's from its
-``place`` on, in order, -1 for none; payloads (R, m) hold what belongs to them. On a GPU every operation is a number of
-launches that depends on nothing.
+``place`` on, in order, and -1 behind them; payloads (R, m) hold what belongs to them. On a GPU every operation is a
+number of launches that depends on nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from thinwire.device import upload
 from thinwire.errors import ThinwireError
 from thinwire.ops.backends import backend
 
-__all__ = ["ROUNDS", "Part", "Parts", "count", "encode", "peaks", "peel", "round_to", "settle"]
+__all__ = ["ROUNDS", "Part", "Parts", "count", "encode", "gather", "peaks", "peel", "round_to", "settle"]
 
 ROUNDS = 32
 """After which peeling stops on a GPU. Higher => more launches, of which the last have nothing to do. A million elements
@@ -136,6 +136,15 @@ def _check(parts: Parts, wire: Tensor | None = None, *payloads: Tensor) -> None:
     for payload in payloads:
         if payload.shape[1] != parts.k:
             raise ThinwireError(f"what is listed of parts is {parts.k} values per row, got {payload.shape[1]}")
+
+
+def gather(rows: Tensor, words: Tensor, parts: Parts, found: Tensor, payload: Tensor) -> None:
+    """``found`` (R, m) = the columns that ``words`` (R, n / 64) have, ``payload`` (R, m) = ``rows`` (R, n) there.
+
+    Up to k of each part; behind them -1 and 0.
+    """
+    _check(parts, None, found, payload)
+    _backend(rows).gather(rows, words, parts, found, payload)
 
 
 def peaks(payload: Tensor, parts: Parts) -> Tensor:

@@ -50,15 +50,34 @@ def _cells(first, second, cells):
 
 
 @njit
-def _peaks(payload, stride, rows, table, found):
+def _gather(values, stride, words, words_stride, found, found_stride, payload, payload_stride, rows, table):
+    for row in range(rows):
+        for part in range(len(table)):
+            start, width, k, place = table[part, 0], table[part, 1], table[part, 2], table[part, 3]
+            i, end = place, place + k
+            for at in range(start, start + width, 64):
+                word = words[row * words_stride + at // 64]
+                while word != 0 and i < end:
+                    column = at + np.int64(trailing_zeros(word))
+                    found[row * found_stride + i] = column
+                    payload[row * payload_stride + i] = values[row * stride + column]
+                    i += 1
+                    word &= word - uint64(1)
+            found[row * found_stride + i : row * found_stride + end] = -1
+            payload[row * payload_stride + i : row * payload_stride + end] = np.float32(0)
+
+
+@njit
+def _peaks(bits, stride, rows, table, found):
+    """As integers, which have the order of sizes."""
     for part in range(len(table)):
         k, place = table[part, 2], table[part, 3]
-        largest, wrong = np.float32(0), False
+        largest = np.int32(0)
         for row in range(rows):
-            for i in range(row * stride + place, row * stride + place + k):
-                largest = max(largest, abs(payload[i]))
-                wrong |= payload[i] != payload[i]
-        found[part] = np.float32(np.nan) if wrong else largest
+            values = bits[row * stride + place : row * stride + place + k]
+            for i in range(k):
+                largest = max(largest, values[i] & np.int32(0x7FFFFFFF))
+        found[part] = largest
 
 
 @njit
@@ -93,7 +112,7 @@ def _encode(payload, payload_stride, found, found_stride, whole, whole_stride, o
             for i in range(place, place + k):
                 at = found[row * found_stride + i]
                 if at < 0:
-                    continue
+                    break
                 one, two = _hash(key, at - start)
                 a, b, c = _cells(one, two, cells)
                 value = payload[row * payload_stride + i]
@@ -199,7 +218,7 @@ def _settle(sent, sent_stride, rest, rest_stride, found, found_stride, left, lef
             for i in range(place, place + k):
                 at = found[row * found_stride + i]
                 if at < 0:
-                    continue
+                    break
                 value = rest[row * rest_stride + i]
                 if (left[row * left_stride + (at >> 6)] >> uint64(at & 63)) & uint64(1):
                     value += sent[row * sent_stride + i]
@@ -217,8 +236,13 @@ def _count(words, stride, rows, table, found, found_stride):
             found[row * found_stride + part] = total
 
 
+def gather(rows: Tensor, words: Tensor, parts: Parts, found: Tensor, payload: Tensor) -> None:
+    _gather(*flat(rows), *unsigned(words), *flat(found), *flat(payload), len(rows), _table(parts))
+
+
 def peaks(payload: Tensor, parts: Parts, found: Tensor) -> None:
-    _peaks(*flat(payload), len(payload), _table(parts), found.numpy())
+    values, stride = flat(payload)
+    _peaks(values.view(np.int32), stride, len(payload), _table(parts), found.numpy().view(np.int32))
 
 
 def round_to(payload: Tensor, quantum: Tensor, parts: Parts, rest: Tensor) -> None:

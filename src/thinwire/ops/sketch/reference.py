@@ -27,6 +27,16 @@ def hashes(seed: int, elements: Tensor, cells: int) -> tuple[Tensor, Tensor]:
     return places, 1 - 2 * (second & 1)
 
 
+def gather(rows: Tensor, words: Tensor, parts: Parts, found: Tensor, payload: Tensor) -> None:
+    found.fill_(-1)
+    payload.zero_()
+    for part in parts:
+        for row, flags in enumerate(mask.flags_of(words[:, part.words])):
+            at = part.start + flags.nonzero()[: part.k, 0]
+            listed = slice(part.place, part.place + len(at))
+            found[row, listed], payload[row, listed] = at.int(), rows[row, at]
+
+
 def peaks(payload: Tensor, parts: Parts, found: Tensor) -> None:
     for i, part in enumerate(parts):
         found[i] = payload[:, part.listed].abs().amax()

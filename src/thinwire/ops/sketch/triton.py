@@ -131,6 +131,34 @@ def _tally(words, words_stride, tallies, tallies_stride, programs, parts, BLOCK:
     tl.store(tallies + tl.program_id(0) + 1, tl.sum(bits, 0))
 
 
+@triton.jit
+def _places(words, at, inside, tallies, tallies_stride, row):
+    """Of a part's columns ``at``: which are set in its ``words``, and how many of its others come before.
+
+    ``tallies``: the sums of ``_tally``.
+    """
+    bits = _bits(words, at, inside)
+    tallies += row * tallies_stride + tl.program_id(0)
+    earlier = tl.min(at, 0) // at.shape[0]  # programs of this part
+    return bits != 0, tl.load(tallies) - tl.load(tallies - earlier) + tl.cumsum(bits, 0) - bits
+
+
+@kernel
+def _gather(
+    rows, stride, words, words_stride, found, found_stride, payload, payload_stride, tallies, tallies_stride, programs,
+    parts, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    row, _, part, at = _part_of(programs, parts, BLOCK, FIELDS)
+    start = tl.load(part)
+    words += row * words_stride + start // 64
+    there, place = _places(words, at, at < tl.load(part + 1), tallies, tallies_stride, row)
+    there = there & (place < tl.load(part + 2))
+    column, place = start + at, tl.load(part + 3) + place
+    tl.store(found + row * found_stride + place, column.to(tl.int32), mask=there)
+    value = tl.load(rows + row * stride + column, mask=there, other=0)
+    tl.store(payload + row * payload_stride + place, value, mask=there)
+
+
 @kernel
 def _hold(
     wire, wire_stride, counts, counts_stride, held, held_stride, programs, parts, count, row_of_wire, wired,
@@ -173,11 +201,8 @@ def _list(
         left + row * left_stride + start // 64 + word,
         tl.load(index + word, mask=sketched, other=0), mask=inside & (at % 64 == 0),
     )  # fmt: skip
-    bits = _bits(index, at, sketched)
-    tallies += row * tallies_stride + tl.program_id(0)
-    earlier = tl.min(at, 0) // BLOCK  # programs of this part
-    place = tl.load(tallies) - tl.load(tallies - earlier) + tl.cumsum(bits, 0) - bits
-    there = (bits != 0) & (place < tl.load(part + 4))
+    there, place = _places(index, at, sketched, tallies, tallies_stride, row)
+    there = there & (place < tl.load(part + 4))
     tl.store(elements + row * elements_stride + tl.load(part + 9) + place, at, mask=there)
     a, b, c, _ = _cells(part, at.to(tl.int64))
     one = tl.full((BLOCK,), 1, tl.int32)
@@ -304,6 +329,19 @@ def _run(
         launch(kernel, grid, *given, programs, parts.table.view(-1), *more, BLOCK=block, FIELDS=of.FIELDS)
 
 
+def _tallied(words: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
+    """Programs along columns, and how many bits each row of ``words`` has before each of them: (R, 1 + programs)."""
+    columns = _programs((part.width for part in parts), parts)
+    tallies = torch.empty((len(words), 1 + len(columns) // 2), dtype=torch.int32, device=words.device)
+    _run(_tally, columns, parts, len(words), words, tallies)
+    return columns, tallies.cumsum_(1)
+
+
+def gather(rows: Tensor, words: Tensor, parts: Parts, found: Tensor, payload: Tensor) -> None:
+    columns, tallies = _tallied(words, parts)
+    _run(_gather, columns, parts, len(rows), rows, words, found.fill_(-1), payload.zero_(), tallies)
+
+
 def peaks(payload: Tensor, parts: Parts, found: Tensor) -> None:
     programs = _programs((part.k for part in parts), parts)
     _run(_peaks, programs, parts, len(payload), payload, found.zero_().view(torch.int32))
@@ -327,10 +365,7 @@ def peel(wire: Tensor, index: Tensor, parts: Parts, row: int, out: Tensor, left:
     elements = torch.full((rows, sum(rooms)), -1, dtype=torch.int32, device=index.device)
     where = rows, row, wired
     _run(_hold, _programs(cells, parts), parts, rows, wire, counts, held, more=where)
-    columns = _programs((part.width for part in parts), parts)
-    tallies = torch.empty((rows, 1 + len(columns) // 2), dtype=torch.int32, device=index.device)
-    _run(_tally, columns, parts, rows, index, tallies)
-    tallies.cumsum_(1)
+    columns, tallies = _tallied(index, parts)
     _run(_list, columns, parts, rows, wire, index, left, out, tallies, elements, counts, more=where)
     waiting = _programs(rooms, parts)
     for number in range(of.ROUNDS):
