@@ -8,7 +8,7 @@
 Nothing is measured and no GPU is needed: a rehearsal plays a step of the steady state on tensors without storage,
 through the host code of the CUDA kernels, over groups that only count. What an operation of torch launches counts as
 one. A method that read a value on the host would raise an error in a rehearsal: so one synchronization is left, the
-guard's, and those of operations whose shapes depend on data (``thinwire.ops.dry.WAITING``), each counted as one.
+guard's.
 """
 
 from __future__ import annotations
@@ -155,13 +155,11 @@ def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) 
     run = stand_in(made, parameters, exchange)
     with dry.run():
         found = rehearse(layout, road_of(made, parameters, exchange), run, [comm])
-    waiting = {name for names in dry.WAITING.values() for name in names}
-    last = {name: name.rpartition(".")[2] for name in found.launches}
     return Budget(
         launches=sum(found.launches.values()),
         ours=sum(count for name, count in found.launches.items() if not name.startswith("aten.")),
         collectives=sum(found.collectives.values()),
-        syncs=1 + sum(count for name, count in found.launches.items() if last[name] in waiting),
+        syncs=1,
         sent=sum(found.sent.values()),
         weights=found.weights,
         held=found.memory.held,

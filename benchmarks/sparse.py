@@ -52,14 +52,16 @@ def operations(n: int, device: torch.device) -> dict[str, Callable[[], object]]:
         found[f"scatter, d={density}"] = lambda: mask.scatter(payload, words, out)
         if density > 0.05:
             return
-        sent, wire = payload.clone(), torch.empty(1, 3 * int(k / LOAD / 3), device=device)
-        sketch.round_to(sent, torch.tensor([[2.0**-14]], device=device), torch.empty_like(sent))
-        left = words.clone()
-        sketch.sketch_encode(sent, words, 1, wire)
-        sketch.sketch_peel(wire, words, 1, out, left)
+        parts = sketch.Parts([sketch.Part(0, n, k, 0, k, 0, int(k / LOAD / 3) + 8, 1)], device)
+        at, sent = torch.empty(1, k, dtype=torch.int32, device=device), torch.empty_like(payload)
+        wire, left = torch.empty(1, parts.sent, device=device), words.clone()
+        sketch.gather(heavy, words, parts, at, sent)
+        sketch.round_to(sent, torch.tensor([2.0**-14], device=device), parts, torch.empty_like(sent))
+        sketch.encode(sent, at, parts, heavy, wire)
+        sketch.peel(wire, words, parts, 0, out, left)
         assert not left.any() and torch.equal(out, mask.scatter(sent, words, torch.empty_like(out)))
-        found[f"sketch, {density} of the values"] = lambda: sketch.sketch_encode(sent, words, 1, wire)
-        found[f"peel, {density} of the values"] = lambda: sketch.sketch_peel(wire, words, 1, out, left)
+        found[f"sketch, {density} of the values"] = lambda: sketch.encode(sent, at, parts, heavy, wire)
+        found[f"peel, {density} of the values"] = lambda: sketch.peel(wire, words, parts, 0, out, left)
 
     for density in DENSITIES:
         add(density)

@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from thinwire.ops import sketch as sketch_parts
 from thinwire.ops.adams import triton as adams
 from thinwire.ops.direction import triton as direction
 from thinwire.ops.mask import triton as mask
@@ -44,9 +45,9 @@ i64    seed
 fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
 *fp32  rows total old payload new out signs scales shares gradient residual moment values mean
 *fp32  common common_out given weight
-*fp32  g v m_out own held message left
-*i64   words
-*i32   before base counts places positions programs parts keys found state tallies
+*fp32  g v m_out own held message left sent rest whole quantum wire
+*i64   words index
+*i32   before base counts places positions programs parts keys found state tallies elements
 *i64   table kept_table
 *u8    flags bits codes octets
 """
@@ -110,8 +111,12 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for kernel in (sparse._pack, sparse._ones, sparse._unpack, sparse._put):
         yield kernel, of, block
     yield sparse._sum_at, {}, block | aligned
-    mixers = ("GOLDEN", "MIX1", "MIX2", "MIX3")
-    yield sketch._encode, {}, block | {name: getattr(sketch, f"_{name}").value for name in mixers}
+    lines = {"FIELDS": sketch_parts.FIELDS}
+    held = {"left": "*i64", "held": "*fp64"}
+    for kernel in (sketch._peaks, sketch._round_to, sketch._encode, sketch._tally, sketch._gather, sketch._hold,
+                   sketch._list, sketch._round, sketch._estimate, sketch._settle):  # fmt: skip
+        yield kernel, of | held, block | lines
+    yield sketch._count, of, {"BLOCK": sketch.WORDS} | lines
     row = {"BLOCK": moments.BLOCK, "DIRECTORY": moments.DIRECTORY} | aligned
     for one, other in ((False, False), (True, False), (True, True)):
         for kernel in (moments._blend, moments._add_up):

@@ -452,7 +452,9 @@ class Echo(dist.ProcessGroup):
 
 def _host_memory(shape: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     with _disable_current_modes():
-        return World.now.pin(torch.zeros(tuple(shape), dtype=dtype))
+        tensor = World.now.pin(torch.zeros(tuple(shape), dtype=dtype))
+        World.now.born(tensor, World.now.host)  # so that its address is forgotten when it is freed, touched or not
+        return tensor
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from budgets import budget, gpt2, llama
+from thinwire.ops.sketch import ROUNDS
 
 BUDGETS = {
     # method, engine, ranks: launches, of them ours, collectives, host syncs, MB held
@@ -34,6 +35,10 @@ BUDGETS = {
     ("trickle:shared", "fsdp2", 8): (752, 377, 53, 1, 2910),
     ("trickle:shared", "fsdp2", 512): (752, 377, 53, 1, 3182),
     ("tagc:shared", "fsdp2", 8): (619, 220, 66, 1, 2886),
+    ("tagc", "ddp", 8): (1672, 969, 125, 1, 2064),
+    ("tagc", "ddp", 512): (1294, 375, 125, 1, 2198),
+    ("tagc", "fsdp2", 8): (1215, 702, 79, 1, 2224),
+    ("lhc", "ddp", 8): (880, 267, 107, 1, 1659),
     ("radius(density=0.4, T=200, residual_scale=1.0)", "ddp", 64): (114, 88, 53, 1, 1115),
     ("radius(density=0.4, T=200, residual_scale=1.0)", "fsdp2", 64): (74, 66, 28, 1, 1252),
 }
@@ -66,6 +71,17 @@ def test_a_bucket_of_gradients_is_a_few_launches_however_many_ranks_there_are(en
         # Tables of places are copied when they are first met; a mask of many choosers is joined by one launch.
         assert found[0].buckets == buckets and found[0].launches == pytest.approx(found[1].launches, abs=4)
         assert found[0].launches - dense <= 3 * (buckets + weights), found[0].names
+
+
+def test_sketches_are_as_many_launches_whatever_the_number_of_tensors():
+    """And of ranks: of each kernel one per bucket, and a round of peeling is one."""
+    buckets = {"ddp": 18, "fsdp2": 13}
+    for engine, count in buckets.items():
+        for ranks in (4, 8):
+            names = budget("tagc", "gpt2", engine, ranks).names
+            found = {name.rpartition(".")[2]: times / count for name, times in names.items() if ".sketch." in name}
+            assert found.pop("_round") == ROUNDS and found.pop("_count") == 2, found
+            assert set(found.values()) == {1}, found
 
 
 def test_scape_on_many_ranks_sends_a_twentieth_of_dense():

@@ -1,4 +1,4 @@
-"""Masks, count sketches and projections: the fast code against the reference, on odd sizes and poisoned outputs."""
+"""Masks and projections: the fast code against the reference, on odd sizes and poisoned outputs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from programs import needs_triton, run_python
 from thinwire.codecs import Masked, TopK
 from thinwire.codecs.projection import ESTIMATORS, Estimator, Projection
 from thinwire.errors import ThinwireError
-from thinwire.ops import mask, projection, sketch
+from thinwire.ops import mask, projection
 from thinwire.ops.mask import cpu as mask_cpu
 from thinwire.ops.mask import reference as mask_reference
 from thinwire.ops.projection import cpu as projection_cpu
 from thinwire.ops.projection import reference as projection_reference
-from thinwire.ops.sketch import cpu as sketch_cpu
-from thinwire.ops.sketch import reference as sketch_reference
 from thinwire.streams import random_bits, random_normal, random_order, random_signs, seed_of
 
 POISON = float("nan")
@@ -139,50 +137,6 @@ def test_topk_wire(listed):
     assert torch.equal(total, ((out[0] + out[1]) + out[2]) * 0.5)
 
 
-def quantized(n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """A mask, and values at it in multiples of 2^-16 (R, k), with what that rounding left."""
-    x = values("normal", 2, n, seed)
-    words = a_mask(x, k)
-    payload = mask.gather_keep(x, None, words, torch.empty(2, k), None)
-    whole, rest = payload.clone(), torch.empty_like(payload)
-    sketch.round_to(payload, torch.tensor([[2.0**-16]]), rest)
-    assert torch.equal(payload + rest, whole) and rest.abs().max() <= 2.0**-17
-    return words, payload, rest
-
-
-@pytest.mark.parametrize(("n", "k", "load"), [(640, 40, 0.5), (64000, 3000, 0.7), (64000, 3000, 0.9), (6400, 300, 3)])
-def test_a_sketch_gives_back_what_can_be_peeled_exactly(n, k, load):
-    words, payload, rest = quantized(n, k)
-    wires, peeled = [], []
-    for module in (sketch_reference, sketch_cpu):
-        wire = torch.full((2, 3 * (int(k / load / 3) + 1)), POISON)
-        module.sketch_encode(payload, words, 12345, wire)
-        wires.append(wire)
-        for estimate in (False, True):
-            out, left = torch.full((2, n), POISON), torch.full_like(words, -7)
-            module.sketch_peel(wire, words, 12345, out, left, estimate)
-            without = torch.full_like(words, -7)
-            module.sketch_peel(wire, words, 12345, None, without, False)
-            assert torch.equal(left, without)  # known from the index and the hashes alone
-            peeled.append((out, left))
-    assert torch.equal(*wires)
-    for i in (0, 1):
-        assert all(torch.equal(a, b) for a, b in zip(peeled[i], peeled[i + 2], strict=True))
-    (out, left), (guess, _) = peeled[:2]
-    lost = mask.unpack(left, torch.zeros(2, n, dtype=torch.bool))
-    truth = mask.scatter(payload, words, torch.empty(2, n))
-    assert torch.equal(out[~lost], truth[~lost]) and (out[lost] == 0).all()
-    if load <= 0.7:
-        assert not lost.any()
-    if load > 0.818:
-        assert lost.sum() > 0.4 * k
-        assert (guess[lost] - truth[lost]).norm() > 0.5 * truth[lost].norm()  # the median knows little
-    for module in (sketch_reference, sketch_cpu):
-        acc = torch.zeros(2, n)
-        module.settle(payload, rest, words, left, acc)
-        assert torch.equal(acc + out, mask.scatter(payload + rest, words, torch.empty(2, n)))
-
-
 @pytest.mark.parametrize("block", [2, 8, 64, 256, 512])
 def test_srht_is_an_orthogonal_projection(block):
     lanes = projection.LANES
@@ -267,8 +221,6 @@ def test_streams_depend_on_everything_and_on_nothing_else():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ThinwireError, match="a mask of 2 words covers 128 elements"):
         mask.topk_mask(torch.zeros(1, 64), 1, torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(ThinwireError, match="three tables"):
-        sketch.sketch_encode(torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64), 0, torch.zeros(1, 4))
     with pytest.raises(ThinwireError, match="not tiles of 8 x 16"):
         projection.srht_reconstruct(torch.zeros(1, 8), torch.ones(8), torch.arange(1), torch.zeros(1, 64))
     with pytest.raises(ThinwireError, match="cannot be sent as block / ratio"):
@@ -281,10 +233,9 @@ def test_what_does_not_fit_is_refused():
 def test_triton_interpreted_equals_reference():
     code = """
 import torch
-from test_ops_sparse import POISON, a_mask, quantized, random_order, random_signs, same, values
+from test_ops_sparse import POISON, a_mask, random_order, random_signs, same, values
 from thinwire.ops.mask import reference as mr, triton as mt
 from thinwire.ops.projection import reference as pr, triton as pt
-from thinwire.ops.sketch import reference as sr, triton as st
 
 x, e = values("normal", 2, 1216), values("heavy", 2, 1216, 1)
 words = a_mask(e, 100)
@@ -316,12 +267,6 @@ for block in (256,):
         m.srht_reconstruct(payload, signs, chosen, out)
         found.append((payload, rest, out))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
-
-words, payload, _ = quantized(1280, 100)
-slow, fast = torch.full((2, 180), POISON), torch.full((2, 180), POISON)
-sr.sketch_encode(payload, words, 2**61 + 12345, slow)
-st.sketch_encode(payload, words, 2**61 + 12345, fast)
-assert torch.equal(slow, fast)
 print("checked")
 """
     done = run_python(code, TRITON_INTERPRET="1")

@@ -62,6 +62,14 @@ def left(results) -> list[int]:
     return [b - a for a, b in zip([0, *counts], counts, strict=False)]
 
 
+def measured(step) -> tuple[int, int, int]:
+    """After a step: left over so far, the largest union since w's sketch was sized, and the one it is sized for."""
+    method = TAGC()
+    method.state = State()
+    method.state.load_state_dict({key: value for key, value in step.items() if key.startswith("=")})
+    return method._measured("w")
+
+
 def missing(results) -> float:
     """The largest value of any step that is neither in the mean nor in an accumulator, on an all-reduce."""
     worst, before = 0.0, torch.zeros(())
@@ -139,9 +147,9 @@ def test_the_size_is_of_the_largest_union_since_the_last():
         return hot(agree=0 if step == 6 else 99)(rank, step, numel)
 
     results = run(tagc(theta=0.95, resize=100), once, 4, steps=10)
-    unions = [int(step["=union/w"]) for step in results[0]]
+    _, peaks, unions = zip(*map(measured, results[0]), strict=True)
     assert unions[7] == unions[4] and unions[8] > 1.5 * unions[7]  # step 6's, sized from after step 8
-    assert [int(step["=peak/w"]) > 0 for step in results[0]][4:] == [False, True, True, True, False, True]
+    assert [peak > 0 for peak in peaks][4:] == [False, True, True, True, False, True]
 
 
 def test_dense_is_left_again_when_the_union_turns_out_smaller():
@@ -176,10 +184,9 @@ def test_bytes_of_sketch_dense_fallback_and_lhc(topology):
             expected, rows = 0.0, exchange.bucket_rows(True)
             for name, parameter in parameters.items():
                 columns = parameter.local if exchange.owner else parameter.numel
-                width = padded(columns, 64)
-                sent = method._part(name, 0, width, columns, exchange).sent
+                sent = 3 * method._cells(name, columns, exchange) or padded(columns, 64)
                 share = 1 if exchange.owner else 2  # all the way round a ring, or half of it
-                expected += (size - 1) / size * (2 * (rows * width / 8 + 4) + share * 4 * rows * sent)
+                expected += (size - 1) / size * (2 * (rows * padded(columns, 64) / 8 + 4) + share * 4 * rows * sent)
             assert float(results[0][step]["bytes"]) == expected
         assert expected <= plan_of(make(), parameters.values(), exchange).wire_bytes
 
@@ -211,7 +218,7 @@ def test_values_of_any_size_stay_finite(scale):
 
 def test_a_skipped_overload_leaves_the_size_as_it_was():
     results = run(tagc(theta=0.95, resize=100, limit=0.1), hot(agree=5), 4, steps=7, skip=(5,))
-    sizes = [{k: int(v) for k, v in step.items() if k.startswith("=")} for step in results[0]]
+    sizes = [measured(step) for step in results[0]]
     assert sizes[5] == sizes[4] and sizes[6] != sizes[5]
 
 

@@ -159,8 +159,11 @@ def _short(value: str, most: int = 120) -> str:
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:
-    """Of each parameter, in order: name, shape (as a whole, where it is sharded), dtype, whether it is trained."""
-    return {
+    """Where it is; of each parameter, in order: name, shape (as a whole, where it is sharded), dtype, is it trained?
+
+    A method's left-overs may differ between a CPU and a GPU (``thinwire.ops.sketch``), and all ranks have to know them.
+    """
+    return {"device": ", ".join(sorted({parameter.device.type for parameter in model.parameters()}))} | {
         f"parameter {number}": f"{bare_name(name)} {tuple(parameter.shape)} "
         f"{str(parameter.dtype).removeprefix('torch.')}{'' if parameter.requires_grad else ', frozen'}"
         for number, (name, parameter) in enumerate(model.named_parameters())

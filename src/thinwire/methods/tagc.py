@@ -29,10 +29,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from thinwire import device as devices
 from thinwire.bucket import Bucket, padded
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import Masked
-from thinwire.codecs.sketch import CountSketch, Part, places
+from thinwire.codecs.sketch import CountSketch
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Delay, Parameter, Promise, Resized, portion_of
@@ -114,6 +115,7 @@ class TAGC(SharedMask):
             self.refuse_idle("theta=0 (nothing waits)", "portion", "weights")
         if self.mask == "shared":
             self.refuse_idle("mask='shared' (no sketch)", "load", "resize", "limit", "on_overload", "leftovers")
+        self._copied: Any = None  # an event: the last "counts" are on the host when it is over
 
     @property
     def promise(self) -> Promise:
@@ -140,7 +142,7 @@ class TAGC(SharedMask):
 
     @property
     def resized(self) -> Mapping[str, Resized]:
-        return {**super().resized, "left": "anew", "peak": "anew", "union": "anew"}
+        return {**super().resized, "left": "anew", "peak": "anew", "union": "anew", "counts": "anew"}
 
     @property
     def at_one_mask(self) -> bool:
@@ -163,81 +165,95 @@ class TAGC(SharedMask):
         if self.theta == 0:
             exchange.mean(bucket)
             return
-        if self.accumulate:
-            bucket.rows.add_(self.state.read("residual", bucket))  # l. 1: h
+        old = self.state.read("residual", bucket) if self.accumulate else None
         acc = self.state.write("residual", bucket)  # the paper's acc_next
         if self.mask == "shared":
-            self._at_shared_mask(bucket, exchange, acc)
+            self._at_shared_mask(bucket, exchange, old, acc)
         else:
-            self._sketched(bucket, exchange, acc)
+            self._sketched(bucket, exchange, old, acc)
         if not self.accumulate:
             acc.zero_()
 
-    def _sketched(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
-        parts = tuple(self._part(s.name, s.start, s.width, s.span, exchange, bucket.step) for s in bucket.segments)
-        self._refuse_overload(parts)
-        shape, flags = bucket.shape, (bucket.shape[0], bucket.shape[1] // masks.WORD)
-        words, left = (bucket.scratch(use, flags, torch.int64) for use in ("words", "left"))
-        k = sum(part.k for part in parts)
-        sent, rest = (bucket.scratch(use, (shape[0], k), torch.float32) for use in ("sent", "rest"))
+    def _sketched(self, bucket: Bucket, exchange: Exchange, old: Tensor | None, acc: Tensor) -> None:
+        parts = self._parts(bucket, exchange)
+        rows, n = bucket.shape
+        words, left = (bucket.scratch(use, (rows, n // masks.WORD), torch.int64) for use in ("words", "left"))
+        found = bucket.scratch("found", (rows, parts.k), torch.int32)
+        sent, rest = (bucket.scratch(use, (rows, parts.k), torch.float32) for use in ("sent", "rest"))
         with exchange.span("encode", bucket.rows):
-            sent.zero_()
-            for part, kept, _ in places(parts):
-                values, columns = bucket.rows[:, part.columns], acc[:, part.columns]
-                self._sparsify(values, part, words[:, part.words], sent[:, kept], columns)  # l. 2: g and acc
-                if not part.cells:
-                    columns.zero_()  # all of it is sent
+            self._choose(bucket.rows, old, parts, acc, found, sent, words)  # l. 2: g; acc is h yet
         index = exchange.union(bucket, words)  # l. 3-4
         self._round(parts, sent, rest, exchange)  # ours, so that sums are exact
         estimate = self.leftovers == "median"
         # l. 5-6 and 8-10: CountSketch._encode, the network's sum, CountSketch._decode. (l. 7 is a comment.)
-        exchange.mean(bucket, CountSketch(parts, sent, words, index, left.zero_(), exchange.mine, estimate))
-        # acc gets back what did not arrive. Not the exchange's residual: what cannot be recovered of a sum depends on
-        # everybody's masks, and an encoding knows its own rank's.
+        codec = CountSketch(parts, acc, sent, found, index, left, exchange.mine, estimate)
+        exchange.mean(bucket, codec)
         with exchange.span("decode", bucket.rows):
-            back = left if self.leftovers == "accumulate" else torch.zeros_like(left)
-            # Part by part: where a rank sends fewer than k values of one (LHC), its slots of the payload are not full.
-            for part, kept, _ in places(parts):
-                at = part.words
-                sketch.settle(sent[:, kept], rest[:, kept], words[:, at], back[:, at], acc[:, part.columns])
             self._measure(bucket, parts, index, left)
+            # l. 2: acc = h without what arrived. Not the exchange's residual: what cannot be recovered of a sum depends
+            # on everybody's masks, and an encoding knows its own rank's.
+            sketch.settle(sent, rest, found, left.zero_() if estimate else left, parts, acc)
 
-    def _sparsify(self, rows: Tensor, part: Part, words: Tensor, sent: Tensor, rest: Tensor) -> None:
-        """``words`` = what is sent of ``rows``: ``sent``; ``rest`` = the rows without it.
+    def _choose(
+        self, rows: Tensor, old: Tensor | None, parts: sketch.Parts, h: Tensor, found: Tensor, sent: Tensor,
+        words: Tensor,
+    ) -> None:  # fmt: skip
+        """``h`` = ``rows`` + ``old``; of it ``sent`` is sent, from the columns ``found``, whose mask is ``words``.
 
         Where all of a tensor is sent, this is still what its sketch would be sized from.
         """
-        masks.topk_mask(rows, part.k, words)
-        masks.gather_keep(rows, None, words, sent, rest)
+        listed = tuple(sparse.Part(part.start, part.width, part.k, part.place) for part in parts)
+        sparse.largest(rows, old, listed, h, found, sent)
+        masks.from_indices(found, words)
 
-    def _round(self, parts: tuple[Part, ...], sent: Tensor, rest: Tensor, exchange: Exchange) -> None:
+    def _round(self, parts: sketch.Parts, sent: Tensor, rest: Tensor, exchange: Exchange) -> None:
         """Kept values become multiples of a power of two that all ranks share, coarse enough for exact sums."""
-        largest = torch.stack([sent[:, kept].abs().amax() for _, kept, _ in places(parts)])
-        _, exponent = torch.frexp(exchange.all_max(largest))
+        largest = exchange.all_max(sketch.peaks(sent, parts))
+        _, exponent = torch.frexp(largest)
         spare = CELL_BITS - math.ceil(math.log2(exchange.rows))
         quantum = torch.ldexp(torch.ones_like(largest), (exponent - spare).clamp_(min=SMALLEST_EXPONENT))
-        for i, (part, kept, _) in enumerate(places(parts)):
-            if part.cells:
-                sketch.round_to(sent[:, kept], quantum[i].view(1, 1), rest[:, kept])
-            else:
-                rest[:, kept].zero_()
+        sketch.round_to(sent, quantum, parts, rest)
 
-    def _measure(self, bucket: Bucket, parts: tuple[Part, ...], index: Tensor, remains: Tensor) -> None:
-        """Count what was left, and the union: now and then its peak decides how large the next sketches are."""
-        for part in parts:
-            left, union = masks.popcount(remains[:, part.words]), masks.popcount(index[:, part.words])
-            total, peak, sized = (self.state.get(kind, part.name) for kind in ("left", "peak", "union"))
-            self.state.put("left", part.name, left.sum() if total is None else total + left.sum())
-            peak = union.amax() if peak is None else torch.maximum(peak, union.amax())
-            # early in a run the masks of the ranks still drift apart: after steps 0, 1, 2, 4, 8, ... as well
-            due = (left > self.limit * union).any()
-            if sized is None or bucket.step % self.resize == 0 or bucket.step & (bucket.step - 1) == 0:
-                due.fill_(True)
-            self.state.put("union", part.name, peak if sized is None else torch.where(due, peak, sized))
-            self.state.put("peak", part.name, torch.where(due, 0, peak))
+    def _measure(self, bucket: Bucket, parts: sketch.Parts, index: Tensor, left: Tensor) -> None:
+        """Count what was left, and the union, on the way to the host, which needs it in the next step."""
+        lost, union = sketch.count(left, parts), sketch.count(index, parts)
+        counts = [lost.sum(0, dtype=torch.int32), union.amax(0)]
+        if self.limit < 1:
+            counts.append((lost > self.limit * union).amax(0))
+        host = devices.host_memory((4, len(parts)), bucket.device, torch.int32)
+        if index.is_meta:
+            room = zip(parts, bucket.segments, strict=True)
+            host.numpy()[1] = [min(part.room, segment.span) for part, segment in room]  # a plan is a bound
+        else:
+            host[: len(counts)].copy_(torch.stack(counts), non_blocking=True)
+            self._copied = devices.mark(bucket.device)
+        # early in a run the masks of the ranks still drift apart: after steps 0, 1, 2, 4, 8, ... as well
+        host.numpy()[3] = bucket.step % self.resize == 0 or bucket.step & (bucket.step - 1) == 0
+        for i, segment in enumerate(bucket.segments):
+            for kind, value in zip(("left", "peak", "union"), self._measured(segment.name), strict=True):
+                self.state.put(kind, segment.name, torch.tensor(value))
+            self.state.put("counts", segment.name, host[:, i])
 
-    def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, acc: Tensor) -> None:
+    def _measured(self, name: str) -> tuple[int, int, int]:
+        """Of a parameter's steps so far: what was left over, the largest union since its sketch was last sized, and the
+        union that it is sized for; -1: none was measured."""
+        left, peak, sized = (
+            -(kind == "union") if (value := self.state.get(kind, name)) is None else int(value)
+            for kind in ("left", "peak", "union")
+        )
+        counts = self.state.get("counts", name)  # of the last step, which those do not know of
+        if counts is None:
+            return left, peak, sized
+        if self._copied is not None:
+            self._copied.synchronize()  # over, unless nobody has waited for the step's flag
+        lost, union, over, due = counts.tolist()
+        left, peak = left + lost, max(peak, union)
+        return (left, 0, peak) if over or due or sized < 0 else (left, peak, sized)
+
+    def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, old: Tensor | None, acc: Tensor) -> None:
         """One mask for all, by a few ranks in turn: of the values of each tensor that are sent, each chooses a part."""
+        if old is not None:
+            bucket.rows.add_(old)  # l. 1: h
         words = self.words_of(bucket)
         choosers = choosers_of(self.choosers, 1 - self.theta, exchange.rows)
         counts = [self._k(segment.span) for segment in bucket.segments]
@@ -257,17 +273,15 @@ class TAGC(SharedMask):
         if self.mask == "shared" or self.theta == 0:
             return {}
         found: dict[str, float] = {"left-overs so far": 0, "union, share of values": 0, "tensors sent dense": 0}
-        values = 0
+        values, exchange = 0, self.run.exchange
         for name, parameter in self.run.parameters.items():
-            union, left = self.state.get("union", name), self.state.get("left", name)
-            if union is None or left is None:
+            if self.state.get("counts", name) is None:
                 continue
-            rows = self.run.exchange.bucket_rows(True)
-            columns = self.run.exchange.columns(parameter.local, rows)
-            part = self._part(name, 0, padded(columns, masks.WORD), columns, self.run.exchange)
-            found["left-overs so far"] += int(left)
-            found["union, share of values"] += int(union)
-            found["tensors sent dense"] += part.cells == 0
+            left, _, union = self._measured(name)
+            columns = exchange.columns(parameter.local, exchange.bucket_rows(True))
+            found["left-overs so far"] += left
+            found["union, share of values"] += union
+            found["tensors sent dense"] += self._cells(name, columns, exchange) == 0
             values += columns
         found["union, share of values"] /= max(values, 1)
         return found
@@ -275,21 +289,31 @@ class TAGC(SharedMask):
     def _k(self, columns: int) -> int:
         return max(columns - int(self.theta * columns), 1)
 
-    def _part(self, name: str, start: int, width: int, span: int, exchange: Exchange, step: int = 0) -> Part:
-        """A parameter's sketch: for the union last measured, or for disjoint masks before any was."""
-        k = self._k(span)
-        measured = self.state.get("union", name)
-        union = min(exchange.rows * k, span) if measured is None or measured.is_meta else int(measured)
-        cells = math.ceil(union / self.load / 3) + 8  # a few more: small tables fail at lower loads
-        return Part(name, start, width, k, cells if 3 * cells < width else 0, seed_of(self.run.seed, name, step))
+    def _cells(self, name: str, columns: int, exchange: Exchange) -> int:
+        """Of each table of a parameter's sketch: for the union last measured, or for disjoint masks before any was.
 
-    def _refuse_overload(self, parts: tuple[Part, ...]) -> None:
-        for part in parts if self.on_overload == "refuse" else ():
-            if not part.cells:
+        0: it would be no smaller than the parameter.
+        """
+        _, _, union = self._measured(name)
+        if union < 0:
+            union = min(exchange.rows * self._k(columns), columns)
+        cells = math.ceil(union / self.load / 3) + 8  # a few more: small tables fail at lower loads
+        return cells if 3 * cells < padded(columns, masks.WORD) else 0
+
+    def _parts(self, bucket: Bucket, exchange: Exchange) -> sketch.Parts:
+        parts, place, first = list[sketch.Part](), 0, 0
+        for segment in bucket.segments:
+            name, width, k = segment.name, segment.width, self._k(segment.span)
+            cells, seed = self._cells(name, segment.span, exchange), seed_of(self.run.seed, name, bucket.step)
+            if not cells and self.on_overload == "refuse":
                 raise ThinwireError(
-                    f"{self.name}: the sketch of {part.name} would be no smaller than its {part.width} values: "
+                    f"{self.name}: the sketch of {name} would be no smaller than its {width} values: "
                     f"raise theta above {self.theta}, keep it dense with dense=, or take on_overload='dense'"
                 )
+            room = min(exchange.rows * k, width)
+            parts.append(sketch.Part(segment.start, width, k, place, room, first, cells, seed))
+            place, first = parts[-1].listed.stop, parts[-1].wire.stop
+        return sketch.Parts(parts, bucket.device)
 
 
 @dataclass
@@ -311,15 +335,18 @@ class LHC(TAGC):
 
     feedback: Literal["gradient", "update"] = "gradient"
 
-    def _sparsify(self, rows: Tensor, part: Part, words: Tensor, sent: Tensor, rest: Tensor) -> None:
-        magnitudes = rows.abs()
-        least = (magnitudes.amax() * LHC_LEAST).clamp_(max=torch.finfo(torch.float32).max)
-        flags = ~(magnitudes <= least)  # with infinities and NaN
+    def _choose(
+        self, rows: Tensor, old: Tensor | None, parts: sketch.Parts, h: Tensor, found: Tensor, sent: Tensor,
+        words: Tensor,
+    ) -> None:  # fmt: skip
+        torch.add(rows, 0 if old is None else old, out=h)
+        least = (sketch.peaks(h, parts) * LHC_LEAST).clamp_(max=torch.finfo(torch.float32).max)
+        widths = devices.uploaded([part.width // masks.WORD for part in parts], h.device, torch.int64)
+        least = least.repeat_interleave(widths, output_size=words.shape[1]).unsqueeze(1)
+        flags = ~(h.abs().view(*words.shape, masks.WORD) <= least)  # with infinities and NaN
+        flags = flags.view(h.shape)
         masks.pack(flags, words)
-        rest.copy_(torch.where(flags, 0, rows))
-        for values, of, to in () if rows.is_meta else zip(rows, flags, sent, strict=True):
-            found = values[of]
-            to[: len(found)] = found
+        sketch.gather(h, words, parts, found, sent)
 
     def _k(self, columns: int) -> int:
         return padded(columns, masks.WORD)  # room for all: how many are not zero is not known beforehand

@@ -21,9 +21,6 @@ FAMILIES = (
     "adams", "direction", "mask", "moments", "projection", "quant", "rows", "shards", "sign", "sketch", "sparse",
 )  # fmt: skip
 
-WAITING = {"sketch": ("sketch_peel", "settle")}
-"""By family, operations whose shapes depend on data: here they are counted, by their own names."""
-
 Told = Callable[[str, Mapping[str, Any]], object]
 """(the kernel's name, by argument what it is compiled for: the types of those given, and the constants)"""
 
@@ -89,15 +86,8 @@ def run(told: Told = lambda name, variant: None) -> Iterator[None]:
             elif parent in sys.modules and parent != "triton":
                 vars(sys.modules[parent]).pop(child, None)
         sys.modules.update(before)
-    for family, names in WAITING.items():
-        for name in names:
-            setattr(found[f"thinwire.ops.{family}.triton"], name, _counted(f"thinwire.ops.{family}.{name}"))
     token = host_code.set({f"thinwire.ops.{family}": found[f"thinwire.ops.{family}.triton"] for family in FAMILIES})
     try:
         yield
     finally:
         host_code.reset(token)
-
-
-def _counted(name: str) -> Callable[..., None]:
-    return lambda *arguments, **knobs: _count(name)

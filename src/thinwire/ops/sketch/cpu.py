@@ -8,13 +8,17 @@ out to rounding, where a stack multiplies errors along chains of thousands.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numba import uint64
 from torch import Tensor
 
 from thinwire.ops.kernels import flat, njit
-from thinwire.ops.mask.cpu import trailing_zeros, unsigned
-from thinwire.ops.sketch import reference
+from thinwire.ops.mask.cpu import set_bits, trailing_zeros, unsigned
+
+if TYPE_CHECKING:
+    from thinwire.ops.sketch import Parts
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -46,22 +50,76 @@ def _cells(first, second, cells):
 
 
 @njit
-def _encode(payload, payload_stride, words, words_stride, out, stride, rows, count, cells, seed):
+def _gather(values, stride, words, words_stride, found, found_stride, payload, payload_stride, rows, table):
     for row in range(rows):
-        sketch = out[row * stride : row * stride + np.int64(3 * cells)]
-        sketch[:] = np.float32(0)
-        at = row * payload_stride
-        for i in range(count):
-            word = words[row * words_stride + i]
-            while word != 0:
-                first, second = _hash(seed, uint64(64 * i) + trailing_zeros(word))
-                a, b, c = _cells(first, second, cells)
-                value = -payload[at] if second & uint64(1) else payload[at]
+        for part in range(len(table)):
+            start, width, k, place = table[part, 0], table[part, 1], table[part, 2], table[part, 3]
+            i, end = place, place + k
+            for at in range(start, start + width, 64):
+                word = words[row * words_stride + at // 64]
+                while word != 0 and i < end:
+                    column = at + np.int64(trailing_zeros(word))
+                    found[row * found_stride + i] = column
+                    payload[row * payload_stride + i] = values[row * stride + column]
+                    i += 1
+                    word &= word - uint64(1)
+            found[row * found_stride + i : row * found_stride + end] = -1
+            payload[row * payload_stride + i : row * payload_stride + end] = np.float32(0)
+
+
+@njit
+def _peaks(bits, stride, rows, table, found):
+    """As integers, which have the order of sizes."""
+    for part in range(len(table)):
+        k, place = table[part, 2], table[part, 3]
+        largest = np.int32(0)
+        for row in range(rows):
+            values = bits[row * stride + place : row * stride + place + k]
+            for i in range(k):
+                largest = max(largest, values[i] & np.int32(0x7FFFFFFF))
+        found[part] = largest
+
+
+@njit
+def _round_to(payload, stride, rest, rest_stride, rows, table, quantum):
+    for part in range(len(table)):
+        k, place, cells, unit = table[part, 2], table[part, 3], table[part, 6], quantum[part]
+        for row in range(rows):
+            values = payload[row * stride + place : row * stride + place + k]
+            left = rest[row * rest_stride + place : row * rest_stride + place + k]
+            if cells == 0:
+                left[:] = np.float32(0)
+                continue
+            for i in range(k):
+                rounded = np.float32(np.rint(values[i] / unit)) * unit
+                left[i] = values[i] - rounded
+                values[i] = rounded
+
+
+@njit
+def _encode(payload, payload_stride, found, found_stride, whole, whole_stride, out, stride, rows, table):
+    for row in range(rows):
+        for part in range(len(table)):
+            start, width, k, place, _, first, count, seed = table[part, :8]
+            first += row * stride
+            if count == 0:
+                begin = row * whole_stride + start
+                out[first : first + width] = whole[begin : begin + width]
+                continue
+            sketch = out[first : first + 3 * count]
+            sketch[:] = np.float32(0)
+            cells, key = uint64(count), uint64(seed)
+            for i in range(place, place + k):
+                at = found[row * found_stride + i]
+                if at < 0:
+                    break
+                one, two = _hash(key, at - start)
+                a, b, c = _cells(one, two, cells)
+                value = payload[row * payload_stride + i]
+                value = -value if two & uint64(1) else value
                 sketch[a] += value
                 sketch[b] += value
                 sketch[c] += value
-                at += 1
-                word &= word - uint64(1)
 
 
 @njit
@@ -82,7 +140,8 @@ def _estimate(left, seed, cells, held, out):
 @njit
 def _peel_row(sketch, index, seed, cells, out, left, wanted, tags, held, queue):
     """``tags`` and ``held`` are one memory, 16 bytes per cell: its elements' count and names, then its sum."""
-    for i in range(sketch.size):
+    size = np.int64(3 * cells)
+    for i in range(size):
         tags[2 * i] = uint64(0)
         held[2 * i + 1] = sketch[i] if wanted else np.float32(0)
     for i in range(index.size):
@@ -95,7 +154,7 @@ def _peel_row(sketch, index, seed, cells, out, left, wanted, tags, held, queue):
                 tags[2 * cell] = (tags[2 * cell] + ONE) ^ element
             word &= word - uint64(1)
     end = 0
-    for i in range(sketch.size):
+    for i in range(size):
         if tags[2 * i] >> COUNT_AT == uint64(1):
             queue[end] = i
             end += 1
@@ -121,55 +180,92 @@ def _peel_row(sketch, index, seed, cells, out, left, wanted, tags, held, queue):
 
 
 @njit
-def _peel(sketch, stride, index, index_stride, left, left_stride, out, out_stride, rows, count, cells, seed, wanted,
-          estimate):  # fmt: skip
-    size = np.int64(3 * cells)
+def _peel(wire, stride, index, index_stride, left, left_stride, out, out_stride, rows, wanted, table, estimate):
+    """``wanted``: the rows that the wire holds, from the first to before the last."""
+    size = 3 * np.max(table[:, 6])
     tags = np.empty(2 * size, np.uint64)
     held = tags.view(np.float64)
     queue = np.empty(size, np.int64)
     for row in range(rows):
-        values = out[row * out_stride : row * out_stride + 64 * count]
-        if wanted:
-            values[:] = np.float32(0)
-        _peel_row(
-            sketch[row * stride : row * stride + size], index[row * index_stride : row * index_stride + count], seed,
-            cells, values, left[row * left_stride : row * left_stride + count], wanted, tags, held, queue,
-        )  # fmt: skip
-        if estimate:
-            _estimate(left[row * left_stride : row * left_stride + count], seed, cells, held, values)
+        mine = wanted[0] <= row < wanted[1]
+        own = row - wanted[0] if mine else 0
+        for part in range(len(table)):
+            start, width, _, _, _, first, count, seed = table[part, :8]
+            values = out[own * out_stride + start : own * out_stride + start + width]
+            cells = wire[own * stride + first : own * stride + first + (3 * count if count else width)]
+            words = index[row * index_stride + start // 64 : row * index_stride + (start + width) // 64]
+            remains = left[row * left_stride + start // 64 : row * left_stride + (start + width) // 64]
+            if count == 0:
+                remains[:] = uint64(0)
+                if mine:
+                    values[:] = cells
+                continue
+            if mine:
+                values[:] = np.float32(0)
+            _peel_row(cells, words, uint64(seed), uint64(count), values, remains, mine, tags, held, queue)
+            if estimate and mine:
+                _estimate(remains, uint64(seed), uint64(count), held, values)
 
 
 @njit
-def _settle(sent, sent_stride, rest, rest_stride, words, words_stride, left, left_stride, out, stride, rows, count):
+def _settle(sent, sent_stride, rest, rest_stride, found, found_stride, left, left_stride, out, stride, rows, table):
     for row in range(rows):
-        at = 0
-        for i in range(count):
-            word = words[row * words_stride + i]
-            lost = left[row * left_stride + i]
-            while word != 0:
-                j = trailing_zeros(word)
-                value = rest[row * rest_stride + at]
-                if (lost >> j) & uint64(1):
-                    value += sent[row * sent_stride + at]
-                out[row * stride + 64 * i + np.int64(j)] = value
-                at += 1
-                word &= word - uint64(1)
+        for part in range(len(table)):
+            start, width, k, place, _, _, count = table[part, :7]
+            if count == 0:
+                out[row * stride + start : row * stride + start + width] = np.float32(0)
+                continue
+            for i in range(place, place + k):
+                at = found[row * found_stride + i]
+                if at < 0:
+                    break
+                value = rest[row * rest_stride + i]
+                if (left[row * left_stride + (at >> 6)] >> uint64(at & 63)) & uint64(1):
+                    value += sent[row * sent_stride + i]
+                out[row * stride + at] = value
 
 
-def sketch_encode(payload: Tensor, words: Tensor, seed: int, out: Tensor) -> None:
-    cells = np.uint64(out.shape[1] // 3)
-    _encode(*flat(payload), *unsigned(words), *flat(out), *words.shape, cells, np.uint64(seed))
+@njit
+def _count(words, stride, rows, table, found, found_stride):
+    for row in range(rows):
+        for part in range(len(table)):
+            start, width = table[part, 0], table[part, 1]
+            total = uint64(0)
+            for i in range(row * stride + start // 64, row * stride + (start + width) // 64):
+                total += set_bits(words[i])
+            found[row * found_stride + part] = total
 
 
-def sketch_peel(sketch: Tensor, index: Tensor, seed: int, out: Tensor | None, left: Tensor, estimate: bool) -> None:
-    cells = np.uint64(sketch.shape[1] // 3)
-    values = flat(sketch if out is None else out)  # not written to unless wanted
-    _peel(*flat(sketch), *unsigned(index), *unsigned(left), *values, *index.shape, cells, np.uint64(seed),
-          out is not None, estimate and out is not None)  # fmt: skip
+def gather(rows: Tensor, words: Tensor, parts: Parts, found: Tensor, payload: Tensor) -> None:
+    _gather(*flat(rows), *unsigned(words), *flat(found), *flat(payload), len(rows), _table(parts))
 
 
-def settle(sent: Tensor, rest: Tensor, words: Tensor, left: Tensor, out: Tensor) -> None:
-    _settle(*flat(sent), *flat(rest), *unsigned(words), *unsigned(left), *flat(out), *words.shape)
+def peaks(payload: Tensor, parts: Parts, found: Tensor) -> None:
+    values, stride = flat(payload)
+    _peaks(values.view(np.int32), stride, len(payload), _table(parts), found.numpy().view(np.int32))
 
 
-round_to = reference.round_to  # k values: not worth a kernel
+def round_to(payload: Tensor, quantum: Tensor, parts: Parts, rest: Tensor) -> None:
+    _round_to(*flat(payload), *flat(rest), len(payload), _table(parts), quantum.numpy())
+
+
+def encode(payload: Tensor, found: Tensor, parts: Parts, whole: Tensor, out: Tensor) -> None:
+    _encode(*flat(payload), *flat(found), *flat(whole), *flat(out), len(payload), _table(parts))
+
+
+def peel(wire: Tensor, index: Tensor, parts: Parts, row: int, out: Tensor, left: Tensor, estimate: bool) -> None:
+    wanted = row, row + len(wire)
+    _peel(*flat(wire), *unsigned(index), *unsigned(left), *flat(out), len(index), wanted, _table(parts), estimate)
+
+
+def settle(sent: Tensor, rest: Tensor, found: Tensor, left: Tensor, parts: Parts, out: Tensor) -> None:
+    _settle(*flat(sent), *flat(rest), *flat(found), *unsigned(left), *flat(out), len(out), _table(parts))
+
+
+def count(words: Tensor, parts: Parts, found: Tensor) -> None:
+    _count(*unsigned(words), len(words), _table(parts), *flat(found))
+
+
+def _table(parts: Parts) -> np.ndarray:
+    table: np.ndarray = parts.table.numpy()
+    return table
