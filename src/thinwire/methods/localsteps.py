@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.bucket import Bucket, Piece
-from thinwire.codecs.base import Residual
+from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Integers
 from thinwire.collectives import Exchange
 from thinwire.comm import local
@@ -134,7 +134,6 @@ class LocalSteps(Method):
         self.must(0 < self.decay <= 1, "decay", "is a share, above 0 and up to 1")
         if not self.start:
             self.refuse_idle("start=0", "start_bits")
-        self._start_codec = None if self.start_bits == 32 else Integers(128, self.start_bits)
         self._outer = replace(resolve(self.outer))  # another object than the user's, which a rehearsal would share
         self._check_outer()
         self.first = 0
@@ -144,6 +143,10 @@ class LocalSteps(Method):
         self._shown = False  # is what is this rank's own in the state?
         self._anchors: dict[str, nn.Parameter] = {}  # W
         self._scaled: list[tuple[dict[str, Any], Any, Any]] = []  # groups of the user's, their lr and weight decay
+
+    def make_codec(self) -> Codec | None:
+        """Of the start."""
+        return None if self.start_bits == 32 else Integers(128, self.start_bits)
 
     def _check_outer(self) -> None:
         promise = self._outer.promise
@@ -234,11 +237,7 @@ class LocalSteps(Method):
 
     @property
     def on_wire(self) -> bool:
-        return self._start_codec is None
-
-    @property
-    def granule(self) -> int:
-        return 1 if self._start_codec is None else self._start_codec.group
+        return self.codec is None
 
     @property
     def offloads(self) -> tuple[str, ...]:
@@ -279,9 +278,9 @@ class LocalSteps(Method):
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """In the start the mean; then this rank's own gradient stays what it is."""
-        if bucket.step < self.first - 1 and self._start_codec is not None:
+        if bucket.step < self.first - 1 and self.codec is not None:
             residual = Residual(self.state.read(OF_START, bucket), self.state.write(OF_START, bucket))
-            exchange.mean(bucket, self._start_codec, on_wire=False, residual=residual)
+            exchange.mean(bucket, self.codec, on_wire=False, residual=residual)
         elif bucket.step < self.first:
             self._mean(bucket, exchange)
 
@@ -294,7 +293,7 @@ class LocalSteps(Method):
 
     def _mean(self, bucket: Bucket, exchange: Exchange) -> None:
         """Dense, of the gradients and of what waits of the start's."""
-        if self._start_codec is not None:
+        if self.codec is not None:
             bucket.rows.add_(self.state.read(OF_START, bucket))
             self.state.write(OF_START, bucket).zero_()
         exchange.mean(bucket)
