@@ -255,12 +255,16 @@ class UpdateSpace:
         return seen
 
     def _measure(self, bucket: Bucket, exchange: Exchange) -> Tensor:
-        """(tensors, 2): sum (mean_n g_n)^2 and sum mean_n g_n^2 over the sample of each tensor, in rank order."""
+        """(tensors, 2): sum (mean_n g_n)^2 and sum mean_n g_n^2 over the sample of each tensor, the same on all ranks.
+
+        Two sums over ranks: what a rank sends does not grow with their number.
+        """
         places = bucket.once("sampled", lambda: self._places(bucket))
-        everybody = bucket.scratch("samples", (exchange.rows, len(places)), torch.float32)
-        exchange.gather(everybody, bucket.rows.flatten()[places])
-        of = everybody.view(exchange.rows, -1, SAMPLE)
-        alike = torch.stack([of.mean(0).square().sum(1), of.square().mean(0).sum(1)], 1)
+        powers = bucket.scratch("samples", (2, len(places)), torch.float32)
+        torch.take(bucket.rows, places, out=powers[0])
+        torch.square(powers[0], out=powers[1])
+        of = exchange.all_mean(powers).view(2, -1, SAMPLE)
+        alike = torch.stack([of[0].square().sum(1), of[1].sum(1)], 1)
         self._alike.update(zip((segment.name for segment in bucket.segments), alike, strict=True))
         return alike
 
