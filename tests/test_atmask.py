@@ -20,6 +20,7 @@ from thinwire.methods.run import Run
 
 SPECS = ["trickle(mask='shared', density=0.1, {})", "trickle(mask='shared', density=0.1, bits=4, start=2, {})",
          "trickle(mask='shared', density=0.02, bits=32, choosers=1, portion=1.0, {})",
+         "trickle(mask='merged', density=0.05, answer=0.1, bits=4, {})",
          "tagc(mask='shared', theta=0.9, beta1=0.5, {})"]  # fmt: skip
 
 

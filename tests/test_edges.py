@@ -69,6 +69,7 @@ CASES = [
     Case("topk(feedback='gradient', smallest=0, density=0.1)", "residual"),
     Case("dgc(smallest=0, density=0.1)", "velocity"),
     Case("trickle(smallest=0, density=0.1)", "", "adamw"),
+    Case("trickle(smallest=0, density=0.05, mask='merged')", "", "adamw"),
     Case("sign(smallest=0, group=32)", "ends"),
     Case("demo(smallest=0, k=8, chunk=64, sign=False)", "momentum"),
     Case("onebit-adam(smallest=0, warmup=1, group=32)", "moment", "adamw"),

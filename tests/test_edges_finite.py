@@ -257,6 +257,7 @@ SPOILT_CASES = [
     Case("onebit-adam(smallest=100, warmup=10, group=128)", "", "adamw"),
     Case("frozen-adam(smallest=100, warmup=10, density=0.1)", "", "adamw"),
     Case("trickle(smallest=100, density=0.03)", "", "adamw"),
+    Case("trickle(smallest=100, density=0.03, mask='merged')", "", "adamw"),
     Case("tagc(smallest=100, theta=0.95)", "", "adamw"),  # behind the preconditioner
     Case("powersgd(smallest=100, rank=2)", "", "adamw"), Case("sign(smallest=100, group=128)", "", "adamw"),
     Case("local-steps(every=3, outer_lr=1.0, outer_momentum=0.0)", "", "adamw"),

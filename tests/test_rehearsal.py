@@ -48,7 +48,7 @@ def test_any_number_of_ranks(name):
             assert set(found.sent) <= {"inter", "intra"} and (size > 8 or "inter" not in found.sent)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "trickle(mask='shared')", "tagc(mask='shared')"])
+@pytest.mark.parametrize("name", [*NAMES, "trickle(mask='shared')", "trickle(mask='merged')", "tagc(mask='shared')"])
 def test_what_grows_with_the_ranks_is_declared_and_told(name):
     """Four times as many ranks: as many bytes, but for what is gathered."""
     method = resolve(name)

@@ -16,7 +16,7 @@ from torch import nn
 from thinwire import extras
 from thinwire.bucket import Layout
 from thinwire.collectives import Exchange
-from thinwire.comm import Comm
+from thinwire.comm import Comm, CountingComm
 from thinwire.errors import ThinwireError
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
@@ -231,16 +231,25 @@ class Plan:
     def dense_from(self) -> int | None:
         """From so many ranks on the engine's dense exchange sends less, by the largest parameter; None: never.
 
-        A message m that all ranks receive of each costs (N - 1) m, and a ring of D bytes 2 (N - 1) / N D.
+        A message m that all ranks receive of each costs (N - 1) m, a ring of D bytes 2 (N - 1) / N D: both, as (N - 1)
+        / N (m N + 2 D). So two numbers of ranks tell m and D.
         """
         last, sent = self._road.last, self._sent(self._road.last)
         if not last.method.gathers or last.exchange.owner or len(self._road.stages) > 1 or self.ranks == 1 or not sent:
             return None
         largest = max(sent, key=lambda parameter: parameter.numel)
-        layout = apart([largest], self._road, self._wire_dtype)
-        found = rehearse(layout, self._road, self._run, self._guards, watched=False).parameters[largest.name]
-        dense = self._road.dense_bytes(largest, self._wire_dtype or largest.dtype)
-        return int(self.ranks * dense / found) + 1
+        layout, ranks = apart([largest], self._road, self._wire_dtype), self.ranks
+
+        def of(size: int) -> float:
+            """m N + 2 D among so many ranks."""
+            exchange = last.exchange.on(lambda _: CountingComm(0, size, range(size), Ledger()))
+            road = Road([replace(last, exchange=exchange)])
+            found = rehearse(layout, road, self._run, self._guards, watched=False).parameters[largest.name]
+            return found * size / (size - 1)
+
+        one, two = of(ranks), of(2 * ranks)
+        dense = self._road.dense_bytes(largest, self._wire_dtype or largest.dtype) * ranks / (ranks - 1)
+        return int((dense - (2 * one - two)) / (two - one) * ranks) + 1
 
     @property
     def _grows(self) -> str | None:

@@ -61,12 +61,18 @@ class Positions:
         """Memory for the lists of so many rows."""
         return space(("positions", rows), (rows, self.size), torch.int32)
 
-    def choose(self, rows: Tensor, out: Tensor, space: Space) -> None:
-        """Where |``rows``| (R, n) are largest -> ``out`` (R, nbytes) uint8, rows at multiples of 8 bytes."""
+    def choose(self, rows: Tensor, out: Tensor, space: Space, rest: Tensor | None = None) -> None:
+        """Where |``rows``| (R, n) are largest -> ``out`` (R, nbytes) uint8, rows at multiples of 8 bytes.
+
+        With ``rest`` (R, n) the other values go there, and ``rows`` keep those that are chosen: zeros elsewhere.
+        """
         shape = len(rows), self.size
         found, values = space("chosen", shape, torch.int32), space("their values", shape, torch.float32)
-        sparse.largest(rows, None, self.lists, None, found, values)
+        sparse.largest(rows, None, self.lists, rest, found, values)
         sparse.pack(found, self.lists, out)
+        if rest is not None:
+            sparse.put(values, found, rows.zero_())
+            sparse.put(values.zero_(), found, rest)
 
     def read(self, wire: Tensor, words: Tensor, space: Space) -> Tensor:
         """``words`` (R, n / 64) from ``wire`` (L R, nbytes): a row of it has what any of L rows says, which are next to

@@ -374,10 +374,10 @@ def check_smallest(method: str, smallest: int) -> None:
         raise ThinwireError(f"{method}: smallest must be 0 or more elements, got {smallest}")
 
 
-def check_density(method: str, density: float) -> None:
+def check_density(method: str, density: float, knob: str = "density") -> None:
     """Refuse a ``density`` that is no share of values."""
     if not 0 < density <= 1:
-        raise ThinwireError(f"{method}: density is the share of values sent, above 0 and up to 1, got {density}")
+        raise ThinwireError(f"{method}: {knob} is the share of values sent, above 0 and up to 1, got {density}")
 
 
 def count_of(density: float, values: int) -> int:
@@ -494,7 +494,7 @@ class ErrorFeedback(Method):
             self.refuse_idle("feedback='gradient' (the optimizer has its own)", *OF_UPDATES)
         self.must(self.portion is None or 0 < self.portion <= 1, "portion", "is a share, above 0 and up to 1")
         if self.portion is not None and self.promise != self.conserves:
-            raise ThinwireError(f"{self.name}: portion is for methods that keep what they did not send: leave it out")
+            raise ThinwireError(f"{self.name}: portion is for methods whose ranks keep what was not sent: leave it out")
         if self.direction == "muon":
             self.refuse_idle("direction='muon'", "beta1", "factored")
         self.update_space: UpdateSpace | None = None

@@ -11,7 +11,16 @@ Every rank chooses positions of its own, which travel in about nine bits each: b
 quarter of the positions in four, others every step, by its own |h|. That is as much as all positions in one, whatever N
 is. (One chooser for a row costs more of the loss: another rank's large values are not always where its own are.)
 
-On FSDP2 weights are then gathered at the mask, too (``weights``): off it c is 0.
+Or (``mask="merged"``) rank j is server j, of row j of the N rows of a tensor (``twoway.py``): ranks send it their own
+largest, and of their mean and what waits with it, s, it sends the largest to all, some times as many as one rank has
+sent:
+
+    c_n = C[h_n], row j to server j;  e_n = h_n - c_n
+    y = mean_n c_n + s, on each server;  c = C'[y];  s = y - c
+    w = (1 - lr decay) w - c, everywhere
+
+On FSDP2 servers are the owners of the weights, and weights are gathered at the mask of such a c, too (``weights``): off
+it c is 0.
 
 Of what is sent, a ``portion`` is delivered, and the rest goes on waiting: at a density of 0.01 all of it, at 0.05 a
 fourth, with a shared mask a half. Delivered whole, what is sent of many values is mostly the last step's noise.
@@ -20,7 +29,7 @@ fourth, with a shared mask a half. Delivered whole, what is sent of many values 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -33,9 +42,13 @@ from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.codecs.sparse import TILE, Positions, TiledTopK, TopKIntegers
 from thinwire.collectives import Exchange, scratch
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, check_density, count_of, portion_of
+from thinwire.methods.base import Delay, Promise, check_density, count_of, portion_of
 from thinwire.methods.shared import SharedMask, choosers_of
+from thinwire.methods.twoway import mean_both_ways, serve
 from thinwire.ops import mask as masks
+
+OF_MASKS = {"choosers": ("shared",), "answer": ("merged",), "weights": ("shared", "merged")}
+"""Knobs that go with some masks only."""
 
 
 @dataclass
@@ -47,6 +60,11 @@ class Trickle(SharedMask):
             longer waits. With weights sharded, of each shard's.
         mask: "own": each rank its own largest values with their positions; bytes grow with the number of ranks.
             "shared": values at one mask for all, whose bytes do not grow; takes a larger density (0.05).
+            "merged": each rank's own go to the server of their row, and the largest of the mean from there to all; the
+            bytes do not grow either.
+        answer: with mask="merged", the share of each tensor's values that servers send to all (owners of sharded
+            weights: that they move); higher => more bytes, and less waits with them. As much as all ranks together
+            choose (N density at most) leaves nothing.
         choosers: with mask="shared", ranks that choose each part of it, a share of the positions each; more => what
             is large on any rank is sent sooner, and 4 are as good as all.
         bits: of a value: 8, 4, or with a shared mask 32 (the network's own sum of fp32). Fewer => fewer bytes, and a
@@ -61,10 +79,12 @@ class Trickle(SharedMask):
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "d0.003": {"density": 0.003},
         "shared": {"density": 0.05, "mask": "shared"},
+        "merged": {"mask": "merged", "bits": 4},
     }
 
     density: float = 0.01
-    mask: Literal["own", "shared"] = "own"
+    mask: Literal["own", "shared", "merged"] = "own"
+    answer: float = 0.1
     choosers: int = 4
     bits: Literal[2, 4, 8, 32] = 8
     group: int = 64
@@ -74,16 +94,19 @@ class Trickle(SharedMask):
         super().__post_init__()
         check_density(self.name, self.density)
         self.must(self.choosers >= 1, "choosers", "is a number of ranks, 1 or more")
-        if self.mask == "own":
-            self.refuse_idle("mask='own'", "choosers", "weights")
+        check_density(self.name, self.answer, "answer")
+        for knob, masks_with in OF_MASKS.items():
+            if self.mask not in masks_with:
+                self.refuse_idle(f"mask='{self.mask}'", knob)
         if self.bits in (2, 32):
             self.refuse_idle(f"bits={self.bits}", "group")
-        if self.mask == "own" and self.bits == 32:
+        if self.mask != "shared" and self.bits == 32:
             raise ThinwireError("trickle: bits=32 is for mask='shared'; topk(feedback='update') sends values so")
         if self.bits == 2 and self.density * TILE < 4:
             raise ThinwireError(f"trickle: bits=2 sends 4 of every {TILE} values at least: density is 4/{TILE} or more")
-        if self.mask == "shared" and self.bits == 2:
-            raise ThinwireError("trickle: bits=2 is for mask='own': take 4, 8 or 32 with a shared mask")
+        if self.mask != "own" and self.bits == 2:
+            most = "4, 8 or 32" if self.mask == "shared" else "4 or 8"
+            raise ThinwireError(f"trickle: bits=2 is for mask='own': take {most} with mask='{self.mask}'")
 
     def make_codec(self) -> Codec | None:
         if self.bits == 2:
@@ -95,8 +118,14 @@ class Trickle(SharedMask):
         return self.mask == "own"
 
     @property
+    def promise(self) -> Promise:
+        if self.mask != "merged":
+            return self.conserves
+        return replace(self.conserves, waits={"residual": 1.0, "server": 1.0})
+
+    @property
     def at_one_mask(self) -> bool:
-        return self.mask == "shared" and self.density < 1
+        return self.mask != "own" and (self.answer if self.mask == "merged" else self.density) < 1
 
     @property
     def gathers(self) -> bool:
@@ -115,17 +144,19 @@ class Trickle(SharedMask):
 
     @property
     def usual_portion(self) -> float:
-        return portion_of(self.density / (2 if self.mask == "shared" else 1))
+        return portion_of(self.density / (2 if self.mask == "shared" else 1))  # (not asked for with servers)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        if self.mask == "merged":
+            self._merge(bucket, exchange)
+            return
         residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
         if self.bits == 2:
             exchange.mean(bucket, self.codec, residual=residual)
             bucket.clear_padding(residual.new)  # nobody reads it, and a level may stand where a zero was sent
             return
         if self.mask == "own":
-            segments = tuple((segment.start, segment.width, self._k(segment.span)) for segment in bucket.segments)
-            exchange.mean(bucket, TopKIntegers(segments, self._quantizer), residual=residual)
+            exchange.mean(bucket, self._largest(bucket, self.density), residual=residual)
             return
         bucket.rows.add_(residual.old)  # type: ignore[arg-type]
         codec = self._at_shared_mask(bucket, exchange)
@@ -136,14 +167,33 @@ class Trickle(SharedMask):
         assert isinstance(self.codec, Integers)
         return self.codec
 
-    def _k(self, columns: int) -> int:
-        return count_of(self.density, columns)
+    def _largest(self, bucket: Bucket, density: float) -> TopKIntegers:
+        segments = ((segment.start, segment.width, count_of(density, segment.span)) for segment in bucket.segments)
+        return TopKIntegers(tuple(segments), self._quantizer)
+
+    def _merge(self, bucket: Bucket, exchange: Exchange) -> None:
+        own = self._largest(bucket, self.density)
+        if not exchange.owner:
+            mean_both_ways(bucket, exchange, own, self.state, answer=self._largest(bucket, self.answer))
+            return
+        served = serve(bucket, exchange, own, self.state)  # in bucket.mean
+        served.add_(self.state.read("server", bucket, rows=1))
+        counts = [count_of(self.answer, segment.span) for segment in bucket.segments]
+        positions = Positions(tuple((of.width, k) for of, k in zip(bucket.segments, counts, strict=True)))
+        wires = bucket.scratch("positions", (exchange.rows, positions.nbytes), torch.uint8)
+        wire = bucket.scratch("chosen", (1, positions.nbytes), torch.uint8)
+        with exchange.span("encode", served):
+            positions.choose(served, wire, scratch(bucket), rest=self.state.write("server", bucket, rows=1))
+        if self.encodes_weights:
+            exchange.gather(wires, wire[0])
+            with exchange.span("decode", served):
+                self.settle(bucket, positions.read(wires, self.words_of(bucket), scratch(bucket)), counts, choosers=1)
 
     def _at_shared_mask(self, bucket: Bucket, exchange: Exchange) -> Masked | MaskedIntegers:
         """In step t rank r chooses its share of the positions of rows r + t, r + t + 1, ...; everybody gets all."""
         rows, space = bucket.shape[0], scratch(bucket)
         choosers = choosers_of(self.choosers, self.density, rows)
-        counts = [self._k(segment.span) for segment in bucket.segments]
+        counts = [count_of(self.density, segment.span) for segment in bucket.segments]
         each = [max(k // choosers, 1) for k in counts]
         positions = Positions(tuple((of.width, k) for of, k in zip(bucket.segments, each, strict=True)))
         wires = bucket.scratch("positions", (rows, choosers, positions.nbytes), torch.uint8)

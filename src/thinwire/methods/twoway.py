@@ -13,6 +13,8 @@ The two errors are kept apart, s with the server, and not in the exchange's ``re
 server's own e: the same sum, but as part of one worker's message, N times as large as the rest, it would have to pass
 through C once more, and set the scale of its group there. For a codec whose error is small the two forms agree to
 first order; for these, whose error is as large as the value, they do not.
+
+The way back may have a codec C' of its own: of many workers' few largest values there are more in the mean.
 """
 
 from __future__ import annotations
@@ -25,43 +27,50 @@ from torch import Tensor
 from thinwire.bucket import Bucket, Segment
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.sign import Sign
-from thinwire.collectives import Exchange
+from thinwire.collectives import Exchange, scratch
 from thinwire.state import State
 
 
 def mean_both_ways(
-    bucket: Bucket, exchange: Exchange, codec: Codec, state: State, *, back: bool = True
+    bucket: Bucket, exchange: Exchange, codec: Codec, state: State, *, answer: Codec | None = None, back: bool = True
 ) -> Tensor | None:
-    """``bucket.mean`` = C[mean_n C[``bucket.rows`` + e_n] + s]; ``bucket.rows`` (N, n) are overwritten.
+    """``bucket.mean`` = C'[mean_n C[``bucket.rows`` + e_n] + s]; ``bucket.rows`` (N, n) are overwritten.
 
     Args:
         codec: C, not linear.
         state: where e_n, "residual" (N, n), and s, "server" (1, n), wait.
+        answer: C'; C where it is left out.
         back: False: servers keep the mean of what arrived as it is, without s; only where each rank owns its row.
 
     Returns:
         the wires (N, m) of all servers, the same bytes on every rank, in a buffer of the bucket's; None without a way
         back.
     """
-    bucket.rows.add_(state.read("residual", bucket))
-    _clear(bucket, bucket.rows)
-    error = Residual(None, state.write("residual", bucket))
-    served = exchange.serve(bucket, _on(codec, bucket), residual=error)
+    served = serve(bucket, exchange, codec, state)
     rank, n = exchange.rank, bucket.shape[1]
     if not back:
         _clear(bucket, served, rank)
         return None
     served.add_(state.read("server", bucket, rows=1))
     _clear(bucket, served, rank)
-    wires = bucket.scratch("served wires", (exchange.rows, codec.wire_numel(n)), codec.wire_dtype)
+    answer = codec if answer is None else answer
+    wires = bucket.scratch("served wires", (exchange.rows, answer.wire_numel(n)), answer.wire_dtype)
     mine = wires[rank : rank + 1]
     error = Residual(None, state.write("server", bucket, rows=1))
     with exchange.span("encode", served):
-        _on(codec, bucket, slice(rank, rank + 1)).encode(served, mine, residual=error)
+        _on(answer, bucket, slice(rank, rank + 1)).encode(served, mine, residual=error, space=scratch(bucket))
     exchange.gather(wires, mine[0].clone())
     with exchange.span("decode", bucket.mean):
-        codec.decode(exchange.kept(wires), bucket.mean)
+        answer.decode(exchange.kept(wires), bucket.mean, space=scratch(bucket))
     return wires
+
+
+def serve(bucket: Bucket, exchange: Exchange, codec: Codec, state: State) -> Tensor:
+    """(1, n) of this rank's row: mean_n C[``bucket.rows`` + e_n], and e_n is what that leaves out."""
+    bucket.rows.add_(state.read("residual", bucket))
+    _clear(bucket, bucket.rows)
+    error = Residual(None, state.write("residual", bucket))
+    return exchange.serve(bucket, _on(codec, bucket), residual=error)
 
 
 def _on(codec: Codec, bucket: Bucket, rows: slice = slice(None)) -> Codec:
