@@ -255,7 +255,9 @@ class Plan:
     def _grows(self) -> str | None:
         if self.dense_from is None:
             return None
-        return f"what {self.method} sends grows with the ranks: from {self.dense_from} on, dense sends less"
+        instead = self._road.last.method.AT_SCALE
+        grows = f"what {self.method} sends grows with the ranks: from {self.dense_from} on, dense sends less"
+        return f"{grows}; {instead} does not grow" if instead else grows
 
     @property
     def note(self) -> str | None:

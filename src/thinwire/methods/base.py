@@ -69,6 +69,8 @@ class Method:
     """Named settings: ``"radius:paper"`` on the command line, further knobs in parentheses behind it."""
     INSTEAD: ClassVar[Mapping[str, str]] = {}
     """Presets that are another method's: what was measured best where this one costs much of the loss."""
+    AT_SCALE: ClassVar[str] = ""
+    """What to take in its place among many ranks, if its bytes grow with them (``gathers``)."""
     ABSENT: ClassVar[Mapping[str, str]] = {}
     """Knobs of the base class that this method has not, and why: setting one is refused, and they are not listed."""
 

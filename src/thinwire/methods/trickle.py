@@ -76,6 +76,7 @@ class Trickle(SharedMask):
     """
 
     name: ClassVar[str] = "trickle"
+    AT_SCALE: ClassVar[str] = "trickle:merged"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "d0.003": {"density": 0.003},
         "shared": {"density": 0.05, "mask": "shared"},
