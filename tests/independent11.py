@@ -103,15 +103,31 @@ def symmetric_integers(x: Array, levels: int, group: int | None, wire: Callable[
     return out.reshape(x.shape)
 
 
-def top_k_int8(h: Array, k: int, group: int | None, wire: Callable[[float], float] = float) -> Array:
-    """top_k with 8-bit values: the k values sent, in order of position, in groups; scale = absmax / 127."""
+def top_k_integers(h: Array, k: int, levels: int, group: int | None, wire: Callable[[float], float] = float) -> Array:
+    """top_k with integers: the k values sent, in order of position, in groups; scale = absmax / levels."""
     flat = h.reshape(-1)
     positions = largest(h, k)
-    values = symmetric_integers(array([flat[i] for i in positions]), 127, group, wire)
+    values = symmetric_integers(array([flat[i] for i in positions]), levels, group, wire)
     out = np.zeros(flat.size)
     for i, value in zip(positions, values, strict=True):
         out[i] = value
     return out.reshape(h.shape)
+
+
+def top_k_int8(h: Array, k: int, group: int | None, wire: Callable[[float], float] = float) -> Array:
+    """top_k with 8-bit values."""
+    return top_k_integers(h, k, 127, group, wire)
+
+
+def in_rows(h: Array, rows: int, compress: Callable[[Array], Array]) -> Array:
+    """Each of `rows` rows of span = ceil(numel / rows) consecutive values by itself; zeros fill up the last ones."""
+    flat = h.reshape(-1)
+    span = -(-flat.size // rows)
+    filled, out = np.zeros(rows * span), np.zeros(rows * span)
+    filled[: flat.size] = flat
+    for row in range(rows):
+        out[row * span : (row + 1) * span] = compress(filled[row * span : (row + 1) * span])
+    return out[: flat.size].reshape(h.shape)
 
 
 def sign_mean(h: Array, group: int | None = None) -> Array:
@@ -174,6 +190,41 @@ class RadiusUpdates:
         return [at_positions(h, self.masks[tensor]) for h in hs]
 
 
+class Merged:
+    """Own masks that a server per row merges: one row of each tensor per worker, and row j's server is worker j.
+
+    As a compressor it is C, what the workers send: of each row of h its k = kept(span, density) largest, as integers of
+    -levels..levels. `server` (give it to Trickle) is C', what a row's server sends to all: the same of y with K =
+    kept(span, merged) and server_levels. Levels None: the values as they are (where a row's server owns its weights).
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        density: float,
+        merged: float,
+        group: int | None,
+        levels: int | None = 127,
+        server_levels: int | None = 127,
+        wire: Callable[[float], float] = float,
+    ) -> None:
+        self.workers, self.density, self.merged = workers, density, merged
+        self.group, self.levels, self.server_levels, self.wire = group, levels, server_levels, wire
+
+    def largest_of(self, row: Array, share: float, levels: int | None) -> Array:
+        """The largest of one row."""
+        k = kept(row.size, share)
+        return top_k(row, k) if levels is None else top_k_integers(row, k, levels, self.group, self.wire)
+
+    def __call__(self, tensor: int, t: int, hs: list[Array]) -> list[Array]:
+        """c of each worker."""
+        return [in_rows(h, self.workers, lambda row: self.largest_of(row, self.density, self.levels)) for h in hs]
+
+    def server(self, y: Array) -> Array:
+        """c of one tensor, of all rows' servers."""
+        return in_rows(y, self.workers, lambda row: self.largest_of(row, self.merged, self.server_levels))
+
+
 def orthonormal(p: Array) -> Array:
     """Gram-Schmidt on the columns (the modified one); a column of zeros stays."""
     p = array(p)
@@ -226,8 +277,9 @@ class Trickle:
 
     small[i]: tensor i is not compressed but gets AdamW (dense_b1, b2) of the mean gradient, without r.
     b1: a momentum inside, local and bias-corrected, in place of g_n (the text's "betas inside"); 0 is the algorithm.
+    server: what is delivered is not mean_n c_n but c = server(y) of y = mean_n c_n + s, and s = y - c waits there.
     rs: the r used in each step. taken, delivered: per compressed tensor, the sums over steps of the mean over workers
-    of what was put into h and of c.
+    of what was put into h and of what the weights moved by.
     """
 
     def __init__(
@@ -240,10 +292,12 @@ class Trickle:
         small: Sequence[bool] | None = None,
         b1: float = 0.0,
         dense_b1: float = 0.9,
+        server: Callable[[Array], Array] | None = None,
     ) -> None:
         self.weights = [array(w) for w in weights]
         self.workers = workers
         self.compress = compress
+        self.server = server
         self.sample = sample
         self.delayed = delayed
         self.small = [False] * len(self.weights) if small is None else list(small)
@@ -252,6 +306,7 @@ class Trickle:
         self.m = [zeros_like(self.weights) for _ in range(workers)]
         self.v = [zeros_like(self.weights) for _ in range(workers)]
         self.e = [zeros_like(self.weights) for _ in range(workers)]
+        self.s = zeros_like(self.weights)
         self.dense_m, self.dense_v = zeros_like(self.weights), zeros_like(self.weights)
         self.r: float | None = None
         self.rs: list[float] = []
@@ -294,9 +349,14 @@ class Trickle:
             cs = self.compress(i, t, [array(h) for h in hs])
             for n in range(self.workers):
                 self.e[n][i] = hs[n] - cs[n]
-            self.weights[i] = (1 - lr * wd) * self.weights[i] - mean_of(cs)
+            c = mean_of(cs)
+            if self.server is not None:
+                y = c + self.s[i]
+                c = self.server(y)
+                self.s[i] = y - c
+            self.weights[i] = (1 - lr * wd) * self.weights[i] - c
             self.taken[i] = self.taken[i] + mean_of(updates)
-            self.delivered[i] = self.delivered[i] + mean_of(cs)
+            self.delivered[i] = self.delivered[i] + c
         return [array(w) for w in self.weights]
 
     def update(self, n: int, i: int, t: int, g: Array, r: float, lr: float, b2: float, eps: float) -> Array:
@@ -319,9 +379,10 @@ class Trickle:
         self.weights[i] = (1 - lr * wd) * self.weights[i] - lr * update
 
     def deliver(self) -> list[Array]:
-        """One dense exchange of what waits: w -= mean_n e_n, e = 0."""
+        """One dense exchange of what waits: w -= mean_n e_n + s, e = 0, s = 0."""
         for i in range(len(self.weights)):
-            waiting = mean_of([e[i] for e in self.e])
+            waiting = mean_of([e[i] for e in self.e]) + self.s[i]
+            self.s[i] = np.zeros(waiting.shape)
             self.weights[i] = self.weights[i] - waiting
             self.delivered[i] = self.delivered[i] + waiting
             for n in range(self.workers):

@@ -127,6 +127,87 @@ def test_compressors_on_known_values():
     assert paper.margin(h, 1) == 0 and paper.margin(h, 3) == pytest.approx(1 / 3)
 
 
+def rows_apart(density):
+    """Own masks row by row, as they are, without a server: a compressor for three workers."""
+    return paper.each_worker(lambda h: paper.in_rows(h, 3, lambda row: paper.top_k(row, paper.kept(row.size, density))))
+
+
+@pytest.mark.parametrize("merged", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("levels", [(127, 127), (7, 7), (127, None), (None, None)])
+def test_merged_loses_nothing(levels, merged):
+    """Of 30 values in rows of 10, and of 7 in rows of 3, 3 and 1: what was taken was delivered or waits in e or s."""
+    steps, workers, wd = 14, 3, 0.1
+    gradients, lrs = drawn(steps, workers), [0.01 / t for t in range(1, steps + 1)]
+    merge = paper.Merged(workers, 0.2, merged, 4, *levels)
+    trickle = paper.Trickle(start(), workers, merge, three, server=merge.server)
+    seen = [start()]
+    for t, (g, lr) in enumerate(zip(gradients, lrs, strict=True), 1):
+        seen.append(trickle.step(t, g, lr, B2, EPS, wd))
+        for i in range(2):
+            waiting = [e[i] + trickle.s[i] for e in trickle.e]
+            assert paper.lost(trickle.taken[i], trickle.delivered[i], waiting) < 1e-12
+    for i in range(2):
+        taken = paper.taken_by([[worker[i] for worker in step] for step in gradients], lrs, trickle.rs, B2, EPS)
+        delivered = paper.delivered_by([weights[i] for weights in seen], lrs, wd)
+        assert paper.lost(taken, delivered, [e[i] + trickle.s[i] for e in trickle.e]) < 1e-12
+        assert max(np.abs(e[i]).max() for e in trickle.e) > 0
+        assert trickle.s[i].any() or (levels[1] is None and merged > 0.2)
+    trickle.deliver()
+    close(trickle.taken, trickle.delivered)
+    assert not any(s.any() for s in trickle.s)
+
+
+@pytest.mark.parametrize("merged", [0.6, 1.0])  # three workers choose 2 of 10 and 1 of 3, so at most 6 of 10
+def test_merged_beyond_the_union_is_own_masks_row_by_row(merged):
+    merge = paper.Merged(3, 0.2, merged, 4, None, None)
+    both = [paper.Trickle(start()[:1], 3, merge, three, server=merge.server)]
+    both.append(paper.Trickle(start()[:1], 3, rows_apart(0.2), three))
+    for t, g in enumerate(drawn(10, 3, SHAPES[:1]), 1):
+        close(*(trickle.step(t, g, 0.01, B2, EPS, 0.1) for trickle in both))
+        assert not both[0].s[0].any()
+        for n in range(3):
+            close(both[0].e[n], both[1].e[n])
+
+
+def test_merged_on_one_worker():
+    """One row. Unrounded it is own masks; at densities of 1 Adam without beta1; a server may send less."""
+    own = paper.each_worker(lambda h: paper.top_k(h, paper.kept(h.size, 0.2)))
+    plain = paper.Trickle(start(), 1, own, three)
+    merges = [paper.Merged(1, d, m, 4, None, None) for d, m in ((0.2, 0.2), (1.0, 1.0), (0.2, 0.1))]
+    same, full, less = (paper.Trickle(start(), 1, merge, three, server=merge.server) for merge in merges)
+    adam, weights = paper.AdamW(0.0, B2, EPS, 0.1), start()
+    for t, g in enumerate(drawn(10, 1), 1):
+        weights = adam.step(weights, g[0], 0.01)
+        close(same.step(t, g, 0.01, B2, EPS, 0.1), plain.step(t, g, 0.01, B2, EPS, 0.1))
+        close(full.step(t, g, 0.01, B2, EPS, 0.1), weights)
+        before, after = less.weights[0], less.step(t, g, 0.01, B2, EPS, 0.0)[0]
+        assert np.count_nonzero(before - after) == 3
+    assert less.s[0].any() and less.s[1].any() == (paper.kept(7, 0.1) < paper.kept(7, 0.2))
+
+
+def test_merged_by_hand():
+    """Two workers, five values in rows of three and two; two of three are chosen, and one of three is sent on."""
+
+    class Given(paper.Trickle):
+        def update(self, n, i, t, g, r, lr, b2, eps):
+            return g
+
+    merge = paper.Merged(2, 0.7, 0.4, 2, 7, 7)
+    trickle = Given([np.zeros(5)], 2, merge, None, server=merge.server)
+    # c_n (7, -2, 0, 14, 0), scales 1 and 2, and (-7, 0, 4, 1, -7), scales 1 and 1; y = (0, -1, 2, 7.5, -3.5)
+    g = [[np.array([7, -1.6, 1, 14, 0])], [np.array([-7, 0.5, 3.8, 1, -7])]]
+    close(trickle.step(1, g, 1.0, B2, EPS, 0.0), [[0, 0, -2, -7.5, 0]])
+    close([trickle.e[0][0], trickle.e[1][0]], [[0, 0.4, 1, 0, 0], [0, 0.5, -0.2, 0, 0]])
+    close(trickle.s, [[0, -1, 0, 0, -3.5]])
+    # nothing new: c_n (0, 3/7, 1, 0, 0) and (0, 1/2, -3/14, 0, 0), y = (0, 13/28 - 1, 11/28, 0, -3.5)
+    close(trickle.step(2, [[np.zeros(5)]] * 2, 1.0, B2, EPS, 0.0), [[0, 15 / 28, -2, -7.5, 3.5]])
+    close([trickle.e[0][0], trickle.e[1][0]], [[0, -1 / 35, 0, 0, 0], [0, 0, 1 / 70, 0, 0]])
+    close(trickle.s, [[0, 0, 11 / 28, 0, 0]])
+    y = np.array([7, -1.6, 1, 14, 0])
+    np.testing.assert_array_equal(paper.Merged(2, 0.7, 0.7, 2, 7, 7).server(y), [7, -2, 0, 14, 0])
+    np.testing.assert_array_equal(paper.Merged(2, 0.7, 0.7, 2, 7, None).server(y), [7, -1.6, 0, 14, 0])
+
+
 def test_radius_in_its_limits():
     for make in (lambda: paper.RadiusUpdates(0.1, 1), lambda: paper.RadiusUpdates(1.0, 5)):
         trickle, plain = (paper.Trickle(start(), 3, c, three) for c in (make(), paper.dense))
