@@ -77,6 +77,72 @@ def check(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), kind
 
 
+MIXED = parts_of(
+    (64, 0), (64, 64), (64 * 37, 1), (64 * 37, 30), (64 * 37, 40), (64 * 37, 1001), (64, 1), (1 << 16, 950),
+    (1 << 16, 970), (128, 128), (1 << 14, 0), (1 << 14, 1 << 14), group=1,
+)  # fmt: skip
+"""Of both kinds, some of them just below and above where they meet; with 40 of 64 * 37 both take the same."""
+
+
+def check_packing(fast: ModuleType, parts: tuple[Part, ...], device: str = "cpu") -> None:
+    """Positions that anybody may have chosen: ``fast`` writes what the reference writes, and both read it."""
+    n, size = parts[-1].start + parts[-1].width, sparse.packed_bytes(parts)
+    generator = torch.Generator().manual_seed(n)
+    found = torch.full((3, parts[-1].place + parts[-1].k), -1, dtype=torch.int32)
+    for row in found:
+        for start, width, k, place in parts:
+            row[place : place + k] = start + torch.randperm(width, generator=generator)[:k].sort().values
+    found = found.to(device)
+    wires = [torch.full((3, size + 16), 77, dtype=torch.uint8, device=device) for _ in range(2)]
+    for module, wire in zip((reference, fast), wires, strict=True):
+        module.pack(found, parts, wire[:, 8:-8])
+        again = torch.full((3, found.shape[1] + 2), POISON, dtype=torch.int32, device=device)
+        module.unpack(wire[:, 8:-8], parts, again[:, 1:-1])
+        assert torch.equal(again[:, 1:-1], found)
+        assert again[:, :: again.shape[1] - 1].eq(POISON).all()
+    assert torch.equal(*wires) and wires[0][:, :8].eq(77).all() and wires[0][:, -8:].eq(77).all()
+
+
+@pytest.mark.parametrize("width", [64, 128, 64 * 37, 1 << 14, 1 << 20])
+def test_positions_of_any_density(width):
+    for density in (0.0, 0.003, 0.0142, 0.0152, 0.05, 0.1, 0.5, 1.0):
+        k = int(density * width)
+        check_packing(cpu, parts_of((width, k)))
+        check_packing(cpu, parts_of((width, min(k | 1, width)), (64, 7), (width, k), group=1))
+
+
+def test_parts_of_both_kinds_in_a_row():
+    assert [part.low for part in MIXED] == [8, 4, 8, 8, 8, 4, 8, 8, 4, 4, 8, 4]
+    check_packing(cpu, MIXED)
+
+
+def test_the_size_of_positions():
+    """What the documentation says, rounded up to 8 bytes; what takes fewer is chosen, 8 bits if both take the same."""
+    for width in (64, 128, 640, 64 * 37, 1 << 14, 1 << 20):
+        for k in sorted({int(density * width) for density in torch.linspace(0, 1, 101).tolist()} | {1, width // 68}):
+            sizes = {
+                low: 8 * (math.ceil((k + math.ceil(width / 2**low)) / 64) + math.ceil(k * low / 64)) for low in (8, 4)
+            }
+            part = Part(0, width, k, 0)
+            assert part.low == (8 if sizes[8] <= sizes[4] else 4)
+            assert part.nbytes == min(sizes.values()) and part.string % 8 == 0
+            if width == 1 << 20 and k:
+                bits = min(9 + width / (256 * k), 5 + width / (16 * k))
+                assert 0 <= 8 * part.nbytes - k * bits < 128
+
+
+def check_leaving_out(fast: ModuleType, device: str = "cpu") -> None:
+    """Of a wire that no packing makes, what lies beyond its part is left out."""
+    parts = parts_of((64 * 9, 99), (64 * 9, 3), (128, 40), group=1)
+    wire = torch.randint(256, (4, sparse.packed_bytes(parts)), generator=torch.Generator().manual_seed(0))
+    found = torch.full((4, 142 + 2), POISON, dtype=torch.int32, device=device)
+    fast.unpack(wire.to(torch.uint8).to(device), parts, found[:, 1:-1])
+    assert found[:, ::143].eq(POISON).all()
+    for start, width, k, place in parts:
+        own = found[:, 1 + place : 1 + place + k]
+        assert ((own == -1) | (own >= start) & (own < start + width)).all()
+
+
 @pytest.mark.parametrize("kind", [None, *SPECIAL])
 def test_lists_equal_the_reference(kind):
     for parts in PARTS if kind is None else (PARTS[1], LONG):
@@ -113,6 +179,24 @@ def test_what_no_packing_says_is_refused():
         sparse.largest(torch.zeros(1, 192, dtype=torch.bfloat16), None, parts, None, found, torch.zeros(1, 5))
 
 
+def test_what_no_packing_says_is_refused_with_four_bits():
+    parts = parts_of((128, 40), (64, 21), group=1)
+    assert [part.low for part in parts] == [4, 4] and parts[0].nbytes == 32
+    found = torch.cat([torch.arange(88, 128), torch.arange(128, 170, 2)])[None].int()
+    wire = sparse.pack(found, parts, torch.empty(1, sparse.packed_bytes(parts), dtype=torch.uint8))
+    assert torch.equal(sparse.unpack(wire, parts, torch.empty_like(found)), found)
+    for at in (0, 32):
+        k = parts[at // 32].k
+        for ones in (0, 2**k // 2 - 1, 2 ** (k + 1) - 1, (2**k - 1) << (64 - k)):  # too few twice, too many, beyond
+            wrong = wire.clone()
+            wrong[0, at : at + 8] = torch.frombuffer(bytearray(ones.to_bytes(8, "little")), dtype=torch.uint8)
+            with pytest.raises(ThinwireError, match="wire of positions"):
+                sparse.unpack(wrong, parts, torch.empty_like(found))
+    for column in (-1, 128):
+        with pytest.raises(ThinwireError, match="as its parts say"):
+            sparse.pack(torch.cat([found[:, :39], torch.tensor([[column]]), found[:, 40:]], 1).int(), parts, wire)
+
+
 def test_an_encoding_is_that_of_a_mask_and_a_quantizer():
     """In separate passes: h = g + e, its mask, the values at it, the integers, and what they leave out."""
     segments, quantizer = ((0, 640, 13), (640, 64 * 50, 300)), Integers(64, 8)
@@ -144,6 +228,8 @@ import test_ops_lists as t
 from thinwire.ops.sparse import triton
 for parts, kind, way in zip(t.PARTS[1:] * 2, (None, None, "one of four", "nans of other bits"), t.FEEDBACK):
     t.check(triton, parts, kind, ways=(way,))
+t.check_packing(triton, t.MIXED)
+t.check_leaving_out(triton)
 print("checked")
 """
     done = run_python(code, TRITON_INTERPRET="1")
@@ -157,3 +243,5 @@ def test_lists_on_a_gpu():
 
     for parts in (*PARTS, LONG):
         check(triton, parts, device="cuda")
+    check_packing(triton, MIXED, device="cuda")
+    check_leaving_out(triton, device="cuda")

@@ -20,8 +20,8 @@ from thinwire.ops.backends import backend
 
 __all__ = ["LOW", "Part", "largest", "marked", "pack", "packed_bytes", "put", "sum_at", "unpack"]
 
-LOW = 8
-"""Bits of a position that are packed as they are."""
+LOW = (8, 4)
+"""Bits of a position that may be packed as they are; of those that take the fewest bytes the first."""
 
 _backend = backend("thinwire.ops.sparse")
 
@@ -38,14 +38,23 @@ class Part(NamedTuple):
     place: int
 
     @property
+    def low(self) -> int:
+        """Bits of a position that are packed as they are: 8, or 4 from about one chosen column in 68 on."""
+        return min(LOW, key=lambda low: sum(self._sizes(low)))
+
+    @property
     def string(self) -> int:
         """Bytes of what is packed of the upper bits: a multiple of 8."""
-        return -(-(self.k + -(-self.width >> LOW)) // 64) * 8
+        return self._sizes(self.low)[0]
 
     @property
     def nbytes(self) -> int:
         """Of both: a multiple of 8."""
-        return self.string + -(-self.k // 8) * 8
+        return sum(self._sizes(self.low))
+
+    def _sizes(self, low: int) -> tuple[int, int]:
+        """Bytes of the upper bits and of the ``low`` lower ones."""
+        return -(-(self.k + -(-self.width >> low)) // 64) * 8, -(-self.k * low // 64) * 8
 
 
 def packed_bytes(parts: Sequence[Part]) -> int:
@@ -87,10 +96,12 @@ def marked(rows: Tensor, parts: tuple[Part, ...], words: Tensor) -> Tensor:
 
 
 def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> Tensor:
-    """``found`` -> ``wire`` (R, packed_bytes) uint8, rows at multiples of 8 bytes: about 9 + width / (256 k) bits each.
+    """``found`` -> ``wire`` (R, packed_bytes) uint8, rows at multiples of 8 bytes.
 
-    Of the i-th position p of a part the lower byte is written as it is; of the rest, which rises, a one at place
-    (p >> 8) + i of a string of k + width / 256 bits: so many zeros before it as it is high (Elias 1974, Fano 1971).
+    Of the i-th position p of a part the lower b = ``Part.low`` bits are written as they are; of the rest, which rises,
+    a one at place (p >> b) + i of a string of k + width / 2^b bits: so many zeros before it as it is high (Elias 1974,
+    Fano 1971). A position takes about 9 + width / (256 k) bits with b = 8 and 5 + width / (16 k) with b = 4. A part's
+    string comes first, then its lower bits; what comes first is in the lowest bits of a byte.
     """
     if wire.numel():
         _backend(wire).pack(found, parts, wire)

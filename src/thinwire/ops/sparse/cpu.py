@@ -101,19 +101,51 @@ def _walked(values, threshold, ties, start, found, payload, place, to):
 
 
 @njit
+def _pack_part(found, start, width, string, lower, bits):
+    for i in range(found.size):
+        column = found[i] - start
+        if not 0 <= column < width:
+            return False
+        bit = i * bits
+        lower[bit >> 3] |= np.uint8((column & ((1 << bits) - 1)) << (bit & 7))
+        bit = (column >> bits) + i
+        string[bit >> 3] |= np.uint8(1 << (bit & 7))
+    return True
+
+
+@njit
 def _pack(found, stride, rows, table, wire, wire_stride):
     for row in range(rows):
         for part in range(len(table)):
-            start, width, k, place, string, low, _ = table[part]
-            string, low = row * wire_stride + string, row * wire_stride + low
-            for i in range(k):
-                column = found[row * stride + place + i] - start
-                if not 0 <= column < width:
-                    return False
-                bit = (column >> 8) + i
-                wire[low + i] = np.uint8(column & 255)
-                wire[string + (bit >> 3)] |= np.uint8(1 << (bit & 7))
+            start, width, k, place, first, low, end, bits = table[part]
+            own = found[row * stride + place : row * stride + place + k]
+            octets = wire[row * wire_stride + first : row * wire_stride + end]
+            if bits == 8:  # a constant, for which the loop is compiled: with a variable it takes twice as long
+                done = _pack_part(own, start, width, octets[:low], octets[low:], 8)
+            else:
+                done = _pack_part(own, start, width, octets[:low], octets[low:], 4)
+            if not done:
+                return False
     return True
+
+
+@njit
+def _unpack_part(string, lower, start, width, found, bits):
+    i = 0
+    for word in range(string.size):
+        ones = string[word]
+        while ones != 0:
+            if i == found.size:
+                return False
+            bit = i * bits
+            low = (np.int64(lower[bit >> 3]) >> (bit & 7)) & ((1 << bits) - 1)
+            column = ((WORD * word + np.int64(trailing_zeros(ones)) - i) << bits) + low
+            if column >= width:
+                return False
+            found[i] = start + column
+            i += 1
+            ones &= ones - uint64(1)
+    return i == found.size
 
 
 @njit
@@ -121,21 +153,15 @@ def _unpack(wire, wire_stride, rows, table, found, stride, m):
     for row in range(rows):
         found[row * stride : row * stride + m] = -1
         for part in range(len(table)):
-            start, width, k, place, string, low, size = table[part]
-            string, low = row * wire_stride + string, row * wire_stride + low
-            i = 0
-            for octet in range(size):
-                bits = uint64(wire[string + octet])
-                while bits != 0:
-                    if i == k:
-                        return False
-                    column = ((8 * octet + np.int64(trailing_zeros(bits)) - i) << 8) + wire[low + i]
-                    if column >= width:
-                        return False
-                    found[row * stride + place + i] = start + column
-                    i += 1
-                    bits &= bits - uint64(1)
-            if i != k:
+            start, width, k, place, first, low, end, bits = table[part]
+            own = found[row * stride + place : row * stride + place + k]
+            octets = wire[row * wire_stride + first : row * wire_stride + end]
+            string = octets[:low].view(np.uint64)
+            if bits == 8:
+                done = _unpack_part(string, octets[low:], start, width, own, 8)
+            else:
+                done = _unpack_part(string, octets[low:], start, width, own, 4)
+            if not done:
                 return False
     return True
 
@@ -229,12 +255,13 @@ def _bracket(values: list[Any], width: int, feedback: bool, k: int) -> tuple[np.
 
 @functools.cache
 def _table(parts: tuple[Part, ...]) -> np.ndarray:
-    """(parts, 7): of each what it says, where its string and its lower bytes are in a wire, and the string's bytes."""
+    """(parts, 8): of each what it says, where it begins in a wire, how far from there its lower bits do, where it ends,
+    and how many lower bits a position has."""
     rows, first = [], 0
     for part in parts:
-        rows.append((*part, first, first + part.string, part.string))
+        rows.append((*part, first, part.string, first + part.nbytes, part.low))
         first += part.nbytes
-    return np.array(rows, np.int64).reshape(-1, 7)
+    return np.array(rows, np.int64).reshape(-1, 8)
 
 
 marked = reference.marked

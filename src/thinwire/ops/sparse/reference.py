@@ -40,19 +40,19 @@ def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> None:
     wire.zero_()
     for part, string, low in _places(parts, wire):
         at = found[:, part.place : part.place + part.k] - part.start
-        low.copy_(at & 255)
-        bits = torch.zeros(len(wire), 8 * part.string, dtype=torch.bool, device=wire.device)
-        bits.scatter_(1, ((at >> 8) + _count(at)).long(), True)
-        octets = bits.view(len(wire), -1, 8).int() << torch.arange(8, device=wire.device)
-        string.copy_(octets.sum(2))
+        bits = torch.zeros(len(wire), 8 * part.string, dtype=torch.int32, device=wire.device)
+        _write(bits.scatter_(1, ((at >> part.low) + _count(at)).long(), 1), 1, string)
+        lower = at.new_zeros(len(wire), 8 * low.shape[1] // part.low)
+        lower[:, : part.k] = at & (1 << part.low) - 1
+        _write(lower, part.low, low)
 
 
 def unpack(wire: Tensor, parts: tuple[Part, ...], found: Tensor) -> None:
     found.fill_(-1)
     for part, string, low in _places(parts, wire):
-        bits = string.int().unsqueeze(2) >> torch.arange(8, device=wire.device) & 1
-        at = bits.flatten(1).nonzero()[:, 1].view(low.shape).int()
-        found[:, part.place : part.place + part.k] = (at - _count(at) << 8) + low + part.start
+        at = _read(string, 1).nonzero()[:, 1].view(len(wire), part.k).int()
+        lower = _read(low, part.low)[:, : part.k]
+        found[:, part.place : part.place + part.k] = (at - _count(at) << part.low) + lower + part.start
 
 
 def put(payload: Tensor, found: Tensor, out: Tensor) -> None:
@@ -72,10 +72,21 @@ def _count(at: Tensor) -> Tensor:
     return torch.arange(at.shape[1], dtype=torch.int32, device=at.device)
 
 
+def _write(entries: Tensor, bits: int, octets: Tensor) -> None:
+    """``octets`` (R, m) = ``entries`` (R, 8 m / bits) of so many bits, the first in a byte's lowest."""
+    shifts = torch.arange(0, 8, bits, device=octets.device)
+    octets.copy_((entries.view(*octets.shape, len(shifts)) << shifts).sum(2))
+
+
+def _read(octets: Tensor, bits: int) -> Tensor:
+    """The entries, int32."""
+    return (octets.int().unsqueeze(2) >> torch.arange(0, 8, bits, device=octets.device) & (1 << bits) - 1).flatten(1)
+
+
 def _places(parts: tuple[Part, ...], wire: Tensor) -> Iterator[tuple[Part, Tensor, Tensor]]:
-    """Of each part its string and its lower bytes, views of ``wire``."""
+    """Of each part its string and its lower bits, views of ``wire``."""
     first = 0
     for part in parts:
-        low = first + part.string
-        yield part, wire[:, first:low], wire[:, low : low + part.k]
-        first += part.nbytes
+        low, end = first + part.string, first + part.nbytes
+        yield part, wire[:, first:low], wire[:, low:end]
+        first = end

@@ -148,37 +148,46 @@ def _list(
     tl.store(payload + row * payload_stride + place, values, mask=chosen)
 
 
+@triton.jit
+def _lower(words, part, i, bits):
+    """Where the lower bits of the i-th positions are: their words, which come after the string's, and the bit."""
+    bit = i * bits
+    return words + tl.load(part + 6) // 8 + bit // 64, bit % 64
+
+
 @kernel
 def _pack(
-    found, found_stride, words, words_stride, octets, octets_stride, programs, parts, BLOCK: tl.constexpr,
+    found, found_stride, words, words_stride, programs, parts, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``words`` and ``octets`` are the same wire, the first in zeros where strings are."""
+    """``words`` are zeros: of each several programs may set bits."""
     row, _, part = _part_of(programs, parts, 8)
     i = (tl.program_id(0) - tl.load(part + 4)) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tl.load(part + 2)
     at = tl.load(found + row * found_stride + tl.load(part + 3) + i, mask=inside, other=0).to(tl.int64)
     at -= tl.load(part)
     inside = inside & (at >= 0) & (at < tl.load(part + 1))
-    tl.store(octets + row * octets_stride + tl.load(part + 6) + i, (at & 255).to(tl.uint8), mask=inside)
-    bit = (at >> 8) + i
-    one = tl.full((BLOCK,), 1, tl.int64) << (bit & 63)
+    bits = tl.load(part + 7)
     words += row * words_stride + tl.load(part + 5) // 8
+    place, low = _lower(words, part, i, bits)
+    tl.atomic_or(place, (at & ((1 << bits) - 1)) << low, mask=inside, sem="relaxed")
+    bit = (at >> bits) + i
+    one = tl.full((BLOCK,), 1, tl.int64) << (bit & 63)
     tl.atomic_or(words + (bit >> 6), one, mask=inside, sem="relaxed")
 
 
 @triton.jit
 def _string(words, stride, programs, parts, BLOCK: tl.constexpr):
-    """Of this program's bits of a string: row, part, their places, and which are ones."""
+    """Of this program's bits of a string: row, part, its words, their places, and which are ones."""
     row, _, part = _part_of(programs, parts, 8)
     bit = (tl.program_id(0) - tl.load(part + 4)) * BLOCK + tl.arange(0, BLOCK)
     words += row * stride + tl.load(part + 5) // 8
-    word = tl.load(words + bit // 64, mask=bit < 8 * tl.load(part + 7), other=0)
-    return row, part, bit, ((word >> (bit % 64)) & 1) != 0
+    word = tl.load(words + bit // 64, mask=bit < 8 * tl.load(part + 6), other=0)
+    return row, part, words, bit, ((word >> (bit % 64)) & 1) != 0
 
 
 @kernel
 def _ones(words, words_stride, programs, parts, tallies, tallies_stride, BLOCK: tl.constexpr):
-    row, _, _, ones = _string(words, words_stride, programs, parts, BLOCK)
+    row, _, _, _, ones = _string(words, words_stride, programs, parts, BLOCK)
     tallies += row * tallies_stride
     tl.store(tallies, 0, mask=tl.program_id(0) == 0)
     tl.store(tallies + tl.program_id(0) + 1, tl.sum(ones.to(tl.int32), 0))
@@ -186,14 +195,14 @@ def _ones(words, words_stride, programs, parts, tallies, tallies_stride, BLOCK: 
 
 @kernel
 def _unpack(
-    words, words_stride, octets, octets_stride, programs, parts, tallies, tallies_stride, found, found_stride,
-    BLOCK: tl.constexpr,
+    words, words_stride, programs, parts, tallies, tallies_stride, found, found_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, part, bit, ones = _string(words, words_stride, programs, parts, BLOCK)
+    row, part, words, bit, ones = _string(words, words_stride, programs, parts, BLOCK)
     i = _before(tallies + row * tallies_stride, tl.load(part + 4), ones)
     inside = ones & (i < tl.load(part + 2))
-    low = tl.load(octets + row * octets_stride + tl.load(part + 6) + i, mask=inside, other=0).to(tl.int64)
-    at = ((bit - i).to(tl.int64) << 8) + low
+    bits = tl.load(part + 7)
+    place, low = _lower(words, part, i, bits)
+    at = ((bit - i) << bits) + (tl.load(place, mask=inside, other=0) >> low & ((1 << bits) - 1))
     to = found + row * found_stride + tl.load(part + 3) + i
     tl.store(to, (tl.load(part) + at).to(tl.int32), mask=inside & (at < tl.load(part + 1)))
 
@@ -229,12 +238,13 @@ def _sum_at(
 @functools.cache
 def _tables(parts: tuple[Part, ...], by: str, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(programs along a row,) int32, the part of each; (parts * 8,) int64: what a part says, its first program, where
-    its string and its lower bytes are in a wire, and the string's bytes. ``by``: what programs divide of a part."""
+    its string is in a wire, the string's bytes, after which the lower bits come, and how many of these a position has.
+    ``by``: what programs divide of a part."""
     sizes = {"columns": [of.width for of in parts], "lists": [of.k for of in parts]}
     programs, firsts = programs_of(sizes.get(by, [8 * of.string for of in parts]), block)
     table, place = [], 0
     for part, first in zip(parts, firsts, strict=True):
-        table += [*part, first, place, place + part.string, part.string]
+        table += [*part, first, place, part.string, part.low]
         place += part.nbytes
     return (
         torch.tensor(programs, dtype=torch.int32, device=device), torch.tensor(table, dtype=torch.int64, device=device)
@@ -289,26 +299,25 @@ def marked(rows: Tensor, parts: tuple[Part, ...], words: Tensor) -> None:
     from_indices(found, words)
 
 
-def _views(wire: Tensor) -> tuple[Tensor, Tensor]:
-    """Its words, and its bytes."""
-    return viewable(wire).view(torch.int64), wire
+def _words(wire: Tensor) -> Tensor:
+    return viewable(wire).view(torch.int64)
 
 
 def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> None:
     wire.zero_()
     programs, table = _tables(parts, "lists", BLOCK, wire.device)
     if len(programs):
-        launch(_pack, (len(programs), len(wire)), found, *_views(wire), programs, table, BLOCK=BLOCK)
+        launch(_pack, (len(programs), len(wire)), found, _words(wire), programs, table, BLOCK=BLOCK)
 
 
 def unpack(wire: Tensor, parts: tuple[Part, ...], found: Tensor) -> None:
     found.fill_(-1)
-    words, octets = _views(wire)
+    words = _words(wire)
     programs, table = _tables(parts, "strings", BLOCK, wire.device)
     tallies = torch.empty((len(wire), 1 + len(programs)), dtype=torch.int32, device=wire.device)
     grid = (len(programs), len(wire))
     launch(_ones, grid, words, programs, table, tallies, BLOCK=BLOCK)
-    launch(_unpack, grid, words, octets, programs, table, tallies.cumsum_(1), found, BLOCK=BLOCK)
+    launch(_unpack, grid, words, programs, table, tallies.cumsum_(1), found, BLOCK=BLOCK)
 
 
 def put(payload: Tensor, found: Tensor, out: Tensor) -> None:
