@@ -202,7 +202,7 @@ def test_frozen_adam_against_loops(topology):
             served = paper.s[0][n * chunk : (n + 1) * chunk]
             assert np.abs(rank[step]["server/a"][0].double().numpy() - served).max() < 1e-5
             assert step == WARMUP or rank[step]["bytes"].item() == planned
-    assert planned == 2 * (size - 1) * (8 + 24 + 12 + 3 * 4)  # a string, lower bytes, codes of 24 values, 3 scales
+    assert planned == 2 * (size - 1) * (8 + 16 + 12 + 3 * 4)  # a string, lower bits, codes of 24 values, 3 scales
 
 
 def test_frozen_adam_keeps_what_it_sent_in_few_bits():

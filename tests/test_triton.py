@@ -150,8 +150,7 @@ def test_the_machine_code_of_all_kernels(capability, tmp_path):
         assert not found["narrow"] and not found["specialized"], found
         assert not found["fused"] or found["kernel"].startswith("projection."), found
         widths = {int(access[2:]) for access in found["accesses"]}
-        by_bytes = found["kernel"] in ("sparse._pack", "sparse._unpack")  # of positions, as many as are sent
-        by_bytes = by_bytes or found["constants"].get("NARROW")  # small tensors in bfloat16, which lie anywhere
+        by_bytes = found["constants"].get("NARROW")  # small tensors in bfloat16, which lie anywhere
         assert min(widths) >= 4 or by_bytes, found
         by_places = found["constants"].get("ALL") is False or found["kernel"] == "mask._unpack"
         if {"ALIGN", "WIRE"} & found["constants"].keys() and not by_places and "projection" not in found["kernel"]:
