@@ -28,7 +28,7 @@ LEVELS = 4
 class Positions:
     """The set bits of masks, ``k`` in every row of a part of ``width``, in few bits each.
 
-    9 + width / (256 k) bits, or 5 + width / (16 k), whichever is less: 9.4 for one in a hundred, 6.25 for one in twenty.
+    9 + width / (256 k) bits, or 5 + width / (16 k), whichever is less: 9.4 for one in a hundred, 6.25 for one in 20.
     How they are packed is said in ``thinwire.ops.sparse``. The size depends on width and k alone.
 
     Attributes:
