@@ -174,10 +174,9 @@ class Plan:
     @functools.cached_property
     def rows(self) -> list[Row]:
         """One for each trainable parameter."""
-        dtypes = {p.name: self._wire_dtype or p.dtype for p in self._parameters}
         sent = self._apart.parameters
         return [
-            Row(p, self._why[p.name], sent[p.name], self._road.dense_bytes(p, dtypes[p.name]))
+            Row(p, self._why[p.name], sent[p.name], self._road.dense_bytes(p, self._wire_dtype or p.dtype))
             for p in self._parameters
         ]
 
@@ -231,33 +230,29 @@ class Plan:
     def dense_from(self) -> int | None:
         """From so many ranks on the engine's dense exchange sends less, by the largest parameter; None: never.
 
-        A message m that all ranks receive of each costs (N - 1) m, a ring of D bytes 2 (N - 1) / N D: both, as (N - 1)
-        / N (m N + 2 D). So two numbers of ranks tell m and D.
+        A message m to all costs (N - 1) m, a ring of D bytes 2 (N - 1) / N D. Two N tell m N and 2 D (``of``) apart.
         """
         last, sent = self._road.last, self._sent(self._road.last)
         if not last.method.gathers or last.exchange.owner or len(self._road.stages) > 1 or self.ranks == 1 or not sent:
             return None
-        largest = max(sent, key=lambda parameter: parameter.numel)
-        layout, ranks = apart([largest], self._road, self._wire_dtype), self.ranks
+        largest, ranks = max(sent, key=lambda parameter: parameter.numel), self.ranks
+        layout = apart([largest], self._road, self._wire_dtype)
 
         def of(size: int) -> float:
-            """m N + 2 D among so many ranks."""
-            exchange = last.exchange.on(lambda _: CountingComm(0, size, range(size), Ledger()))
-            road = Road([replace(last, exchange=exchange)])
-            found = rehearse(layout, road, self._run, self._guards, watched=False).parameters[largest.name]
-            return found * size / (size - 1)
+            on = last.exchange.on(lambda _: CountingComm(0, size, range(size), Ledger()))
+            found = rehearse(layout, Road([replace(last, exchange=on)]), self._run, self._guards, watched=False)
+            return found.parameters[largest.name] * size / (size - 1)
 
         one, two = of(ranks), of(2 * ranks)
         dense = self._road.dense_bytes(largest, self._wire_dtype or largest.dtype) * ranks / (ranks - 1)
-        return int((dense - (2 * one - two)) / (two - one) * ranks) + 1
+        return int((dense - 2 * one + two) / (two - one) * ranks) + 1
 
     @property
     def _grows(self) -> str | None:
         if self.dense_from is None:
             return None
-        instead = self._road.last.method.AT_SCALE
-        grows = f"what {self.method} sends grows with the ranks: from {self.dense_from} on, dense sends less"
-        return f"{grows}; {instead} does not grow" if instead else grows
+        instead = f"; {of} does not grow" if (of := self._road.last.method.AT_SCALE) else ""
+        return f"what {self.method} sends grows with the ranks: from {self.dense_from} on, dense sends less{instead}"
 
     @property
     def note(self) -> str | None:

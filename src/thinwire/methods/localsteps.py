@@ -16,7 +16,8 @@ SparseLoCo (Sarfi et al., arXiv 2508.15706, Alg. 1) is top-k of D in place of th
 
 with chunks of 4096 values, k = 128, and a Q of 2 bits (``trickle(bits=2)``).
 LS1 is one bit each way, every 2 to 4 steps; there a rank's v counts as N times the noise of the mean's
-(``second_moment``).
+(``second_moment``). With the largest of D in place of signs (``local-steps:recommended``) a round brings nearly what it
+brings in fp32, for fewer bytes (docs/training.md).
 
 Where ours differs. A ``start``, in which gradients are averaged at every step, in fp32 or in few bits (``start_bits``);
 its last step is dense and brings what waits, so that all begin alike. Steps are counted whether a rank
@@ -103,6 +104,10 @@ class LocalSteps(Method):
         ("dense", "send"), "the outer method has: outer=\"int8(dense='*bias')\""
     )
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "recommended": {
+            "every": 4, "start": 0.1, "start_bits": 4, "outer": "trickle(density=0.05,bits=4,feedback='gradient')",
+            "outer_lr": 1.0, "outer_momentum": 0.0, "second_moment": "mean",
+        },
         "diloco": {"every": 500, "outer_lr": 0.7, "outer_momentum": 0.9},
         "sparseloco": {
             "every": 30, "outer": "trickle(density=0.03125,bits=2,feedback='gradient',smallest=4096)", "outer_lr": 1.0,
