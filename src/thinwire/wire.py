@@ -419,8 +419,8 @@ class Wire:
         """Say that weights were given other values than the optimizer's, on all ranks, through ``.data``.
 
         Other changes in place, ``load_state_dict`` among them, are noticed. It matters to methods that send something
-        else than the values of sharded weights (sdp4bit, zeropp, qsdp, scape, trickle:shared, tagc:shared): what has
-        left of them is gathered anew.
+        else than the values of sharded weights (sdp4bit, zeropp, qsdp, scape, trickle:shared and :merged, tagc:shared):
+        what has left of them is gathered anew.
         """
         self.engine.weights_changed()
 

@@ -35,10 +35,10 @@ class SharedMask(ErrorFeedback):
     """What methods have in common that can send values at one mask for all ranks: sharded weights follow it.
 
     Args:
-        weights: with mask="shared" and feedback="update", what is gathered of weights that FSDP2 shards: "masked", the
-            values at the mask (a copy of all weights stays in memory, float32), or "dense"; the same weights bit for
-            bit. "auto": masked where FSDP2 gathers float32, dense where MixedPrecisionPolicy(param_dtype=) has it
-            gather fewer bits, which cannot be kept up to date.
+        weights: with one mask for all ranks (mask="shared", or "merged") and feedback="update", what is gathered of
+            weights that FSDP2 shards: "masked", the values at the mask (a copy of all weights stays in memory,
+            float32), or "dense"; the same weights bit for bit. "auto": masked where FSDP2 gathers float32, dense where
+            MixedPrecisionPolicy(param_dtype=) has it gather fewer bits, which cannot be kept up to date.
     """
 
     weights: Literal["auto", "masked", "dense"] = field(default="auto", kw_only=True)

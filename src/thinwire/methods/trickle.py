@@ -6,7 +6,7 @@
     c = C[h];  e_n = h - c                  C: the k largest |h| of each tensor, as integers with a scale per group
     w = (1 - lr decay) w - mean_n c
 
-Every rank chooses positions of its own, which travel in about nine bits each: bytes grow with the number of ranks. Or
+Every rank chooses positions of its own, which travel in nine bits or less: bytes grow with the number of ranks. Or
 (``mask="shared"``) ranks share one mask, and only its values travel: of the N rows of a tensor each rank chooses a
 quarter of the positions in four, others every step, by its own |h|. That is as much as all positions in one, whatever N
 is. (One chooser for a row costs more of the loss: another rank's large values are not always where its own are.)
@@ -66,7 +66,7 @@ class Trickle(SharedMask):
             weights: that they move); higher => more bytes, and less waits with them. As much as all ranks together
             choose (N density at most) leaves nothing.
         choosers: with mask="shared", ranks that choose each part of it, a share of the positions each; more => what
-            is large on any rank is sent sooner, and 4 are as good as all.
+            is large on any rank is sent sooner; with 16 ranks 8 lose less than 4 do (docs/training.md).
         bits: of a value: 8, 4, or with a shared mask 32 (the network's own sum of fp32). Fewer => fewer bytes, and a
             larger share of what is sent waits. 2, with masks of their own, is SparseLoCo's wire (arXiv 2508.15706): of
             every 4096 values k = int(density * 4096), down to a multiple of 4, as the means of four bins, with
