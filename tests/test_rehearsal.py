@@ -48,6 +48,14 @@ def test_any_number_of_ranks(name):
             assert set(found.sent) <= {"inter", "intra"} and (size > 8 or "inter" not in found.sent)
 
 
+@pytest.mark.parametrize("spec", ["trickle(smallest=0)", "topk(smallest=0)"])
+def test_where_the_least_message_is_more_than_dense_it_is_from_two_ranks_on(spec):
+    """A sample of 64 values from a tensor of 25."""
+    exchange = exchange_of("ddp", 4)
+    plan = plan_of(resolve(spec), parameters_for(exchange, {"w": (5, 5)}).values(), exchange)
+    assert plan.dense_from == 2 and "from 2 on, dense sends less" in " ".join(str(plan).split())
+
+
 @pytest.mark.parametrize("name", [*NAMES, "trickle(mask='shared')", "trickle(mask='merged')", "tagc(mask='shared')"])
 def test_what_grows_with_the_ranks_is_declared_and_told(name):
     """Four times as many ranks: as many bytes, but for what is gathered."""

@@ -245,13 +245,13 @@ class Plan:
 
         one, two = of(ranks), of(2 * ranks)
         dense = self._road.dense_bytes(largest, self._wire_dtype or largest.dtype) * ranks / (ranks - 1)
-        return int((dense - 2 * one + two) / (two - one) * ranks) + 1
+        return max(int((dense - 2 * one + two) / (two - one) * ranks) + 1, 2)
 
     @property
     def _grows(self) -> str | None:
         if self.dense_from is None:
             return None
-        instead = f"; {of} does not grow" if (of := self._road.last.method.AT_SCALE) else ""
+        instead = f"; {of} does not grow" if (of := self._road.last.method.at_scale) else ""
         return f"what {self.method} sends grows with the ranks: from {self.dense_from} on, dense sends less{instead}"
 
     @property

@@ -62,18 +62,28 @@ class Positions:
         """Memory for the lists of so many rows."""
         return space(("positions", rows), (rows, self.size), torch.int32)
 
-    def choose(self, rows: Tensor, out: Tensor, space: Space, rest: Tensor | None = None) -> None:
-        """Where |``rows``| (R, n) are largest -> ``out`` (R, nbytes) uint8, rows at multiples of 8 bytes.
+    def choose(self, rows: Tensor, out: Tensor, space: Space) -> None:
+        """Where |``rows``| (R, n) are largest -> ``out`` (R, nbytes) uint8, rows at multiples of 8 bytes."""
+        found, _ = self._largest(rows, None, space)
+        self.pack(found, out)
 
-        With ``rest`` (R, n) the other values go there, and ``rows`` keep those that are chosen: zeros elsewhere.
+    def split(self, rows: Tensor, rest: Tensor, space: Space) -> Tensor:
+        """``rows`` (R, n) keep their largest, the others go to ``rest`` (R, n); zeros in their place. Where these are.
         """
+        found, values = self._largest(rows, rest, space)
+        sparse.put(values, found, rows.zero_())
+        sparse.put(values.zero_(), found, rest)
+        return found
+
+    def pack(self, found: Tensor, out: Tensor) -> None:
+        """``found`` of ``split`` -> ``out`` (R, nbytes), as ``choose`` has it."""
+        sparse.pack(found, self.lists, out)
+
+    def _largest(self, rows: Tensor, new: Tensor | None, space: Space) -> tuple[Tensor, Tensor]:
         shape = len(rows), self.size
         found, values = space("chosen", shape, torch.int32), space("their values", shape, torch.float32)
-        sparse.largest(rows, None, self.lists, rest, found, values)
-        sparse.pack(found, self.lists, out)
-        if rest is not None:
-            sparse.put(values, found, rows.zero_())
-            sparse.put(values.zero_(), found, rest)
+        sparse.largest(rows, None, self.lists, new, found, values)
+        return found, values
 
     def read(self, wire: Tensor, words: Tensor, space: Space) -> Tensor:
         """``words`` (R, n / 64) from ``wire`` (L R, nbytes): a row of it has what any of L rows says, which are next to

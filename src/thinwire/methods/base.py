@@ -69,8 +69,6 @@ class Method:
     """Named settings: ``"radius:paper"`` on the command line, further knobs in parentheses behind it."""
     INSTEAD: ClassVar[Mapping[str, str]] = {}
     """Presets that are another method's: what was measured best where this one costs much of the loss."""
-    AT_SCALE: ClassVar[str] = ""
-    """What to take in its place among many ranks, if its bytes grow with them (``gathers``)."""
     ABSENT: ClassVar[Mapping[str, str]] = {}
     """Knobs of the base class that this method has not, and why: setting one is refused, and they are not listed."""
 
@@ -290,6 +288,11 @@ class Method:
         """Where all ranks want the result: does each of them receive every rank's message, so that what a rank sends
         grows with their number?"""
         return False
+
+    @property
+    def at_scale(self) -> str:
+        """What to write in its place among many ranks, if it ``gathers`` and something else does not."""
+        return ""
 
     @property
     def moves(self) -> Collection[str]:

@@ -249,6 +249,10 @@ class LocalSteps(Method):
         return self._outer.offloads
 
     @property
+    def gathers(self) -> bool:
+        return self._outer.gathers
+
+    @property
     def resized(self) -> Mapping[str, Resized]:
         own: dict[str, Resized] = {
             "anchor": "shard", "outer momentum": "shard", OWN_WEIGHT: "shard", f"{OWN_MOMENT}*": "mean",

@@ -6,7 +6,7 @@
     c = C[h];  e_n = h - c                  C: the k largest |h| of each tensor, as integers with a scale per group
     w = (1 - lr decay) w - mean_n c
 
-Every rank chooses positions of its own, which travel in nine bits or less: bytes grow with the number of ranks. Or
+Every rank chooses positions of its own, which travel in about nine bits each: bytes grow with the number of ranks. Or
 (``mask="shared"``) ranks share one mask, and only its values travel: of the N rows of a tensor each rank chooses a
 quarter of the positions in four, others every step, by its own |h|. That is as much as all positions in one, whatever N
 is. (One chooser for a row costs more of the loss: another rank's large values are not always where its own are.)
@@ -23,12 +23,13 @@ On FSDP2 servers are the owners of the weights, and weights are gathered at the 
 it c is 0.
 
 Of what is sent, a ``portion`` is delivered, and the rest goes on waiting: at a density of 0.01 all of it, at 0.05 a
-fourth, with a shared mask a half. Delivered whole, what is sent of many values is mostly the last step's noise.
+fourth, with a shared mask a half. Delivered whole, what is sent of many values is mostly the last step's noise. Servers
+deliver all of c: take a density of about 0.01 with them, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -57,14 +58,14 @@ class Trickle(SharedMask):
 
     Args:
         density: share of each tensor's values that is sent (k = max(int(density * numel), 1)); lower => fewer bytes,
-            longer waits. With weights sharded, of each shard's.
+            longer waits. With weights sharded, of each shard's; with servers, of each row's.
         mask: "own": each rank its own largest values with their positions; bytes grow with the number of ranks.
             "shared": values at one mask for all, whose bytes do not grow; takes a larger density (0.05).
             "merged": each rank's own go to the server of their row, and the largest of the mean from there to all; the
             bytes do not grow either.
         answer: with mask="merged", the share of each tensor's values that servers send to all (owners of sharded
-            weights: that they move); higher => more bytes, and less waits with them. As much as all ranks together
-            choose (N density at most) leaves nothing.
+            weights: that they move); higher => more bytes, and less waits with them: what all ranks together choose,
+            N density at most, leaves nothing but what is rounded off.
         choosers: with mask="shared", ranks that choose each part of it, a share of the positions each; more => what
             is large on any rank is sent sooner; with 16 ranks 8 lose less than 4 do (docs/training.md).
         bits: of a value: 8, 4, or with a shared mask 32 (the network's own sum of fp32). Fewer => fewer bytes, and a
@@ -76,7 +77,6 @@ class Trickle(SharedMask):
     """
 
     name: ClassVar[str] = "trickle"
-    AT_SCALE: ClassVar[str] = "trickle:merged"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "d0.003": {"density": 0.003},
         "shared": {"density": 0.05, "mask": "shared"},
@@ -96,8 +96,8 @@ class Trickle(SharedMask):
         check_density(self.name, self.density)
         self.must(self.choosers >= 1, "choosers", "is a number of ranks, 1 or more")
         check_density(self.name, self.answer, "answer")
-        for knob, masks_with in OF_MASKS.items():
-            if self.mask not in masks_with:
+        for knob, fits in OF_MASKS.items():
+            if self.mask not in fits:
                 self.refuse_idle(f"mask='{self.mask}'", knob)
         if self.bits in (2, 32):
             self.refuse_idle(f"bits={self.bits}", "group")
@@ -133,19 +133,26 @@ class Trickle(SharedMask):
         return self.mask == "own"
 
     @property
+    def at_scale(self) -> str:
+        """The same merged by servers, whose values have no 2 bits and no ``portion``."""
+        return str(replace(self, mask="merged", bits=max(self.bits, 4), portion=None)) if self.mask == "own" else ""
+
+    @property
     def granule(self) -> int:
         return TILE if self.bits == 2 else masks.WORD
 
     @property
-    def delay(self) -> Delay:
+    def delay(self) -> Delay | None:
         if self.feedback == "gradient":
             return Delay.of_largest(self.density, self.start)
+        if self.mask == "merged" and self.answer < 0.05:
+            return None
         one = self.mask == "shared" and self.choosers == 1
         return Delay.of_steps(self.density, self.start, self.delivered, one=one)
 
     @property
     def usual_portion(self) -> float:
-        return portion_of(self.density / (2 if self.mask == "shared" else 1))  # (not asked for with servers)
+        return portion_of(self.density / (2 if self.mask == "shared" else 1))
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         if self.mask == "merged":
@@ -180,12 +187,14 @@ class Trickle(SharedMask):
         served = serve(bucket, exchange, own, self.state)  # in bucket.mean
         served.add_(self.state.read("server", bucket, rows=1))
         counts = [count_of(self.answer, segment.span) for segment in bucket.segments]
-        positions = Positions(tuple((of.width, k) for of, k in zip(bucket.segments, counts, strict=True)))
-        wires = bucket.scratch("positions", (exchange.rows, positions.nbytes), torch.uint8)
-        wire = bucket.scratch("chosen", (1, positions.nbytes), torch.uint8)
+        positions = _positions(bucket, counts)
         with exchange.span("encode", served):
-            positions.choose(served, wire, scratch(bucket), rest=self.state.write("server", bucket, rows=1))
+            found = positions.split(served, self.state.write("server", bucket, rows=1), scratch(bucket))
         if self.encodes_weights:
+            wires = bucket.scratch("positions", (exchange.rows, positions.nbytes), torch.uint8)
+            wire = bucket.scratch("chosen", (1, positions.nbytes), torch.uint8)
+            with exchange.span("encode", served):
+                positions.pack(found, wire)
             exchange.gather(wires, wire[0])
             with exchange.span("decode", served):
                 self.settle(bucket, positions.read(wires, self.words_of(bucket), scratch(bucket)), counts, choosers=1)
@@ -195,8 +204,7 @@ class Trickle(SharedMask):
         rows, space = bucket.shape[0], scratch(bucket)
         choosers = choosers_of(self.choosers, self.density, rows)
         counts = [count_of(self.density, segment.span) for segment in bucket.segments]
-        each = [max(k // choosers, 1) for k in counts]
-        positions = Positions(tuple((of.width, k) for of, k in zip(bucket.segments, each, strict=True)))
+        positions = _positions(bucket, [max(k // choosers, 1) for k in counts])
         wires = bucket.scratch("positions", (rows, choosers, positions.nbytes), torch.uint8)
         wire = bucket.scratch("chosen", wires.shape[1:], torch.uint8)
         with exchange.span("encode", bucket.rows):
@@ -214,6 +222,11 @@ class Trickle(SharedMask):
             return Masked(words, sum(counts), owner_row=exchange.rank, before=before)
         at = tuple((segment.width // masks.WORD, k) for segment, k in zip(bucket.segments, counts, strict=True))
         return MaskedIntegers(words, at, self._quantizer, owner_row=exchange.rank, before=before)
+
+
+def _positions(bucket: Bucket, counts: Sequence[int]) -> Positions:
+    """Of so many values of each of the bucket's segments."""
+    return Positions(tuple((segment.width, k) for segment, k in zip(bucket.segments, counts, strict=True)))
 
 
 def _order(rows: int, choosers: int) -> Tensor:
