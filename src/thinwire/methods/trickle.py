@@ -67,7 +67,7 @@ class Trickle(SharedMask):
             weights: that they move); higher => more bytes, and less waits with them: what all ranks together choose,
             N density at most, leaves nothing but what is rounded off.
         choosers: with mask="shared", ranks that choose each part of it, a share of the positions each; more => what
-            is large on any rank is sent sooner; with 16 ranks 8 lose less than 4 do (docs/training.md).
+            is large on any rank is sent sooner; with 16 ranks 8 lose less than 4 do, and servers less than either.
         bits: of a value: 8, 4, or with a shared mask 32 (the network's own sum of fp32). Fewer => fewer bytes, and a
             larger share of what is sent waits. 2, with masks of their own, is SparseLoCo's wire (arXiv 2508.15706): of
             every 4096 values k = int(density * 4096), down to a multiple of 4, as the means of four bins, with
