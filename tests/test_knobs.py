@@ -338,7 +338,8 @@ def test_a_method_that_compresses_nothing_says_why_and_what_helps():
     [
         ("int8(dense='*', smallest=0)", "named in dense=", "take them out of dense="),
         ("powersgd(rank=8, smallest=0)", "rank 8 saves nothing", "lower rank"),
-        ("tagc(select='x', smallest=0)", "not selected", "select"), ("topk", "small (< 65536)", "lower smallest"),
+        ("tagc(select='x', smallest=0)", "not selected", "select"),
+        ("topk(feedback='gradient')", "small (< 65536)", "lower smallest"),
     ],
 )  # fmt: skip
 def test_the_knob_that_helps_is_that_of_the_reason_that_keeps_most(method, why, helps):

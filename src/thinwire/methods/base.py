@@ -36,6 +36,8 @@ Resized = Literal["equal", "shard", "mean", "anew"]
 """See ``Method.resized``."""
 SMALL = 64 * 1024
 """Elements below which a tensor is not worth compressing: 0.3% of a model's values, most of an 8-bit wire's error."""
+MATRIX = 1024
+"""Elements below which nothing is a matrix of a model's: all others are sent where what is sent are steps."""
 
 
 @dataclass
@@ -464,7 +466,9 @@ class ErrorFeedback(Method):
     Args:
         start: dense before: a share of the run below 1, or a number of optimizer steps. Later => more bytes, and the
             first steps, in which weights move fastest, lose nothing to waiting.
-        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
+        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed). None: 65,536 where
+            gradients are sent; 1024, so all matrices, where steps are: with attention left to AdamW's momentum beside
+            them a short run from scratch loses up to 25% (docs/training.md).
         feedback: what is sent, and what waits. "gradient": as the papers have it, for any optimizer. "update": steps of
             the weights, from this rank's gradient by Adam's rule without momentum (``methods/update.py``): what waits
             is then not scaled anew when it is sent, and a short run keeps dense's loss. Needs ``torch.optim.AdamW``,
@@ -483,7 +487,7 @@ class ErrorFeedback(Method):
     """
 
     start: float = 0
-    smallest: int = SMALL
+    smallest: int | None = None
     feedback: Literal["gradient", "update"] = "gradient"
     beta1: float = 0.0
     factored: bool = False
@@ -493,7 +497,7 @@ class ErrorFeedback(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_start(self.name, "start", self.start)
-        check_smallest(self.name, self.smallest)
+        check_smallest(self.name, self.least)
         self.must(0 <= self.beta1 < 1, "beta1", "is the decay of an average, from 0 to below 1")
         if self.feedback == "gradient":
             self.refuse_idle("feedback='gradient' (the optimizer has its own)", *OF_UPDATES)
@@ -513,6 +517,13 @@ class ErrorFeedback(Method):
             if self.direction == "muon":
                 refuse_chunks(f"{self.name}(direction='muon')", run)
             self.update_space = UpdateSpace(self, run)
+
+    @property
+    def least(self) -> int:
+        """``smallest``, as it is used."""
+        if self.smallest is not None:
+            return self.smallest
+        return MATRIX if self.feedback == "update" else SMALL
 
     @property
     def promise(self) -> Promise:
@@ -565,7 +576,7 @@ class ErrorFeedback(Method):
     def policy(self, parameter: Parameter) -> str | None:
         if self.direction == "muon" and len(parameter.shape) > 2:
             return "not a matrix"
-        return exempt_small(parameter, self.smallest)
+        return exempt_small(parameter, self.least)
 
     @property
     def resized(self) -> Mapping[str, Resized]:
