@@ -176,8 +176,8 @@ class Trickle(SharedMask):
         return self.codec
 
     def _largest(self, bucket: Bucket, density: float) -> TopKIntegers:
-        segments = ((segment.start, segment.width, count_of(density, segment.span)) for segment in bucket.segments)
-        return TopKIntegers(tuple(segments), self._quantizer)
+        counts = zip(bucket.segments, _counts(bucket, density), strict=True)
+        return TopKIntegers(tuple((segment.start, segment.width, k) for segment, k in counts), self._quantizer)
 
     def _merge(self, bucket: Bucket, exchange: Exchange) -> None:
         own = self._largest(bucket, self.density)
@@ -186,7 +186,7 @@ class Trickle(SharedMask):
             return
         served = serve(bucket, exchange, own, self.state)  # in bucket.mean
         served.add_(self.state.read("server", bucket, rows=1))
-        counts = [count_of(self.answer, segment.span) for segment in bucket.segments]
+        counts = _counts(bucket, self.answer)
         positions = _positions(bucket, counts)
         with exchange.span("encode", served):
             found = positions.split(served, self.state.write("server", bucket, rows=1), scratch(bucket))
@@ -203,7 +203,7 @@ class Trickle(SharedMask):
         """In step t rank r chooses its share of the positions of rows r + t, r + t + 1, ...; everybody gets all."""
         rows, space = bucket.shape[0], scratch(bucket)
         choosers = choosers_of(self.choosers, self.density, rows)
-        counts = [count_of(self.density, segment.span) for segment in bucket.segments]
+        counts = _counts(bucket, self.density)
         positions = _positions(bucket, [max(k // choosers, 1) for k in counts])
         wires = bucket.scratch("positions", (rows, choosers, positions.nbytes), torch.uint8)
         wire = bucket.scratch("chosen", wires.shape[1:], torch.uint8)
@@ -222,6 +222,11 @@ class Trickle(SharedMask):
             return Masked(words, sum(counts), owner_row=exchange.rank, before=before)
         at = tuple((segment.width // masks.WORD, k) for segment, k in zip(bucket.segments, counts, strict=True))
         return MaskedIntegers(words, at, self._quantizer, owner_row=exchange.rank, before=before)
+
+
+def _counts(bucket: Bucket, density: float) -> list[int]:
+    """How many values of each of the bucket's segments are sent, in each row."""
+    return [count_of(density, segment.span) for segment in bucket.segments]
 
 
 def _positions(bucket: Bucket, counts: Sequence[int]) -> Positions:
