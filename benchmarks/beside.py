@@ -1,6 +1,7 @@
-"""What does it cost that a part of a model stays dense beside steps? The training loss of the tiny model in one step.
+"""What does it cost that a part of a model stays dense beside steps? The training loss in one step, and held out.
 
     python benchmarks/beside.py --corpora DIR "trickle(smallest=1024)" "trickle(smallest=1024,dense='*attention.*')"
+    python benchmarks/beside.py --corpora DIR --model small --text wikitext "trickle(smallest=65536)"
 
 With ``--clip`` the norm that gradients are clipped at. What came of it is in docs/training.md, "What stays dense beside
 steps".
@@ -25,16 +26,22 @@ def main() -> None:
     parser.add_argument("methods", nargs="+")
     parser.add_argument("--corpora", type=Path, required=True)
     parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--model", choices=regimes.MODELS, default="tiny")
+    parser.add_argument("--text", choices=regimes.TEXTS, default="peps")
     parser.add_argument("--clip", type=float, nargs="+", default=[1.0])
     args = parser.parse_args()
     torch.set_num_threads(1)
     for method in args.methods:
         for clip in args.clip:
-            job = regimes.Job("scratch", "peps", "tiny", 4, method, args.lr, 0, 800, "")
+            job = regimes.Job("scratch", args.text, args.model, 4, method, args.lr, 0, 800, "")
             config = replace(job.config(), clip=clip)
-            text = regimes.windows_of(args.corpora, regimes.TEXTS["peps"][0], config.sequence, config.seed)
-            losses = virtual.train(config, text, batched=True).losses
-            print(f"{method}, clip {clip:g}: {losses[STEP]:.3f} in step {STEP}, {losses[-1]:.3f} in the last")
+            names, length = regimes.TEXTS[args.text], config.sequence
+            text, held_out = (regimes.windows_of(args.corpora, name, length, config.seed) for name in names)
+            trained = virtual.train(config, text, batched=True)
+            sequences = regimes.batches(held_out.spread(regimes.EVALUATED), 16)
+            valid = virtual.evaluate(trained.ranks[0].replica.model, sequences)
+            print(f"{method}, {args.model}, {args.text}, lr {args.lr:g}, clip {clip:g}: {trained.losses[STEP]:.3f} in "
+                  f"step {STEP}, {trained.losses[-1]:.3f} in the last; held out {valid:.3f}", flush=True)
 
 
 if __name__ == "__main__":

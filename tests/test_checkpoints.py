@@ -224,6 +224,8 @@ class Stub:
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.state
 
+    def hand_over(self) -> None: ...
+
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.state = state
 

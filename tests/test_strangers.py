@@ -503,3 +503,229 @@ def test_weights_that_were_written_through_data_are_gathered_anew(kind, world, s
         assert all(right)
         if rank == world - 1 and spec != "dense":
             assert "given other values through .data" in said
+
+
+# ---------------------------------------------------------------------------------- what another optimizer would need
+
+UPDATES = [name for name, cls in BY_NAME.items() if small(cls).promise.of == "updates"]
+
+
+def moments_of(model, optimizer):
+    """(step, exp_avg, exp_avg_sq) of each parameter, as ``optimizer.state_dict()`` has it."""
+    state = optimizer.state_dict()["state"]
+    return {
+        name: tuple(state[i][kind] for kind in ("step", "exp_avg", "exp_avg_sq"))
+        for i, (name, _) in enumerate(model.named_parameters())
+    }
+
+
+def _handed_over(rank, world, kind, more):
+    """Against r mean_n v_n from the saved states of all ranks; and the run goes on as if nothing had been."""
+    warnings.simplefilter("ignore")
+    broken = []
+    for name in [name for name in UPDATES if runs(kind, name)]:
+        ends = []
+        for hands in (False, True):
+            model = build(kind, world)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            wire = thinwire.compress(model, optimizer, small(BY_NAME[name], start=1), **more)
+            for step in range(STEPS):
+                if hands and step == 5:
+                    alone = moments_of(model, optimizer)
+                    wire.hand_over()
+                    together = moments_of(model, optimizer)
+                    states = [None] * world
+                    dist.all_gather_object(states, wire.state_dict())
+                    broken += _differing(f"{name} on {kind}", model, wire, states, alone, together)
+                advance(model, optimizer, wire, rank, step)
+            ends.append(flat(model))
+            held = [weight for weight in model.parameters() if "exp_avg" in optimizer.state.get(weight, {})]
+            if len(held) != sum(wire.method.keep_dense(p) is not None for p in wire.engine.parameters.values()):
+                broken.append(f"{name} on {kind}: moments of compressed parameters stay in memory")
+            wire.close()
+        if not torch.equal(*ends):
+            broken.append(f"{name} on {kind}: the run is another one after it")
+    return broken
+
+
+def _differing(case, model, wire, states, alone, together):
+    merged = {key: value for state in states for key, value in state.items()}
+    for name, weight in model.named_parameters():
+        bare = name.removeprefix("module.")
+        parts = [value for key, value in merged.items() if key.endswith(f"/second/{bare}")]
+        count, first, second = together[name]
+        if not parts:
+            continue
+        r = next(value for key, value in merged.items() if key.endswith("=alike/"))
+        if int(count) != 5 or first.any():  # in the first step, which was dense, v is learned all the same
+            yield f"{case}: step {count} and exp_avg of {name}"
+        if wire.engine.kind == "hsdp":
+            continue  # each node's rows are another shard's: below, against the local ones
+        rows = torch.stack(parts).mean(0)  # (R, span), of as many rows as owners
+        if wire.engine.levels is not None and wire.engine.kind == "ddp":
+            continue
+        expected = (r * rows).flatten()
+        expected = expected[dist.get_rank() * rows.shape[1] :] if wire.engine.kind == "fsdp2" else expected
+        expected = expected[: local(weight).numel()].view(local(weight).shape)
+        if not torch.allclose(local(second), expected, rtol=1e-5, atol=0):
+            yield f"{case}: exp_avg_sq of {name}"
+        if local(alone[name][2]).shape != local(second).shape:
+            yield f"{case}: alone, exp_avg_sq of {name}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "more"), [("ddp", 3, {}), ("fsdp2", 3, {}), ("hsdp", 4, {}), ("ddp", 4, {"two_level": True})]
+)
+def test_hand_over_gives_the_optimizer_what_another_would_need(kind, world, more):
+    for broken in ranks.run(_handed_over, world, kind, more, LOCAL_WORLD_SIZE="2" if more else str(world)):
+        assert not broken
+
+
+def _goes_on_dense(rank, world, kind):
+    """How far plain AdamW's first step goes after a run of trickle, in lr, by what it has of the second moments."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for how in ("handed over", "alone", "nothing"):
+        model = build(kind, world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        wire = thinwire.compress(model, optimizer, "trickle(density=0.1, smallest=100)")
+        for step in range(30):
+            loss_of(model, step, rank).backward()
+            wire.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if how == "handed over":
+            wire.hand_over()
+        state = copy.deepcopy(optimizer.state_dict())
+        if how == "nothing":
+            state["state"] = {i: kept for i, kept in state["state"].items() if kept["exp_avg"].any()}
+        wire.close()
+        weights, model = copy.deepcopy(model.state_dict()), build(kind, world)
+        model.load_state_dict(weights)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        optimizer.load_state_dict(state)
+        before, moved = [local(weight.detach()).clone() for weight in model.parameters()], 0.0
+        loss_of(model, 30, rank).backward()
+        optimizer.step()
+        matrices = [(w, b) for w, b in zip(model.parameters(), before, strict=True) if w.dim() > 1]
+        moved = torch.cat([(local(w.detach()) - b).abs().flatten() for w, b in matrices]).mean() / 3e-3
+        found[how] = float(moved)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2)])
+def test_plain_adamw_goes_on_from_it_with_steps_of_their_usual_size(kind, world):
+    """Without second moments Adam's first step moves every value by lr; with them by what its gradient is worth."""
+    for moved in ranks.run(_goes_on_dense, world, kind):
+        assert moved["nothing"] > 0.8
+        assert moved["handed over"] < 0.5 * moved["nothing"] and moved["alone"] < 0.5 * moved["nothing"]
+
+
+def _plain_dcp(rank, world, kind, folder):
+    """Model, optimizer and wire in one call, as any checkpointer does it; a fresh run goes on bit for bit."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    warnings.simplefilter("ignore")
+    broken = []
+    for name in [name for name in dealt(NAMES, kind) if runs(kind, name)] + ["trickle"]:
+        model, optimizer, wire = begun(kind, world, name)
+        for step in range(STEPS // 2):
+            advance(model, optimizer, wire, rank, step)
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optim": moments, "wire": wire}, checkpoint_id=f"{folder}/{kind}-{name}")
+        for step in range(STEPS // 2, STEPS):
+            advance(model, optimizer, wire, rank, step)
+        end = flat(model)
+        wire.close()
+        model, optimizer, wire = begun(kind, world, name)
+        weights, moments = get_state_dict(model, optimizer)
+        try:
+            saved = {"model": weights, "optim": moments, "wire": wire}
+            dcp.load(saved, checkpoint_id=f"{folder}/{kind}-{name}")
+        except Exception as error:
+            broken.append(f"{name} on {kind}: {type(error).__name__}: {error}"[:300])
+            continue
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        for step in range(STEPS // 2, STEPS):
+            advance(model, optimizer, wire, rank, step)
+        if not torch.equal(end, flat(model)):
+            broken.append(f"{name} on {kind}: another run after it")
+        wire.close()
+    return broken
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_a_plain_checkpoint_of_all_three_loads_into_a_fresh_run(kind, world, tmp_path):
+    for broken in ranks.run(_plain_dcp, world, kind, str(tmp_path)):
+        assert not broken
+
+
+def _clips_by_the_whole(rank, world, kind, more):
+    """The norm that ``clip_grad_norm_`` returns is that of the whole mean gradient, and dense parts are cut by it.
+
+    All ranks have the same gradient: then r is 1 and the norm exact.
+    """
+    warnings.simplefilter("ignore")
+    wrong = []
+    for spec in ("trickle(density=0.5, smallest=100)", "int8(smallest=100)"):
+        model = build(kind, world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        wire = thinwire.compress(model, optimizer, spec, **more)
+        stock = build(kind, world)
+        for step in range(3):
+            stock.load_state_dict(model.state_dict())
+            stock.zero_grad()
+            loss_of(stock, step, 0).backward()
+            expected = nn.utils.clip_grad_norm_(stock.parameters(), 1e-3)
+            expected = float(expected.full_tensor() if hasattr(expected, "full_tensor") else expected)
+            loss_of(model, step, 0).backward()
+            norm = float(wire.clip_grad_norm_(1e-3))
+            if abs(norm / expected - 1) > 0.01:
+                wrong.append(f"{spec} on {kind}, step {step}: {norm}, not {expected}")
+            for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+                if ours.dim() == 1 and not torch.allclose(local(ours.grad), local(theirs.grad), rtol=0.03, atol=1e-9):
+                    wrong.append(f"{spec} on {kind}, step {step}: a dense gradient is clipped otherwise")
+            optimizer.step()
+            optimizer.zero_grad()
+        if spec.startswith("trickle"):
+            loss_of(model, 3, 0).backward()
+            if "norm_type=2" not in _message(lambda wire=wire: wire.clip_grad_norm_(1.0, float("inf"))):
+                wrong.append("another norm is not refused")
+        wire.close()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "more"), [("ddp", 2, {}), ("fsdp2", 2, {}), ("hsdp", 4, {}), ("ddp", 4, {"two_level": True})]
+)
+def test_a_clip_means_what_it_means_without_a_method(kind, world, more):
+    for wrong in ranks.run(_clips_by_the_whole, world, kind, more, LOCAL_WORLD_SIZE="2" if more else str(world)):
+        assert not wrong
+
+
+def _unlike(rank, world, kind):
+    """Rank 0 alone uses w1 in its second step."""
+    warnings.simplefilter("ignore")
+    model = given(kind, world, (64, 64), (64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wire = thinwire.compress(model, optimizer, "int8(smallest=0)", check_every=1)
+    for step in range(2):
+        gradients = noise(model, torch.Generator().manual_seed(rank))
+        if step and rank:
+            del gradients["w1"]
+
+        def backward(gradients=gradients):
+            model(gradients).backward()
+            optimizer.step()
+
+        said = _message(backward)
+    wire.close()
+    return said
+
+
+@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp", 4)])
+def test_a_parameter_that_some_ranks_alone_use_is_named_where_ranks_are_compared(kind, world):
+    said = ranks.run(_unlike, world, kind)
+    assert "has gradients of w0, w1, and another rank has others" in said[0]
+    assert "has gradients of w0, and another rank has others" in said[1]

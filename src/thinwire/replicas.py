@@ -9,7 +9,8 @@ ways it is done when they have met.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,6 +86,24 @@ class Replicas:
             wrong = [self._compare(comm, tensors, number) for comm, tensors in self._held()]
             for line in filter(None, wrong):
                 raise ThinwireError(line)
+
+    def look_at_names(self, number: int, names: Sequence[str]) -> None:
+        """The gradients of ``names`` are about to be exchanged in step ``number``; none: the optimizers are about to
+        step. Compared if a look is due: parameters that some ranks use and others do not make buffers of unlike sizes.
+
+        Raises:
+            ThinwireError: another rank exchanges others, on all ranks.
+        """
+        if number - self._last < self.every or self._turn.engine.kind == "ddp":  # which exchanges all or none
+            return
+        comm = self._comms[0]
+        words = hashlib.sha256("\n".join(names).encode()).digest()[:8]
+        hashes = _everybody(comm, torch.frombuffer(bytearray(words), dtype=torch.int64))
+        if len(set(hashes.flatten().tolist())) > 1:
+            raise ThinwireError(
+                f"step {number}: rank {comm.ranks[comm.rank]} has gradients of {', '.join(names) or 'nothing more'}, "
+                "and another rank has others: each rank must use the same parameters in a step"
+            )
 
     def _held(self) -> Iterator[tuple[GroupComm, dict[str, Tensor]]]:
         """What must be the same within a group of ranks."""

@@ -113,6 +113,8 @@ class Turn:
             self._abandon()
         elif again is not None:
             self._again(again)
+        if self._replicas is not None:
+            self._replicas.look_at_names(self.number, names)
         self._settled = False
         self._skipping.clear()
         self.norm = self.clip_factor = None
@@ -267,6 +269,8 @@ class Turn:
         """All ranks that take it agree whether the step counts, before any optimizer or state changes."""
         if self.engine.cut_short():  # the others are not asked: they may be waiting for this rank in the exchange
             raise ThinwireError(_MISSING.format(name=self.engine.missing() or "a parameter"))
+        if self._replicas is not None:
+            self._replicas.look_at_names(self.number, ())
         trouble = self._trouble()
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
         alone = self.method.alone(self.road.step)

@@ -485,10 +485,9 @@ class Wire:
         squared mean gradients, ``exp_avg`` = 0, and as ``step`` the gradients seen. One dense exchange. The next step
         with the method lets go of them again. With all other methods the optimizer has its moments: nothing is done.
 
-        ``optimizer.state_dict()`` alone, which is not collective, holds the same by this rank's own v_n.
-
-        Raises:
-            ThinwireError: the method does not know the second moment of each value (factored, direction="muon").
+        ``optimizer.state_dict()`` alone, which is not collective, holds the same by this rank's own v_n. Where there is
+        no second moment of each value (factored, direction="muon"; alone also two_level on DDP, where a rank has a part
+        of it) moments are those of a fresh optimizer.
         """
         self._turn.finish()
         method = self.method

@@ -50,6 +50,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from thinwire import device as devices
 from thinwire.bucket import Bucket, Segment
 from thinwire.collectives import Exchange
 from thinwire.comm import local
@@ -112,7 +113,7 @@ class UpdateSpace:
                 )
         self.steps = OwnSteps()
         self._alike: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
-        self._powers: list[Tensor] = []  # of each bucket in this step: mean_n |g_n|^2
+        self._powers: dict[str, Tensor] = {}  # of each tensor in this step: mean_n |g_n|^2
         self._lengths: dict[str, tuple[Tensor, int]] = {}  # of the first values of each c: to notice who scales it
         self._scaled: Tensor | None = None
 
@@ -212,17 +213,15 @@ class UpdateSpace:
 
     def send_second(self, bucket: Bucket, exchange: Exchange) -> None:
         """``bucket.mean`` = mean_n v_n: a dense exchange between two steps."""
-        if self._factored or self._matrices:
-            knob = "factored=True" if self._factored else "direction='muon'"
-            raise ThinwireError(f"{self._name}: with {knob} there is no second moment of each value to hand over")
-        bucket.rows.copy_(self._state.read("second", bucket))
+        if not self._factored:
+            bucket.rows.copy_(self._state.read("second", bucket))
         exchange.mean(bucket)
 
     def hand_over(self, name: str, second: Tensor) -> None:
         """``second`` = mean_n v_n, in the shape of this rank's part of ``name``, becomes the optimizer's."""
         weight, (optimizer, _) = self._run.weights[name], self._run.held[name]
         if self._state.get("seen", name) is not None:
-            optimizer.state[weight] = self._moments(name, second)
+            optimizer.state[weight] = self._moments(name, second if self._knows_second(name) else None)
 
     def moments_of(self, name: str) -> dict[str, Tensor] | None:
         """What torch's Adam would keep of ``name``, by this rank's own v_n; None: it keeps its own, as it always does.
@@ -232,13 +231,17 @@ class UpdateSpace:
         if self._state.get("seen", name) is None:
             return None
         second = None
-        if not (self._factored or name in self._matrices or self._run.chunk is not None):
+        if self._knows_second(name) and self._run.chunk is None:
             second = self._state.values("second", name)
         if second is None:
             return self._moments(name, None)
         exchange, size = self._run.exchange, local(self._run.weights[name]).numel()
         rows = second[exchange.rank : exchange.rank + 1] if exchange.owner else second
         return self._moments(name, rows.reshape(-1)[:size].view(local(self._run.weights[name]).shape))
+
+    def _knows_second(self, name: str) -> bool:
+        """Is there a second moment of each value of ``name``?"""
+        return not self._factored and name not in self._matrices
 
     def _moments(self, name: str, second: Tensor | None) -> dict[str, Tensor]:
         """``second``: of all values; None: no step was taken."""
@@ -268,7 +271,7 @@ class UpdateSpace:
         r = self._state.get("alike", "")
         if r is None:
             r = _ratio(self._all_alike(), self._run.exchange.rows)
-        return r * torch.stack(self._powers).sum()
+        return r * torch.stack([self._powers[name] for name in sorted(self._powers)]).sum()
 
     def _all_alike(self) -> Tensor:
         return torch.stack([self._alike[name] for name in sorted(self._alike)]).sum(0)
@@ -278,6 +281,7 @@ class UpdateSpace:
         for name in names:
             self.steps.names.discard(name)
             self._alike.pop(name, None)
+            self._powers.pop(name, None)
             self._lengths.pop(name, None)
 
     def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
@@ -344,13 +348,17 @@ class UpdateSpace:
         """
         places = bucket.once("sampled", lambda: self._places(bucket))
         count, tensors = len(places), len(bucket.segments)
-        # Values and their squares: of each tensor its samples, and a place more, in the first of which is |g_n|.
+        # Values and their squares: of each tensor its samples, and behind all of these its |g_n|.
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
         torch.take(bucket.rows, places, out=sums[0, :count])
-        torch.linalg.vector_norm(bucket.rows, out=sums[0, count])
+        if len(bucket.rows) == 1 or devices.streams(bucket.device) is None:
+            norms = torch._foreach_norm([bucket.columns(bucket.rows, segment) for segment in bucket.segments])
+            torch.stack(norms, out=sums[0, count:])
+        else:  # a launch for all tensors; its last bits depend on which tensors these are
+            torch.linalg.vector_norm(bucket.rows, out=sums[0, count])
         torch.square(sums[0], out=sums[1])
         exchange.all_mean(sums)
-        self._powers.append(sums[1, count])
+        self._powers.update(zip((segment.name for segment in bucket.segments), sums[1, count:], strict=True))
         of = sums[:, :count].view(2, -1, SAMPLE)
         alike = torch.stack([of[0].square().sum(1), of[1].sum(1)], 1)
         self._alike.update(zip((segment.name for segment in bucket.segments), alike, strict=True))

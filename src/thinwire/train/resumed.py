@@ -22,7 +22,9 @@ Resize = Literal["flush", "redistribute", "reset"]
 def tensors_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What this rank alone has, and what all have alike."""
+    """What this rank alone has, and what all have alike. Collective: the optimizer gets the moments of all that the
+    method steps in its place, so that the checkpoint is one to go on from without the method, too."""
+    wire.hand_over()
     own = {WIRE + key: value for key, value in wire.state_dict().items()}
     tensors: dict[str, Tensor] = {}
     for key, parameter in _named(model).items():
