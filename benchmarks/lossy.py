@@ -1,12 +1,12 @@
-"""Does a network that delays, loses and reorders packets change a bit? Every method: 20 steps there and on a quiet link.
+"""Does a network that delays, loses and reorders packets change a bit? Each method: 20 steps there and on a quiet one.
 
     python benchmarks/lossy.py --delay 30ms --jitter 5ms --loss 1% --reorder 1%
     python benchmarks/lossy.py --delay 200ms --loss 5% --reorder 5% --methods int8 sdp4bit trickle local-steps
     python benchmarks/lossy.py --slow --methods int8            # and rank 1 has a tenth of the processor
 
-Two nodes of one rank, gloo with its own time limits, the small model of the tests. A row says how long the 20 steps took
-on either link, and whether all weights, and the bytes that were sent, are the same. The exit status is the number of
-rows where they are not, or where one of the two runs did not come to its end. Needs network namespaces.
+Two nodes of one rank, gloo with its own time limits, the small model of the tests. A row says how long the 20 steps
+took on either link, and whether all weights, and the bytes that were sent, are the same. The exit status is the number
+of rows where they are not, or where one of the two runs did not come to its end. Needs network namespaces.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ RAN_S, STOPPED_S = 0.005, 0.045
 """Of a rank that is ten times slower."""
 
 
-def play(engine: str, methods: list[str]) -> None:
-    """One rank: each method in turn, a line for each."""
+def play(engines: list[str], methods: list[str]) -> None:
+    """One rank: each method in turn, with the engine beside it, and a line for each."""
     import torch
     import torch.distributed as dist
 
@@ -40,10 +40,10 @@ def play(engine: str, methods: list[str]) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for method in methods:
+    for engine, method in zip(engines, methods, strict=True):
         start = time.monotonic()
         (seen,) = digests.play(dist.get_rank(), dist.get_world_size(), [engine], [method]).values()
-        print(f"{method}\t{time.monotonic() - start:.1f}\t{seen}", flush=True)
+        print(f"{method} {engine}\t{time.monotonic() - start:.1f}\t{seen}", flush=True)
     dist.destroy_process_group()
 
 
@@ -58,11 +58,17 @@ def slowed(command: list[str]) -> int:
     return process.returncode
 
 
-def rows(link: Link, engine: str, methods: list[str], slow: bool, limit_s: float) -> tuple[dict[str, list[str]], str]:
-    """Seconds and digest by method, and what became of the packets. What did not come to its end has no row."""
+def rows(link: Link, cases: list[tuple[str, str]], slow: bool, limit_s: float) -> tuple[dict[str, list[str]], str]:
+    """Seconds and digest by ``"METHOD ENGINE"``, and what became of the packets. What came to no end has no row.
+
+    Args:
+        cases: method and engine.
+        slow: rank 1 has a tenth of the time.
+    """
     with tempfile.TemporaryDirectory(prefix="thinwire-lossy-") as folder, Cluster(2, 1, link) as cluster:
         log, why = Path(folder, "log"), ""
-        command = [sys.executable, str(HERE / "lossy.py"), "--rank", engine, "--methods", *methods]
+        command = [sys.executable, str(HERE / "lossy.py"), "--rank"]
+        command += ["--methods", *(method for method, _ in cases), "--engines", *(engine for _, engine in cases)]
         try:
             outcome = launch(cluster, [*command, *(["--slow"] if slow else [])], log=log, limit_s=limit_s)
             why = f"; rank {outcome.failed_rank} ended with {outcome.returncode}" if outcome.returncode else ""
@@ -72,8 +78,8 @@ def rows(link: Link, engine: str, methods: list[str], slow: bool, limit_s: float
             print(log.read_text()[-2000:], file=sys.stderr)
         lines = [line.split("\t") for line in log.read_text().splitlines() if line.count("\t") == 2]
         of_ranks = {(line[0].removeprefix("[rank 1] "), line[0].startswith("[rank 1]")): line[1:] for line in lines}
-        both = {method: of_ranks[method, False] for method, other in of_ranks if other and (method, False) in of_ranks}
-        differ = [method for method in both if of_ranks[method, True][1] != both[method][1]]
+        both = {case: of_ranks[case, False] for case, other in of_ranks if other and (case, False) in of_ranks}
+        differ = [case for case in both if of_ranks[case, True][1] != both[case][1]]
         why += f"; the ranks differ: {', '.join(differ)}" if differ else ""
         return both, (delayed(cluster) if cluster.delayed_by else "as they come") + why
 
@@ -87,12 +93,12 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", default=["ddp"], choices=("ddp", "fsdp2"))
     parser.add_argument("--slow", action="store_true", help="rank 1 has a tenth of the time, on the second link")
     parser.add_argument("--limit-minutes", type=float, default=60)
-    parser.add_argument("--rank", metavar="ENGINE", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.rank:
         if chosen.slow and os.environ["RANK"] == "1":
             return slowed([word for word in [sys.executable, *sys.argv] if word != "--slow"])
-        play(chosen.rank, chosen.methods)
+        play(chosen.engines, chosen.methods)
         return 0
     if chosen.methods is None:
         import digests
@@ -100,22 +106,18 @@ def main() -> int:
         chosen.methods = digests.specs()
     far = Link.parse(chosen.link, 1500, chosen.delay, chosen.jitter, chosen.loss, chosen.reorder)
     print(f"2 nodes, {far.text}; {far.distance}{', rank 1 ten times slower' if chosen.slow else ''}")
-    wrong, told = 0, []
-    print("| method | engine | quiet s | lossy s | |\n|---|---|---|---|---|", flush=True)
-    for engine in chosen.engines:
-        limit_s = 60 * chosen.limit_minutes
-        quiet, _ = rows(Link.parse(chosen.link), engine, chosen.methods, False, limit_s)
-        lossy, packets = rows(far, engine, chosen.methods, chosen.slow, limit_s)
-        told.append(f"{engine}: packets {packets}")
-        for method in chosen.methods:
-            one, other = quiet.get(method, ["-", "no end"]), lossy.get(method, ["-", "no end"])
-            refused = one[1] == other[1] and "refused" in one[1]
-            same = one[1] == other[1] != "no end"
-            wrong += not same
-            word = one[1] if refused else "equal" if same else f"DIFFERS: {one[1]}, {other[1]}"
-            print(f"| {method} | {engine} | {one[0]} | {other[0]} | {word} |", flush=True)
-    print("\n".join(told))
-    wrong += sum("differ" in line for line in told)
+    cases = [(method, engine) for engine in chosen.engines for method in chosen.methods]
+    quiet, trouble = rows(Link.parse(chosen.link), cases, False, 60 * chosen.limit_minutes)
+    lossy, packets = rows(far, cases, chosen.slow, 60 * chosen.limit_minutes)
+    wrong = sum("differ" in told for told in (trouble, packets))
+    print("| method | engine | quiet s | lossy s | |\n|---|---|---|---|---|")
+    for method, engine in cases:
+        near, distant = (found.get(f"{method} {engine}", ["-", "no end"]) for found in (quiet, lossy))
+        same = near[1] == distant[1] != "no end"
+        wrong += not same
+        word = f"DIFFERS: {near[1]}, {distant[1]}" if not same else near[1] if "refused" in near[1] else "equal"
+        print(f"| {method} | {engine} | {near[0]} | {distant[0]} | {word} |")
+    print(f"quiet: packets {trouble}\nlossy: packets {packets}")
     return wrong
 
 

@@ -18,7 +18,7 @@ from thinwire.lab.run import launch, open_cluster
 
 Settings = TypeVar("Settings")
 
-LAB_HELP = """usage: thinwire lab run [--nodes N] [--ranks-per-node L] [--link RATE] [--delay 30ms] [--loss 1%] -- COMMAND ...
+LAB_HELP = """usage: thinwire lab run [--nodes N] [--ranks-per-node L] [--link RATE] [--delay TIME] ... -- COMMAND ...
 
 Run any torchrun-style command on an emulated cluster: every node a network namespace, its link limited both ways.
     thinwire lab run --nodes 2 --link 200mbit -- python train.py
@@ -43,7 +43,7 @@ class Network:
     delay: str = "0ms"
     """From a node to another, one way: 30ms, 200us, 0.2s. An answer takes twice as long."""
     jitter: str = "0ms"
-    """Each packet's delay lies evenly within the delay plus or minus this, at most the delay; so packets change places."""
+    """Each packet's delay lies evenly within the delay plus or minus this; so packets change places."""
     loss: str = "0%"
     """Share of the packets that never arrive: 1% or 0.01. TCP sends them again."""
     reorder: str = "0%"
@@ -118,7 +118,8 @@ def lab_main(argv: list[str]) -> int:
         if outcome.failed_rank is not None:
             status = f"exit status {outcome.returncode}"
             say(f"thinwire: rank {outcome.failed_rank} failed with {status}; all ranks were ended")
-        where = f"{cluster.nodes} nodes x {cluster.ranks_per_node}, link {', '.join(filter(None, (cluster.link.text, cluster.link.distance)))}"
+        link = ", ".join(filter(None, (cluster.link.text, cluster.link.distance)))
+        where = f"{cluster.nodes} nodes x {cluster.ranks_per_node}, link {link}"
         say(f"lab: {outcome.seconds:.1f} s on {where}")
         for node, traffic in enumerate(outcome.traffic or []):
             say(f"lab: node {node} sent {traffic.tx:,} B, received {traffic.rx:,} B")
@@ -176,13 +177,11 @@ def delayed(cluster: Cluster) -> str:
     counts = cluster.forwarded()
     if counts is None:
         return "delayed by the kernel (netem)"
-    dropped = counts["no_room"] + counts["missed"]
     return (
-        f"delayed by a forwarder, this kernel has no netem: {counts['packets']:,}, of which {counts['lost']:,} were lost, "
-        f"{counts['overtook']:,} overtook, {counts['queue_full']:,} found the receiver's queue full, {dropped:,} were more "
-        f"than it could hold; {counts['late']:,} left over 1 ms late, at most {counts['latest_ms']:.1f} ms; "
-        f"processor {counts['cpu_s']:.1f} s"
-    )
+        "delayed by a forwarder, as this kernel has no netem: {packets:,}, of which {lost:,} were lost, {overtook:,} "
+        "overtook, {queue_full:,} found the receiver's queue full and {no_room:,} the path; {missed:,} it did not see; "
+        "{late:,} left over 1 ms late, at most {latest_ms:.1f} ms; processor {cpu_s:.1f} s"
+    ).format(**counts)
 
 
 def say(line: str) -> None:

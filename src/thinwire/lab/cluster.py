@@ -53,7 +53,7 @@ class Cluster:
         nodes: number of nodes, at least 1.
         ranks_per_node: ranks that ``environment`` places on each node.
         link: rate of each node's link, in each direction: "200mbit", "1gbit", "unlimited"; or "loopback" for no network
-            at all (all nodes on 127.0.0.1, no limit, no counters). Or a ``Link``, which may have another MTU, and delay,
+            at all (all nodes on 127.0.0.1, no limit, no counters). Or a ``Link``, which may have another MTU, delay,
             jitter, loss and reordering.
 
     Raises:
@@ -107,7 +107,8 @@ class Cluster:
 
     def close(self) -> None:
         """End every process of the lab; its namespaces and interfaces go with them."""
-        for pipe in (self._pipe, self._forwarder and self._forwarder.stdin, self._forwarder and self._forwarder.stdout):
+        ours = () if self._forwarder is None else (self._forwarder.stdin, self._forwarder.stdout)
+        for pipe in (self._pipe, *ours):
             if pipe is not None:
                 pipe.close()
         for process in self._processes:
@@ -185,7 +186,6 @@ class Cluster:
         assert self._forwarder.stdin and self._forwarder.stdout
         with suppress(BrokenPipeError):
             self._forwarder.stdin.write(b"\n")
-            self._forwarder.stdin.flush()
         answer = self._forwarder.stdout.readline()
         if not answer:
             self._forwarder.wait(LIMIT_S)
@@ -219,7 +219,8 @@ class Cluster:
         for node, pid in enumerate(self._holders):
             inside = self._inner_pid(pid)
             self._ip(join, [
-                f"link add port{node} mtu {mtu} type veth peer name {INTERFACE} mtu {mtu} netns {inside}",
+                f"link add port{node} mtu {mtu} type veth "
+                f"peer name {INTERFACE} address {ethernet(node)} mtu {mtu} netns {inside}",
                 *([] if forwards else [f"link set port{node} master switch"]),
                 f"link set port{node} up",
             ])  # fmt: skip
@@ -231,6 +232,9 @@ class Cluster:
                 "link set lo up",
                 f"addr add {self.address(node)}/24 dev {INTERFACE}",
                 f"link set {INTERFACE} up",
+                # What is far away is not asked for by Ethernet: the question would be lost like any packet.
+                *(f"neigh add {self.address(far)} lladdr {ethernet(far)} dev {INTERFACE} nud permanent"
+                  for far in range(self.nodes if self.link.distant else 0) if far != node),
             ])  # fmt: skip
             script = Path(__file__).with_name("_no_offload.py")
             checksums = ["checksums"] if forwards else []
@@ -244,7 +248,8 @@ class Cluster:
 
     def _queues(self, netem: bool) -> list[tuple[str, str]]:
         """What a port hands to its node: delayed and thinned out first, then by the rate. Each with its place."""
-        queues = ([self.link.netem()] if netem else []) + ([self.link.tbf()] if self.link.rate is not None else [])
+        queues = [self.link.netem(self.nodes)] if netem else []
+        queues += [self.link.tbf()] if self.link.rate is not None else []
         return list(zip(("root handle 1:", "parent 1:1 handle 2:"), queues, strict=False))
 
     @staticmethod
@@ -257,13 +262,13 @@ class Cluster:
         """Start the forwarder beside the switch's ports; like all in the namespace it ends with the lab."""
         link = self.link
         settings = {
-            "names": [f"port{node}" for node in range(self.nodes)], "delay": link.delay, "jitter": link.jitter,
-            "loss": link.loss, "reorder": link.reorder, "room": link.room, "frame": link.mtu + 14,
+            "ports": {ethernet(node): f"port{node}" for node in range(self.nodes)}, "delay": link.delay,
+            "jitter": link.jitter, "loss": link.loss, "reorder": link.reorder, "room": link.room(self.nodes), "frame": link.mtu + 14,
         }  # fmt: skip
         script = str(Path(__file__).with_name("forwarder.py"))
         process = subprocess.Popen(
             [*join, sys.executable, "-I", "-S", script, json.dumps(settings)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )  # fmt: skip
         self._processes.append(process)
         assert process.stdout
@@ -325,6 +330,11 @@ class Cluster:
         if done.returncode:
             why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
             raise NoNamespaces(f"the emulated network could not be made ('{command[0]}': {why}): use --link loopback")
+
+
+def ethernet(node: int) -> str:
+    """A node's Ethernet address, of those that anyone may give."""
+    return f"02:00:0a:00:00:{node + 1:02x}"
 
 
 def only_child(process: subprocess.Popen[Any]) -> int:

@@ -48,10 +48,10 @@ class Port:
 
 
 class Forwarder:
-    """The ports, who is behind which, and what is on its way.
+    """The ports, by who is behind them, and what is on its way.
 
     Args:
-        names: interfaces, one per node.
+        ports: an interface for each node, by the node's Ethernet address. Frames to any other are dropped.
         delay, jitter: seconds, one way.
         loss, reorder: shares of the frames.
         room: bytes that may be on their way to one node; what comes beyond is lost.
@@ -59,13 +59,15 @@ class Forwarder:
     """
 
     def __init__(
-        self, names: list[str], delay: float, jitter: float, loss: float, reorder: float, room: int, frame: int
+        self, ports: dict[str, str], delay: float, jitter: float, loss: float, reorder: float, room: int, frame: int
     ) -> None:
         self.delay, self.jitter, self.loss, self.reorder, self.room, self.frame = (
             delay, jitter, loss, reorder, room, frame,
         )  # fmt: skip
-        self.ports = [Port(name, seed) for seed, name in enumerate(names)]
-        self.behind: dict[bytes, Port] = {}  # by Ethernet address
+        self.ports = [Port(name, seed) for seed, name in enumerate(ports.values())]
+        self.behind = {
+            bytes.fromhex(address.replace(":", "")): port for address, port in zip(ports, self.ports, strict=True)
+        }
         self.flying: list[tuple[float, int, Port, bytes]] = []  # due, number, receiver
         self.number = self.lost = self.overtook = self.full = self.refused = self.missed = self.late = 0
         self.latest = 0.0
@@ -100,14 +102,9 @@ class Forwarder:
             seconds, nanoseconds = STAMP.unpack(ancillary[0][2])
             age = wall - (seconds + 1e-9 * nanoseconds)
             came = now - age if -1 < age < 1 else now  # somebody has set the clock
-            self.behind[frame[6:12]] = port
             receiver = self.behind.get(frame[:6])
             if receiver is not None:
                 self.send_off(frame, came, receiver)
-            else:  # to all, as an address is asked for
-                for other in self.ports:
-                    if other is not port:
-                        self.send_off(frame, came, other)
 
     def send_off(self, frame: bytes, came: float, port: Port) -> None:
         draw = port.draw
@@ -153,7 +150,7 @@ class Forwarder:
         used = os.times()
         return {
             "packets": self.number, "lost": self.lost, "overtook": self.overtook, "no_room": self.full,
-            "missed": self.missed, "queue_full": self.refused, "late": self.late, "latest_ms": round(1000 * self.latest, 3),
+            "missed": self.missed, "queue_full": self.refused, "late": self.late, "latest_ms": 1000 * self.latest,
             "cpu_s": used.user + used.system,
         }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A link: its rate (``200mbit``, ``1.5gbit``, ``unlimited``), its frames, how far it reaches and what it does to them."""
+"""A link: its rate (``200mbit``, ``1.5gbit``, ``unlimited``), its frames, and how late and how surely they arrive."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SMALLEST, LARGEST = 576, 9000  # bytes
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 LONGEST = 10.0  # s: beyond it no handshake comes about
 MOST = 0.5  # of the packets: beyond it hardly one connection does
-QUEUED_S = 1.0  # what a sender may have on a distant link beyond what the delay holds, as time at the link's rate
-UNLIMITED = 1e9  # bit/s: at most this is expected on a distant link without a rate
+AT_ONCE, AT_ONCE_S = 1 << 20, 0.005  # bytes that a node may send faster than its rate, and time: more than its burst
+UNLIMITED = 1e9  # bit/s: so much is kept on its way on a distant link without a rate
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Link:
         loopback: do not make a network at all; all nodes share 127.0.0.1.
         mtu: bytes of a full frame without its Ethernet header. Larger: fewer frames; each costs processor time.
         delay: seconds from a node to another, one way, beyond what the rate takes.
-        jitter: seconds; each packet's delay is drawn anew, evenly from ``delay - jitter`` to ``delay + jitter``, so that
-            packets closer together than it arrive out of order.
+        jitter: seconds; each packet's delay is drawn anew, evenly from ``delay - jitter`` to ``delay + jitter``, so
+            that packets closer together than it arrive out of order.
         loss: share of the packets that never arrive.
         reorder: share of the packets that are not delayed, and so overtake those before them.
     """
@@ -48,7 +48,7 @@ class Link:
     def parse(
         cls, text: str, mtu: int = 1500, delay: str = "0ms", jitter: str = "0ms", loss: str = "0%", reorder: str = "0%"
     ) -> Link:
-        """``"200mbit"`` (also kbit, gbit, and decimals), ``"unlimited"`` or ``"loopback"``; "30ms", "1%" for the rest."""
+        """``"200mbit"`` (also kbit, gbit, and decimals), ``"unlimited"`` or ``"loopback"``; ``"30ms"``; ``"1%"``."""
         late, uneven = duration(delay, "a link's delay"), duration(jitter, "a link's jitter")
         lost, early = share(loss, "a link's loss"), share(reorder, "a link's reorder")
         link = replace(cls._of_rate(text, mtu), delay=late, jitter=uneven, loss=lost, reorder=early)
@@ -57,11 +57,11 @@ class Link:
         if late > LONGEST:
             raise ThinwireError(f"a delay of {delay} is not to be had: choose at most {LONGEST:g}s")
         if uneven > late:
-            raise ThinwireError(f"a jitter of {jitter} is more than the delay, {delay}: no packet arrives before it left")
+            raise ThinwireError(f"a jitter of {jitter} is more than the delay, {delay}: choose at most the delay")
         if lost > MOST:
             raise ThinwireError(f"a loss of {loss} leaves no connection: choose at most {MOST:.0%}")
         if early and not late:
-            raise ThinwireError(f"reorder {reorder} without a delay changes nothing: a packet overtakes those on their way")
+            raise ThinwireError(f"reorder {reorder} without a delay changes nothing: choose a delay too")
         return link
 
     @classmethod
@@ -90,8 +90,9 @@ class Link:
     def distance(self) -> str:
         """``delay 30ms ± 5ms, loss 1%``; empty where there is none."""
         delay = f"delay {1000 * self.delay:g}ms" + (f" ± {1000 * self.jitter:g}ms" if self.jitter else "")
-        shares = [f"{name} {100 * value:g}%" for name, value in (("loss", self.loss), ("reorder", self.reorder)) if value]
-        return ", ".join([*([delay] if self.delay else []), *shares])
+        loss = f"loss {100 * self.loss:g}%" if self.loss else ""
+        reorder = f"reorder {100 * self.reorder:g}%" if self.reorder else ""
+        return ", ".join(filter(None, (delay if self.delay else "", loss, reorder)))
 
     def tbf(self) -> str:
         """The ``tc`` arguments of a token bucket with this rate.
@@ -105,14 +106,13 @@ class Link:
         limit = max(4 * burst, int(self.rate / 8 * 0.025))
         return f"tbf rate {int(self.rate)}bit burst {burst} limit {limit}"
 
-    @property
-    def room(self) -> int:
-        """Bytes that may be on the way to one node, those that wait for their turn included."""
-        return int((self.rate or UNLIMITED) / 8 * (self.delay + self.jitter + QUEUED_S)) + (1 << 20)
+    def room(self, nodes: int) -> int:
+        """Bytes that may be on their way to one node: what all others can send in that time, and what comes at once."""
+        return nodes * (int((self.rate or UNLIMITED) / 8 * (self.delay + self.jitter + AT_ONCE_S)) + AT_ONCE)
 
-    def netem(self) -> str:
-        """The ``tc`` arguments of the kernel's own delay and loss. Its limit is in packets, of which most may be small."""
-        words = ["netem", "limit", str(max(1000, self.room // 100))]
+    def netem(self, nodes: int) -> str:
+        """The ``tc`` arguments of the kernel's own delay and loss. Its limit is in packets, which may all be small."""
+        words = ["netem", "limit", str(self.room(nodes) // 66)]
         if self.delay:
             words += ["delay", f"{self.delay * 1e6:.0f}us", f"{self.jitter * 1e6:.0f}us"]
         if self.loss:
