@@ -263,7 +263,8 @@ class Cluster:
         link = self.link
         settings = {
             "ports": {ethernet(node): f"port{node}" for node in range(self.nodes)}, "delay": link.delay,
-            "jitter": link.jitter, "loss": link.loss, "reorder": link.reorder, "room": link.room(self.nodes), "frame": link.mtu + 14,
+            "jitter": link.jitter, "loss": link.loss, "reorder": link.reorder, "room": link.room(self.nodes),
+            "frame": link.mtu + 14,
         }  # fmt: skip
         script = str(Path(__file__).with_name("forwarder.py"))
         process = subprocess.Popen(
