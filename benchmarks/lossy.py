@@ -120,8 +120,8 @@ def faithful(link: Link) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--link", default="200mbit")
-    for name, value in (("delay", "0ms"), ("jitter", "0ms"), ("loss", "0%"), ("reorder", "0%")):
-        parser.add_argument(f"--{name}", default=value)
+    for flag, value in (("--delay", "0ms"), ("--jitter", "0ms"), ("--loss", "0%"), ("--reorder", "0%")):
+        parser.add_argument(flag, default=value)
     parser.add_argument("--methods", nargs="+", help="as thinwire.compress takes them; by default all")
     parser.add_argument("--engines", nargs="+", default=["ddp"], choices=("ddp", "fsdp2"))
     parser.add_argument("--slow", action="store_true", help="rank 1 has a tenth of the time, on the second link")

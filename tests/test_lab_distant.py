@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import digests
 import lossy
 
-FAR = Link.parse("200mbit", 1500, "2ms", "1ms", "1%", "1%")
+FAR = Link.parse("200mbit", 1500, "1ms", "0.5ms", "1%", "1%")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -303,7 +303,7 @@ def test_an_ordinary_user_gets_delays_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 CASES = [
-    ("int8(smallest=0)", "ddp"), ("trickle(smallest=0)", "ddp"), ("local-steps(every=5)", "ddp"),
+    ("int8(smallest=0)", "ddp"), ("local-steps(every=5)", "ddp"),
     ("sdp4bit(weight_group=64, smallest=0)", "fsdp2"),
 ]  # fmt: skip
 if ALL:
