@@ -17,8 +17,9 @@ from thinwire.errors import ThinwireError
 from thinwire.lab import compare as module
 from thinwire.lab.cli import compare_main
 from thinwire.lab.cluster import Cluster, NoNamespaces
+from thinwire.lab.link import Link
 
-FAKE = '''
+FAKE = """
 import json, os, socket, sys, time
 from pathlib import Path
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -69,7 +70,7 @@ if rank == 0:
                "encode_ms": 3, "decode_ms": 2,
                "valid_loss": valid, "wire_bytes_per_step": {"inter": payload, "intra": 0}}
     (out / "summary.json").write_text(json.dumps(summary))
-'''
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -123,6 +124,22 @@ def test_compare(tmp_path: Path, program: list[str], extra: list[str], source: s
     )
     with pytest.raises(ThinwireError, match="not empty"):
         module.compare(methods, "tiny", 5, out, program=program)
+
+
+def test_a_distant_link_is_told(tmp_path: Path, program: list[str]) -> None:
+    out, link = tmp_path / "out", Link.parse("200mbit", delay="2ms", loss="0.5%")
+    assert module.compare(["dense"], "tiny", 2, out, link=link, program=program) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert (report["delay_s"], report["jitter_s"], report["loss_share"], report["reorder_share"]) == (
+        0.002,
+        0,
+        0.005,
+        0,
+    )
+    assert report["link"] == "200mbit" and report["delayed_by"] in ("netem", "forwarder")
+    assert (report["forwarded"] is None) == (report["delayed_by"] == "netem")
+    for written in ("report.md", "report.html"):
+        assert f"200mbit per node, delay 2ms, loss 0.5% (by {report['delayed_by']})" in (out / written).read_text()
 
 
 def test_loopback_is_recorded(tmp_path: Path, program: list[str]) -> None:

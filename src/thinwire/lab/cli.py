@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,26 +12,25 @@ from typing import TypeVar
 import tyro
 
 from thinwire.errors import ThinwireError
+from thinwire.lab.cluster import Cluster
+from thinwire.lab.link import Link, share
 from thinwire.lab.run import launch, open_cluster
 
 Settings = TypeVar("Settings")
 
-LAB_HELP = """usage: thinwire lab run [--nodes N] [--ranks-per-node L] [--link RATE] -- COMMAND ...
+LAB_HELP = """usage: thinwire lab run [--nodes N] [--ranks-per-node L] [--link RATE] [--delay TIME] ... -- COMMAND ...
 
 Run any torchrun-style command on an emulated cluster: every node a network namespace, its link limited both ways.
     thinwire lab run --nodes 2 --link 200mbit -- python train.py
     thinwire lab run --nodes 2 --link 200mbit -- thinwire train --preset tiny --method bf16 --steps 20 --out runs/a
+    thinwire lab run --delay 30ms --jitter 5ms --loss 1% --reorder 1% -- thinwire train --method bf16 --out runs/b
 
 thinwire lab run --help shows the options. Nothing needs cleaning up: the kernel ends a lab with its launcher."""
 
 
 @dataclass
-class LabRun:
-    """Run COMMAND once per rank on an emulated cluster, with torchrun's environment, gloo bound to the slow link.
-
-    Write the command after ``--``. Output of ranks other than 0 begins with ``[rank k]``; when a rank fails, all are
-    ended and its exit status is ours. Afterwards: seconds, and the kernel's count of bytes by node.
-    """
+class Network:
+    """What is emulated."""
 
     nodes: int = 2
     """Emulated nodes, each with a link of its own."""
@@ -42,10 +40,30 @@ class LabRun:
     """Rate of each node's link in each direction: 200mbit, 1gbit, unlimited; or loopback: no network at all."""
     mtu: int = 1500
     """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less of the processors (see docs/lab.md)."""
+    delay: str = "0ms"
+    """From a node to another, one way: 30ms, 200us, 0.2s. An answer takes twice as long."""
+    jitter: str = "0ms"
+    """Each packet's delay lies evenly within the delay plus or minus this; so packets change places."""
+    loss: str = "0%"
+    """Share of the packets that never arrive: 1% or 0.01. TCP sends them again."""
+    reorder: str = "0%"
+    """Share of the packets that are not delayed and so overtake the others: 1% or 0.01."""
+
+    def parsed(self) -> Link:
+        return Link.parse(self.link, self.mtu, self.delay, self.jitter, self.loss, self.reorder)
 
 
 @dataclass
-class Compare:
+class LabRun(Network):
+    """Run COMMAND once per rank on an emulated cluster, with torchrun's environment, gloo bound to the slow link.
+
+    Write the command after ``--``. Output of ranks other than 0 begins with ``[rank k]``; when a rank fails, all are
+    ended and its exit status is ours. Afterwards: seconds, and the kernel's count of bytes by node.
+    """
+
+
+@dataclass
+class Compare(Network):
     """Train the same model on the same data with each method, on one emulated network, and show what each gains.
 
     A run that communicates nothing (method "none") always comes first, because no method can be faster. Flags
@@ -56,14 +74,6 @@ class Compare:
     methods: str = "dense,bf16,int8,sdp4bit,topk"
     """Comma-separated names, with or without knobs, and with flags of thinwire train for one alone behind its name:
     'dense,int8(group=64),topk --lr 1e-3'. 'thinwire methods' lists them."""
-    nodes: int = 2
-    """Emulated nodes, each with a link of its own."""
-    ranks_per_node: int = 1
-    """Ranks on each node; they share its link, and reach each other without it."""
-    link: str = "200mbit"
-    """Rate of each node's link in each direction: 200mbit, 1gbit, unlimited; or loopback: no network at all."""
-    mtu: int = 1500
-    """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less of the processors (see docs/lab.md)."""
     preset: str = "net20m"
     """The model and its settings; see thinwire train --help. Tensors of the smallest, tiny and small, are mostly too
     small to be worth compressing."""
@@ -103,15 +113,18 @@ def lab_main(argv: list[str]) -> int:
     settings = parse(LabRun, own, "thinwire lab run")
     if not command:
         raise ThinwireError("no command to run: write it after --, for example  thinwire lab run -- python train.py")
-    with open_cluster(settings.nodes, settings.ranks_per_node, settings.link, settings.mtu) as cluster:
+    with open_cluster(settings.nodes, settings.ranks_per_node, settings.parsed()) as cluster:
         outcome = launch(cluster, command)
         if outcome.failed_rank is not None:
             status = f"exit status {outcome.returncode}"
             say(f"thinwire: rank {outcome.failed_rank} failed with {status}; all ranks were ended")
-        where = f"{cluster.nodes} nodes x {cluster.ranks_per_node}, link {cluster.link.text}"
+        link = ", ".join(filter(None, (cluster.link.text, cluster.link.distance)))
+        where = f"{cluster.nodes} nodes x {cluster.ranks_per_node}, link {link}"
         say(f"lab: {outcome.seconds:.1f} s on {where}")
         for node, traffic in enumerate(outcome.traffic or []):
             say(f"lab: node {node} sent {traffic.tx:,} B, received {traffic.rx:,} B")
+        if cluster.delayed_by is not None:
+            say(f"lab: packets {delayed(cluster)}")
     return outcome.returncode
 
 
@@ -122,14 +135,15 @@ def compare_main(argv: list[str]) -> int:
     methods = method_names(settings.methods)
     if settings.seeds < 1:
         raise ThinwireError(f"--seeds is the number of runs of each method, 1 or more, got {settings.seeds}")
-    limit = None if settings.fail_if_loss_worse_than is None else share(settings.fail_if_loss_worse_than)
+    limit = settings.fail_if_loss_worse_than
+    above = None if limit is None else share(limit, "--fail-if-loss-worse-than, of dense's loss,")
     first = check_flags(settings, methods, extra)
     from thinwire.lab.compare import compare
 
     return compare(
         methods, settings.preset, settings.steps, settings.out,
-        nodes=settings.nodes, ranks_per_node=settings.ranks_per_node, link=settings.link, mtu=settings.mtu,
-        limit_s=60 * settings.limit_minutes, extra=extra, fail_above=limit,
+        nodes=settings.nodes, ranks_per_node=settings.ranks_per_node, link=settings.parsed(),
+        limit_s=60 * settings.limit_minutes, extra=extra, fail_above=above,
         seeds=range(first, first + settings.seeds) if settings.seeds > 1 else (),
         command=shlex.join(["thinwire", "compare", *argv]),
     )  # fmt: skip
@@ -158,16 +172,16 @@ def check_flags(settings: Compare, methods: Sequence[str], extra: Sequence[str])
     return from_arguments([*common, *extra]).seed
 
 
-def share(text: str) -> float:
-    """``"1%"`` or ``"0.01"``, as 0.01."""
-    number, _, rest = text.strip().partition("%")
-    try:
-        value = float(number) / (100 if "%" in text else 1)
-    except ValueError:
-        value = math.nan
-    if rest or not 0 <= value < 1:
-        raise ThinwireError(f"--fail-if-loss-worse-than is a share of dense's loss, as 1% or 0.01, got '{text}'")
-    return value
+def delayed(cluster: Cluster) -> str:
+    """Who delayed the packets; of our own forwarder, also what became of them and whether it kept up."""
+    counts = cluster.forwarded()
+    if counts is None:
+        return "delayed by the kernel (netem)"
+    return (
+        "delayed by a forwarder, as this kernel has no netem: {packets:,}, of which {lost:,} were lost, {overtook:,} "
+        "overtook, {queue_full:,} found the receiver's queue full and {no_room:,} the path; {missed:,} it did not see; "
+        "{late:,} left over 1 ms late, at most {latest_ms:.1f} ms; processor {cpu_s:.1f} s"
+    ).format(**counts)
 
 
 def say(line: str) -> None:

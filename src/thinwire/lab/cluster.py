@@ -7,6 +7,9 @@
       eth0 (10.0.0.1)            eth0 (10.0.0.2)   tbf on eth0: what the node sends
       node 0                     node 1
 
+A link with delay or loss has the kernel's netem above the tbf of its port. Where the kernel has none, a process of ours
+takes the bridge's place and does the same (``forwarder.py``).
+
 Nothing has a name on the host and nothing can be left behind. The namespaces live in a process-id namespace of their
 own, whose first process reads a pipe that only we hold: when we end, however we end (also by SIGKILL), the pipe closes,
 that process ends, and the kernel kills every process of the lab and drops its interfaces. The host's network is never
@@ -16,6 +19,7 @@ touched. Works as root, and as an ordinary user where user namespaces are allowe
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -49,7 +53,8 @@ class Cluster:
         nodes: number of nodes, at least 1.
         ranks_per_node: ranks that ``environment`` places on each node.
         link: rate of each node's link, in each direction: "200mbit", "1gbit", "unlimited"; or "loopback" for no network
-            at all (all nodes on 127.0.0.1, no limit, no counters). Or a ``Link``, which may have another MTU.
+            at all (all nodes on 127.0.0.1, no limit, no counters). Or a ``Link``, which may have another MTU, delay,
+            jitter, loss and reordering.
 
     Raises:
         NoNamespaces: namespaces cannot be made; on entry.
@@ -66,12 +71,20 @@ class Cluster:
         self._enter: list[list[str]] = []
         self._holders: list[int] = []
         self._processes: list[subprocess.Popen[Any]] = []
+        self._forwarder: subprocess.Popen[bytes] | None = None
         self._runs = 0
 
     @property
     def emulated(self) -> bool:
         """Whether there is a network of our own, as opposed to plain loopback."""
         return not self.link.loopback
+
+    @property
+    def delayed_by(self) -> str | None:
+        """Who delays and loses packets: "netem" (the kernel), "forwarder" (a process of ours), or None: nobody."""
+        if not self.link.distant:
+            return None
+        return "netem" if self._forwarder is None else "forwarder"
 
     @property
     def world_size(self) -> int:
@@ -94,8 +107,10 @@ class Cluster:
 
     def close(self) -> None:
         """End every process of the lab; its namespaces and interfaces go with them."""
-        if self._pipe is not None:
-            self._pipe.close()
+        ours = () if self._forwarder is None else (self._forwarder.stdin, self._forwarder.stdout)
+        for pipe in (self._pipe, *ours):
+            if pipe is not None:
+                pipe.close()
         for process in self._processes:
             if not self.emulated:
                 kill_group(process, signal.SIGKILL)
@@ -107,7 +122,7 @@ class Cluster:
         self._processes.clear()
         self._holders.clear()
         self._enter.clear()
-        self._pipe = None
+        self._pipe = self._forwarder = None
 
     def popen(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on a node, in a session of its own; ``options`` are those of ``subprocess.Popen``.
@@ -160,6 +175,28 @@ class Cluster:
         counts = [interface_bytes(INTERFACE, holder) for holder in self._holders]
         return [count for count in counts if count is not None]
 
+    def forwarded(self) -> dict[str, float] | None:
+        """What the forwarder did so far, by ``Forwarder.counts``; None where there is none.
+
+        Raises:
+            ThinwireError: it has ended, and no packet arrives any more.
+        """
+        if self._forwarder is None:
+            return None
+        assert self._forwarder.stdin and self._forwarder.stdout
+        with suppress(BrokenPipeError):
+            self._forwarder.stdin.write(b"\n")
+        answer = self._forwarder.stdout.readline()
+        if not answer:
+            self._forwarder.wait(LIMIT_S)
+            self.check()
+        return json.loads(answer)
+
+    def check(self) -> None:
+        """Raise a ``ThinwireError`` where the emulated network has ended, so that a run on it could only wait."""
+        if self._forwarder is not None and (status := self._forwarder.poll()) is not None:
+            raise ThinwireError(f"the process that forwards the emulated network's packets has ended (status {status})")
+
     def _build(self) -> None:
         for tool in TOOLS:
             if shutil.which(tool) is None:
@@ -174,13 +211,17 @@ class Cluster:
             # Neighbour discovery and router solicitations would be counted as traffic.
             quiet = "for f in /proc/sys/net/ipv6/conf/*/disable_ipv6; do echo 1 > $f || true; done"
             self._call(enter, ["sh", "-c", quiet])
-        self._ip(join, ["link add switch type bridge", "link set switch up"])
+        netem = self.link.distant and self._knows_netem(join)
+        forwards = self.link.distant and not netem
+        if not forwards:
+            self._ip(join, ["link add switch type bridge", "link set switch up"])
         mtu = self.link.mtu
         for node, pid in enumerate(self._holders):
             inside = self._inner_pid(pid)
             self._ip(join, [
-                f"link add port{node} mtu {mtu} type veth peer name {INTERFACE} mtu {mtu} netns {inside}",
-                f"link set port{node} master switch",
+                f"link add port{node} mtu {mtu} type veth "
+                f"peer name {INTERFACE} address {ethernet(node)} mtu {mtu} netns {inside}",
+                *([] if forwards else [f"link set port{node} master switch"]),
                 f"link set port{node} up",
             ])  # fmt: skip
             enter = self._enter[node]
@@ -191,12 +232,50 @@ class Cluster:
                 "link set lo up",
                 f"addr add {self.address(node)}/24 dev {INTERFACE}",
                 f"link set {INTERFACE} up",
+                # What is far away is not asked for by Ethernet: the question would be lost like any packet.
+                *(f"neigh add {self.address(far)} lladdr {ethernet(far)} dev {INTERFACE} nud permanent"
+                  for far in range(self.nodes if self.link.distant else 0) if far != node),
             ])  # fmt: skip
             script = Path(__file__).with_name("_no_offload.py")
-            self._call(enter, [sys.executable, "-I", "-S", str(script), INTERFACE])
+            checksums = ["checksums"] if forwards else []
+            self._call(enter, [sys.executable, "-I", "-S", str(script), INTERFACE, *checksums])
             if self.link.rate is not None:
                 self._call(enter, ["tc", "qdisc", "add", "dev", INTERFACE, "root", *self.link.tbf().split()])
-                self._call(join, ["tc", "qdisc", "add", "dev", f"port{node}", "root", *self.link.tbf().split()])
+            for place, queue in self._queues(netem):
+                self._call(join, ["tc", "qdisc", "add", "dev", f"port{node}", *place.split(), *queue.split()])
+        if forwards:
+            self._forwarder = self._forward(join)
+
+    def _queues(self, netem: bool) -> list[tuple[str, str]]:
+        """What a port hands to its node: delayed and thinned out first, then by the rate. Each with its place."""
+        queues = [self.link.netem(self.nodes)] if netem else []
+        queues += [self.link.tbf()] if self.link.rate is not None else []
+        return list(zip(("root handle 1:", "parent 1:1 handle 2:"), queues, strict=False))
+
+    @staticmethod
+    def _knows_netem(join: list[str]) -> bool:
+        """Whether this kernel has netem, tried on the switch's own loopback, which nothing uses."""
+        probe = [*join, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+        return subprocess.run(probe, capture_output=True, timeout=LIMIT_S).returncode == 0
+
+    def _forward(self, join: list[str]) -> subprocess.Popen[bytes]:
+        """Start the forwarder beside the switch's ports; like all in the namespace it ends with the lab."""
+        link = self.link
+        settings = {
+            "ports": {ethernet(node): f"port{node}" for node in range(self.nodes)}, "delay": link.delay,
+            "jitter": link.jitter, "loss": link.loss, "reorder": link.reorder, "room": link.room(self.nodes),
+            "frame": link.mtu + 14,
+        }  # fmt: skip
+        script = str(Path(__file__).with_name("forwarder.py"))
+        process = subprocess.Popen(
+            [*join, sys.executable, "-I", "-S", script, json.dumps(settings)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
+        )  # fmt: skip
+        self._processes.append(process)
+        assert process.stdout
+        if (answer := process.stdout.readline().decode().strip()) != "up":
+            raise NoNamespaces(f"packets cannot be forwarded here ({answer or 'it ended'}): leave out delay and loss")
+        return process
 
     def _keeper(self) -> tuple[int, bool]:
         """Start the lab's first process, which holds the switch. Returns its pid, and whether in a user namespace."""
@@ -252,6 +331,11 @@ class Cluster:
         if done.returncode:
             why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
             raise NoNamespaces(f"the emulated network could not be made ('{command[0]}': {why}): use --link loopback")
+
+
+def ethernet(node: int) -> str:
+    """A node's Ethernet address, of those that anyone may give."""
+    return f"02:00:0a:00:00:{node + 1:02x}"
 
 
 def only_child(process: subprocess.Popen[Any]) -> int:

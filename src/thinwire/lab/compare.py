@@ -65,8 +65,7 @@ def compare(
     *,
     nodes: int = 2,
     ranks_per_node: int = 1,
-    link: str = "200mbit",
-    mtu: int = 1500,
+    link: str | Link = "200mbit",
     limit_s: float | None = None,
     seeds: Sequence[int] = (),
     fail_above: float | None = None,
@@ -94,7 +93,8 @@ def compare(
     """
     from thinwire.methods import resolve
 
-    Cluster(nodes, ranks_per_node, Link.parse(link, mtu))  # refuses what cannot be; nothing is made yet
+    link = Link.parse(link) if isinstance(link, str) else link
+    Cluster(nodes, ranks_per_node, link)  # refuses what cannot be; nothing is made yet
     entries = {entry.label: entry for entry in map(Entry.parse, [SILENT, *methods])}
     for entry in entries.values():
         resolve(entry.method)
@@ -110,7 +110,7 @@ def compare(
 
     parts: dict[str, list[Run]] = {label: [] for label in entries}
     failed: dict[str, str] = {}
-    with open_cluster(nodes, ranks_per_node, link, mtu) as cluster:
+    with open_cluster(nodes, ranks_per_node, link) as cluster:
         for seed in seeds or (None,):
             for label, entry in entries.items():
                 if label in failed:
@@ -139,8 +139,15 @@ def compare(
             "steps": steps,
             "nodes": nodes,
             "ranks_per_node": ranks_per_node,
-            "link": link,
-            "mtu": mtu,
+            "link": link.text,
+            "mtu": link.mtu,
+            "distance": cluster.link.distance,
+            "delay_s": cluster.link.delay,
+            "jitter_s": cluster.link.jitter,
+            "loss_share": cluster.link.loss,
+            "reorder_share": cluster.link.reorder,
+            "delayed_by": cluster.delayed_by,
+            "forwarded": cluster.forwarded(),
             "rate_bits_per_s": cluster.link.rate,
             "emulated_network": cluster.emulated,
             "seeds": list(seeds),

@@ -1,15 +1,21 @@
-"""A link: its rate (``200mbit``, ``1.5gbit``, ``unlimited``), its frames, and the queue that makes a veth behave so."""
+"""A link: its rate (``200mbit``, ``1.5gbit``, ``unlimited``), its frames, and how late and how surely they arrive."""
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thinwire.errors import ThinwireError
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SLOWEST, FASTEST = 64e3, 40e9  # bit/s
 SMALLEST, LARGEST = 576, 9000  # bytes
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+LONGEST = 10.0  # s: beyond it no handshake comes about
+MOST = 0.5  # of the packets: beyond it hardly one connection does
+AT_ONCE, AT_ONCE_S = 1 << 20, 0.005  # bytes that a node may send faster than its rate, and time: more than its burst
+UNLIMITED = 1e9  # bit/s: so much is kept on its way on a distant link without a rate
 
 
 @dataclass(frozen=True)
@@ -22,16 +28,44 @@ class Link:
             and checksum. None: no limit.
         loopback: do not make a network at all; all nodes share 127.0.0.1.
         mtu: bytes of a full frame without its Ethernet header. Larger: fewer frames; each costs processor time.
+        delay: seconds from a node to another, one way, beyond what the rate takes.
+        jitter: seconds; each packet's delay is drawn anew, evenly from ``delay - jitter`` to ``delay + jitter``, so
+            that packets closer together than it arrive out of order.
+        loss: share of the packets that never arrive.
+        reorder: share of the packets that are not delayed, and so overtake those before them.
     """
 
     text: str
     rate: float | None
     loopback: bool = False
     mtu: int = 1500
+    delay: float = 0.0
+    jitter: float = 0.0
+    loss: float = 0.0
+    reorder: float = 0.0
 
     @classmethod
-    def parse(cls, text: str, mtu: int = 1500) -> Link:
-        """``"200mbit"`` (also kbit, gbit, and decimals), ``"unlimited"`` or ``"loopback"``."""
+    def parse(
+        cls, text: str, mtu: int = 1500, delay: str = "0ms", jitter: str = "0ms", loss: str = "0%", reorder: str = "0%"
+    ) -> Link:
+        """``"200mbit"`` (also kbit, gbit, and decimals), ``"unlimited"`` or ``"loopback"``; ``"30ms"``; ``"1%"``."""
+        late, uneven = duration(delay, "a link's delay"), duration(jitter, "a link's jitter")
+        lost, early = share(loss, "a link's loss"), share(reorder, "a link's reorder")
+        link = replace(cls._of_rate(text, mtu), delay=late, jitter=uneven, loss=lost, reorder=early)
+        if link.loopback and link.distant:
+            raise ThinwireError("delay, jitter, loss and reorder are a link's: on loopback leave them out")
+        if late > LONGEST:
+            raise ThinwireError(f"a delay of {delay} is not to be had: choose at most {LONGEST:g}s")
+        if uneven > late:
+            raise ThinwireError(f"a jitter of {jitter} is more than the delay, {delay}: choose at most the delay")
+        if lost > MOST:
+            raise ThinwireError(f"a loss of {loss} leaves no connection: choose at most {MOST:.0%}")
+        if early and not late:
+            raise ThinwireError(f"reorder {reorder} without a delay changes nothing: choose a delay too")
+        return link
+
+    @classmethod
+    def _of_rate(cls, text: str, mtu: int) -> Link:
         word = text.strip().lower()
         if not SMALLEST <= mtu <= LARGEST:
             raise ThinwireError(f"an MTU of {mtu} bytes is not to be had: choose {SMALLEST} to {LARGEST}")
@@ -47,6 +81,19 @@ class Link:
             raise ThinwireError(f"a link of {text} cannot be emulated: choose 64kbit to 40gbit, or 'unlimited'")
         return cls(match[1] + match[2], rate, mtu=mtu)
 
+    @property
+    def distant(self) -> bool:
+        """Whether packets are delayed or lost on their way."""
+        return bool(self.delay or self.jitter or self.loss or self.reorder)
+
+    @property
+    def distance(self) -> str:
+        """``delay 30ms ± 5ms, loss 1%``; empty where there is none."""
+        delay = f"delay {1000 * self.delay:g}ms" + (f" ± {1000 * self.jitter:g}ms" if self.jitter else "")
+        loss = f"loss {100 * self.loss:g}%" if self.loss else ""
+        reorder = f"reorder {100 * self.reorder:g}%" if self.reorder else ""
+        return ", ".join(filter(None, (delay if self.delay else "", loss, reorder)))
+
     def tbf(self) -> str:
         """The ``tc`` arguments of a token bucket with this rate.
 
@@ -58,3 +105,38 @@ class Link:
         burst = max(66_000, int(self.rate / 8 * 0.001))
         limit = max(4 * burst, int(self.rate / 8 * 0.025))
         return f"tbf rate {int(self.rate)}bit burst {burst} limit {limit}"
+
+    def room(self, nodes: int) -> int:
+        """Bytes that may be on their way to one node: what all others can send in that time, and what comes at once."""
+        return nodes * (int((self.rate or UNLIMITED) / 8 * (self.delay + self.jitter + AT_ONCE_S)) + AT_ONCE)
+
+    def netem(self, nodes: int) -> str:
+        """The ``tc`` arguments of the kernel's own delay and loss. Its limit is in packets, which may all be small."""
+        words = ["netem", "limit", str(self.room(nodes) // 66)]
+        if self.delay:
+            words += ["delay", f"{self.delay * 1e6:.0f}us", f"{self.jitter * 1e6:.0f}us"]
+        if self.loss:
+            words += ["loss", f"{100 * self.loss:g}%"]
+        if self.reorder:
+            words += ["reorder", f"{100 * self.reorder:g}%"]
+        return " ".join(words)
+
+
+def duration(text: str, what: str) -> float:
+    """``"30ms"`` (also us, s, and decimals), in seconds. ``what``: whose it is, for the error."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())
+    if match is None:
+        raise ThinwireError(f"{what} is a duration, as 30ms, 200us or 0.2s, got '{text}'")
+    return float(match[1]) * SECONDS[match[2]]
+
+
+def share(text: str, what: str) -> float:
+    """``"1%"`` or ``"0.01"``, as 0.01. ``what``: whose it is, for the error."""
+    number, _, rest = text.strip().partition("%")
+    try:
+        value = float(number) / (100 if "%" in text else 1)
+    except ValueError:
+        value = math.nan
+    if rest or not 0 <= value < 1:
+        raise ThinwireError(f"{what} is a share, as 1% or 0.01, got '{text}'")
+    return value

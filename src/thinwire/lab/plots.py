@@ -249,5 +249,7 @@ def names(axes: Axes, methods: Sequence[str]) -> None:
 
 
 def subtitle(report: dict[str, Any]) -> str:
-    where = f"{report['link']} per node" if report["emulated_network"] else "plain loopback, NO rate limit"
+    where = "plain loopback, NO rate limit"
+    if report["emulated_network"]:
+        where = ", ".join(filter(None, (f"{report['link']} per node", report.get("distance"))))
     return f"{report['preset']}, {report['nodes']} nodes x {report['ranks_per_node']}, {where}"

@@ -25,7 +25,8 @@ def network(report: dict[str, Any]) -> str:
     if not report["emulated_network"]:
         return f"{world}, plain loopback, NO rate limit"
     frames = f", MTU {report['mtu']}" if report["mtu"] != 1500 else ""
-    return f"{world}, {report['link']} per node{frames}"
+    distance = f", {report['distance']} (by {report['delayed_by']})" if report.get("distance") else ""
+    return f"{world}, {report['link']} per node{frames}{distance}"
 
 
 def machine() -> str:

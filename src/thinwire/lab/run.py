@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +40,14 @@ class Outcome:
 
 
 @contextmanager
-def open_cluster(nodes: int, ranks_per_node: int, link: str, mtu: int = 1500) -> Iterator[Cluster]:
+def open_cluster(nodes: int, ranks_per_node: int, link: Link) -> Iterator[Cluster]:
     """A cluster; on a machine that allows no namespaces, plain loopback, and says so on stderr."""
-    cluster = Cluster(nodes, ranks_per_node, Link.parse(link, mtu))
+    cluster = Cluster(nodes, ranks_per_node, link)
     try:
         cluster.__enter__()
     except NoNamespaces as error:
-        line = f"NO EMULATED NETWORK, the ranks use plain loopback WITHOUT a rate limit: {error}"
+        without = "WITHOUT a rate limit" + (", delay or loss" if link.distant else "")
+        line = f"NO EMULATED NETWORK, the ranks use plain loopback {without}: {error}"
         print(f"thinwire: {line}", file=sys.stderr, flush=True)
         cluster = Cluster(nodes, ranks_per_node, Link("loopback", None, loopback=True))
     try:
@@ -73,7 +74,7 @@ def launch(
         limit_s: end everything after so many seconds.
 
     Raises:
-        ThinwireError: the limit has passed.
+        ThinwireError: the limit has passed, or the emulated network has ended.
     """
     if not command:
         raise ThinwireError("no command to run: write it after --, for example  thinwire lab run -- python train.py")
@@ -90,7 +91,7 @@ def launch(
                 process = _start(cluster, command, rank, cluster.environment(rank, base), sink)
                 ranks.append(process)
                 copiers += sink.copy(process, rank)
-            failed = wait(ranks, None if limit_s is None else start + limit_s)
+            failed = wait(ranks, None if limit_s is None else start + limit_s, cluster.check)
         finally:
             _end(ranks)
             for copier in copiers:
@@ -115,13 +116,16 @@ def _start(
         raise ThinwireError(f"cannot run '{command[0]}': no such program") from None
 
 
-def wait(ranks: Sequence[subprocess.Popen[Any]], deadline: float | None = None) -> tuple[int, int] | None:
+def wait(
+    ranks: Sequence[subprocess.Popen[Any]], deadline: float | None = None, check: Callable[[], None] = lambda: None
+) -> tuple[int, int] | None:
     """Until all ranks have ended well (None), or one has not: its number and exit status.
 
     Raises:
-        ThinwireError: it is later than ``deadline``, by the monotonic clock.
+        ThinwireError: it is later than ``deadline``, by the monotonic clock; or what ``check`` raises.
     """
     while True:
+        check()
         codes = [process.poll() for process in ranks]
         for rank, code in enumerate(codes):
             if code:

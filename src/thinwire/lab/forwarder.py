@@ -1,0 +1,167 @@
+"""Run inside the switch's namespace, where the kernel has no netem: hand frames from port to port, late, and not all.
+
+Called as a script by ``cluster.py``, with its settings as one word of JSON. It reads whole Ethernet frames from raw
+sockets on the ports, draws each frame's fate as netem would (an even delay, a loss, one that overtakes), keeps it in a
+heap until it is due, and writes it to the port of its receiver, whose own queue limits the rate. A frame's delay counts
+from the moment at which the kernel took it in, so that a forwarder that was kept waiting is not late yet. It ends with
+its standard input. Asked there by a line, it answers with its counts, a line of JSON.
+"""
+
+import gc
+import heapq
+import json
+import os
+import random
+import select
+import socket
+import struct
+import sys
+import time
+from contextlib import suppress
+
+ETH_P_ALL = 3
+SOL_PACKET, PACKET_STATISTICS, PACKET_IGNORE_OUTGOING = 263, 6, 23
+SO_SNDBUFFORCE, SO_RCVBUFFORCE, SO_TIMESTAMPNS = 32, 33, 35
+BUFFER = 1 << 25  # bytes: the kernel's queue before us, and what may wait in a port's own queue
+STAMP, STATISTICS = struct.Struct("qq"), struct.Struct("II")
+ANCILLARY = socket.CMSG_SPACE(STAMP.size)
+BATCH = 64  # frames read from a port before those that are due leave
+LATE_S = 0.001
+
+
+class Port:
+    """One node's end of the switch."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.draw = random.Random(seed).random
+        self.waiting = 0  # bytes on their way to this node
+        self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
+        self.socket.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
+        self.socket.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        for forced, asked in ((SO_RCVBUFFORCE, socket.SO_RCVBUF), (SO_SNDBUFFORCE, socket.SO_SNDBUF)):
+            try:
+                self.socket.setsockopt(socket.SOL_SOCKET, forced, BUFFER)
+            except PermissionError:  # an ordinary user's namespace: as much as the host allows
+                self.socket.setsockopt(socket.SOL_SOCKET, asked, BUFFER)
+        self.socket.bind((name, 0))
+        self.socket.setblocking(False)
+
+
+class Forwarder:
+    """The ports, by who is behind them, and what is on its way.
+
+    Args:
+        ports: an interface for each node, by the node's Ethernet address. Frames to any other are dropped.
+        delay, jitter: seconds, one way.
+        loss, reorder: shares of the frames.
+        room: bytes that may be on their way to one node; what comes beyond is lost.
+        frame: bytes of the largest frame.
+    """
+
+    def __init__(
+        self, ports: dict[str, str], delay: float, jitter: float, loss: float, reorder: float, room: int, frame: int
+    ) -> None:
+        self.delay, self.jitter, self.loss, self.reorder, self.room, self.frame = (
+            delay, jitter, loss, reorder, room, frame,
+        )  # fmt: skip
+        self.ports = [Port(name, seed) for seed, name in enumerate(ports.values())]
+        self.behind = {
+            bytes.fromhex(address.replace(":", "")): port for address, port in zip(ports, self.ports, strict=True)
+        }
+        self.flying: list[tuple[float, int, Port, bytes]] = []  # due, number, receiver
+        self.number = self.lost = self.overtook = self.full = self.refused = self.missed = self.late = 0
+        self.latest = 0.0
+
+    def run(self) -> None:
+        """Until standard input ends."""
+        answers = {port.socket.fileno(): port for port in self.ports}
+        poll = select.epoll()
+        for descriptor in (0, *answers):
+            poll.register(descriptor, select.EPOLLIN)
+        while True:
+            wait = max(0.0, self.flying[0][0] - time.monotonic()) if self.flying else None
+            select.select([poll], [], [], wait)  # epoll's own timeout counts whole milliseconds
+            for descriptor, _ in poll.poll(0):
+                if descriptor in answers:
+                    self.take(answers[descriptor])
+                elif not os.read(0, 4096):
+                    return
+                else:
+                    print(json.dumps(self.counts()), flush=True)
+            self.leave()
+
+    def take(self, port: Port) -> None:
+        """Read what has come in at a port, and draw the fate of each frame."""
+        receive, size = port.socket.recvmsg, self.frame
+        now, wall = time.monotonic(), time.time()
+        for _ in range(BATCH):
+            try:
+                frame, ancillary, _, _ = receive(size, ANCILLARY)
+            except BlockingIOError:
+                return
+            seconds, nanoseconds = STAMP.unpack(ancillary[0][2])
+            age = wall - (seconds + 1e-9 * nanoseconds)
+            came = now - age if -1 < age < 1 else now  # somebody has set the clock
+            receiver = self.behind.get(frame[:6])
+            if receiver is not None:
+                self.send_off(frame, came, receiver)
+
+    def send_off(self, frame: bytes, came: float, port: Port) -> None:
+        draw = port.draw
+        self.number += 1
+        if self.loss and draw() < self.loss:
+            self.lost += 1
+            return
+        if port.waiting + len(frame) > self.room:
+            self.full += 1
+            return
+        due = came
+        if self.reorder and draw() < self.reorder:
+            self.overtook += 1
+        else:
+            due += self.delay
+            if self.jitter:
+                due += self.jitter * (2 * draw() - 1)
+        port.waiting += len(frame)
+        heapq.heappush(self.flying, (due, self.number, port, frame))
+
+    def leave(self) -> None:
+        """Write all frames that are due to the ports of their receivers."""
+        flying, clock, pop = self.flying, time.monotonic, heapq.heappop
+        while flying:
+            late = clock() - flying[0][0]
+            if late < 0:
+                return
+            _, _, port, frame = pop(flying)
+            port.waiting -= len(frame)
+            if late > LATE_S:
+                self.late += 1
+                self.latest = max(self.latest, late)
+            try:
+                port.socket.send(frame)
+            except OSError:  # its queue is full, as a switch's may be; or its node has cut the link
+                self.refused += 1
+
+    def counts(self) -> dict[str, float]:
+        """What became of the frames so far, and the processor time that it took."""
+        for port in self.ports:
+            seen = port.socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, STATISTICS.size)  # since it was asked last
+            self.missed += STATISTICS.unpack(seen)[1]
+        used = os.times()
+        return {
+            "packets": self.number, "lost": self.lost, "overtook": self.overtook, "no_room": self.full,
+            "missed": self.missed, "queue_full": self.refused, "late": self.late, "latest_ms": 1000 * self.latest,
+            "cpu_s": used.user + used.system,
+        }  # fmt: skip
+
+
+if __name__ == "__main__":
+    gc.disable()  # nothing here is cyclic, and a pause would be felt
+    with suppress(PermissionError):
+        os.nice(-20)  # the kernel's own would come before every process
+    try:
+        forwarder = Forwarder(**json.loads(sys.argv[1]))
+    except OSError as error:
+        sys.exit(print(error, flush=True))
+    print("up", flush=True)
+    forwarder.run()
