@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +17,8 @@ from thinwire import device as devices
 
 LINKS = ("inter", "intra")
 KINDS = ("encode", "wire", "decode", "exposed")
+WINDOW = 1000
+"""Steps of which times are kept. Bytes are summed over all, so that a long run takes no more memory than a short one."""
 
 
 @dataclass
@@ -52,7 +54,8 @@ class Ledger:
     def __init__(self) -> None:
         self.now = Account()
         self.last = Account()
-        self.steps: list[Account] = []
+        self.steps: deque[Account] = deque(maxlen=WINDOW)
+        self.total, self.closed, self.skipped = Account(), 0, 0  # of all steps since the last reset
         self._lock = threading.Lock()  # gradients may travel on one thread while weights do on another
         self._here = threading.local()
         self._under_way, self._since = 0, 0.0  # messages, and up to when their time is counted
@@ -126,27 +129,43 @@ class Ledger:
         self.now.skipped = skipped
         self.last, self.now = self.now, Account()
         self.steps.append(self.last)
+        _add(self.total, self.last)
+        self.closed, self.skipped = self.closed + 1, self.skipped + skipped
 
     def reset(self) -> None:
         """Forget the closed steps (not the one under way)."""
         self.steps.clear()
+        self.total, self.closed, self.skipped = Account(), 0, 0
 
     def stats(self, steps: list[Account] | None = None) -> dict:
         """Per step, over ``steps`` (default: all since the last :meth:`reset`): mean bytes, median times.
 
-        Medians, because the first step also pays for compiling kernels and filling caches.
+        Medians, because the first step also pays for compiling kernels and filling caches; of ``WINDOW`` steps at most.
         """
-        steps = self.steps if steps is None else steps
-        for step in steps:
+        total, count, skipped = self.total, self.closed, self.skipped
+        if steps is not None:
+            total, count, skipped = Account(), len(steps), sum(step.skipped for step in steps)
+            for step in steps:
+                _add(total, step)
+        timed = list(self.steps if steps is None else steps)
+        for step in timed:
             step.settle()
-        count = max(len(steps), 1)
+        each = max(count, 1)
         return {
-            "steps": len(steps),
-            "skipped": sum(step.skipped for step in steps),
-            "wire_bytes_per_step": {link: sum(step.bytes[link] for step in steps) / count for link in LINKS},
-            "weight_bytes_per_step": sum(step.weight_bytes for step in steps) / count,
-            "dense_bytes_per_step": sum(step.dense_bytes for step in steps) / count,
+            "steps": count,
+            "skipped": skipped,
+            "wire_bytes_per_step": {link: total.bytes[link] / each for link in LINKS},
+            "weight_bytes_per_step": total.weight_bytes / each,
+            "dense_bytes_per_step": total.dense_bytes / each,
             **{
-                f"{kind}_ms": 1e3 * statistics.median([step.seconds[kind] for step in steps] or [0.0]) for kind in KINDS
+                f"{kind}_ms": 1e3 * statistics.median([step.seconds[kind] for step in timed] or [0.0]) for kind in KINDS
             },
         }
+
+
+def _add(total: Account, step: Account) -> None:
+    """Add what ``step`` has sent."""
+    for link, nbytes in step.bytes.items():
+        total.bytes[link] += nbytes
+    total.weight_bytes += step.weight_bytes
+    total.dense_bytes += step.dense_bytes
