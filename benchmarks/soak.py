@@ -6,8 +6,8 @@ cycles of compress() and close().
     python benchmarks/soak.py --cycles 20 cycles:ddp
 
 Two ranks of this machine, a small model. Flat: from the second reading on as many threads, descriptors and tensors as
-then, and at the end no more than 4 MB and 2% of memory above it. (The first reading is of when caches still fill.) Exits
-with 1 if something is not. docs/data/soak.txt has what came of it.
+then, and at the end no more than 4 MB and 2% of memory above it. (The first reading is of when caches still fill.)
+Exits with 1 if something is not. docs/data/soak.txt has what came of it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from thinwire import device as devices
 LINKS = ("inter", "intra")
 KINDS = ("encode", "wire", "decode", "exposed")
 WINDOW = 1000
-"""Steps of which times are kept. Bytes are summed over all, so that a long run takes no more memory than a short one."""
+"""Steps of which times are kept; bytes are summed over all. So a long run takes no more memory than a short one."""
 
 
 @dataclass
