@@ -17,6 +17,7 @@ from torch import Tensor
 from thinwire.bucket import Bucket, Piece
 from thinwire.collectives import AllReduce, Exchange, ReduceScatter
 from thinwire.comm import Comm
+from thinwire.errors import ThinwireError
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter, Run, Step
@@ -147,6 +148,8 @@ class ThreadComm(Comm):
 
 
 def _reduced(values: Sequence[Tensor], op: str) -> Tensor:
+    if len({value.shape for value in values}) > 1:  # where gloo would end the process
+        raise ThinwireError(f"ranks reduce messages of unlike sizes: {', '.join(str(of.numel()) for of in values)}")
     result = values[0].clone()
     for value in values[1:]:
         if op == "max":

@@ -620,7 +620,9 @@ class Wire:
         return any(key.partition("/")[0] in self.method.promise.waits for key in self._form.shapes)
 
     def _take(self, values: dict[str, Tensor]) -> None:
-        """Go on from ``values``, by key without the rank, which have been checked."""
+        """Go on from ``values``, by key without the rank, whose shapes have been checked."""
+        if fault := self.method.fault_of(values):
+            raise ThinwireError(f"{self.method.name}: the saved state is damaged: {fault}")
         self._turn.reset()
         self._road.step, self._turn.skipped = int(values.pop("step")), int(values.pop("skipped"))
         flush = int(values.pop("flush"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire import device as devices
 from thinwire.codecs.base import Codec, Space
 from thinwire.errors import ThinwireError
 from thinwire.streams import Seeds
@@ -109,7 +110,11 @@ class DctTopK(Codec):
         parts = wire.split(self._parts, 2)
         # k of every chunk's values: a copy costs nothing, and may lie where view() to a wider dtype wants it
         values, positions = (part.clone(memory_format=torch.contiguous_format) for part in parts)
-        return values.view(self.dtype).float(), positions.view(torch.int16).long()
+        columns = positions.view(torch.int16).long()
+        seen = columns.numel() and not columns.is_meta and devices.streams(columns.device) is None
+        if seen and not bool(((columns >= 0) & (columns < self.group)).all()):
+            raise ThinwireError(f"{self}: a position that came is none of a block of {self.group} values")
+        return values.view(self.dtype).float(), columns.clamp_(0, self.group - 1)  # a GPU is not waited for
 
     def _write(self, coefficients: Tensor, out: Tensor) -> None:
         """``out`` (R, blocks, chunk) = what ``coefficients``, of the same shape, are the transform of."""

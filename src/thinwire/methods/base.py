@@ -360,6 +360,11 @@ class Method:
         """What travels of a module's weights, of which ``rank`` owns ``shard``; called only if ``encodes_weights``."""
         raise NotImplementedError
 
+    def fault_of(self, saved: Mapping[str, Tensor]) -> str:
+        """What of a ``saved`` state (its key as in ``State.state_dict``, and why) cannot be used: integers that would
+        become addresses, in the first place. "" where nothing is wrong. Called before anything of it is taken."""
+        return ""
+
     def state_changed(self) -> None:
         """``state`` was loaded from a checkpoint."""
 

@@ -31,6 +31,7 @@ from thinwire.methods.atmask import Unfolded
 from thinwire.methods.base import Method, count_of
 from thinwire.ops import mask as masks
 from thinwire.ops import sparse
+from thinwire.state import SMALL as LOOSE
 
 WORD = masks.WORD
 LISTED = 1 / 32
@@ -211,6 +212,33 @@ class Masks:
     def state_changed(self) -> None:
         """Another state was loaded."""
         self._chosen.clear()
+
+    def fault_of(self, saved: Mapping[str, Tensor]) -> str:
+        """See ``Method.fault_of``: masks that do not have their bits, or have one beyond their columns."""
+        for name, chunks in self._chunks.items():
+            key, chosen = f"{LOOSE}mask/{name}", saved.get(f"{LOOSE}chosen/{name}")
+            if (mask := saved.get(key)) is None:
+                continue
+            if chosen is None or not 0 <= int(chosen) < 2**31:
+                return f"{key} is there, and when it was chosen is not"
+            step, end = int(chosen), 0
+            for chunk in chunks:
+                begin, end = end, end + self._schedule.mask_bytes(chunk.span, step)
+                part, k = mask[:, begin:end].cpu().contiguous(), self._schedule.k(chunk.span, step)
+                if part.shape[1] != end - begin:
+                    return f"{key} has {mask.shape[1]} bytes in a row, and its masks more"
+                words = torch.zeros((len(part), (chunk.groups.stop - chunk.groups.start)), dtype=torch.int64)
+                try:
+                    if self._schedule.listed(step):
+                        positions = part.view(torch.int32)[:, :k].contiguous()
+                        masks.from_lists([(positions, slice(0, words.shape[1]))], words)
+                    else:
+                        words.copy_(part.view(torch.int64))
+                except ThinwireError as error:
+                    return f"{key}: {error}"
+                if bool((masks.popcount(words) != k).any()):
+                    return f"{key} has not {k} bits in each row"
+        return ""
 
     def _joined(self, everybody: Tensor, places: Places) -> dict[str, Tensor]:
         """Of parameters with several choosers their masks (1, bytes), from all messages ``everybody`` (N, m) at once.

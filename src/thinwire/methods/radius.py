@@ -36,6 +36,7 @@ from thinwire.comm import local
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Delay, ErrorFeedback, Resized, Step, check_density, count_of
 from thinwire.ops import mask as masks
+from thinwire.state import SMALL as LOOSE
 
 WORD = 64  # mask bits per int64
 
@@ -123,6 +124,16 @@ class Radius(ErrorFeedback):
                 for name, weight in step.weights.items()
                 if self._is_sent(name) and not isinstance(step.held[name].optimizer, torch.optim.AdamW)
             }
+
+    def fault_of(self, saved: Mapping[str, Tensor]) -> str:
+        rows = self.run.exchange.bucket_rows(True)
+        for name, parameter in self.run.parameters.items():
+            key = f"{LOOSE}mask/{name}"
+            if (words := saved.get(key)) is not None:
+                k = self._k(self.run.exchange.columns(parameter.local, rows))
+                if bool((masks.popcount(words.cpu().contiguous()) != k).any()):
+                    return f"{key} has not {k} bits in each row"
+        return ""
 
     @property
     def resized(self) -> Mapping[str, Resized]:

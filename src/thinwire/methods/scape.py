@@ -319,6 +319,9 @@ class SCAPE(Method):
     def finish(self) -> None:
         self._masks.finish()
 
+    def fault_of(self, saved: Mapping[str, Tensor]) -> str:
+        return self._masks.fault_of(saved)
+
     def state_changed(self) -> None:
         self._masks.state_changed()
         self._gathered.state_changed()

@@ -209,6 +209,9 @@ def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor |
 
     Positions rise, and parts are in the order of their columns. What is no part of any is left alone. On a GPU one
     launch, which gives the masks' ``directory``, too, if the parts are all of ``words``; None otherwise.
+
+    Raises:
+        ThinwireError: as ``from_indices``, and where positions do not rise.
     """
     if not lists or not words.numel():
         return None
@@ -217,6 +220,10 @@ def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor |
 
 
 def from_indices(positions: Tensor, words: Tensor) -> Tensor:
-    """``words`` (R, n / 64) with the bits ``positions`` (R, k) int32 set, and no others."""
+    """``words`` (R, n / 64) with the bits ``positions`` (R, k) int32 set, in any order, and no others.
+
+    Raises:
+        ThinwireError: one of them is none of the columns. (On a GPU, where nobody looks, it counts as no position.)
+    """
     _backend(words).from_indices(positions, words)
     return words

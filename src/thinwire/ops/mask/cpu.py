@@ -238,11 +238,17 @@ def _indices(words, stride, rows, count, out, to_stride, k):
 
 
 @njit
-def _from_indices(positions, stride, words, words_stride, rows, k):
+def _from_indices(positions, stride, words, words_stride, rows, k, columns, rise):
+    """Whoever sent the positions, they become addresses only from 0 on and below ``columns``; ``rise``: if they do."""
     for row in range(rows):
+        last = np.int64(-1)
         for i in range(row * stride, row * stride + k):
-            position = uint64(positions[i])
-            words[row * words_stride + (position >> uint64(6))] |= uint64(1) << (position & uint64(63))
+            position = np.int64(positions[i])
+            if not 0 <= position < columns or (rise and position <= last):
+                return False
+            words[row * words_stride + (position >> 6)] |= uint64(1) << uint64(position & 63)
+            last = position
+    return True
 
 
 @njit
@@ -440,11 +446,12 @@ def indices(words: Tensor, out: Tensor) -> None:
     _expect(_indices(*unsigned(words), *words.shape, *flat(out), out.shape[1]), out)
 
 
-def from_indices(positions: Tensor, words: Tensor) -> None:
+def from_indices(positions: Tensor, words: Tensor, rise: bool = False) -> None:
     words.zero_()
-    _from_indices(*flat(positions), *unsigned(words), *positions.shape)
+    if not _from_indices(*flat(positions), *unsigned(words), *positions.shape, WORD * words.shape[1], rise):
+        raise reference.not_a_list(words)
 
 
 def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> None:
     for positions, groups in lists:
-        from_indices(positions, words[:, groups])
+        from_indices(positions, words[:, groups], rise=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from thinwire.errors import ThinwireError
 from thinwire.ops import rows as packing
 from thinwire.ops.rows import Places
 
@@ -133,11 +134,23 @@ def indices(words: Tensor, out: Tensor) -> None:
     out.copy_(flags_of(words).nonzero()[:, 1].view(out.shape))
 
 
-def from_indices(positions: Tensor, words: Tensor) -> None:
+def not_a_list(words: Tensor) -> ThinwireError:
+    """What to raise of positions that are none of ``words``' columns."""
+    return ThinwireError(
+        f"a list of positions that came has one that is none of {WORD * words.shape[1]} columns, or does not rise"
+    )
+
+
+def from_indices(positions: Tensor, words: Tensor, rise: bool = False) -> None:
+    columns = WORD * words.shape[1]
+    if positions.device.type == "cpu" and positions.numel():  # on a GPU the host would wait: torch itself refuses there
+        known = bool(((positions >= 0) & (positions < columns)).all())
+        if not known or (rise and not bool((positions[:, 1:] > positions[:, :-1]).all())):
+            raise not_a_list(words)
     flags = torch.zeros(words.shape[0], words.shape[1] * WORD, dtype=torch.bool, device=words.device)
     pack(flags.scatter_(1, positions.long(), True), words)
 
 
 def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> None:
     for positions, groups in lists:
-        from_indices(positions, words[:, groups])
+        from_indices(positions, words[:, groups], rise=True)

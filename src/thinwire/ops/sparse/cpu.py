@@ -140,7 +140,7 @@ def _unpack_part(string, lower, start, width, found, bits):
             bit = i * bits
             low = (np.int64(lower[bit >> 3]) >> (bit & 7)) & ((1 << bits) - 1)
             column = ((WORD * word + np.int64(trailing_zeros(ones)) - i) << bits) + low
-            if column >= width:
+            if column >= width or (i and start + column <= found[i - 1]):
                 return False
             found[i] = start + column
             i += 1
