@@ -110,11 +110,9 @@ def branches(rank: int, world: int, job: regimes.Job, corpora: Path, schedule: s
     warnings.simplefilter("ignore")
     life = Life(rank, job, corpora, schedule, method, steps)
     found: dict[int, dict[str, list[tuple[float, float]]]] = {}
-    number = 0
-    for point in points:
-        for number in range(number, point):
+    for begun, point in zip([0, *points], points, strict=False):
+        for number in range(begun, point):
             life.step(number)
-        number = point
         saved = copy.deepcopy((life.model.state_dict(), life.optimizer.state_dict(), life.wire.state_dict()))
 
         def put_back(saved=saved) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
@@ -1055,3 +1057,37 @@ def test_inspect_shows_how_two_checkpoints_differ(tmp_path, capsys):
     assert status == 1 and ["seed", "0", "1"] in rows
     assert "model: model/weight" in shown and "0.5" in shown
     assert "9 tensors are equal bit for bit, 1 are not" in shown
+
+
+ODD = [None, -1, 0, 1e308, "x", [], {}, "../../outside", True, [1, 2], {"../x.safetensors": 5}, "\0", 10**30, {"a": {}}]
+
+
+def test_metadata_whose_checksum_fits_and_whose_fields_do_not_are_told_in_a_line(tmp_path):
+    """Written by a tool that edited them, or by a bug: every reader takes them, or says what is wrong."""
+    meta = {
+        "format": stored.FORMAT, "run": "a", "save": "b", "step": 4, "sequences": 64, "good": True, "world_size": 2,
+        "files": {"model.safetensors": 5, "rank-0000.safetensors": 7},
+        "about": {"mesh": "1 x 2", "method": "int8", "layers": 2, "engine": "ddp"},
+    }  # fmt: skip
+    generator, said = random.Random(0), Counter()
+    for _ in range(400):
+        changed = json.loads(json.dumps(meta))
+        place = changed if generator.random() < 0.6 else changed[generator.choice(["files", "about"])]
+        key = generator.choice([key for key in place if key != "format"])
+        if generator.random() < 0.3:
+            del place[key]
+        else:
+            place[key] = generator.choice(ODD)
+        stored.write_meta(tmp_path, changed)
+        try:
+            checkpoint = stored.read_meta(tmp_path)
+            assert checkpoint.here == [] and checkpoint.step >= 0 and stored.is_good(tmp_path) in (True, False)
+            assert checkpoint.meta["world_size"] + 0 and checkpoint.meta["run"] is not None
+            about = checkpoint.meta["about"]
+            assert "mesh" not in about or (about["mesh"].split()[0] and about["method"] is not None)
+            assert not any("/" in name or ".." in name for name in checkpoint.meta["files"])
+            said["taken"] += 1
+        except ThinwireError as error:
+            assert "meta.json is not as Thinwire writes it" in str(error)
+            said["refused"] += 1
+    assert said["taken"] > 50 and said["refused"] > 200

@@ -141,12 +141,12 @@ def spoilt_plays(name: str, knobs: dict) -> list[str]:
                     out.copy_(damaged(out, KINDS[number % len(KINDS)], rng))
 
         def spoiling(original, spoil=spoil):
-            def verb(self, out, *args, **more):
+            def damaging(self, out, *args, **more):
                 work = original(self, out, *args, **more)
                 spoil(out, self._world_rank)
                 return work
 
-            return verb
+            return damaging
 
         verbs = {verb: spoiling(getattr(ThreadComm, verb)) for verb in ("_all_gather", "_all_to_all")}
         try:

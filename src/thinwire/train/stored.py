@@ -25,6 +25,7 @@ FORMAT = 2
 MODEL = "model.safetensors"
 WIRE = "wire/"
 NAME = re.compile(r"step-(\d+)")
+FILE = re.compile(r"[\w-]+\.safetensors")
 
 
 def rank_file(rank: int) -> str:
@@ -63,6 +64,36 @@ class Checkpoint:
         return [name for name, size in self.meta["files"].items() if sizes.get(name) == size]
 
 
+def _is_count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 2**63
+
+
+def _is_list_of_files(value: Any) -> bool:
+    names = value if isinstance(value, dict) else {}
+    return bool(names) and all(FILE.fullmatch(name) and _is_count(size) for name, size in names.items())
+
+
+def _is_about(value: Any) -> bool:
+    """Of a run. What readers look into is text; what else there is they compare, and show."""
+    if not isinstance(value, dict):
+        return False
+    mesh, method = value.get("mesh"), value.get("method")
+    return isinstance(mesh, str) and bool(mesh.split()) and isinstance(method, str)
+
+
+FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "run": (lambda value: isinstance(value, str), "text"),
+    "save": (lambda value: isinstance(value, str), "text"),
+    "step": (_is_count, "number of steps"),
+    "sequences": (_is_count, "number of sequences"),
+    "good": (lambda value: isinstance(value, bool), "yes or no"),
+    "world_size": (lambda value: _is_count(value, 1), "number of ranks"),
+    "files": (_is_list_of_files, "list of files and their sizes"),
+    "about": (_is_about, "description of a run"),
+}
+"""What meta.json holds, and how it is told: a tool that edited it, or a bug, may have written something else."""
+
+
 def read_meta(path: Path) -> Checkpoint:
     """The checkpoint in ``path``.
 
@@ -85,6 +116,9 @@ def read_meta(path: Path) -> Checkpoint:
         raise Damaged(f"{path} was made by {maker} version of Thinwire, in format {written}; this one reads {FORMAT}")
     if meta.pop("crc32", None) != _crc_of_meta(meta):
         raise Damaged(f"{path / 'meta.json'} is damaged: its checksum does not fit")
+    for field, (fits, what) in FIELDS.items():
+        if field not in meta or not fits(meta[field]):
+            raise Damaged(f"{path / 'meta.json'} is not as Thinwire writes it: {field} is no {what}")
     return Checkpoint(path, meta)
 
 
