@@ -325,6 +325,52 @@ def test_a_work_completes_the_weights(kind):
         assert torch.equal(rows, turns[-1][1])
 
 
+@pytest.mark.parametrize("kind", [Follows, Exact, Alone])
+def test_a_module_is_as_large_as_its_weights_and_what_is_ahead_as_its_messages(kind):
+    """In bytes, of all ranks: by these is told how many messages leave. What has arrived may be dropped unread."""
+    world = Threads(SIZE)
+
+    def body(rank):
+        one, waited = Rank(world, rank, kind), []
+        assert one.replica.whole_bytes == SIZE * N * 4 and one.replica.bytes_ahead == 0
+        one.does("g0")
+        one.does("o")
+        one.replica.comm = Slow(world, rank, one.ledger)
+        one.replica.arrive()
+        one.does("a1")
+        assert one.replica.bytes_ahead == SIZE * N and not one.replica.sends(1)
+        sent = one.replica._ahead
+        then, sent.work.then = sent.work.then, lambda: waited.append(then())
+        one.replica.drop()
+        assert len(waited) == 1 and one.replica.bytes_ahead == 0 and one.replica.sends(1)
+        half = Shard(PIECES, (), N, torch.bfloat16)
+        assert Replica(kind(), State(), half, one.comm, CPU).whole_bytes == SIZE * N * 2
+
+    world.run(body)
+
+
+@pytest.mark.parametrize("peers", [1, 3])
+def test_columns_hold_the_values_of_pieces_and_zeros(peers):
+    """And give them back, or add them, where they were; all else stays. Also of rows wider than the pieces are."""
+    pieces, end = replicas.beside([(Piece("a", 1, 5), 8), (Piece("b", 7, 3), 4)], first=2)
+    assert pieces == [(Piece("a", 1, 5), 2, 8), (Piece("b", 7, 3), 10, 4)] and end == 14
+    columns, n, m = replicas.Columns(pieces), 12, 16
+    shards = torch.arange(float(peers * n)).view(peers, n) + 1
+    rows, expected = torch.full((peers, m), -1.0), torch.full((peers, m), -1.0)
+    expected[:, 2:14] = 0.0
+    expected[:, 2:7], expected[:, 10:13] = shards[:, 1:6], shards[:, 7:10]
+    assert columns.take(shards, rows) is rows and torch.equal(rows, expected)
+    for add in (False, True):
+        out, there = torch.full((peers, n), 100.0), torch.full((peers, n), 100.0)
+        for place in (slice(1, 6), slice(7, 10)):
+            there[:, place] = shards[:, place] + 100.0 * add
+        assert columns.give(rows, out, add=add) is out and torch.equal(out, there)
+    (part, _), (alone, _) = columns.places(CPU, peers=peers, n=n, m=m).parts, columns.places(CPU).parts
+    assert (part.numel, part.rows, part.step, part.stride) == ((peers - 1) * n + 5, peers, n, m)
+    assert (alone.numel, alone.rows, alone.step, alone.stride) == (5, 1, 5, 8)
+    assert columns.places(CPU) is columns.places(CPU) is not columns.places(CPU, peers=peers, n=n, m=m)
+
+
 METHODS = (
     "sdp4bit(weight_group=32, smallest=100)", "zeropp(weight_group=32, smallest=100)",
     "scape(density=0.1, warmup=1, smallest=100)",
