@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from thinwire.bound import Bound
+from thinwire.bound import STEP, Bound
 from thinwire.bucket import Piece
 from thinwire.collectives import AllReduce
 from thinwire.guard import Guard
@@ -121,15 +121,21 @@ class Replica:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
-    def clip(self, turn: int, gradients: dict[str, Tensor], most: float, moves: Collection[str] = ()) -> Tensor:
+    def clip(
+        self, turn: int, gradients: dict[str, Tensor], most: float, moves: Collection[str] = (),
+        power: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Take up ``gradients`` as :meth:`thinwire.Wire.clip_grad_norm_` clips them; their norm before.
 
-        ``moves``: those that are steps, and left alone.
+        ``moves``: those that are steps, and left alone. ``power``: about the squared norm of the gradients they were.
         """
         if self._clipped != turn:
             for name, weight in self.weights.items():
                 weight.grad = gradients[name]
-            self.norm = get_total_norm([of for name, of in gradients.items() if name not in moves], 2.0)
+            norms = [of for name, of in gradients.items() if name not in moves]
+            self.norm = get_total_norm(norms, 2.0)
+            if power is not None:
+                self.norm = get_total_norm([self.norm, power.sqrt()], 2.0) if norms else power.sqrt()
             clip_grads_with_norm_([of for name, of in self.weights.items() if name not in moves], most, self.norm)
             self.factor, self._clipped = (most / (self.norm + 1e-6)).clamp(max=1.0), turn
         return self.norm
@@ -332,7 +338,10 @@ class Rank:
         )
         self.bound: Bound | None = None
         if self.method.bounded and len(self.stage.dense) < len(self.parameters):
-            self.bound = self.stage.bound = Bound(10.0, {of.name: of.local for of in self.parameters.values()})
+            leaves = None if self.method.promise.of == "gradients" else STEP
+            self.bound = self.stage.bound = Bound(
+                10.0, {of.name: of.local for of in self.parameters.values()}, leaves=leaves
+            )
         self.road = Road([self.stage])
         self._count_side(self.stage)
         row = gradients.rows[rank]
@@ -355,7 +364,7 @@ class Rank:
         for flat, pieces in self._flats:
             self.road.reduce(flat, pieces)
         moves = frozenset(self.method.moves)
-        norm = self.replica.clip(turn, self._gradients, self.clip, moves)
+        norm = self.replica.clip(turn, self._gradients, self.clip, moves, self.method.power_of_moves())
         self.guard.observe_all(self._gradients.values() if moves else [norm])
         comms = self.stage.exchange.beside(self.guard.comms) if self.method.alone(self.road.step) else None
         finite, _ = self.guard.agree(norm.device, comms=comms)

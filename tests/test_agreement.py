@@ -329,7 +329,7 @@ def _drift_of_one_copy(rank: int, world: int) -> str:
     try:
         engines.train(model, optimizer, rank, range(1), wire)
         if rank == 2:
-            next(model.parameters()).to_local().data.view(-1)[0] += 1e-3
+            next(model.parameters()).to_local().data.view(-1)[1] += 1e-3  # no sample of the fingerprint
         engines.train(model, optimizer, rank, range(1, 2), wire)
     except ThinwireError as error:
         return str(error)

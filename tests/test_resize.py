@@ -98,7 +98,7 @@ class Ranks:
             flat = torch.zeros(engine.numel)
             out = torch.zeros(engine.numel // engine.rows) if engine.owner else flat
             with torch.no_grad():
-                rank.road.flush(flat, engine.pieces, out)
+                rank.road.between_steps(flat, engine.pieces, out, rank.road.last.method.send_all)
             rank.method.state.commit()
             return out
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -130,6 +131,12 @@ class Comm(ABC):
     def _all_to_all(self, out: Tensor, rows: Tensor) -> None: ...
 
 
+_IDLE: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[tuple[int, ...], timedelta | None], list[dist.ProcessGroup]]
+] = weakref.WeakKeyDictionary()
+"""Of a group, those made for some of its ranks that nobody uses now."""
+
+
 class CountingComm(Comm):
     """A group on which everybody says what this rank says: it counts what would be sent, and sends nothing.
 
@@ -189,6 +196,7 @@ class GroupComm(Comm):
         self._point_to_point = self.reduce_scatter_is_all_reduce and self.device.type == "cpu"
         self.timeout = timeout_of(group)
         self.ranks = dist.get_process_group_ranks(group)
+        self._idle: list[dist.ProcessGroup] | None = None  # where it goes when it is given back
 
     @classmethod
     def aside(cls, group: dist.ProcessGroup) -> GroupComm:
@@ -206,10 +214,29 @@ class GroupComm(Comm):
 
         It waits as long as ours. Collective over the chosen ranks only: other ranks of the job need not take part. The
         group lives until the job's ``destroy_process_group()``: torch names it by its ranks and the number of groups
-        alive, and would meet the keys of a destroyed one in the store, and wait for ever.
+        alive, and would meet the keys of a destroyed one in the store, and wait for ever. So one that was given back
+        (``release``) is taken again.
         """
-        group = self._new([self.ranks[rank] for rank in chosen], dist.get_backend(self.group), self.timeout)
-        return GroupComm(group, self.ledger, [self.nodes[rank] for rank in chosen], self.device)
+        ranks = [self.ranks[rank] for rank in chosen]
+        idle = _IDLE.setdefault(self.group, {}).setdefault((tuple(ranks), self.timeout), [])
+        group = idle.pop() if idle else self._new(ranks, dist.get_backend(self.group), self.timeout)
+        part = GroupComm(group, self.ledger, [self.nodes[rank] for rank in chosen], self.device)
+        part._idle = idle
+        return part
+
+    def release(self) -> None:
+        """Nothing is under way any more in this group, which came from ``subset``: the next one of these ranks is it.
+
+        All of its ranks give it back, or none may ask for one again.
+        """
+        if self._idle is not None:
+            self._idle.append(self.group)
+            self._idle = None
+
+    @staticmethod
+    def idle_groups(group: dist.ProcessGroup) -> int:
+        """How many parts of ``group`` were given back, and wait to be used again: as many on all ranks."""
+        return sum(map(len, _IDLE.get(group, {}).values()))
 
     def patient(self, seconds: float) -> GroupComm:
         """The same ranks with a gloo group of their own, for CPU tensors, that waits ``seconds`` for a rank: beside the

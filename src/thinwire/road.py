@@ -103,14 +103,16 @@ class Stage:
             packed.store(out)
             packed.release()
 
-    def flush(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
-        """``carry`` of zeros, where the method sends what waits; what stays dense stays zero."""
+    def between_steps(
+        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Callable[[Bucket, Exchange], None]
+    ) -> None:
+        """``carry`` of zeros, where ``send`` fills the method's buckets; what stays dense stays zero."""
         parts = self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces))
         for method, bucket in itertools.chain.from_iterable(part.buckets for part in parts):
             if method is self.method:
                 bucket.step = self.step
                 bucket.load(flat, out)
-                method.send_all(bucket, self.exchange)
+                send(bucket, self.exchange)
                 bucket.store(out)
                 bucket.release()
 
@@ -210,9 +212,15 @@ class Road:
         """``reduce``, without what looks at the values and counts."""
         self._through(flat, pieces, out, [stage.carry for stage in self.stages])
 
-    def flush(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
-        """``carry`` of zeros ``flat``, and of what waits at the last stage."""
-        self._through(flat, pieces, out, [*(stage.carry for stage in self.stages[:-1]), self.last.flush])
+    def between_steps(
+        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Callable[[Bucket, Exchange], None]
+    ) -> None:
+        """``carry`` of zeros ``flat``, and of what ``send`` puts into the buckets of the last stage."""
+
+        def last(flat: Tensor, pieces: Pieces, out: Tensor) -> None:
+            self.last.between_steps(flat, pieces, out, send)
+
+        self._through(flat, pieces, out, [*(stage.carry for stage in self.stages[:-1]), last])
 
     def _through(self, flat: Tensor, pieces: Pieces, out: Tensor, stages: Sequence[Carry]) -> None:
         if self.levels is not None:

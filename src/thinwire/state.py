@@ -87,6 +87,15 @@ class State:
             return values
         return self._stage("read", values, bucket.device).copy_(values, non_blocking=True)
 
+    def values(self, kind: str, name: str) -> Tensor | None:
+        """The committed ``kind`` of parameter ``name``, (R, span), in whatever bucket it is. Not to be written to."""
+        if (kind, name) in self._loose:
+            return self._loose[kind, name]
+        if (kind, name) not in self._home:
+            return None
+        home, segment = self._home[kind, name]
+        return _columns(self._current[kind, home], segment)
+
     def held(self, kind: str, bucket: Bucket) -> Tensor | None:
         """As ``read``, with as many rows as there are; None where nothing of ``kind`` is known of the bucket."""
         for segment in bucket.segments:
@@ -159,12 +168,27 @@ class State:
                 self._small[name] = value
         self._small_earlier.clear()
 
-    def rollback(self) -> None:
-        """What was written since the last commit is forgotten."""
+    def rollback(self, names: Collection[str] | None = None, kinds: Collection[str] | None = None) -> None:
+        """What was written since the last commit is forgotten: of the parameters ``names`` alone, if they are given,
+        and then of those ``kinds`` alone that live in buckets, if these are."""
         self.again()
+        if names is not None:
+            self._rollback_some(names, kinds)
+            return
         self._spare.update(self._earlier)
         self._earlier.clear()
         self._small_earlier.clear()
+
+    def _rollback_some(self, names: Collection[str], kinds: Collection[str] | None) -> None:
+        for (kind, name), (home, segment) in self._home.items():
+            written = self._earlier.get((kind, home))
+            if name in names and written is not None and (kinds is None or kind in kinds):
+                if kind in self._offload:
+                    devices.wait(written.device)  # copies to CPU memory may be under way
+                _columns(written, segment).copy_(_columns(self._current[kind, home], segment))
+        if kinds is None:
+            for key in [key for key in self._small_earlier if key[1] in names]:
+                del self._small_earlier[key]
 
     def state_dict(self) -> dict[str, Tensor]:
         """``"kind/parameter"`` -> (R, span) this rank's committed values without padding, and what was ``put``."""

@@ -3,14 +3,15 @@
     exchange (engine) -> before (the first optimizer of the step: one agreed flag) -> optimizers -> after (the last one)
 
 Everything that makes a step more than that line is decided here: several optimizers, a second exchange before the step,
-gradients that were thrown away in between (a GradScaler does that), a step without an exchange, a step that is skipped.
+gradients that were thrown away in between (a GradScaler does that), all of them or some parameters', a step without an
+exchange, a step that is skipped, an optimizer that nobody told us of, weights that were put back.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from thinwire.comm import local
 from thinwire.errors import ThinwireError, ThinwireWarning, doing
+from thinwire.fingerprint import WeightWatch
 from thinwire.integrations.base import Engine, all_zero
 from thinwire.methods.base import Run, Step
 from thinwire.plan import bare_name
@@ -39,6 +41,11 @@ _MISSING = (
     "{name} has no gradient in this step, and DDP exchanges neither its bucket nor those behind it: use it in every "
     "step, freeze it before wrapping, or take fully_shard, which leaves parameters out"
 )
+_STRANGER = (
+    "{kind} steps {name}, and compress() was not told of it: its steps would be neither guarded nor agreed on. Pass it "
+    "to compress() in the first place; for another optimizer in mid-run call wire.close(), then compress() with it, "
+    "and wire.load_state_dict() with what wire.state_dict() gave"
+)
 
 
 class Turn:
@@ -48,6 +55,7 @@ class Turn:
         skipped: steps that were skipped on all ranks, or by this one where ranks go their own ways.
         norm, clip_factor: of the averaged gradients, 0-dim, once the user has clipped them in this step.
         closed: no exchange is due now: micro-batches are being accumulated.
+        weight_watch: notices that weights were put back.
         ended: there will be no more steps.
     """
 
@@ -78,6 +86,10 @@ class Turn:
         self._settled = False  # the last exchange has been stepped with, or skipped
         self._warned = False
         self._knows_scaler = run.scaled or not self.method.keeps_state
+        self._known = {id(weight): name for name, weight in self.weights.items()}
+        self.weight_watch = WeightWatch(
+            self.method.name, list(self.weights.values()), self.method.drop_waiting if self.method.keeps_state else None
+        )
 
     # What the engines say.
 
@@ -93,6 +105,8 @@ class Turn:
         for name in names:
             if name not in self.weights:
                 raise ThinwireError(_LATE.format(name=name))
+        if not self._seen and self._open is None and self.road.step > 0:
+            self.weight_watch.look(alone=self.method.alone(self.road.step) or not self.method.rank_equal)
         self._leave()
         again = next((name for name in names if name in self._seen), None)
         if self._seen and self.engine.dropped([self.weights[name] for name in self._seen], look=again is not None):
@@ -126,6 +140,10 @@ class Turn:
         """Has the parameter been exchanged since the last step?"""
         return name in self._seen
 
+    def name_of(self, weight: Tensor) -> str | None:
+        """Of the trained parameter ``weight``, if it is one."""
+        return self._known.get(id(weight))
+
     def exchanged(self) -> list[Tensor]:
         """The parameters that have been exchanged since the last step."""
         return [self.weights[name] for name in self._seen]
@@ -143,8 +161,21 @@ class Turn:
         if self._open is not None:
             self._finish()
 
+    def stranger(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer``, any in this process, is about to step.
+
+        Raises:
+            ThinwireError: it holds a trained parameter with a gradient, and is none of those that we were told of.
+        """
+        if self.ended or any(inner in self.optimizers for inner in unwrapped(optimizer)):
+            return
+        held = (weight for weight in _parameters(optimizer) if weight.grad is not None and id(weight) in self._known)
+        if (weight := next(held, None)) is not None and not _makes_state(optimizer):
+            raise ThinwireError(_STRANGER.format(kind=type(optimizer).__name__, name=self._known[id(weight)]))
+
     def reset(self) -> None:
         """Forget the step under way: another state is about to be loaded."""
+        self.weight_watch.trust()
         self.guard.forget()
         self.state.rollback()
         self.method.undo()
@@ -190,6 +221,11 @@ class Turn:
         A closure makes the gradients: it runs here, before their check. Returns the arguments that ``step`` gets in
         place of ``args`` and ``kwargs``, if it had one.
         """
+        if torch._C._current_graph_task_id() != -1:
+            raise ThinwireError(
+                f"{type(optimizer).__name__} steps inside a backward pass, before its gradients are exchanged: take "
+                "optimizer.step() out of register_post_accumulate_grad_hook(), and call it after backward()"
+            )
         closure = next((value for value in (*args[1:], *kwargs.values()) if callable(value)), None)
         if closure is None:
             self._check(optimizer)
@@ -251,6 +287,7 @@ class Turn:
             if diverged is not None:
                 raise ThinwireError(diverged)
             return False
+        self._cancel()
         self._commit()
         self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
         self._open = self._step()
@@ -259,6 +296,20 @@ class Turn:
             self.method.before_step(self._open)  # which may step parameters in an optimizer's place
         self.engine.stepped()
         return True
+
+    def _cancel(self) -> None:
+        """Parameters whose gradient was thrown away after its exchange: of them this step leaves no trace. Those that
+        rest keep what waits."""
+        if self.method.alone(self.road.step):
+            return
+        cancelled = [name for name in self._seen if self.weights[name].grad is None]
+        if cancelled:
+            self.state.rollback(cancelled)
+            self.method.cancel(cancelled)
+            if self.bound is not None:
+                self.bound.rollback(cancelled)
+        if resting := self.method.resting:
+            self.state.rollback(resting, kinds=self.method.promise.waits)
 
     def _step(self) -> Step:
         return Step(self.road.step, self.optimizers, self.weights, self.clip_factor, self._agree)
@@ -281,6 +332,7 @@ class Turn:
         self.road.step += 1
         self._in_a_row = 0
         self._end(skipped=False)
+        self.weight_watch.step_is_over()
         self._look(number)
 
     def _look(self, number: int) -> None:
@@ -379,6 +431,20 @@ class Turn:
                 break
             frame = frame.f_back
         return False
+
+
+def unwrapped(given: Any) -> Iterator[Any]:
+    """Those that step, inside of what steps them: Accelerate's and Lightning's wrapper has one ``optimizer`` and never
+    calls the hooks of its own ``step``, torchtitan's container has several ``optimizers``.
+    """
+    inside = getattr(given, "optimizers", getattr(given, "optimizer", None))
+    if isinstance(given, list | tuple):
+        for member in given:
+            yield from unwrapped(member)
+    elif inside is None:
+        yield given
+    else:
+        yield from unwrapped(inside)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from thinwire import device as devices
 from thinwire.bucket import Piece, Shard
 from thinwire.comm import Comm, Then, Work
 from thinwire.errors import ThinwireError
+from thinwire.fingerprint import Fingerprint
 from thinwire.ops import rows as ops
 from thinwire.state import State
 
@@ -139,6 +140,7 @@ class Replica:
         step: optimizer steps taken when the weights were last brought up to date; None: never, or they are no longer
             to be relied on.
         changed: this rank's weights were given other values since the last gather, and not by an optimizer.
+        fingerprint: of the values that an optimizer, or whoever said so, has left; None: nobody looks at values.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class Replica:
         comm: Comm,
         device: torch.device,
         version: Callable[[], int] = lambda: 0,
+        fingerprint: Fingerprint | None = None,
     ) -> None:
         """``version``: rises with every change of this rank's weights that the engine can see."""
         self.message, self.shard, self.comm, self.device = message, shard, comm, device
@@ -156,6 +159,8 @@ class Replica:
         self.changed = False
         self._state, self._loads = state, state.loads
         self._version, self._seen = version, version()
+        self.fingerprint = fingerprint
+        self._trust()
         self._row: Tensor | None = None  # what the others hold of this rank's weights, where that is not these
         self._ahead: Sent | None = None  # left before it was asked for
         self._out = self._empty() if self.message.resident else None
@@ -187,6 +192,19 @@ class Replica:
     def stepped(self) -> None:
         """An optimizer has just changed the weights: that is what steps are there for."""
         self._seen = self._version()
+        self._trust()
+
+    def _trust(self) -> None:
+        if self.fingerprint is not None:
+            self.fingerprint.take()
+
+    def changed_unseen(self) -> bool:
+        """Were this rank's weights changed in a way that torch does not count, through ``.data``? Waits for the device.
+
+        The ranks need not agree: other values may have come to some shards alone.
+        """
+        self.look()
+        return not self.changed and self.fingerprint is not None and self.fingerprint.differs()
 
     def sends(self, step: int) -> bool:
         """Can the message of ``step`` leave before it is asked for? Not where the weights have to be gathered whole."""
@@ -237,6 +255,8 @@ class Replica:
         """What is there is no longer to be relied on once a state was loaded or the weights were changed."""
         self.look()
         changed, self.changed = self.changed or unsettled, unsettled
+        if changed:
+            self._trust()
         if changed or self._loads != self._state.loads:
             self.drop()
         if self._loads != self._state.loads:

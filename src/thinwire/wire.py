@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,10 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.agreement import Agreement, in_words, model_facts, optimizer_facts, version
-from thinwire.bound import Bound
+from thinwire.bound import STEP, Bound
+from thinwire.bucket import Bucket
+from thinwire.collectives import Exchange
 from thinwire.comm import Comm, GroupComm, local
 from thinwire.errors import LostRank, ThinwireError, ThinwireWarning
 from thinwire.guard import Guard
@@ -37,7 +42,7 @@ from thinwire.resize import move
 from thinwire.road import Road, Stage, shard_of
 from thinwire.saved import About, Form, own_of
 from thinwire.state import State
-from thinwire.turn import Turn
+from thinwire.turn import Turn, unwrapped
 
 
 def compress(
@@ -86,10 +91,12 @@ def compress(
         scaler: the ``GradScaler`` that scales the loss, if there is one: what a method keeps from step to step is then
             free of the scale, which changes. Methods that keep nothing do not need to be told.
         bound: what one step may put into what a method keeps: the gradient of a parameter on a rank that is more than
-            this many times as large as usual (by its running norm) is scaled down to what is usual, so that a spoilt
-            batch does not rule the steps after it. What is cut off is lost, counted and shown. Lower => smaller
-            excesses are cut, and more ordinary gradients are. None: nothing is ever cut. Methods that keep nothing, and
-            local steps, whose gradients are clipped before they move what is kept, have no bound.
+            this many times as large as usual (by its running norm) is scaled down to that (to twice the usual where
+            what is kept are steps or momenta, which no clipping meets), so that a spoilt batch does not rule the steps
+            after it. What is cut off is lost, counted and shown; where more than 1% of a parameter's are cut, a warning
+            names it. Lower => smaller excesses are cut, and more ordinary gradients are. None: nothing is ever cut.
+            Methods that keep nothing, and local steps, whose gradients are clipped before they move what is kept, have
+            no bound.
         max_skipped: steps in a row that the guard may skip before all ranks raise. Lower => a run that has diverged
             ends sooner. None: it never does. (A step that a GradScaler skips does not count. Where ranks step alone,
             each counts its own, and the others lose it at the end of the round.)
@@ -103,6 +110,7 @@ def compress(
         LostRank: another rank does not come within the timeout of the process group.
     """
     kind, wrapped = _kind(model)
+    kind.renew(wrapped)
     comms = [GroupComm.aside(group) for group in kind.process_groups(wrapped)]
     with Agreement(comms, None if stages is None else GroupComm.aside(stages)) as agreement:
         method = resolve(method)
@@ -123,6 +131,7 @@ def compress(
         settings = {
             "engine": kind.__name__, "method": method, "seed": seed, "bound": bound, "two_level": two_level,
             "intra": inside, "check_every": check_every, "scaled by": None if scaler is None else scaler.get_scale(),
+            "process groups of closed wires": sum(map(GroupComm.idle_groups, kind.process_groups(wrapped))),
             **shared,
         }  # fmt: skip
         if method.two_level if two_level is None else two_level:
@@ -210,7 +219,7 @@ def _engine(
 
 
 def _optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    several = tuple(_unwrapped(given))
+    several = tuple(unwrapped(given))
     for optimizer in several:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ThinwireError(f"an optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -219,24 +228,13 @@ def _optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
     return several
 
 
-def _unwrapped(given: Any) -> Iterator[Any]:
-    """Those that step, inside of what steps them: Accelerate's and Lightning's wrapper has one ``optimizer`` and never
-    calls the hooks of its own ``step``, torchtitan's container has several ``optimizers``.
-    """
-    inside = getattr(given, "optimizers", getattr(given, "optimizer", None))
-    if isinstance(given, list | tuple):
-        for one in given:
-            yield from _unwrapped(one)
-    elif inside is None:
-        yield given
-    else:
-        yield from _unwrapped(inside)
-
-
 def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """The trained parameters by name, all of which the optimizers must hold."""
     found = {engine.parameters[id(p)].name: p for p in engine.model.parameters() if id(p) in engine.parameters}
     held = held_by(optimizers, found)
+    twice = _held_twice(optimizers, found)
+    if twice is not None:
+        raise ThinwireError(f"two optimizers, or two groups of one, hold {twice}: let one step it")
     missing = [name for name in found if name not in held]
     if not held:
         raise ThinwireError(
@@ -249,6 +247,29 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
             "wrapping"
         )
     return found
+
+
+def _held_twice(optimizers: Sequence[torch.optim.Optimizer], weights: Mapping[str, Tensor]) -> str | None:
+    """One of ``weights`` that is in two places."""
+    held = [id(weight) for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
+    counts = Counter(held)
+    return next((name for name, weight in weights.items() if counts[id(weight)] > 1), None)
+
+
+def _hook_on_all_optimizers(turn: Turn) -> RemovableHandle:
+    """Whatever optimizer of this process is about to step, ``turn`` looks whether it is one that it knows.
+
+    torch's hook lives as long as the process: so it does not keep the model alive, and goes when that does.
+    """
+    there = weakref.ref(turn)
+
+    def before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if (alive := there()) is not None:
+            alive.stranger(optimizer)
+
+    handle = register_optimizer_step_pre_hook(before)
+    weakref.finalize(turn, handle.remove)
+    return handle
 
 
 class Wire:
@@ -296,7 +317,8 @@ class Wire:
             guards=self._guard.comms if guard else (),
         )  # fmt: skip
         if bound is not None:
-            usual = Bound(bound, {parameter.name: parameter.local for parameter in run.parameters.values()})
+            sizes = {parameter.name: parameter.local for parameter in run.parameters.values()}
+            usual = Bound(bound, sizes, leaves=None if method.promise.of == "gradients" else STEP)
             compresses = len(self._stage.dense) < len(run.parameters)
             self._stage.bound = usual if method.bounded and compresses else None
         if scaler is not None and method.keeps_state:
@@ -309,8 +331,13 @@ class Wire:
     def attach(self) -> None:
         """Begin: ``compress()`` calls this once all ranks have come so far."""
         for optimizer in self._turn.optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._turn.before))
-            self._hooks.append(optimizer.register_step_post_hook(self._turn.after))
+            self._hooks += [
+                optimizer.register_step_pre_hook(self._turn.before),
+                optimizer.register_step_post_hook(self._turn.after),
+                optimizer.register_load_state_dict_post_hook(self._turn.weight_watch.optimizer_was_loaded),
+                optimizer.register_state_dict_post_hook(self._add_moments),
+            ]
+        self._hooks.append(_hook_on_all_optimizers(self._turn))
         self.engine.attach(self._turn, self._road)
 
     @property
@@ -346,8 +373,19 @@ class Wire:
         """Scale the averaged gradients down to ``max_norm``, on any engine. Returns the norm before, 0-dim.
 
         With a gradient that is not finite the norm is not either; the step is then skipped by the guard. What a method
-        has made a step of the weights already (feedback="update") is left alone and out of the norm.
+        has made a step of the weights already (feedback="update") is left alone, since no step depends on the size of
+        its gradient; but that gradient is in the norm, so that ``max_norm`` means what it means without a method: with
+        r the share of the ranks' gradients that they have in common, r mean_n |g_n|^2 stands for |mean_n g_n|^2.
+
+        Raises:
+            ThinwireError: another ``norm_type`` than 2 where something is a step already: only 2 is known then.
         """
+        power = self._power_of_moves()
+        if power is not None and norm_type != 2:
+            raise ThinwireError(
+                f"{self.method.name} with feedback='update' knows the 2-norm of the gradients that became steps: take "
+                f"norm_type=2, not {norm_type}"
+            )
         meshes: dict[object, list[Tensor]] = {}  # torch takes no norm over DTensors of several meshes
         moves = {id(self._turn.weights[name]) for name in self.method.moves}
         for parameter in self._turn.weights.values():  # what was thawed late has a gradient that is this rank's alone
@@ -356,7 +394,9 @@ class Wire:
         with self._turn.inside("clip_grad_norm_()"), self.engine.comms[0].waiting("all-reduce"):
             norms = [get_total_norm([p.grad for p in of if p.grad is not None], norm_type) for of in meshes.values()]
             norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-        if not norms:  # nothing but steps
+        if power is not None:
+            norms.append(power.sqrt())
+        if not norms:
             norms = [torch.zeros((), device=self._device)]
         norm = norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
         if self._stages is not None:
@@ -369,6 +409,20 @@ class Wire:
         self._turn.norm = None if moves else norm  # of all that the optimizers will see, or of none
         self._turn.clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
+
+    def _power_of_moves(self) -> Tensor | None:
+        """Of all ranks, about the squared norm of the mean gradient of what is a step already, 0-dim."""
+        power = self.method.power_of_moves()
+        if power is None:
+            return None
+        # A hop inside the node has left a part of each gradient to this rank, and so has tensor parallelism.
+        comms = [*(hop.comm for hop in self.engine.hops[:-1]), *self.engine.beside]
+        power = power.reshape(1)
+        with self._turn.inside("clip_grad_norm_()"):
+            for comm in comms:
+                assert isinstance(comm, GroupComm)
+                GroupComm.aside(comm.group).all_reduce(power, "sum")
+        return power[0]
 
     def flush(self, *, with_next: bool = False) -> None:
         """Deliver all that waits on all ranks. Collective, between two steps: before an evaluation, or a run's end.
@@ -403,17 +457,83 @@ class Wire:
             )
         if self._road.step <= method.first:
             return
-        layout = self.engine.layout()
         with torch.no_grad():
-            for pieces, dtype in zip(layout.buffers, layout.dtypes, strict=True):
-                flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=self._device)
-                out = flat.new_zeros(pieces[0].stride) if pieces[0].stride else flat
-                self._road.flush(flat, pieces, out)
-                for piece in shard_of(pieces) if pieces[0].stride else pieces:
-                    weight = local(self._turn.weights[piece.name].detach())
-                    weight.sub_(out[piece.columns][: weight.numel()].view(weight.shape))
+            for name, change in self._means(method.send_all):
+                local(self._turn.weights[name].detach()).sub_(change)
         self._state.commit()
         self.engine.weights_changed()
+        self._turn.weight_watch.trust()
+
+    def _means(self, send: Callable[[Bucket, Exchange], None]) -> Iterator[tuple[str, Tensor]]:
+        """Each trained parameter, and what ``send`` of its bucket has brought, in the shape of this rank's part: an
+        exchange between two steps, of all that is compressed; zeros for what is not. Collective."""
+        layout = self.engine.layout()
+        for pieces, dtype in zip(layout.buffers, layout.dtypes, strict=True):
+            flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=self._device)
+            out = flat.new_zeros(pieces[0].stride) if pieces[0].stride else flat
+            self._road.between_steps(flat, pieces, out, send)
+            for piece in shard_of(pieces) if pieces[0].stride else pieces:
+                shape = local(self._turn.weights[piece.name]).shape
+                yield piece.name, out[piece.columns][: shape.numel()].view(shape)
+
+    def hand_over(self) -> None:
+        """Give the optimizer the moments that another one would go on with. Collective, between two steps.
+
+        With feedback="update" the optimizer steps none of the compressed parameters, and its state knows nothing of
+        them: training that goes on from it without the method would begin with steps of lr for each value. After this
+        ``optimizer.state`` holds, of each of them, ``exp_avg_sq`` = r mean_n v_n, which stands for the average of
+        squared mean gradients, ``exp_avg`` = 0, and as ``step`` the gradients seen. One dense exchange. The next step
+        with the method lets go of them again. With all other methods the optimizer has its moments: nothing is done.
+
+        ``optimizer.state_dict()`` alone, which is not collective, holds the same by this rank's own v_n.
+
+        Raises:
+            ThinwireError: the method does not know the second moment of each value (factored, direction="muon").
+        """
+        self._turn.finish()
+        method = self.method
+        if not isinstance(method, ErrorFeedback) or method.update_space is None or self._road.step <= method.first:
+            return
+        with torch.no_grad():
+            for name, second in self._means(method.update_space.send_second):
+                method.update_space.hand_over(name, second)
+
+    def reset(self) -> None:
+        """Drop what waits to be sent; call it on all ranks, between two steps, where weights are put back.
+
+        An lr finder, "back to the best weights", a rollback after a spike: what waits belongs to the weights of before.
+        Averages stay (the second moments of feedback="update", say). With local steps a new round begins, from the
+        weights as they are. Where ``wire.load_state_dict()`` puts back what belongs to the weights, this is not needed.
+
+        Raises:
+            ThinwireError: between ``backward()`` and ``optimizer.step()``.
+        """
+        self._turn.finish()
+        if self._turn.exchanged():
+            raise ThinwireError("wire.reset() after an exchange: call it before the step's backward pass")
+        self.method.finish()
+        self.method.drop_waiting()
+        self._stage.flush_at = None
+        self._turn.weight_watch.trust()
+        self.engine.weights_changed()
+
+    def _add_moments(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """``optimizer.state_dict()`` gives ``state``: of what the method steps in its place, too, there are moments.
+
+        So ``torch.distributed.checkpoint`` finds what it looks for, and whoever goes on with the optimizer alone.
+        """
+        method = self.method
+        if not isinstance(method, ErrorFeedback) or method.update_space is None or self._road.step <= method.first:
+            return
+        number = -1
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                number += 1
+                name = self._turn.name_of(weight)
+                if name is not None and number not in state["state"]:
+                    moments = method.update_space.moments_of(name)
+                    if moments is not None:
+                        state["state"][number] = moments
 
     def weights_changed(self) -> None:
         """Say that weights were given other values than the optimizer's, on all ranks, through ``.data``.
@@ -423,6 +543,7 @@ class Wire:
         what has left of them is gathered anew.
         """
         self.engine.weights_changed()
+        self._turn.weight_watch.trust()
 
     def report(self) -> Report:
         """Bytes by link (mean) and time by stage (median) per step since the last ``reset_stats``; ``print`` it."""
@@ -536,7 +657,7 @@ class Wire:
 
     def close(self) -> None:
         """End the worker thread and what is under way. ``accumulate`` raises then, as does a backward pass that would
-        exchange gradients.
+        exchange gradients, until ``compress()`` is called again with the same model. All ranks call it.
         """
         self._turn.ended = True
         for hook in self._hooks:

@@ -35,7 +35,8 @@ class Engine:
         hops: the exchanges of the road, first to last; the last one is the method's.
         levels: how a buffer goes through two hops; None: there is one, or torch calls each by itself (HSDP).
         chunk: see :class:`thinwire.methods.base.Run`.
-        comms: the groups on which ranks agree whether a step counts.
+        comms: the groups on which ranks agree whether a step counts. beside: those of them whose ranks hold other parts
+            of the parameters for another reason than data parallelism.
         rank: of this process among the data-parallel ones.
         wire_dtype: of the engine's buffers; None: as the parameters.
         gathers: dtypes in which sharded weights are gathered; none where they are not sharded.
@@ -48,6 +49,7 @@ class Engine:
     levels: Levels | None = None
     chunk: tuple[int, int] | None = None
     comms: list[Comm]
+    beside: Sequence[GroupComm] = ()
     rank: int
     wire_dtype: torch.dtype | None = None
 
@@ -114,7 +116,11 @@ class Engine:
         """The weights were given other values than an optimizer's."""
 
     def close(self) -> None:
-        """End threads and take hooks away."""
+        """End threads. Hooks stay, so that nothing is exchanged without a word, until ``renew``."""
+
+    @staticmethod
+    def renew(model: Any) -> None:
+        """If an engine that was closed has hooks on ``model``, take them away: another one comes."""
 
 
 def all_zero(gradients: Iterable[Tensor | None], comms: Sequence[Comm] = ()) -> bool:

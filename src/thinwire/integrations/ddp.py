@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,37 @@ if TYPE_CHECKING:
     from thinwire.turn import Turn
 
 
+class CommHook:
+    """What DDP calls for each bucket: a model has one hook for good, so that of an engine that follows is the same one.
+
+    Attributes:
+        reduce: what is done with a bucket now. free: the engine that does it is closed, and another may take its place.
+    """
+
+    def __init__(self) -> None:
+        self.reduce: Callable[[dist.GradBucket], Any]
+        self.free = True
+
+    @staticmethod
+    def of(model: DistributedDataParallel) -> CommHook | None:
+        """Ours on ``model``, if it has one."""
+        hooks = [state for _, state in getattr(model, "_comm_hooks", ()) if isinstance(state, CommHook)]
+        return hooks[0] if hooks else None
+
+    @staticmethod
+    def put_on(model: DistributedDataParallel) -> CommHook:
+        """Ours on ``model``, a new one if there is none."""
+        if (known := CommHook.of(model)) is not None:
+            return known
+
+        def thinwire_hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
+            return state.reduce(bucket)
+
+        made = CommHook()
+        model.register_comm_hook(made, thinwire_hook)
+        return made
+
+
 class DDP(Engine):
     """Every bucket that the reducer hands out takes the road on a worker, in bucket order, beside the backward pass.
 
@@ -44,11 +75,13 @@ class DDP(Engine):
         # A group of our own: the worker's collectives must not meet DDP's own (buffer broadcasts) on one group.
         comm = GroupComm(model.process_group, ledger, device=next(model.parameters()).device).twin()
         self.comms = [comm]
+        self._made = [comm]  # given back when it closes
         self.rank = comm.rank
         self.hops = (AllReduce(comm),)
         self.parameters = describe(model.module)
         if wants_two_levels(comm, method, two_level):
             intra, inter = split_by_node(comm)
+            self._made += [intra, inter]
             self.chunk = intra.rank, intra.size
             self.parameters = describe(model.module, chunks=intra.size)
             widths = {parameter.name: parameter.local for parameter in self.parameters.values()}
@@ -60,6 +93,7 @@ class DDP(Engine):
         self._gone = False  # what this step has exchanged was thrown away before another backward pass
         self._looked = False  # at its values, whether they are zeros
         self._short = False  # of buckets, in the last backward pass that exchanged any
+        self._hook: CommHook | None = None
 
     @staticmethod
     def process_groups(model: DistributedDataParallel) -> list[dist.ProcessGroup]:
@@ -74,7 +108,10 @@ class DDP(Engine):
 
     @staticmethod
     def _check(model: DistributedDataParallel, method: Method) -> None:
-        if getattr(model, "_comm_hooks", None):
+        ours = CommHook.of(model)
+        if ours is not None and not ours.free:
+            raise ThinwireError("this DDP model was given to compress() already: call close() of that wire first")
+        if getattr(model, "_comm_hooks", None) and ours is None:
             raise ThinwireError("this DDP model already has a communication hook: compress() must be the only one")
         if getattr(model, "mixed_precision", None) is not None:
             raise ThinwireError(
@@ -101,7 +138,12 @@ class DDP(Engine):
     def attach(self, turn: Turn, road: Road) -> None:
         """Register the hook."""
 
-        def hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
+        def hook(bucket: dist.GradBucket) -> Any:
+            if getattr(getattr(self.model, "_join_config", None), "enable", False):
+                raise ThinwireError(
+                    "DDP.join() is not carried, since ranks without data cannot take part in an exchange: let all "
+                    "ranks take as many steps (a sampler with drop_last=True)"
+                )
             flat, pieces = bucket.buffer(), self._map(bucket)
             turn.enter([piece.name for piece in pieces])
             self._short = not bucket.is_last()
@@ -115,7 +157,8 @@ class DDP(Engine):
                 torch.autograd.Variable._execution_engine.queue_callback(self.worker.settle)
             return self.worker.submit(job, flat.device, last=bucket.is_last())
 
-        self.model.register_comm_hook(None, hook)
+        self._hook = CommHook.put_on(self.model)
+        self._hook.reduce, self._hook.free = hook, False
         self._watch(turn)
 
     def _watch(self, turn: Turn) -> None:
@@ -168,7 +211,8 @@ class DDP(Engine):
             flat, pieces, offset = bucket.buffer(), [], 0
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 known = self.parameters.get(id(parameter))
-                if known is None or gradient.data_ptr() != flat.data_ptr() + offset * flat.element_size():
+                elsewhere = gradient.data_ptr() != flat.data_ptr() + offset * flat.element_size()
+                if known is None or (elsewhere and gradient.numel()):
                     raise ThinwireError("DDP's bucket does not have the layout that torch 2.11 to 2.15 give it")
                 pieces.append(Piece(known.name, offset, parameter.numel(), form=_form(parameter)))
                 if pieces[-1].form is not None and parameter.grad is not None:
@@ -207,6 +251,10 @@ class DDP(Engine):
         for watch in self._watches:
             watch.remove()
         self.worker.close()
+        if self._hook is not None:
+            self._hook.free = True
+        for part in self._made:
+            part.release()
 
 
 def _form(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -3,7 +3,8 @@
 FSDP2: rank r owns row r of every buffer, so the method's exchange is a reduce-scatter. HSDP: the reduce-scatter inside
 the node stays dense, and the method's exchange is an all-reduce of the shards across nodes.
 
-All private names of torch's FSDP2 that Thinwire needs are used in this file and in ``fsdp2_module.py``.
+All private names of torch's FSDP2 that Thinwire needs are used in this file, in ``fsdp2_module.py`` and in
+``fsdp2_weights.py``.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from thinwire import device as devices
 from thinwire.bucket import Layout
 from thinwire.collectives import AllReduce, ReduceScatter
-from thinwire.comm import Comm, GroupComm
+from thinwire.comm import GroupComm
 from thinwire.errors import ThinwireError
 from thinwire.integrations.base import Engine, Meet, all_zero, split_by_node, wants_two_levels
-from thinwire.integrations.fsdp2_module import GroupLink, ModuleAllGather, has_own_gradient
+from thinwire.integrations.fsdp2_module import GroupLink, has_own_gradient
+from thinwire.integrations.fsdp2_weights import ForwardPasses, ModuleAllGather
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method
 from thinwire.plan import clean_name, describe
@@ -96,6 +98,8 @@ class FSDP2(Engine):
         self._comms: dict[int, GroupComm] = {}
         self._gathers: list[ModuleAllGather] = []
         self._ahead = Ahead()
+        self.closed = False
+        self.forward_passes = ForwardPasses(self)
         self.tail: tuple[Any, Any] | None = None  # events of the last reduction: gradients were there; means were
         info = self.groups[0][1].mesh_info
         self.wire_dtype = self._reduce_dtype(self.groups[0][1])
@@ -106,7 +110,11 @@ class FSDP2(Engine):
         # On a CPU a worker reduces, on a group of its own, where it does not meet the gathers of weights.
         self.worker = None if devices.streams(shard.device) else Worker(ledger)
         reduces = self.comm(self.reduce_group)
-        self.hops = (ReduceScatter(shard.twin() if self.worker and reduces is shard else reduces),)
+        self._made: list[GroupComm] = []  # given back when it closes
+        if self.worker and reduces is shard:
+            reduces = shard.twin()
+            self._made.append(reduces)
+        self.hops = (ReduceScatter(reduces),)
         if hasattr(info, "replicate_process_group"):
             self.kind = "hsdp"
             inter = self.comm(info.replicate_process_group)
@@ -119,8 +127,10 @@ class FSDP2(Engine):
             intra, inter = split_by_node(shard)
             self.levels = Regroup(self.hops[0], intra.size, inter.size)
             self.hops = ReduceScatter(intra), ReduceScatter(inter)
+            self._made += [intra, inter]
         self.ranks = math.prod(comm.size for comm in self.comms)
-        self.comms += self._beside()
+        self.beside = self._beside()
+        self.comms += self.beside
 
     @staticmethod
     def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -142,7 +152,7 @@ class FSDP2(Engine):
                 f"resharded over {after}"
         return found
 
-    def _beside(self) -> list[Comm]:
+    def _beside(self) -> list[GroupComm]:
         """The mesh dimensions that are not data parallel (tensor parallelism): their ranks share the guard's flag."""
         return [self.comm(group) for group in _other_groups(self.model, [of.group for of in self._comms.values()])]
 
@@ -260,10 +270,23 @@ class FSDP2(Engine):
             self.model.set_requires_gradient_sync(True)
 
     def close(self) -> None:
-        """The communication objects live as long as the model, but nothing is under way any more."""
+        """The communication objects live as long as the model, or until ``renew``; nothing is under way any more."""
         self._ahead.stop()
+        for replica in self.replicas:
+            replica.drop()
         if self.worker is not None:
             self.worker.close()
+        self.closed = True
+        for part in self._made:
+            part.release()
+
+    @staticmethod
+    def renew(model: Any) -> None:
+        """If an engine that was closed has its communication objects on ``model``, put torch's own back."""
+        for _, group in param_groups(model):
+            link = getattr(getattr(group, "_reduce_scatter_comm", None), "link", None)
+            if isinstance(link, GroupLink) and link.engine.closed:
+                link.detach()
 
     def arrived(self) -> None:
         """Wait for the gradients that are under way beside the backward pass. Raises what their exchange has raised."""

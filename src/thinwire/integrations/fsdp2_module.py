@@ -1,4 +1,4 @@
-"""What torch calls for each FSDP2 module in place of its own reduce-scatter, all-gather and all-reduce.
+"""What torch calls for each FSDP2 module in place of its own reduce-scatter and all-reduce.
 
 Torch's private names are those of a module's parameter group and of its parameters.
 """
@@ -6,9 +6,7 @@ Torch's private names are those of a module's parameter group and of its paramet
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,12 +15,9 @@ from torch import Tensor
 
 from thinwire import device as devices
 from thinwire.bucket import Piece, Shard
-from thinwire.comm import Work
 from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
 from thinwire.plan import clean_name
 from thinwire.road import Road, Stage, shard_of
-from thinwire.weights import Replica
 
 if TYPE_CHECKING:
     from thinwire.integrations.fsdp2 import FSDP2
@@ -41,6 +36,13 @@ class GroupLink:
 
     def __init__(self, engine: FSDP2, group: Any, turn: Turn, road: Road) -> None:
         self.engine, self.group, self.turn, self.road = engine, group, turn, road
+        # What torch had there before.
+        self._stock = {
+            name: getattr(group, name)
+            for name in ("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook", "_all_reduce_hook_stream",
+                         "mesh_info", "post_forward_mesh_info")
+            if hasattr(group, name)
+        }  # fmt: skip
         self.reduce_scatter = ModuleReduceScatter(self)
         self.entered = False  # is this reduction known to the turn?
         self._active: list[Any] = []
@@ -58,7 +60,16 @@ class GroupLink:
         The numel can be the same for other parameters, so the set has to be read where torch decides it. On a GPU, know
         also when the stream that computes has come to where it needs what is on its way.
         """
-        original, original_wait = self.group.post_backward, self.group.wait_for_unshard
+        original, original_wait, original_unshard = (
+            self.group.post_backward, self.group.wait_for_unshard, self.group.unshard,
+        )  # fmt: skip
+
+        def unshard(*how: Any, **more: Any) -> Any:
+            if self.group._training_state.name == "FORWARD":
+                self.engine.forward_passes.begin(self)
+            return original_unshard(*how, **more)
+
+        self.group.unshard = unshard
 
         def wait_for_unshard() -> None:
             if self.gathered is not None:
@@ -85,6 +96,13 @@ class GroupLink:
             return original(*unused)
 
         self.group.post_backward = post_backward
+
+    def detach(self) -> None:
+        """torch's own communication is back in place."""
+        for name in ("post_backward", "wait_for_unshard", "unshard"):
+            delattr(self.group, name)  # the class's own show again
+        for name, value in self._stock.items():
+            setattr(self.group, name, value)
 
     def in_order(self) -> list[Any]:
         """The parameters as the reduction packs them: torch 2.15 goes by the dtype of their gradients.
@@ -156,6 +174,10 @@ class GroupLink:
         """Rises with every change of this rank's shard in place that torch counts (not those through ``.data``)."""
         shards = [fsdp_param.sharded_param for fsdp_param in self.group.fsdp_params]
         return sum(shard._version + cast(Any, shard)._local_tensor._version for shard in shards)
+
+    def shards(self) -> list[Tensor]:
+        """This rank's part of each parameter."""
+        return [cast(Any, fsdp_param.sharded_param)._local_tensor for fsdp_param in self.group.fsdp_params]
 
     def shard(self, numel: int, dtype: torch.dtype) -> Shard:
         """Where each parameter lies in this rank's shard of ``numel`` values, gathered in ``dtype``."""
@@ -268,102 +290,3 @@ def _at_the_end_of_backward(call: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-class ModuleAllGather:
-    """What torch calls instead of its own all-gather of the weights.
-
-    torch asks for the buffer, copies this rank's shard to its place there, and calls. Where the method encodes weights,
-    both are the replica's.
-    """
-
-    def __init__(self, link: GroupLink, road: Road) -> None:
-        self.link, self.road, self.engine = link, road, link.engine
-        self.replica: Replica | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not self._encoded:
-            return torch.empty(*size, dtype=dtype, device=device)
-        method = self.engine.method
-        if dtype == torch.uint8:
-            raise ThinwireError(
-                f"{method} encodes weights, and the parameters of one FSDP module have several dtypes: give them one, "
-                "or MixedPrecisionPolicy(param_dtype=...)"
-            )
-        comm = self.engine.comm(self.link.group.mesh_info.shard_process_group)
-        shard = self.link.shard(math.prod(size) // comm.size, dtype)
-        if self.replica is None or (self.replica.shard, self.replica.device) != (shard, device):
-            message = method.weight_message(shard, comm.rank)
-            if self.replica is not None:
-                self.replica.drop()
-            self.replica = Replica(message, method.state, shard, comm, device, self.link.version)
-        if self.link.copied is not None:  # a module may be called twice in one forward pass
-            devices.streams(device).current_stream(device).wait_event(self.link.copied)
-        return self.replica.allocate()
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> Work | None:
-        comm, ledger = self.engine.comm(group), self.engine.ledger
-        ledger.count_dense((comm.size - 1) * input_tensor.nbytes)
-        began = time.perf_counter()
-        with self._exchanging(), ledger.weights(), torch.no_grad():
-            if self.replica is not None and self._encoded:
-                # While some optimizers have stepped and others have not, weights change without a step being over.
-                unsettled = self.link.turn.open
-                self.engine.asks(self, self.replica)
-                work = self.replica.gather(output_tensor, self.road.step, unsettled=unsettled, async_op=async_op)
-            else:
-                work = comm.all_gather(output_tensor, input_tensor, async_op=async_op)
-        if (end := devices.mark(input_tensor.device)) is not None:
-            self.link.gathered = end if work is None else None
-            return work
-        ledger.add("exposed", time.perf_counter() - began)
-        return None if work is None else _TimedWork(work, ledger, self._exchanging)
-
-    def send(self, step: int) -> None:
-        """Let this rank's message of ``step`` leave, if one can; on a GPU, beside the stream that computes."""
-        group = self.link.group
-        if self.replica is None or not group.is_sharded or not self.replica.sends(step):
-            return
-        with self._exchanging(), self.engine.ledger.weights(), torch.no_grad():
-            # A copy on the stream that computes: weights that change from now on need not wait for its reader.
-            own = torch.cat([values.view(-1) for param in group.fsdp_params for values in param.all_gather_inputs])
-            with self._on_gather_stream(own):
-                self.replica.send(own, step)
-
-    @contextmanager
-    def _on_gather_stream(self, own: Tensor) -> Iterator[None]:
-        if (there := devices.streams(own.device)) is None:
-            yield
-            return
-        stream = self.link.group.comm_ctx.all_gather_stream
-        stream.wait_stream(there.current_stream(own.device))
-        with there.stream(stream):
-            devices.keep(own)
-            yield
-
-    def _exchanging(self) -> AbstractContextManager[None]:
-        names = (self.link.name(fsdp_param) for fsdp_param in self.link.group.fsdp_params)
-        return self.link.turn.exchanging("weights", names)
-
-    @property
-    def _encoded(self) -> bool:
-        """Are we asked for weights that the method encodes?
-
-        After ``reshard_after_forward=<int>`` fewer ranks gather what the first gather of the step has left them.
-        """
-        return self.engine.method.encodes_weights and not self.link.group.is_sharded_post_forward
-
-
-class _TimedWork(Work):
-    """A work whose wait is written down as exposed time. (FSDP2 waits only for what is a ``Work``.)"""
-
-    def __init__(self, work: Work, ledger: Ledger, exchanging: Callable[[], AbstractContextManager[None]]) -> None:
-        super().__init__()
-        self._work, self._ledger, self._exchanging = work, ledger, exchanging
-
-    def wait(self, *timeout: Any) -> bool:
-        began = time.perf_counter()
-        with self._exchanging(), self._ledger.span("wire"):
-            done = self._work.wait(*timeout)
-        self._ledger.add("exposed", time.perf_counter() - began)
-        return done

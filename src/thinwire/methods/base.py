@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from thinwire.bucket import Arena, Bucket, Piece, Shard
 from thinwire.codecs.base import Codec, Residual
@@ -186,6 +187,8 @@ class Method:
 
     def keep_dense(self, parameter: Parameter) -> str | None:
         """Why ``parameter`` is not compressed, or None if it is. Patterns first, then the method's own policy."""
+        if parameter.numel == 0:
+            return "empty"
         if any(fnmatchcase(parameter.name, pattern) for pattern in self.dense):
             return "named in dense="
         if any(fnmatchcase(parameter.name, pattern) for pattern in self.send):
@@ -263,6 +266,27 @@ class Method:
 
     def undo(self) -> None:
         """The step under way does not count. What ``reduce`` noted elsewhere than in the state is forgotten."""
+
+    @property
+    def resting(self) -> Collection[str]:
+        """The parameters that hold still in the step under way, whatever was exchanged: what waited goes on waiting."""
+        return ()
+
+    def power_of_moves(self) -> Tensor | None:
+        """About the squared norm of the mean gradient of what ``moves``, on the exchange's ranks, 0-dim; None: nothing
+        does."""
+        return None
+
+    def cancel(self, names: Collection[str]) -> None:
+        """The gradients of ``names`` were exchanged and then thrown away; the others' step counts.
+
+        The state of theirs is as before the exchange already. What ``reduce`` noted of them elsewhere is forgotten.
+        """
+
+    def drop_waiting(self) -> None:
+        """What waits is dropped, on this rank: the weights that it belongs to are no more."""
+        for kind in self.promise.waits:
+            self.state.drop(kind)
 
     def finish(self) -> None:
         """Wait for what the method has under way between steps; called before its state is read."""
@@ -562,6 +586,13 @@ class ErrorFeedback(Method):
         return () if self.update_space is None else self.update_space.steps.names
 
     @property
+    def resting(self) -> Collection[str]:
+        return () if self.update_space is None else self.update_space.resting()
+
+    def power_of_moves(self) -> Tensor | None:
+        return None if self.update_space is None else self.update_space.power()
+
+    @property
     def steady(self) -> int:
         return self.first
 
@@ -623,3 +654,11 @@ class ErrorFeedback(Method):
     def undo(self) -> None:
         if self.update_space is not None:
             self.update_space.forget()
+
+    def cancel(self, names: Collection[str]) -> None:
+        if self.update_space is not None:
+            self.update_space.cancel(names)
+
+    def finish(self) -> None:
+        if self.update_space is not None:
+            self.update_space.refuse_scaled()

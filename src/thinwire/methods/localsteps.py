@@ -55,6 +55,7 @@ from thinwire.methods.base import (
     refuse_chunks,
 )
 from thinwire.methods.baselines import Fp32
+from thinwire.methods.steps import has_step_of_torch
 
 OWN_WEIGHT, OWN_MOMENT = "own weight", "own optimizer "
 """Kinds of state in checkpoints: what differs by rank between two rounds."""
@@ -205,6 +206,11 @@ class LocalSteps(Method):
                 raise ThinwireError(
                     f"{self.name}: second_moment='mean' is about Adam's: pass torch.optim.AdamW or Adam as the "
                     f"optimizer of {name}, got {type(optimizer).__name__}, or leave it out"
+                )
+            if not has_step_of_torch(optimizer):
+                raise ThinwireError(
+                    f"{self.name}: second_moment='mean' lets Adam's own step see other gradients, and "
+                    f"{type(optimizer).__name__} has a step of its own: leave it out"
                 )
 
     # What other parts ask.
@@ -463,6 +469,16 @@ class LocalSteps(Method):
 
     def undo(self) -> None:
         self._outer.undo()
+
+    def drop_waiting(self) -> None:
+        """All ranks hold the same weights, from which the next round begins; the outer momentum begins anew."""
+        super().drop_waiting()
+        self._outer.drop_waiting()
+        for kind in ("anchor", "outer momentum"):
+            for _, name, _ in self.state.found(kind):
+                self.state.discard(kind, name)
+        self._sgd.state.clear()
+        self._apart = False
 
     def finish(self) -> None:
         """Show in the state what a checkpoint of the model does not hold: this rank's own weights and moments."""

@@ -19,14 +19,14 @@ column as the first one did: from a column of zeros nothing would ever be sent a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Segment
+from thinwire.bucket import Bucket, Segment, padded
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Resized
@@ -36,6 +36,9 @@ TINY = 2.0**-126
 """What a column is divided by at least: one of zeros stays one."""
 NOISE = 2.0**-16
 """What is left of a column of length 1, without the columns before it, below which it is their rounding errors."""
+ALIGNED = 16
+"""float32 values, 64 bytes: at these every matrix begins. A product's last bits may depend on where its factors lie,
+and where they lie in a bucket on which others are in it: a resumed run's first buckets are others."""
 
 
 @dataclass
@@ -64,6 +67,10 @@ class PowerSGD(ErrorFeedback):
         self.must(self.rank >= 1, "rank", "is a number of columns, 1 or more")
         self._starts: dict[str, Tensor] = {}
 
+    @property
+    def granule(self) -> int:
+        return ALIGNED
+
     def policy(self, parameter: Parameter) -> str | None:
         why = super().policy(parameter)
         if why is None:
@@ -86,11 +93,11 @@ class PowerSGD(ErrorFeedback):
         residual = self.state.write("residual", bucket)
         sizes = [self._sizes(bucket, segment) for segment in bucket.segments]
         r, whole = self.rank, len(bucket.rows)
-        left = bucket.scratch("P", (sum(whole * rows * r for rows, _ in sizes),), torch.float32)
-        right = bucket.scratch("Q", (sum(cols * r for _, cols in sizes),), torch.float32)
-        parts = left.split([whole * rows * r for rows, _ in sizes])
-        ps = [part.view(whole, -1, r) for part in parts]
-        qs = [part.view(-1, r) for part in right.split([cols * r for _, cols in sizes])]
+        lefts, rights = [whole * rows * r for rows, _ in sizes], [cols * r for _, cols in sizes]
+        left = bucket.scratch("P", (sum(padded(size, ALIGNED) for size in lefts),), torch.float32)
+        right = bucket.scratch("Q", (sum(padded(size, ALIGNED) for size in rights),), torch.float32)
+        ps = [part.view(whole, -1, r) for part in _split(left, lefts)]
+        qs = [part.view(-1, r) for part in _split(right, rights)]
         matrices = [self._matrix(bucket.rows, s, cols) for s, (_, cols) in zip(bucket.segments, sizes, strict=True)]
         with exchange.span("encode", bucket.rows):
             for segment, matrix, p, q in zip(bucket.segments, matrices, ps, qs, strict=True):
@@ -137,6 +144,12 @@ class PowerSGD(ErrorFeedback):
         if name not in self._starts:
             self._starts[name] = random_normal(seed_of(self.run.seed, name), q.numel(), q.device).view(q.shape)
         return self._starts[name]
+
+
+def _split(values: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Of ``values`` (1-D) one part of each of ``sizes``, every one aligned, with zeros behind."""
+    spans = values.zero_().split([padded(size, ALIGNED) for size in sizes])
+    return [span[:size] for span, size in zip(spans, sizes, strict=True)]
 
 
 def _orthonormalize(matrix: Tensor) -> None:

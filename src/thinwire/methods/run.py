@@ -53,6 +53,30 @@ def held_by(optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, T
     }
 
 
+class Holders:
+    """``held_by``, found anew when an optimizer's groups are others than at the last look, and only then."""
+
+    def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...], weights: Mapping[str, Tensor]) -> None:
+        self._optimizers, self._weights = optimizers, weights
+        self._groups: list[tuple[dict[str, Any], list[Tensor], int]] = []  # alive, so that no new one has their address
+        self._held: dict[str, Held] = {}
+
+    def look(self) -> dict[str, Held]:
+        """By whom each weight is stepped now."""
+        groups = [
+            (group, group["params"], len(group["params"]))
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+        ]
+        same = len(groups) == len(self._groups) and all(
+            group is old_group and params is old_params and count == old_count
+            for (group, params, count), (old_group, old_params, old_count) in zip(groups, self._groups, strict=True)
+        )
+        if not same:
+            self._groups, self._held = groups, held_by(self._optimizers, self._weights)
+        return self._held
+
+
 @dataclass(frozen=True)
 class Run:
     """What ``compress()`` tells a method once.
@@ -83,10 +107,18 @@ class Run:
     chunk: tuple[int, int] | None = None
     gathers: frozenset[torch.dtype] = frozenset()
 
-    @functools.cached_property
+    @property
     def held(self) -> dict[str, Held]:
-        """By whom each of ``weights`` is stepped."""
-        return held_by(self.optimizers, self.weights)
+        """By whom each of ``weights`` is stepped, in the groups as they are now.
+
+        No one may keep a group over a step: ``optimizer.load_state_dict()`` puts new dicts in place of the groups, and
+        schedulers change those from then on.
+        """
+        return self._holders.look()
+
+    @functools.cached_property
+    def _holders(self) -> Holders:
+        return Holders(self.optimizers, self.weights)
 
     def travels(self, name: str, values: Tensor) -> Tensor:
         """Of this rank's ``values`` (1-D) of parameter ``name``, those that its exchange is about."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 
 import torch
@@ -63,6 +64,11 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Held]:
                 f"{method} is built on Adam: pass torch.optim.AdamW or Adam as the optimizer of {name}, got "
                 f"{type(optimizer).__name__}, or name it in dense="
             )
+        if not has_step_of_torch(optimizer):
+            raise ThinwireError(
+                f"{method} takes the steps of {name} by Adam's rule, and {type(optimizer).__name__} has a step of its "
+                "own: pass torch.optim.AdamW, or name the parameter in dense="
+            )
         for knob in REFUSED:
             if group.get(knob):
                 raise ThinwireError(f"{method} takes Adam's steps itself, and knows no {knob}=True: leave it out")
@@ -74,6 +80,15 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Held]:
                 f"{method} under a GradScaler takes gradients unscaled before the step: leave fused=True out"
             )
     return found
+
+
+def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Is ``optimizer.step`` torch's own Adam's, and not a subclass's (cautious, schedule-free, a decay of its own)?
+
+    torch wraps the ``step`` of every class that is used as an optimizer.
+    """
+    step = inspect.unwrap(type(optimizer).step)
+    return step in (inspect.unwrap(torch.optim.Adam.step), inspect.unwrap(torch.optim.AdamW.step))
 
 
 def refuse_scaled_apart(method: str, run: Run) -> None:

@@ -6,7 +6,9 @@ On rank n (on two levels: node n), for each compressed tensor, at step t:
     r   = .9 r + .1 sum_S (mean_n g_n)^2 / sum_S mean_n g_n^2           S: a few coordinates, the same on all ranks
     u_n = lr g_n / (sqrt(r v_n / (1 - b2^t)) + eps)
     the method exchanges u_n, with its own error feedback:  c = what it makes of mean_n u_n
-    w   = (1 - lr decay) w - c
+    w   = (1 - lr decay) w - c                                          at lr = 0: w = w, and c goes on waiting
+
+r is the average up to the step before; in the very first step each bucket has an r of its own, and on HSDP each shard.
 
 Why. With the residual in front of Adam, a value that has waited k steps arrives as k gradients at once, and is divided
 by a sqrt(v) that has meanwhile been measured from such sums: its scale is stale. And Adam's momentum delays by nine
@@ -42,7 +44,8 @@ Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.1
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -109,6 +112,7 @@ class UpdateSpace:
                 )
         self.steps = OwnSteps()
         self._alike: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
+        self._powers: list[Tensor] = []  # of each bucket in this step: mean_n |g_n|^2
         self._lengths: dict[str, tuple[Tensor, int]] = {}  # of the first values of each c: to notice who scales it
         self._scaled: Tensor | None = None
 
@@ -149,11 +153,7 @@ class UpdateSpace:
                 as ``torch.nn.utils.clip_grad_norm_`` does to gradients. (It is told one step late, so that the host
                 does not wait for a device.)
         """
-        if self._scaled is not None and not self._scaled.is_meta and bool(self._scaled):
-            raise ThinwireError(
-                f"{self._name}: a gradient is a step of the weights when backward() is over, and something has scaled "
-                "it: clip with wire.clip_grad_norm_, which leaves steps alone"
-            )
+        self.refuse_scaled()
         values: list[Tensor] = []
         changes: list[Tensor] = []
         keep: list[float] = []
@@ -161,7 +161,10 @@ class UpdateSpace:
         lengths: list[Tensor] = []
 
         def move(name: str, weight: Tensor) -> None:
-            group, change = step.held[name].group, local(weight.grad)  # type: ignore[arg-type]
+            (optimizer, group), change = step.held[name], local(weight.grad)  # type: ignore[arg-type]
+            optimizer.state.pop(weight, None)  # of a dense start, or handed over: it is of no use here
+            if rests(group):
+                return
             values.append(local(weight.detach()))
             changes.append(change)
             keep.append(1 - float(group["lr"]) * group["weight_decay"])
@@ -181,21 +184,101 @@ class UpdateSpace:
             self._scaled = ((now - then).abs() > 0.01 * then).any()
         self._lengths.clear()
 
+    def refuse_scaled(self) -> None:
+        """Raise ThinwireError if the steps of the time before were scaled, as ``take`` says."""
+        if self._scaled is not None and not self._scaled.is_meta and bool(self._scaled):
+            self._scaled = None
+            raise ThinwireError(
+                f"{self._name}: a gradient is a step of the weights when backward() is over, and something has scaled "
+                "it: clip with wire.clip_grad_norm_, which leaves steps alone"
+            )
+
     def done(self, step: Step) -> None:
         """The step has been taken: r moves on."""
         self.steps.show(step)
         if self._alike:
-            of = torch.stack([self._alike[name] for name in sorted(self._alike)])
-            new = _ratio(of.sum(0), self._run.exchange.rows)
+            new = _ratio(self._all_alike(), self._run.exchange.rows)
             old = self._state.get("alike", "")
             self._state.put("alike", "", new if old is None else KEPT * old + (1 - KEPT) * new)
             self._alike.clear()
+        self._powers.clear()
 
     def forget(self) -> None:
         """The step under way does not count."""
         self.steps.forget()
         self._alike.clear()
+        self._powers.clear()
         self._lengths.clear()
+
+    def send_second(self, bucket: Bucket, exchange: Exchange) -> None:
+        """``bucket.mean`` = mean_n v_n: a dense exchange between two steps."""
+        if self._factored or self._matrices:
+            knob = "factored=True" if self._factored else "direction='muon'"
+            raise ThinwireError(f"{self._name}: with {knob} there is no second moment of each value to hand over")
+        bucket.rows.copy_(self._state.read("second", bucket))
+        exchange.mean(bucket)
+
+    def hand_over(self, name: str, second: Tensor) -> None:
+        """``second`` = mean_n v_n, in the shape of this rank's part of ``name``, becomes the optimizer's."""
+        weight, (optimizer, _) = self._run.weights[name], self._run.held[name]
+        if self._state.get("seen", name) is not None:
+            optimizer.state[weight] = self._moments(name, second)
+
+    def moments_of(self, name: str) -> dict[str, Tensor] | None:
+        """What torch's Adam would keep of ``name``, by this rank's own v_n; None: it keeps its own, as it always does.
+
+        Where this rank has not all of v_n of its part, it is as if there had been no step yet.
+        """
+        if self._state.get("seen", name) is None:
+            return None
+        second = None
+        if not (self._factored or name in self._matrices or self._run.chunk is not None):
+            second = self._state.values("second", name)
+        if second is None:
+            return self._moments(name, None)
+        exchange, size = self._run.exchange, local(self._run.weights[name]).numel()
+        rows = second[exchange.rank : exchange.rank + 1] if exchange.owner else second
+        return self._moments(name, rows.reshape(-1)[:size].view(local(self._run.weights[name]).shape))
+
+    def _moments(self, name: str, second: Tensor | None) -> dict[str, Tensor]:
+        """``second``: of all values; None: no step was taken."""
+        weight, group = self._run.weights[name].detach(), self._run.held[name].group
+        seen, r = self._state.get("seen", name), self._state.get("alike", "")
+        count = torch.zeros(()) if second is None or seen is None else seen.float().cpu()
+        on_device = group.get("capturable") or group.get("fused")
+        moments = {
+            "step": count.to(weight.device) if on_device else count.clone(),
+            "exp_avg": torch.zeros_like(weight),
+            "exp_avg_sq": torch.zeros_like(weight),
+        }
+        if second is not None:
+            local(moments["exp_avg_sq"]).copy_(second if r is None else second * r)
+        return moments
+
+    def resting(self) -> list[str]:
+        """The parameters whose steps have come while their lr is 0: they hold still, and what waited still waits."""
+        held = self._run.held
+        return [name for name in self.steps.names if rests(held[name].group)]
+
+    def power(self) -> Tensor | None:
+        """r mean_n |g_n|^2, 0-dim: about the squared norm of the mean gradient of what became steps, on the exchange's
+        ranks; None: nothing has."""
+        if not self._powers:
+            return None
+        r = self._state.get("alike", "")
+        if r is None:
+            r = _ratio(self._all_alike(), self._run.exchange.rows)
+        return r * torch.stack(self._powers).sum()
+
+    def _all_alike(self) -> Tensor:
+        return torch.stack([self._alike[name] for name in sorted(self._alike)]).sum(0)
+
+    def cancel(self, names: Collection[str]) -> None:
+        """The steps of ``names`` were thrown away."""
+        for name in names:
+            self.steps.names.discard(name)
+            self._alike.pop(name, None)
+            self._lengths.pop(name, None)
 
     def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
         """``values`` (R, n): g -> u, and v -> v'."""
@@ -257,13 +340,18 @@ class UpdateSpace:
     def _measure(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """(tensors, 2): sum (mean_n g_n)^2 and sum mean_n g_n^2 over the sample of each tensor, the same on all ranks.
 
-        Two sums over ranks: what a rank sends does not grow with their number.
+        Sums over ranks: what a rank sends does not grow with their number. mean_n |g_n|^2 of the bucket goes with them.
         """
         places = bucket.once("sampled", lambda: self._places(bucket))
-        powers = bucket.scratch("samples", (2, len(places)), torch.float32)
-        torch.take(bucket.rows, places, out=powers[0])
-        torch.square(powers[0], out=powers[1])
-        of = exchange.all_mean(powers).view(2, -1, SAMPLE)
+        count, tensors = len(places), len(bucket.segments)
+        # Values and their squares: of each tensor its samples, and a place more, in the first of which is |g_n|.
+        sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
+        torch.take(bucket.rows, places, out=sums[0, :count])
+        torch.linalg.vector_norm(bucket.rows, out=sums[0, count])
+        torch.square(sums[0], out=sums[1])
+        exchange.all_mean(sums)
+        self._powers.append(sums[1, count])
+        of = sums[:, :count].view(2, -1, SAMPLE)
         alike = torch.stack([of[0].square().sum(1), of[1].sum(1)], 1)
         self._alike.update(zip((segment.name for segment in bucket.segments), alike, strict=True))
         return alike
@@ -277,6 +365,11 @@ class UpdateSpace:
             columns = torch.randint(segment.span, (SAMPLE,), generator=torch.Generator().manual_seed(seed))
             found.append(columns + segment.start + seed % rows * n)
         return torch.cat(found).to(bucket.device)
+
+
+def rests(group: Mapping[str, Any]) -> bool:
+    """Is the lr of an optimizer's ``group`` 0? By that some freeze weights, and some schedules end."""
+    return float(group["lr"]) == 0
 
 
 def _lengths(values: list[Tensor]) -> list[Tensor]:

@@ -1,0 +1,505 @@
+"""Others change what a method relies on: the optimizer's state and groups, gradients, weights, the wire itself.
+
+The laws of this file are held over all methods, dealt out over the engines.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import ranks
+import thinwire
+from breadth import dealt
+from engines import build
+from models import flat, loss_of
+from thinwire import methods
+from thinwire.comm import local
+from thinwire.errors import ThinwireError
+from thinwire.played import small
+from thinwire.saved import entries
+
+BY_NAME = {cls.name: cls for cls in methods.TABLE}
+NAMES = [name for name in BY_NAME if name != "dense"]
+WORLDS = [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)]
+STEPS = 8
+
+
+def begun(kind, world, name, *, model=None, optimizer=None, **knobs):
+    """A model, its optimizer as the method wants it, and the wire."""
+    method = small(BY_NAME[name], **knobs)
+    model = build(kind, world) if model is None else model
+    if optimizer is None:
+        optimizer = type(method).OPTIMIZER(model.parameters(), lr=1e-3, weight_decay=0.01)
+    return model, optimizer, thinwire.compress(model, optimizer, method, steps=100)
+
+
+def advance(model, optimizer, wire, rank, step):
+    """One step, at the rate that a schedule gives it."""
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 * (0.5 + step % 3)
+    with wire.accumulate(last=True):
+        loss_of(model, step, rank).backward()
+    wire.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def runs(kind, name, engines=("ddp", "fsdp2", "hsdp")):
+    engine = kind.removesuffix("-keep")
+    return engine in BY_NAME[name].engines
+
+
+def undisturbed(rank, world, kind, name):
+    model, optimizer, wire = begun(kind, world, name)
+    for step in range(STEPS):
+        advance(model, optimizer, wire, rank, step)
+    found = flat(model)
+    wire.close()
+    return found
+
+
+def reloaded(rank, world, kind, name):
+    """Between any two steps the optimizer's state is loaded as it is: torch puts new dicts in place of its groups."""
+    model, optimizer, wire = begun(kind, world, name)
+    for step in range(STEPS):
+        optimizer.load_state_dict(optimizer.state_dict())
+        advance(model, optimizer, wire, rank, step)
+    found = flat(model)
+    wire.close()
+    return found
+
+
+def resumed(rank, world, kind, name, *, before):
+    """Saved in the middle; a new model goes on. ``before``: the optimizer is loaded before compress(), else after."""
+    model, optimizer, wire = begun(kind, world, name)
+    for step in range(STEPS // 2):
+        advance(model, optimizer, wire, rank, step)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), wire.state_dict()))
+    wire.close()
+    model = build(kind, world)
+    make = BY_NAME[name].OPTIMIZER
+    optimizer = make(model.parameters(), lr=1e-3, weight_decay=0.01)
+    if before:
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    _, _, wire = begun(kind, world, name, model=model, optimizer=optimizer)
+    if not before:
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    wire.load_state_dict(saved[2])
+    for step in range(STEPS // 2, STEPS):
+        advance(model, optimizer, wire, rank, step)
+    found = flat(model)
+    wire.close()
+    return found
+
+
+def closed_and_compressed_again(rank, world, kind, name):
+    """In the middle the wire is closed, and the same model and optimizer are given to compress() once more."""
+    model, optimizer, wire = begun(kind, world, name)
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            state = copy.deepcopy(wire.state_dict())
+            wire.close()
+            _, _, wire = begun(kind, world, name, model=model, optimizer=optimizer)
+            wire.load_state_dict(state)
+        advance(model, optimizer, wire, rank, step)
+    found = flat(model)
+    wire.close()
+    return found
+
+
+def _changes_nothing(rank, world, kind):
+    warnings.simplefilter("ignore")
+    found = []
+    for name in dealt(NAMES, kind):
+        if not runs(kind, name):
+            continue
+        plain = undisturbed(rank, world, kind, name)
+        others = {
+            "load_state_dict(state_dict()) between steps": reloaded(rank, world, kind, name),
+            "state loaded before compress()": resumed(rank, world, kind, name, before=True),
+            "state loaded after compress()": resumed(rank, world, kind, name, before=False),
+            "closed, and compressed again": closed_and_compressed_again(rank, world, kind, name),
+        }
+        found += [f"{name} on {kind}: {what}" for what, other in others.items() if not torch.equal(plain, other)]
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_an_optimizer_or_a_run_that_is_loaded_goes_on_bit_for_bit(kind, world):
+    for broken in ranks.run(_changes_nothing, world, kind):
+        assert not broken
+
+
+class Given(nn.Module):
+    """The gradient of each parameter is what is passed in."""
+
+    def __init__(self, *shapes):
+        super().__init__()
+        torch.manual_seed(0)
+        for i, shape in enumerate(shapes):
+            self.register_parameter(f"w{i}", nn.Parameter(0.1 * torch.randn(shape)))
+
+    def forward(self, gradients):
+        return sum((getattr(self, name) * gradient).sum() for name, gradient in gradients.items())
+
+
+def given(kind, world, *shapes):
+    return build(kind, world, net=lambda: Given(*shapes))
+
+
+def noise(model, generator):
+    return {
+        re.sub("^module.", "", name): torch.randn(weight.shape, generator=generator)
+        for name, weight in model.named_parameters()
+    }
+
+
+def waiting(wire, name=""):
+    """What waits of a parameter, or of all."""
+    kinds = wire.method.promise.waits
+    return {
+        key: value for key, value in entries(wire.state_dict()).items()
+        if key.partition("/")[0] in kinds and key.endswith(name)
+    }  # fmt: skip
+
+
+def _cancelled(rank, world, kind):
+    """After some steps, the gradient of w1 is set to None after each exchange: as if it had had none."""
+    warnings.simplefilter("ignore")
+    broken = []
+    for name in dealt(NAMES, kind):
+        if not runs(kind, name) or name == "local-steps":  # whose gradients stay where they are
+            continue
+        model = given(kind, world, (32, 32), (32, 32))
+        model, optimizer, wire = begun(kind, world, name, model=model)
+        generator = torch.Generator().manual_seed(rank)
+        cancelled = [weight for key, weight in model.named_parameters() if key.endswith("w1")]
+        for step in range(9):
+            if step == 5:
+                weight, waited = local(cancelled[0].detach()).clone(), waiting(wire, "w1")
+            model(noise(model, generator)).backward()
+            if step >= 5:
+                cancelled[0].grad = None
+            wire.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        now = waiting(wire, "w1")
+        if not torch.equal(weight, local(cancelled[0].detach())):
+            broken.append(f"{name} on {kind}: w1 has moved")
+        if any(not torch.equal(value, now[key]) for key, value in waited.items()):
+            broken.append(f"{name} on {kind}: what waits of w1 has changed")
+        if wire.skipped:
+            broken.append(f"{name} on {kind}: {wire.skipped} steps skipped")
+        wire.close()
+    return broken
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_a_gradient_that_is_thrown_away_after_its_exchange_leaves_no_trace(kind, world):
+    for broken in ranks.run(_cancelled, world, kind):
+        assert not broken
+
+
+def _rests(rank, world, kind):
+    """At lr 0 no weight moves; what waited then comes when lr is above 0 again."""
+    warnings.simplefilter("ignore")
+    broken = []
+    for name in dealt(NAMES, kind):
+        if not runs(kind, name):
+            continue
+        model, optimizer, wire = begun(kind, world, name, model=given(kind, world, (32, 32), (48, 16)))
+        generator = torch.Generator().manual_seed(rank)
+
+        def step(lr, model=model, optimizer=optimizer, generator=generator):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            model(noise(model, generator)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(6):
+            step(1e-2)
+        if name == "local-steps":  # a round that began at another rate ends
+            step(0.0)
+            step(0.0)
+        before, waited = flat(model), waiting(wire)
+        for _ in range(4):
+            step(0.0)
+        if not torch.equal(before, flat(model)):
+            broken.append(f"{name} on {kind}: weights have moved at lr 0")
+        now = waiting(wire)
+        if wire.method.promise.of == "updates" and any(not torch.equal(waited[key], now[key]) for key in waited):
+            broken.append(f"{name} on {kind}: what waits has changed at lr 0")
+        wire.close()
+    return broken
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_at_lr_0_weights_hold_still_and_what_waits_goes_on_waiting(kind, world):
+    for broken in ranks.run(_rests, world, kind):
+        assert not broken
+
+
+def _dropped(rank, world, kind):
+    """wire.reset(): nothing waits, ranks are equal, and the run goes on."""
+    warnings.simplefilter("ignore")
+    broken = []
+    for name in dealt(NAMES, kind):
+        if not runs(kind, name):
+            continue
+        model, optimizer, wire = begun(kind, world, name)
+        for step in range(5):
+            advance(model, optimizer, wire, rank, step)
+        wire.reset()
+        if any(bool(value.any()) for value in waiting(wire).values()):
+            broken.append(f"{name} on {kind}: something waits")
+        for step in range(5, 9):
+            advance(model, optimizer, wire, rank, step)
+        if not bool(flat(model).isfinite().all()):
+            broken.append(f"{name} on {kind}: not finite")
+        wire.close()
+    return broken
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_after_a_reset_nothing_waits(kind, world):
+    for broken in ranks.run(_dropped, world, kind):
+        assert not broken
+
+
+def _message(act):
+    """What ``act`` is refused with, or what it warns of; "" where it says nothing."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            act()
+        except ThinwireError as error:
+            return str(error)
+    return "\n".join(str(warning.message) for warning in seen if issubclass(warning.category, thinwire.ThinwireWarning))
+
+
+def _put_back(rank, world, kind, spec):
+    """An lr finder: weights and moments are put back after steps at larger and larger rates."""
+    warnings.simplefilter("ignore")
+    moved = {}
+    for what in ("both", "weights", "swapped and back", "loaded"):
+        model = given(kind, world, (64, 64))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+        wire = thinwire.compress(model, optimizer, spec)
+        generator = torch.Generator().manual_seed(rank)
+
+        def step(model=model, optimizer=optimizer, wire=wire, generator=generator):
+            with wire.accumulate(last=True):
+                model(noise(model, generator)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        weight = next(iter(model.parameters()))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), wire.state_dict()))
+        for t in range(8):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * 10 ** (t / 4)
+            step()
+        if what == "swapped and back":
+            last = [local(each.detach()).clone() for each in model.parameters()]
+            for factor in (0.5, None):
+                with torch.no_grad():
+                    for each, value in zip(model.parameters(), last, strict=True):
+                        local(each).copy_(value if factor is None else factor * value)
+        else:
+            model.load_state_dict(saved[0])
+        if what in ("both", "loaded"):
+            optimizer.load_state_dict(saved[1])
+        if what == "loaded":
+            wire.load_state_dict(saved[2])
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3
+        before = local(weight.detach()).clone()
+        said = _message(step)
+        moved[what] = float((local(weight.detach()) - before).abs().max()), said
+        wire.close()
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "spec"),
+    [("ddp", 2, "trickle(smallest=0)"), ("fsdp2", 2, "topk(density=0.01,smallest=0)"),
+     ("hsdp", 4, "trickle(smallest=0)"), ("fsdp2", 2, "trickle:shared(smallest=0)")],
+)  # fmt: skip
+def test_what_waits_does_not_move_weights_that_were_put_back(kind, world, spec):
+    for moved in ranks.run(_put_back, world, kind, spec):
+        size, said = moved["both"]
+        assert size < 1e-2 and "it was dropped" in said  # some steps of lr 1e-3
+        assert "call wire.reset()" in moved["weights"][1]
+        assert moved["swapped and back"][1] == "" == moved["loaded"][1]
+        assert moved["loaded"][0] < 1e-2
+
+
+def _refused(rank, world, kind):
+    """Each is refused by name, or served."""
+    said = {}
+
+    def fresh(method="trickle(smallest=0)", make=torch.optim.AdamW, shapes=((64, 64), (64,)), **more):
+        model = given(kind, world, *shapes)
+        optimizer = make(model.parameters(), lr=1e-2)
+        return model, optimizer, thinwire.compress(model, optimizer, method, **more)
+
+    def exchange(model, wire):
+        model(noise(model, torch.Generator().manual_seed(rank))).backward()
+
+    for method in ("trickle(smallest=0)", "int8(smallest=0)"):
+        model, _, wire = fresh(method)
+        before = flat(model)
+        other = torch.optim.SGD(model.parameters(), lr=1e-2)
+        exchange(model, wire)
+        said[f"another optimizer, {method}"] = _message(other.step)
+        assert torch.equal(before, flat(model))
+        wire.close()
+
+    class Seven(torch.optim.AdamW):
+        def step(self, closure=None):
+            raise AssertionError
+
+    class Same(torch.optim.AdamW):
+        pass
+
+    for method in ("trickle(smallest=0)", "onebit-adam(smallest=0,warmup=2)"):
+        said[f"a step of its own, {method}"] = _message(lambda method=method: fresh(method, Seven))
+    _, _, wire = fresh("trickle(smallest=0)", Same)
+    wire.close()
+
+    model = given(kind, world, (64, 64))
+    both = [torch.optim.AdamW(model.parameters(), lr=1e-2) for _ in range(2)]
+    said["held twice"] = _message(lambda: thinwire.compress(model, both, "int8"))
+
+    if kind == "ddp":  # torch's FSDP2 does not take it
+        model, optimizer, wire = fresh(shapes=((64, 64), (3, 0)))
+        exchange(model, wire)
+        optimizer.step()
+        wire.close()
+
+    model, optimizer, wire = fresh()
+    exchange(model, wire)
+    said["reset after an exchange"] = _message(wire.reset)
+    wire.close()
+
+    model, optimizer, wire = fresh()
+    exchange(model, wire)
+    weight = next(iter(model.parameters()))
+    local(weight.grad).mul_(0.5)
+    optimizer.step()
+    said["scaled in the last step"] = _message(wire.close)
+    return said
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_what_cannot_be_served_is_refused_by_name(kind, world):
+    for said in ranks.run(_refused, world, kind):
+        assert "compress() was not told of it" in said["another optimizer, trickle(smallest=0)"]
+        assert "compress() was not told of it" in said["another optimizer, int8(smallest=0)"]
+        assert "Seven has a step of its own" in said["a step of its own, trickle(smallest=0)"]
+        assert "Seven has a step of its own" in said["a step of its own, onebit-adam(smallest=0,warmup=2)"]
+        assert "hold w0: let one step it" in said["held twice"]
+        assert "call it before the step's backward pass" in said["reset after an exchange"]
+        assert "something has scaled it" in said["scaled in the last step"]
+
+
+def _inside(rank, world):
+    said = {}
+    model = given("ddp", world, (64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    thinwire.compress(model, optimizer, "int8(smallest=0)")
+    generator = torch.Generator().manual_seed(rank)
+    weight = next(iter(model.parameters()))
+    handle = weight.register_post_accumulate_grad_hook(lambda weight: optimizer.step())
+    said["inside"] = _message(lambda: model(noise(model, generator)).backward())
+    handle.remove()
+    return said
+
+
+def _joined(rank, world):
+    model = given("ddp", world, (64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    thinwire.compress(model, optimizer, "int8(smallest=0)")
+
+    def train():
+        with model.join():
+            model(noise(model, torch.Generator().manual_seed(rank))).backward()
+
+    return _message(train)
+
+
+def test_an_optimizer_inside_the_backward_pass_and_ddps_join_are_refused_by_name():
+    for said in ranks.run(_inside, 2):
+        assert "steps inside a backward pass" in said["inside"]
+    for said in ranks.run(_joined, 2):
+        assert "DDP.join() is not carried" in said
+
+
+def _swapped(rank, world, kind, spec, evaluates):
+    """FSDP2: averaged weights are put in through .data, and taken out."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    mesh = None
+    if kind == "hsdp":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    model = nn.Sequential(fully_shard(first, mesh=mesh), fully_shard(second, mesh=mesh))
+    model = fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    thinwire.compress(model, optimizer, spec)
+
+    def step():
+        model(torch.randn(8, 64)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def forward_is_right():
+        with torch.no_grad():
+            found = model(torch.eye(64))
+            whole = [weight.detach().full_tensor() for weight in model.parameters()]
+            return torch.allclose(found, whole[0].t() @ whole[1].t(), rtol=0.2, atol=0.2 * float(found.abs().max()))
+
+    right = []
+    for _ in range(2):
+        step()
+        last = [weight.detach().clone() for weight in model.parameters()]
+        if evaluates:
+            model.eval()
+        for weight, value in zip(model.parameters(), last, strict=True):
+            weight.data.copy_(-2 * value)
+        right.append(forward_is_right())
+        for weight, value in zip(model.parameters(), last, strict=True):
+            weight.data.copy_(value)
+        model.train()
+        right.append(forward_is_right())
+    step()
+    for weight in model.parameters():  # in the middle of training, where no rank expects it
+        if rank == world - 1:
+            weight.data.mul_(-1)
+    said = _message(lambda: model(torch.randn(8, 64)).sum().backward()) if rank == world - 1 else ""
+    return right, said
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "world", "spec"),
+    [("fsdp2", 2, "dense"), ("fsdp2", 2, "trickle:shared(smallest=0)"), ("fsdp2", 2, "sdp4bit(smallest=0)"),
+     ("hsdp", 4, "sdp4bit(smallest=0)")],
+)  # fmt: skip
+def test_weights_that_were_written_through_data_are_gathered_anew(kind, world, spec, evaluates):
+    for rank, (right, said) in enumerate(ranks.run(_swapped, world, kind, spec, evaluates)):
+        assert all(right)
+        if rank == world - 1 and spec != "dense":
+            assert "given other values through .data" in said
