@@ -90,14 +90,14 @@ def test_a_stage_sees_what_comes_in_and_counts_it():
         assert stage.guard._residues[-1].isnan()
 
 
-@pytest.mark.parametrize("way", ["reduce", "flush"])
+@pytest.mark.parametrize("way", ["reduce", "between_steps"])
 @pytest.mark.parametrize("name", ["int8", "fp32", "dense"])
 def test_no_bucket_keeps_the_engines_buffer_alive(name, way):
     engine = ThreadEngine("all_reduce", Threads(1), 0, Ledger(), SHAPES)
     stage = stage_of(engine, name)
     stage.dense = frozenset()
     flat = torch.ones(engine.numel)
-    getattr(stage, way)(flat, engine.pieces, flat)
+    getattr(stage, way)(flat, engine.pieces, flat, *[stage.method.send_all] * (way == "between_steps"))
     alive = weakref.ref(flat)
     memory = weakref.ref(flat.untyped_storage())
     assert flat.eq(1).all()
@@ -127,7 +127,7 @@ def test_a_flush_delivers_what_waits_and_nothing_else(topology):
         waits = stage.method.state.state_dict()
         zeros = torch.zeros(engine.numel)
         out = torch.full((engine.numel // rows,), 0.0) if engine.owner else zeros
-        stage.flush(zeros, engine.pieces, out)
+        stage.between_steps(zeros, engine.pieces, out, stage.method.send_all)
         stage.method.state.commit()
         after = stage.method.state.state_dict()
         return waits, out, [after, engine.pieces, rows]

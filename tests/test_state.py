@@ -52,6 +52,15 @@ class Plain:
         self.small[1] |= self.small[2]
         self.written, self.small[2] = {}, {}
 
+    def rollback(self, names: str, kinds: tuple[str, ...] | None) -> None:
+        """Of these ``names`` alone, and ``kinds``: the step counts for the others."""
+        self.again()
+        for kind, name in self.earlier:
+            if name in names and (kinds is None or kind in kinds):
+                self.earlier[kind, name] = self.committed.get((kind, name), torch.zeros_like(self.earlier[kind, name]))
+        if kinds is None:
+            self.small[1] = {name: value for name, value in self.small[1].items() if name not in names}
+
     def end(self, *, counts: bool) -> None:
         self.again()
         if counts:
@@ -106,6 +115,10 @@ def test_a_state_is_a_dict_by_parameter_whatever_the_buckets(seed):
             state.again()
             plain.again()
             exchange(state, plain, draw.choice(LAYOUTS), draw)
+        if draw.random() < 0.4:
+            some = draw.choice(["x", "yz", "xyz", ""]), draw.choice([None, ("one", "slow"), ()])
+            state.rollback(*some)
+            plain.rollback(*some)
         counts = draw.random() < 0.7
         if counts:
             state.commit()
@@ -114,12 +127,15 @@ def test_a_state_is_a_dict_by_parameter_whatever_the_buckets(seed):
         plain.end(counts=counts)
         saved = state.state_dict()
         assert same(saved, plain)
+        assert all(state.values(*key.split("/")).equal(saved[key]) for key in saved if "=" not in key)
+        assert state.values("wide", "nobody") is None
         assert {(name, value) for _, name, value in state.found("no")} == set(plain.small[0].items())
         if draw.random() < 0.2:
             state = State({"slow"}) if draw.random() < 0.5 else state
             loads = state.loads
             state.load_state_dict(saved)
             assert state.loads == loads + 1 and same(state.state_dict(), plain)
+            assert all(state.values(*key.split("/")).equal(saved[key]) for key in saved if "=" not in key)
             plain.small[0] = {name: state.get("note", name) for name in plain.small[0]}
             for values in saved.values():
                 values.fill_(torch.nan)  # it is the reader's own
@@ -190,12 +206,16 @@ def test_memory_is_used_again_whether_steps_count_or_not(kind, counts, exchanges
 
 
 def test_one_buffer_for_reading_and_one_for_writing_serve_all_buckets_of_what_is_offloaded():
-    """Each as large as the largest bucket."""
-    state = State({"slow"})
-    for names in ("x", "xyz", "y"):
-        bucket = bucket_of(names)
-        read, out = state.read("slow", bucket), state.write("slow", bucket)
-        assert read.shape == out.shape == tuple(bucket.shape) and out.dtype == read.dtype == torch.float32
+    """Each as large as the largest bucket, and float32 whatever torch's default is."""
+    state, usual = State({"slow"}), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for names in ("x", "xyz", "y"):
+            bucket = bucket_of(names)
+            read, out = state.read("slow", bucket), state.write("slow", bucket)
+            assert read.shape == out.shape == tuple(bucket.shape) and out.dtype == read.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(usual)
     assert {use for use, _ in state._stages} == {"read", "write"}
     largest = bucket_of("xyz").shape
     assert {stage.numel() for stage in state._stages.values()} == {largest[0] * largest[1]}
