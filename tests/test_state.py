@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from thinwire import device as devices
 from thinwire.bucket import Bucket, Piece
 from thinwire.state import State
 
@@ -203,6 +204,17 @@ def test_memory_is_used_again_whether_steps_count_or_not(kind, counts, exchanges
         assert new.call_count == (exchanges > 1)
     held = [values for store in (state._current, state._spare, state._earlier, state._staged) for values in store]
     assert len(held) == 2
+
+
+def test_what_is_offloaded_lives_in_host_memory_and_nothing_else():
+    """Pinned, where there is a device; filled with zeros."""
+    state, bucket = State({"slow"}), bucket_of("xy")
+    with mock.patch.object(devices, "host_memory", side_effect=devices.host_memory) as host:
+        for kind, calls in (("wide", 0), ("slow", 1)):
+            assert not state.read(kind, bucket).any() and host.call_count == calls
+            state.write(kind, bucket)
+            assert host.call_count == 2 * calls
+    assert all(call.args == (bucket.shape, bucket.device) for call in host.call_args_list)
 
 
 def test_one_buffer_for_reading_and_one_for_writing_serve_all_buckets_of_what_is_offloaded():

@@ -15,7 +15,7 @@ from thinwire.methods.base import Delay, portion_of
 
 KNOBS = {
     "mask": ("own", "shared", "merged"), "bits": (2, 4, 8, 32), "group": (64, 32), "choosers": (4, 0, 1, 2),
-    "answer": (0.1, 0.5, 1.0, 0.0), "density": (0.01, 1.0, 0.0009, 0.0),
+    "answer": (0.1, 0.5, 1.0, 0.0), "density": (0.01, 1.0, 4 / TILE, 0.0009, 0.0),
 }  # fmt: skip
 DEFAULTS = {name: values[0] for name, values in KNOBS.items()} | {"bits": 8}
 
