@@ -18,7 +18,7 @@ from thinwire import weights as replicas
 from thinwire.bucket import Piece, Shard
 from thinwire.comm import Work
 from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
+from thinwire.ledger import KINDS, Ledger
 from thinwire.state import State
 from thinwire.testing import ThreadComm, Threads
 from thinwire.weights import Message, Replica
@@ -43,7 +43,7 @@ class Alone(Message):
         return own.sub(0 if held is None else held).round().to(torch.int8).view(torch.uint8)
 
     def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
-        assert len(messages) == len(rows) == peers.stop - peers.start
+        assert len(messages) == len(rows) == peers.stop - peers.start > 0  # nobody is asked to read nothing
         self.heard += range(peers.start, peers.stop)
         got = messages.view(torch.int8).float()
         if held is None:
@@ -347,6 +347,23 @@ def test_a_module_is_as_large_as_its_weights_and_what_is_ahead_as_its_messages(k
         assert Replica(kind(), State(), half, one.comm, CPU).whole_bytes == SIZE * N * 2
 
     world.run(body)
+
+
+@pytest.mark.parametrize("ahead", ["", "a1 "])
+@pytest.mark.parametrize("kind", [Follows, Exact, Alone])
+def test_the_time_that_a_message_takes_is_counted_by_what_is_done(kind, ahead):
+    """Writing it is encoding, reading it is decoding; a gather of whole weights is neither."""
+    world = Threads(SIZE)
+
+    def body(rank):
+        one = Rank(world, rank, kind)
+        for event in f"g0 o {ahead}g1".split():
+            one.does(event)
+        return [set(account.seconds) for account in one.ledger.steps]
+
+    for first, second in world.run(body):
+        assert ("encode" in first, "decode" in first) == (kind is Alone,) * 2
+        assert second >= {"encode", "decode"} and first | second <= set(KINDS)
 
 
 @pytest.mark.parametrize("peers", [1, 3])
