@@ -55,7 +55,7 @@ NAMES = (
     "guard state road collectives trickle form turn strangers"
 )
 TESTS = NAMES.split()
-FAST, LIMIT = 8.0, 60
+FAST, LIMIT = 8.0, 20
 KEEP = ROOT / "build" / "mutants"
 REPORT = ROOT / "docs" / "data" / "mutants.txt"
 Lines = dict[str, dict[str, list[int]]]

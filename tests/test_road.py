@@ -21,6 +21,7 @@ from thinwire.road import Stage, Worker, _Compositions
 from thinwire.state import State
 from thinwire.testing import ThreadEngine, Threads
 
+pytestmark = pytest.mark.timeout(60)
 CPU = torch.device("cpu")
 SHAPES = {"a": (8, 6), "b": (3,), "c": (5, 4), "d": (7,)}
 DENSE = frozenset({"b", "c"})
@@ -219,3 +220,48 @@ def test_what_a_job_raises_is_raised_where_it_is_waited_for_and_no_job_behind_it
     assert int(worker.submit(lambda: torch.tensor(2), CPU, last=True).wait()) == 2
     worker.settle()
     worker.close()
+
+
+@pytest.mark.parametrize("name", ["fp32", "dense"])
+@pytest.mark.parametrize(
+    ("topology", "size", "per_node"),
+    [("all_reduce", 3, 1), ("reduce_scatter", 3, 1), ("hsdp", 6, 2), ("two_level", 6, 2), ("two_level_owner", 6, 3)],
+)
+def test_a_road_gives_the_mean_and_counts_what_dense_would_send(topology, size, per_node, name):
+    """All of it, or this rank's row; as many bytes as the road says of each parameter, in its dtype; at every hop the
+    guard sees what is not finite; and the step is that of all stages."""
+    world, shapes = Threads(size), {"a": (12, 2), "b": (6,)}
+
+    def body(rank: int) -> tuple[Tensor, Tensor, list[str]]:
+        engine = ThreadEngine(topology, world, rank, Ledger(), shapes, per_node)
+        method = small(type(methods.resolve(name)))
+        method.state = State()
+        run = engine.run(9, weights=engine.weights())
+        method.begin(run)
+        road, wrong = engine.road(method, run), []
+        road.step = 4
+        if road.step != 4 or any(stage.step != 4 for stage in road.stages) or road.last is not road.stages[-1]:
+            wrong.append("step")
+        for dtype in (torch.float32, torch.bfloat16):
+            flat = torch.randn(engine.numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+            given = flat.clone()
+            out = torch.full((engine.numel // engine.rows,), torch.nan, dtype=dtype) if engine.owner else None
+            mean = road.reduce(flat, engine.pieces, out)
+            if mean is not (flat if out is None else out):
+                wrong.append("returned")
+            sent = sum(road.dense_bytes(of, dtype) for of in engine.parameters.values())
+            if engine.ledger.now.dense_bytes != pytest.approx(sent) or not sent:
+                wrong.append(f"{dtype}: counted {engine.ledger.now.dense_bytes}, not {sent}")
+            engine.ledger.close_step()
+            if dtype == torch.float32:
+                found = given, mean.clone()
+        wrong += [f"piece {of.name}" for of in engine.pieces
+                  if topology != "hsdp" and road.piece(engine.parameters[of.name]).numel != of.numel]  # fmt: skip
+        return (*found, wrong)
+
+    found = world.run(body)
+    assert not any(wrong for _, _, wrong in found), found[0][2]
+    mean = torch.stack([given for given, _, _ in found]).double().mean(0)
+    for rank, (_, arrived, _) in enumerate(found):
+        rows = mean.view(len(mean) // len(arrived), -1)
+        assert (arrived - rows[rank % len(rows)]).abs().max() < 1e-6
