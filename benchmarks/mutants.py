@@ -317,7 +317,6 @@ def measure(names: Sequence[str]) -> None:
     """Run the tests once, and keep what they run."""
     KEEP.mkdir(parents=True, exist_ok=True)
     file = KEEP / "lines.json"
-    kept = json.loads(file.read_text()) if file.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         copied(root)
@@ -329,6 +328,7 @@ def measure(names: Sequence[str]) -> None:
             words = [*PLUGINS, f"tests/test_{name}.py", "--timeout", "2000", "-m", "not lab and not gpu"]
             began, plugin = time.monotonic(), Lined(root)
             tested(words, log, 1200, plugin)
+            kept = json.loads(file.read_text()) if file.exists() else {}  # read late: another may measure, too
             kept = {test: entry for test, entry in kept.items() if not test.startswith(f"tests/test_{name}.py::")}
             found = json.loads(Path(f"{log}.json").read_text())
             kept |= {test: entry for test, entry in found.items() if entry["passed"] and entry.get("lines")}

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from thinwire import methods
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import Parameter
-from thinwire.saved import About, Form, check_finite, own_of, split, trim
+from thinwire.saved import About, Form, check_finite, from_dcp, own_of, split, trim
 
 ABOUT = About(
     1, 4, "ddp", False, ((1, 4, False),), "topk", {"density": "0.01", "smallest": "None"}, None, 0, 10.0,
@@ -195,3 +196,18 @@ def test_only_values_with_a_point_can_be_not_finite():
     for bad in (torch.nan, torch.inf, -torch.inf):
         with pytest.raises(ThinwireError, match="the state 'key' holds values that are not finite"):
             check_finite("key", torch.tensor([0.0, bad]).bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_states_of_all_ranks_are_read_from_a_folder_of_dcps(tmp_path):
+    """Under the name that they have there, and nothing else of it; where there are none, it says so."""
+    packed = form().pack({key: torch.rand(shape) for key, shape in LIKE.items()})
+    other = {key.replace("rank-0001", "rank-0002"): value + 1 for key, value in packed.items()}
+    both = {**packed, **other}
+    saved = {"wire": both, "model": {"w": torch.ones(2)}, "wirelike": torch.ones(3)}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    found = from_dcp(tmp_path)
+    assert found.keys() == both.keys() and all(torch.equal(found[key], both[key]) for key in both)
+    assert all(found[key].dtype == both[key].dtype for key in both)
+    with pytest.raises(ThinwireError, match="holds no state of a wire under the name 'other'"):
+        from_dcp(tmp_path, "other")
