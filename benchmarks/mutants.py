@@ -55,7 +55,7 @@ NAMES = (
     "guard state road collectives trickle form turn strangers"
 )
 TESTS = NAMES.split()
-FAST, LIMIT = 8.0, 20
+FAST, LIMIT = 8.0, 40
 KEEP = ROOT / "build" / "mutants"
 REPORT = ROOT / "docs" / "data" / "mutants.txt"
 Lines = dict[str, dict[str, list[int]]]
@@ -63,12 +63,14 @@ Lines = dict[str, dict[str, list[int]]]
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault. ``first``, ``last``: its lines. ``before``, ``after``: of the line that differs."""
+    """One fault. ``first``, ``last``: its lines; ``imported``: they are run by an import, not by a test. ``before``,
+    ``after``: what differs. ``scope``: the lines of the function or class around it."""
 
     module: str
     operator: str
     first: int
     last: int
+    imported: bool
     before: str
     after: str
     scope: tuple[int, int]
@@ -153,9 +155,13 @@ def _mutant(module: str, operator: str, source: str, mutated: str, faults: Fault
     old, new = source.splitlines(), mutated.splitlines()
     codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     _, a, b, c, d = next(code for code in codes if code[0] != "equal")
-    scope = [faults.places[around] for around in faults.scopes(node)[:1]]
+    inside = faults.scopes(node)[:1]
+    scope = [faults.places[around] for around in inside]
+    imported = not inside or isinstance(inside[0], cst.ClassDef)
+    if inside and isinstance(inside[0], cst.FunctionDef) and isinstance(inside[0].body, cst.IndentedBlock):
+        imported = faults.places[node].start.line < faults.places[inside[0].body.body[0]].start.line
     return Mutant(
-        module, operator, a + 1, max(b, a + 1), " ".join(map(str.strip, old[a:b])), " ".join(map(str.strip, new[c:d])),
+        module, operator, a + 1, max(b, a + 1), imported, " ".join(map(str.strip, old[a:b])), " ".join(map(str.strip, new[c:d])),
         (scope[0].start.line, scope[0].end.line) if scope else (1, len(old)), mutated,
     )  # fmt: skip
 
@@ -339,8 +345,9 @@ def measure(names: Sequence[str]) -> None:
 
 def tests_of(mutant: Mutant, lines: dict[str, Any], kills: Counter[str]) -> list[str]:
     """Those that run the mutant's lines; where none does (it is run by an import), its function's or class's."""
-    places = (range(mutant.first, mutant.last + 1), range(mutant.scope[0], mutant.scope[1] + 1))
-    for place in places:
+    here, around = range(mutant.first, mutant.last + 1), range(mutant.scope[0], mutant.scope[1] + 1)
+    tests: list[str] = []
+    for place in [around] if mutant.imported else [here, around]:
         wanted = set(place)
         tests = [test for test, entry in lines.items() if wanted & set(entry["lines"].get(mutant.module, ()))]
         if tests:
@@ -371,11 +378,11 @@ def judged(mutant: Mutant, root: Path, lines: dict[str, Any], kills: Counter[str
             if not stage:
                 continue
             expected = sum(lines[test]["seconds"] for test in stage)
-            status = tested([*PLUGINS, "-x", "--timeout", str(5 * LIMIT), *stage], log, LIMIT + 3 * expected)
+            status = tested([*PLUGINS, "-x", "--timeout", "300", *stage], log, LIMIT + 3 * expected)
             if status != 0:
                 test = "" if status is None else _failed(log)
                 kills[test] += 1
-                end = "time" if status is None else "killed"
+                end = "time" if status is None or "Failed: Timeout" in log.read_text(errors="replace") else "killed"
                 return {"end": end, "test": test, "seconds": time.monotonic() - began}
     finally:
         shutil.copy2(ROOT / MODULES[mutant.module], target)
@@ -384,7 +391,7 @@ def judged(mutant: Mutant, root: Path, lines: dict[str, Any], kills: Counter[str
 
 def run(names: Sequence[str], number: int, seed: int, survivors: bool, long: float) -> None:
     """Judge the mutants one by one; what was judged before, of the same line, is kept."""
-    lines, kills = json.loads((KEEP / "lines.json").read_text()), Counter[str]()
+    lines, kills, known = json.loads((KEEP / "lines.json").read_text()), Counter[str](), reasons()
     file = KEEP / "ends.json"
     ends: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
@@ -394,6 +401,8 @@ def run(names: Sequence[str], number: int, seed: int, survivors: bool, long: flo
         for name in names:
             for mutant in chosen(name, number, seed):
                 end = ends.get(mutant.name)
+                if end is not None and mutant.name in known:
+                    continue
                 if end is not None and not (survivors and end["end"] in ("survived", "no test")):
                     continue
                 ends[mutant.name] = judged(mutant, root, lines, kills, long)
@@ -404,13 +413,15 @@ def run(names: Sequence[str], number: int, seed: int, survivors: bool, long: flo
     report(number, seed, ends)
 
 
+def reasons() -> dict[str, str]:
+    """Why a mutant changes nothing, by its name, as the report has it."""
+    lines = REPORT.read_text().splitlines() if REPORT.exists() else []
+    return {line: after for line, after in itertools.pairwise(lines) if after.startswith("    = ")}
+
+
 def report(number: int, seed: int, ends: dict[str, dict[str, Any]]) -> None:
     """Write the table, with the reasons that the old one has."""
-    old = REPORT.read_text().splitlines() if REPORT.exists() else []
-    why = {}
-    for line, after in itertools.pairwise(old):
-        if after.startswith("    = "):
-            why[line] = after
+    why = reasons()
     rows, rest, total = [], [], Counter[str]()
     for name in MODULES:
         there = [mutant for mutant in chosen(name, number, seed) if mutant.name in ends]
@@ -419,6 +430,7 @@ def report(number: int, seed: int, ends: dict[str, dict[str, Any]]) -> None:
             end = ends[mutant.name]["end"]
             if end in ("killed", "time"):
                 counts["killed"] += 1
+                counts["by time"] += end == "time"
                 continue
             counts["equivalent" if mutant.name in why else "survivors"] += 1
             rest += [mutant.name, *filter(None, [why.get(mutant.name)])]
@@ -432,7 +444,7 @@ def report(number: int, seed: int, ends: dict[str, dict[str, Any]]) -> None:
     print("\n".join([head, *rows]))
 
 
-COLUMNS = ("mutants", "killed", "equivalent", "survivors")
+COLUMNS = ("mutants", "killed", "by time", "equivalent", "survivors")
 
 
 def main() -> None:
