@@ -161,7 +161,8 @@ def _mutant(module: str, operator: str, source: str, mutated: str, faults: Fault
     if inside and isinstance(inside[0], cst.FunctionDef) and isinstance(inside[0].body, cst.IndentedBlock):
         imported = faults.places[node].start.line < faults.places[inside[0].body.body[0]].start.line
     return Mutant(
-        module, operator, a + 1, max(b, a + 1), imported, " ".join(map(str.strip, old[a:b])), " ".join(map(str.strip, new[c:d])),
+        module, operator, a + 1, max(b, a + 1), imported,
+        " ".join(map(str.strip, old[a:b])), " ".join(map(str.strip, new[c:d])),
         (scope[0].start.line, scope[0].end.line) if scope else (1, len(old)), mutated,
     )  # fmt: skip
 
