@@ -10,7 +10,7 @@ import torch
 
 from thinwire.bound import MEMORY, WATCHED, Bound
 from thinwire.bucket import Bucket, Piece
-from thinwire.errors import ThinwireError
+from thinwire.errors import ThinwireError, ThinwireWarning
 from thinwire.state import State
 
 CPU = torch.device("cpu")
@@ -211,3 +211,62 @@ def test_small_state_of_a_second_exchange():
     assert state.get("n", "w") == 1
     state.rollback()
     assert state.get("n", "w") is None
+
+
+@pytest.mark.parametrize("leaves", [None, 2.0, 50.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_it_is_what_a_loop_over_parameters_says(rows, dtype, leaves):
+    """In buffers that begin anywhere in memory, of whole parameters or of every rank's shard, side by side with
+    another's and with values that are nobody's: those stay as they are."""
+    sizes, times, width = {"a": 3 * rows, "b": 5 * rows, "c": 4}, 4.0, 12
+    pieces = tuple(
+        Piece(name, at, rows * span, rows, width) if rows > 1 else Piece(name, at, span)
+        for name, at, span in (("a", 1, 3), ("b", 4, 5), ("nobody", 9, 2))
+    )
+    of = Bound(times, sizes, leaves)
+    usual = dict.fromkeys(sizes, 0.0)
+    cut, norm, generator = 0, 0.0, torch.Generator().manual_seed(rows)
+    left = times if leaves is None else min(leaves, times)
+    for number in range(12):
+        scale = 100.0 if number in (4, 7, 8) else 0.0 if number == 2 else 1.0
+        memory = torch.randn(7 + rows * width, generator=generator).to(dtype)
+        flat = memory[7:]
+        every = flat.view(rows, width)
+        every[:, 1:4] *= scale
+        given, together = memory.clone(), math.hypot(*usual.values())
+        of.apply(flat, pieces)
+        of.commit()
+        for name, at, span in (("a", 1, 3), ("b", 4, 5)):
+            values = given[7:].view(rows, width)[:, at : at + span]
+            size = float(values.float().norm())
+            most = times * max(usual[name], math.sqrt(sizes[name] / sum(sizes.values())) * together)
+            over = size > most and usual[name] > 0
+            expected = values.float() * (left / times * most / size if over else 1.0)
+            off = 1e-5 if dtype == torch.float32 else 2e-2
+            assert torch.allclose(every[:, at : at + span].float(), expected, rtol=off)
+            cut, norm = cut + over, norm + over * (size - left / times * most)
+            if size:
+                size = most if over else size
+                usual[name] = MEMORY * usual[name] + (1 - MEMORY) * size if usual[name] else size
+        rest = torch.ones(len(memory), dtype=torch.bool)
+        rest[7:].view(rows, width)[:, 1:9] = False
+        assert torch.equal(memory[rest], given[rest])
+    assert of.facts() == {"cut": cut, "norm": pytest.approx(norm, rel=1e-2)} and cut >= 3
+    for name, value in usual.items():
+        assert float(of.state_dict()[f"usual norm/{name}"]) == pytest.approx(value, rel=1e-2)
+
+
+def test_a_warning_says_how_many_of_how_many_and_of_whom_and_names_the_knob():
+    """At the first look after it, once; a single cut is an accident."""
+    of = Bound(10.0, {"a": 30, "b": 70})
+    for number in range(1, 2 * WATCHED):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            step(of, 1e3 if number in (50, 100, 150) else 1.0, 1e3 if number in (50, 100, 150) else 1.0)
+        assert bool(seen) == (number == WATCHED)
+        for warning in seen:
+            said = str(warning.message)
+            assert warning.category is ThinwireWarning
+            assert said.startswith(f"3 of {WATCHED} gradients of a on this rank were more than 10 times as large as us")
+            assert "and those of 1 more parameters: what is cut off is lost; give compress() a higher bound=" in said

@@ -18,7 +18,7 @@ from thinwire import weights as replicas
 from thinwire.bucket import Piece, Shard
 from thinwire.comm import Work
 from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
+from thinwire.ledger import KINDS, Ledger
 from thinwire.state import State
 from thinwire.testing import ThreadComm, Threads
 from thinwire.weights import Message, Replica
@@ -43,7 +43,7 @@ class Alone(Message):
         return own.sub(0 if held is None else held).round().to(torch.int8).view(torch.uint8)
 
     def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
-        assert len(messages) == len(rows) == peers.stop - peers.start
+        assert len(messages) == len(rows) == peers.stop - peers.start > 0  # nobody is asked to read nothing
         self.heard += range(peers.start, peers.stop)
         got = messages.view(torch.int8).float()
         if held is None:
@@ -323,6 +323,69 @@ def test_a_work_completes_the_weights(kind):
     found, expected = world.run(body), on_ranks(kind, "g0 o g1")
     for rows, turns in zip(found, expected, strict=True):
         assert torch.equal(rows, turns[-1][1])
+
+
+@pytest.mark.parametrize("kind", [Follows, Exact, Alone])
+def test_a_module_is_as_large_as_its_weights_and_what_is_ahead_as_its_messages(kind):
+    """In bytes, of all ranks: by these is told how many messages leave. What has arrived may be dropped unread."""
+    world = Threads(SIZE)
+
+    def body(rank):
+        one, waited = Rank(world, rank, kind), []
+        assert one.replica.whole_bytes == SIZE * N * 4 and one.replica.bytes_ahead == 0
+        one.does("g0")
+        one.does("o")
+        one.replica.comm = Slow(world, rank, one.ledger)
+        one.replica.arrive()
+        one.does("a1")
+        assert one.replica.bytes_ahead == SIZE * N and not one.replica.sends(1)
+        sent = one.replica._ahead
+        then, sent.work.then = sent.work.then, lambda: waited.append(then())
+        one.replica.drop()
+        assert len(waited) == 1 and one.replica.bytes_ahead == 0 and one.replica.sends(1)
+        half = Shard(PIECES, (), N, torch.bfloat16)
+        assert Replica(kind(), State(), half, one.comm, CPU).whole_bytes == SIZE * N * 2
+
+    world.run(body)
+
+
+@pytest.mark.parametrize("ahead", ["", "a1 "])
+@pytest.mark.parametrize("kind", [Follows, Exact, Alone])
+def test_the_time_that_a_message_takes_is_counted_by_what_is_done(kind, ahead):
+    """Writing it is encoding, reading it is decoding; a gather of whole weights is neither."""
+    world = Threads(SIZE)
+
+    def body(rank):
+        one = Rank(world, rank, kind)
+        for event in f"g0 o {ahead}g1".split():
+            one.does(event)
+        return [set(account.seconds) for account in one.ledger.steps]
+
+    for first, second in world.run(body):
+        assert ("encode" in first, "decode" in first) == (kind is Alone,) * 2
+        assert second >= {"encode", "decode"} and first | second <= set(KINDS)
+
+
+@pytest.mark.parametrize("peers", [1, 3])
+def test_columns_hold_the_values_of_pieces_and_zeros(peers):
+    """And give them back, or add them, where they were; all else stays. Also of rows wider than the pieces are."""
+    pieces, end = replicas.beside([(Piece("a", 1, 5), 8), (Piece("b", 7, 3), 4)], first=2)
+    assert pieces == [(Piece("a", 1, 5), 2, 8), (Piece("b", 7, 3), 10, 4)] and end == 14
+    columns, n, m = replicas.Columns(pieces), 12, 16
+    shards = torch.arange(float(peers * n)).view(peers, n) + 1
+    rows, expected = torch.full((peers, m), -1.0), torch.full((peers, m), -1.0)
+    expected[:, 2:14] = 0.0
+    expected[:, 2:7], expected[:, 10:13] = shards[:, 1:6], shards[:, 7:10]
+    assert columns.take(shards, rows) is rows and torch.equal(rows, expected)
+    for add in (False, True):
+        out, there = torch.full((peers, n), 100.0), torch.full((peers, n), 100.0)
+        for place in (slice(1, 6), slice(7, 10)):
+            there[:, place] = shards[:, place] + 100.0 * add
+        assert columns.give(rows, out, add=add) is out and torch.equal(out, there)
+    (part, _), (alone, _) = columns.places(CPU, peers=peers, n=n, m=m).parts, columns.places(CPU).parts
+    assert (part.numel, part.rows, part.step, part.stride) == ((peers - 1) * n + 5, peers, n, m)
+    assert (alone.numel, alone.rows, alone.step, alone.stride) == (5, 1, 5, 8)
+    assert columns.places(CPU) is columns.places(CPU) is not columns.places(CPU, peers=peers, n=n, m=m)
 
 
 METHODS = (

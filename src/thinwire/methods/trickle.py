@@ -103,14 +103,16 @@ class Trickle(SharedMask):
             self.refuse_idle(f"bits={self.bits}", "group")
         if self.mask != "shared" and self.bits == 32:
             raise ThinwireError("trickle: bits=32 is for mask='shared'; topk(feedback='update') sends values so")
-        if self.bits == 2 and self.density * TILE < 4:
-            raise ThinwireError(f"trickle: bits=2 sends 4 of every {TILE} values at least: density is 4/{TILE} or more")
         if self.mask != "own" and self.bits == 2:
             most = "4, 8 or 32" if self.mask == "shared" else "4 or 8"
             raise ThinwireError(f"trickle: bits=2 is for mask='own': take {most} with mask='{self.mask}'")
 
     def make_codec(self) -> Codec | None:
         if self.bits == 2:
+            if self.density * TILE < 4:
+                raise ThinwireError(
+                    f"trickle: bits=2 sends 4 of every {TILE} values at least: density is 4/{TILE} or more"
+                )
             return TiledTopK(int(self.density * TILE) // 4 * 4)
         return None if self.bits == 32 else Integers(self.group, self.bits)
 

@@ -1,0 +1,267 @@
+"""The road of a buffer: what a stage does beside its method, what is made once, and the thread beside the backward."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire import methods
+from thinwire.bucket import Piece
+from thinwire.guard import Guard
+from thinwire.ledger import Ledger
+from thinwire.played import small
+from thinwire.road import Stage, Worker, _Compositions
+from thinwire.state import State
+from thinwire.testing import ThreadEngine, Threads
+
+pytestmark = pytest.mark.timeout(60)
+CPU = torch.device("cpu")
+SHAPES = {"a": (8, 6), "b": (3,), "c": (5, 4), "d": (7,)}
+DENSE = frozenset({"b", "c"})
+
+
+def gradient_of(rank: int, name: str) -> Tensor:
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(9 * rank + ord(name))).flatten()
+
+
+def stage_of(engine: ThreadEngine, name: str, **more: Any) -> Stage:
+    method = small(type(methods.resolve(name)), **{"feedback": "gradient"} if name == "topk" else {})
+    method.state = State()
+    method.begin(engine.run(9, weights=engine.weights()))
+    return Stage(method, DENSE, engine.hops[0], Guard([engine.hops[0].comm]), engine.ledger, **more)
+
+
+def reduced(buffers: str, dtype: torch.dtype, name: str, scale: float = 1.0) -> list[dict[str, Tensor]]:
+    """Per rank: the means of parameters that come in such ``buffers``, "ab cd": a and b in one."""
+    world = Threads(3)
+
+    def body(rank: int) -> dict[str, Tensor]:
+        found = {}
+        engine = ThreadEngine("all_reduce", world, rank, Ledger(), SHAPES)
+        stage = stage_of(engine, name, scale=None if scale == 1 else lambda device: torch.tensor(scale, dtype=dtype))
+        for step in range(2):
+            stage.step = step
+            for names in buffers.split():
+                here = ThreadEngine("all_reduce", world, rank, Ledger(), {of: SHAPES[of] for of in names})
+                flat = torch.cat([gradient_of(rank, of) for of in names]).to(dtype) * scale
+                stage.reduce(flat, here.pieces, flat)
+                found |= {(step, of.name): flat[of.columns] / scale for of in here.pieces}
+            assert stage.guard.agree(CPU)[0]
+        return found
+
+    return world.run(body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int8", "bf16-acc32", "dense"])
+def test_no_bit_depends_on_the_engines_buckets_or_on_a_power_of_two(name, dtype):
+    """Of what stays dense and of what does not, all ranks alike; the first is the mean."""
+    whole = reduced("abcd", dtype, name)
+    for rank in whole:
+        assert all(torch.equal(rank[key], whole[0][key]) for key in rank)
+    for of in DENSE:
+        mean = torch.stack([gradient_of(rank, of).to(dtype).float() for rank in range(3)]).sum(0) * (1 / 3)
+        assert (whole[0][1, of].float() - mean).abs().max() <= (1e-6 if dtype == torch.float32 else 0.02)
+    others = [reduced("ab cd", dtype, name), reduced("dcba", dtype, name), reduced("b a cd", dtype, name)]
+    for other in [*others, reduced("abcd", dtype, name, scale=64.0)]:
+        assert all(torch.equal(other[0][key], whole[0][key]) for key in whole[0])
+
+
+def test_a_stage_sees_what_comes_in_and_counts_it():
+    """A value that is not finite, and the bytes of the stock engine."""
+    engine = ThreadEngine("all_reduce", Threads(2), 0, Ledger(), SHAPES)
+    assert Stage.counts_dense
+    for counts in (True, False):
+        stage = stage_of(engine, "int8", counts_dense=counts)
+        stage.carry = lambda *how: None
+        engine.ledger.close_step()
+        flat = torch.ones(engine.numel)
+        stage.reduce(flat, engine.pieces, flat)
+        sent = engine.ledger.now.dense_bytes
+        assert sent == (4 * engine.numel if counts else 0) and not stage.guard._residues[-1].isnan()
+        flat[3] = torch.nan
+        stage.reduce(flat, engine.pieces, flat)
+        assert stage.guard._residues[-1].isnan()
+
+
+@pytest.mark.parametrize("way", ["reduce", "between_steps"])
+@pytest.mark.parametrize("name", ["int8", "fp32", "dense"])
+def test_no_bucket_keeps_the_engines_buffer_alive(name, way):
+    engine = ThreadEngine("all_reduce", Threads(1), 0, Ledger(), SHAPES)
+    stage = stage_of(engine, name)
+    stage.dense = frozenset()
+    flat = torch.ones(engine.numel)
+    getattr(stage, way)(flat, engine.pieces, flat, *[stage.method.send_all] * (way == "between_steps"))
+    alive = weakref.ref(flat)
+    memory = weakref.ref(flat.untyped_storage())
+    assert flat.eq(1).all()
+    del flat
+    gc.collect()
+    assert alive() is None and memory() is None
+    for _, bucket in stage._parts.once(engine.pieces, torch.float32, list)[0].buckets:
+        assert not bucket.rows.numel() and not bucket.mean.numel()
+
+
+@pytest.mark.parametrize("topology", ["all_reduce", "reduce_scatter"])
+def test_a_flush_delivers_what_waits_and_nothing_else(topology):
+    """The means of what waited on all ranks, of what is compressed; zeros of the rest; and nothing waits then."""
+    world = Threads(2)
+
+    def body(rank: int) -> tuple[dict[str, Tensor], Tensor, list[Any]]:
+        engine = ThreadEngine(topology, world, rank, Ledger(), SHAPES)
+        stage, rows = stage_of(engine, "topk"), engine.rows
+        flat = torch.cat([gradient_of(rank, of).new_ones(piece.numel) * (1 + rank + i)
+                          for i, (of, piece) in enumerate(zip(SHAPES, engine.pieces, strict=True))])  # fmt: skip
+        flat += 0.01 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(rank))
+        out = torch.empty(engine.numel // rows) if engine.owner else flat
+        for step in (0, 1, 2):
+            stage.step = step
+            stage.reduce(flat.clone() if engine.owner else flat, engine.pieces, out)
+            stage.method.state.commit()
+        waits = stage.method.state.state_dict()
+        zeros = torch.zeros(engine.numel)
+        out = torch.full((engine.numel // rows,), 0.0) if engine.owner else zeros
+        stage.between_steps(zeros, engine.pieces, out, stage.method.send_all)
+        stage.method.state.commit()
+        after = stage.method.state.state_dict()
+        return waits, out, [after, engine.pieces, rows]
+
+    found = world.run(body)
+    for rank, (_, out, (after, pieces, rows)) in enumerate(found):
+        assert after.keys() == found[0][0].keys() and not any(values.any() for values in after.values())
+        for piece in pieces:
+            at, span = piece.offset, piece.numel // (rows if topology == "reduce_scatter" else 1)
+            arrived = out[at : at + span]
+            if piece.name in DENSE:
+                assert not arrived.any()
+                continue
+            waited = sum(of[0][f"residual/{piece.name}"] for of in found) / 2
+            mine = waited[rank] if topology == "reduce_scatter" else waited.flatten()[:span]
+            assert mine.any() and torch.allclose(arrived, mine, atol=1e-6)
+
+
+def test_a_step_at_which_all_is_delivered_is_dense_and_leaves_nothing():
+    """Of the method; what stays dense beside it is as ever."""
+    engine = ThreadEngine("all_reduce", Threads(1), 0, Ledger(), SHAPES)
+    stage = stage_of(engine, "topk", flush_at=2)
+    total, given = torch.zeros(engine.numel), torch.cat([gradient_of(0, of) for of in SHAPES])
+    for step in range(4):
+        stage.step, flat = step, given.clone()
+        stage.reduce(flat, engine.pieces, flat)
+        stage.method.state.commit()
+        total += flat
+        waits = any(values.any() for values in stage.method.state.state_dict().values())
+        assert waits == (step in (1, 3)) and torch.equal(flat, given) == (step == 0)
+        if step == 2:
+            assert torch.allclose(total, 3 * given, atol=1e-5)
+
+
+def test_what_was_made_for_older_buckets_of_a_parameter_is_freed_with_its_memory():
+    made: _Compositions[object] = _Compositions()
+    a, b, c = (Piece(name, 0, 4) for name in "abc")
+    first, other = made.once((a, b), torch.float32, object), made.once((c,), torch.float32, object)
+    made.arena.take("rows", (4,), torch.float32, CPU)
+    assert made.once((a, b), torch.float32, object) is first and made.once((c,), torch.float32, object) is other
+    assert made.arena._held
+    made.once((b,), torch.float32, object)
+    assert made._made.keys() == {((c,), torch.float32), ((b,), torch.float32)} and not made.arena._held
+    assert made.once((c,), torch.float32, object) is other and made.once((a, b), torch.float32, object) is not first
+    half = made.once((c,), torch.bfloat16, object)
+    assert half is not other and made.once((c,), torch.bfloat16, object) is half
+
+
+def test_jobs_run_one_after_the_other_on_one_thread_beside():
+    """In the order in which they came, each with its future; only the wait for a step's last one is exposed time."""
+    ledger, ran = Ledger(), []
+    worker, may = Worker(ledger), threading.Event()
+
+    def job(number: int) -> Tensor:
+        may.wait(20)
+        ran.append((number, threading.current_thread()))
+        return torch.tensor(number)
+
+    worker.settle()  # there is nothing to wait for
+    futures = [worker.submit(lambda n=n: job(n), CPU, last=False) for n in range(3)]
+    assert not ran and not any(future.done() for future in futures)
+    may.set()
+    worker.settle()
+    assert [int(future.wait()) for future in futures] == [0, 1, 2] == [number for number, _ in ran]
+    assert "exposed" not in ledger.now.seconds
+    began = time.perf_counter()
+    worker.submit(lambda: time.sleep(0.02) or torch.tensor(0), CPU, last=True)
+    worker.settle()
+    worker.close()
+    assert 0.02 <= ledger.now.seconds["exposed"] <= time.perf_counter() - began
+    (thread,) = {thread for _, thread in ran}
+    assert thread is not threading.current_thread() and not thread.is_alive()
+    worker.close()
+    assert int(worker.submit(lambda: torch.tensor(7), CPU, last=False).wait()) == 7  # a thread of its own again
+    worker.close()
+
+
+def test_what_a_job_raises_is_raised_where_it_is_waited_for_and_no_job_behind_it_is_run():
+    worker, ran = Worker(Ledger()), []
+    futures = [worker.submit(lambda: torch.tensor(1), CPU, last=False), worker.submit(lambda: 1 // 0, CPU, last=False)]
+    futures += [worker.submit(lambda: ran.append(1), CPU, last=last) for last in (False, True)]
+    with pytest.raises(ZeroDivisionError):
+        worker.settle()
+    assert int(futures[0].wait()) == 1 and not ran
+    for future in futures[1:]:
+        with pytest.raises(ZeroDivisionError):
+            future.wait()
+    worker.settle()  # said once
+    assert int(worker.submit(lambda: torch.tensor(2), CPU, last=True).wait()) == 2
+    worker.settle()
+    worker.close()
+
+
+@pytest.mark.parametrize("name", ["fp32", "dense"])
+@pytest.mark.parametrize(
+    ("topology", "size", "per_node"),
+    [("all_reduce", 3, 1), ("reduce_scatter", 3, 1), ("hsdp", 6, 2), ("two_level", 6, 2), ("two_level_owner", 6, 3)],
+)
+def test_a_road_gives_the_mean_and_counts_what_dense_would_send(topology, size, per_node, name):
+    """All of it, or this rank's row; as many bytes as the road says of each parameter, in its dtype; at every hop the
+    guard sees what is not finite; and the step is that of all stages."""
+    world, shapes = Threads(size), {"a": (12, 2), "b": (6,)}
+
+    def body(rank: int) -> tuple[Tensor, Tensor, list[str]]:
+        engine = ThreadEngine(topology, world, rank, Ledger(), shapes, per_node)
+        method = small(type(methods.resolve(name)))
+        method.state = State()
+        run = engine.run(9, weights=engine.weights())
+        method.begin(run)
+        road, wrong = engine.road(method, run), []
+        road.step = 4
+        if road.step != 4 or any(stage.step != 4 for stage in road.stages) or road.last is not road.stages[-1]:
+            wrong.append("step")
+        for dtype in (torch.float32, torch.bfloat16):
+            flat = torch.randn(engine.numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+            given = flat.clone()
+            out = torch.full((engine.numel // engine.rows,), torch.nan, dtype=dtype) if engine.owner else None
+            mean = road.reduce(flat, engine.pieces, out)
+            if mean is not (flat if out is None else out):
+                wrong.append("returned")
+            sent = sum(road.dense_bytes(of, dtype) for of in engine.parameters.values())
+            if engine.ledger.now.dense_bytes != pytest.approx(sent) or not sent:
+                wrong.append(f"{dtype}: counted {engine.ledger.now.dense_bytes}, not {sent}")
+            engine.ledger.close_step()
+            if dtype == torch.float32:
+                found = given, mean.clone()
+        wrong += [f"piece {of.name}" for of in engine.pieces
+                  if topology != "hsdp" and road.piece(engine.parameters[of.name]).numel != of.numel]  # fmt: skip
+        return (*found, wrong)
+
+    found = world.run(body)
+    assert not any(wrong for _, _, wrong in found), found[0][2]
+    mean = torch.stack([given for given, _, _ in found]).double().mean(0)
+    for rank, (_, arrived, _) in enumerate(found):
+        rows = mean.view(len(mean) // len(arrived), -1)
+        assert (arrived - rows[rank % len(rows)]).abs().max() < 1e-6
