@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from thinwire.comm import GroupComm
 from thinwire.errors import LostRank, ThinwireError
 from thinwire.methods.base import Method
+from thinwire.ops.backends import cpu_kernels
 from thinwire.plan import bare_name
 
 Facts = Mapping[str, str]
@@ -146,11 +147,35 @@ def difference(rows: Sequence[tuple[int, Facts]]) -> Difference | None:
     return None
 
 
+INSTRUCTIONS, KERNELS = "torch's CPU instructions", "Thinwire's CPU kernels"
+_OF_THE_HOST = {
+    INSTRUCTIONS: "every rank steps weights that all hold, and these would drift apart: set ATEN_CPU_CAPABILITY to the "
+    "least of them on all ranks (avx2, say), or shard weights with fully_shard",
+    KERNELS: "their last bits differ, and ranks would drift apart: pip install 'thinwire[cpu]' on all hosts or on none",
+}
+
+
+def host_facts(method: Method, optimizers: Sequence[torch.optim.Optimizer], device: str, engine: str) -> dict[str, str]:
+    """What of this host can change bits that all ranks must have alike, where tensors are on a CPU.
+
+    tests/test_hosts.py tries all methods; numba's own instruction set changes none.
+    """
+    if device != "cpu":
+        return {}
+    found = {}
+    if engine != "FSDP2" or method.same_arithmetic:
+        found[INSTRUCTIONS] = torch.backends.cpu.get_cpu_capability()
+    if method.same_arithmetic or any(type(optimizer).__name__ == "AdamS" for optimizer in optimizers):
+        found[KERNELS] = cpu_kernels()
+    return found
+
+
 def _check(rows: Sequence[tuple[int, Facts]]) -> None:
     if found := difference(rows):
+        usual = "all ranks call compress() with the same model, optimizer and arguments"
         raise ThinwireError(
             f"rank {found.rank} has {found.name} = {_short(found.value)}, but on {found.others} it is "
-            f"{_short(found.usual)}: all ranks call compress() with the same model, optimizer and arguments"
+            f"{_short(found.usual)}: {_OF_THE_HOST.get(found.name, usual)}"
         )
 
 

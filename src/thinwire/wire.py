@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.agreement import Agreement, in_words, model_facts, optimizer_facts, version
+from thinwire.agreement import Agreement, host_facts, in_words, model_facts, optimizer_facts, version
 from thinwire.bound import STEP, Bound
 from thinwire.bucket import Bucket
 from thinwire.collectives import Exchange
@@ -136,7 +136,10 @@ def compress(
         }  # fmt: skip
         if method.two_level if two_level is None else two_level:
             settings["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE")
-        facts = in_words(settings) | model_facts(wrapped) | optimizer_facts(optimizers, wrapped) | kind.facts(wrapped)
+        device = next(wrapped.parameters()).device.type
+        host = host_facts(method, optimizers, device, "HSDP" if len(comms) > 1 else kind.__name__)
+        facts = host | in_words(settings) | model_facts(wrapped)
+        facts |= optimizer_facts(optimizers, wrapped) | kind.facts(wrapped)
         ledger = Ledger()
         engine = _engine(kind, wrapped, method, ledger, two_level, lambda: agreement.compare(facts, in_words(shared)))
         agreement.undo = engine.close
@@ -425,7 +428,11 @@ class Wire:
         return power[0]
 
     def flush(self, *, with_next: bool = False) -> None:
-        """Deliver all that waits on all ranks. Collective, between two steps: before an evaluation, or a run's end.
+        """Deliver all that waits on all ranks. Collective, between two steps: where a method is to be left, say.
+
+        Not before an evaluation in the middle of a run: most of what waits is noise that would cancel while it waits,
+        and delivered at once it is a step of ten times the usual size (docs/state.md has the loss). At a rate of almost
+        0, as at the end of a cosine, it changes nothing that can be seen.
 
         With feedback="update" what waits are steps of the weights: one dense exchange, and the weights are as if none
         had waited. The run goes on from there as from any other weights. With any other method they are gradients,
@@ -589,8 +596,9 @@ class Wire:
                 value is looked up once.
             resize: what becomes of what waits, where the state was saved by another number of ranks or on another
                 engine. "redistribute": every rank takes over the mean of it, which is as much of the next mean as
-                before. "flush": the same, and the next step is dense and delivers all of it (:meth:`flush`). "reset":
-                it is dropped, with a warning. Where ranks and engine are the same, each rank gets its own back.
+                before; it costs nothing. "flush": the same, and the next step is dense and delivers all of it
+                (:meth:`flush`). "reset": it is dropped, with a warning. Where ranks and engine are the same, each rank
+                gets its own back.
 
         Raises:
             ThinwireError: it is another rank's or another run's, it lacks an entry or has one too many, or a value is

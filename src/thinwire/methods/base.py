@@ -75,6 +75,9 @@ class Method:
     ABSENT: ClassVar[Mapping[str, str]] = {}
     """Knobs of the base class that this method has not, and why: setting one is refused, and they are not listed."""
 
+    same_arithmetic: ClassVar[bool] = False
+    """Do ranks hold equal bits only if their CPUs round alike: the same kernels, and torch's own instructions?"""
+
     dense: tuple[str, ...] = ()
     send: tuple[str, ...] = ()
     state: State = field(init=False, repr=False, compare=False)

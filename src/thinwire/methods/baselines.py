@@ -112,6 +112,7 @@ class Fp8(Lossy):
     """
 
     name: ClassVar[str] = "fp8"
+    same_arithmetic: ClassVar[bool] = True
     on_wire: ClassVar[bool] = False
     group: int = 128
 

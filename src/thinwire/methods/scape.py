@@ -126,6 +126,7 @@ class SCAPE(Method):
     """
 
     name: ClassVar[str] = "scape"
+    same_arithmetic: ClassVar[bool] = True
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = AdamS
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"density": 0.01, "smallest": 0},

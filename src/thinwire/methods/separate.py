@@ -61,6 +61,7 @@ class SEPARATE(ErrorFeedback):
     """
 
     name: ClassVar[str] = "separate"
+    same_arithmetic: ClassVar[bool] = True
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "recommended": {},
         "paper": {"ratio": 16, "estimator": "paper", "beta": 0.95, "reset": 128, "restart": "zero"},

@@ -28,6 +28,11 @@ def _load(family: str, module: str, needs: str) -> ModuleType:
         return importlib.import_module(f"{family}.reference")
 
 
+def cpu_kernels() -> str:
+    """What operations on CPU tensors run as: "numba" or "plain torch"."""
+    return "numba" if _load("thinwire.ops.adams", "cpu", "numba").__name__.endswith(".cpu") else "plain torch"
+
+
 launches: ContextVar[Counter[str] | None] = ContextVar("launches", default=None)
 """Where operations on tensors without storage are counted, by family and name, if anybody wants to know."""
 
