@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.errors import LostRank, ThinwireError
+from thinwire.checksum import seal, unseal
+from thinwire.errors import DamagedMessage, LostRank, ThinwireError
 from thinwire.ledger import Ledger
 
 Work = dist.Work
@@ -52,6 +53,8 @@ class Comm(ABC):
         self.one_node = len(set(nodes)) == 1
         self._peers = Counter(self.link(peer) for peer in range(size) if peer != rank)
 
+    checksums = False
+    """Is every row that one rank sends another followed by its checksum (:mod:`thinwire.checksum`)?"""
     reduce_scatter_is_all_reduce = False
     """True where the backend's reduce-scatter moves as many bytes as an all-reduce (gloo's does)."""
 
@@ -83,6 +86,8 @@ class Comm(ABC):
             if out.data_ptr() != row.data_ptr():
                 out.copy_(row.view_as(out))
             return None
+        if self.checksums:
+            return self._gather_sealed(out, row, async_op)
         self._count_peers("all_gather", row.nbytes)
         if async_op:
             return self._all_gather(out, row, async_op=True)
@@ -93,10 +98,40 @@ class Comm(ABC):
         """``out`` (N, m): row r is what rank r had in row ``rank`` of its ``rows`` (N, m)."""
         if self.size == 1:
             return out.copy_(rows)
+        if self.checksums:
+            sealed = seal(rows.reshape(self.size, -1))
+            received = torch.empty_like(sealed)
+            self._count_peers("all_to_all", sealed.nbytes / self.size)
+            with self.ledger.span("wire", rows):
+                self._all_to_all(received, sealed)
+            self._unseal(received, out, "all-to-all")
+            return out
         self._count_peers("all_to_all", rows.nbytes / self.size)
         with self.ledger.span("wire", rows):
             self._all_to_all(out, rows)
         return out
+
+    def _gather_sealed(self, out: Tensor, row: Tensor, async_op: bool) -> Work | None:
+        sealed = seal(row.reshape(1, -1))[0]
+        received = sealed.new_empty((self.size, len(sealed)))
+        self._count_peers("all_gather", sealed.nbytes)
+        if async_op and (work := self._all_gather(received, sealed, async_op=True)) is not None:
+            return Then(work, lambda: self._unseal(received, out, "all-gather"))
+        if not async_op:
+            with self.ledger.span("wire", row):
+                self._all_gather(received, sealed, async_op=False)
+        self._unseal(received, out, "all-gather")
+        return None
+
+    def _unseal(self, received: Tensor, out: Tensor, verb: str) -> None:
+        """Raise DamagedMessage if a row is not what its sender has sent."""
+        damaged = unseal(received, out.view(self.size, -1))
+        if damaged is not None:
+            raise DamagedMessage(self.number(self.rank), self.number(damaged), verb)
+
+    def number(self, rank: int) -> int:
+        """In the job, of a ``rank`` of this group."""
+        return rank
 
     def _count_ring(self, kind: str, nbytes: float) -> None:
         """A ring hands everything to one neighbour."""
@@ -204,6 +239,9 @@ class GroupComm(Comm):
         that it can talk from."""
         kinds = {device.type for device in _devices(group)}
         return cls(group, Ledger(), device="cpu" if "cpu" in kinds or not kinds else min(kinds))
+
+    def number(self, rank: int) -> int:
+        return self.ranks[rank]
 
     def twin(self) -> GroupComm:
         """The same ranks with a process group of their own, so that another thread may use it beside this one."""

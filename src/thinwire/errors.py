@@ -42,18 +42,41 @@ class LostRank(ThinwireError):
         return f"rank {self.rank}{when}: waited {self.seconds:.1f} s for {whom} in {what}: {self.cause}"
 
 
+class DamagedMessage(ThinwireError):
+    """What another rank sent is not what has arrived here: its checksum does not fit.
+
+    Attributes:
+        rank: this one's number in the job. sender: the other's. verb: the collective.
+        step, what: as :class:`LostRank` has them.
+    """
+
+    def __init__(self, rank: int, sender: int, verb: str) -> None:
+        super().__init__(rank, sender, verb)
+        self.rank, self.sender, self.verb = rank, sender, verb
+        self.step: int | None = None
+        self.what = ""
+
+    def __str__(self) -> str:
+        when = "" if self.step is None else f", step {self.step}"
+        return (
+            f"rank {self.rank}{when}: what rank {self.sender} sent in {self.what or 'a collective'} ({self.verb}) "
+            "arrived damaged, as its checksum shows: go back to a checkpoint, and look at the memory and the link of "
+            "these two"
+        )
+
+
 class ThinwireWarning(UserWarning):
     """A setting works but has little effect. The message is one line, like an error's."""
 
 
 @contextmanager
 def doing(step: int, what: Callable[[], str]) -> Iterator[None]:
-    """Tell a rank that is lost inside in which step it was, and ``what`` was exchanged."""
+    """Tell a rank that is lost inside, or a damaged message, in which step it was, and ``what`` was exchanged."""
     try:
         yield
-    except LostRank as lost:
-        if not lost.what:
-            lost.step, lost.what = step, what()
+    except (LostRank, DamagedMessage) as error:
+        if not error.what:
+            error.step, error.what = step, what()
         raise
 
 

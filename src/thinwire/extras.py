@@ -11,6 +11,7 @@ from thinwire.errors import ThinwireError
 
 EXTRAS = {
     "numba": "cpu",
+    "xxhash": "cpu",
     "triton": "gpu",
     "rich": "train",
     "tyro": "train",

@@ -502,6 +502,9 @@ class LocalSteps(Method):
                 self.state.discard(kind, name)
         self._shown = False
 
+    def fault_of(self, saved: Mapping[str, Tensor]) -> str:
+        return self._outer.fault_of(saved)
+
     def state_changed(self) -> None:
         """Go on from a checkpoint: W and its momentum, and what is this rank's own, are there again."""
         self._outer.state_changed()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from thinwire import device as devices
 from thinwire.errors import ThinwireError
 from thinwire.ops import rows as packing
 from thinwire.ops.rows import Places
@@ -61,11 +62,14 @@ def gather_keep(
 
 def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
     out.zero_()
-    out.masked_scatter_(flags_of(words), payload)
+    write_at(payload, words, out)
 
 
 def write_at(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
-    out.masked_scatter_(flags_of(words), payload)
+    flags, k = flags_of(words), payload.shape[1]
+    if devices.streams(payload.device) is None and bool((flags.sum(1) != k).any()):  # a GPU is not waited for
+        raise ThinwireError(f"a row's mask does not have the {k} bits that its payload has room for")
+    out.masked_scatter_(flags, payload)
 
 
 def collect(
@@ -143,7 +147,7 @@ def not_a_list(words: Tensor) -> ThinwireError:
 
 def from_indices(positions: Tensor, words: Tensor, rise: bool = False) -> None:
     columns = WORD * words.shape[1]
-    if positions.device.type == "cpu" and positions.numel():  # on a GPU the host would wait: torch itself refuses there
+    if devices.streams(positions.device) is None and positions.numel():  # a GPU is not waited for: torch refuses there
         known = bool(((positions >= 0) & (positions < columns)).all())
         if not known or (rise and not bool((positions[:, 1:] > positions[:, :-1]).all())):
             raise not_a_list(words)

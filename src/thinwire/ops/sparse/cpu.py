@@ -275,7 +275,7 @@ def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> None:
 
 def unpack(wire: Tensor, parts: tuple[Part, ...], found: Tensor) -> None:
     if not _unpack(*flat(wire), len(wire), _table(parts), *flat(found), found.shape[1]):
-        raise ThinwireError("a wire of positions does not hold as many as it should, or one beyond its columns")
+        raise ThinwireError(reference.NOT_A_WIRE)
 
 
 def put(payload: Tensor, found: Tensor, out: Tensor) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from thinwire import device as devices
+from thinwire.errors import ThinwireError
 from thinwire.ops.mask import reference as masks
 from thinwire.ops.mask import topk_mask
 
@@ -36,6 +38,9 @@ def marked(rows: Tensor, parts: tuple[Part, ...], words: Tensor) -> None:
         topk_mask(rows[:, start : start + width], k, words[:, start // masks.WORD : (start + width) // masks.WORD])
 
 
+NOT_A_WIRE = "a wire of positions does not hold as many as it should, or one beyond its columns, or out of order"
+
+
 def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> None:
     wire.zero_()
     for part, string, low in _places(parts, wire):
@@ -50,9 +55,14 @@ def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> None:
 def unpack(wire: Tensor, parts: tuple[Part, ...], found: Tensor) -> None:
     found.fill_(-1)
     for part, string, low in _places(parts, wire):
-        at = _read(string, 1).nonzero()[:, 1].view(len(wire), part.k).int()
-        lower = _read(low, part.low)[:, : part.k]
-        found[:, part.place : part.place + part.k] = (at - _count(at) << part.low) + lower + part.start
+        bits, seen = _read(string, 1), devices.streams(wire.device) is None  # a GPU is not waited for
+        if seen and bool((bits.sum(1) != part.k).any()):
+            raise ThinwireError(NOT_A_WIRE)
+        at = bits.nonzero()[:, 1].view(len(wire), part.k).int()
+        columns = (at - _count(at) << part.low) + _read(low, part.low)[:, : part.k]
+        if seen and bool((columns >= part.width).any() or (columns[:, 1:] <= columns[:, :-1]).any()):
+            raise ThinwireError(NOT_A_WIRE)
+        found[:, part.place : part.place + part.k] = columns + part.start
 
 
 def put(payload: Tensor, found: Tensor, out: Tensor) -> None:
