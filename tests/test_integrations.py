@@ -347,7 +347,7 @@ def _closures(rank, world):
     with pytest.raises(ThinwireError, match="LBFGS calls its closure several times"):
         searching.step(again)
     wire.close()
-    weights, skipped = found[KEEPS[0], True]
+    weights, skipped = found[KEEPS[0], True][:2]
     return {"same": same, "skipped": skipped, "finite": bool(weights.isfinite().all())}
 
 
