@@ -710,8 +710,9 @@ def test_other_data_need_a_word_and_other_rates_are_told():
         differences.compare(described(), described(layers=1), anyway=True)
     same = {"method": "topk(density=0.01 )"}, {"method": "topk( density=0.01)"}
     assert differences.compare(*(described(**written) for written in same)) == ""
+    assert from_arguments([]).resize == "redistribute"  # what delivers all at once does harm in mid-run (docs/state.md)
     fewer = described() | {"world_size": 2, "mesh": "1 x 2", "layers": 3}
-    with pytest.raises(ThinwireError, match=r"made by 2 ranks, this run has 4; .* with --resize"):
+    with pytest.raises(ThinwireError, match=r"made by 2 ranks, this run has 4; .* with --resize redistribute"):
         differences.compare(fewer, described())
     with pytest.raises(ThinwireError, match=r"such a run: layers 3 there and 2 here$"):
         differences.compare(fewer, described(), resize="flush")

@@ -454,8 +454,8 @@ class Wire:
         """Deliver all that waits on all ranks. Collective, between two steps: where a method is to be left, say.
 
         Not before an evaluation in the middle of a run: most of what waits is noise that would cancel while it waits,
-        and delivered at once it is a step of ten times the usual size (docs/state.md has the loss). At a rate of almost
-        0, as at the end of a cosine, it changes nothing that can be seen.
+        and delivered at once it is a step far too large (docs/state.md has the loss). At a rate of almost 0, as at the
+        end of a cosine, it changes nothing that can be seen.
 
         With feedback="update" what waits are steps of the weights: one dense exchange, and the weights are as if none
         had waited. The run goes on from there as from any other weights. With any other method they are gradients,
@@ -619,7 +619,7 @@ class Wire:
                 value is looked up once.
             resize: what becomes of what waits, where the state was saved by another number of ranks or on another
                 engine. "redistribute": every rank takes over the mean of it, which is as much of the next mean as
-                before; it costs nothing. "flush": the same, and the next step is dense and delivers all of it
+                before. "flush": the same, and the next step is dense and delivers all of it
                 (:meth:`flush`). "reset": it is dropped, with a warning. Where ranks and engine are the same, each rank
                 gets its own back.
 
@@ -641,8 +641,8 @@ class Wire:
             self._stage.flush_at = self._road.step
         if resize == "reset" and self.engine.rank == 0:
             warnings.warn(
-                f"{self.method.name}: what waited was dropped, of norm {dropped:.3g} in the next mean; resize='flush' "
-                "delivers it", ThinwireWarning, stacklevel=2,
+                f"{self.method.name}: what waited was dropped, of norm {dropped:.3g} in the next mean; "
+                "resize='redistribute' keeps it", ThinwireWarning, stacklevel=2,
             )  # fmt: skip
 
     @property

@@ -147,9 +147,8 @@ class Config:
     """Continue although the text, its order or the batch is another than the checkpoint's."""
     resize: Literal["flush", "redistribute", "reset", "refuse"] = "redistribute"
     """When the run continues on other ranks than the checkpoint's, or another engine: what its ranks had yet to send is
-    handed to the new ranks (redistribute, which costs nothing), lost (reset), or delivered by the next step, which is
-    dense (flush: in the middle of a run at a high rate a step ten times too large). Refuse: it does not continue
-    there."""
+    handed to the new ranks (redistribute), lost (reset), or delivered by the next step, which is dense (flush: in the
+    middle of a run at a high rate that step is far too large). Refuse: it does not continue there."""
     overwrite: bool = False
     """Start afresh in a folder that holds a run, which is removed."""
     max_skipped: int = 20

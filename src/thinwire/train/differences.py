@@ -141,8 +141,8 @@ def compare(saved: dict[str, Any], ours: dict[str, Any], *, anyway: bool = False
         if "world_size" in differ:
             what = f"made by {saved.get('world_size')} ranks, this run has {ours.get('world_size')}"
         raise ThinwireError(
-            f"the checkpoint is not of such a run: {what}; make it one, or say with --resize flush that its ranks "
-            "may be others"
+            f"the checkpoint is not of such a run: {what}; make it one, or say with --resize redistribute that its "
+            "ranks may be others"
         )
     if told(FITS):
         raise ThinwireError(f"the checkpoint is not of such a run: {told(FITS)}")
