@@ -307,6 +307,17 @@ def check_a_wrong_mask_stays_in_its_row(fast: ModuleType, device: str = "cpu") -
     assert around[0].tolist() == [-7, 8, *[0] * 9, -7]
 
 
+@pytest.mark.parametrize("module", [cpu, reference])
+@pytest.mark.parametrize("beyond", [100, 127])
+def test_a_bit_beyond_its_part_is_refused_where_values_are_renewed(module: ModuleType, beyond: int):
+    memory, words = torch.full((228,), 7.0), torch.zeros(1, 2, dtype=torch.int64)
+    mask.from_indices(torch.tensor([[3, beyond]], dtype=torch.int32), words)
+    part, kept = mask.Faded(0, 100, 128, 2, 1.0), Places([], torch.device("cpu"))
+    with pytest.raises(ThinwireError, match="beyond 100 columns"):
+        module.renew(torch.tensor([[-1.0, -2.0]]), words, [part], kept, memory[64:164].view(1, 100))
+    assert (memory[:64] == 7).all() and (memory[164:] == 7).all()
+
+
 def check_filled(fast: ModuleType, most: int = 20, cases: int = 60) -> None:
     """Exactly k bits in each part, the first that are set or free; nothing is written beside the parts."""
     drawn = torch.Generator().manual_seed(0)

@@ -238,6 +238,8 @@ class Masks:
                     return f"{key}: {error}"
                 if bool((masks.popcount(words) != k).any()):
                     return f"{key} has not {k} bits in each row"
+                if chunk.span < chunk.width and bool((words[:, -1] >> chunk.span % WORD).any()):
+                    return f"{key} has a bit beyond its {chunk.span} columns"
         return ""
 
     def _joined(self, everybody: Tensor, places: Places) -> dict[str, Tensor]:

@@ -89,9 +89,18 @@ def renew(
     for part, values, mask in each_of(messages, words, parts):
         target, fresh = rows[:, part.start : part.start + part.numel], rows.new_zeros((len(rows), part.width))
         scatter(values, mask, fresh)
-        flags = flags_of(mask)[:, : part.numel]
+        flags, beyond = flags_of(mask).split([part.numel, part.width - part.numel], 1)
+        if devices.streams(beyond.device) is None and bool(beyond.any()):
+            raise not_of(part)
         target.copy_(torch.where(flags, fresh[:, : part.numel], target * part.keep))
     give(messages, kept, rows)
+
+
+def not_of(part: Faded) -> ThinwireError:
+    """What to raise of a mask that does not go with ``part``."""
+    return ThinwireError(
+        f"a row's mask does not have the {part.k} bits of its values, or one beyond {part.numel} columns"
+    )
 
 
 def give(messages: Tensor, kept: Places, rows: Tensor) -> None:
