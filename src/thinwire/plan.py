@@ -21,7 +21,7 @@ from thinwire.errors import ThinwireError
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.memory import Memory
-from thinwire.methods.base import Delay, ErrorFeedback, Method, Parameter, Run
+from thinwire.methods.base import Method, Parameter, Run
 from thinwire.methods.baselines import Fp32
 from thinwire.rehearsal import Rehearsal, apart, rehearse, stand_in
 from thinwire.road import Road, Stage
@@ -104,9 +104,6 @@ LEAST_SENT = 0.5e6
 smaller buckets of what is compressed most."""
 MOST_MB = 25.0
 """torch's own bucket: of a large model, larger ones gain nothing."""
-
-DEAR = 0.05
-"""Of the loss: what costs more is said at once."""
 _HELP = {
     "small": "lower smallest, or name them in send=",
     "named in dense=": "take them out of dense=",
@@ -127,7 +124,6 @@ class Plan:
         dense_weight_bytes: the same by the engine's own.
         compressed: share of the trained values that the method compresses, 0 to 1; None where it is not made to
             (dense, fp32, none). On HSDP with such a method across nodes: what the hop inside compresses.
-        cost: of the loss, as measured in runs from scratch, in one phrase; "" where none was seen or nobody knows.
         note: why so little is compressed and which knob helps, in one line; None if what stays dense is neither half
             of the values nor half of the bytes, and every pattern of names matches one.
         lost: what is not returned of the values that are compressed, in one phrase; "" where nothing is lost.
@@ -163,11 +159,6 @@ class Plan:
         self._unmatched = next(filter(None, (stage.method.unmatched(self._why) for stage in stages)), None)
         self._speaks = next((stage for stage in stages if self._share(stage) is not None), road.last)
         self.compressed = self._share(self._speaks)
-        delay, steps = (method.delay if self.compressed else None), run.steps
-        self.cost = "" if delay is None or delay == Delay() else f"costs {delay}"
-        self._dear = delay is not None and steps is not None and delay.gap(steps) > DEAR
-        if delay is not None and steps is not None and self.cost:
-            self.cost += f"; {delay.gap(steps):+.1%} in the {steps:,} of this run"
         losses = [stage.method.promise.lost for stage in stages if self._sent(stage)]
         self.lost = "; ".join(filter(None, dict.fromkeys(losses)))
 
@@ -260,23 +251,11 @@ class Plan:
 
     @property
     def warning(self) -> str | None:
-        """What has to be said at once: half of the values stay dense, a pattern of names matches none (``note``), the
-        run is so short that the method costs more than ``DEAR`` of its loss, or so many ranks send more than dense."""
+        """What has to be said at once: half of the values stay dense, a pattern of names matches none (``note``), or
+        so many ranks send more than dense."""
         little = self.compressed is not None and self.compressed < 0.5
-        dear = f"{self.method} {self.cost}, unless it goes on from a checkpoint{self._cheaper}" if self._dear else None
         many = self._grows if self.dense_from is not None and self.ranks >= self.dense_from else None
-        return "; ".join(filter(None, (self.note if little or self._unmatched else None, dear, many))) or None
-
-    @property
-    def _cheaper(self) -> str:
-        """The knob that costs less of the loss, if there is one."""
-        method, steps = self._road.last.method, self._run.steps
-        if not isinstance(method, ErrorFeedback) or method.feedback == "update" or "feedback" in method.ABSENT:
-            return ""
-        other = replace(method, feedback="update").delay
-        if other is None or method.delay is None or steps is None or other.gap(steps) >= method.delay.gap(steps):
-            return ""
-        return f"; feedback='update' costs {other.gap(steps):+.1%}"
+        return "; ".join(filter(None, (self.note if little or self._unmatched else None, many))) or None
 
     @property
     def memory(self) -> Memory | None:
@@ -354,8 +333,6 @@ class Plan:
             table.caption += f"; {human(self.memory.peak)} of memory beside the engine's"
         if self.lost:
             table.caption += f"\n{self.lost}"
-        if self.cost:
-            table.caption += f"\n{self.cost}"
         if self.bucket_cap_mb is not None:
             table.caption += f"\nDistributedDataParallel(bucket_cap_mb={self.bucket_cap_mb:g}) suits it"
         for line in filter(None, (self._grows, self.note)):

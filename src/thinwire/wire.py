@@ -200,7 +200,7 @@ def _intra(engine: Engine, method: Method, intra: Method | str | None) -> Method
         raise ThinwireError(f"{method.name} has a hop inside the node of its own: set intra_bits instead")
     random = found.codec is not None and found.codec.draws
     if found.keeps_state or not found.rank_equal or found.encodes_weights or (intra is not None and random):
-        raise ThinwireError(f"intra={intra}: takes a method without state, such as dense, bf16, fp8 or int8")
+        raise ThinwireError(f"intra={intra}: takes a method without state, such as dense, bf16 or int8")
     return None if len(engine.hops) == 1 else found
 
 
@@ -516,7 +516,7 @@ class Wire:
         with the method lets go of them again. With all other methods the optimizer has its moments: nothing is done.
 
         ``optimizer.state_dict()`` alone, which is not collective, holds the same by this rank's own v_n. Where there is
-        no second moment of each value (factored, direction="muon"; alone also two_level on DDP, where a rank has a part
+        no second moment of each value (direction="muon"; alone also two_level on DDP, where a rank has a part
         of it) moments are those of a fresh optimizer.
         """
         self._turn.finish()
@@ -568,7 +568,7 @@ class Wire:
         """Say that weights were given other values than the optimizer's, on all ranks, through ``.data``.
 
         Other changes in place, ``load_state_dict`` among them, are noticed. It matters to methods that send something
-        else than the values of sharded weights (sdp4bit, zeropp, qsdp, scape, trickle:shared and :merged, tagc:shared):
+        else than the values of sharded weights (sdp4bit, zeropp, qsdp, scape, trickle:shared and :merged):
         what has left of them is gathered anew.
         """
         self.engine.weights_changed()

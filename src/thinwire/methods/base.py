@@ -18,7 +18,6 @@ from thinwire.codecs.base import Codec, Residual
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
 from thinwire.knobs import check_types
-from thinwire.methods.delay import Delay as Delay
 from thinwire.methods.promise import CONSERVES as CONSERVES
 from thinwire.methods.promise import EXACT as EXACT
 from thinwire.methods.promise import Promise as Promise
@@ -70,8 +69,6 @@ class Method:
     """What it is made for, where nobody says otherwise."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings: ``"radius:paper"`` on the command line, further knobs in parentheses behind it."""
-    INSTEAD: ClassVar[Mapping[str, str]] = {}
-    """Presets that are another method's: what was measured best where this one costs much of the loss."""
     ABSENT: ClassVar[Mapping[str, str]] = {}
     """Knobs of the base class that this method has not, and why: setting one is refused, and they are not listed."""
 
@@ -133,11 +130,6 @@ class Method:
     def promise(self) -> Promise:
         """What is kept of the values, with the knobs as they are. The base class is the dense baseline."""
         return EXACT
-
-    @property
-    def delay(self) -> Delay | None:
-        """What a run from scratch costs of dense's loss, as measured (docs/training.md); None: not measured."""
-        return Delay() if self.promise.kind in ("exact", "rounds") else None
 
     @property
     def adapts(self) -> bool:
@@ -479,7 +471,7 @@ class Lossy(Method):
         exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual)
 
 
-OF_UPDATES = ("beta1", "factored", "direction", "portion")
+OF_UPDATES = ("beta1", "direction", "portion")
 """Knobs of ``ErrorFeedback`` that say how a gradient becomes a step."""
 
 
@@ -508,7 +500,6 @@ class ErrorFeedback(Method):
             moments; what an engine holds as their gradient is the step, which ``wire.clip_grad_norm_`` leaves alone.
         beta1: with feedback="update", of an average of this rank's own gradients above sqrt(v), 0 (none) to below 1;
             higher => smoother and later steps, and 8 bytes more per element. What waits is an average already.
-        factored: with feedback="update", v by rows and columns in place of one per element (8 bytes per element less).
         direction: with feedback="update", whose step it is. "adam", or "muon" (``methods/muon.py``): of matrices that
             are no embedding and no head the orthogonalised momentum of this rank's own gradients, at lr 0.2
             sqrt(max(rows, columns)); embeddings and heads keep Adam's, and what is not a matrix stays dense. For
@@ -522,7 +513,6 @@ class ErrorFeedback(Method):
     smallest: int | None = None
     feedback: Literal["gradient", "update"] = "gradient"
     beta1: float = 0.0
-    factored: bool = False
     direction: Literal["adam", "muon"] = "adam"
     portion: float | None = None
 
@@ -537,15 +527,13 @@ class ErrorFeedback(Method):
         if self.portion is not None and self.promise != self.conserves:
             raise ThinwireError(f"{self.name}: portion is for methods whose ranks keep what was not sent: leave it out")
         if self.direction == "muon":
-            self.refuse_idle("direction='muon'", "beta1", "factored")
+            self.refuse_idle("direction='muon'", "beta1")
         self.update_space: UpdateSpace | None = None
 
     def begin(self, run: Run) -> None:
         super().begin(run)
         self.first = first_step(self.name, "start", self.start, run.steps)
         if self.feedback == "update":
-            if self.factored:
-                refuse_chunks(f"{self.name}(factored=True)", run)
             if self.direction == "muon":
                 refuse_chunks(f"{self.name}(direction='muon')", run)
             self.update_space = UpdateSpace(self, run)
@@ -619,7 +607,7 @@ class ErrorFeedback(Method):
 
     @property
     def resized(self) -> Mapping[str, Resized]:
-        return {**super().resized, "seen": "equal", "alike": "equal", "second by *": "mean"}  # update.py's
+        return {**super().resized, "seen": "equal", "alike": "equal"}  # update.py's
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         self._exchange(bucket, exchange, self.compress if self.delivered == 1 else self._compress_in_portions)

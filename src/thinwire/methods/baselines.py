@@ -9,7 +9,6 @@ from typing import ClassVar
 from thinwire.bucket import Bucket
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16 as Bf16Codec
-from thinwire.codecs.cast import Fp8 as Fp8Codec
 from thinwire.codecs.cast import Fp32 as Fp32Codec
 from thinwire.codecs.intquant import Int8 as Int8Codec
 from thinwire.collectives import Exchange
@@ -46,14 +45,13 @@ class Fp32(Method):
 class Bf16(Lossy):
     """Everything in bfloat16, summed by the network in bfloat16: half the bytes (torch's ``bf16_compress_hook``).
 
-    The rounding error of the sum grows with the number of ranks, and no rank can see it, let alone feed it back: see
-    :class:`Bf16Acc32`.
+    The rounding error of the sum grows with the number of ranks, and no rank can see it, let alone feed it back.
     """
 
     name: ClassVar[str] = "bf16"
     ABSENT: ClassVar[Mapping[str, str]] = {
         **_SENT_WHOLE,
-        "error_feedback": "the network's sum rounds where no rank can see it: bf16-acc32 has it",
+        "error_feedback": "the network's sum rounds where no rank can see it",
     }
 
     @property
@@ -62,9 +60,7 @@ class Bf16(Lossy):
 
     @property
     def promise(self) -> Promise:
-        if not self.on_wire:
-            return super().promise
-        what = "what bfloat16 cannot hold, of sums too, is not returned: bf16-acc32(error_feedback=True) returns it"
+        what = "what bfloat16 cannot hold, of sums too, is not returned: int8(error_feedback=True) returns it"
         return Promise("rounds", what, rounding=self.rounding)
 
     def make_codec(self) -> Codec:
@@ -72,15 +68,6 @@ class Bf16(Lossy):
 
     def policy(self, parameter: Parameter) -> str | None:
         return None
-
-
-@dataclass
-class Bf16Acc32(Bf16):
-    """Everything in bfloat16 on the wire, summed in fp32 in rank order: the bytes of ``bf16``, two roundings in all."""
-
-    name: ClassVar[str] = "bf16-acc32"
-    ABSENT: ClassVar[Mapping[str, str]] = _SENT_WHOLE
-    on_wire: ClassVar[bool] = False
 
 
 @dataclass
@@ -101,27 +88,6 @@ class Int8(Lossy):
 
     def make_codec(self) -> Codec:
         return Int8Codec(self.group)
-
-
-@dataclass
-class Fp8(Lossy):
-    """8-bit floats (E4M3) in groups that share an fp32 scale, summed in fp32: 8 + 32 / group bits per value.
-
-    Args:
-        group: values that share a scale (larger => fewer bytes, more error).
-    """
-
-    name: ClassVar[str] = "fp8"
-    same_arithmetic: ClassVar[bool] = True
-    on_wire: ClassVar[bool] = False
-    group: int = 128
-
-    @property
-    def rounding(self) -> Rounding:
-        return Rounding("8 bits", value=2.0**-4, step=2.0**-10 / 448, group=self.group)  # E4M3, and its subnormals
-
-    def make_codec(self) -> Codec:
-        return Fp8Codec(self.group)
 
 
 @dataclass

@@ -29,12 +29,11 @@ class DGC(TopK):
 
     name: ClassVar[str] = "dgc"
     adds_up: ClassVar[bool] = False
-    delay: ClassVar[None] = None
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
     ABSENT: ClassVar[Mapping[str, str]] = {
         "error_feedback": "what waits would be lost: topk has it",
-        **dict.fromkeys(("feedback", "beta1", "factored", "direction", "portion"), "the momentum waits: topk has it"),
+        **dict.fromkeys(("feedback", "beta1", "direction", "portion"), "the momentum waits: topk has it"),
     }  # fmt: skip
 
     feedback: Literal["gradient", "update"] = "gradient"

@@ -109,14 +109,9 @@ class LocalSteps(Method):
             "every": 4, "start": 0.1, "start_bits": 4, "outer": "trickle(density=0.05,bits=4,feedback='gradient')",
             "outer_lr": 1.0, "outer_momentum": 0.0, "second_moment": "mean",
         },
-        "diloco": {"every": 500, "outer_lr": 0.7, "outer_momentum": 0.9},
         "sparseloco": {
             "every": 30, "outer": "trickle(density=0.03125,bits=2,feedback='gradient',smallest=4096)", "outer_lr": 1.0,
             "outer_momentum": 0.0, "decay": 0.95,
-        },
-        "ls1": {
-            "every": 4, "start": 0.1, "start_bits": 4, "outer": "sign", "outer_lr": 1.0, "outer_momentum": 0.0,
-            "second_moment": "mean",
         },
     }  # fmt: skip
 

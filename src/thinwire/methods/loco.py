@@ -19,7 +19,7 @@ from thinwire.bucket import Bucket
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Int4
 from thinwire.collectives import Exchange
-from thinwire.methods.base import Delay, ErrorFeedback, Promise
+from thinwire.methods.base import ErrorFeedback, Promise
 
 
 @dataclass
@@ -34,7 +34,6 @@ class LoCo(ErrorFeedback):
 
     name: ClassVar[str] = "loco"
     on_wire: ClassVar[bool] = False
-    delay: ClassVar[Delay | None] = Delay(share=0.03)
 
     beta: float = 0.8
     reset: int = 1024

@@ -14,11 +14,11 @@ are kept apart: ``twoway.py``.
 Sharded weights (FSDP2) make no difference to the algorithm: every worker needs all of m for l. 6, so m' goes to
 everybody there, too, as signs, and is kept as signs: one bit per value.
 
-Two things beside the paper make the whole run small. With ``warmup_bits`` the warm-up's gradients are quantized, with
+Beside the paper: with ``warmup_bits`` the warm-up's gradients are quantized, with
 feedback: (1-b1) g_n takes the road of l. 7-11 with Q for C, and Adam gets the mean divided by (1-b1). So e_n and s are
 in the momentum's unit from the first step on, and what waits when the warm-up ends is the first e_n and s of l. 7-9:
 nothing has to be delivered, and nothing is lost. (On FSDP2 a warm-up's mean stays with its owner as it is: there is no
-s.) With ``weights="difference"`` weights travel as SDP4Bit's differences, in 4 bits, from the first step on.
+s.)
 
 Where ours differs. Bias corrections: the paper and its authors' code have none at all; the user's Adam has, so that
 of m goes on, and that of v is frozen with v: otherwise the step would change size at T_w. A scale per ``group``, where
@@ -30,18 +30,17 @@ of them), and embeddings are dense unless they are named in ``send`` (dense is t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Segment, Shard
+from thinwire.bucket import Bucket
 from thinwire.codecs.base import Codec
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sign import SCALES, Sign
-from thinwire.codecs.sparse import TopKIntegers
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
@@ -53,18 +52,14 @@ from thinwire.methods.base import (
     Resized,
     Run,
     Step,
-    check_density,
     check_smallest,
     check_start,
-    count_of,
     exempt_small,
     first_step,
     refuse_chunks,
 )
-from thinwire.methods.sdp4bit import QuantizedWeights, SDP4Bit
 from thinwire.methods.steps import OwnSteps, adam_of
 from thinwire.methods.twoway import mean_both_ways
-from thinwire.weights import Message
 
 
 @dataclass
@@ -84,8 +79,6 @@ class OneBitAdam(Method):
         group: values that share a scale, a power of two from 32 to 4096; larger => fewer bytes, and values of more
             different size sent alike.
         scale: of a group, "mean" of |x| (the smallest error) or "rms" (the authors' code: the norm is kept).
-        weights: what is sent of them where the engine shards them: "dense" (as they are) or "difference" (SDP4Bit's:
-            4 bits per value, to a replica of all weights on every rank, n values more memory).
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
 
     Raises:
@@ -104,7 +97,6 @@ class OneBitAdam(Method):
     group: int = 2048
     scale: str = "mean"
     warmup_bits: Literal[4, 8, 32] = 32
-    weights: Literal["dense", "difference"] = "dense"
     smallest: int = SMALL
 
     def __post_init__(self) -> None:
@@ -117,11 +109,6 @@ class OneBitAdam(Method):
 
     def make_codec(self) -> Codec:
         return Sign(self.group, self.scale)
-
-    def codec_for(self, segments: Sequence[Segment]) -> Codec:
-        """C for rows of ``segments``; its wire can be taken apart (``Codec.part``)."""
-        assert self.codec is not None
-        return self.codec
 
     @property
     def granule(self) -> int:
@@ -169,12 +156,12 @@ class OneBitAdam(Method):
         if bucket.step < self.first:
             self._warm_up(bucket, exchange)
             return
-        codec = self.codec_for(bucket.segments)
+        assert self.codec is not None
         bucket.rows.mul_(1 - self.beta1).add_(self._moment(bucket, exchange), alpha=self.beta1)  # l. 6
-        wires = mean_both_ways(bucket, exchange, codec, self.state)  # l. 7-11
+        wires = mean_both_ways(bucket, exchange, self.codec, self.state)  # l. 7-11
         assert wires is not None
         for segment in bucket.segments:  # m, for the next l. 6
-            self.state.put("moment", segment.name, codec.part(wires, bucket.shape[1], segment.columns))
+            self.state.put("moment", segment.name, self.codec.part(wires, bucket.shape[1], segment.columns))
             self._steps.names.add(segment.name)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
@@ -228,18 +215,9 @@ class OneBitAdam(Method):
         mean_both_ways(bucket, exchange, self._warmup_codec, self.state, back=not exchange.owner)
         bucket.mean.div_(1 - self.beta1)
 
-    @property
-    def encodes_weights(self) -> bool:
-        return self.weights == "difference"
-
-    def weight_message(self, shard: Shard, rank: int) -> Message:
-        def codec(shift: float) -> Integers:
-            return Integers(SDP4Bit.weight_group, SDP4Bit.weight_bits)
-
-        return QuantizedWeights(self, shard, rank, codec)
-
     def _moment(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """m of all workers (R, n): as last received; at first the optimizer's own."""
+        assert self.codec is not None
         moments = bucket.scratch("moment", bucket.shape, torch.float32)
         wires = {segment.name: self.state.get("moment", segment.name) for segment in bucket.segments}
         if any(wire is None for wire in wires.values()):
@@ -247,7 +225,7 @@ class OneBitAdam(Method):
         for segment in bucket.segments:
             wire = wires[segment.name]
             if wire is not None:
-                self.codec_for([replace(segment, start=0)]).decode(wire, bucket.columns(moments, segment))
+                self.codec.decode(wire, bucket.columns(moments, segment))
         return moments
 
     def _adam_moment(self, bucket: Bucket, exchange: Exchange, moments: Tensor) -> None:
@@ -263,42 +241,6 @@ class OneBitAdam(Method):
             for row, part in zip(rows, values.split(max(segment.span, 1)), strict=False):
                 row[segment.start : segment.start + part.numel()].copy_(part)
         exchange.share(moments)
-
-
-@dataclass
-class FrozenAdam(OneBitAdam):
-    """The largest values of Adam's momentum once its variance is frozen, with their positions, to servers and back.
-
-    1-bit Adam with a top-k for C, of 8-bit values: each worker sends the k largest of every server's chunk of m_n +
-    e_n, and each server the k largest of mean + s, so that bytes do not grow with N. What is not among them waits, in
-    e_n and s. It is in the momentum, and v is frozen: what arrives late is scaled as if it had come in time.
-
-    Args:
-        density: share of each tensor's chunk that is sent, either way (k = max(int(density * values), 1)); lower =>
-            fewer bytes, longer waits. With weights sharded, of each shard's.
-        bits: of a value: 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits.
-        group: values that share a scale, a power of two from 8 to 4096 (larger => fewer bytes, more error).
-        warmup, warmup_bits, weights, smallest: as 1-bit Adam's.
-    """
-
-    name: ClassVar[str] = "frozen-adam"
-    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    ABSENT: ClassVar[Mapping[str, str]] = {"scale": "it is that of signs"}
-
-    density: float = 0.05
-    bits: Literal[4, 8] = 8
-    group: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_density(self.name, self.density)
-
-    def make_codec(self) -> Codec:
-        return self.codec_for([])
-
-    def codec_for(self, segments: Sequence[Segment]) -> Codec:
-        parts = ((segment.start, segment.width, count_of(self.density, segment.span)) for segment in segments)
-        return TopKIntegers(tuple(parts), Integers(self.group, self.bits))
 
 
 def _frozen_step(

@@ -29,7 +29,7 @@ from torch import Tensor
 from thinwire.bucket import Bucket, Segment, padded
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, Parameter, Resized
+from thinwire.methods.base import ErrorFeedback, Parameter, Resized
 from thinwire.streams import random_normal, seed_of
 
 TINY = 2.0**-126
@@ -54,7 +54,6 @@ class PowerSGD(ErrorFeedback):
 
     name: ClassVar[str] = "powersgd"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "recommended": {},
         "paper": {"feedback": "gradient", "smallest": 0},
     }
 
@@ -83,10 +82,6 @@ class PowerSGD(ErrorFeedback):
     @property
     def resized(self) -> Mapping[str, Resized]:
         return {**super().resized, "q": "equal"}
-
-    @property
-    def delay(self) -> Delay | None:
-        return Delay(steps=130) if self.feedback == "update" else Delay(steps=250, share=0.07)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         bucket.rows.add_(self.state.read("residual", bucket))  # Alg. 2, l. 7

@@ -34,7 +34,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, Resized, Step, check_density, count_of
+from thinwire.methods.base import ErrorFeedback, Resized, Step, check_density, count_of
 from thinwire.ops import mask as masks
 from thinwire.state import SMALL as LOOSE
 
@@ -64,7 +64,6 @@ class Radius(ErrorFeedback):
     name: ClassVar[str] = "radius"
     granule: ClassVar[int] = WORD
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "recommended": {},
         "paper": {**_PAPER, "density": 0.4},
         "paper-d0.5": {**_PAPER, "density": 0.5},
         "paper-d0.1": {**_PAPER, "density": 0.1},
@@ -81,13 +80,6 @@ class Radius(ErrorFeedback):
         self.must(self.T >= 1, "T", "is a number of steps, 1 or more")
         self.must(0 < self.residual_scale <= 1, "residual_scale", "is a share, above 0 and up to 1")
         self._before: dict[str, Tensor] = {}
-
-    @property
-    def delay(self) -> Delay | None:
-        rest = 1 - self.density
-        if self.feedback == "update":
-            return Delay(steps=115 if 0.15 <= self.start < 1 else 280)
-        return Delay(steps=200 * rest, share=(0.5 if self.residual_scale == 1 else 0.1) * rest)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         """Alg. 1, l. 6-19. Before ``start`` it is ``ErrorFeedback.reduce`` that sends all (l. 3-5)."""

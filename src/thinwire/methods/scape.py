@@ -29,7 +29,7 @@ see :mod:`thinwire.methods.masks`.
 
 From scratch that costs much of the loss: masks of the last step miss what is large now, and AdamS moves a value that
 returns by 0.45 lr whatever it has collected (docs/training.md). With this step's masks and Adam's scale of each value
-the layout keeps dense's loss. That is another method, ``trickle:shared``, and ``scape:recommended`` means it.
+the layout keeps dense's loss. That is another method, ``trickle``.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from torch import Tensor
 
 from thinwire.bucket import Bucket, Segment, Shard
 from thinwire.codecs.base import Residual, Space
-from thinwire.codecs.intquant import Integers
-from thinwire.codecs.mask import Masked, MaskedIntegers
+from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
@@ -53,12 +52,10 @@ from thinwire.methods.atmask import Unfolded, WeightsAtMask
 from thinwire.methods.base import (
     EXACT,
     SMALL,
-    Delay,
     Method,
     Parameter,
     Promise,
     Resized,
-    Rounding,
     Run,
     Step,
     check_density,
@@ -111,15 +108,9 @@ class SCAPE(Method):
         warmup: the density falls geometrically from 1 to ``density`` over this share of the run (below 1) or number of
             steps. Longer => more bytes, steadier start. The first step is always dense.
         refresh: steps for which a mask is used once warm (the paper: 1). Higher => fewer mask bytes, staler masks.
-        clip: what clipping the gradient does to the moment. "paper": nothing, v alone sees the clipped gradient;
-            "return": the moment too, and what was clipped off goes back to what waits.
         weights: what is gathered of weights that FSDP2 shards: "masked", the values at the mask (a copy of all weights
             stays in memory, float32), or "dense". "auto": masked where FSDP2 gathers float32, dense where
             MixedPrecisionPolicy(param_dtype=) has it gather fewer bits, which cannot be kept up to date.
-        payload: dtype of the values: "fp32", "bf16" (half the bytes, 8 significant bits; the rounding is lost), or
-            "int8" and "int4" in groups of 64 (what quantization leaves out joins what waits; sent to everybody, so
-            that on DDP and HSDP the bytes grow with the number of ranks). On FSDP2 moments that fell off the mask
-            come back without rounding, on DDP and HSDP they come back by the wire.
         offload: keep what waits on each rank (8 bytes per value) in CPU memory, with two staging buffers of the largest
             bucket on the device: less device memory, one copy each way over PCIe per step.
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
@@ -132,13 +123,10 @@ class SCAPE(Method):
         "paper": {"density": 0.01, "smallest": 0},
         "paper-d0.1": {"density": 0.1, "smallest": 0},
     }
-    INSTEAD: ClassVar[Mapping[str, str]] = {"recommended": "trickle:shared"}
 
     density: float = 0.01
     warmup: float = 0.1
     refresh: int = 1
-    clip: Literal["paper", "return"] = "paper"
-    payload: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     weights: Literal["auto", "masked", "dense"] = "auto"
     offload: bool = False
     smallest: int = SMALL
@@ -151,7 +139,6 @@ class SCAPE(Method):
         if self.refresh < 1:
             raise ThinwireError(f"scape: refresh is a number of steps, 1 or more, got {self.refresh}")
         self._given: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
-        self._clipped: dict[object, tuple[Bucket, Tensor]] = {}  # this step's gradients, before they were clipped
         self._step = 0
         self._apart = False
 
@@ -195,14 +182,13 @@ class SCAPE(Method):
         else:
             words = used.words[exchange.mine]
         codec = None if used is None else self._codec(bucket, used, exchange)
-        apart = not isinstance(codec, Settled)
-        if apart:
+        if codec is None:
             with exchange.span("encode", bucket.rows):
                 self._add_up(bucket, words, exchange.mine)
         waits = self.state.write("residual", bucket)
         exchange.mean(bucket, codec, residual=Residual(None, waits))  # l. 11-12: off M, all waits; l. 13-14: b
         self.state.put_back("residual", bucket)
-        if apart:
+        if codec is None:
             with exchange.span("decode", bucket.rows):
                 self._settle(bucket, words)
         self._note(bucket, used)
@@ -220,21 +206,14 @@ class SCAPE(Method):
         else:
             moments.add_up(bucket.rows[0], residual[0], held, words, self.beta1, choose=choose, sent=sent)
 
-    def _codec(self, bucket: Bucket, used: Unfolded, exchange: Exchange) -> Masked | MaskedIntegers:
+    def _codec(self, bucket: Bucket, used: Unfolded, exchange: Exchange) -> Settled:
         """For the values at the masks ``used``."""
-        counts, mine = [self._masks.count(segment) for segment in bucket.segments], exchange.mine
-        if self.payload == "fp32":
-            add_up = functools.partial(self._add_up, bucket, used.words[mine], mine)
-            settle = functools.partial(self._settle, bucket, used.words[mine])
-            return Settled(
-                used.words, sum(counts), owner_row=mine, before=used.before, add_up=add_up, settle=settle,
-                share=exchange.factor,
-            )  # fmt: skip
-        if self.payload == "bf16":
-            return Masked(used.words, sum(counts), owner_row=mine, dtype=torch.bfloat16, before=used.before)
-        parts = tuple((segment.width // WORD, k) for segment, k in zip(bucket.segments, counts, strict=True))
-        kind = Integers(WORD, 8 if self.payload == "int8" else 4)
-        return MaskedIntegers(used.words, parts, kind, owner_row=mine, before=used.before)
+        mine, k = exchange.mine, sum(self._masks.count(segment) for segment in bucket.segments)
+        add_up = functools.partial(self._add_up, bucket, used.words[mine], mine)
+        settle = functools.partial(self._settle, bucket, used.words[mine])
+        return Settled(
+            used.words, k, owner_row=mine, before=used.before, add_up=add_up, settle=settle, share=exchange.factor
+        )
 
     def _settle(
         self, bucket: Bucket, words: Tensor, payload: Tensor | None = None, before: Tensor | None = None
@@ -259,9 +238,6 @@ class SCAPE(Method):
             m = local(self.run.weights[segment.name]).numel()
             self._given[segment.name] = given[0, segment.start : segment.start + m]
         self._gathered.note(bucket, used, [self._masks.count(segment) for segment in bucket.segments])
-        if self.clip == "return":
-            kept = bucket.buffer("gradient", (1, bucket.shape[1]), torch.float32)
-            self._clipped[bucket.key] = (bucket, kept.copy_(bucket.mean))
 
     def _moments(self, bucket: Bucket) -> moments.Moments:
         """m of all of the bucket's parameters, and where scores of the chunks go of which this rank chooses masks."""
@@ -284,27 +260,12 @@ class SCAPE(Method):
         return local(found).reshape(-1).float()
 
     def before_step(self, step: Step) -> None:
-        """Hand the optimizer m' (l. 16). With clip="return", what l. 18 clips is taken from m', too, and waits."""
-        if self.clip == "return" and step.clip_factor is not None:
-            self._clip(step.number, (1 - step.clip_factor) * (1 - self.beta1))
+        """Hand the optimizer m' (l. 16)."""
         for name, given in self._given.items():
             optimizer = step.held[name].optimizer
             assert isinstance(optimizer, AdamS)
             optimizer.given[step.weights[name]] = given
         self._gathered.before_step(step, self._given)
-
-    def _clip(self, number: int, cut: Tensor) -> None:
-        """Take ``cut`` times the gradient from the moments, and let it wait with what all ranks have in common."""
-        kind, rows = ("common", 1) if self._apart else ("residual", None)
-        for bucket, gradient in self._clipped.values():
-            if bucket.step != number:  # DDP has made other buckets since
-                continue
-            waiting = self.state.write(kind, bucket, rows)
-            waiting.copy_(self.state.read(kind, bucket, rows)).addcmul_(gradient, cut)
-            self.state.put_back(kind, bucket)
-            for segment in bucket.segments:
-                given = self._given[segment.name]
-                given.addcmul_(gradient[0, segment.start : segment.start + given.numel()], cut, value=-1)
 
     def after_step(self, step: Step) -> None:
         """Start to gather the next step's masks, of the parameters that took part in this one (Sec. IV-A)."""
@@ -315,7 +276,6 @@ class SCAPE(Method):
 
     def undo(self) -> None:
         self._given.clear()
-        self._clipped.clear()
 
     def finish(self) -> None:
         self._masks.finish()
@@ -343,18 +303,10 @@ class SCAPE(Method):
         return {**super().resized, "mask": "anew", "chosen": "anew"}
 
     @property
-    def delay(self) -> Delay | None:
-        return Delay(steps=490, share=0.2) if self.density >= 0.1 else Delay(steps=160, share=0.67)
-
-    @property
     def promise(self) -> Promise:
         if self.density == 1:
             return EXACT
-        waits = {"residual": 1.0, "common": 1.0}
-        if self.payload != "bf16":
-            return Promise("conserves", waits=waits, of="moments")
-        what = "what bfloat16 cannot hold of the moments is not returned: payload='int8' returns it"
-        return Promise("rounds", what, waits, "moments", Rounding("bfloat16", value=2.0**-8))
+        return Promise("conserves", waits={"residual": 1.0, "common": 1.0}, of="moments")
 
     @property
     def granule(self) -> int:

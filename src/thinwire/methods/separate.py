@@ -15,7 +15,7 @@ The mean of e_n over n, on which alone the next h~ depends, is the same.
 C is unbiased, but |C(h) - h|^2 is w = (B + 1) / m, about the ratio, times |h|^2, so the update is stable only for a
 weight of the new error below 2 / (1 + w): 0.117 at ratio 16. The paper's beta = 0.95 as that weight overflows in dozens
 of steps; as the weight of the *old* error, e' = beta e + (1 - beta)(h - C(h)), it is stable, and agrees with what the
-paper reports (0.95 fine, 0.80 NaN). ``update="printed"`` is the former and is refused unless forced.
+paper reports (0.95 fine, 0.80 NaN). Ours is the latter.
 
 The default sends an orthogonal projection instead (see ``Estimator``), without feedback. Plain error feedback
 (``beta=None``) is stable with it for every gradient, and never resets the error: a reset throws gradient away. That is
@@ -32,10 +32,10 @@ import torch
 
 from thinwire.bucket import Bucket
 from thinwire.codecs.base import Residual
-from thinwire.codecs.projection import ESTIMATORS, SRHT, UNBIASED, Estimator, Projection
+from thinwire.codecs.projection import ESTIMATORS, Estimator, Projection
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, Promise
+from thinwire.methods.base import ErrorFeedback, Promise
 
 
 @dataclass
@@ -44,17 +44,14 @@ class SEPARATE(ErrorFeedback):
 
     Args:
         ratio: values per value sent, a power of two (higher => fewer bytes, longer delay or more noise).
-        estimator: "cyclic_srht" (recommended), "srht", "orthonormal", "shrunk", "paper": see
-            ``thinwire.codecs.projection.Estimator``.
+        estimator: "cyclic_srht" or "paper": see ``thinwire.codecs.projection.Estimator``.
         block: values that are projected together, a power of two; None: 256 for the SRHT (which pads tensors to
-            multiples of 16 blocks), 512 for matrices. The error depends on the ratio alone; larger => more work.
+            multiples of 16 blocks), 512 for the paper's matrices. The error depends on the ratio alone; larger => more
+            work.
         beta: weight of the old error in the new one (higher => slower). 1: no feedback, the best in training. None: 0
             for contractions, the most stable 1 - 1 / (1 + w) for the unbiased "paper".
-        reset: steps after which the error starts anew (the paper's T); 0: never.
-        restart: what a reset does with the error: "send" it once in full (a dense step), or drop it to "zero" (the
-            paper, which leaves no error behind in any step k with k % reset = 0; that share of the gradient is lost).
-        update: "stable", or "printed": beta weighs the *new* error, as the paper prints it.
-        force: run with a beta that is known to diverge.
+        reset: steps after which the error starts anew (the paper's T), and that share of the gradient is lost: no error
+            is left behind in any step k with k % reset = 0. 0: never.
 
     Raises:
         ThinwireError: a knob is not what is said above, or its beta diverges.
@@ -63,8 +60,7 @@ class SEPARATE(ErrorFeedback):
     name: ClassVar[str] = "separate"
     same_arithmetic: ClassVar[bool] = True
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "recommended": {},
-        "paper": {"ratio": 16, "estimator": "paper", "beta": 0.95, "reset": 128, "restart": "zero"},
+        "paper": {"ratio": 16, "estimator": "paper", "beta": 0.95, "reset": 128},
     }
 
     ratio: int = 16
@@ -72,59 +68,39 @@ class SEPARATE(ErrorFeedback):
     block: int | None = None
     beta: float | None = 1.0  # of all measured the nearest to dense: in training, feedback costs more than it brings
     reset: int = 0
-    restart: str = "send"
-    update: str = "stable"
-    force: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for knob, allowed in (
-            ("estimator", ESTIMATORS), ("restart", ("send", "zero")), ("update", ("stable", "printed"))
-        ):  # fmt: skip
-            if getattr(self, knob) not in allowed:
-                raise ThinwireError(f"separate: {knob} is one of {', '.join(allowed)}, got '{getattr(self, knob)}'")
+        if self.estimator not in ESTIMATORS:
+            raise ThinwireError(f"separate: estimator is one of {', '.join(ESTIMATORS)}, got '{self.estimator}'")
         self.must(self.reset >= 0, "reset", "is a number of steps, 0 for never")
-        if not self.reset:
-            self.refuse_idle("reset=0", "restart")
-        block = (256 if self.estimator in SRHT else 512) if self.block is None else self.block
+        block = (256 if self.estimator == "cyclic_srht" else 512) if self.block is None else self.block
         self._estimator = Estimator(self.estimator, self.ratio, block)
         self._keep = self._weight_of_old()
 
     def _weight_of_old(self) -> float:
         """beta of e' = beta e + (1 - beta)(h - C(h)), after refusing one that diverges."""
         variance = (self._estimator.block + 1) / self._estimator.kept  # w
-        biased = self.estimator not in UNBIASED
-        if self.update == "printed" and self.beta in (None, 1):
-            raise ThinwireError("separate: update='printed' needs beta below 1, the weight of the new error in it")
+        unbiased = self.estimator == "paper"
         if self.beta is None:
-            return 0.0 if biased else 1 - 1 / (1 + variance)
+            return 1 - 1 / (1 + variance) if unbiased else 0.0
         self.must(0 <= self.beta <= 1, "beta", "is a weight from 0 to 1")
-        new = self.beta if self.update == "printed" else 1 - self.beta
         bound = 2 / (1 + variance)
-        if not biased and new >= bound and not self.force:
-            how = f"beta below {bound:.3f}" if self.update == "printed" else f"beta above {1 - bound:.3f}"
+        if unbiased and 1 - self.beta >= bound:
             raise ThinwireError(
-                f"separate: beta={self.beta} with update='{self.update}' gives the new error the weight {new:.3f}, "
-                f"which diverges from 2 / (1 + w) = {bound:.3f} on (w = (block + 1) / m = {variance:.1f}): take {how}, "
-                "or force=True"
+                f"separate: beta={self.beta} gives the new error the weight {1 - self.beta:.3f}, which diverges from "
+                f"2 / (1 + w) = {bound:.3f} on (w = (block + 1) / m = {variance:.1f}): take beta above {1 - bound:.3f}"
             )
-        return 1 - new
+        return self.beta
 
     @property
     def promise(self) -> Promise:
         if self._keep == 1:
             return Promise("lossy", "what a projection leaves out is not returned: beta below 1 returns it")
         waits = {"residual": 1 / (1 - self._keep)}
-        if self.reset and self.restart == "zero":
-            return Promise("lossy", f"every {self.reset} steps what waits is dropped: restart='send' sends it", waits)
-        if self.reset and self._keep:
-            what = f"a reset sends {1 - self._keep:.2g} of what was still to come: reset=0 drops none"
-            return Promise("lossy", what, waits)
+        if self.reset:
+            return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", waits)
         return replace(self.conserves, waits=waits)
-
-    @property
-    def delay(self) -> Delay | None:
-        return Delay(steps=500 if self._keep >= 0.95 else 710)
 
     @property
     def granule(self) -> int:
@@ -138,10 +114,6 @@ class SEPARATE(ErrorFeedback):
         residual: Residual | None = None
         if self._keep < 1:
             residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
-        restart = bool(self.reset) and bucket.step % self.reset == 0
-        if restart and self.restart == "send" and bucket.step:
-            exchange.mean(bucket, residual=residual)  # STEP 1; h_n goes out as it is: nothing is left over
-            return
         segments = [(s.name, s.start, s.width) for s in bucket.segments]
         codec = self.codec_for(segments, bucket.step, bucket.device, bucket.once, self.run.seed)  # STEP 2: M
         # STEP 1: with the residual. STEP 2: Projection.encode. STEP 3: the network's mean. STEP 4: Projection.decode.
@@ -149,19 +121,12 @@ class SEPARATE(ErrorFeedback):
         if residual is None:
             return
         new = residual.new  # h_n - C(h_n)
-        if restart and self.restart == "zero":
+        if self.reset and bucket.step % self.reset == 0:
             new.zero_()  # STEP 5, k % T = 0
             return
         if self._keep and residual.old is not None:
             new.lerp_(residual.old, self._keep)  # STEP 5; for a weight of 0, new is that already
         bucket.clear_padding(new)  # a projection spreads over whole blocks; padding has no gradient to wait for
-
-    @property
-    def cycle(self) -> Mapping[int, float]:
-        if not self.reset or self.restart == "zero":
-            return super().cycle
-        dense = self.reset * max(-(-self.first // self.reset), 1)
-        return {dense: 1 / self.reset} | ({dense + 1: 1 - 1 / self.reset} if self.reset > 1 else {})
 
     def codec_for(
         self,

@@ -28,7 +28,7 @@ from thinwire.codecs.sign import SCALES
 from thinwire.codecs.sign import Sign as SignCodec
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, ErrorFeedback, Promise
+from thinwire.methods.base import ErrorFeedback, Promise
 from thinwire.methods.twoway import mean_both_ways
 
 
@@ -59,10 +59,6 @@ class Sign(ErrorFeedback):
     @property
     def promise(self) -> Promise:
         return replace(self.conserves, waits={"residual": 1.0, "server": 1.0})
-
-    @property
-    def delay(self) -> Delay:
-        return Delay() if self.feedback == "update" else Delay(steps=610)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.codec is not None

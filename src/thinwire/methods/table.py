@@ -4,9 +4,7 @@
 from thinwire.methods.baselines import Dense as Dense
 from thinwire.methods.baselines import Fp32 as Fp32
 from thinwire.methods.baselines import Bf16 as Bf16
-from thinwire.methods.baselines import Bf16Acc32 as Bf16Acc32
 from thinwire.methods.baselines import Int8 as Int8
-from thinwire.methods.baselines import Fp8 as Fp8
 from thinwire.methods.radius import Radius as Radius
 from thinwire.methods.scape import SCAPE as SCAPE
 from thinwire.methods.separate import SEPARATE as SEPARATE
@@ -21,8 +19,6 @@ from thinwire.methods.topk import TopK as TopK
 from thinwire.methods.trickle import Trickle as Trickle
 from thinwire.methods.dgc import DGC as DGC
 from thinwire.methods.sign import Sign as Sign
-from thinwire.methods.demo import DeMo as DeMo
 from thinwire.methods.onebit import OneBitAdam as OneBitAdam
-from thinwire.methods.onebit import FrozenAdam as FrozenAdam
 from thinwire.methods.localsteps import LocalSteps as LocalSteps
 from thinwire.methods.baselines import NoExchange as NoExchange

@@ -31,13 +31,9 @@ from torch import Tensor
 
 from thinwire import device as devices
 from thinwire.bucket import Bucket, padded
-from thinwire.codecs.base import Residual
-from thinwire.codecs.mask import Masked
 from thinwire.codecs.sketch import CountSketch
 from thinwire.collectives import Exchange
-from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, Parameter, Promise, Resized, portion_of
-from thinwire.methods.shared import SharedMask, choosers_of
+from thinwire.methods.base import ErrorFeedback, Parameter, Promise, Resized, portion_of
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch, sparse
 from thinwire.streams import seed_of
@@ -48,109 +44,67 @@ ATTENTION_INPUTS = re.compile(
 """One part of a dotted parameter name, in lower case: what makes queries, keys and values in the usual models."""
 CELL_BITS = 24 - 4
 """A cell's sum is exact below 2^24 quanta; 2^4 elements per cell and rank are allowed for (at load 0.7 it has 2.1)."""
+LOAD = 0.7
+"""Elements of the union per cell that a sketch's size aims at: peeling fails above 0.8, and the union grows between two
+sizes."""
+RESIZE = 50
+"""Steps after which sketches are sized anew, from the largest union since the last time."""
 LHC_LEAST = 2.0**-14
 SMALLEST_EXPONENT = -126
 """Of the quantum: below, it would leave float32 and become 0. Smaller values stay with their sender."""
 
 
 @dataclass
-class TAGC(SharedMask):
+class TAGC(ErrorFeedback):
     """Each rank's own largest values, merged in one count sketch and one index of bits (EuroMLSys 2025, Alg. 1).
 
     By default they are the values of the step that AdamW would take (``feedback``), and the union of the masks, with it
-    the bytes, grows with the ranks; "tagc:shared" sends values at one mask for all. "tagc:paper" sends gradients, for
-    any optimizer.
+    the bytes, grows with the ranks. "tagc:paper" sends gradients, for any optimizer.
 
     Args:
         theta: share of each tensor's values that is zeroed (higher => fewer bytes, longer waits); 0 is dense.
-        load: elements of the union per cell of the sketch that its size aims at, below 0.8 (higher => fewer bytes, and
-            left-overs beyond 0.8).
-        resize: steps after which the sketches are sized anew, from the largest union since the last time; early in
-            a run more often.
-        limit: share of a union left over from which its sketch is resized at once (lower => fewer left-overs where
-            the union grows between sizes, more bytes). 1: never.
-        on_overload: a tensor whose sketch would be no smaller than itself goes "dense" for as long as that lasts, and
-            is counted, or the step is refused ("refuse").
         select: "non-attention" (the paper: every matrix but those that make queries, keys and values), "all", or a
             pattern (``fnmatch``) of names.
-        mask: "local": each rank's own largest values; "shared": those of a few ranks, in turn, for all: then the union
-            does not grow with the ranks, and the values travel without a sketch.
-        choosers: with mask="shared", how many choose it, a share of the positions each; more => what is large on any
-            rank is sent sooner.
         leftovers: "accumulate": what cannot be recovered returns to the accumulator; "median": the paper's guess.
-        accumulate: keep what was not sent for the next step (8 bytes per element). False: it is lost.
     """
 
     name: ClassVar[str] = "tagc"
     granule: ClassVar[int] = masks.WORD
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "recommended": {},
-        "shared": {"mask": "shared", "theta": 0.95},
         "paper": {"feedback": "gradient", "theta": 0.9875, "select": "non-attention", "leftovers": "median"},
     }
 
     feedback: Literal["gradient", "update"] = "update"
     theta: float = 0.9875
-    load: float = 0.7
-    resize: int = 50
-    limit: float = 1
-    on_overload: Literal["dense", "refuse"] = "dense"
     select: str = "all"
-    mask: Literal["local", "shared"] = "local"
-    choosers: int = 4
     leftovers: Literal["accumulate", "median"] = "accumulate"
-    accumulate: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.must(0 <= self.theta < 1, "theta", "is the share of values zeroed, 0 to below 1")
-        if not 0 < self.load < 0.8:
-            raise ThinwireError(f"{self.name}: peeling fails above a load of 0.8 elements per cell, got {self.load}")
-        self.must(self.resize >= 1, "resize", "is a number of steps, 1 or more")
-        self.must(0 < self.limit <= 1, "limit", "is a share of the union, above 0 to 1 (never)")
-        self.must(self.choosers >= 1, "choosers", "is a number of ranks, 1 or more")
-        if self.mask == "local":
-            self.refuse_idle("mask='local'", "choosers", "weights")
         if self.theta == 0:
-            self.refuse_idle("theta=0 (nothing waits)", "portion", "weights")
-        if self.mask == "shared":
-            self.refuse_idle("mask='shared' (no sketch)", "load", "resize", "limit", "on_overload", "leftovers")
+            self.refuse_idle("theta=0 (nothing waits)", "portion")
         self._copied: Any = None  # an event: the last "counts" are on the host when it is over
 
     @property
     def promise(self) -> Promise:
-        if not self.accumulate and self.theta:
-            return Promise("lossy", "what is not among the largest values is dropped: accumulate=True keeps it")
         if self.leftovers == "median" and self.theta:
             return Promise("lossy", "values that cannot be recovered are guessed: leftovers='accumulate' returns them")
         return self.conserves
 
     @property
-    def delay(self) -> Delay | None:
-        if self.promise.kind != "conserves":
-            return None
-        if self.feedback == "update":
-            one = self.mask == "shared" and self.choosers == 1
-            return Delay.of_steps(1 - self.theta, self.start, self.delivered, one=one)
-        return Delay.of_largest(1 - self.theta, self.start)
-
-    @property
     def usual_portion(self) -> float:
         if self.theta == 0:
             return 1.0
-        return portion_of((1 - self.theta) / (2 if self.mask == "shared" else 1))
+        return portion_of(1 - self.theta)
 
     @property
     def resized(self) -> Mapping[str, Resized]:
         return {**super().resized, "left": "anew", "peak": "anew", "union": "anew", "counts": "anew"}
 
     @property
-    def at_one_mask(self) -> bool:
-        return self.mask == "shared" and self.theta > 0
-
-    @property
     def adapts(self) -> bool:
-        return self.mask == "local" and self.theta > 0
+        return self.theta > 0
 
     def policy(self, parameter: Parameter) -> str | None:
         why = super().policy(parameter)
@@ -165,16 +119,7 @@ class TAGC(SharedMask):
         if self.theta == 0:
             exchange.mean(bucket)
             return
-        old = self.state.read("residual", bucket) if self.accumulate else None
-        acc = self.state.write("residual", bucket)  # the paper's acc_next
-        if self.mask == "shared":
-            self._at_shared_mask(bucket, exchange, old, acc)
-        else:
-            self._sketched(bucket, exchange, old, acc)
-        if not self.accumulate:
-            acc.zero_()
-
-    def _sketched(self, bucket: Bucket, exchange: Exchange, old: Tensor | None, acc: Tensor) -> None:
+        old, acc = self.state.read("residual", bucket), self.state.write("residual", bucket)  # acc, acc_next
         parts = self._parts(bucket, exchange)
         rows, n = bucket.shape
         words, left = (bucket.scratch(use, (rows, n // masks.WORD), torch.int64) for use in ("words", "left"))
@@ -218,9 +163,7 @@ class TAGC(SharedMask):
         """Count what was left, and the union, on the way to the host, which needs it in the next step."""
         lost, union = sketch.count(left, parts), sketch.count(index, parts)
         counts = [lost.sum(0, dtype=torch.int32), union.amax(0)]
-        if self.limit < 1:
-            counts.append((lost > self.limit * union).amax(0))
-        host = devices.host_memory((4, len(parts)), bucket.device, torch.int32)
+        host = devices.host_memory((3, len(parts)), bucket.device, torch.int32)
         if index.is_meta:
             room = zip(parts, bucket.segments, strict=True)
             host.numpy()[1] = [min(part.room, segment.span) for part, segment in room]  # a plan is a bound
@@ -228,7 +171,7 @@ class TAGC(SharedMask):
             host[: len(counts)].copy_(torch.stack(counts), non_blocking=True)
             self._copied = devices.mark(bucket.device)
         # early in a run the masks of the ranks still drift apart: after steps 0, 1, 2, 4, 8, ... as well
-        host.numpy()[3] = bucket.step % self.resize == 0 or bucket.step & (bucket.step - 1) == 0
+        host.numpy()[2] = bucket.step % RESIZE == 0 or bucket.step & (bucket.step - 1) == 0
         for i, segment in enumerate(bucket.segments):
             for kind, value in zip(("left", "peak", "union"), self._measured(segment.name), strict=True):
                 self.state.put(kind, segment.name, torch.tensor(value))
@@ -246,31 +189,12 @@ class TAGC(SharedMask):
             return left, peak, sized
         if self._copied is not None:
             self._copied.synchronize()  # over, unless nobody has waited for the step's flag
-        lost, union, over, due = counts.tolist()
+        lost, union, due = counts.tolist()
         left, peak = left + lost, max(peak, union)
-        return (left, 0, peak) if over or due or sized < 0 else (left, peak, sized)
-
-    def _at_shared_mask(self, bucket: Bucket, exchange: Exchange, old: Tensor | None, acc: Tensor) -> None:
-        """One mask for all, by a few ranks in turn: of the values of each tensor that are sent, each chooses a part."""
-        if old is not None:
-            bucket.rows.add_(old)  # l. 1: h
-        words = self.words_of(bucket)
-        choosers = choosers_of(self.choosers, 1 - self.theta, exchange.rows)
-        counts = [self._k(segment.span) for segment in bucket.segments]
-        mine, place = [], 0
-        for segment, k in zip(bucket.segments, counts, strict=True):
-            if (exchange.rank - seed_of(self.run.seed, segment.name, bucket.step)) % exchange.rows < choosers:
-                mine.append(sparse.Part(segment.start, segment.width, max(k // choosers, 1), place))
-                place += mine[-1].k
-        with exchange.span("encode", bucket.rows):
-            sparse.marked(bucket.rows, tuple(mine), words)  # l. 2
-        words.copy_(exchange.union(bucket, words))  # l. 3-4
-        before = self.settle(bucket, words, counts, choosers)
-        codec = Masked(words, sum(counts), owner_row=exchange.mine, before=before)
-        exchange.mean(bucket, codec, residual=Residual(None, acc))  # values at the mask in place of l. 5-10; l. 2: acc
+        return (left, 0, peak) if due or sized < 0 else (left, peak, sized)
 
     def facts(self) -> dict[str, float]:
-        if self.mask == "shared" or self.theta == 0:
+        if self.theta == 0:
             return {}
         found: dict[str, float] = {"left-overs so far": 0, "union, share of values": 0, "tensors sent dense": 0}
         values, exchange = 0, self.run.exchange
@@ -297,7 +221,7 @@ class TAGC(SharedMask):
         _, _, union = self._measured(name)
         if union < 0:
             union = min(exchange.rows * self._k(columns), columns)
-        cells = math.ceil(union / self.load / 3) + 8  # a few more: small tables fail at lower loads
+        cells = math.ceil(union / LOAD / 3) + 8  # a few more: small tables fail at lower loads
         return cells if 3 * cells < padded(columns, masks.WORD) else 0
 
     def _parts(self, bucket: Bucket, exchange: Exchange) -> sketch.Parts:
@@ -305,11 +229,6 @@ class TAGC(SharedMask):
         for segment in bucket.segments:
             name, width, k = segment.name, segment.width, self._k(segment.span)
             cells, seed = self._cells(name, segment.span, exchange), seed_of(self.run.seed, name, bucket.step)
-            if not cells and self.on_overload == "refuse":
-                raise ThinwireError(
-                    f"{self.name}: the sketch of {name} would be no smaller than its {width} values: "
-                    f"raise theta above {self.theta}, keep it dense with dense=, or take on_overload='dense'"
-                )
             room = min(exchange.rows * k, width)
             parts.append(sketch.Part(segment.start, width, k, place, room, first, cells, seed))
             place, first = parts[-1].listed.stop, parts[-1].wire.stop
@@ -327,10 +246,9 @@ class LHC(TAGC):
     """
 
     name: ClassVar[str] = "lhc"
-    delay: ClassVar[None] = None
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("theta", "accumulate", "mask", "choosers", "weights"), "lhc sends whatever is not zero: tagc has it"
+        ("theta",), "lhc sends whatever is not zero: tagc has it"
     )
 
     feedback: Literal["gradient", "update"] = "gradient"

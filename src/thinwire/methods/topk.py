@@ -12,7 +12,7 @@ from thinwire.bucket import Bucket
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import Delay, ErrorFeedback, Promise, check_density, count_of, portion_of
+from thinwire.methods.base import ErrorFeedback, Promise, check_density, count_of, portion_of
 from thinwire.ops import mask as masks
 
 
@@ -35,7 +35,6 @@ class TopK(ErrorFeedback):
     gathers: ClassVar[bool] = True
     granule: ClassVar[int] = masks.WORD
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "recommended": {},
         "paper": {"feedback": "gradient", "smallest": 0, "send": ("*",)},
     }
 
@@ -46,14 +45,6 @@ class TopK(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_density("topk", self.density)
-
-    @property
-    def delay(self) -> Delay | None:
-        if not self.error_feedback:
-            return None
-        if self.feedback == "gradient":
-            return Delay.of_largest(self.density, self.start)
-        return Delay.of_steps(self.density, self.start, self.delivered)
 
     @property
     def promise(self) -> Promise:

@@ -43,7 +43,7 @@ from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.codecs.sparse import TILE, Positions, TiledTopK, TopKIntegers
 from thinwire.collectives import Exchange, scratch
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Delay, Promise, check_density, count_of, portion_of
+from thinwire.methods.base import Promise, check_density, count_of, portion_of
 from thinwire.methods.shared import SharedMask, choosers_of
 from thinwire.methods.twoway import mean_both_ways, serve
 from thinwire.ops import mask as masks
@@ -142,15 +142,6 @@ class Trickle(SharedMask):
     @property
     def granule(self) -> int:
         return TILE if self.bits == 2 else masks.WORD
-
-    @property
-    def delay(self) -> Delay | None:
-        if self.feedback == "gradient":
-            return Delay.of_largest(self.density, self.start)
-        if self.mask == "merged" and self.answer < 0.05:
-            return None
-        one = self.mask == "shared" and self.choosers == 1
-        return Delay.of_steps(self.density, self.start, self.delivered, one=one)
 
     @property
     def usual_portion(self) -> float:

@@ -16,11 +16,6 @@ more steps what the residual has delayed already. Here lr / sqrt(v) is fixed whe
 momentum (docs/methods.md has the figures). r makes the variance of one rank's gradient that of the mean's: it is 1
 where all ranks have the same gradient, and 1/N where they have nothing but noise.
 
-``factored``: of each matrix v_n is known by its averages over rows and over columns, as Adafactor has it (Shazeer and
-Stern, ICML 2018, arXiv 1804.04235, Alg. 4, l. 5-7), and what is kept of it is a value per row and column:
-
-    R = b2 R + (1-b2) mean_j g_ij^2;  C = b2 C + (1-b2) mean_i g_ij^2;  v_ij = R_i C_j / mean(R)
-
 ``portion``: of what the method makes of mean_n u_n a share p is taken, and the rest goes on waiting:
 
     w = (1 - lr decay) w - p c;  e_n = h_n - p c_n              h_n = u_n + e_n, of which c_n is sent
@@ -43,7 +38,6 @@ Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.1
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +45,7 @@ import torch
 from torch import Tensor
 
 from thinwire import device as devices
-from thinwire.bucket import Bucket, Segment
+from thinwire.bucket import Bucket
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.device import upload
@@ -86,10 +80,10 @@ class UpdateSpace:
         """``method``: its knobs say how a gradient becomes a step.
 
         Raises:
-            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay. Factored: a tensor without columns. Muon:
+            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay. Muon:
                 a matrix of which this rank holds a part.
         """
-        self._method, self._run, self._momentum, self._factored = method, run, method.beta1, method.factored
+        self._method, self._run, self._momentum = method, run, method.beta1
         sent = [name for name, of in run.parameters.items() if method.keep_dense(of) is None]
         self._name = f"{method.name} with feedback='update'"
         try:
@@ -97,10 +91,6 @@ class UpdateSpace:
         except ThinwireError as refused:
             raise ThinwireError(f"{refused}; with gradients in place of steps, any optimizer will do: write "
                                 f"{method.of_gradients}") from None
-        if method.factored:
-            for name in sent:
-                if len(run.parameters[name].part) < 2:
-                    raise ThinwireError(f"{self._name}: factored is for matrices, and {name} is 1-D: keep it dense")
         known = [run.parameters[name] for name in sent] if method.direction == "muon" else []
         self._matrices = frozenset(of.name for of in known if of.role == "matrix" and len(of.shape) == 2)
         for name, of in run.parameters.items():
@@ -213,8 +203,7 @@ class UpdateSpace:
 
     def send_second(self, bucket: Bucket, exchange: Exchange) -> None:
         """``bucket.mean`` = mean_n v_n: a dense exchange between two steps."""
-        if not self._factored:
-            bucket.rows.copy_(self._state.read("second", bucket))
+        bucket.rows.copy_(self._state.read("second", bucket))
         exchange.mean(bucket)
 
     def hand_over(self, name: str, second: Tensor) -> None:
@@ -241,7 +230,7 @@ class UpdateSpace:
 
     def _knows_second(self, name: str) -> bool:
         """Is there a second moment of each value of ``name``?"""
-        return not self._factored and name not in self._matrices
+        return name not in self._matrices
 
     def _moments(self, name: str, second: Tensor | None) -> dict[str, Tensor]:
         """``second``: of all values; None: no step was taken."""
@@ -286,10 +275,7 @@ class UpdateSpace:
 
     def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
         """``values`` (R, n): g -> u, and v -> v'."""
-        if self._factored:
-            second = second_out = bucket.scratch("second", bucket.shape, torch.float32)
-        else:
-            second, second_out = self._state.read("second", bucket), self._state.write("second", bucket)
+        second, second_out = self._state.read("second", bucket), self._state.write("second", bucket)
         first = first_out = None
         if self._momentum:
             first, first_out = self._state.read("first", bucket), self._state.write("first", bucket)
@@ -306,31 +292,8 @@ class UpdateSpace:
                 shape = self._run.parameters[segment.name].shape
                 muon(values[:, at], second[:, at], second_out[:, at], shape, segment.span, float(group["lr"]))
                 continue
-            if self._factored:
-                self._average(values, second, segment, beta2)
-            beta2, eps = 1.0 if self._factored else beta2, float(group["eps"])
-            parts.append(Part(segment.start, segment.width, place, beta2, eps))
+            parts.append(Part(segment.start, segment.width, place, beta2, float(group["eps"])))
         direction(values, second, second_out, first, first_out, parts, lr=lrs, scale=r * unbias, beta1=self._momentum)
-
-    def _average(self, values: Tensor, second: Tensor, segment: Segment, beta2: float) -> None:
-        """The columns of ``segment`` in ``second`` (R, n) = v', from its averages by rows and columns and g."""
-        parameter, at = self._run.parameters[segment.name], slice(segment.start, segment.start + segment.span)
-        columns = math.prod(parameter.part[1:])
-        # A shard's padding on HSDP is zeros, which cancel in C / mean(R). (A rehearsal may have fewer rows than ranks.)
-        count = math.prod(parameter.part) if self._run.exchange.owner else parameter.local
-        count = min(count, segment.span * len(values))
-        squares = values[:, at].reshape(-1)[:count].view(-1, columns).square()
-        found = []
-        for kind, dim in (("second by row", 1), ("second by column", 0)):
-            new, old = squares.mean(dim).mul_(1 - beta2), self._state.get(kind, segment.name)
-            found.append(new if old is None else new.add_(old, alpha=beta2))
-            self._state.put(kind, segment.name, new)
-        rows, of = found
-        mean = rows.mean().clamp_(min=torch.finfo(torch.float32).tiny)
-        torch.outer(rows / mean, of, out=squares)
-        second[:, segment.columns].zero_()
-        padded = torch.nn.functional.pad(squares.view(-1), (0, segment.span * len(values) - count))
-        second[:, at].copy_(padded.view(len(values), -1))
 
     def _seen(self, bucket: Bucket) -> Tensor:
         """(tensors,) on the host: how many gradients each average then holds, this one included."""

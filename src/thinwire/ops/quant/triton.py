@@ -348,5 +348,3 @@ def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:
     )  # fmt: skip
 
 
-quantize_fp8 = reference.quantize_fp8
-dequantize_fp8, dequantize_sum_fp8 = reference.dequantize_fp8, reference.dequantize_sum_fp8
