@@ -29,8 +29,8 @@ from thinwire.testing import Threads
 SMALL = "smallest=100"
 CASES = {  # settings of rank 0, of rank 1, and what every rank says
     "formats of one size": (
-        {"method": f"int8({SMALL})"}, {"method": f"fp8({SMALL})"},
-        "rank 1 has method = fp8(smallest=100), but on rank 0 it is int8(smallest=100)",
+        {"method": f"int8({SMALL})"}, {"method": f"sign({SMALL})"},
+        "rank 1 has method = sign(smallest=100), but on rank 0 it is int8(smallest=100)",
     ),
     "group": ({"method": f"int8({SMALL})"}, {"method": f"int8({SMALL},group=64)"}, "int8(smallest=100, group=64)"),
     "dense=": ({"method": f"int8({SMALL})"}, {"method": f"int8({SMALL},dense=('head*',))"}, "dense=('head*',)"),
@@ -117,11 +117,11 @@ def test_ranks_that_do_not_agree_are_told_so_on_all_of_them():
 
 def test_the_odd_one_out_is_named():
     facts = [{"method": "int8"}] * 4
-    facts[2] = {"method": "fp8"}
-    with pytest.raises(ThinwireError, match=r"^rank 2 has method = fp8, but on the others it is int8: "):
+    facts[2] = {"method": "sign"}
+    with pytest.raises(ThinwireError, match=r"^rank 2 has method = sign, but on the others it is int8: "):
         _check(list(enumerate(facts)))
     facts[3] = {"method": "bf16"}
-    with pytest.raises(ThinwireError, match=r"^rank 2 has method = fp8, but on 2 of 4 ranks it is int8: "):
+    with pytest.raises(ThinwireError, match=r"^rank 2 has method = sign, but on 2 of 4 ranks it is int8: "):
         _check(list(enumerate(facts)))
 
 
@@ -133,7 +133,7 @@ def _grid(rank: int, world: int) -> list[str]:
         assert GroupComm.aside(inner.group).device.type == "cuda"
     stage, guard = str(rank // 2), str(rank < 2)
     cases = [
-        ([inner, outer], None, {"method": "fp8" if rank == 3 else "int8"}, {}),
+        ([inner, outer], None, {"method": "sign" if rank == 3 else "int8"}, {}),
         ([inner, outer], None, {"error": "no such file"} if rank == 1 else {"method": "int8"}, {}),
         ([inner], outer, {"model": stage}, {"guard": "True"}),
         ([inner], outer, {"model": stage}, {"guard": guard}),
@@ -155,7 +155,7 @@ def _grid(rank: int, world: int) -> list[str]:
 def test_all_ranks_of_a_mesh_come_to_one_verdict_and_stages_have_their_own_models():
     found = run(_grid, 4)
     assert found[0] == found[2] == found[3] == [
-        "rank 3 has method = fp8, but on the others it is int8", "rank 1: no such file", "agreed",
+        "rank 3 has method = sign, but on the others it is int8", "rank 1: no such file", "agreed",
         "rank 2 has guard = False, but on 2 of 4 ranks it is True",
         "rank 1 has model = 1, but on rank 0 it is 0",
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from models import flat
 from test_edges import LAW, SHAPES, STATEFUL, Case, Given, conserve, each, error_of, findings, on, same, tensors
 from thinwire.saved import entries
 
-OWN_MOMENTUM = ("scape", "onebit-adam", "frozen-adam", "dgc", "demo")
+OWN_MOMENTUM = ("scape", "onebit-adam", "dgc")
 
 
 def _given(step: int, rank: int) -> dict[str, Tensor]:

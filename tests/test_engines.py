@@ -25,8 +25,7 @@ from thinwire.road import Stage
 from thinwire.saved import entries
 
 METHODS = [
-    "dense", "fp32", "bf16", "bf16-acc32", "int8(smallest=100)", "fp8(smallest=100)",
-    "int8(smallest=100, error_feedback=True)", "bf16-acc32(error_feedback=True)",
+    "dense", "fp32", "bf16", "int8(smallest=100)", "int8(smallest=100, error_feedback=True)",
 ]  # fmt: skip
 REST = [method for method in METHODS if method not in ("bf16", "int8(smallest=100)")]
 

@@ -32,7 +32,7 @@ KEEPS = [
 ]  # fmt: skip
 FEEDBACK = [
     *KEEPS, partial(small, methods.Int8, error_feedback=True),
-    partial(small, methods.Fp8, error_feedback=True), partial(small, methods.LoCo, reset=0, beta=0),
+    partial(small, methods.LoCo, reset=0, beta=0),
 ]  # fmt: skip
 
 

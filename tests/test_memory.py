@@ -15,7 +15,7 @@ from thinwire.memory import held
 from thinwire.methods import TABLE, resolve
 from thinwire.testing import reduce_on_threads
 
-MORE = ("int8(error_feedback=True)", "tagc:shared", "scape(payload='int8')", "separate:paper", "sdp4bit:qw")
+MORE = ("int8(error_feedback=True)", "scape(refresh=2)", "separate:paper", "sdp4bit:qw")
 CPU = torch.device("cpu")
 FEW = ("dense", "int8", "loco", "radius", "sdp4bit", "onebit-adam")
 

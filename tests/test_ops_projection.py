@@ -144,8 +144,8 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ThinwireError, match="no estimator 'x'"):
         Estimator("x", 8, 32)
     with pytest.raises(ThinwireError, match="block of 48 values"):
-        Estimator("srht", 8, 48)
-    codec = made("srht", [("a", 0, 512)])
+        Estimator("cyclic_srht", 8, 48)
+    codec = made("cyclic_srht", [("a", 0, 512)])
     with pytest.raises(ThinwireError, match="multiple of 512"):
         codec.encode(torch.zeros(1, 256), torch.zeros(1, 32))
     with pytest.raises(ThinwireError, match="the wire of"):

@@ -152,7 +152,7 @@ def test_what_waits_arrives_after_every_move(cls):
 
 METHODS = (
     "topk(feedback='gradient', smallest=100, density=0.1)", "sign(smallest=100)",
-    "trickle(smallest=100, factored=True)", "powersgd(smallest=100)",
+    "powersgd(smallest=100)",
     "onebit-adam(smallest=100, warmup=2, warmup_bits=8)",
     "local-steps(every=2, outer='topk:feedback:gradient(smallest=100, density=0.1)')",
     "scape(smallest=100, density=0.1, warmup=2)", "trickle(smallest=100, mask='merged')",

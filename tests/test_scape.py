@@ -53,16 +53,15 @@ def run(topology, size, steps=STEPS, optimizer=None, shapes=SHAPES, **knobs):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "topology", "size", "clip"),
-    spread(3, [(0.3, 10), (0.02, 4)], TOPOLOGIES, [2, 3, 4], ["paper", "return"]),
+    ("knobs", "topology", "size"), spread(3, [(0.3, 10), (0.02, 4)], TOPOLOGIES, [2, 3, 4])
 )
-def test_against_the_pseudo_code(knobs, topology, size, clip):
+def test_against_the_pseudo_code(knobs, topology, size):
     """50 steps, density warm-up and clipping included; by bits and, at the low density, by positions.
 
     Replicated and sharded weights are the same algorithm: what differs is who owns a mask.
     """
     (density, warmup), max_norm = knobs, 5.0
-    results = run(topology, size, density=density, warmup=warmup, clip=clip, max_norm=max_norm)
+    results = run(topology, size, density=density, warmup=warmup, max_norm=max_norm)
     rows = size if topology == "reduce_scatter" else 1
     columns = [math.prod(shape) // rows for shape in SHAPES.values()]
     by_size = sorted(range(3), key=lambda i: -columns[i])
@@ -72,7 +71,7 @@ def test_against_the_pseudo_code(knobs, topology, size, clip):
         load[owners[i]] += columns[i]
     paper = ScapePaper(
         [c for c in columns for _ in range(rows)], size, density, 1e-2, weight_decay=0.1, max_norm=max_norm,
-        warmup=warmup, clip=clip, owners=owners if rows == 1 else [r for _ in columns for r in range(rows)],
+        warmup=warmup, owners=owners if rows == 1 else [r for _ in columns for r in range(rows)],
     )  # fmt: skip
     starts = np.cumsum([0, *columns])
 
@@ -136,11 +135,11 @@ def test_density_one_is_adams_exactly(topology):
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("density, payload", [(0.2, "fp32"), (0.02, "fp32"), (0.2, "int8"), (0.02, "int8")])
-def test_nothing_is_lost(topology, density, payload):
+@pytest.mark.parametrize("density", [0.2, 0.02])
+def test_nothing_is_lost(topology, density):
     """m' + what waits = b1 m + what waited + (1-b1) mean of the gradients, element by element, in every step."""
     size, rows = 3, 3 if topology == "reduce_scatter" else 1
-    results = run(topology, size, density=density, payload=payload, warmup=3, steps=30)
+    results = run(topology, size, density=density, warmup=3, steps=30)
     moment, waited = torch.zeros(rows, 1), torch.zeros(rows, 1)
     for step in range(30):
         now = [rank[step] for rank in results]
@@ -185,9 +184,7 @@ def test_quantized_values_at_a_mask_lose_nothing_either(kind):
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("knobs", [{"density": 0.2}, {"density": 0.02}, {"density": 0.2, "payload": "bf16"},
-                                   {"density": 0.2, "payload": "int8"}, {"density": 0.02, "payload": "int4"},
-                                   {"density": 0.2, "refresh": 3}])  # fmt: skip
+@pytest.mark.parametrize("knobs", [{"density": 0.2}, {"density": 0.02}, {"density": 0.2, "refresh": 3}])
 def test_bytes_are_the_plans(topology, knobs):
     results = run(topology, 4, warmup=3, steps=3 + 9, **knobs)
     exchange_bytes = [r["bytes"].item() for r in results[0]]
@@ -252,7 +249,7 @@ def test_what_does_not_fit_is_refused():
     two = AdamS([{"params": [weight]}, {"params": [other], "betas": (0.8, 0.9)}])
     with pytest.raises(ThinwireError, match="one beta1"):
         SCAPE().begin(_run_of(weight, two, other=other))
-    for knobs in ("density=0", "refresh=0", "clip='x'", "payload='fp64'"):
+    for knobs in ("density=0", "refresh=0", "clip='return'"):
         with pytest.raises(ThinwireError, match="scape"):
             resolve(f"scape({knobs})")
 

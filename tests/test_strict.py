@@ -20,7 +20,7 @@ from thinwire.strict import Call
 
 TINY = partial(Net, 13, 6, 1)
 MORE = (
-    partial(small, methods.TAGC, mask="shared"), partial(small, methods.SCAPE, payload="int8"),
+    partial(small, methods.Trickle, mask="merged", bits=4), partial(small, methods.SCAPE, refresh=2),
     partial(small, methods.TopK, feedback="gradient"), partial(small, methods.Int8, error_feedback=True),
 )  # fmt: skip
 """Knobs that change what is sent to whom."""

@@ -365,7 +365,7 @@ def test_bad_settings_are_refused_before_a_rank_is_started(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("method", "optimizer"), [("scape(warmup=1)", "adams"), ("demo", "sgd"), ("int8", "adamw"), ("dense", "adamw")]
+    ("method", "optimizer"), [("scape(warmup=1)", "adams"), ("dgc", "sgd"), ("int8", "adamw"), ("dense", "adamw")]
 )
 def test_a_method_brings_its_optimizer(method, optimizer):
     config = Config(method=method).check()
