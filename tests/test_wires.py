@@ -193,7 +193,7 @@ def test_positions_that_are_none_are_refused_by_every_backend(by, positions):
 
 
 def masks_searched() -> list[str]:
-    """Masks with other bits than they should have, of parts that do not end with a word, in everything that reads one."""
+    """Masks with other bits than they should have, of parts that end inside a word, in everything that reads one."""
     torch.set_num_threads(1)
     rng, found = random.Random(0), []
     for number in range(10 * EACH):
