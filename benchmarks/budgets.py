@@ -28,8 +28,8 @@ from thinwire.comm import CountingComm
 from thinwire.ledger import Ledger
 from thinwire.methods import resolve
 from thinwire.methods.base import Parameter
+from thinwire.names import role_of
 from thinwire.ops import dry
-from thinwire.plan import role_of
 from thinwire.rehearsal import rehearse, stand_in
 from thinwire.testing import Shapes, road_of
 from thinwire.train.models import Decoder

@@ -26,8 +26,9 @@ from thinwire.collectives import AllReduce
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.methods import Method, resolve
-from thinwire.methods.base import ErrorFeedback, Run, Step
-from thinwire.plan import describe
+from thinwire.methods.base import Run, Step
+from thinwire.methods.feedback import ErrorFeedback
+from thinwire.names import describe
 from thinwire.road import Road, Stage
 from thinwire.state import State
 from thinwire.testing import LockStep, ThreadComm

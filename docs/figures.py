@@ -30,8 +30,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thinwire.methods import TABLE, resolve
 from thinwire.methods.delay import Delay
+
+from thinwire.methods import TABLE, resolve
 from thinwire.train import differences
 
 HERE = Path(__file__).resolve().parent

@@ -23,7 +23,7 @@ from thinwire.collectives import AllReduce, ReduceScatter
 from thinwire.comm import CountingComm
 from thinwire.ledger import Ledger
 from thinwire.methods import TABLE, Listed, Method, listed, resolve
-from thinwire.plan import describe
+from thinwire.names import describe
 from thinwire.testing import plan_of
 from thinwire.train.models import Decoder
 from thinwire.train.shapes import PRESETS

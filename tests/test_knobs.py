@@ -21,8 +21,10 @@ from thinwire.lab import report as comparison
 from thinwire.lab.cli import compare_main, lab_main
 from thinwire.ledger import Ledger
 from thinwire.methods import TABLE
-from thinwire.methods.base import Lossy, Method, Parameter
-from thinwire.plan import Plan, describe
+from thinwire.methods.base import Method, Parameter
+from thinwire.methods.feedback import Lossy
+from thinwire.names import describe
+from thinwire.plan import Plan
 from thinwire.testing import Threads, exchange_on
 from thinwire.train import cli as train_cli
 from thinwire.train.config import Config, from_arguments, from_yaml

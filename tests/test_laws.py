@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from thinwire import methods
-from thinwire.bucket import Bucket, Piece, padded
+from thinwire.alignment import padded
+from thinwire.bucket import Bucket, Piece
 from thinwire.collectives import AllReduce, ReduceScatter
 from thinwire.comm import Comm
 from thinwire.errors import ThinwireError

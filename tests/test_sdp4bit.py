@@ -24,7 +24,8 @@ from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.methods import SDP4Bit, ZeROPP, resolve, sdp4bit
 from thinwire.methods.base import Run
-from thinwire.plan import Plan, describe
+from thinwire.names import describe
+from thinwire.plan import Plan
 from thinwire.state import State
 from thinwire.testing import ThreadComm, ThreadEngine, Threads, exchange_on, parameters_for, reduce_on_threads
 from thinwire.train.models import Decoder

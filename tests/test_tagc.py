@@ -12,7 +12,7 @@ from torch import Tensor
 from independent import TAGC as TagcPaper
 from papers import peel
 from thinwire import methods
-from thinwire.bucket import padded
+from thinwire.alignment import padded
 from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.methods import LHC, TAGC

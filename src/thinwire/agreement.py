@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from thinwire.comm import GroupComm
 from thinwire.errors import LostRank, ThinwireError
 from thinwire.methods.base import Method
+from thinwire.names import bare_name
 from thinwire.ops.backends import cpu_kernels
-from thinwire.plan import bare_name
 
 Facts = Mapping[str, str]
 """What must be the same on all ranks: what it is -> how it is here. In the order in which differences are named."""

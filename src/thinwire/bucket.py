@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from thinwire.alignment import padded
 from thinwire.errors import ThinwireError
 from thinwire.ops import rows as ops
 
@@ -79,11 +80,6 @@ class Segment:
     def groups(self, size: int) -> slice:
         """The columns counted in groups of ``size`` values (mask words, scales); their ends are multiples of it."""
         return slice(self.start // size, (self.start + self.width) // size)
-
-
-def padded(span: int, group: int) -> int:
-    """``span`` rounded up to a multiple of ``group``."""
-    return -(-span // group) * group
 
 
 class Rows(Protocol):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,15 @@ from thinwire.agreement import Agreement, difference
 from thinwire.comm import Comm, GroupComm, local
 from thinwire.errors import ThinwireError
 
-if TYPE_CHECKING:
-    from thinwire.turn import Turn
+
+class Compared(Protocol):
+    """Whose replicas are compared: the steps of a model, their engine, method and road."""
+
+    engine: Any
+    method: Any
+    road: Any
+    weights: Mapping[str, Tensor]
+
 
 WIDTH = 4096
 """Words that are summed together."""
@@ -67,7 +74,7 @@ def _odd(device: torch.device) -> Tensor:
 class Replicas:
     """Compares them, every so many steps. All its calls are collective."""
 
-    def __init__(self, turn: Turn, every: int) -> None:
+    def __init__(self, turn: Compared, every: int) -> None:
         """``every``: optimizer steps, skipped ones included; higher => cheaper, and noticed later."""
         self._turn, self.every, self._last = turn, every, 0
         self._comms = [_aside(comm) for comm in turn.engine.comms]

@@ -33,8 +33,7 @@ from thinwire.collectives import Exchange
 from thinwire.comm import Comm
 from thinwire.guard import Guard
 from thinwire.ledger import Ledger
-from thinwire.methods.base import Method, Parameter
-from thinwire.methods.baselines import Fp32
+from thinwire.methods.base import Fp32, Method, Parameter
 
 T = TypeVar("T")
 Pieces = tuple[Piece, ...]

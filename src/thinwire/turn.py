@@ -23,7 +23,7 @@ from thinwire.errors import ThinwireError, ThinwireWarning, doing
 from thinwire.fingerprint import WeightWatch
 from thinwire.integrations.base import Engine, all_zero
 from thinwire.methods.base import Run, Step
-from thinwire.plan import bare_name
+from thinwire.names import bare_name
 from thinwire.replicas import Replicas
 from thinwire.road import Road
 from thinwire.state import State

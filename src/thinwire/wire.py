@@ -35,7 +35,8 @@ from thinwire.integrations.fsdp2 import FSDP2
 from thinwire.ledger import Ledger
 from thinwire.memory import held
 from thinwire.methods import Method, resolve
-from thinwire.methods.base import ErrorFeedback, Run, held_by
+from thinwire.methods.base import Run, held_by
+from thinwire.methods.feedback import ErrorFeedback
 from thinwire.plan import Plan
 from thinwire.rehearsal import compile_kernels, kept
 from thinwire.report import Report

@@ -208,10 +208,5 @@ class Codec(ABC):
         self._check_decode(wire[:1], out.unsqueeze(0))
 
 
-def viewable(wire: Tensor) -> Tensor:
-    """``wire`` (R, m) for view() to a wider dtype, which looks at the stride of a single row, too, and that is any."""
-    return wire.as_strided(wire.shape, (wire.shape[1], 1)) if len(wire) == 1 or not wire.numel() else wire
-
-
 def _new_on(device: torch.device) -> Space:
     return lambda use, shape, dtype: torch.zeros(*shape, dtype=dtype, device=device)

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, viewable
+from thinwire.alignment import viewable
+from thinwire.codecs.base import Codec
 from thinwire.errors import ThinwireError
 
 

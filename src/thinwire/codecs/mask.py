@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.bucket import padded
-from thinwire.codecs.base import Codec, Residual, Space, viewable
+from thinwire.alignment import padded, viewable
+from thinwire.codecs.base import Codec, Residual, Space
 from thinwire.codecs.intquant import Integers
 from thinwire.errors import ThinwireError
 from thinwire.ops import mask

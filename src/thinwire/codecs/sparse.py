@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.bucket import padded
+from thinwire.alignment import padded
 from thinwire.codecs.base import Codec, Residual, Space
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.mask import OwnMasks

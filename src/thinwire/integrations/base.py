@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,26 @@ from thinwire.methods.base import Method, Parameter
 
 if TYPE_CHECKING:
     from thinwire.road import Levels, Road
-    from thinwire.turn import Turn
+
+
+class StepEvents(Protocol):
+    """What an engine tells the steps of its model, and asks them."""
+
+    @property
+    def open(self) -> bool:
+        """Have some optimizers stepped, and others not yet?"""
+
+    def enter(self, names: Sequence[str]) -> None:
+        """The gradients of ``names`` are about to be exchanged."""
+
+    def exchanging(self, what: str, names: Iterable[str]) -> AbstractContextManager[None]:
+        """Inside, ``what`` of the parameters ``names`` is exchanged."""
+
+    def seen(self, name: str) -> bool:
+        """Has the parameter been exchanged since the last step?"""
+
+    def exchanged(self) -> list[Tensor]:
+        """The parameters that have been exchanged since the last step."""
 
 
 Meet = Callable[[], None]
@@ -62,7 +81,7 @@ class Engine:
         """Are we called at all? Not where torch leaves out what a single rank would exchange with itself."""
         return True
 
-    def attach(self, turn: Turn, road: Road) -> None:
+    def attach(self, turn: StepEvents, road: Road) -> None:
         """Send every gradient down ``road``, and tell ``turn``."""
 
     def layout(self) -> Layout:

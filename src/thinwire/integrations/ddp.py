@@ -17,14 +17,14 @@ from thinwire.bucket import Layout, Piece
 from thinwire.collectives import AllReduce, ReduceScatter
 from thinwire.comm import GroupComm
 from thinwire.errors import ThinwireError
-from thinwire.integrations.base import Engine, Meet, all_zero, split_by_node, wants_two_levels
+from thinwire.integrations.base import Engine, Meet, StepEvents, all_zero, split_by_node, wants_two_levels
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method
-from thinwire.plan import describe
+from thinwire.names import describe
 from thinwire.road import Road, ScatterAndShare, Worker
 
 if TYPE_CHECKING:
-    from thinwire.turn import Turn
+    pass
 
 
 class CommHook:
@@ -135,7 +135,7 @@ class DDP(Engine):
         if getattr(dynamo, "optimize_ddp", None) == "python_reducer":
             raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
 
-    def attach(self, turn: Turn, road: Road) -> None:
+    def attach(self, turn: StepEvents, road: Road) -> None:
         """Register the hook."""
 
         def hook(bucket: dist.GradBucket) -> Any:
@@ -161,7 +161,7 @@ class DDP(Engine):
         self._hook.reduce, self._hook.free = hook, False
         self._watch(turn)
 
-    def _watch(self, turn: Turn) -> None:
+    def _watch(self, turn: StepEvents) -> None:
         """Know, in a second backward pass, whether the first one's gradients are still there: by the time that the hook
         is called autograd has added the new ones to them, or put them in their place.
         """
@@ -177,7 +177,7 @@ class DDP(Engine):
             if id(weight) in self.parameters:
                 watch(self.parameters[id(weight)].name, weight)
 
-    def _look(self, weight: Tensor, turn: Turn) -> None:
+    def _look(self, weight: Tensor, turn: StepEvents) -> None:
         if weight.grad is None:
             self._gone = all(other.grad is None for other in turn.exchanged())
         elif not self._looked:  # once, because it waits for the device

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,17 +25,14 @@ from thinwire.bucket import Layout
 from thinwire.collectives import AllReduce, ReduceScatter
 from thinwire.comm import GroupComm
 from thinwire.errors import ThinwireError
-from thinwire.integrations.base import Engine, Meet, all_zero, split_by_node, wants_two_levels
-from thinwire.integrations.fsdp2_module import GroupLink, has_own_gradient
+from thinwire.integrations.base import Meet, StepEvents, all_zero, split_by_node, wants_two_levels
+from thinwire.integrations.fsdp2_module import GroupLink, ShardedEngine, has_own_gradient
 from thinwire.integrations.fsdp2_weights import ForwardPasses, ModuleAllGather
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method
-from thinwire.plan import clean_name, describe
+from thinwire.names import clean_name, describe
 from thinwire.road import Regroup, Road, Worker
 from thinwire.weights import Ahead, Replica
-
-if TYPE_CHECKING:
-    from thinwire.turn import Turn
 
 
 def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
@@ -75,7 +72,7 @@ def _other_groups(model: nn.Module, known: Sequence[dist.ProcessGroup]) -> list[
     return found
 
 
-class FSDP2(Engine):
+class FSDP2(ShardedEngine):
     """One communication object per FSDP module; torch calls it with the module's flat gradient and takes our row."""
 
     kind = "fsdp2"
@@ -223,7 +220,7 @@ class FSDP2(Engine):
             self._comms[id(group)] = GroupComm(group, self.ledger, device=device)
         return self._comms[id(group)]
 
-    def attach(self, turn: Turn, road: Road) -> None:
+    def attach(self, turn: StepEvents, road: Road) -> None:
         """Give every FSDP module its communication objects; on HSDP torch calls both stages of the road by itself."""
         for module, group in self.groups:
             link = GroupLink(self, group, turn, road)

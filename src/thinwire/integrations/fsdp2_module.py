@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from thinwire import device as devices
 from thinwire.bucket import Piece, Shard
+from thinwire.comm import GroupComm
 from thinwire.errors import ThinwireError
-from thinwire.plan import clean_name
-from thinwire.road import Road, Stage, shard_of
-
-if TYPE_CHECKING:
-    from thinwire.integrations.fsdp2 import FSDP2
-    from thinwire.turn import Turn
+from thinwire.integrations.base import Engine, StepEvents
+from thinwire.ledger import Ledger
+from thinwire.methods.base import Method
+from thinwire.names import clean_name
+from thinwire.road import Road, Stage, Worker, shard_of
+from thinwire.weights import Replica
 
 
 def has_own_gradient(fsdp_param: Any) -> bool:
@@ -31,10 +33,51 @@ def has_own_gradient(fsdp_param: Any) -> bool:
     )
 
 
+class ShardedEngine(Engine):
+    """What the parts that stand between one FSDP module and the road ask of their engine, ``FSDP2``.
+
+    Attributes:
+        groups: every FSDP module of the model with its parameter group. ranks: among which gradients are averaged.
+        worker: runs exchanges beside the backward pass where there are no streams. tail: events of the last reduction.
+        reduce_group: torch's, of its reduce-scatter.
+    """
+
+    method: Method
+    ledger: Ledger
+    groups: list[tuple[FSDPModule, Any]]
+    ranks: int
+    closed: bool
+    worker: Worker | None
+    tail: tuple[Any, Any] | None
+    reduce_group: dist.ProcessGroup
+    forward_passes: Any
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The weights whose gathers the method has a hand in."""
+        raise NotImplementedError
+
+    def comm(self, group: dist.ProcessGroup) -> GroupComm:
+        """The verbs on one of the engine's own groups."""
+        raise NotImplementedError
+
+    def arrived(self) -> None:
+        """Wait for the gradients that are under way beside the backward pass."""
+        raise NotImplementedError
+
+    def asks(self, gather: Any, replica: Replica) -> None:
+        """torch gathers a module's weights."""
+        raise NotImplementedError
+
+    def go_on(self) -> None:
+        """A module has got its weights: those of others may leave."""
+        raise NotImplementedError
+
+
 class GroupLink:
     """What stands between one FSDP parameter group and the road."""
 
-    def __init__(self, engine: FSDP2, group: Any, turn: Turn, road: Road) -> None:
+    def __init__(self, engine: ShardedEngine, group: Any, turn: StepEvents, road: Road) -> None:
         self.engine, self.group, self.turn, self.road = engine, group, turn, road
         # What torch had there before.
         self._stock = {

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,10 @@ from thinwire import device as devices
 from thinwire.comm import Work
 from thinwire.errors import ThinwireError
 from thinwire.fingerprint import Fingerprint
-from thinwire.integrations.fsdp2_module import GroupLink
+from thinwire.integrations.fsdp2_module import GroupLink, ShardedEngine
 from thinwire.ledger import Ledger
 from thinwire.road import Road
 from thinwire.weights import Replica
-
-if TYPE_CHECKING:
-    from thinwire.integrations.fsdp2 import FSDP2
 
 
 class ModuleAllGather:
@@ -132,7 +129,7 @@ class ForwardPasses:
     training goes on after it, ranks agree on whether anybody's have changed: evaluating is what they do together.
     """
 
-    def __init__(self, engine: FSDP2) -> None:
+    def __init__(self, engine: ShardedEngine) -> None:
         self._engine = engine
         self._mode: tuple[bool, bool] | None = None  # of the last one: is it training, does it record gradients?
         self._asked: set[int] = set()  # modules that have asked for their weights in it

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from thinwire.errors import ThinwireError
 from thinwire.methods import table
-from thinwire.methods.base import Lossy as Lossy
 from thinwire.methods.base import Method as Method
 from thinwire.methods.base import Parameter as Parameter
 from thinwire.methods.base import Promise as Promise
+from thinwire.methods.feedback import Lossy as Lossy
 from thinwire.methods.table import *  # noqa: F403
 
 TABLE: tuple[type[Method], ...] = tuple(

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Piece, Shard, padded
+from thinwire.alignment import padded
+from thinwire.bucket import Bucket, Piece, Shard
 from thinwire.errors import ThinwireError
 from thinwire.methods.run import Run, Step
 from thinwire.ops import mask as masks

@@ -9,10 +9,10 @@ from typing import ClassVar
 from thinwire.bucket import Bucket
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16 as Bf16Codec
-from thinwire.codecs.cast import Fp32 as Fp32Codec
 from thinwire.codecs.intquant import Int8 as Int8Codec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import CONSERVES, Lossy, Method, Parameter, Promise, Rounding
+from thinwire.methods.base import Method, Parameter, Promise, Rounding
+from thinwire.methods.feedback import Lossy
 
 _SENT_WHOLE = dict.fromkeys(("send", "smallest"), "all is sent that dense= does not name")
 
@@ -22,23 +22,6 @@ class Dense(Method):
     """Everything in the engine's own dtype, summed by the network: bit for bit what the stock engine does."""
 
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "nothing is compressed")
-
-
-@dataclass
-class Fp32(Method):
-    """Everything in fp32, all-to-all, summed in rank order: the same bits whatever the engine's buckets are.
-
-    Where dense depends on a ring's order of summation, this does not. On gloo, whose reduce-scatter moves as many bytes
-    as an all-reduce, it is also the fair dense baseline for FSDP2: half of what ``dense`` sends.
-    """
-
-    name: ClassVar[str] = "fp32"
-    on_wire: ClassVar[bool] = False
-    promise: ClassVar[Promise] = CONSERVES
-    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "everything is sent in fp32")
-
-    def make_codec(self) -> Codec:
-        return Fp32Codec()
 
 
 @dataclass

@@ -43,7 +43,7 @@ from thinwire.comm import local
 from thinwire.errors import ThinwireError
 from thinwire.methods.base import (
     CONSERVES,
-    ErrorFeedback,
+    Fp32,
     Method,
     Parameter,
     Promise,
@@ -54,7 +54,7 @@ from thinwire.methods.base import (
     first_step,
     refuse_chunks,
 )
-from thinwire.methods.baselines import Fp32
+from thinwire.methods.feedback import ErrorFeedback
 from thinwire.methods.steps import has_step_of_torch
 
 OWN_WEIGHT, OWN_MOMENT = "own weight", "own optimizer "

@@ -19,7 +19,8 @@ from thinwire.bucket import Bucket
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Int4
 from thinwire.collectives import Exchange
-from thinwire.methods.base import ErrorFeedback, Promise
+from thinwire.methods.base import Promise
+from thinwire.methods.feedback import ErrorFeedback
 
 
 @dataclass

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Segment, padded
+from thinwire.alignment import padded
+from thinwire.bucket import Bucket, Segment
 from thinwire.collectives import Exchange
 from thinwire.comm import Work
 from thinwire.errors import ThinwireError

@@ -26,10 +26,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Segment, padded
+from thinwire.alignment import padded
+from thinwire.bucket import Bucket, Segment
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Parameter, Resized
+from thinwire.methods.base import Parameter, Resized
+from thinwire.methods.feedback import ErrorFeedback
 from thinwire.streams import random_normal, seed_of
 
 TINY = 2.0**-126

@@ -28,13 +28,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, padded
+from thinwire.alignment import padded
+from thinwire.bucket import Bucket
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import Masked
 from thinwire.collectives import Exchange
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Resized, Step, check_density, count_of
+from thinwire.methods.base import Resized, Step, check_density, count_of
+from thinwire.methods.feedback import ErrorFeedback
 from thinwire.ops import mask as masks
 from thinwire.state import SMALL as LOOSE
 

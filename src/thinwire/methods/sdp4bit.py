@@ -31,7 +31,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Shard, padded
+from thinwire.alignment import padded
+from thinwire.bucket import Bucket, Shard
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.grouped import GroupedBytes

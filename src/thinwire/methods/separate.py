@@ -35,7 +35,8 @@ from thinwire.codecs.base import Residual
 from thinwire.codecs.projection import ESTIMATORS, Estimator, Projection
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Promise
+from thinwire.methods.base import Promise
+from thinwire.methods.feedback import ErrorFeedback
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torch import Tensor
 from thinwire.bucket import Bucket, Shard
 from thinwire.collectives import Exchange
 from thinwire.methods.atmask import Unfolded, WeightsAtMask
-from thinwire.methods.base import ErrorFeedback
+from thinwire.methods.feedback import ErrorFeedback
 from thinwire.methods.run import Run, Step
 from thinwire.ops import mask as masks
 from thinwire.weights import Message

@@ -28,7 +28,8 @@ from thinwire.codecs.sign import SCALES
 from thinwire.codecs.sign import Sign as SignCodec
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Promise
+from thinwire.methods.base import Promise
+from thinwire.methods.feedback import ErrorFeedback
 from thinwire.methods.twoway import mean_both_ways
 
 

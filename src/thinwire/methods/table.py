@@ -2,7 +2,7 @@
 
 # ruff: noqa: I001  (the order is that in which they are listed)
 from thinwire.methods.baselines import Dense as Dense
-from thinwire.methods.baselines import Fp32 as Fp32
+from thinwire.methods.base import Fp32 as Fp32
 from thinwire.methods.baselines import Bf16 as Bf16
 from thinwire.methods.baselines import Int8 as Int8
 from thinwire.methods.radius import Radius as Radius

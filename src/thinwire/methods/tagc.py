@@ -30,10 +30,12 @@ import torch
 from torch import Tensor
 
 from thinwire import device as devices
-from thinwire.bucket import Bucket, padded
+from thinwire.alignment import padded
+from thinwire.bucket import Bucket
 from thinwire.codecs.sketch import CountSketch
 from thinwire.collectives import Exchange
-from thinwire.methods.base import ErrorFeedback, Parameter, Promise, Resized, portion_of
+from thinwire.methods.base import Parameter, Promise, Resized
+from thinwire.methods.feedback import ErrorFeedback, portion_of
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch, sparse
 from thinwire.streams import seed_of

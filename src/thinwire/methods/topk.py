@@ -12,7 +12,8 @@ from thinwire.bucket import Bucket
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import ErrorFeedback, Promise, check_density, count_of, portion_of
+from thinwire.methods.base import Promise, check_density, count_of
+from thinwire.methods.feedback import ErrorFeedback, portion_of
 from thinwire.ops import mask as masks
 
 

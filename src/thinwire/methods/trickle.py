@@ -43,7 +43,8 @@ from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.codecs.sparse import TILE, Positions, TiledTopK, TopKIntegers
 from thinwire.collectives import Exchange, scratch
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import Promise, check_density, count_of, portion_of
+from thinwire.methods.base import Promise, check_density, count_of
+from thinwire.methods.feedback import portion_of
 from thinwire.methods.shared import SharedMask, choosers_of
 from thinwire.methods.twoway import mean_both_ways, serve
 from thinwire.ops import mask as masks

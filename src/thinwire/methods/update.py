@@ -58,7 +58,7 @@ from thinwire.state import State
 from thinwire.streams import seed_of
 
 if TYPE_CHECKING:
-    from thinwire.methods.base import ErrorFeedback
+    from thinwire.methods.feedback import ErrorFeedback
 
 SAMPLE = 64
 """Values of a tensor that tell how much alike the ranks' gradients are: together with those of other tensors, and

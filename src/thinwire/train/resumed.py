@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
-from thinwire.plan import bare_name
+from thinwire.names import bare_name
 from thinwire.train.stored import MODEL, WIRE, Checkpoint, Damaged, States, rank_file, read_tensors
 from thinwire.wire import Wire
 

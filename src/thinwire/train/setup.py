@@ -22,8 +22,9 @@ from thinwire.elastic import init_process_group
 from thinwire.errors import LostRank, ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.methods import resolve
+from thinwire.names import describe
 from thinwire.optim import AdamS
-from thinwire.plan import describe, plan_of
+from thinwire.plan import plan_of
 from thinwire.train import instructions, pretrained, tokens
 from thinwire.train.config import Config
 from thinwire.train.data import Tokenizer, Windows, read_corpus, spans, split, tokenizer_file
