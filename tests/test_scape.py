@@ -279,38 +279,33 @@ def check(module, n: int, m: int, device: str = "cpu") -> None:
         def seen(*values):
             results[-1] += [value.clone() for value in values]
 
-        which.add_up(a, b, held, words, 0.9, False)
-        assert scores.isnan().all()
-        which.add_up(a, b, held, words, 0.9, True)
-        seen(a, scores[: n - half])
-        for mean in (a, b):  # nothing was sent off the mask
-            mean.mul_(flags_of(words))
-        which.settle(a.clone(), held, words, 0.9, given, c, rest)
-        seen(rest, given)
-        which.settle(b, held, words, 0.9, given, c, c)  # in place
-        seen(b, c, given)
-        which.settle(a, held, words, 0.9, given, None, None)
-        seen(a, given)
-        rows, residual = torch.stack([a, b, c]), torch.stack([c, a, b])
-        which.blend(rows, residual, 1, c, held, 0.9, False)
-        seen(rows, scores[: n - half])
-        which.blend(rows, residual, 1, c, held, 0.9, True)
-        seen(rows, scores[: n - half])
         three = torch.stack([words, words.flip(0), words.roll(1)])  # as many bits in each row
         k = int(masks.popcount(words.view(1, -1)))
-        known = module.directory(three) if hasattr(module, "directory") else None
-        for before in (None, known):  # the same passes, and what is sent
-            sent = Sent(three, before, torch.full((3, k + 2), math.nan, device=device)[:, :k], rows.clone(), 0.25)
-            which.blend(rows.clone(), residual, 1, c, held, 0.9, True, sent)
-            seen(sent.payload, sent.left, scores[: n - half])
-            payload, left = torch.full((1, k), math.nan, device=device), torch.full((1, n), math.nan, device=device)
-            one = Sent(three[:1], before, payload, left)
-            which.add_up(a.clone(), b, held, words, 0.9, True, one)
-            seen(one.payload, one.left, scores[: n - half])
-            mean = torch.full((n,), math.nan, device=device)
-            row = None if before is None else before[0]
-            which.settle(mean, held, words, 0.9, given, c, rest, one.payload[0], row)
-            seen(mean, given, rest)
+        ones = torch.full((3, n // 64), -1, device=device)
+        rows, residual = torch.stack([a, b, c]), torch.stack([c, a, b])
+        for mask, bits in ((three, k), (ones, n)):
+            known = module.directory(mask) if hasattr(module, "directory") else None
+            for before in (None, known):
+                for choose in (False, True):
+                    scores.fill_(math.nan)
+                    payload = torch.full((3, bits + 2), math.nan, device=device)[:, :bits]
+                    sent = Sent(mask, before, payload, torch.full((3, n), math.nan, device=device), 0.25)
+                    which.blend(rows.clone(), residual, 1, c, held, 0.9, sent, choose)
+                    seen(sent.payload, sent.left, *([scores[: n - half]] if choose else []))
+                    assert choose or scores.isnan().all()
+                    scores.fill_(math.nan)
+                    payload, left = (torch.full((1, m), math.nan, device=device) for m in (bits, n))
+                    one = Sent(mask[:1], before, payload, left)
+                    which.add_up(a.clone(), b, held, 0.9, one, choose)
+                    seen(payload, left, *([scores[: n - half]] if choose else []))
+                    assert choose or scores.isnan().all()
+                row = None if before is None else before[0]
+                for common, common_out in ((c, rest), (c.clone(), None), (None, None)):
+                    if common is not None and common_out is None:
+                        common_out = common  # in place
+                    gradient = torch.full((n,), math.nan, device=device)
+                    which.settle(payload[0], held, mask[0], 0.9, given, gradient, common, common_out, row)
+                    seen(gradient, given, *([] if common_out is None else [common_out]))
         assert scores[n - half :].isnan().all()
     for actual, expected in zip(results[1], results[0], strict=True):
         assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)

@@ -21,7 +21,6 @@ from thinwire import methods
 from thinwire.codecs.base import Codec
 from thinwire.codecs.sparse import Positions
 from thinwire.errors import ThinwireError
-from thinwire.methods.scape import Settled
 from thinwire.ops import mask
 from thinwire.ops.mask import reference
 from thinwire.ops.rows import Places
@@ -39,8 +38,8 @@ PLACES = (Where("all_reduce", 2), Where("reduce_scatter", 3))
 EACH = 1000 if ALL else 50
 """Of each kind of damage, for each message that was recorded."""
 WITHOUT_CODEC = ("none", "powersgd", "local-steps", "scape")
-"""Methods that decode nothing by a codec of their own in what is played: they have factors, an outer method's, or a codec
-that needs its live bucket (scape's ``Settled``). Whole steps of theirs are spoilt below."""
+"""Methods that decode nothing by a codec of their own in what is played: they have factors, an outer method's, or values
+at a mask as they are (scape). Whole steps of theirs are spoilt below."""
 PLAYS = 20
 PATTERN, MARGIN = 0x5A, 4096  # bytes before and behind what is written to
 
@@ -85,8 +84,7 @@ def recorded(make, where: Where) -> list:
 
         def watched(self, wire, out, *args, **more):
             key = (type(self).__name__, name, tuple(wire.shape))
-            # What settles a bucket of SCAPE's as it decodes needs that bucket: it is in the whole steps below.
-            if wire.numel() and len(calls) < 12 and not isinstance(self, Settled):
+            if wire.numel() and len(calls) < 12:
                 calls.setdefault(key, (self, original, wire.clone(), out.clone(), args))
             return original(self, wire, out, *args, **more)
 

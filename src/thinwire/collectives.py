@@ -149,7 +149,8 @@ class Exchange(ABC):
         """Bytes that one rank sends for ``numel`` values of an engine's buffer that goes out as it is."""
         ledger, rows = Ledger(), self.rows if self.owner else 1
         values = torch.empty((rows, numel // rows), dtype=dtype, device="meta")
-        self.on(lambda comm: CountingComm.like(comm, ledger)).mean(_Bare(values, values[:1] if self.owner else values))
+        payload = Payload(values, values[:1] if self.owner else values)
+        self.on(lambda comm: CountingComm.like(comm, ledger)).mean(payload)
         return sum(ledger.now.bytes.values())
 
     @property
@@ -170,6 +171,7 @@ class Exchange(ABC):
         on_wire: bool = True,
         residual: Residual | None = None,
         seed: Seeds | None = None,
+        shared: bool = False,
     ) -> None:
         """``bucket.mean`` = the mean over ranks of ``bucket.rows`` + ``residual.old``; ``residual.new`` = what is left.
 
@@ -179,6 +181,7 @@ class Exchange(ABC):
                 not linear sends its one row to everybody, who sums them all (R == 1). False: sum in fp32 at the owner
                 of each row (R == N).
             seed: of a codec that draws random bits.
+            shared: without a codec, ``bucket.rows`` are ``factor`` times the values already.
         """
 
     def serve(self, bucket: Bucket, codec: Codec, *, residual: Residual | None = None) -> Tensor:
@@ -269,16 +272,16 @@ class AllReduce(Exchange):
     def bucket_rows(self, on_wire):
         return 1 if on_wire else self.rows
 
-    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None):
+    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None, shared=False):
         comm, rows, scale = self.comm, bucket.rows, 1 / self.comm.size
         if codec is None:
             _send_all(rows, residual)
-            _dense_all_reduce(comm, rows, self.divide)
+            _dense_all_reduce(comm, rows, self.divide, shared=shared)
             return
         wire = _encode(comm, bucket, rows, codec, "wire", residual, seed)
         if codec.linear and on_wire:
             if codec.wire_dtype == torch.float32 and codec.divisible:
-                _dense_all_reduce(comm, wire, self.divide, shared=codec.shared)
+                _dense_all_reduce(comm, wire, self.divide)
                 scale = 1.0
             else:
                 comm.all_reduce(wire)
@@ -304,7 +307,7 @@ class ReduceScatter(Exchange):
 
     owner = True
 
-    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None):
+    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None, shared=False):
         comm, rows, mean = self.comm, bucket.rows, bucket.mean
         if codec is None:
             _send_all(rows, residual)
@@ -321,8 +324,12 @@ class ReduceScatter(Exchange):
 
 
 @dataclass
-class _Bare:
-    """Values that are exchanged as they are, and need no workspace."""
+class Payload:
+    """Values that go out as they are, without a codec and so without a workspace: a method has encoded them already.
+
+    Attributes:
+        rows: (R, k) what is sent of each row. mean: where the mean goes: ``rows`` itself, or (1, k) at a row's owner.
+    """
 
     rows: Tensor
     mean: Tensor
@@ -336,7 +343,7 @@ class _Bare:
 
 
 @dataclass
-class _Served(_Bare):
+class _Served(Payload):
     """A bucket whose mean goes elsewhere: the same rows, its workspace under other keys."""
 
     bucket: Bucket

@@ -44,9 +44,6 @@ class Codec(ABC):
     divisible: bool = True
     """A float32 wire may be divided by the number of ranks before or while it is summed, as dense gradients are."""
 
-    shared: bool = False
-    """It encodes ``Exchange.factor`` times its values: the exchange need not multiply them before the sum."""
-
     verbatim: bool = False
     """The wire of float32 rows is those rows: none has to be made."""
 
