@@ -143,9 +143,11 @@ class SCAPE(Method):
         self._step = bucket.step
         self._masks.finish()
         chosen = None if whole else self._masks.used(bucket)
-        mask = all_ones(bucket) if chosen is None else chosen  # M: l. 5, or l. 15 of an earlier step
-        payload = bucket.scratch("wire", (bucket.shape[0], mask.k), torch.float32)
-        b = bucket.scratch("row", (1, mask.k), torch.float32) if exchange.owner else payload
+        if chosen is None:  # M is all ones (l. 5): what is sent is as long as the gradients, and takes their place
+            mask, payload, b = all_ones(bucket), bucket.rows, bucket.mean
+        else:  # M of l. 15 in an earlier step
+            mask, payload = chosen, bucket.scratch("wire", (bucket.shape[0], chosen.k), torch.float32)
+            b = bucket.scratch("row", (1, chosen.k), torch.float32) if exchange.owner else payload
         next_m = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
         x, next_x = None, None
         with exchange.span("encode", bucket.rows):

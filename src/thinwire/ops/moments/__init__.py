@@ -72,7 +72,7 @@ class Sent(NamedTuple):
     """Where the result (R, n) of a pass goes; the rows that it was made of may then hold anything.
 
     ``payload`` (R, k) = its values at the mask ``words`` (R, n / 64), times ``share``; ``left`` (R, n) = those off it,
-    0 on it. ``before``: ``mask.directory(words)``.
+    0 on it. ``before``: ``mask.directory(words)``. Where the mask is all ones, ``payload`` may be those rows.
     """
 
     words: Tensor
@@ -114,7 +114,8 @@ def settle(
     added to it, and ``common_out`` = 0; off it ``common_out`` = ``common`` + b1 moment.
 
     Args:
-        payload: (k,) the mean at the mask ``words`` (n / 64,), of which ``before`` is the directory.
+        payload: (k,) the mean at the mask ``words`` (n / 64,), of which ``before`` is the directory; where that is all
+            ones, it may be ``gradient``.
         given, gradient, common, common_out: (n,), n a multiple of 64; common_out may be common; what stands for no
             moment is left alone in given.
     """

@@ -94,7 +94,8 @@ def settle(
     payload: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, gradient: Tensor,
     common: Tensor | None, common_out: Tensor | None, before: Tensor | None,
 ) -> None:  # fmt: skip
-    scatter(payload.unsqueeze(0), words.unsqueeze(0), gradient.unsqueeze(0))
+    if payload.data_ptr() != gradient.data_ptr():
+        scatter(payload.unsqueeze(0), words.unsqueeze(0), gradient.unsqueeze(0))
     _settle_part(gradient, moments, words, beta1, given, common, common_out)
 
 

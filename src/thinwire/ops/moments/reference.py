@@ -54,7 +54,8 @@ def settle(
     payload: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, gradient: Tensor,
     common: Tensor | None, common_out: Tensor | None, before: Tensor | None,
 ) -> None:  # fmt: skip
-    masks.scatter(payload.unsqueeze(0), words.unsqueeze(0), gradient.unsqueeze(0))
+    if payload.data_ptr() != gradient.data_ptr():
+        masks.scatter(payload.unsqueeze(0), words.unsqueeze(0), gradient.unsqueeze(0))
     _settle(gradient, moments, words, beta1, given, common, common_out)
 
 
