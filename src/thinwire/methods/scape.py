@@ -135,7 +135,8 @@ class SCAPE(Method):
     def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
         """Take a bucket through Alg. 1, l. 10-17. ``whole``: M is all ones, as at first (l. 5).
 
-        The two passes are, in plain torch, ``add_up`` (or ``blend``) and ``settle`` of ``ops/moments/reference.py``.
+        The passes before and after the exchange are, in plain torch, these of ``ops/moments/reference.py``: ``add_up``
+        (``blend`` where a row's owner alone has its m, and x), and ``settle``.
         """
         if self.density == 1:
             exchange.mean(bucket)
@@ -153,25 +154,25 @@ class SCAPE(Method):
         with exchange.span("encode", bucket.rows):
             m = self._first_moments(bucket)
             e, next_e = self.state.read("residual", bucket), self.state.write("residual", bucket)
-            sent = moments.Sent(
-                mask.words, mask.before, share=exchange.factor,
-                left=next_e,  # l. 11-12: e_n = m~_n off M, 0 on M
-                payload=payload,  # l. 13: m~_n on M, but for what all ranks have, or the owner of the row
-            )  # fmt: skip
-            choose = self._schedule.refreshes(bucket.step + 1)  # l. 15: is m~_n kept, to choose the next M by?
-            if exchange.owner:  # l. 10: m~_n = (1-b1) g_n + e_n; to choose by: m~_n + x + b1 m
+            if exchange.owner:
                 x, next_x = (find("common", bucket, rows=1)[0] for find in (self.state.read, self.state.write))
-                moments.blend(bucket.rows, e, exchange.mine, x, m, self.beta1, sent, choose=choose)
-            else:  # l. 10: m~_n = b1 m + (1-b1) g_n + e_n
-                moments.add_up(bucket.rows[0], e[0], m, self.beta1, sent, choose=choose)
+            moments.add_up(
+                bucket.rows, e, m, self.beta1, common=x, mine=exchange.mine,  # l. 10: m~_n = b1 m + (1-b1) g_n + e_n
+                sent=moments.Sent(
+                    mask.words, mask.before, share=exchange.factor,
+                    left=next_e,  # l. 11-12: e_n = m~_n off M, 0 on M
+                    payload=payload,  # l. 13: m~_n on M, without b1 m
+                ),
+                choose=self._schedule.refreshes(bucket.step + 1),  # l. 15: the scores |m~_n|
+            )  # fmt: skip
         self.state.put_back("residual", bucket)
         exchange.mean(Payload(payload, b), shared=True)  # l. 13-14: b = mean over n of m~_n on M
-        # l. 15: the next M = top-k of |m~_n|, of all buckets at once: ``after_step``.
+        # l. 15: the next M = top-k of the scores, which ``after_step`` takes of all buckets at once.
         with exchange.span("decode", bucket.mean):
             words, before = mask.row(exchange.mine)
             moments.settle(
-                b[0], m, words, self.beta1, before=before, common=x,
-                given=next_m[0],  # l. 16: m' = b on M, 0 off M, where b has b1 m (and x) again
+                b[0], m, words, self.beta1, before=before, common=x,  # b += b1 m, and x
+                given=next_m[0],  # l. 16: m' = b on M, 0 off M
                 gradient=bucket.mean[0],  # l. 17: g^ = (b - b1 m)/(1-b1) on M, 0 off M
                 common_out=next_x,  # l. 11-12, for what is common: x = x + b1 m off M, 0 on M
             )  # fmt: skip
@@ -216,7 +217,7 @@ class SCAPE(Method):
         self._gathered.before_step(step, self._given)
 
     def after_step(self, step: Step) -> None:
-        """Start to gather the next step's masks, of the parameters that took part in this one (Sec. IV-A)."""
+        """Choose the next M (l. 15) and start to gather it, of the parameters that took part (Sec. IV-A)."""
         exchanged = set(self._given)
         self.undo()
         if self.density < 1:

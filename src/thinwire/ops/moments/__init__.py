@@ -18,7 +18,7 @@ from thinwire.device import upload
 from thinwire.ops.backends import backend
 from thinwire.ops.programs import programs_of
 
-__all__ = ["Moments", "Part", "Sent", "add_up", "blend", "settle"]
+__all__ = ["Moments", "Part", "Sent", "add_up", "settle"]
 
 PER_PROGRAM = 1024
 """Columns of one moment that one program of a GPU takes."""
@@ -82,24 +82,20 @@ class Sent(NamedTuple):
     share: float = 1.0
 
 
-def add_up(gradient: Tensor, residual: Tensor, moments: Moments, beta1: float, sent: Sent, *, choose: bool) -> None:
-    """``sent`` takes m~ = (1-b1) ``gradient`` + ``residual`` (n,) + b1 moment: the scores, if it is to ``choose``.
-
-    Its payload is without b1 moment: all ranks know that, it need not travel.
-    """
-    if gradient.numel():
-        _backend(gradient).add_up(gradient, residual, moments, beta1, sent, choose)
-
-
-def blend(
-    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, sent: Sent, *,
-    choose: bool,
+def add_up(
+    rows: Tensor, residual: Tensor, moments: Moments, beta1: float, *, sent: Sent, choose: bool,
+    common: Tensor | None = None, mine: int = 0,
 ) -> None:  # fmt: skip
-    """``sent`` takes (1-b1) ``rows`` + ``residual`` (R, n): m~ without what the owner of a row alone has.
+    """Make m~ = (1-b1) ``rows`` + ``residual`` (R, n) + b1 moment: the scores, if it is to ``choose``, and ``sent``.
 
-    If it is to ``choose``, scores = row ``mine`` + ``common`` (n,) + b1 moment.
+    What is sent is without b1 moment on the mask, which whoever gets it has. Where all ranks have it, there is one row.
+    Else it is row ``mine`` that this rank's moments are of: their part, and ``common`` (n,), is in the scores alone.
     """
-    if rows.numel():
+    if not rows.numel():
+        return
+    if common is None:
+        _backend(rows).add_up(rows[0], residual[0], moments, beta1, sent, choose)
+    else:
         _backend(rows).blend(rows, residual, mine, common, moments, beta1, sent, choose)
 
 
