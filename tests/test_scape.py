@@ -23,7 +23,6 @@ from thinwire.methods import SCAPE, resolve
 from thinwire.methods.base import Parameter, Run
 from thinwire.methods.masks import cut
 from thinwire.ops import mask as masks
-from thinwire.ops.mask.reference import flags_of
 from thinwire.ops.moments import Moments, Part, Sent, cpu, reference
 from thinwire.optim import AdamS
 from thinwire.testing import reduce_on_threads

@@ -155,7 +155,7 @@ class SCAPE(Method):
             m = self._first_moments(bucket)
             e, next_e = self.state.read("residual", bucket), self.state.write("residual", bucket)
             if exchange.owner:
-                x, next_x = (find("common", bucket, rows=1)[0] for find in (self.state.read, self.state.write))
+                x, next_x = self.state.read("common", bucket, rows=1)[0], self.state.write("common", bucket, rows=1)[0]
             moments.add_up(
                 bucket.rows, e, m, self.beta1, common=x, mine=exchange.mine,  # l. 10: m~_n = b1 m + (1-b1) g_n + e_n
                 sent=moments.Sent(
