@@ -39,8 +39,8 @@ PLACES = (Where("all_reduce", 2), Where("reduce_scatter", 3))
 EACH = 1000 if ALL else 50
 """Of each kind of damage, for each message that was recorded."""
 WITHOUT_CODEC = ("none", "powersgd", "local-steps", "scape")
-"""Methods that decode nothing by a codec of their own in what is played: they have factors, an outer method's, or a
-codec that needs its live bucket (scape's ``Settled``). Whole steps of theirs are spoilt below."""
+"""Methods that decode nothing by a codec of their own in what is played: they have factors, an outer method's, or
+values at a mask as they are (scape). Whole steps of theirs are spoilt below."""
 PLAYS = 20
 PATTERN, MARGIN = 0x5A, 4096  # bytes before and behind what is written to
 

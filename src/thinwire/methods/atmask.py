@@ -24,11 +24,25 @@ WORD = masks.WORD
 
 
 class Unfolded(NamedTuple):
-    """Masks (R, w) of all of a bucket's parameters ``names``, beside each other, and what a GPU has to know of them."""
+    """The masks of all of a bucket's parameters, beside each other.
+
+    Attributes:
+        names: the parameters. counts: values at each one's mask, in a row. words: (R, w). before: their directory.
+    """
 
     names: tuple[str, ...]
+    counts: tuple[int, ...]
     words: Tensor
     before: Tensor | None
+
+    @property
+    def k(self) -> int:
+        """Values at all masks, in a row."""
+        return sum(self.counts)
+
+    def row(self, number: int) -> tuple[Tensor, Tensor | None]:
+        """The masks of one row, (w,), and their directory."""
+        return self.words[number], None if self.before is None else self.before[number]
 
 
 class Used(NamedTuple):
@@ -70,16 +84,16 @@ class WeightsAtMask:
         """With a hop inside the node a rank does not know the masks of its node's other shards: they go whole."""
         return self._wanted and self._run.exchange.owner and self._run.hop == 1
 
-    def note(self, bucket: Bucket, used: Unfolded | None, counts: Sequence[int] = ()) -> None:
-        """The step under way moves the bucket's weights at the masks ``used``, ``counts`` values in each row of each.
+    def note(self, bucket: Bucket, used: Unfolded | None) -> None:
+        """The step under way moves the bucket's weights at the masks ``used``; None: wherever it likes.
 
-        None: wherever it likes. The masks' memory is left alone until the bucket's next exchange.
+        The masks' memory is left alone until the bucket's next exchange.
         """
         for i, segment in enumerate(bucket.segments if self.encoded else ()):
             if used is None:
                 self._used.pop(segment.name, None)
             else:
-                self._used[segment.name] = Used(bucket.step, used.words[:, segment.groups(WORD)], counts[i], used)
+                self._used[segment.name] = Used(bucket.step, used.words[:, segment.groups(WORD)], used.counts[i], used)
 
     def before_step(self, step: Step, moved: Collection[str]) -> None:
         """``moved``: the parameters that were exchanged for this step. Any other is not at a mask after it."""

@@ -139,10 +139,10 @@ class Masks:
         found = [self._method.state.get("mask", segment.name) for segment in bucket.segments]
         if all(mask is None for mask in found):
             return None
-        counts = (self.count(segment) for segment in bucket.segments)
-        return bucket.once("masks", lambda: self._unfold(bucket, found), *found, *counts)
+        counts = tuple(self._count(segment) for segment in bucket.segments)
+        return bucket.once("masks", lambda: self._unfold(bucket, found, counts), *found, *counts)
 
-    def count(self, segment: Segment) -> int:
+    def _count(self, segment: Segment) -> int:
         """Values at the mask in use, in each row."""
         if self._method.state.get("mask", segment.name) is None:
             return segment.span
@@ -306,7 +306,7 @@ class Masks:
             self._chosen[name] = int(saved)
         return self._chosen[name]
 
-    def _unfold(self, bucket: Bucket, found: Sequence[Tensor | None]) -> Unfolded:
+    def _unfold(self, bucket: Bucket, found: Sequence[Tensor | None], counts: tuple[int, ...]) -> Unfolded:
         """The bits of ``found``, each as it was gathered; None: all of the parameter's values."""
         words = bucket.buffer("mask", (bucket.shape[0], bucket.shape[1] // WORD), torch.int64)
         lists = []
@@ -328,7 +328,14 @@ class Masks:
                     words[:, at].copy_(mask[:, begin:end].view(torch.int64))
         before = masks.from_lists(lists, words)
         names = tuple(segment.name for segment in bucket.segments)
-        return Unfolded(names, words, masks.directory(words) if before is None else before)
+        return Unfolded(names, counts, words, masks.directory(words) if before is None else before)
+
+
+def all_ones(bucket: Bucket) -> Unfolded:
+    """Masks of all of the bucket's values, and of its padding: what goes out is as long as dense's."""
+    names, counts = zip(*((segment.name, segment.width) for segment in bucket.segments), strict=True)
+    words = torch.full((bucket.shape[0], bucket.shape[1] // WORD), -1, dtype=torch.int64, device=bucket.device)
+    return Unfolded(names, counts, words, masks.directory(words))
 
 
 def _is_part(tensor: Tensor) -> bool:

@@ -34,18 +34,15 @@ the layout keeps dense's loss. That is another method, ``trickle``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.bucket import Bucket, Segment, Shard
-from thinwire.codecs.base import Residual, Space
-from thinwire.codecs.mask import Masked
-from thinwire.collectives import Exchange
+from thinwire.collectives import Exchange, Payload
 from thinwire.comm import local
 from thinwire.errors import ThinwireError
 from thinwire.methods.atmask import Unfolded, WeightsAtMask
@@ -65,35 +62,10 @@ from thinwire.methods.base import (
     first_step,
     refuse_chunks,
 )
-from thinwire.methods.masks import WORD, Masks, Schedule
+from thinwire.methods.masks import WORD, Masks, Schedule, all_ones
 from thinwire.ops import moments
 from thinwire.optim import AdamS
-from thinwire.streams import Seeds
 from thinwire.weights import Message
-
-
-@dataclass(frozen=True, eq=False)
-class Settled(Masked):
-    """Values at M of which both ends are one pass: rows are added up as they are encoded, and settled as decoded.
-
-    Attributes:
-        add_up: (what is sent) -> m~ of the rows, l. 10-12. settle: (b (k,) at M, the mask's directory), l. 16-17.
-        share: what its values are multiplied by.
-    """
-
-    shared = True
-
-    add_up: Callable[[moments.Sent], None] = field(kw_only=True, repr=False)
-    settle: Callable[[Tensor, Tensor | None], None] = field(kw_only=True, repr=False)
-    share: float = field(kw_only=True)
-
-    def _encode_and_keep(
-        self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
-    ) -> None:
-        self.add_up(moments.Sent(self.words, self.before, out, residual.new, self.share))
-
-    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
-        self.settle(wire[0], None if self.before is None else self.before[self.owner_row or 0])
 
 
 @dataclass
@@ -140,7 +112,6 @@ class SCAPE(Method):
             raise ThinwireError(f"scape: refresh is a number of steps, 1 or more, got {self.refresh}")
         self._given: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
         self._step = 0
-        self._apart = False
 
     def begin(self, run: Run) -> None:
         super().begin(run)
@@ -160,88 +131,59 @@ class SCAPE(Method):
         warm = first_step(self.name, "warmup", self.warmup, run.steps)
         self._schedule = Schedule(self.density, warm, self.refresh)
         self._masks = Masks(self, run.exchange, {name: run.parameters[name].local for name in sent}, self._schedule)
-        # Has a row's owner alone its m, and x? Else all ranks have m, and x is in every rank's e.
-        self._apart = run.exchange.owner
 
-    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        self._exchange(bucket, exchange)
+    def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
+        """Take a bucket through Alg. 1, l. 10-17. ``whole``: M is all ones, as at first (l. 5).
 
-    def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
-        self._exchange(bucket, exchange, whole=True)
-
-    def _exchange(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
-        """``whole``: as at first, M is all ones."""
+        The passes before and after the exchange are, in plain torch, these of ``ops/moments/reference.py``: ``add_up``
+        (``blend`` where a row's owner alone has its m, and x), and ``settle``.
+        """
         if self.density == 1:
             exchange.mean(bucket)
             return
         self._step = bucket.step
         self._masks.finish()
-        used = None if whole else self._masks.used(bucket)  # M of all rows; None: all ones (l. 5)
-        if used is None:
-            words = torch.full((bucket.shape[1] // WORD,), -1, dtype=torch.int64, device=bucket.device)
-        else:
-            words = used.words[exchange.mine]
-        codec = None if used is None else self._codec(bucket, used, exchange)
-        if codec is None:
-            with exchange.span("encode", bucket.rows):
-                self._add_up(bucket, words, exchange.mine)
-        waits = self.state.write("residual", bucket)
-        exchange.mean(bucket, codec, residual=Residual(None, waits))  # l. 11-12: off M, all waits; l. 13-14: b
+        chosen = None if whole else self._masks.used(bucket)
+        if chosen is None:  # M is all ones (l. 5): what is sent is as long as the gradients, and takes their place
+            mask, payload, b = all_ones(bucket), bucket.rows, bucket.mean
+        else:  # M of l. 15 in an earlier step
+            mask, payload = chosen, bucket.scratch("wire", (bucket.shape[0], chosen.k), torch.float32)
+            b = bucket.scratch("row", (1, chosen.k), torch.float32) if exchange.owner else payload
+        next_m = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
+        x, next_x = None, None
+        with exchange.span("encode", bucket.rows):
+            m = self._first_moments(bucket)
+            e, next_e = self.state.read("residual", bucket), self.state.write("residual", bucket)
+            if exchange.owner:
+                x, next_x = self.state.read("common", bucket, rows=1)[0], self.state.write("common", bucket, rows=1)[0]
+            moments.add_up(
+                bucket.rows, e, m, self.beta1, common=x, mine=exchange.mine,  # l. 10: m~_n = b1 m + (1-b1) g_n + e_n
+                sent=moments.Sent(
+                    mask.words, mask.before, share=exchange.factor,
+                    left=next_e,  # l. 11-12: e_n = m~_n off M, 0 on M
+                    payload=payload,  # l. 13: m~_n on M, without b1 m
+                ),
+                choose=self._schedule.refreshes(bucket.step + 1),  # l. 15: the scores |m~_n|
+            )  # fmt: skip
         self.state.put_back("residual", bucket)
-        if codec is None:
-            with exchange.span("decode", bucket.rows):
-                self._settle(bucket, words)
-        self._note(bucket, used)
+        exchange.mean(Payload(payload, b), shared=True)  # l. 13-14: b = mean over n of m~_n on M
+        # l. 15: the next M = top-k of the scores, which ``after_step`` takes of all buckets at once.
+        with exchange.span("decode", bucket.mean):
+            words, before = mask.row(exchange.mine)
+            moments.settle(
+                b[0], m, words, self.beta1, before=before, common=x,  # b += b1 m, and x
+                given=next_m[0],  # l. 16: m' = b on M, 0 off M
+                gradient=bucket.mean[0],  # l. 17: g^ = (b - b1 m)/(1-b1) on M, 0 off M
+                common_out=next_x,  # l. 11-12, for what is common: x = x + b1 m off M, 0 on M
+            )  # fmt: skip
+        self._keep_for_step(bucket, next_m[0], chosen)
 
-    def _add_up(self, bucket: Bucket, words: Tensor, mine: int, sent: moments.Sent | None = None) -> None:
-        """``bucket.rows`` = m~ (l. 10) without b1 m on M, which all ranks have; m~ -> scores of the next mask (l. 15).
+    def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
+        self.reduce(bucket, exchange, whole=True)
 
-        Where a row's owner alone has m and x, it chooses with these, and they are not sent. ``sent``: takes the result.
-        """
-        held, choose = self._moments(bucket), self._schedule.refreshes(bucket.step + 1)
-        residual = self.state.read("residual", bucket)
-        if self._apart:
-            common = self.state.read("common", bucket, rows=1)[0]
-            moments.blend(bucket.rows, residual, mine, common, held, self.beta1, choose=choose, sent=sent)
-        else:
-            moments.add_up(bucket.rows[0], residual[0], held, words, self.beta1, choose=choose, sent=sent)
-
-    def _codec(self, bucket: Bucket, used: Unfolded, exchange: Exchange) -> Settled:
-        """For the values at the masks ``used``."""
-        mine, k = exchange.mine, sum(self._masks.count(segment) for segment in bucket.segments)
-        add_up = functools.partial(self._add_up, bucket, used.words[mine], mine)
-        settle = functools.partial(self._settle, bucket, used.words[mine])
-        return Settled(
-            used.words, k, owner_row=mine, before=used.before, add_up=add_up, settle=settle, share=exchange.factor
-        )
-
-    def _settle(
-        self, bucket: Bucket, words: Tensor, payload: Tensor | None = None, before: Tensor | None = None
-    ) -> None:
-        """m' (l. 16) for the optimizer, g^ (l. 17) in ``bucket.mean``: of the mean there, or of ``payload``, it at M.
-
-        Where a row's owner alone has x: the mean += x on M; x = x + b1 m off M, 0 on M (l. 11-12, for what is common).
-        """
-        given = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
-        common, waits = None, None
-        if self._apart:
-            common = self.state.read("common", bucket, rows=1)[0]
-            waits = self.state.write("common", bucket, rows=1)[0]
-        moments.settle(
-            bucket.mean[0], self._moments(bucket), words, self.beta1, given[0], common, waits, payload, before
-        )  # l. 16-17
-
-    def _note(self, bucket: Bucket, used: Unfolded | None) -> None:
-        """Where m' is of all of the bucket's parameters, and their masks."""
-        given = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
-        for segment in bucket.segments:
-            m = local(self.run.weights[segment.name]).numel()
-            self._given[segment.name] = given[0, segment.start : segment.start + m]
-        self._gathered.note(bucket, used, [self._masks.count(segment) for segment in bucket.segments])
-
-    def _moments(self, bucket: Bucket) -> moments.Moments:
-        """m of all of the bucket's parameters, and where scores of the chunks go of which this rank chooses masks."""
-        held = [self._moment(segment) for segment in bucket.segments]
+    def _first_moments(self, bucket: Bucket) -> moments.Moments:
+        """Find m of all of the bucket's parameters, and the memory of the scores that this rank chooses masks by."""
+        held = [self._first_moment(segment) for segment in bucket.segments]
 
         def parts() -> Iterator[moments.Part]:
             for segment, moment in zip(bucket.segments, held, strict=True):
@@ -251,13 +193,20 @@ class SCAPE(Method):
         addresses = (moment.data_ptr() for moment in held)
         return bucket.once("moments", lambda: moments.Moments(tuple(parts()), bucket.device), *addresses)
 
-    def _moment(self, segment: Segment) -> Tensor:
-        """m, this rank's part of it, (numel,) float32; zeros before the first step."""
+    def _first_moment(self, segment: Segment) -> Tensor:
+        """Find m, this rank's part of it, (numel,) float32; zeros before the first step."""
         weight = self.run.weights[segment.name]
         found = self.run.held[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
         if found is None:
             return torch.zeros(local(weight).numel(), dtype=torch.float32, device=local(weight).device)
         return local(found).reshape(-1).float()
+
+    def _keep_for_step(self, bucket: Bucket, next_m: Tensor, mask: Unfolded | None) -> None:
+        """Keep m' of each parameter for ``before_step``, and for the gather of weights the ``mask`` it is at."""
+        for segment in bucket.segments:
+            numel = local(self.run.weights[segment.name]).numel()
+            self._given[segment.name] = next_m[segment.start : segment.start + numel]
+        self._gathered.note(bucket, mask)
 
     def before_step(self, step: Step) -> None:
         """Hand the optimizer m' (l. 16)."""
@@ -268,7 +217,7 @@ class SCAPE(Method):
         self._gathered.before_step(step, self._given)
 
     def after_step(self, step: Step) -> None:
-        """Start to gather the next step's masks, of the parameters that took part in this one (Sec. IV-A)."""
+        """Choose the next M (l. 15) and start to gather it, of the parameters that took part (Sec. IV-A)."""
         exchanged = set(self._given)
         self.undo()
         if self.density < 1:

@@ -76,7 +76,7 @@ class SharedMask(ErrorFeedback):
         before = masks.directory(words)
         if self.encodes_weights:
             names = tuple(segment.name for segment in bucket.segments)
-            self._gathered.note(bucket, Unfolded(names, words, before), counts)
+            self._gathered.note(bucket, Unfolded(names, tuple(counts), words, before))
         return before
 
     def _exchange(self, bucket: Bucket, exchange: Exchange, send: Callable[[Bucket, Exchange], None]) -> None:
