@@ -22,8 +22,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from thinwire.base.random import Seeds
 from thinwire.codecs import Bf16, Codec, Fp32, Int4, Int8, Integers
-from thinwire.streams import Seeds
 
 PEERS = 4
 # Largest error over the largest value of a group: half a step of each format, with room for float32 rounding.

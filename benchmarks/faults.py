@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 import forked
 import thinwire
 from forked import Job, log_of
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.lab.cluster import Cluster
 from thinwire.train import stored
 

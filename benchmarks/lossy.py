@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quiet import STREAM
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.lab import framing
 from thinwire.lab.cli import delayed
 from thinwire.lab.cluster import Cluster, die_with_parent

@@ -47,8 +47,8 @@ def rank(steps: int, every: int, method: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     import thinwire
-    from thinwire.agreement import Agreement
-    from thinwire.ledger import Ledger
+    from thinwire.core.agreement import Agreement
+    from thinwire.network.ledger import Ledger
     from thinwire.train.models import Decoder
     from thinwire.train.shapes import ModelConfig
 

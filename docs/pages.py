@@ -19,12 +19,12 @@ from pathlib import Path
 import figures
 import torch
 
-from thinwire.collectives import AllReduce, ReduceScatter
-from thinwire.comm import CountingComm
-from thinwire.ledger import Ledger
+from thinwire.core.exchange import AllReduce, ReduceScatter
+from thinwire.core.names import describe
 from thinwire.methods import TABLE, Listed, Method, listed, resolve
-from thinwire.names import describe
-from thinwire.testing import plan_of
+from thinwire.network.comm import CountingComm
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import plan_of
 from thinwire.train.models import Decoder
 from thinwire.train.shapes import PRESETS
 

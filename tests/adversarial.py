@@ -25,11 +25,11 @@ import adversarial_laws as laws
 import adversarial_weights as weights
 from adversarial_laws import Array, Played, Taken, View
 from thinwire import AdamS, methods
-from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
-from thinwire.methods.base import Method, Run, Step
-from thinwire.state import State
-from thinwire.testing import LockStep, Shapes, bucket_for, exchange_on, parameters_for, plan_of
+from thinwire.base.errors import ThinwireError
+from thinwire.core.method import Method, Run, Step
+from thinwire.core.state import State
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import LockStep, Shapes, bucket_for, exchange_on, parameters_for, plan_of
 
 Random = np.random.Generator
 AGAIN = 3

@@ -23,8 +23,8 @@ from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.intquant import Integers, ShiftedInt8
 from thinwire.codecs.projection import Projection
-from thinwire.collectives import Exchange
-from thinwire.methods.base import Method
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Method
 from thinwire.ops.projection import LANES
 from thinwire.ops.quant import ORDER
 
@@ -333,7 +333,7 @@ def topk(view: View, turn: int, name: str) -> Iterator[Claim]:
 
 
 def trickle(view: View, turn: int, name: str) -> Iterator[Claim]:
-    """Of gradients with masks of their own. Steps are made inside, and a shared mask encodes twice: thinwire.laws."""
+    """Of gradients with masks of their own. Steps are made inside, a shared mask encodes twice: ``proof.laws``."""
     method: Any = view.method
     if method.feedback == "update" or method.mask == "shared":
         return

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from adversarial import KINDS, draw, judge, search
 from thinwire import AdamS, methods
-from thinwire.bucket import Bucket
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import Integers
-from thinwire.collectives import Exchange
-from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Method
 from thinwire.methods import LHC, SCAPE, PowerSGD
-from thinwire.methods.base import Method
-from thinwire.testing import LockStep, Threads, bucket_for, exchange_on, reduce_on_threads
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import LockStep, Threads, bucket_for, exchange_on, reduce_on_threads
 
 CHUNKS, CASES = 10, 200
 

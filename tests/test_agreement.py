@@ -18,13 +18,13 @@ import thinwire
 from models import Net, loss_of
 from patience import PATIENCE
 from ranks import alone, run
-from thinwire.agreement import Agreement, _check
-from thinwire.comm import GroupComm, timeout_of
-from thinwire.elastic import meet
-from thinwire.errors import LostRank, ThinwireError
-from thinwire.ledger import Ledger
-from thinwire.replicas import WIDTH, digest
-from thinwire.testing import Threads
+from thinwire.base.elastic import meet
+from thinwire.base.errors import LostRank, ThinwireError
+from thinwire.core.agreement import Agreement, _check
+from thinwire.core.replica_check import WIDTH, digest
+from thinwire.network.comm import GroupComm, timeout_of
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import Threads
 
 SMALL = "smallest=100"
 CASES = {  # settings of rank 0, of rank 1, and what every rank says
@@ -128,7 +128,7 @@ def test_the_odd_one_out_is_named():
 def _grid(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     inner, outer = (GroupComm.aside(mesh.get_group(name)) for name in ("inner", "outer"))
-    with mock.patch("thinwire.comm._devices", lambda group: [torch.device("cuda")]):  # as NCCL alone has
+    with mock.patch("thinwire.network.comm._devices", lambda group: [torch.device("cuda")]):  # as NCCL alone has
         assert GroupComm(inner.group, Ledger()).device.type == inner.device.type == "cpu"
         assert GroupComm.aside(inner.group).device.type == "cuda"
     stage, guard = str(rank // 2), str(rank < 2)

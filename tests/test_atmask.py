@@ -13,10 +13,10 @@ from breadth import spread
 from engines import build, train
 from models import flat, loss_of
 from test_rehearsal import exchange_of
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.core.run import Run
 from thinwire.methods import resolve
-from thinwire.methods.atmask import WeightsAtMask
-from thinwire.methods.run import Run
+from thinwire.methods.parts.atmask import WeightsAtMask
 
 SPECS = ["trickle(mask='shared', density=0.1, {})", "trickle(mask='shared', density=0.1, bits=4, start=2, {})",
          "trickle(mask='shared', density=0.02, bits=32, choosers=1, portion=1.0, {})",

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs import WIRE_DTYPES, Bf16, Codec, Fp32, Int8, Integers, Residual, Sign
-from thinwire.errors import ThinwireError
 
 CODECS: list[Codec] = [
     Fp32(), Bf16(), Int8(), Int8(group=64), Int8(group=1024), Sign(), Sign(group=32),

@@ -20,7 +20,7 @@ import pytest
 
 import thinwire
 from ranks import run
-from thinwire.cli import COMMANDS
+from thinwire.cli.program import COMMANDS
 from thinwire.lab.cli import Compare, LabRun, method_names
 from thinwire.lab.compare import Entry
 from thinwire.methods import TABLE, resolve

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tokenizers import Tokenizer as HubTokenizer
 
 import ranks
-from thinwire import cli
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.cli import program as cli
 from thinwire.train import sample, tokens, trained
 from thinwire.train.data import Tokenizer, Windows, batches
 from thinwire.train.export import export

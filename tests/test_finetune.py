@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 import pretrained_models
 import ranks
 from breadth import ALL
-from thinwire import cli
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.cli import program as cli
 from thinwire.train import trained
 from thinwire.train.config import Config
 from thinwire.train.data import IGNORED, batches, read_corpus, split

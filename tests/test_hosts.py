@@ -16,9 +16,9 @@ from breadth import ALL, dealt
 from engines import build
 from models import flat, loss_of
 from thinwire import methods
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.ops import backends
-from thinwire.played import small
+from thinwire.proof.played import small
 
 BY_NAME = {cls.name: cls for cls in methods.TABLE}
 

@@ -22,7 +22,7 @@ import thinwire
 from breadth import ALL, spread
 from engines import build, same_on_all_ranks
 from models import Net, flat, loss_of
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 
 STEPS, SAVED = 20, 10
 LOSSY = ("int8(smallest=0)", "sdp4bit(smallest=0)")
@@ -123,7 +123,7 @@ def _accelerate(rank: int, world: int, folder: str, second: bool) -> dict[str, A
     launched(rank, world)
     from accelerate import Accelerator
 
-    from thinwire.integrations.accelerate import compress
+    from thinwire.adapters.accelerate import compress
 
     def train(method: str | None, folder: str, save: bool, resume: bool, scaled: bool = False) -> Trained:
         accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -207,7 +207,7 @@ def _trainer(rank: int, world: int, folder: str, second: bool) -> dict[str, Any]
     import transformers
     from transformers import Trainer, TrainingArguments
 
-    from thinwire.integrations.transformers import attach
+    from thinwire.adapters.transformers import attach
 
     transformers.logging.set_verbosity_error()
     logs: list[dict[str, float]] = []
@@ -256,7 +256,7 @@ def _lightning(rank: int, world: int, folder: str, second: bool) -> dict[str, An
 
     import lightning.pytorch as pl
 
-    from thinwire.integrations.lightning import ThinwireStrategy
+    from thinwire.adapters.lightning import ThinwireStrategy
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

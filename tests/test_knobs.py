@@ -15,17 +15,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 import thinwire
-from thinwire import cli, methods, testing
-from thinwire.errors import ThinwireError
+from thinwire import methods
+from thinwire.base.errors import ThinwireError
+from thinwire.cli import program as cli
+from thinwire.core.method import Method, Parameter
+from thinwire.core.names import describe
 from thinwire.lab import report as comparison
 from thinwire.lab.cli import compare_main, lab_main
-from thinwire.ledger import Ledger
 from thinwire.methods import TABLE
-from thinwire.methods.base import Method, Parameter
-from thinwire.methods.feedback import Lossy
-from thinwire.names import describe
-from thinwire.plan import Plan
-from thinwire.testing import Threads, exchange_on
+from thinwire.methods.parts.feedback import Lossy
+from thinwire.network.ledger import Ledger
+from thinwire.plan.plan import Plan
+from thinwire.proof import ranks as testing
+from thinwire.proof.ranks import Threads, exchange_on
 from thinwire.train import cli as train_cli
 from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.models import Decoder

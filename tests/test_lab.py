@@ -18,7 +18,7 @@ import pytest
 
 import thinwire
 from patience import PATIENCE
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.lab import framing
 from thinwire.lab.cli import lab_main, method_names, split
 from thinwire.lab.cluster import Cluster, NoNamespaces

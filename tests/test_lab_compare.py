@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from breadth import spread
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.lab import compare as module
 from thinwire.lab.cli import compare_main
 from thinwire.lab.cluster import Cluster, NoNamespaces

@@ -19,7 +19,7 @@ import ranks
 from breadth import ALL
 from patience import PATIENCE
 from test_lab import SOURCE, gone, interfaces, stream
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.lab.cli import compare_main, delayed, lab_main
 from thinwire.lab.cluster import Cluster, NoNamespaces
 from thinwire.lab.link import Link, duration, share

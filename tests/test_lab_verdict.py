@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.lab import report as reports
 from thinwire.lab import verdict
 from thinwire.lab.cli import compare_main

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from thinwire import methods
-from thinwire.alignment import padded
-from thinwire.bucket import Bucket, Piece
-from thinwire.collectives import AllReduce, ReduceScatter
-from thinwire.comm import Comm
-from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
-from thinwire.state import State
-from thinwire.testing import ThreadComm, Threads, reduce_on_threads
+from thinwire.base.alignment import padded
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Bucket, Piece
+from thinwire.core.exchange import AllReduce, ReduceScatter
+from thinwire.core.state import State
+from thinwire.network.comm import Comm
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import ThreadComm, Threads, reduce_on_threads
 
 SHAPES = {"a.weight": 300, "a.bias": 7, "b.weight": 129, "c.weight": 1}
 METHODS = ["dense", "fp32", "bf16", "int8", "int8(group=16)"]

@@ -11,17 +11,18 @@ import torch
 
 import thinwire
 from breadth import dealt
-from thinwire import methods, testing
-from thinwire.errors import ThinwireError
-from thinwire.laws import EVERYWHERE, broken_laws, check_laws
-from thinwire.ledger import Ledger
-from thinwire.methods.base import CONSERVES, EXACT, Promise, Rounding
-from thinwire.methods.baselines import Int8
-from thinwire.methods.localsteps import LocalSteps
-from thinwire.methods.topk import TopK
-from thinwire.plan import Plan
-from thinwire.played import Where, small
-from thinwire.testing import Threads, exchange_on, parameters_for
+from thinwire import methods
+from thinwire.base.errors import ThinwireError
+from thinwire.core.method import CONSERVES, EXACT, Promise, Rounding
+from thinwire.methods.baselines.localsteps import LocalSteps
+from thinwire.methods.baselines.plain import Int8
+from thinwire.methods.baselines.topk import TopK
+from thinwire.network.ledger import Ledger
+from thinwire.plan.plan import Plan
+from thinwire.proof import ranks as testing
+from thinwire.proof.laws import EVERYWHERE, broken_laws, check_laws
+from thinwire.proof.played import Where, small
+from thinwire.proof.ranks import Threads, exchange_on, parameters_for
 
 HERE = (Where("all_reduce", 3), Where("reduce_scatter", 3))
 GRADIENT = {"feedback": "gradient"}

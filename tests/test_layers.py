@@ -58,14 +58,14 @@ def test_methods_and_codecs_do_not_know_the_network_or_an_engine():
         if not name.startswith(("thinwire.methods", "thinwire.codecs", "thinwire.ops")):
             continue
         used = set(imports(path, inner=True))
-        engines = ("torch.distributed", "thinwire.integrations", "thinwire.road")
+        engines = ("torch.distributed", "thinwire.integrations", "thinwire.core.road")
         assert not {module for module in used if module.startswith(engines)}, name
 
 
 def test_collectives_are_named_behind_the_one_door():
     verbs = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "isend", "irecv", "broadcast")
     for name, path in MODULES.items():
-        if name == "thinwire.comm":
+        if name == "thinwire.network.comm":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed"):
@@ -77,4 +77,4 @@ def test_integrations_hold_no_mathematics_of_methods():
     for name, path in MODULES.items():
         if name.startswith("thinwire.integrations"):
             used = {of for of in imports(path, inner=True) if of.startswith(("thinwire.methods.", "thinwire.ops"))}
-            assert used <= {"thinwire.methods.base"}, f"{name}: {used}"
+            assert used <= {"thinwire.core.method"}, f"{name}: {used}"

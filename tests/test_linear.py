@@ -10,12 +10,12 @@ from torch import Tensor
 
 from breadth import spread
 from thinwire import methods
-from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
+from thinwire.base.errors import ThinwireError
+from thinwire.core.method import Parameter, first_step
 from thinwire.methods import SEPARATE, TAGC, Radius
-from thinwire.methods import tagc as tagc_module
-from thinwire.methods.base import Parameter, first_step
-from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
+from thinwire.methods.papers import tagc as tagc_module
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 
 SHAPES = {"a.weight": (50, 30), "b.weight": (13, 20), "c.weight": (7, 64)}
 METHODS = [
@@ -179,7 +179,7 @@ def test_the_printed_update_overflows_and_ours_is_bounded(ratio):
     knobs = {"ratio": ratio, "block": 512, "smallest": 0, "send": ("*",)}
 
     def as_printed():
-        method = SEPARATE(estimator="paper", beta=0.95, **knobs)
+        method = SEPARATE(estimator="paper", beta=None, **knobs)
         method._keep = 1 - 0.95  # the paper prints beta as the weight of the new error
         return method
 
@@ -264,7 +264,7 @@ def test_selection():
     ("method", "message"),
     [("radius(density=0)", "density is the share"), ("radius(T=0)", "T is a number of steps"),
      ("radius(residual_scale=2)", "residual_scale is a share"),
-     ("radius:none", "has no preset 'none'; there are: radius:r"),
+     ("radius:none", "has no preset 'none'; there are: radius:paper"),
      ("bf16:paper", "has no preset 'paper'; there are: none"), ("separate(ratio=3)", "cannot be sent"),
      ("separate(estimator='x')", "estimator is one of cyclic_srht"), ("separate(reset=-1)", "reset is a number"),
      ("tagc(theta=1)", "share of values zeroed"), ("tagc(mask='shared')", "no knob .mask."),

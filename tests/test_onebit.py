@@ -12,16 +12,16 @@ from breadth import spread
 from papers import OneBitAdamPaper
 from programs import needs_triton, run_python
 from test_ops_quant import apart, assert_same_bits, hard_rows, margin, poisoned
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sign import Sign
-from thinwire.errors import ThinwireError
-from thinwire.laws import check_laws
-from thinwire.ledger import Ledger
+from thinwire.core.method import Parameter, Run
 from thinwire.methods import OneBitAdam, resolve
-from thinwire.methods.base import Parameter, Run
+from thinwire.network.ledger import Ledger
 from thinwire.ops.sign import cpu, reference
-from thinwire.played import Where
-from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
+from thinwire.proof.laws import check_laws
+from thinwire.proof.played import Where
+from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 
 STEPS, WARMUP, LR, DECAY = 50, 6, 1e-2, 0.1
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from programs import needs_triton, run_python
+from thinwire.base.random import Drawn, Pool, Seeds
 from thinwire.ops import quant as ops
 from thinwire.ops.quant import cpu, reference
-from thinwire.streams import Drawn, Pool, Seeds
 
 GROUPS = (8, 64, 128, 1024)
 SEED = 0x1234_5678_9ABC_DEF0

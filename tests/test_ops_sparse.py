@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from programs import needs_triton, run_python
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import random_bits, random_normal, random_order, random_signs, seed_of
 from thinwire.codecs import Masked, TopK
 from thinwire.codecs.projection import ESTIMATORS, Estimator, Projection
-from thinwire.errors import ThinwireError
 from thinwire.ops import mask, projection
 from thinwire.ops.mask import cpu as mask_cpu
 from thinwire.ops.mask import reference as mask_reference
 from thinwire.ops.projection import cpu as projection_cpu
 from thinwire.ops.projection import reference as projection_reference
-from thinwire.streams import random_bits, random_normal, random_order, random_signs, seed_of
 
 POISON = float("nan")
 

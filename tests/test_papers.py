@@ -16,11 +16,11 @@ from independent import TAGC as TagcPaper
 from independent import Radius as RadiusPaper
 from independent import one_bit_index
 from papers import PowerSgdPaper, peel, top
+from thinwire.base.random import random_normal, seed_of
 from thinwire.methods import DGC, SEPARATE, TAGC, PowerSGD, Radius, TopK
-from thinwire.methods import tagc as tagc_module
+from thinwire.methods.papers import tagc as tagc_module
 from thinwire.ops.sketch.reference import hashes
-from thinwire.streams import random_normal, seed_of
-from thinwire.testing import reduce_on_threads
+from thinwire.proof.ranks import reduce_on_threads
 
 STEPS = 50
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from breadth import dealt
-from thinwire.bucket import Layout, Piece, Shard
-from thinwire.collectives import AllReduce, Exchange, ReduceScatter
-from thinwire.comm import CountingComm
-from thinwire.ledger import Ledger
+from thinwire.core.bucket import Layout, Piece, Shard
+from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
+from thinwire.core.method import Parameter
 from thinwire.methods import TABLE, Method, resolve
-from thinwire.methods.base import Parameter
+from thinwire.network.comm import CountingComm
+from thinwire.network.ledger import Ledger
 from thinwire.ops import quant
-from thinwire.rehearsal import Rehearsal, apart, compile_kernels, rehearse, stand_in
-from thinwire.testing import parameters_for, plan_of, road_of
+from thinwire.plan.rehearsal import Rehearsal, apart, compile_kernels, rehearse, stand_in
+from thinwire.proof.ranks import parameters_for, plan_of, road_of
 
 SHAPES = {"a": (512, 256), "b": (384, 512), "c": (64,)}
 NAMES = [cls.name for cls in TABLE]

@@ -19,14 +19,14 @@ import thinwire
 from breadth import dealt, spread
 from engines import adamw, build, train
 from models import Net, flat, loss_of
-from thinwire.bucket import Layout
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Layout
 from thinwire.methods import TABLE
-from thinwire.played import Rank, Where, gradient, small
-from thinwire.rehearsal import kept
-from thinwire.resize import move
-from thinwire.saved import About, Form, entries, from_dcp
-from thinwire.testing import Threads
+from thinwire.plan.rehearsal import kept
+from thinwire.proof.played import Rank, Where, gradient, small
+from thinwire.proof.ranks import Threads
+from thinwire.saved.format import About, Form, entries, from_dcp
+from thinwire.saved.resize import move
 
 U = 2.0**-24
 COUNTS = {"step": torch.tensor(7), "skipped": torch.tensor(0), "flush": torch.tensor(-1)}

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from thinwire import methods
-from thinwire.bucket import Piece
-from thinwire.guard import Guard
-from thinwire.ledger import Ledger
-from thinwire.played import small
-from thinwire.road import Stage, Worker, _Compositions
-from thinwire.state import State
-from thinwire.testing import ThreadEngine, Threads
+from thinwire.core.bucket import Piece
+from thinwire.core.road import Stage, Worker, _Compositions
+from thinwire.core.state import State
+from thinwire.network.guard import Guard
+from thinwire.network.ledger import Ledger
+from thinwire.proof.played import small
+from thinwire.proof.ranks import ThreadEngine, Threads
 
 pytestmark = pytest.mark.timeout(60)
 CPU = torch.device("cpu")

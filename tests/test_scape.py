@@ -16,16 +16,16 @@ from breadth import spread
 from engines import build, same_on_all_ranks, train
 from independent4 import SCAPE as ScapePaper
 from programs import needs_triton, run_python
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs import Int4, Int8, Residual
 from thinwire.codecs.mask import MaskedIntegers
-from thinwire.errors import ThinwireError
+from thinwire.core.method import Parameter, Run
 from thinwire.methods import SCAPE, resolve
-from thinwire.methods.base import Parameter, Run
-from thinwire.methods.masks import cut
+from thinwire.methods.parts.masks import cut
 from thinwire.ops import mask as masks
 from thinwire.ops.moments import Moments, Part, Sent, cpu, reference
 from thinwire.optim import AdamS
-from thinwire.testing import reduce_on_threads
+from thinwire.proof.ranks import reduce_on_threads
 
 STEPS = 50
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
@@ -194,8 +194,8 @@ def test_bytes_are_the_plans(topology, knobs):
 
 
 def _planned(topology, size, knobs):
-    from thinwire.ledger import Ledger
-    from thinwire.testing import Threads, exchange_on, parameters_for, plan_of
+    from thinwire.network.ledger import Ledger
+    from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of
 
     method = SCAPE(smallest=0, send=("*",), warmup=3, **knobs)
     exchange = exchange_on(topology, Threads(size), 0, Ledger())

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from thinwire import methods
-from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
+from thinwire.base.errors import ThinwireError
 from thinwire.methods import SEPARATE
-from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
 SHAPES = {"a.weight": (48, 64), "b.weight": (16, 24)}

@@ -13,10 +13,11 @@ import thinwire
 from breadth import falls_on
 from engines import adamw, build, train
 from models import Net
-from thinwire import methods, strict
-from thinwire.errors import ThinwireError
-from thinwire.played import small
-from thinwire.strict import Call
+from thinwire import methods
+from thinwire.base.errors import ThinwireError
+from thinwire.proof import nccl_double as strict
+from thinwire.proof.nccl_double import Call
+from thinwire.proof.played import small
 
 TINY = partial(Net, 13, 6, 1)
 MORE = (

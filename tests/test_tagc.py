@@ -12,16 +12,16 @@ from torch import Tensor
 from independent import TAGC as TagcPaper
 from papers import peel
 from thinwire import methods
-from thinwire.alignment import padded
-from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
+from thinwire.base.alignment import padded
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import seed_of
+from thinwire.core.method import Parameter, Run
+from thinwire.core.state import State
 from thinwire.methods import LHC, TAGC
-from thinwire.methods import tagc as tagc_module
-from thinwire.methods.base import Parameter, Run
+from thinwire.methods.papers import tagc as tagc_module
+from thinwire.network.ledger import Ledger
 from thinwire.ops.sketch.reference import hashes
-from thinwire.state import State
-from thinwire.streams import seed_of
-from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
+from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
 

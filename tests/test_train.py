@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 import ranks
 from breadth import spread
 from patience import PATIENCE
-from thinwire import cli
-from thinwire.comm import CountingComm
-from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
+from thinwire.base.errors import ThinwireError
+from thinwire.cli import program as cli
+from thinwire.network.comm import CountingComm
+from thinwire.network.ledger import Ledger
 from thinwire.train import data, setup
 from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.data import Tokenizer, Windows, read_corpus, spans, split

@@ -7,11 +7,11 @@ import itertools
 import pytest
 
 from thinwire import methods
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import TILE, TiledTopK
-from thinwire.errors import ThinwireError
 from thinwire.methods import Trickle
-from thinwire.methods.feedback import portion_of
+from thinwire.methods.parts.feedback import portion_of
 
 KNOBS = {
     "mask": ("own", "shared", "merged"), "bits": (2, 4, 8, 32), "group": (64, 32), "choosers": (4, 0, 1, 2),

@@ -23,17 +23,17 @@ from engines import build, train
 from models import flat, loss_of
 from programs import needs_triton, run_python
 from thinwire import methods
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import random_normal, seed_of
 from thinwire.codecs import Int8
 from thinwire.codecs.base import Residual
 from thinwire.codecs.sparse import TILE, Positions, TiledTopK, TopKIntegers
-from thinwire.errors import ThinwireError
+from thinwire.core.run import Parameter
 from thinwire.methods import resolve
-from thinwire.methods.run import Parameter
 from thinwire.ops import direction, mask
 from thinwire.ops.direction import Part, cpu, reference
-from thinwire.saved import entries
-from thinwire.streams import random_normal, seed_of
-from thinwire.testing import reduce_on_threads
+from thinwire.proof.ranks import reduce_on_threads
+from thinwire.saved.format import entries
 
 SHAPES = {"a": (16, 20), "b": (8, 40)}
 LR, B2, DECAY, STEPS, SIZE = 1e-2, 0.9, 0.1, 12, 3

@@ -18,15 +18,15 @@ import ranks
 import thinwire
 from breadth import ALL
 from thinwire import methods
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs.base import Codec
 from thinwire.codecs.sparse import Positions
-from thinwire.errors import ThinwireError
-from thinwire.methods.scape import Settled
+from thinwire.methods.papers.scape import Settled
 from thinwire.ops import mask
 from thinwire.ops.mask import reference
 from thinwire.ops.rows import Places
-from thinwire.played import Where, play, small
-from thinwire.testing import ThreadComm
+from thinwire.proof.played import Where, play, small
+from thinwire.proof.ranks import ThreadComm
 
 BY_NAME = {cls.name: cls for cls in methods.TABLE}
 KNOBS = [

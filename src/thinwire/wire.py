@@ -21,30 +21,30 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.agreement import Agreement, host_facts, in_words, model_facts, optimizer_facts, version
-from thinwire.bound import STEP, Bound
-from thinwire.bucket import Bucket
-from thinwire.collectives import Exchange
-from thinwire.comm import Comm, GroupComm, local
-from thinwire.errors import LostRank, ThinwireError, ThinwireWarning
-from thinwire.extras import load
-from thinwire.guard import Guard
-from thinwire.integrations.base import Engine, Meet
-from thinwire.integrations.ddp import DDP
-from thinwire.integrations.fsdp2 import FSDP2
-from thinwire.ledger import Ledger
-from thinwire.memory import held
+from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning
+from thinwire.base.extras import load
+from thinwire.core.agreement import Agreement, host_facts, in_words, model_facts, optimizer_facts, version
+from thinwire.core.bucket import Bucket
+from thinwire.core.engine import Engine, Meet
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Run, held_by
+from thinwire.core.outliers import STEP, Bound
+from thinwire.core.road import Road, Stage, shard_of
+from thinwire.core.state import State
+from thinwire.core.step import Turn, unwrapped
+from thinwire.engines.ddp import DDP
+from thinwire.engines.fsdp2 import FSDP2
 from thinwire.methods import Method, resolve
-from thinwire.methods.base import Run, held_by
-from thinwire.methods.feedback import ErrorFeedback
-from thinwire.plan import Plan
-from thinwire.rehearsal import compile_kernels, kept
-from thinwire.report import Report
-from thinwire.resize import move
-from thinwire.road import Road, Stage, shard_of
-from thinwire.saved import About, Form, own_of
-from thinwire.state import State
-from thinwire.turn import Turn, unwrapped
+from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.network.comm import Comm, GroupComm, local
+from thinwire.network.guard import Guard
+from thinwire.network.ledger import Ledger
+from thinwire.plan.memory import held
+from thinwire.plan.plan import Plan
+from thinwire.plan.rehearsal import compile_kernels, kept
+from thinwire.plan.report import Report
+from thinwire.saved.format import About, Form, own_of
+from thinwire.saved.resize import move
 
 
 def compress(
@@ -601,9 +601,9 @@ class Wire:
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank has to keep for the method: a flat dict of tensors, all of this rank's, none of another's.
 
-        Keys are ``"rank-0003-of-0004/kind/parameter"`` (:mod:`thinwire.saved` lists them); they, shapes and dtypes are
-        the same in every step. What has not been exchanged yet is zero. ``torch.distributed.checkpoint`` takes the wire
-        itself: ``dcp.save({"wire": wire})``.
+        Keys are ``"rank-0003-of-0004/kind/parameter"`` (:mod:`thinwire.saved.format` lists them); they, shapes and
+        dtypes are the same in every step. What has not been exchanged yet is zero. ``torch.distributed.checkpoint``
+        takes the wire itself: ``dcp.save({"wire": wire})``.
         """
         self._turn.finish()
         self.method.finish()

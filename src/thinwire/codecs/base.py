@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
-from thinwire.streams import Seeds
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import Seeds
 
 WIRE_DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.base.random import Seeds
 from thinwire.codecs.base import Codec, Space
 from thinwire.ops import quant
-from thinwire.streams import Seeds
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.alignment import viewable
+from thinwire.base.alignment import viewable
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs.base import Codec
-from thinwire.errors import ThinwireError
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import Seeds, random_normal, random_order, random_signs, seed_of
 from thinwire.codecs.base import Codec, Residual, Space
-from thinwire.errors import ThinwireError
 from thinwire.ops import projection
-from thinwire.streams import Seeds, random_normal, random_order, random_signs, seed_of
 
 ESTIMATORS = ("cyclic_srht", "paper")
 """The first contracts, E |C(h) - h|^2 < |h|^2; the second has E C(h) = h and E |C(h) - h|^2 = w |h|^2."""

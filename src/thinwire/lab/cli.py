@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import tyro
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.link import Link, share
 from thinwire.lab.run import launch, open_cluster

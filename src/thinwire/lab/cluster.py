@@ -32,7 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.lab.counters import Bytes, interface_bytes
 from thinwire.lab.link import Link
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.lab import framing, verdict
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.counters import Bytes

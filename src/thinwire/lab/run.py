@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.lab.cluster import Cluster, NoNamespaces, kill_group
 from thinwire.lab.counters import Bytes
 from thinwire.lab.link import Link

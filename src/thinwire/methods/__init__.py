@@ -7,12 +7,12 @@ import json
 from inspect import getdoc
 from typing import Any, NamedTuple
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.core.method import Method as Method
+from thinwire.core.method import Parameter as Parameter
+from thinwire.core.method import Promise as Promise
 from thinwire.methods import table
-from thinwire.methods.base import Method as Method
-from thinwire.methods.base import Parameter as Parameter
-from thinwire.methods.base import Promise as Promise
-from thinwire.methods.feedback import Lossy as Lossy
+from thinwire.methods.parts.feedback import Lossy as Lossy
 from thinwire.methods.table import *  # noqa: F403
 
 TABLE: tuple[type[Method], ...] = tuple(

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 import tyro
 import yaml
 
-from thinwire.errors import ThinwireError
-from thinwire.knobs import check_types
+from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import check_types
 from thinwire.train.shapes import PRESETS, ModelConfig
 
 T = TypeVar("T")

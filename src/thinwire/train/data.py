@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.train.folder import write
 
 SPAN = 1 << 15

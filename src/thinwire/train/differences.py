@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.agreement import version
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.core.agreement import version
 from thinwire.methods import resolve
 from thinwire.train.config import Config
 from thinwire.train.data import TokenSequence

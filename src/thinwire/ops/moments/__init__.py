@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.device import upload
+from thinwire.base.device import upload
 from thinwire.ops.backends import backend
 from thinwire.ops.programs import programs_of
 

@@ -27,9 +27,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from thinwire.base.random import Drawn
 from thinwire.ops.backends import backend
 from thinwire.ops.quant.reference import ORDER, Format
-from thinwire.streams import Drawn
 
 __all__ = [
     "ORDER", "Format", "dequantize", "dequantize_sum", "quantize", "quantize_parts", "requantize", "sum_rows",

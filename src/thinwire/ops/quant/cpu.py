@@ -23,6 +23,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from thinwire.base.random import Drawn, key_of
 from thinwire.ops.kernels import flat, njit
 from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import (
@@ -35,7 +36,6 @@ from thinwire.ops.quant.reference import (
     SMALLEST_SCALE,
     Format,
 )
-from thinwire.streams import Drawn, key_of
 
 INFINITY_BITS = np.int32(0x7F800000)
 MAGNITUDE_BITS = np.int32(0x7FFFFFFF)

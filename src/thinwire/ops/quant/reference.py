@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
-from thinwire.streams import Drawn, key_of
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import Drawn, key_of
 
 INT4_LEVELS = 7
 INT8_LEVELS = 127
