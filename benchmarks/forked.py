@@ -27,8 +27,8 @@ import torch.distributed.fsdp
 import thinwire.cli.program
 import thinwire.train.cli
 import thinwire.train.loop
-from thinwire.lab.cluster import Cluster, die_with_parent
-from thinwire.train.launch import free_port
+from thinwire.base.processes import die_with_parent, free_port
+from thinwire.lab.cluster import Cluster
 from thinwire.wire import Wire
 
 torch.set_num_threads(1)

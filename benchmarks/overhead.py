@@ -116,7 +116,7 @@ def main() -> None:
     if "RANK" in os.environ:
         rank(given.steps, given.every, given.method)
         return
-    from thinwire.train.launch import free_port
+    from thinwire.base.processes import free_port
 
     port = str(free_port())
     places = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -31,6 +31,7 @@ from torch import nn
 
 import ranks
 from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
@@ -41,7 +42,6 @@ from thinwire.train.config import Config, from_arguments
 from thinwire.train.data import Windows
 from thinwire.train.display import Display, cut
 from thinwire.train.folder import Folder, opened
-from thinwire.train.launch import free_port
 from thinwire.train.signals import Signals
 from thinwire.train.stored import read_meta, read_tensors
 from thinwire.train.together import Together

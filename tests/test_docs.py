@@ -20,8 +20,8 @@ import pytest
 
 import thinwire
 from ranks import run
+from thinwire.cli.lab import Compare, LabRun, method_names
 from thinwire.cli.program import COMMANDS
-from thinwire.lab.cli import Compare, LabRun, method_names
 from thinwire.lab.compare import Entry
 from thinwire.methods import TABLE, resolve
 from thinwire.train.config import Config

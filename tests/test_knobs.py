@@ -18,10 +18,10 @@ import thinwire
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.cli import program as cli
+from thinwire.cli.lab import compare_main, lab_main
 from thinwire.core.method import Method, Parameter
 from thinwire.core.names import describe
 from thinwire.lab import report as comparison
-from thinwire.lab.cli import compare_main, lab_main
 from thinwire.methods import TABLE
 from thinwire.methods.parts.feedback import Lossy
 from thinwire.network.ledger import Ledger

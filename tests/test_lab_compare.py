@@ -14,8 +14,8 @@ import pytest
 
 from breadth import spread
 from thinwire.base.errors import ThinwireError
+from thinwire.cli.lab import compare_main
 from thinwire.lab import compare as module
-from thinwire.lab.cli import compare_main
 from thinwire.lab.cluster import Cluster, NoNamespaces
 from thinwire.lab.link import Link
 

@@ -20,7 +20,7 @@ from breadth import ALL
 from patience import PATIENCE
 from test_lab import SOURCE, gone, interfaces, stream
 from thinwire.base.errors import ThinwireError
-from thinwire.lab.cli import compare_main, delayed, lab_main
+from thinwire.cli.lab import compare_main, delayed, lab_main
 from thinwire.lab.cluster import Cluster, NoNamespaces
 from thinwire.lab.link import Link, duration, share
 from thinwire.lab.run import launch

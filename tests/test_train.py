@@ -25,13 +25,13 @@ import ranks
 from breadth import spread
 from patience import PATIENCE
 from thinwire.base.errors import ThinwireError
+from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.train import data, setup
 from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.data import Tokenizer, Windows, read_corpus, spans, split
-from thinwire.train.launch import free_port
 from thinwire.train.models import Decoder, parameter_count
 from thinwire.train.shapes import PRESETS, ModelConfig
 

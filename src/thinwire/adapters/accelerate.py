@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import thinwire
 from thinwire.adapters import files
 from thinwire.base.errors import ThinwireError
 from thinwire.methods import Method
 from thinwire.wire import Wire
+from thinwire.wire import compress as compress_model
 
 
 def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method | str = "int8", **options: Any) -> Wire:
@@ -37,7 +37,7 @@ def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method 
             "the Accelerator knows of one process: start under torchrun or accelerate launch; without a GPU with "
             "Accelerator(cpu=True), or use_cpu=True in TrainingArguments"
         )
-    wire = thinwire.compress(model, optimizer, method, scaler=accelerator.scaler, **options)
+    wire = compress_model(model, optimizer, method, scaler=accelerator.scaler, **options)
     theirs = accelerator.clip_grad_norm_
     all_of_it = {id(parameter) for parameter in model.parameters()}
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}

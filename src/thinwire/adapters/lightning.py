@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-import thinwire
 from thinwire.adapters import files
 from thinwire.base import extras
 from thinwire.methods import Method
 from thinwire.wire import Wire
+from thinwire.wire import compress as compress_model
 
 try:
     from lightning.pytorch import Trainer
@@ -59,7 +59,7 @@ class ThinwireStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         steps = trainer.estimated_stepping_batches
-        self.wire = thinwire.compress(
+        self.wire = compress_model(
             self.model, self.optimizers, self._method,
             **{"steps": int(steps) if 0 < steps < math.inf else None, **self._options},
             scaler=getattr(self.precision_plugin, "scaler", None),

@@ -16,8 +16,8 @@ from thinwire.base.errors import ThinwireError
 COMMANDS = {
     "train": ("thinwire.train.cli:main", "train a language model, on ranks of this machine, torchrun, srun or mpirun"),
     "inspect": ("thinwire.train.inspect:main", "show what a checkpoint holds and whether it is whole, or compare two"),
-    "compare": ("thinwire.lab.cli:compare_main", "train with several methods on an emulated network: a verdict"),
-    "lab": ("thinwire.lab.cli:lab_main", "run any torchrun-style command on an emulated cluster"),
+    "compare": ("thinwire.cli.lab:compare_main", "train with several methods on an emulated network: a verdict"),
+    "lab": ("thinwire.cli.lab:lab_main", "run any torchrun-style command on an emulated cluster"),
     "tokenize": ("thinwire.train.tokens:main", "tokenize text once, for `thinwire train --corpus FOLDER`"),
     "sample": ("thinwire.train.trained:sample_main", "print text that a trained model goes on with"),
     "export": ("thinwire.train.trained:export_main", "write a trained model as a Hugging Face folder"),

@@ -39,7 +39,7 @@ Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.1
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -50,15 +50,12 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.random import seed_of
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.run import Run, Step
+from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.state import State
 from thinwire.methods.parts.muon import muon
 from thinwire.methods.parts.own_steps import OwnSteps, adam_of
 from thinwire.network.comm import local
 from thinwire.ops.direction import Part, direction
-
-if TYPE_CHECKING:
-    from thinwire.methods.parts.feedback import ErrorFeedback
 
 SAMPLE = 64
 """Values of a tensor that tell how much alike the ranks' gradients are: together with those of other tensors, and
@@ -69,6 +66,22 @@ KEPT = 0.9
 """Weight of the old r in the new one."""
 
 
+class Preconditioned(Protocol):
+    """The method whose gradients become steps: its knobs, its state, and what it keeps dense."""
+
+    name: ClassVar[str]
+    beta1: float
+    direction: Literal["adam", "muon"]
+    state: State
+
+    @property
+    def of_gradients(self) -> str:
+        """What to write where this method is to send gradients."""
+
+    def keep_dense(self, parameter: Parameter) -> str | None:
+        """Why ``parameter`` is not compressed, or None."""
+
+
 class UpdateSpace:
     """Turns gradients into steps before an exchange, and takes the steps that come back.
 
@@ -76,7 +89,7 @@ class UpdateSpace:
         steps: the parameters whose gradient, as the engine holds it, is a step now.
     """
 
-    def __init__(self, method: ErrorFeedback, run: Run) -> None:
+    def __init__(self, method: Preconditioned, run: Run) -> None:
         """``method``: its knobs say how a gradient becomes a step.
 
         Raises:
