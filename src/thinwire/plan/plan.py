@@ -21,6 +21,7 @@ from thinwire.core.road import Road, Stage
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
+from thinwire.plan.measured import describe_measured
 from thinwire.plan.memory import Memory
 from thinwire.plan.rehearsal import Rehearsal, apart, rehearse, stand_in
 
@@ -66,6 +67,8 @@ class Plan:
         dense_weight_bytes: the same by the engine's own.
         compressed: share of the trained values that the method compresses, 0 to 1; None where it is not made to
             (dense, fp32, none). On HSDP with such a method across nodes: what the hop inside compresses.
+        measured: the loss of the nearest measured runs with their settings, or that there are none, in one line; ""
+            where nothing is compressed.
         note: why so little is compressed and which knob helps, in one line; None if what stays dense is neither half
             of the values nor half of the bytes, and every pattern of names matches one.
         lost: what is not returned of the values that are compressed, in one phrase; "" where nothing is lost.
@@ -120,6 +123,11 @@ class Plan:
     @functools.cached_property
     def dense_bytes(self) -> float:
         return sum(row.dense_bytes for row in self.rows)
+
+    @functools.cached_property
+    def measured(self) -> str:
+        method = self._road.last.method
+        return describe_measured(method, self.ranks) if self.compressed and not method.native else ""
 
     @functools.cached_property
     def bucket_cap_mb(self) -> float | None:
@@ -275,6 +283,8 @@ class Plan:
             table.caption += f"; {human(self.memory.peak)} of memory beside the engine's"
         if self.lost:
             table.caption += f"\n{self.lost}"
+        if self.measured:
+            table.caption += f"\n{self.measured}"
         if self.bucket_cap_mb is not None:
             table.caption += f"\nDistributedDataParallel(bucket_cap_mb={self.bucket_cap_mb:g}) suits it"
         for line in filter(None, (self._grows, self.note)):
