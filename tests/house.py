@@ -38,14 +38,11 @@ LIMITS: dict[str, float] = {
 """The goals. A measure without one is printed for information."""
 
 TODAY: dict[str, float] = {
-    "lines of source": 30_255,
-    "files in the top folder": 36,
-    "import circles": 4,
-    "imports against the order": 21,
-    "knobs not measured": 109,
-    "members of Method": 49,
-    "members of interfaces": 109,
-    "empty names, percent": 12.6,
+    "lines of source": 29_595,
+    "members of Method": 48,
+    "members of interfaces": 108,
+    "knobs not measured": 72,
+    "empty names, percent": 12.49,
     "long functions": 4,
 }
 """What is allowed where a limit is not reached yet. Lower an entry when its measure falls; remove it at the limit."""
