@@ -365,10 +365,10 @@ def test_without_its_library_an_adapter_names_the_command(library, extra, monkey
 
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, f"thinwire.integrations.{library}", raising=False)
+    monkeypatch.delitem(sys.modules, f"thinwire.adapters.{library}", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
     with pytest.raises(ThinwireError, match=rf"'{library}' is not installed: pip install 'thinwire\[{extra}\]'"):
-        importlib.import_module(f"thinwire.integrations.{library}")
+        importlib.import_module(f"thinwire.adapters.{library}")
 
 
 class Wrapped:

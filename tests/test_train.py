@@ -484,7 +484,7 @@ def test_nothing_is_left_behind(tmp_path, text, how):
 
 AT_THE_END = """
 import sys, threading, torch
-from thinwire import cli
+from thinwire.cli import program as cli
 
 def busy(arguments):
     def loop():

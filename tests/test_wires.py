@@ -21,7 +21,6 @@ from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.codecs.base import Codec
 from thinwire.codecs.sparse import Positions
-from thinwire.methods.papers.scape import Settled
 from thinwire.ops import mask
 from thinwire.ops.mask import reference
 from thinwire.ops.rows import Places
@@ -86,7 +85,7 @@ def recorded(make, where: Where) -> list:
         def watched(self, wire, out, *args, **more):
             key = (type(self).__name__, name, tuple(wire.shape))
             # What settles a bucket of SCAPE's as it decodes needs that bucket: it is in the whole steps below.
-            if wire.numel() and len(calls) < 12 and not isinstance(self, Settled):
+            if wire.numel() and len(calls) < 12:
                 calls.setdefault(key, (self, original, wire.clone(), out.clone(), args))
             return original(self, wire, out, *args, **more)
 
