@@ -3,7 +3,7 @@
     python benchmarks/beside.py --corpora DIR "trickle(smallest=1024)" "trickle(smallest=1024,dense='*attention.*')"
     python benchmarks/beside.py --corpora DIR --model small --text wikitext "trickle(smallest=65536)"
 
-With ``--clip`` the norm that gradients are clipped at. What came of it is in docs/training.md, "What stays dense beside
+With ``--clip`` the norm that gradients are clipped at. What came of it is in docs/log.md, "what may stay dense beside
 steps".
 """
 

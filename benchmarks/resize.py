@@ -106,23 +106,29 @@ def curves(method: str, length: int) -> dict[str, list[float]]:
 
 
 def draw(found: dict[str, list[float]], length: int, path: str) -> None:
-    """The curves, and where the number of ranks changes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
+    """The curves, each with its name at its end, and where the number of ranks changes."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4))
-    for name, losses in found.items():
-        steps = [EVERY * i for i in range(len(losses))]
-        axes.plot(steps, losses, label=name if "ranks" in name else f"4, 2, 3 ranks: {name}", linewidth=1.5)
-    for number, ranks in enumerate(STAGES):
-        axes.axvline(number * length, color="0.8", zorder=0)
-        axes.text(number * length + 2, min(found["4 ranks"]), f"{ranks} ranks", va="bottom", color="0.4")
-    axes.set(xlabel="optimizer step", ylabel="loss on held-out tokens")
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    from thinwire.lab import plots
+
+    tints = {"4 ranks": plots.INK, "redistribute": "#0072B2", "flush": "#117733", "reset": "#D55E00"}
+    lowest, highest = min(map(min, found.values())), max(map(max, found.values()))
+    with pyplot.rc_context(plots.STYLE):
+        figure, axes = pyplot.subplots(figsize=(8.5, 4.6))
+        axes.set_ylim(lowest - 0.1, highest + 0.02)
+        ends: list[float] = []
+        for name, losses in sorted(found.items(), key=lambda item: item[1][-1]):
+            steps = [EVERY * number for number in range(len(losses))]
+            axes.plot(steps, losses, color=tints[name], linewidth=2)
+            ends.append(max(losses[-1], ends[-1] + 0.045 if ends else 0))
+            label = "stays on 4 ranks" if name == "4 ranks" else name
+            axes.text(steps[-1] + 1.5, ends[-1], label, color=tints[name], va="center", fontweight="bold")
+        for number, ranks in enumerate(STAGES):
+            axes.axvline(number * length, color="0.8", zorder=0)
+            axes.text(number * length + 1, lowest - 0.08, f"{ranks} ranks", va="bottom", color=plots.GREY)
+        axes.set_xlim(0, len(STAGES) * length - EVERY)
+        axes.set(xlabel="optimizer step", ylabel="loss on held-out tokens (down is better)")
+        figure.savefig(path, bbox_inches="tight")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Validation loss of each method against dense, with the same data, seeds and steps: the table of docs/training.md.
+"""Validation loss of each method against dense, with the same data, seeds and steps: tables of docs/runs.md.
 
     python benchmarks/training.py --corpus peps-train.txt.xz --valid peps-valid.txt.xz --out runs/training
     python benchmarks/training.py ... --only "radius:paper-d0.5(smallest=16384)" --seeds 0

@@ -5,7 +5,7 @@
 Each word is a variant: fields of ``Variant`` with their values. It trains a model of ``regimes.py`` for the first
 --steps of a run of 800 steps, and prints the validation loss every 100 steps. This is not the library: the
 values of all ranks are rows of one tensor, sent as they are, so that a variant is a line of code and a run ten seconds.
-What came of it is in docs/training.md, "Why a portion"; what is in the library was then run with ``regimes.py``.
+What came of it is in docs/log.md, "why a portion"; what is in the library was then run with ``regimes.py``.
 """
 
 from __future__ import annotations

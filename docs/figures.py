@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import ast
 import csv
+import functools
 import hashlib
 import inspect
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -28,11 +30,10 @@ from collections.abc import Callable
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from thinwire.methods.delay import Delay
-
-from thinwire.methods import TABLE, resolve
+from thinwire.methods import TABLE
 from thinwire.train import differences
 
 HERE = Path(__file__).resolve().parent
@@ -42,61 +43,82 @@ import regime_tables  # noqa: E402
 
 Row = dict[str, str]
 
-SPEED = ("ddp-500mbit", "ddp-500mbit-adams", "ddp-500mbit-trickle")
-LOSS = ("small-ddp", "small-fsdp2", "small-ddp-adams")
-"""The settings of README's picture and tables. A figure of the first is preferred; one of the others carries a mark."""
+LEAVING = ("bf16-acc32", "fp8", "demo", "frozen-adam")
+"""Methods that no page advertises: they leave the library, since no measurement speaks for them."""
 
+SPEED = ("ddp-500mbit", "ddp-500mbit-trickle")
+"""The settings of speed whose link, model and engine are the same. A figure of the first is preferred."""
 
-class Point(NamedTuple):
-    """One method in README: which measured row has its speed, and which its loss ("": none)."""
-
-    speed: str
-    loss: str
-    instead: str = ""
-    """The row whose speed is shown, with a mark, where ``speed`` was not measured."""
-
-
-POINTS = {
-    "dense": Point("dense", "dense"),
-    "fp32": Point("fp32", ""),
-    "bf16": Point("bf16", "bf16"),
-    "bf16-acc32": Point("bf16-acc32", ""),
-    "int8": Point("int8(error_feedback=True)", "int8, error feedback", instead="int8"),
-    "fp8": Point("fp8(error_feedback=True)", ""),
-    "radius": Point(
-        "radius", "Radius d=0.5, T=50, residual_scale=0.25",
-        instead="radius(density=0.4,start=0,T=200,residual_scale=1.0)",
-    ),
-    "scape": Point("scape(warmup=1)", "SCAPE d=0.01 (paper)"),
-    "separate": Point("separate:recommended", "SEPARATE 16x, cyclic SRHT, no feedback"),
-    "tagc": Point("tagc(theta=0.95,mask='shared',feedback='gradient')", "TAGC d=0.05, shared mask"),
-    "sdp4bit": Point("sdp4bit", "SDP4Bit (ours)"),
-    "lhc": Point("lhc", ""),
-    "zeropp": Point("zeropp", "ZeRO++ (8-bit weights)"),
-    "qsdp": Point("qsdp", ""),
-    "loco": Point("loco", "LoCo"),
-    "powersgd": Point("powersgd(feedback='gradient')", "PowerSGD rank 4"),
-    "topk": Point("topk(density=0.01,feedback='gradient')", "top-k d=0.01, error feedback"),
-    "trickle": Point("trickle", "Trickle d=0.01"),
-    "dgc": Point("dgc(density=0.01)", ""),
-    "demo": Point("demo", ""),
-    "onebit-adam": Point("onebit-adam(warmup=1)", "1-bit Adam"),
-    "sign": Point("sign", ""),
-    "frozen-adam": Point("frozen-adam", ""),
-    "local-steps": Point("local-steps", ""),
-    "none": Point("none", ""),
+ALIASES = {
+    "separate:recommended": "separate",
+    "scape:paper": "scape",
+    "scape:paper-d0.1": "scape(density=0.1)",
+    "topk(density=0.01,feedback='update')": "topk",
+    "topk(density=0.01,feedback='gradient')": "topk(feedback='gradient')",
+    "tagc(theta=0.9875,feedback='update')": "tagc",
+    "tagc(theta=0.9875,leftovers='median',select='non-attention',feedback='gradient')": "tagc:paper",
+    "radius(density=0.5,T=50,residual_scale=0.25)": "radius",
+    "separate(ratio=16,estimator='paper',beta=0.95,reset=128,restart='zero')": "separate:paper",
+    "separate(ratio=16,beta=1.0)": "separate",
+    "powersgd(feedback='update',beta1=0.5)": "powersgd",
+    "powersgd(feedback='gradient')": "powersgd:paper",
+    "powersgd(rank=4,feedback='gradient')": "powersgd:paper",
+    "trickle(mask='merged',bits=4)": "trickle:merged",
+    "trickle(density=0.003)": "trickle:d0.003",
+    "local-steps:recommended(outer=\"trickle(density=0.05,bits=4,feedback='gradient')\")": "local-steps:recommended",
 }
+"""A form as it was recorded -> the shortest that means the same today. tests/test_docs.py holds the two together."""
+
+Regime = tuple[str, str, str, int]
+"""(regime, model, text, ranks)."""
+
+MAIN: Regime = ("scratch", "small", "wikitext", 4)
+"""The regime of README's picture and of the picture of losses against bytes."""
+
+REGIMES: dict[Regime, str] = {
+    MAIN: "842k, text 2",
+    ("scratch", "small", "peps", 4): "842k, text 1",
+    ("scratch", "small", "wikitext", 16): "842k, text 2, 16 ranks",
+    ("scratch", "small", "peps", 16): "842k, text 1, 16 ranks",
+    ("scratch", "tiny", "peps", 4): "120k, text 1",
+    ("long", "tiny", "peps", 4): "120k, text 1, 3200 steps",
+    ("going-on", "tiny", "peps", 4): "120k, going on",
+    ("finetune", "tiny", "wikitext", 4): "120k, fine-tuning on text 2",
+}
+"""The columns of the table in docs/quality.md."""
+
+QUALITY = (
+    "dense", "dense --optimizer adams", "bf16", "int8", "loco", "sdp4bit", "zeropp", "qsdp",
+    "onebit-adam(warmup_bits=4)", "trickle", "trickle:d0.003", "trickle:merged", "topk", "tagc", "powersgd", "radius",
+    "separate", "sign", "scape", "local-steps:recommended", "local-steps:sparseloco", "separate:paper", "tagc:paper",
+    "topk(feedback='gradient')", "powersgd:paper", "radius(density=0.4,start=0,T=200,residual_scale=1.0)",
+)  # fmt: skip
+"""Its rows, in this order."""
+
+EIGHT = ("bf16", "int8", "sdp4bit", "loco", "radius", "separate", "topk", "trickle")
+"""The methods of the picture of losses against bytes; those of which the speed was measured, too, are README's."""
+
+WITH_STEPS = ("trickle", "topk", "tagc", "radius", "powersgd", "scape", "separate", "sign")
+"""The methods in the picture of the small model's losses."""
 
 CHOICES = (
-    ("a step that hardly waits for the network under `dense`", (), ""),
-    ("any engine and any optimizer, and a first try", ("bf16", "int8"), SPEED[0]),
-    ("DDP with Adam or AdamW, and a slower network", ("loco", "onebit-adam"), SPEED[0]),
-    ("AdamW, and a network for which 4 bits a value are too many", ("trickle",), SPEED[2]),
-    ("FSDP2 across several nodes (weights travel too)", ("sdp4bit",), "fsdp2-500mbit"),
-    ("a very slow network, a long run, and time to compare the loss with dense", ("powersgd", "separate"), SPEED[0]),
+    ("any engine and optimizer, and a first try", "int8", SPEED[0], MAIN),
+    ("FSDP2 on several nodes, where weights travel too", "sdp4bit", "fsdp2-500mbit", "small-fsdp2"),
+    ("AdamW, and a network for which 4 bits a value are too many", "trickle", SPEED[1], MAIN),
+    ("the same with more than 4 ranks", "trickle:merged", "", ("scratch", "small", "wikitext", 16)),
 )
-"""README's decision table: what you have, what to take, and the setting whose speed is shown."""
-TAKE = {"int8": "int8(error_feedback=True)", "powersgd": "powersgd(feedback='gradient')"}
+"""README's table: what you have, what to take, the setting of its speed ("": not measured), and that of its loss."""
+
+
+def form(spec: str) -> str:
+    """The shortest form that means ``spec`` today, but for ``smallest``, which small models need to be compressed."""
+    text = re.sub(r",?\s*smallest=\d+", "", spec).replace("()", "").replace("(,", "(").replace(", ", ",")
+    return ALIASES.get(text, text)
+
+
+def name_of(spec: str) -> str:
+    """The method's name in ``spec``."""
+    return re.match(r"[\w-]*", spec)[0]  # type: ignore[index]
 
 
 def read(name: str) -> list[Row]:
@@ -120,96 +142,87 @@ def setting(name: str) -> Row:
 
 
 def speed(method: str, settings: tuple[str, ...] = SPEED) -> Row | None:
-    """The first row of ``settings`` that has the point's speed."""
-    point = POINTS.get(method, Point("", ""))
-    for spec in (point.speed, point.instead):
-        for row in (row for name in settings for row in of("speed", name)):
-            if row["method"] == spec:
-                return row
-    return None
+    """The first row of ``settings`` that measured exactly ``method``."""
+    rows = (row for name in settings for row in of("speed", name))
+    return next((row for row in rows if form(row["method"]) == method), None)
 
 
-def loss(method: str) -> Row | None:
-    point = POINTS.get(method, Point("", ""))
-    return next((row for name in LOSS for row in of("loss", name) if row["label"] == point.loss), None)
+class Loss(NamedTuple):
+    """What a method costs: loss above dense and all bytes sent, in percent of dense's; seeds that both sides have."""
+
+    gap: float
+    share: float
+    seeds: int
 
 
-def aside(method: str) -> str:
-    """Why one of the method's two figures cannot be compared with the others'; "" if both can."""
-    found, gap = speed(method), loss(method)
-    if found and found["setting"] != SPEED[0]:
-        return f"speed with {OPTIMIZERS[setting(found['setting'])['optimizer']]}"
-    if found and found["method"] != POINTS[method].speed:
-        return f"speed of `{found['method']}`, loss of `{POINTS[method].speed}`"
-    if gap and gap["setting"] != LOSS[0]:
-        return f"loss on {ENGINES[setting(gap['setting'])['engine']]}"
-    return ""
+def loss(method: str, where: Regime | str = MAIN) -> Loss | None:
+    """What exactly ``method`` costs in a regime, or in a setting of benchmarks/training.py; None: not run there."""
+    if isinstance(where, str):
+        row = next((row for row in of("loss", where) if form(row["method"]) == method), None)
+        return row and Loss(float(row["gap_percent"]), float(row["share_percent"]), 1 + bool(row["seed1"]))
+    found, dense = regime_row(method, where), regime_row(partner_of(method), where)
+    if found is None or dense is None or found.gap is None or found.gap == math.inf:
+        return None
+    return Loss(found.gap, found.share_all or 0.0, len(found.losses.keys() & dense.losses.keys()))
 
 
-def percent(row: Row | None, column: str, mark: bool = False) -> str:
-    if row is None:
-        return "-"
-    value = float(row[column])
-    text = f"{value:.0f}%" if column == "speed_percent" else f"{value:+.2f}%" if abs(value) < 10 else f"{value:+.0f}%"
-    return text + (" \\*" if mark else "")
+def partner_of(method: str) -> str:
+    """The dense run that ``method`` is held against."""
+    return "dense --optimizer adams" if name_of(method) == "scape" or method.endswith("adams") else "dense"
+
+
+def regime_row(method: str, where: Regime) -> regime_tables.Row | None:
+    """The row of exactly ``method`` in one regime; of several ends that were gone on from, the longest run's."""
+    found = [
+        row for row in regime_rows()
+        if (row.regime, row.model, row.text, row.ranks) == where and form(row.method) == method
+    ]  # fmt: skip
+    return max(found, key=lambda row: "long" in row.base, default=None)
 
 
 # The blocks.
 
 
 def methods() -> str:
-    """One row per entry of TABLE: its name and class, its docstring's first line, its promise, its figures."""
-    promises = {cls: cls().promise.kind for cls in TABLE if hasattr(cls, "promise")}
-    head = ["method", "what travels", *(["promise"] if promises else []), "speed", "loss"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * (len(head) - 2) + "|---:|---:|"]
+    """One row per method: its name and class, its docstring's first line, its promise, its figures."""
+    lines = ["| method | what travels | promise | speed | loss |", "|---|---|---|---:|---:|"]
     for cls in TABLE:
+        if cls.name in LEAVING:
+            continue
         what = (inspect.getdoc(cls) or "").splitlines()[0].replace("``", "`").rstrip(".")
-        found, gap, why = speed(cls.name), loss(cls.name), aside(cls.name)
-        if (found or gap) and POINTS[cls.name].speed != cls.name:
-            what += f". Measured as `{POINTS[cls.name].speed}`"
-        cells = [f"`{cls.name}` {cls.__name__}", what, *([promises[cls]] if promises else [])]
-        cells += [
-            percent(found, "speed_percent", why.startswith("speed")),
-            percent(gap, "gap_percent", why[:4] == "loss"),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        fast, cost = speed(cls.name), loss(cls.name)
+        cells = (f"{fast['speed_percent']}%" if fast else "-", percent(cost.gap) if cost else "-")
+        lines.append(f"| `{cls.name}` {cls.__name__} | {what} | {cls().promise.kind} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
+
+
+def percent(gap: float) -> str:
+    return f"{gap:+.2f}%" if abs(gap) < 1 else f"{gap:+.1f}%"
 
 
 def choices() -> str:
-    lines = ["| you have | take | speed | loss |", "|---|---|---:|---:|"]
-    for have, take, where in CHOICES:
-        if not take:
-            lines.append(f"| {have} | nothing: compression cannot help | - | - |")
-            continue
-        dense = next(row for row in of("speed", where) if row["method"] == "dense")
-        speeds = ", ".join(
-            percent(fast, "speed_percent", bool(fast) and fast["method"] != POINTS[method].speed)
-            for method in take
-            for fast in [speed(method, (where,))]
-        )
-        gaps = ", ".join(percent(loss(method), "gap_percent") for method in take)
-        names = ", ".join(f"`{TAKE.get(method, method)}`" for method in take)
-        lines.append(f"| {have} | {names} | {speeds} (dense: {percent(dense, 'speed_percent')}) | {gaps} |")
+    lines = ["| you have | take | speed (dense) | bytes | loss (seeds) |", "|---|---|---:|---:|---:|"]
+    lines.append("| a step that hardly waits for the network under `dense` | nothing | - | - | - |")
+    for have, take, fast, where in CHOICES:
+        found, cost = speed(take, (fast,)), loss(take, where)
+        dense = speed("dense", (fast,))
+        cell = f"{found['speed_percent']}% ({dense['speed_percent']}%)" if found and dense else "-"
+        rest = f"{cost.share:.1f}% | {percent(cost.gap)} ({cost.seeds})" if cost else "- | -"
+        lines.append(f"| {have} | `{take}` | {cell} | {rest} |")
     return "\n".join(lines)
 
 
-def tradeoff_note() -> str:
-    """What README's picture and tables were measured on."""
-    fast, long = setting(SPEED[0]), setting(LOSS[0])
-    texts = (
-        f"**Speed**: {world(fast)}, {fast['tokens_per_rank']} tokens per rank and step, "
-        f"{OPTIMIZERS[fast['optimizer']]}; as a share of the speed of the same run without any exchange. Measured "
-        f"{fast['date']} at commit {fast['commit']}.",
-        f"**Loss**: {world(long)}, {long['tokens_per_rank']} tokens per rank and step, {long['steps']} steps from "
-        f"scratch; validation loss above dense, mean of one or two seeds. Measured {long['date']} at commit "
-        f"{long['commit']}.",
-        "Both ran on CPUs with gloo. An open ring, and a \\* in the tables, marks a method of which one figure is from "
-        f"another setting: {marks()}. The commands: [docs/results.md](docs/results.md), "
-        "[docs/training.md](docs/training.md).",
+def picture() -> str:
+    """README's picture and what it was measured on."""
+    fast = setting(SPEED[0])
+    text = (
+        f"Speed: {world(fast)}, as a share of the same run's without any exchange. Loss: a GPT of 0.84 million "
+        "parameters, 4 ranks, 800 steps from scratch, each side at its best learning rate of those run, one to three "
+        "seeds (seeds of one method differ by about 2%, which is shaded). CPUs and gloo. The commands, seeds and all "
+        "other methods are in [docs/speed.md](docs/speed.md) and [docs/quality.md](docs/quality.md)."
     )
-    wrapped = (textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in texts)
-    return "\n\n".join(["![Loss against speed, one dot per method](docs/tradeoff.png)", *wrapped])
+    wrapped = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    return f"![Loss against speed, one dot per method](docs/tradeoff.png)\n\n{wrapped}"
 
 
 OPTIMIZERS = {"adamw": "AdamW", "adams": "AdamS", "sgd": "SGD"}
@@ -229,13 +242,8 @@ def world(where: Row) -> str:
     return f"{model}, {ENGINES[where['engine']]}, {size}, {link}{frames}"
 
 
-def marks() -> str:
-    """The methods with a mark, and why."""
-    return ", ".join(f"`{method}` ({aside(method)})" for method in POINTS if aside(method))
-
-
 def speeds(name: str) -> str:
-    """The whole table of one setting, as docs/results.md shows it."""
+    """The whole table of one setting, as docs/speed.md shows it."""
     lines = [
         "| method | step | share of the speed of `none` | exposed | encode + decode | sent per step | link use |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -251,47 +259,55 @@ def speeds(name: str) -> str:
 
 
 def losses(name: str) -> str:
-    """The whole table of one setting, as docs/training.md shows it."""
+    """The whole table of one setting."""
     lines = [
-        "| method | validation loss (by seed) | gap to dense | sent per step | share of dense | skipped |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| run | method | validation loss (by seed) | gap to dense | sent per step | share of dense | skipped |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
     for row in of("loss", name):
         seeds = ", ".join(value for value in (row["seed0"], row["seed1"]) if value)
-        lines.append(
-            f"| {row['label']} | {seeds} | {row['gap_percent']}% | {row['sent_mb']} MB | {row['share_percent']}% | "
-            f"{row['skipped']} |"
-        )
+        sent = f"{row['sent_mb']} MB | {row['share_percent']}% | {row['skipped']}" if row["sent_mb"] else "- | - | -"
+        lines.append(f"| {row['label']} | `{row['method']}` | {seeds} | {row['gap_percent']}% | {sent} |")
     return "\n".join(lines)
 
 
+@functools.cache
 def regime_rows() -> list[regime_tables.Row]:
     return regime_tables.rows(regime_tables.read(DATA / "regimes.jsonl").values())
 
 
-def regimes(regime: str, model: str, text: str, ranks: str) -> str:
-    """The tables of benchmarks/regimes.py for one regime, model, text and number of ranks."""
-    wanted = (regime, model, text, int(ranks))
-    chosen = [row for row in regime_rows() if (row.regime, row.model, row.text, row.ranks) == wanted]
-    return regime_tables.markdown(chosen) or f"{regime}: `{model}` on {text}, {ranks} ranks: not run yet."
+def runs() -> str:
+    """Every table of losses: those of benchmarks/training.py with their commands, then those of regimes.py."""
+    parts = []
+    for where in read("settings"):
+        if where["kind"] == "loss":
+            title = f"## `{where['preset']}` on {ENGINES[where['engine']]}, {OPTIMIZERS[where['optimizer']]}"
+            when = f"Measured {where['date']} at commit {where['commit']}:"
+            parts += [title, when, f"```sh\n{where['command']}\n```", losses(where["setting"])]
+    titles: dict[tuple[Any, ...], list[regime_tables.Row]] = {}
+    for row in regime_rows():
+        titles.setdefault((row.regime, row.model, row.text, row.ranks), []).append(row)
+    for (regime, model, text, ranks), rows in titles.items():
+        parts += [f"## {regime}: `{model}` on {text}, {ranks} ranks", regime_tables.markdown(rows)]
+    return "\n\n".join(parts)
 
 
-def rule() -> str:
-    """What ``thinwire.methods.delay`` predicts beside what was measured, in all runs from scratch."""
-    found = [
-        (f"842k, {row['label']}", row["method"], 800, float(row["gap_percent"])) for row in of("loss", LOSS[0])
-    ]
-    found += [
-        (f"`{row.method}`, `{row.model}`, {row.text}, {row.ranks} ranks", row.method, row.steps, row.gap)
-        for row in regime_rows()
-        if row.regime in ("scratch", "long") and row.gap is not None and " " not in row.method
-    ]
-    lines = ["| run | steps | measured | predicted |", "|---|---:|---:|---:|"]
-    for label, spec, steps, gap in found:
-        delay = resolve(spec).delay
-        if delay is not None and (delay != Delay() or abs(gap) > 1):
-            lines.append(f"| {label} | {steps} | {gap:+.1f}% | {100 * delay.gap(steps):+.1f}% |")
+def quality() -> str:
+    """Methods by regimes: each cell has the gap to dense, the learning rate, and the number of seeds that both have."""
+    lines = ["| method | " + " | ".join(REGIMES.values()) + " |", "|---" + "|---:" * len(REGIMES) + "|"]
+    for method in QUALITY:
+        cells = [quality_cell(method, where) for where in REGIMES]
+        if set(cells) != {"-"}:
+            lines.append(f"| `{method}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def quality_cell(method: str, where: Regime) -> str:
+    row, cost = regime_row(method, where), loss(method, where)
+    if row is None or cost is None:
+        return "-"
+    what = f"{fmean(row.losses.values()):.3f}" if name_of(method) == "dense" else percent(cost.gap)
+    return f"{what} ({row.lr:g}; {cost.seeds})"
 
 
 def tree() -> str:
@@ -319,7 +335,7 @@ def differing() -> str:
 BESIDE = (
     ("benchmarks/", "timings and training runs, each file a program"),
     ("examples/", "whole training programs of 50 lines"),
-    ("docs/", "the pages above, their measurements (data/) and the script that makes tables and pictures of them"),
+    ("docs/", "the pages, their measurements (data/) and the script that makes tables and pictures of them"),
     ("tests/", "what must hold"),
 )
 
@@ -369,13 +385,12 @@ def to_denses_loss() -> str:
 
 BLOCKS: dict[str, Callable[..., str]] = {
     "tree": tree,
-    "picture": tradeoff_note,
+    "picture": picture,
     "methods": methods,
     "choices": choices,
     "speed": speeds,
-    "loss": losses,
-    "regimes": regimes,
-    "rule": rule,
+    "quality": quality,
+    "runs": runs,
     "differences": differing,
     "to-denses-loss": to_denses_loss,
 }
@@ -393,69 +408,72 @@ def fresh(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted(HERE.glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(HERE.glob("*.md"))]
 
 
 # The pictures.
 
 
-def tradeoff() -> list[tuple[Any, ...]]:
-    """(method, speed, gap, is it a ring) of README's picture."""
-    found = [(method, speed(method), loss(method)) for method in POINTS if method != "none"]
+def tradeoff() -> list[tuple[str, float, float]]:
+    """(method, speed, gap) of README's picture: whatever has both figures, of exactly the form that its name means."""
+    found = [(method, speed(method), loss(method)) for method in ("dense", *EIGHT)]
+    return [(method, float(fast["speed_percent"]), cost.gap) for method, fast, cost in found if fast and cost]
 
-    def named(method: str) -> str:
-        """Where a method sends updates, what was measured may send gradients."""
-        other = {resolve(spec).promise.of for spec in (method, POINTS[method].speed)} == {"updates", "gradients"}
-        return f"{method} (gradients)" if other else method
 
-    return [
-        (
-            named(method),
-            float(fast["speed_percent"]),
-            float(gap["gap_percent"]),
-            bool(aside(method)),
-        )
-        for method, fast, gap in found
-        if fast and gap
-    ]
+def by_bytes() -> list[tuple[str, float, float]]:
+    """(method, gap, bytes sent in all) of ``EIGHT``."""
+    return [(method, cost.gap, cost.share) for method in EIGHT if (cost := loss(method))]
 
 
 def step_times(name: str) -> dict[str, Any]:
     """One setting as the report that ``thinwire.lab.plots`` draws."""
     where = setting(name)
     runs = [
-        {"method": row["method"], "summary": {"step_ms": float(row["step_ms"]), "exposed_ms": float(row["exposed_ms"])}}
-        for row in of("speed", name)
-    ]
+        {"method": shown_as(row["method"]),
+         "summary": {"step_ms": float(row["step_ms"]), "exposed_ms": float(row["exposed_ms"])}}
+        for row in of("speed", name) if shown_as(row["method"])
+    ]  # fmt: skip
     size = {key: int(where[key]) for key in ("nodes", "ranks_per_node", "mtu")}
     return {"preset": where["preset"], "link": where["link"], "emulated_network": True, "runs": runs, **size}
 
 
-def gaps(name: str, *labels: str) -> list[tuple[str, str, float, float]]:
-    """(label, method, gap in percent, share of dense's bytes in percent) of one setting."""
+def shown_as(spec: str) -> str:
+    """The name of ``spec`` in a picture of speed, if it is a name's own form once its warm-up is over; else ""."""
+    text = form(re.sub(r",?warmup=\d+", "", spec).replace("()", ""))
+    return text if "(" not in text and ":" not in text else ""
+
+
+def gaps(where: Regime, *names: str) -> list[tuple[str, str, float, float]]:
+    """(label, method, gap in percent, bytes sent in all in percent of dense's) of one regime."""
+    return [(method, method, cost.gap, cost.share) for method in names if (cost := loss(method, where))]
+
+
+def sharded() -> list[tuple[str, str, float, float]]:
+    """As :func:`gaps`, of the methods on FSDP2 that are held against AdamW."""
     return [
-        (row["label"], row["method"], float(row["gap_percent"]), float(row["share_percent"]))
-        for row in of("loss", name)
-        if not labels or row["label"] in labels
+        (form(row["method"]), row["method"], float(row["gap_percent"]), float(row["share_percent"]))
+        for row in of("loss", "small-fsdp2")
+        if row["optimizer"] == "adamw"
     ]
 
 
-SHOWN = (
-    "int8, error feedback", "bf16", "1-bit Adam", "LoCo", "top-k d=0.4 from 15%, error feedback",
-    "Radius d=0.5, T=50, residual_scale=0.25", "Radius d=0.5, T=200 (paper)", "PowerSGD rank 4",
-    "SEPARATE 16x, cyclic SRHT, no feedback", "SEPARATE 16x (paper)", "SEPARATE 16x, cyclic SRHT (ours)",
-    "TAGC d=0.05, shared mask, from 15%", "TAGC d=0.05, shared mask", "TAGC 10x (ours)", "top-k d=0.01, error feedback",
-)  # fmt: skip
-"""Of the table with thirty rows, those in its picture."""
+def by_name() -> list[tuple[str, str, Curve]]:
+    """:func:`by_time` with names for labels; flags stand in brackets behind."""
+    found = []
+    for link, method, curve in by_time():
+        spec, _, flags = method.partition(" --")
+        found.append((link, form(spec) + (f" ({flags})" if flags else ""), curve))
+    return found
+
 
 PICTURES: dict[str, tuple[str, Callable[[], Any]]] = {
     "tradeoff.png": ("tradeoff", tradeoff),
     "speed.png": ("step_time", lambda: step_times("ddp-500mbit")),
     "speed-adams.png": ("step_time", lambda: step_times("ddp-125mbit-adams")),
-    "training.png": ("gaps", lambda: gaps("small-ddp", *SHOWN)),
-    "training-fsdp2.png": ("gaps", lambda: gaps("small-fsdp2")),
-    "walltime.png": ("walltime", by_time),
-    "regimes.png": ("regimes", lambda: regime_tables.points(regime_rows())),
+    "training.png": ("gaps", lambda: gaps(("scratch", "tiny", "peps", 4), *WITH_STEPS)),
+    "training-fsdp2.png": ("gaps", sharded),
+    "walltime.png": ("walltime", by_name),
+    "regimes.png": ("by_bytes", by_bytes),
 }
 """File -> the function of ``pictures.py`` that draws it, and what it draws."""
 

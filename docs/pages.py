@@ -2,9 +2,9 @@
 
     python docs/pages.py FOLDER         # one Markdown file per method; `make docs` does it where something has changed
 
-The first line, the knobs and, where a paper has a module of its own, the formula are docstrings. Bytes are planned by a
-rehearsal of the method. When to use it stands in docs/methods.md, measurements in docs/data, papers in README.md; what
-is left is in docs/methods.toml.
+The description is the docstring of the method's module (of its class, where several methods share a module), the knobs
+are the docstring of the class, bytes are planned by a dry run of the method, and measurements are rows of docs/data.
+Papers are those of README and of docs/methods.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import inspect
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 import figures
@@ -21,7 +20,7 @@ import torch
 
 from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.names import describe
-from thinwire.methods import TABLE, Listed, Method, listed, resolve
+from thinwire.methods import TABLE, Listed, Method, listed
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import plan_of
@@ -35,38 +34,23 @@ HOSTS = (2, 16)
 TITLES = {"ddp": "DDP", "fsdp2": "FSDP2", "hsdp": "HSDP"}
 
 
-def texts() -> dict[str, dict[str, str]]:
-    return tomllib.loads((HERE / "methods.toml").read_text())
-
-
-def sections() -> dict[str, str]:
-    """docs/methods.md by heading."""
-    parts = re.split(r"^## (.+)\n", (HERE / "methods.md").read_text(), flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
-
-
-def use(name: str) -> str:
-    """When to take the method: from "*Use it*" in its section of docs/methods.md to the end of the paragraph."""
-    found = re.search(r"\*Use it\*(.*?)(?=\n\n|\n\*|\s*\Z)", sections().get(name, ""), re.DOTALL)
-    return "" if found is None else "Use it" + found[1]
-
-
 def cite(name: str) -> str:
-    """The method's paper, from README's list, or else from methods.toml."""
-    readme = (figures.ROOT / "README.md").read_text()
-    item = rf"^\* \*\*[^*]+\*\* \(`{re.escape(name)}`\): (.*?)(?=^\*|\n\n|\Z)"
-    found = re.search(item, readme, re.DOTALL | re.MULTILINE)
-    return found[1].strip() if found else texts()[name].get("cite", "").strip()
+    """The method's paper, from README's list or from that of docs/methods.md; "" if it has none."""
+    item = rf"^\* \*\*[^*]+\*\* \([^)]*`{re.escape(name)}`[^)]*\): (.*?)(?=^\*|\n\n|\Z)"
+    for page in (figures.ROOT / "README.md", HERE / "methods.md"):
+        if found := re.search(item, page.read_text(), re.DOTALL | re.MULTILINE):
+            return found[1].strip()
+    return ""
 
 
-def formula(cls: type[Method]) -> str:
-    """As Markdown: from methods.toml, or else the docstring of the method's module, without its title."""
-    given = texts()[cls.name].get("formula")
-    if given:
-        return f"```text\n{given.strip()}\n```"
+def description(cls: type[Method]) -> str:
+    """The docstring of the method's module, or that of its class, as far as its knobs, where the module has others."""
+    module = sys.modules[cls.__module__]
     first = next(other for other in TABLE if other.__module__ == cls.__module__)
-    doc = inspect.getdoc(sys.modules[cls.__module__]) or ""
-    return markdown(doc.partition("\n\n")[2]) if first is cls else ""
+    text = (inspect.getdoc(module) or "").partition("\n\n")[2]
+    if first is not cls or not text:
+        text = re.split(r"^Args:", inspect.getdoc(cls) or "", flags=re.MULTILINE)[0]
+    return markdown(text).strip()
 
 
 def markdown(doc: str) -> str:
@@ -80,10 +64,12 @@ def markdown(doc: str) -> str:
     )
 
 
-def glance(name: str) -> str:
-    """The method's rows of the first table of docs/methods.md."""
-    head, *rows = re.findall(r"^\|.*\|$", sections()["At a glance"], re.MULTILINE)
-    return "\n".join([head, *rows[:1], *(row for row in rows if re.match(rf"\| `{re.escape(name)}[`(]", row))])
+def at_a_glance(name: str) -> str:
+    """The method's rows of the table of bytes in docs/methods.md; "" if it has none."""
+    section = (HERE / "methods.md").read_text().partition("\n## Bytes\n")[2]
+    head, *rows = re.findall(r"^\|.*\|$", section.partition("\n## ")[0], re.MULTILINE)
+    mine = [row for row in rows if re.match(rf"\| `{re.escape(name)}[`(:]", row)]
+    return "\n".join([head, rows[0], *mine]) if mine else ""
 
 
 @functools.cache
@@ -108,13 +94,9 @@ def planned(cls: type[Method]) -> str:
     return "\n".join(lines)
 
 
-def is_of(spec: str, name: str) -> bool:
-    return " " not in spec and resolve(spec).name == name
-
-
 def speeds(name: str) -> tuple[str, list[figures.Row]]:
     """The measured rows of the method, and their settings; "" if there are none."""
-    rows = [row for row in figures.read("speed") if is_of(row["method"], name)]
+    rows = [row for row in figures.read("speed") if figures.name_of(row["method"]) == name]
     lines = [
         "| as | setting | step | share of the speed of `none` | `dense` there | exposed | sent per step |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -132,22 +114,22 @@ def speeds(name: str) -> tuple[str, list[figures.Row]]:
 
 def losses(name: str) -> tuple[str, list[figures.Row]]:
     """As :func:`speeds`."""
-    rows = [row for row in figures.read("loss") if is_of(row["method"], name)]
+    rows = [row for row in figures.read("loss") if figures.name_of(row["method"]) == name]
     lines = [
         "| as | run | setting | validation loss above dense | bytes, share of dense |",
         "|---|---|---|---:|---:|",
     ]
     lines += [
         f"| `{row['method']}` | {row['label']} | {setting(figures.setting(row['setting']))} | {row['gap_percent']}% | "
-        f"{row['share_percent']}% |"
+        f"{row['share_percent'] or '-'}{'%' if row['share_percent'] else ''} |"
         for row in rows
     ]
     return "\n".join(lines) if rows else "", used(rows)
 
 
 def regimes(name: str) -> str:
-    """Rows of benchmarks/regimes.py; "" if there are none."""
-    rows = [row for row in figures.regime_rows() if row.gap is not None and is_of(row.method, name)]
+    """The method's rows of benchmarks/regimes.py, each at its best learning rate; "" if there are none."""
+    rows = [row for row in figures.regime_rows() if row.gap is not None and figures.name_of(row.method) == name]
     head = ("as", "regime", "model", "text", "ranks", "steps", "learning rate", "loss above dense", "share of bytes")
     lines = ["| " + " | ".join(head) + " |", "|---" * 4 + "|---:" * 5 + "|"]
     lines += [
@@ -176,35 +158,29 @@ def measured(name: str) -> str:
             parts += [f"### {title}", table]
             settings += where
     if table := regimes(name):
-        link = "[regimes](../training.md#regimes)"
-        parts += ["### Loss in other regimes", f"By `benchmarks/regimes.py`: see {link}.", table]
+        parts += ["### Loss by regime", "Measured with `benchmarks/regimes.py` ([quality](../quality.md)).", table]
     if not parts:
-        return "Neither the speed nor the loss of this method is in the results files."
+        return "Neither the speed nor the loss of this method was measured."
     for where in settings:
         parts += [f"Measured {where['date']} at commit {where['commit']}:", f"```sh\n{where['command']}\n```"]
-    return "\n\n".join(["On CPUs with gloo. Where a setting names hosts and a link, these are emulated.", *parts])
+    return "\n\n".join(["All runs were on CPUs with gloo. Hosts and links are emulated.", *parts])
 
 
 def page(of: Listed) -> str:
     name, cls = of.name, of.cls
     engines = ", ".join(TITLES[engine] for engine in cls.engines)
-    delay = cls().delay
-    rule = "" if delay is None else f"By the [rule behind the plan's warning](../training.md#{RULE}), it costs {delay}."
-    aside = " [What differs from the paper, and more](../methods.md#" + name + ")."
-    nested = re.sub(r"\]\((?=[\w-]+\.md)", "](../", use(name))
+    paper = cite(name)
     return "\n\n".join(filter(None, [
         f"# {name}",
         of.does.replace("``", "`"),
         f"`thinwire.{cls.__name__}`, `--method {name}`; runs on {engines}. Promise: {of.promise}.",
-        "## Idea", texts()[name]["idea"].strip(),
-        "## Formula", formula(cls),
-        "## Bytes",
-        "P gradient values, N ranks; the other letters are knobs. [How to read it](../methods.md).", glance(name),
+        "## How it works", description(cls),
+        "## Bytes", at_a_glance(name),
+        "P is the number of gradient values and N the number of ranks ([methods](../methods.md#bytes)). "
         f"Planned for {figures.MODELS[PRESET]}, {PLANNED}:", planned(cls),
-        "## When to use it", nested + aside,
-        "## Measured", measured(name), rule,
+        "## Measured", measured(name),
         "## Knobs", f"```{{eval-rst}}\n.. autoclass:: thinwire.{cls.__name__}\n```",
-        "## Citation", cite(name),
+        *(("## Paper", paper) if paper else ()),
     ])) + "\n"  # fmt: skip
 
 
@@ -212,26 +188,29 @@ PLANNED = (
     "gradients only, with the default knobs, as NCCL sends it (on FSDP2 gloo sends twice as much of what the network "
     "sums)"
 )
-RULE = "what-a-method-will-cost-the-rule-behind-the-plan-s-warning"
+
+
+def shown() -> list[Listed]:
+    return [of for of in listed() if of.name not in figures.LEAVING]
 
 
 def index() -> str:
-    """README's table of all methods, with links, and their order in the site."""
+    """The table of all methods, with links, and their order in the site."""
     table = re.sub(r"^\| `([^`]+)` \w+ \|", r"| [`\1`](\1.md) |", figures.methods(), flags=re.MULTILINE)
-    order = "\n".join(cls.name for cls in TABLE)
+    order = "\n".join(of.name for of in shown())
     return f"# Each method\n\n{INTRODUCTION}\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{order}\n```\n"
 
 
 INTRODUCTION = (
-    "Idea, formula, bytes, when to use it, what was measured, and the paper. Speed and loss are those of the "
-    "[first page](../index.md)."
+    "Each page has the method's equations, its bytes, what was measured of it, its knobs, and its paper. What speed "
+    "and loss mean in this table stands in [methods](../methods.md)."
 )
 
 
 def write(folder: Path) -> None:
     """Files whose text has not changed keep their time, so that a second build is short."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in {"index": index(), **{of.name: page(of) for of in listed()}}.items():
+    for name, text in {"index": index(), **{of.name: page(of) for of in shown()}}.items():
         path = folder / f"{name}.md"
         if not path.exists() or path.read_text() != text:
             path.write_text(text)

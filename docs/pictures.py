@@ -4,142 +4,73 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
-from itertools import cycle
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
-from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
-from thinwire.base.errors import ThinwireError
 from thinwire.lab import plots
 from thinwire.lab.plots import step_time as step_time
-from thinwire.methods import resolve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def tradeoff(points: Sequence[tuple[str, float, float, bool]]) -> Figure:
+def tradeoff(points: Sequence[tuple[str, float, float]]) -> Figure:
     """Loss against speed, one dot per method.
 
     Args:
-        points: (method, speed in percent of the run without an exchange, loss above dense in percent, is it a ring: one
-            of the two was measured in another setting).
+        points: (method, speed in percent of the run without an exchange, loss above dense in percent).
     """
-    figure, axes = plt.subplots(figsize=(8.5, 5.2))
-    lowest = 2 * min([-0.25, *(point[2] for point in points)])
-    axes.axhspan(lowest, 1, color="#EEF5EE", zorder=0)
-    axes.set_yscale("symlog", linthresh=1, linscale=1.2)
-    axes.set_ylim(lowest, 100)
+    figure, axes = plt.subplots(figsize=(8.5, 4.8))
+    gap_scale(axes, [gap for _, _, gap in points])
     axes.set_xlim(20, 104)
-    axes.set_yticks([0, 1, 10, 50], ["as dense", "+1%", "+10%", "+50%"])
-    axes.minorticks_off()
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
-    spots = []
-    for method, fast, gap, ring in points:
-        tint = plots.colour(method)
-        inside = "white" if ring else tint
-        axes.plot(fast, gap, "o", color=tint, markersize=9, markerfacecolor=inside, markeredgewidth=2)
-        spots.append((fast, gap, method, tint))
+    spots = [(fast, gap, method, plots.colour(method)) for method, fast, gap in points]
+    for fast, gap, _, tint in spots:
+        axes.plot(fast, gap, "o", color=tint, markersize=9)
     label_dots(axes, spots)
     axes.set_xlabel("speed: share of the same run's without any exchange (right is better)")
     axes.set_ylabel("validation loss above dense (down is better)")
     return figure
 
 
-FAMILIES = {
-    "fewer bits": ("#0072B2", ("fp32", "bf16", "bf16-acc32", "int8", "fp8", "loco", "sdp4bit", "zeropp", "qsdp")),
-    "signs": ("#117733", ("onebit-adam", "sign")),
-    "projections": ("#8A7A00", ("powersgd", "separate")),
-    "sparse gradients": ("#CC6677", ("topk", "dgc", "radius", "scape", "demo")),
-    "sparse gradients, one mask": ("#AA4499", ("tagc", "lhc")),
-    "updates": ("#D55E00", ("trickle", "frozen-adam")),
-    "local steps": ("#44AA99", ("local-steps",)),
-    "others": ("#000000", ()),
-}
-"""What travels: its colour, and the methods. What sends steps (feedback="update") is among the updates."""
-
-
-def family(method: str) -> str:
-    """Of ``method`` with its knobs, as on the command line."""
-    with suppress(ThinwireError):  # what a report names may be of another version
-        if resolve(method.split(" --")[0]).promise.of == "updates":
-            return "updates"
-    return next((family for family, (_, names) in FAMILIES.items() if plots.plain(method) in names), "others")
-
-
-def regimes(points: Sequence[tuple[str, str, str, float, float]]) -> Figure:
-    """Loss against bytes, one dot per method and setting, one panel per regime; dense is the line at 0.
+def by_bytes(points: Sequence[tuple[str, float, float]]) -> Figure:
+    """Loss against bytes, one dot per method; dense is the line at 0.
 
     Args:
-        points: (regime, setting, method, loss above dense in percent, bytes of compressed tensors in percent of
-            dense's). The dots of a method in one panel are joined. Those have names that :func:`worth_a_name` says.
+        points: (method, loss above dense in percent, bytes sent in percent of dense's).
     """
-    panels, settings = (list(dict.fromkeys(point[at] for point in points)) for at in (0, 1))
-    shape = dict(zip(settings, cycle("os^Dv<>PX*hpd"), strict=False))
-    figure, several = plt.subplots(
-        max(len(panels), 1), figsize=(8.5, 6.0 * max(len(panels), 1)), sharex=True, squeeze=False
-    )
-    for axes, panel in zip(several[:, 0], panels or [""], strict=True):
-        mine = [point for point in points if point[0] == panel]
-        limits(axes, [point[3] for point in mine], [point[4] for point in points])
-        axes.set_title(panel)
-        axes.set_ylabel("validation loss above dense\n(down is better)")
-        spots: list[tuple[float, float, str, str]] = []
-        named = worth_a_name(mine)
-        for point in mine:
-            _, setting, method, gap, share = point
-            tint = FAMILIES[family(method)][0]
-            axes.plot(share, gap, shape[setting], color=tint, markersize=7, zorder=3)
-            spots.append((share, gap, fill(method.replace(",", ", "), 30) if point in named else "", tint))
-        for method in {point[2] for point in mine}:
-            joined = sorted((point[4], point[3]) for point in mine if point[2] == method)
-            axes.plot(*zip(*joined, strict=True), color=FAMILIES[family(method)][0], linewidth=1, alpha=0.4)
-        label_dots(axes, spots, fontsize=8)
-    several[-1, 0].set_xlabel("bytes of compressed tensors, share of dense's (left is better)")
-    present = {family(point[2]) for point in points}
-    handles = [Line2D([], [], color=tint, marker="o", linestyle="", label=name)
-               for name, (tint, _) in FAMILIES.items() if name in present]  # fmt: skip
-    handles += [Line2D([], [], color=plots.GREY, marker=shape[name], linestyle="", label=name) for name in settings]
-    if handles:
-        below = several[-1, 0].get_position().y0 - 0.75 / figure.get_figheight()
-        figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, below), ncols=3, frameon=False)
-    return figure
-
-
-def worth_a_name(points: Sequence[tuple[str, str, str, float, float]]) -> list[tuple[str, str, str, float, float]]:
-    """Of ``points``, as :func:`regimes` has them: each family's lowest loss, and its fewest bytes below dense.
-
-    One dot per method. The others are in the tables: more names than that nobody can read.
-    """
-    found: dict[str, tuple[str, str, str, float, float]] = {}
-    for name in dict.fromkeys(family(point[2]) for point in points):
-        mine = [point for point in points if family(point[2]) == name]
-        below = [point for point in mine if point[3] < 0]
-        best = [min(mine, key=lambda point: point[3])] + sorted(below, key=lambda point: point[4])[:1]
-        found |= {point[2]: point for point in best if point[2] not in found}
-    return list(found.values())
-
-
-def limits(axes: Axes, gaps: Sequence[float], shares: Sequence[float]) -> None:
-    """The scales of a panel of :func:`regimes`: linear up to 5% from dense, and logarithmic beyond."""
+    figure, axes = plt.subplots(figsize=(8.5, 4.8))
+    gap_scale(axes, [gap for _, gap, _ in points])
     axes.axhline(0, color=plots.INK, linewidth=1)
     axes.annotate("dense", (1, 0), xytext=(4, 0), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
                   va="center", color=plots.INK)  # fmt: skip
-    axes.set_yscale("symlog", linthresh=5, linscale=1.5)
-    axes.set_ylim(1.6 * min([-1, *gaps]), 1.3 * max([1, *gaps]))
-    axes.set_yticks([at for at in (-50, -20, -10, -5, -2, 0, 2, 5, 10, 20, 50, 100)
-                     if axes.get_ylim()[0] <= at <= axes.get_ylim()[1]])  # fmt: skip
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g}%" if value else "0")
     axes.set_xscale("log")
-    axes.set_xlim(min([1, *shares]) / 4, 150)  # with room for names
-    axes.set_xticks([at for at in (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if at >= axes.get_xlim()[0]])
+    axes.set_xlim(1.5, 110)
+    axes.set_xticks([2, 5, 10, 20, 50, 100])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}%")
     axes.minorticks_off()
+    spots = [(share, gap, method, plots.colour(method)) for method, gap, share in points]
+    for share, gap, _, tint in spots:
+        axes.plot(share, gap, "o", color=tint, markersize=9)
+    label_dots(axes, spots)
+    axes.set_xlabel("bytes sent, share of dense's (left is better)")
+    axes.set_ylabel("validation loss above dense (down is better)")
+    return figure
+
+
+def gap_scale(axes: Axes, gaps: Sequence[float]) -> None:
+    """The scale of losses above dense: linear up to 5%, logarithmic beyond; what is below 2% is shaded."""
+    lowest, highest = min(-1.0, 1.35 * min(gaps)), max(3.0, 1.35 * max(gaps))
+    axes.axhspan(lowest, 2, color="#EEF5EE", zorder=0)
+    axes.set_yscale("symlog", linthresh=5, linscale=2.5)
+    axes.set_ylim(lowest, highest)
+    axes.set_yticks([at for at in (-10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50) if lowest <= at <= highest])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g}%" if value else "as dense")
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]], **style: Any) -> None:
@@ -213,17 +144,20 @@ def walltime(runs: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]) -> 
 
 
 def gaps(rows: Sequence[tuple[str, str, float, float]]) -> Figure:
-    """Loss above dense at the end of a run, one row per method, the nearest to dense on top.
+    """Loss above dense at the end of a run, one row per method, the lowest on top.
 
     Args:
         rows: (what stands at the left, method, loss above dense in percent, share of dense's bytes in percent).
     """
     rows = sorted((row for row in rows if row[1] != "dense"), key=lambda row: row[2])
-    figure, axes = plt.subplots(figsize=(8.5, 1.2 + 0.29 * len(rows)))
+    found = [row[2] for row in rows]
+    lowest, highest = min(-1.0, 1.5 * min(found)), max(5.0, 1.5 * max(found))
+    figure, axes = plt.subplots(figsize=(8.5, 1.2 + 0.36 * len(rows)))
     axes.grid(axis="y", visible=False)
     axes.set_xscale("symlog", linthresh=1, linscale=0.7)
-    axes.set_xlim(-1, 100)
-    axes.set_xticks([-1, 0, 1, 10, 50], ["-1%", "as dense", "+1%", "+10%", "+50%"])
+    axes.set_xlim(lowest, highest)
+    axes.set_xticks([at for at in (-10, -3, -1, 0, 1, 3, 10, 30) if lowest <= at <= highest])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:+g}%" if value else "as dense")
     axes.minorticks_off()
     for at, (_, method, gap, share) in enumerate(rows):
         axes.plot([0, gap], [at, at], color=plots.colour(method), linewidth=1.5, alpha=0.5)
@@ -242,6 +176,6 @@ def beside(axes: Axes, at: float, *words: str, **style: Any) -> None:
     """Columns to the right of the axes, in row ``at``."""
     for column, word in enumerate(words):
         axes.text(
-            1.1 + 0.1 * column, at, word, transform=axes.get_yaxis_transform(), ha="right", va="center_baseline",
+            1.13 + 0.1 * column, at, word, transform=axes.get_yaxis_transform(), ha="right", va="center_baseline",
             color=plots.INK, **style,
         )  # fmt: skip

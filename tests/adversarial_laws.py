@@ -385,9 +385,8 @@ def tagc(view: View, turn: int, name: str) -> Iterator[Claim]:
     method: Any = view.method
     old, new = view.state(turn - 1, "residual", name), view.state(turn, "residual", name)
     given = view.inputs(turn, name)
-    lost = view.small(turn, "left", name)
-    before = view.small(turn - 1, "left", name)
-    guessed = lost is not None and int(lost) > (0 if before is None else int(before))
+    counts = view.small(turn, "counts", name)  # of this step: "left" adds up those before it
+    guessed = counts is not None and counts[0] > 0
     if not (method.leftovers == "median" and guessed):
         yield _elementwise(view, turn, name, given + old - new, np.abs(given) + np.abs(old) + np.abs(new), 3)
 

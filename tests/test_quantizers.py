@@ -238,7 +238,7 @@ def test_error_is_that_of_an_independent_simulation(name: str, rounding: str) ->
 
 
 def test_int4_errors_with_the_transform_and_without() -> None:
-    """The table in docs/methods.md, the same draws: half of its last digit, and as much for another machine's sums."""
+    """The table in docs/log.md, the same draws: half of its last digit, and as much for another machine's sums."""
     draw, n = np.random.default_rng(0), 512 * 256
     for name, x, expected in (
         ("gaussian", draw.standard_normal(n), (0.118, 0.117)),

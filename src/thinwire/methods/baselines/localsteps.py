@@ -17,7 +17,7 @@ SparseLoCo (Sarfi et al., arXiv 2508.15706, Alg. 1) is top-k of D in place of th
 with chunks of 4096 values, k = 128, and a Q of 2 bits (``trickle(bits=2)``).
 LS1 is one bit each way, every 2 to 4 steps; there a rank's v counts as N times the noise of the mean's
 (``second_moment``). With the largest of D in place of signs (``local-steps:recommended``) a round brings nearly what it
-brings in fp32 (docs/training.md), for fewer bytes than signs up to 4 ranks.
+brings in fp32 (docs/quality.md), for fewer bytes than signs up to 4 ranks.
 
 Where ours differs. A ``start``, in which gradients are averaged at every step, in fp32 or in few bits (``start_bits``);
 its last step is dense and brings what waits, so that all begin alike. Steps are counted whether a rank

@@ -28,7 +28,7 @@ Masks are gathered while the next forward and backward pass run (Sec. IV-A; Alg.
 see :mod:`thinwire.methods.parts.masks`.
 
 From scratch that costs much of the loss: masks of the last step miss what is large now, and AdamS moves a value that
-returns by 0.45 lr whatever it has collected (docs/training.md). With this step's masks and Adam's scale of each value
+returns by 0.45 lr whatever it has collected (docs/quality.md). With this step's masks and Adam's scale of each value
 the layout keeps dense's loss. That is another method, ``trickle``.
 """
 

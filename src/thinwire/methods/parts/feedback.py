@@ -78,7 +78,7 @@ OF_UPDATES = ("beta1", "direction", "portion")
 
 
 def portion_of(density: float) -> float:
-    """The portion of ``density`` of all steps, each rank's own largest, that keeps the loss (docs/training.md).
+    """The portion of ``density`` of all steps, each rank's own largest, that keeps the loss (docs/quality.md).
 
     So that a step delivers about as much as at a density of 0.01, of more values; no less than momentum has.
     """
@@ -94,7 +94,7 @@ class ErrorFeedback(Method):
             first steps, in which weights move fastest, lose nothing to waiting.
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed). None: 65,536 where
             gradients are sent; 1024, so all matrices, where steps are: with attention left to AdamW's momentum beside
-            them a short run from scratch loses up to 25% (docs/training.md).
+            them a short run from scratch loses up to 25% (docs/quality.md).
         feedback: what is sent, and what waits. "gradient": as the papers have it, for any optimizer. "update": steps of
             the weights, from this rank's gradient by Adam's rule without momentum (``methods/update.py``): what waits
             is then not scaled anew when it is sent, and a short run keeps dense's loss. Needs ``torch.optim.AdamW``,
