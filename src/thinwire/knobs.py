@@ -1,16 +1,22 @@
-"""Is a setting what its annotation says? One check for the knobs of methods and the configuration of a run."""
+"""Is a setting what its annotation says? One check for the knobs of methods and the configuration of a run.
+
+And what is said of knobs: which a method has, and why a value is refused.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from thinwire.errors import ThinwireError
+
+if TYPE_CHECKING:
+    from thinwire.methods.base import Method
 
 _WORDS = {
     int: "a whole number", float: "a finite number", bool: "True or False", str: "a string", Path: "a path",
@@ -33,6 +39,31 @@ def check_types(settings: Any, label: Callable[[str], str]) -> None:
         if not _fits(value, hint):
             shown = " ".join(repr(value).split())
             raise ThinwireError(f"{label(field.name)} is {_words(hint)}, got {shown[:60]}")
+
+
+def knobs_of(method: Method | type[Method]) -> list[Field[Any]]:
+    """The fields of ``method`` that a user can set."""
+    return [knob for knob in fields(method) if knob.init and knob.name not in method.ABSENT]
+
+
+def unknown_knob(cls: type[Method], knob: str) -> ThinwireError:
+    """What to raise where ``knob`` was set and methods ``cls`` have none of that name."""
+    why = f" ({cls.ABSENT[knob]})" if knob in cls.ABSENT else ""
+    known = ", ".join(known.name for known in knobs_of(cls)) or "none"
+    return ThinwireError(f"{cls.name} has no knob '{knob}'{why}; it has: {known}")
+
+
+def refuse_idle(method: Method, when: str, *knobs: str) -> None:
+    """Refuse those of ``method``'s ``knobs`` that are set: they do nothing ``when`` another is set so."""
+    for knob in knobs:
+        if getattr(method, knob) != getattr(type(method), knob):
+            raise ThinwireError(f"{method.name}: {knob} does nothing with {when}: leave it out")
+
+
+def must(method: Method, good: bool, knob: str, be: str) -> None:
+    """Refuse ``knob`` of ``method`` as it is unless that is ``good``: it "is a number of steps, 1 or more"."""
+    if not good:
+        raise ThinwireError(f"{method.name}: {knob} {be}, got {getattr(method, knob)}")
 
 
 @functools.cache

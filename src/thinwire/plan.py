@@ -23,6 +23,8 @@ from thinwire.ledger import Ledger
 from thinwire.memory import Memory
 from thinwire.methods.base import Method, Parameter, Run
 from thinwire.methods.baselines import Fp32
+from thinwire.methods.card import carrier_of
+from thinwire.methods.selection import dense_among, keep_dense, unmatched
 from thinwire.rehearsal import Rehearsal, apart, rehearse, stand_in
 from thinwire.road import Road, Stage
 
@@ -154,12 +156,12 @@ class Plan:
         self._road, self._run, self._wire_dtype, self._layout, self._guards = road, run, wire_dtype, layout, guards
         self.ranks = math.prod(stage.exchange.rows for stage in road.stages)
         self._parameters = list(run.parameters.values())
-        self._why = {parameter.name: method.keep_dense(parameter) for parameter in self._parameters}
+        self._why = {parameter.name: keep_dense(method, parameter) for parameter in self._parameters}
         stages = list(reversed(road.stages))
-        self._unmatched = next(filter(None, (stage.method.unmatched(self._why) for stage in stages)), None)
+        self._unmatched = next(filter(None, (unmatched(carrier_of(stage.method), self._why) for stage in stages)), None)
         self._speaks = next((stage for stage in stages if self._share(stage) is not None), road.last)
         self.compressed = self._share(self._speaks)
-        losses = [stage.method.promise.lost for stage in stages if self._sent(stage)]
+        losses = [stage.method.card.promise.lost for stage in stages if self._sent(stage)]
         self.lost = "; ".join(filter(None, dict.fromkeys(losses)))
 
     @functools.cached_property
@@ -191,7 +193,7 @@ class Plan:
     def weight_bytes(self) -> float:
         if self._layout is None:
             return 0.0
-        return self.rehearsal.weights if self._road.last.method.encodes_weights else self.dense_weight_bytes
+        return self.rehearsal.weights if self._road.last.method.card.encodes_weights else self.dense_weight_bytes
 
     @functools.cached_property
     def dense_weight_bytes(self) -> float:
@@ -224,7 +226,9 @@ class Plan:
         A message m to all costs (N - 1) m, a ring of D bytes 2 (N - 1) / N D. Two N tell m N and 2 D (``of``) apart.
         """
         last, sent = self._road.last, self._sent(self._road.last)
-        if not last.method.gathers or last.exchange.owner or len(self._road.stages) > 1 or self.ranks == 1 or not sent:
+        if not last.method.card.grows_with_ranks or last.exchange.owner or not sent:
+            return None
+        if len(self._road.stages) > 1 or self.ranks == 1:
             return None
         largest, ranks = max(sent, key=lambda parameter: parameter.numel), self.ranks
         layout = apart([largest], self._road, self._wire_dtype)
@@ -242,7 +246,7 @@ class Plan:
     def _grows(self) -> str | None:
         if self.dense_from is None:
             return None
-        instead = f"; {of} does not grow" if (of := self._road.last.method.at_scale) else ""
+        instead = f"; {of} does not grow" if (of := self._road.last.method.card.instead_at_scale) else ""
         return f"what {self.method} sends grows with the ranks: from {self.dense_from} on, dense sends less{instead}"
 
     @property
@@ -272,20 +276,20 @@ class Plan:
 
     def _share(self, stage: Stage) -> float | None:
         """``compressed``, of ``stage`` itself."""
-        carrier = stage.method.carrier
-        if carrier.native or not carrier.rank_equal or isinstance(carrier, Fp32):
+        carrier = carrier_of(stage.method)
+        if carrier.card.native or not carrier.rank_equal or isinstance(carrier, Fp32):
             return None
         return sum(p.numel for p in self._sent(stage)) / self._values
 
     def _sent(self, stage: Stage) -> list[Parameter]:
         """What the method of ``stage`` compresses."""
-        return [parameter for parameter in self._parameters if stage.method.keep_dense(parameter) is None]
+        return [parameter for parameter in self._parameters if keep_dense(stage.method, parameter) is None]
 
     @functools.cached_property
     def _little(self) -> str | None:
         """Where what stays dense is half of the values or of the bytes: the reason that keeps most, and its knob."""
         method, share = self._speaks.method, self.compressed
-        why_dense = {p.name: why for p in self._parameters if (why := method.keep_dense(p)) is not None}
+        why_dense = {p.name: why for p in self._parameters if (why := keep_dense(method, p)) is not None}
         if share is None or not why_dense:
             return None
         dense = [row for row in self.rows if row.parameter.name in why_dense]
@@ -356,7 +360,7 @@ def road_of(
     """The road of ``method`` and, if there is one, of ``intra``; arguments as for :func:`plan_of`."""
     known, made = list(parameters), [method] if intra is None else [intra, method]
     return Road([
-        Stage(of, of.dense_among(known), exchange, Guard([], False), Ledger())
+        Stage(of, dense_among(of, known), exchange, Guard([], False), Ledger())
         for of, exchange in zip(made, exchanges, strict=True)
     ])  # fmt: skip
 

@@ -35,6 +35,7 @@ from thinwire.guard import Guard
 from thinwire.ledger import Ledger
 from thinwire.methods.base import Method, Parameter
 from thinwire.methods.baselines import Fp32
+from thinwire.methods.buckets import bucket_of
 
 T = TypeVar("T")
 Pieces = tuple[Piece, ...]
@@ -127,10 +128,10 @@ class Stage:
         return [_Part(bucket, [(method, bucket)]) for method, bucket in buckets]
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
-        if method.native:  # the buffer goes out as it is
+        if method.card.native:  # the buffer goes out as it is
             pieces = [replace(piece, form=None) for piece in pieces]
-        dtype = flat.dtype if method.native else torch.float32
-        return method.bucket_of(pieces, self.exchange, flat.device, self._parts.arena, dtype)
+        dtype = flat.dtype if method.card.native else torch.float32
+        return bucket_of(method, pieces, self.exchange, flat.device, self._parts.arena, dtype)
 
 
 class _Part(NamedTuple):
@@ -224,7 +225,7 @@ class Road:
 
     def _through(self, flat: Tensor, pieces: Pieces, out: Tensor, stages: Sequence[Carry]) -> None:
         if self.levels is not None:
-            native = all(stage.method.native for stage in self.stages)
+            native = all(stage.method.card.native for stage in self.stages)
             self.levels.through(flat, pieces, out, stages[0], stages[1], flat.dtype if native else torch.float32)
             return
         for stage in stages:

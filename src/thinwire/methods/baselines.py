@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from thinwire.bucket import Bucket
@@ -12,7 +12,7 @@ from thinwire.codecs.cast import Bf16 as Bf16Codec
 from thinwire.codecs.cast import Fp32 as Fp32Codec
 from thinwire.codecs.intquant import Int8 as Int8Codec
 from thinwire.collectives import Exchange
-from thinwire.methods.base import CONSERVES, Lossy, Method, Parameter, Promise, Rounding
+from thinwire.methods.base import CONSERVES, Card, Lossy, Method, Parameter, Promise, Rounding
 
 _SENT_WHOLE = dict.fromkeys(("send", "smallest"), "all is sent that dense= does not name")
 
@@ -33,9 +33,10 @@ class Fp32(Method):
     """
 
     name: ClassVar[str] = "fp32"
-    on_wire: ClassVar[bool] = False
-    promise: ClassVar[Promise] = CONSERVES
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "everything is sent in fp32")
+
+    def describe(self) -> Card:
+        return replace(super().describe(), promise=CONSERVES, summed_by_network=False)
 
     def make_codec(self) -> Codec:
         return Fp32Codec()
@@ -58,8 +59,7 @@ class Bf16(Lossy):
     def rounding(self) -> Rounding:
         return Rounding("bfloat16", value=2.0**-8)
 
-    @property
-    def promise(self) -> Promise:
+    def _promise(self) -> Promise:
         what = "what bfloat16 cannot hold, of sums too, is not returned: int8(error_feedback=True) returns it"
         return Promise("rounds", what, rounding=self.rounding)
 
@@ -79,12 +79,14 @@ class Int8(Lossy):
     """
 
     name: ClassVar[str] = "int8"
-    on_wire: ClassVar[bool] = False
     group: int = 128
 
     @property
     def rounding(self) -> Rounding:
         return Rounding("8 bits", step=1 / 254, group=self.group)
+
+    def describe(self) -> Card:
+        return replace(super().describe(), summed_by_network=False)
 
     def make_codec(self) -> Codec:
         return Int8Codec(self.group)
@@ -99,9 +101,8 @@ class NoExchange(Method):
     rank_equal: ClassVar[bool] = False
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "nothing is sent")
 
-    @property
-    def promise(self) -> Promise:
-        return Promise("lossy", "the other ranks' gradients never arrive")
+    def describe(self) -> Card:
+        return replace(super().describe(), promise=Promise("lossy", "the other ranks' gradients never arrive"))
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Leave each rank its own gradient."""

@@ -41,6 +41,7 @@ from thinwire.errors import ThinwireError
 from thinwire.methods.base import (
     CONSERVES,
     SMALL,
+    Card,
     Method,
     Parameter,
     Promise,
@@ -48,6 +49,7 @@ from thinwire.methods.base import (
     Run,
     check_smallest,
     exempt_small,
+    keep_dense,
 )
 from thinwire.ops import shards
 from thinwire.ops.quant import ORDER
@@ -82,7 +84,6 @@ class SDP4Bit(Method):
     """
 
     name: ClassVar[str] = "sdp4bit"
-    on_wire: ClassVar[bool] = False
     two_level: ClassVar[bool] = True
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {**_EVERYTHING, "weight_rounding": "stochastic"},
@@ -124,8 +125,16 @@ class SDP4Bit(Method):
         self._pool: tuple[tuple[str, int], Pool] = (("", -1), Pool({}))  # of the last step: its streams, and seeds
         self._bits: dict[str, tuple[int, int]] = {}  # of each parameter: bits sent, values
 
-    @property
-    def promise(self) -> Promise:
+    def describe(self) -> Card:
+        assert self.codec is not None
+        return replace(
+            super().describe(), promise=self._promise(), summed_by_network=False,
+            group=math.lcm(self.codec.group, self._intra_codec.group),  # either may be due
+            encodes_weights=self.weights != "dense",
+            intra=replace(self, bits=self.intra_bits, weights="dense"),  # Alg. 3, l. 2-7
+        )  # fmt: skip
+
+    def _promise(self) -> Promise:
         fewest, plain = min(self.bits, self.intra_bits), self.weights == "plain"
         if fewest == 32 and not plain:
             return CONSERVES
@@ -160,20 +169,12 @@ class SDP4Bit(Method):
             raise ThinwireError(f"{self.name}: bits and intra_bits are 4, 8, 16 or 32, got {bits}")
         return Integers(self.group, bits, self.hadamard, self.rounding)
 
-    def intra(self) -> SDP4Bit:
-        """Of the hop inside the node (Alg. 3, l. 2-7)."""
-        return replace(self, bits=self.intra_bits, weights="dense")
-
-    @property
-    def granule(self) -> int:
-        return math.lcm(1 if self.codec is None else self.codec.group, self._intra_codec.group)  # either may be due
-
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
 
     def begin(self, run: Run) -> None:
         super().begin(run)
-        self._sent = [name for name, of in run.parameters.items() if self.keep_dense(of) is None]
+        self._sent = [name for name, of in run.parameters.items() if keep_dense(self, of) is None]
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """One hop of Alg. 3: across nodes (l. 8-13); where all ranks are on one node, inside it (l. 2-7)."""
@@ -184,7 +185,7 @@ class SDP4Bit(Method):
         seed = self._seeds(bucket, exchange) if codec.draws else None
         # Transform and quantize (l. 2-3, 8-9): Integers.encode, ops/quant. All-to-all (l. 4, 10): collectives.py.
         # Values again, their sum, and transform it back (l. 5-7, 11-13): Integers.decode_sum, ops/quant.
-        exchange.mean(bucket, codec, on_wire=self.on_wire, seed=seed)
+        exchange.mean(bucket, codec, on_wire=False, seed=seed)
 
     def _seeds(self, bucket: Bucket, exchange: Exchange) -> Seeds:
         stream = f"{type(exchange).__name__}/{self.run.hop}/{self.run.rank}"
@@ -193,10 +194,6 @@ class SDP4Bit(Method):
             self._pool = (stream, bucket.step), Pool(seeds)
         pool = self._pool[1]
         return Seeds(tuple((of.start, of.start + of.width, pool.places[of.name]) for of in bucket.segments), pool)
-
-    @property
-    def encodes_weights(self) -> bool:
-        return self.weights != "dense"
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
         difference = self.weights == "difference"
@@ -243,7 +240,7 @@ class QuantizedWeights(Message):
         self._make_codec, self._seed = make_codec, method.run.seed
         self._rank, self._module = rank, shard.names
         self._codec = make_codec(0.0)  # of the last message
-        encoded = [piece for piece in shard.pieces if method.keep_dense(method.run.parameters[piece.name]) is None]
+        encoded = [piece for piece in shard.pieces if keep_dense(method, method.run.parameters[piece.name]) is None]
         kept = [piece for piece in shard.pieces if piece not in encoded]
         kept += [] if self.resident else shard.frozen
         size, group = shard.dtype.itemsize, self._codec.group

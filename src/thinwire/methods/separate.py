@@ -35,7 +35,7 @@ from thinwire.codecs.base import Residual
 from thinwire.codecs.projection import ESTIMATORS, Estimator, Projection
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Promise
+from thinwire.methods.base import Card, ErrorFeedback, Promise, must
 
 
 @dataclass
@@ -58,7 +58,6 @@ class SEPARATE(ErrorFeedback):
     """
 
     name: ClassVar[str] = "separate"
-    same_arithmetic: ClassVar[bool] = True
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"ratio": 16, "estimator": "paper", "beta": 0.95, "reset": 128},
     }
@@ -73,7 +72,7 @@ class SEPARATE(ErrorFeedback):
         super().__post_init__()
         if self.estimator not in ESTIMATORS:
             raise ThinwireError(f"separate: estimator is one of {', '.join(ESTIMATORS)}, got '{self.estimator}'")
-        self.must(self.reset >= 0, "reset", "is a number of steps, 0 for never")
+        must(self, self.reset >= 0, "reset", "is a number of steps, 0 for never")
         block = (256 if self.estimator == "cyclic_srht" else 512) if self.block is None else self.block
         self._estimator = Estimator(self.estimator, self.ratio, block)
         self._keep = self._weight_of_old()
@@ -84,7 +83,7 @@ class SEPARATE(ErrorFeedback):
         unbiased = self.estimator == "paper"
         if self.beta is None:
             return 1 - 1 / (1 + variance) if unbiased else 0.0
-        self.must(0 <= self.beta <= 1, "beta", "is a weight from 0 to 1")
+        must(self, 0 <= self.beta <= 1, "beta", "is a weight from 0 to 1")
         bound = 2 / (1 + variance)
         if unbiased and 1 - self.beta >= bound:
             raise ThinwireError(
@@ -93,22 +92,19 @@ class SEPARATE(ErrorFeedback):
             )
         return self.beta
 
-    @property
-    def promise(self) -> Promise:
+    def describe(self) -> Card:
+        return replace(
+            super().describe(), promise=self._promise(), group=self._estimator.granule, same_arithmetic=True,
+            keeps_state=self._keep < 1 or self.feedback == "update",
+        )  # fmt: skip
+
+    def _promise(self) -> Promise:
         if self._keep == 1:
             return Promise("lossy", "what a projection leaves out is not returned: beta below 1 returns it")
         waits = {"residual": 1 / (1 - self._keep)}
         if self.reset:
             return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", waits)
         return replace(self.conserves, waits=waits)
-
-    @property
-    def granule(self) -> int:
-        return self._estimator.granule
-
-    @property
-    def keeps_state(self) -> bool:
-        return self._keep < 1 or self.feedback == "update"
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         residual: Residual | None = None

@@ -10,7 +10,7 @@ In update space (``methods/update.py``) a step is nothing off the mask, so that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from thinwire.bucket import Bucket, Shard
 from thinwire.collectives import Exchange
 from thinwire.methods.atmask import Unfolded, WeightsAtMask
-from thinwire.methods.base import ErrorFeedback
+from thinwire.methods.base import Card, ErrorFeedback, refuse_idle
 from thinwire.methods.run import Run, Step
 from thinwire.ops import mask as masks
 from thinwire.weights import Message
@@ -44,9 +44,10 @@ class SharedMask(ErrorFeedback):
     weights: Literal["auto", "masked", "dense"] = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
+        self._encodes_weights = False
         super().__post_init__()
         if self.feedback == "gradient":
-            self.refuse_idle("feedback='gradient' (the optimizer moves all weights)", "weights")
+            refuse_idle(self, "feedback='gradient' (the optimizer moves all weights)", "weights")
 
     @property
     def at_one_mask(self) -> bool:
@@ -57,11 +58,15 @@ class SharedMask(ErrorFeedback):
         super().begin(run)
         of_steps = self.at_one_mask and self.feedback == "update"
         self._gathered = WeightsAtMask(self.name, self.weights if of_steps else "dense", run)
+        self._encodes_weights = self._gathered.encoded
+
+    def describe(self) -> Card:
+        return replace(super().describe(), encodes_weights=self._encodes_weights)
 
     def words_of(self, bucket: Bucket) -> Tensor:
         """Memory for a mask of the bucket's rows, (R, n / 64): until weights have been gathered at it, if they are."""
         rows, n = bucket.shape
-        memory = bucket.buffer if self.encodes_weights else bucket.scratch
+        memory = bucket.buffer if self._encodes_weights else bucket.scratch
         return memory("words", (rows, n // masks.WORD), torch.int64)
 
     def settle(self, bucket: Bucket, words: Tensor, counts: Sequence[int], choosers: int) -> Tensor | None:
@@ -74,7 +79,7 @@ class SharedMask(ErrorFeedback):
             parts = [(segment.groups(masks.WORD), k) for segment, k in zip(bucket.segments, counts, strict=True)]
             masks.fill(words, parts)
         before = masks.directory(words)
-        if self.encodes_weights:
+        if self._encodes_weights:
             names = tuple(segment.name for segment in bucket.segments)
             self._gathered.note(bucket, Unfolded(names, words, before), counts)
         return before
@@ -84,15 +89,11 @@ class SharedMask(ErrorFeedback):
         super()._exchange(bucket, exchange, send)
 
     def before_step(self, step: Step) -> None:
-        self._gathered.before_step(step, self.moves)
+        self._gathered.before_step(step, () if self.update_space is None else self.update_space.names)
         super().before_step(step)
 
     def state_changed(self) -> None:
         self._gathered.state_changed()
-
-    @property
-    def encodes_weights(self) -> bool:
-        return self._gathered.encoded
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
         return self._gathered.message(shard, rank)

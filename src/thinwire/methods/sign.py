@@ -28,7 +28,7 @@ from thinwire.codecs.sign import SCALES
 from thinwire.codecs.sign import Sign as SignCodec
 from thinwire.collectives import Exchange
 from thinwire.errors import ThinwireError
-from thinwire.methods.base import ErrorFeedback, Promise
+from thinwire.methods.base import Card, ErrorFeedback
 from thinwire.methods.twoway import mean_both_ways
 
 
@@ -43,8 +43,6 @@ class Sign(ErrorFeedback):
     """
 
     name: ClassVar[str] = "sign"
-    on_wire: ClassVar[bool] = False
-
     group: int = 128
     scale: str = "mean"
 
@@ -56,9 +54,9 @@ class Sign(ErrorFeedback):
     def make_codec(self) -> Codec:
         return SignCodec(self.group, self.scale)
 
-    @property
-    def promise(self) -> Promise:
-        return replace(self.conserves, waits={"residual": 1.0, "server": 1.0})
+    def describe(self) -> Card:
+        promise = replace(self.conserves, waits={"residual": 1.0, "server": 1.0})
+        return replace(super().describe(), promise=promise, summed_by_network=False)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.codec is not None

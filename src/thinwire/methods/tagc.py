@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
@@ -33,7 +33,7 @@ from thinwire import device as devices
 from thinwire.bucket import Bucket, padded
 from thinwire.codecs.sketch import CountSketch
 from thinwire.collectives import Exchange
-from thinwire.methods.base import ErrorFeedback, Parameter, Promise, Resized, portion_of
+from thinwire.methods.base import ANEW, Card, ErrorFeedback, Parameter, Promise, must, portion_of, refuse_idle
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch, sparse
 from thinwire.streams import seed_of
@@ -69,7 +69,6 @@ class TAGC(ErrorFeedback):
     """
 
     name: ClassVar[str] = "tagc"
-    granule: ClassVar[int] = masks.WORD
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"feedback": "gradient", "theta": 0.9875, "select": "non-attention", "leftovers": "median"},
     }
@@ -81,30 +80,27 @@ class TAGC(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.must(0 <= self.theta < 1, "theta", "is the share of values zeroed, 0 to below 1")
+        must(self, 0 <= self.theta < 1, "theta", "is the share of values zeroed, 0 to below 1")
         if self.theta == 0:
-            self.refuse_idle("theta=0 (nothing waits)", "portion")
+            refuse_idle(self, "theta=0 (nothing waits)", "portion")
         self._copied: Any = None  # an event: the last "counts" are on the host when it is over
 
-    @property
-    def promise(self) -> Promise:
+    def describe(self) -> Card:
+        card, promise = super().describe(), self.conserves
         if self.leftovers == "median" and self.theta:
-            return Promise("lossy", "values that cannot be recovered are guessed: leftovers='accumulate' returns them")
-        return self.conserves
+            lost = "values that cannot be recovered are guessed: leftovers='accumulate' returns them"
+            promise = Promise("lossy", lost)
+        counted = dict.fromkeys(("left", "peak", "union", "counts"), ANEW)
+        return replace(
+            card, promise=promise, group=masks.WORD, bytes_follow_data=self.theta > 0,
+            state_kinds={**card.state_kinds, **counted},
+        )  # fmt: skip
 
     @property
     def usual_portion(self) -> float:
         if self.theta == 0:
             return 1.0
         return portion_of(1 - self.theta)
-
-    @property
-    def resized(self) -> Mapping[str, Resized]:
-        return {**super().resized, "left": "anew", "peak": "anew", "union": "anew", "counts": "anew"}
-
-    @property
-    def adapts(self) -> bool:
-        return self.theta > 0
 
     def policy(self, parameter: Parameter) -> str | None:
         why = super().policy(parameter)
