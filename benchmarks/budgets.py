@@ -28,6 +28,7 @@ from thinwire.comm import CountingComm
 from thinwire.ledger import Ledger
 from thinwire.methods import resolve
 from thinwire.methods.base import Parameter
+from thinwire.methods.selection import keep_dense
 from thinwire.ops import dry
 from thinwire.plan import role_of
 from thinwire.rehearsal import rehearse, stand_in
@@ -167,7 +168,7 @@ def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) 
         names=found.launches,
         buffers=len(layout.buffers),
         buckets=sum(
-            len({made.keep_dense(run.parameters[of.name]) is None for of in pieces}) for pieces in layout.buffers
+            len({keep_dense(made, run.parameters[of.name]) is None for of in pieces}) for pieces in layout.buffers
         ),
     )
 

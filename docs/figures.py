@@ -158,7 +158,7 @@ def percent(row: Row | None, column: str, mark: bool = False) -> str:
 
 def methods() -> str:
     """One row per entry of TABLE: its name and class, its docstring's first line, its promise, its figures."""
-    promises = {cls: cls().promise.kind for cls in TABLE if hasattr(cls, "promise")}
+    promises = {cls: cls().card.promise.kind for cls in TABLE if hasattr(cls, "card")}
     head = ["method", "what travels", *(["promise"] if promises else []), "speed", "loss"]
     lines = ["| " + " | ".join(head) + " |", "|---" * (len(head) - 2) + "|---:|---:|"]
     for cls in TABLE:
@@ -404,7 +404,7 @@ def tradeoff() -> list[tuple[Any, ...]]:
 
     def named(method: str) -> str:
         """Where a method sends updates, what was measured may send gradients."""
-        other = {resolve(spec).promise.of for spec in (method, POINTS[method].speed)} == {"updates", "gradients"}
+        other = {resolve(spec).card.promise.of for spec in (method, POINTS[method].speed)} == {"updates", "gradients"}
         return f"{method} (gradients)" if other else method
 
     return [

@@ -195,7 +195,7 @@ def page(of: Listed) -> str:
     return "\n\n".join(filter(None, [
         f"# {name}",
         of.does.replace("``", "`"),
-        f"`thinwire.{cls.__name__}`, `--method {name}`; runs on {engines}. Promise: {of.promise}.",
+        f"`thinwire.{cls.__name__}`, `--method {name}`; runs on {engines}. Promise: {of.card.promise}.",
         "## Idea", texts()[name]["idea"].strip(),
         "## Formula", formula(cls),
         "## Bytes",

@@ -67,7 +67,7 @@ FAMILIES = {
 def family(method: str) -> str:
     """Of ``method`` with its knobs, as on the command line."""
     with suppress(ThinwireError):  # what a report names may be of another version
-        if resolve(method.split(" --")[0]).promise.of == "updates":
+        if resolve(method.split(" --")[0]).card.promise.of == "updates":
             return "updates"
     return next((family for family, (_, names) in FAMILIES.items() if plots.plain(method) in names), "others")
 

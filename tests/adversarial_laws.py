@@ -24,6 +24,7 @@ from thinwire.codecs.cast import Bf16, Fp8, Fp32
 from thinwire.codecs.intquant import Integers, ShiftedInt8
 from thinwire.codecs.projection import SRHT, Projection
 from thinwire.collectives import Exchange
+from thinwire.knobs import knobs_of
 from thinwire.methods.base import Method
 from thinwire.ops.projection import LANES
 from thinwire.ops.quant import ORDER
@@ -255,7 +256,7 @@ def _gradients(view: View, turn: int, name: str) -> Array:
 
 
 def dense(view: View, turn: int, name: str) -> Iterator[Claim]:
-    unit = U8 if view.method.native and view.case.dtype == torch.bfloat16 else U
+    unit = U8 if view.method.card.native and view.case.dtype == torch.bfloat16 else U
     mean, error = exchanged(view, view.inputs(turn, name), nothing, on_wire=True, unit=unit)
     yield "the mean", view.mean(turn, name), mean, error
 
@@ -272,8 +273,8 @@ def lossy(view: View, turn: int, name: str) -> Iterator[Claim]:
     old, new = view.state(turn - 1, "residual", name), view.state(turn, "residual", name)
     h = view.inputs(turn, name) + old
     rounding = rounding_of(method.codec)
-    unit = U8 if method.on_wire else U  # the network sums bfloat16 in bfloat16
-    mean, error = exchanged(view, h, rounding, on_wire=method.on_wire, unit=unit)
+    unit = U8 if method.card.summed_by_network else U  # the network sums bfloat16 in bfloat16
+    mean, error = exchanged(view, h, rounding, on_wire=method.card.summed_by_network, unit=unit)
     yield "the mean", view.mean(turn, name), mean, error + (U * np.abs(h) + LEAST).mean(0)
     if method.error_feedback:
         group = method.codec.group
@@ -668,7 +669,7 @@ def _bits(values: Array) -> bytes:
 def _agreement(view: View, turn: int) -> list[str]:
     """All ranks hold the same bits where they must, and have sent as many bytes."""
     found, first = [], view.played.ranks[0][turn]
-    alone = view.method.alone(view.played.numbers[turn])
+    alone = view.method.card.alone(view.played.numbers[turn])
     same = view.method.rank_equal and not alone and not view.case.owner
     for rank, ranks in enumerate(view.played.ranks[1:], 1):
         other = ranks[turn]
@@ -736,18 +737,18 @@ def _period(view: View) -> tuple[int, int]:
     """First step from which on, and number of steps over which, the plan is an average. 0: bytes follow the data."""
     method: Any = view.method
     if method.name == "radius":
-        return method.steady, method.T
+        return method.card.steady, method.T
     if method.name == "separate" and method.reset and method.restart == "send":
-        return -(-max(method.steady, 1) // method.reset) * method.reset, method.reset
+        return -(-max(method.card.steady, 1) // method.reset) * method.reset, method.reset
     if method.name == "scape" and method.density < 1:
-        return method.steady, method.refresh
+        return method.card.steady, method.refresh
     if method.name in ("onebit-adam", "frozen-adam") and view.case.owner:  # the first also gathers Adam's moment
-        return method.steady + 1, 1
+        return method.card.steady + 1, 1
     if method.name == "local-steps":
-        return method.steady, method.every
+        return method.card.steady, method.every
     if method.name == "lhc" or (method.name == "tagc" and method.theta and method.mask == "local"):
         return 0, 0
-    return method.steady, 1
+    return method.card.steady, 1
 
 
 def of_two_plays(plain: View, disturbed: View) -> list[str]:
@@ -793,7 +794,7 @@ def _shows(view: View, turn: int, end: str) -> list[str]:
              if key.endswith(f"/{name}") and values.dtype.kind == "f"]  # fmt: skip
     places = ~np.isfinite(view.inputs(turn, name)).all(0)
     shown = ~np.isfinite(view.mean(turn, name, rank))
-    if view.method.name in AT_THE_PLACE and not view.method.keeps_state and not shown[places].all():
+    if view.method.name in AT_THE_PLACE and not view.method.card.keeps_state and not shown[places].all():
         return [f"turn {turn}, {name}: {value} on rank {rank} is a finite mean at its place"]
     if view.method.name == "tagc" and view.method.mask == "shared" and not view.method.accumulate:  # type: ignore[attr-defined]
         return []  # what is not at the mask is lost, whatever it is: the guard has seen it come in
@@ -805,7 +806,7 @@ def _shows(view: View, turn: int, end: str) -> list[str]:
 def names_a_knob(message: str, make: Callable[[], Method]) -> bool:
     """Does a refusal say what to change?"""
     try:
-        knobs = [knob.name for knob in make().knobs()]
+        knobs = [knob.name for knob in knobs_of(make())]
     except Exception:  # it was the settings that were refused
         knobs = []
     return bool(re.search(rf"\b({'|'.join([*knobs, 'two_level', 'density', 'beta', 'k', 'ratio'])})\b", message))

@@ -17,11 +17,13 @@ from torch import nn
 import thinwire
 from thinwire import cli, methods, testing
 from thinwire.errors import ThinwireError
+from thinwire.knobs import knobs_of
 from thinwire.lab import report as comparison
 from thinwire.lab.cli import compare_main, lab_main
 from thinwire.ledger import Ledger
 from thinwire.methods import TABLE
 from thinwire.methods.base import Lossy, Method, Parameter
+from thinwire.methods.selection import keep_dense
 from thinwire.plan import Plan, describe
 from thinwire.testing import Threads, exchange_on
 from thinwire.train import cli as train_cli
@@ -29,7 +31,7 @@ from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.models import Decoder
 from thinwire.train.shapes import PRESETS
 
-KNOBS = [(cls, knob.name) for cls in TABLE for knob in cls.knobs()]
+KNOBS = [(cls, knob.name) for cls in TABLE for knob in knobs_of(cls)]
 NAMED = [f"{cls.name}-{knob}" for cls, knob in KNOBS]
 
 
@@ -71,7 +73,7 @@ def test_a_knob_that_chooses_parameters_chooses_parameters(cls, knob):
                   for n in (16, 64, 2**16) for role in ("matrix", "norm")]  # fmt: skip
     value = 0 if knob == "smallest" else "*"
     changed, default = cls(**{knob: value}), cls()
-    assert [changed.keep_dense(p) for p in parameters] != [default.keep_dense(p) for p in parameters]
+    assert [keep_dense(changed, p) for p in parameters] != [keep_dense(default, p) for p in parameters]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_defaults_presets_and_what_they_print_are_accepted():
         for name in (cls.name, *(f"{cls.name}:{preset}" for preset in cls.PRESETS)):
             made = methods.resolve(name)
             assert methods.resolve(str(made)) == made
-            assert not {knob.name for knob in cls.knobs()} & set(cls.ABSENT)
+            assert not {knob.name for knob in knobs_of(cls)} & set(cls.ABSENT)
 
 
 @pytest.mark.parametrize("cls", [cls for cls in TABLE if "paper" in cls.PRESETS], ids=lambda cls: cls.name)
@@ -113,7 +115,7 @@ def test_what_sends_adamws_steps_is_no_outer_method_and_what_to_write_is_said(na
     of_gradients = methods.resolve(name).of_gradients
     refused(lambda: methods.resolve(f"local-steps(outer={name!r})"), "outer optimizer is SGD", f"write {of_gradients}")
     outer = of_gradients.partition(", or ")[0]
-    assert methods.resolve(f"local-steps(outer={outer!r})").carrier.feedback == "gradient"
+    assert methods.resolve(f"local-steps(outer={outer!r})").card.carrier.feedback == "gradient"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_any_value_is_taken_or_refused_in_one_line(knob, value):
 def test_ranges_hold_for_all_that_share_a_knob(cls):
     for knob, values in (("smallest", (-1,)), ("group", (0, -8, 10)), ("start", (-1, 1.5)), ("warmup", (-0.1, 2.5)),
                          ("density", (0, -1, 1.1))):  # fmt: skip
-        for value in values if knob in {known.name for known in cls.knobs()} else ():
+        for value in values if knob in {known.name for known in knobs_of(cls)} else ():
             refused(lambda knob=knob, value=value: cls(**{knob: value}), knob)
     if hasattr(cls, "intra_bits"):
         refused(lambda: cls(bits=32, intra_bits=32, group=0), "group")

@@ -14,6 +14,7 @@ from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.methods import SEPARATE, TAGC, Radius
 from thinwire.methods.base import Parameter, first_step
+from thinwire.methods.selection import keep_dense
 from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 
 SHAPES = {"a.weight": (50, 30), "b.weight": (13, 20), "c.weight": (7, 64)}
@@ -251,7 +252,7 @@ def test_a_shared_mask_sends_as_many_values_on_any_number_of_ranks():
 
 def test_selection():
     def why(select, name, role="matrix"):
-        return TAGC(select=select).keep_dense(Parameter(name, (512, 512), 512 * 512, role, torch.float32, 512 * 512))
+        return keep_dense(TAGC(select=select), Parameter(name, (512, 512), 512 * 512, role, torch.float32, 512 * 512))
 
     assert why("all", "blocks.0.attention.query.weight") is None
     for name in ("blocks.0.attention.query.weight", "h.1.attn.c_attn.weight", "layers.0.self_attn.k_proj.weight"):

@@ -24,6 +24,7 @@ from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.methods import SDP4Bit, ZeROPP, resolve, sdp4bit
 from thinwire.methods.base import Run
+from thinwire.methods.selection import keep_dense
 from thinwire.plan import Plan, describe
 from thinwire.state import State
 from thinwire.testing import ThreadComm, ThreadEngine, Threads, exchange_on, parameters_for, reduce_on_threads
@@ -272,13 +273,13 @@ def test_bits_per_value_of_a_125m_model():
     method, exact, padded, values = SDP4Bit(), [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], 0
     codecs = (method._weight_codec, method.codec, method._intra_codec)
     for parameter, weight in zip(describe(model).values(), model.parameters(), strict=True):
-        if method.keep_dense(parameter):
+        if keep_dense(method, parameter):
             continue
         shard = -(-weight.shape[0] // 16) * math.prod(weight.shape[1:])
         values += shard
         for i, codec in enumerate(codecs):
             exact[i] += shard * (codec.bits + 32 / codec.group)
-            group = method.weight_group if i == 0 else method.granule
+            group = method.weight_group if i == 0 else method.card.group
             padded[i] += 8 * codec.wire_bytes(-(-shard // group) * group)
     assert [round(bits / values, 3) for bits in exact] == [4.016, 4.25, 8.25]
     assert all(b / a < 1.01 for a, b in zip(exact, padded, strict=True))

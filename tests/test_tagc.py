@@ -17,6 +17,7 @@ from thinwire.errors import ThinwireError
 from thinwire.ledger import Ledger
 from thinwire.methods import LHC, TAGC
 from thinwire.methods.base import Parameter, Run
+from thinwire.methods.selection import keep_dense
 from thinwire.ops.sketch.reference import hashes
 from thinwire.state import State
 from thinwire.streams import seed_of
@@ -236,7 +237,7 @@ def test_a_skipped_overload_leaves_the_size_as_it_was():
 )  # fmt: skip
 def test_attention_inputs_of_the_usual_models(name, attention):
     parameter = Parameter(name, (512, 512), 512 * 512, "matrix", torch.float32, 512 * 512)
-    assert TAGC(select="non-attention").keep_dense(parameter) == ("attention input" if attention else None)
+    assert keep_dense(TAGC(select="non-attention"), parameter) == ("attention input" if attention else None)
 
 
 # LHC
