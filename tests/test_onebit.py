@@ -21,6 +21,7 @@ from thinwire.laws import check_laws
 from thinwire.ledger import Ledger
 from thinwire.methods import FrozenAdam, OneBitAdam, resolve
 from thinwire.methods.base import Parameter, Run
+from thinwire.methods.selection import keep_dense
 from thinwire.ops.sign import cpu, reference
 from thinwire.played import Where
 from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
@@ -386,7 +387,6 @@ def test_triton_interpreted_is_the_reference():
 import torch
 import test_onebit
 from thinwire.ops.sign import triton as fast
-from thinwire.methods.selection import keep_dense
 for case in ((3, 5, 128, torch.float32), (2, 37, 32, torch.bfloat16), (1, 3, 4096, torch.float32)):
     test_onebit.check_kernels(fast, *case)
 print("checked")
