@@ -234,6 +234,7 @@ class LocalSteps(Method):
             native=False,  # of the kernels, which are the outer method's
             bounded=False,  # gradients are clipped before they move what is kept (a start's rest goes in few steps)
             takes_dense=True,  # what stays dense waits for the round, too
+            instead_at_scale=str(replace(self, outer=instead)) if (instead := outer.instead_at_scale) else "",
             alone_from=self.first, steady=self.first + outer.steady * self.every, cycle={**between, **rounds},
             state_kinds={**shared, **own}, intra=None, carrier=self._outer,
         )  # fmt: skip
