@@ -349,17 +349,17 @@ def test_guarantees_say_what_each_method_promises(figures: ModuleType) -> None:
 @pytest.mark.parametrize("name", [cls.name for cls in TABLE])
 def test_the_site_has_a_page_of_each_method(pages: ModuleType, figures: ModuleType, name: str) -> None:
     """What it says, its bytes, what was measured, its paper. The site itself, with its links, is ``make docs``."""
-    cls = next(cls for cls in TABLE if cls.name == name)
-    assert pages.description(cls)
     if name not in figures.LEAVING:
         assert f"| `{name}" in pages.at_a_glance(name)
         page = pages.page(next(of for of in pages.shown() if of.name == name))
-        assert "## How it works" in page and "## Measured" in page and "autoclass:: thinwire." in page
+        assert "## Measured" in page and "autoclass:: thinwire." in page
 
 
 def test_the_papers_stand_on_the_pages_of_their_methods(pages: ModuleType) -> None:
     for name in ("radius", "scape", "tagc", "separate", "sdp4bit", "lhc", "loco", "powersgd", "topk", "local-steps"):
         assert "20" in pages.cite(name), name
+    for name in ("radius", "scape", "tagc", "separate", "sdp4bit", "powersgd"):
+        assert "```text\n" in pages.description(next(cls for cls in TABLE if cls.name == name)), "its equations"
     assert pages.cite("trickle") == "" == pages.cite("int8")
 
 
