@@ -26,7 +26,7 @@ help:
 	@echo "               torchtitan and lm-evaluation-harness, in an environment of its own with all of these"
 	@echo "make test-wheel   install the wheel in an empty environment, and see what works with the core alone"
 	@echo "make test-gpu  on a machine with GPUs: what needs one, and a report to attach to an issue"
-	@echo "make check     ruff and mypy"
+	@echo "make check     ruff, mypy, and the limits of the design (tests/house.py)"
 	@echo "make format    let ruff repair what it can"
 	@echo "make bench     run the benchmarks"
 	@echo "make docs      build the documentation site, into $(SITE)"
@@ -86,6 +86,7 @@ test-gpu: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python tests/house.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -22,16 +22,16 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.bucket import Layout, Piece, Shard
-from thinwire.collectives import AllReduce, Exchange, ReduceScatter
-from thinwire.comm import CountingComm
-from thinwire.ledger import Ledger
+from thinwire.core.bucket import Layout, Piece, Shard
+from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
+from thinwire.core.method import Parameter
+from thinwire.core.names import role_of
 from thinwire.methods import resolve
-from thinwire.methods.base import Parameter
+from thinwire.network.comm import CountingComm
+from thinwire.network.ledger import Ledger
 from thinwire.ops import dry
-from thinwire.plan import role_of
-from thinwire.rehearsal import rehearse, stand_in
-from thinwire.testing import Shapes, road_of
+from thinwire.plan.rehearsal import rehearse, stand_in
+from thinwire.proof.ranks import Shapes, road_of
 from thinwire.train.models import Decoder
 from thinwire.train.shapes import PRESETS
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import ranks
 import thinwire
-from thinwire.checksum import seal, unseal
+from thinwire.network.checksum import seal, unseal
 from thinwire.train.config import from_arguments
 from thinwire.train.models import Decoder
 

@@ -28,19 +28,21 @@ from models import Net, flat
 STEPS = 20
 KNOBS = {
     "radius": "T=5, start=2, density=0.3", "scape": "density=0.1, warmup=5", "separate": "ratio=4, block=16",
-    "tagc": "theta=0.9, resize=5", "powersgd": "rank=2", "topk": "density=0.1", "dgc": "density=0.1",
-    "demo": "k=4, chunk=64", "sign": "group=64", "onebit-adam": "warmup=5, group=64", "sdp4bit": "weight_group=64",
-    "frozen-adam": "warmup=5, density=0.1",
+    "tagc": "theta=0.9", "powersgd": "rank=2", "topk": "density=0.1", "dgc": "density=0.1",
+    "sign": "group=64", "onebit-adam": "warmup=5, group=64", "sdp4bit": "weight_group=64",
+    "local-steps": "every=5",
 }  # fmt: skip
 MORE = (
     "int8(smallest=0, error_feedback=True)", "sdp4bit:paper(weight_group=64)", "sdp4bit:ulq", "tagc:paper(smallest=0)",
-    "tagc(feedback='gradient', theta=0.95,mask='shared',smallest=0)", "separate:paper(smallest=0, block=64)",
-    "scape(density=0.3, warmup=3, smallest=0, payload='int8', refresh=2, clip='return')",
+    "tagc(feedback='gradient', theta=0.95, smallest=0)", "separate:paper(smallest=0, block=64)",
+    "scape(density=0.3, warmup=3, smallest=0, refresh=2)", "trickle:shared(smallest=0)", "trickle:merged(smallest=0)",
+    "powersgd(rank=2, smallest=0, feedback='gradient')", "topk(density=0.1, smallest=0, feedback='gradient')",
+    "local-steps(every=5, outer='int8(smallest=0, error_feedback=True)')",
+    "onebit-adam(warmup=5, warmup_bits=4, smallest=0)",
     "scape(density=0.01, warmup=4, smallest=0, offload=True)",
     "radius(T=4, start=0, density=0.2, smallest=0, residual_scale=0.5)",
-    "separate(beta=None, estimator='orthonormal', smallest=0)",
 )  # fmt: skip
-NO_SMALLEST = ("dense", "fp32", "bf16", "bf16-acc32", "none")
+NO_SMALLEST = ("dense", "fp32", "bf16", "none", "local-steps")
 
 
 def specs() -> list[str]:
@@ -64,7 +66,7 @@ def play(rank: int, world: int, kinds: list[str], methods: list[str]) -> dict[st
             name = method.split("(")[0]
             if name == "scape":
                 optimizer = thinwire.AdamS(model.parameters(), lr=3e-3)
-            elif name in ("demo", "dgc"):
+            elif name == "dgc":
                 optimizer = torch.optim.SGD(model.parameters(), lr=3e-3)
             else:
                 optimizer = adamw(model)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.ledger import Ledger
-from thinwire.train.launch import free_port
+from thinwire.base.processes import free_port
+from thinwire.network.ledger import Ledger
 from thinwire.train.models import Decoder
 from thinwire.train.shapes import PRESETS
 

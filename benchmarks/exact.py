@@ -34,10 +34,10 @@ import forked
 import thinwire
 from digests import KNOBS
 from faults import same, tensors_of
-from thinwire.comm import GroupComm
-from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
+from thinwire.base.errors import ThinwireError
 from thinwire.methods import TABLE as CLASSES
+from thinwire.network.comm import GroupComm
+from thinwire.network.ledger import Ledger
 from thinwire.train.config import Config
 from thinwire.train.data import Windows
 from thinwire.train.loop import settle_buckets

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 import forked
 import thinwire
 from forked import Job, log_of
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.lab.cluster import Cluster
 from thinwire.train import stored
 
@@ -483,7 +483,7 @@ def _ranks_of(parent: int) -> dict[int, int]:
 
 
 MISMATCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "int8 / fp8": ({"method": "int8"}, {"method": "fp8"}),
+    "int8 / sign": ({"method": "int8"}, {"method": "sign"}),
     "seed": ({"method": "separate", "seed": 0}, {"method": "separate", "seed": 1}),
     "group": ({"method": "int8(group=64)"}, {"method": "int8"}),
     "theta": ({"method": "tagc(theta=0.9)"}, {"method": "tagc(theta=0.8)"}),

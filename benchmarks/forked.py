@@ -24,11 +24,11 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 import torch
 import torch.distributed.fsdp
 
-import thinwire.cli
+import thinwire.cli.program
 import thinwire.train.cli
 import thinwire.train.loop
-from thinwire.lab.cluster import Cluster, die_with_parent
-from thinwire.train.launch import free_port
+from thinwire.base.processes import die_with_parent, free_port
+from thinwire.lab.cluster import Cluster
 from thinwire.wire import Wire
 
 torch.set_num_threads(1)
@@ -210,7 +210,7 @@ def train(
         if fault is not None:
             before_each_micro_batch(lambda step, micro: fault(rank, step, micro))
         place = out if folder is None else folder(rank)
-        return thinwire.cli.main(["train", *SMALL, "--corpus", str(text), "--out", str(place), *words])
+        return thinwire.cli.program.main(["train", *SMALL, "--corpus", str(text), "--out", str(place), *words])
 
     if cluster is None:
         return start(rank_main, world, out, environment=environment, logs=logs)

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from thinwire.comm import GroupComm
-from thinwire.ledger import Ledger
+from thinwire.network.comm import GroupComm
+from thinwire.network.ledger import Ledger
 
 
 def main() -> None:

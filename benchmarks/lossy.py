@@ -23,10 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from quiet import STREAM
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.base.processes import die_with_parent
+from thinwire.cli.lab import delayed
 from thinwire.lab import framing
-from thinwire.lab.cli import delayed
-from thinwire.lab.cluster import Cluster, die_with_parent
+from thinwire.lab.cluster import Cluster
 from thinwire.lab.link import Link
 from thinwire.lab.run import launch
 from thinwire.methods import resolve

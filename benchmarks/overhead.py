@@ -47,8 +47,8 @@ def rank(steps: int, every: int, method: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     import thinwire
-    from thinwire.agreement import Agreement
-    from thinwire.ledger import Ledger
+    from thinwire.core.agreement import Agreement
+    from thinwire.network.ledger import Ledger
     from thinwire.train.models import Decoder
     from thinwire.train.shapes import ModelConfig
 
@@ -116,7 +116,7 @@ def main() -> None:
     if "RANK" in os.environ:
         rank(given.steps, given.every, given.method)
         return
-    from thinwire.train.launch import free_port
+    from thinwire.base.processes import free_port
 
     port = str(free_port())
     places = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

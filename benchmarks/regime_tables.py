@@ -1,10 +1,14 @@
 """The runs of ``regimes.py`` as rows: each method at its best learning rate, and how far it ends from dense.
 
 It needs the standard library alone, so that docs/figures.py can print the same tables as ``regimes.py --table``.
+
+    python benchmarks/regime_tables.py > src/thinwire/plan/measured.csv    # what plans say of loss
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from collections.abc import Iterable
@@ -169,3 +173,24 @@ def _table(of: list[Row]) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else "none" if value == math.inf else form.format(value)
+
+
+def measured(data: Iterable[Run]) -> str:
+    """What a plan says of loss, as CSV: each method's gap to dense by setting, without rows that have none."""
+    data = list(data)
+    parameters = {run["model"]: run["parameters"] for run in data if "parameters" in run}
+    out = io.StringIO()
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(("method", "regime", "text", "ranks", "parameters", "steps", "seeds", "gap_percent"))
+    for row in rows(data):
+        if row.gap is None or row.gap == math.inf or " --" in row.method or row.method.startswith("dense"):
+            continue
+        table.writerow((
+            row.method, row.regime, row.text, row.ranks, parameters[row.model], row.steps, len(row.losses),
+            f"{row.gap:.2f}",
+        ))  # fmt: skip
+    return out.getvalue()
+
+
+if __name__ == "__main__":
+    print(measured(read(Path(__file__).parent.parent / "docs" / "data" / "regimes.jsonl").values()), end="")

@@ -40,7 +40,7 @@ from safetensors.torch import load_file, save_file
 
 import virtual
 from regime_tables import markdown, read, rows
-from thinwire.lab.cluster import die_with_parent
+from thinwire.base.processes import die_with_parent
 from thinwire.methods import resolve
 from thinwire.train.config import Config, from_arguments
 from thinwire.train.data import Tokenizer, Windows, batches, read_corpus

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
+from thinwire.base.random import random_order, random_signs
 from thinwire.ops import mask, projection, sketch
-from thinwire.streams import random_order, random_signs
 
 DENSITIES = (0.0125, 0.05, 0.1, 0.4)
 LOAD, RATIO, BLOCK = 0.7, 16, 256

@@ -32,11 +32,7 @@ METHODS = {
     "SEPARATE 16x (paper)": "separate:paper(smallest={small})",
     "TAGC 10x (ours)": "tagc(feedback='gradient',smallest={small})",
     "TAGC 10x (paper)": "tagc:paper(smallest={small})",
-    "TAGC d=0.05, shared mask": "tagc(feedback='gradient',theta=0.95,mask='shared',smallest={small})",
     "SEPARATE 16x, cyclic SRHT, no feedback": "separate(ratio=16,beta=1.0,smallest={small})",
-    "SEPARATE 16x, SRHT": "separate(beta=None,ratio=16,estimator='srht',smallest={small})",
-    "SEPARATE 16x, orthonormal": "separate(beta=None,ratio=16,estimator='orthonormal',smallest={small})",
-    "SEPARATE 16x, shrunk": "separate(beta=None,ratio=16,estimator='shrunk',smallest={small})",
     "SEPARATE 16x, cyclic SRHT, from 15%": "separate(beta=None,ratio=16,start=0.15,smallest={small})",
     "SEPARATE 16x (paper), from 15%": "separate:paper(start=0.15,smallest={small})",
     "TAGC d=0.05, shared mask, from 15%": (
@@ -70,7 +66,6 @@ METHODS = {
     "SCAPE d=0.01 (paper)": "scape:paper --optimizer adams",
     "SCAPE d=0.1": "scape(density=0.1,smallest={small}) --optimizer adams",
     "SCAPE d=0.01": "scape(smallest={small}) --optimizer adams",
-    "SCAPE d=0.01, clip=return": "scape(clip='return',smallest={small}) --optimizer adams",
 }
 REFERENCE = {"adamw": "dense", "adams": "AdamS dense"}
 

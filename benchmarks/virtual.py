@@ -20,17 +20,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from thinwire.bound import STEP, Bound
-from thinwire.bucket import Piece
-from thinwire.collectives import AllReduce
-from thinwire.guard import Guard
-from thinwire.ledger import Ledger
+from thinwire.core.bucket import Piece
+from thinwire.core.exchange import AllReduce
+from thinwire.core.method import Run, Step
+from thinwire.core.names import describe
+from thinwire.core.outliers import STEP, Bound
+from thinwire.core.road import Road, Stage
+from thinwire.core.state import State
 from thinwire.methods import Method, resolve
-from thinwire.methods.base import ErrorFeedback, Run, Step
-from thinwire.plan import describe
-from thinwire.road import Road, Stage
-from thinwire.state import State
-from thinwire.testing import LockStep, ThreadComm
+from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.network.guard import Guard
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import LockStep, ThreadComm
 from thinwire.train.config import Config
 from thinwire.train.data import Windows, batches
 from thinwire.train.models import Decoder

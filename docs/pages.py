@@ -18,12 +18,12 @@ from pathlib import Path
 import figures
 import torch
 
-from thinwire.collectives import AllReduce, ReduceScatter
-from thinwire.comm import CountingComm
-from thinwire.ledger import Ledger
+from thinwire.core.exchange import AllReduce, ReduceScatter
+from thinwire.core.names import describe
 from thinwire.methods import TABLE, Listed, Method, listed
-from thinwire.plan import describe
-from thinwire.testing import plan_of
+from thinwire.network.comm import CountingComm
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import plan_of
 from thinwire.train.models import Decoder
 from thinwire.train.shapes import PRESETS
 
@@ -191,14 +191,10 @@ PLANNED = (
 )
 
 
-def shown() -> list[Listed]:
-    return [of for of in listed() if of.name not in figures.LEAVING]
-
-
 def index() -> str:
     """The table of all methods, with links, and their order in the site."""
     table = re.sub(r"^\| `([^`]+)` \w+ \|", r"| [`\1`](\1.md) |", figures.methods(), flags=re.MULTILINE)
-    order = "\n".join(of.name for of in shown())
+    order = "\n".join(of.name for of in listed())
     return f"# Each method\n\n{INTRODUCTION}\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{order}\n```\n"
 
 
@@ -211,7 +207,7 @@ INTRODUCTION = (
 def write(folder: Path) -> None:
     """Files whose text has not changed keep their time, so that a second build is short."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in {"index": index(), **{of.name: page(of) for of in shown()}}.items():
+    for name, text in {"index": index(), **{of.name: page(of) for of in listed()}}.items():
         path = folder / f"{name}.md"
         if not path.exists() or path.read_text() != text:
             path.write_text(text)

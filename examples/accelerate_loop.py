@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.utils.data import DataLoader
 
-from thinwire.integrations.accelerate import compress
+from thinwire.adapters.accelerate import compress
 
 CONTEXT, STEPS, MICRO_BATCHES = 16, 40, 2
 TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from thinwire.integrations.lightning import ThinwireStrategy
+from thinwire.adapters.lightning import ThinwireStrategy
 
 CONTEXT, STEPS = 16, 40
 TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()

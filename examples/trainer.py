@@ -13,7 +13,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from thinwire.integrations.transformers import attach
+from thinwire.adapters.transformers import attach
 
 BLOCK, OUT = 64, "runs/trainer"
 TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()

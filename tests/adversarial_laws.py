@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 
 from thinwire.codecs.base import Codec
-from thinwire.codecs.cast import Bf16, Fp8, Fp32
+from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.intquant import Integers, ShiftedInt8
-from thinwire.codecs.projection import SRHT, Projection
-from thinwire.collectives import Exchange
-from thinwire.methods.base import Method
+from thinwire.codecs.projection import Projection
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Method
 from thinwire.ops.projection import LANES
 from thinwire.ops.quant import ORDER
 
@@ -189,8 +189,6 @@ def rounding_of(codec: Codec | None) -> Rounding:
         return nothing
     if isinstance(codec, Bf16):
         return lambda values: U8 * values + LEAST8
-    if isinstance(codec, Fp8):
-        return lambda values: _fp8(values, codec.group)
     if isinstance(codec, ShiftedInt8):  # whose scale may be subnormal, or too small even for that
         return lambda values: _integers(by_group(values, codec.group), 126.5, 0.5) + 2 * 127 * LEAST
     assert isinstance(codec, Integers), codec
@@ -205,13 +203,6 @@ def rounding_of(codec: Codec | None) -> Rounding:
 
 def _integers(largest: Array, levels: int, part: float) -> Array:
     return part * np.maximum(largest / levels, SMALLEST_SCALE) + (4 + SPARE) * U * largest + LEAST
-
-
-def _fp8(values: Array, group: int) -> Array:
-    """Four significant bits: half a unit is 2^-4 of the value, 2^-10 of the scale below 2^-6 of that."""
-    largest = by_group(values, group)
-    scale = np.maximum(largest / 448, SMALLEST_SCALE)
-    return np.maximum(values * 2.0**-4, scale * 2.0**-10) + (4 + SPARE) * U * largest + LEAST
 
 
 def _hadamard(values: Array, group: int, levels: int, part: float) -> Array:
@@ -342,7 +333,7 @@ def topk(view: View, turn: int, name: str) -> Iterator[Claim]:
 
 
 def trickle(view: View, turn: int, name: str) -> Iterator[Claim]:
-    """Of gradients with masks of their own. Steps are made inside, and a shared mask encodes twice: thinwire.laws."""
+    """Of gradients with masks of their own. Steps are made inside, a shared mask encodes twice: ``proof.laws``."""
     method: Any = view.method
     if method.feedback == "update" or method.mask == "shared":
         return
@@ -382,47 +373,6 @@ def dgc(view: View, turn: int, name: str) -> Iterator[Claim]:
     yield "the velocity where it waits", after, np.where(where, velocity, 0), 4 * U * sizes + 2 * LEAST
 
 
-def demo(view: View, turn: int, name: str) -> Iterator[Claim]:
-    """The wire's rounding stays in the momentum, so only two inverse transforms of the same coefficients differ.
-
-    Each is two products with orthonormal matrices, sums of at most 64 and chunk / 64 terms, of coefficients as long as
-    the chunk: an error of up to their number times U * |chunk| at each place, and the same for matrices and the sum.
-    """
-    method: Any = view.method
-    old, new = view.state(turn - 1, "momentum", name), view.state(turn, "momentum", name)
-    h = view.inputs(turn, name) + method.beta * old
-    length = np.sqrt(_group_sum(h**2, method.chunk)) * (1 + U8)  # as it travels in bfloat16
-    count = 2 * (64 + method.chunk // 64 + view.size + 4)
-    error = (count * U * length).sum(0) + 4 * U * (np.abs(h) + np.abs(old) + np.abs(new)).sum(0)
-    least = count * LEAST * method.chunk
-    yield _kept(view, turn, name, h - new, error + view.size * least)
-    # What waits is no longer than all coefficients but the k largest (shorter, where part of it is padding).
-    kept = np.sqrt(_group_sum(new**2, method.chunk))
-    rest = _without_the_largest(h, method)
-    rounded = U8 * length if method.payload == "bf16" else 0.0
-    slack = rounded + (count + 8) * U * length * method.chunk**0.5 + least * method.chunk
-    yield "the length of what waits", np.maximum(kept, rest), rest, slack
-
-
-def _without_the_largest(h: Array, method: Any) -> Array:
-    """The length of each chunk of ``h`` without its k largest coefficients, at each of its places."""
-    size, chunk = h.shape[-1], method.chunk
-    padded = np.zeros((*h.shape[:-1], -(-size // chunk) * chunk))
-    padded[..., :size] = h
-    blocks = padded.reshape(*h.shape[:-1], -1, chunk // 64, 64)
-    coefficients = (_dct(chunk // 64) @ blocks @ _dct(64).T).reshape(*h.shape[:-1], -1, chunk)
-    smallest = np.sort(np.abs(coefficients), -1)[..., : chunk - method.k]
-    return np.repeat(np.sqrt((smallest**2).sum(-1)), chunk, -1)[..., :size]
-
-
-def _dct(size: int) -> Array:
-    """The orthonormal DCT-II."""
-    places = np.arange(size)
-    matrix = np.cos(np.pi / size * np.outer(places, places + 0.5)) * (2 / size) ** 0.5
-    matrix[0] /= 2**0.5
-    return matrix
-
-
 def radius(view: View, turn: int, name: str) -> Iterator[Claim]:
     old, new = view.state(turn - 1, "residual", name), view.state(turn, "residual", name)
     given = view.inputs(turn, name)
@@ -435,13 +385,10 @@ def tagc(view: View, turn: int, name: str) -> Iterator[Claim]:
     method: Any = view.method
     old, new = view.state(turn - 1, "residual", name), view.state(turn, "residual", name)
     given = view.inputs(turn, name)
-    lost = view.small(turn, "left", name)
-    before = view.small(turn - 1, "left", name)
-    guessed = lost is not None and int(lost) > (0 if before is None else int(before))
-    if method.accumulate and not (method.leftovers == "median" and guessed):
+    counts = view.small(turn, "counts", name)  # of this step: "left" adds up those before it
+    guessed = counts is not None and counts[0] > 0
+    if not (method.leftovers == "median" and guessed):
         yield _elementwise(view, turn, name, given + old - new, np.abs(given) + np.abs(old) + np.abs(new), 3)
-    elif not method.accumulate:
-        yield "what waits", new, np.zeros_like(new), np.zeros_like(new)
 
 
 def separate(view: View, turn: int, name: str) -> Iterator[Claim]:
@@ -451,14 +398,10 @@ def separate(view: View, turn: int, name: str) -> Iterator[Claim]:
     old, new = view.state(turn - 1, "residual", name), view.state(turn, "residual", name)
     h = view.inputs(turn, name) + old
     restart = bool(method.reset) and number % method.reset == 0
-    if restart and method.restart == "send" and number:
-        yield _elementwise(view, turn, name, h, np.abs(h), 1)
-        yield "what waits after a restart", new, np.zeros_like(new), np.zeros_like(new)
-        return
     projected, error = _projected(view, turn, name, h)
     more = U * np.abs(h).sum(0)
     yield _kept(view, turn, name, projected, error + more)
-    if restart and method.restart == "zero":
+    if restart:
         yield "what waits after a restart", new, np.zeros_like(new), np.zeros_like(new)
     elif method._keep < 1:
         share = 1 - method._keep
@@ -474,11 +417,11 @@ def _projected(view: View, turn: int, name: str, h: Array) -> tuple[Array, Array
     for the same sums, but of partial sums of other terms, which are all below sum|x| / sqrt(block).
     """
     method: Any = view.method
-    width, block, srht = view.played.spans[name][1], method._estimator.block, method.estimator in SRHT
+    width, block, srht = view.played.spans[name][1], method._estimator.block, method.estimator == "cyclic_srht"
     drawn = method._estimator.draw(view.case.seed, name, view.played.numbers[turn], torch.device("cpu"))
     matrix = Projection(method._estimator, [(0, width, drawn)]).matrix().double().numpy()
     kept = matrix.shape[1]
-    scale = {"paper": 1 / kept, "shrunk": 1 / (kept + block + 1)}.get(method.estimator, 1.0)
+    scale = 1 / kept  # of the paper's
 
     def through(values: Array, by: Array) -> Array:
         padded = np.zeros((*values.shape[:-1], width))
@@ -549,19 +492,13 @@ def scape(view: View, turn: int, name: str) -> Iterator[Claim]:
     sizes += view.size * (b1 * np.abs(m) + np.abs(x) + np.abs(after) + np.abs(waits))
     # products with b1 and 1 - b1 (and those two themselves), sums, twice each: at most 16 roundings, and N of the sum
     error = (16 + view.size + SPARE) * U * sizes
-    if method.clip == "return":  # what was clipped off: a product and a sum on either side
-        error *= 2
-    if method.payload == "bf16":
-        error = error + (view.size + SPARE) * (U8 * (1 + U8) ** view.size * sizes + LEAST8)
-    if method.payload in ("int8", "int4"):  # in groups of the kept values, which may be any of the row's
-        error = error + (2 * view.size + 8) * U * sizes.max(-1, keepdims=True)
     yield "moment and what waited = moment and what waits", went, came, error + 16 * view.size * LEAST
-    if method.clip == "paper":  # m' = (1 - b1) g^ + b1 m at the mask, by a division and the products and sums above
-        mean = view.mean(turn, name)
-        unit = U8 if view.case.dtype == torch.bfloat16 else U
-        error = (1 - b1) * (unit * np.abs(mean) + LEAST8) + 8 * U * ((1 - b1) * np.abs(mean) + b1 * np.abs(m))
-        wanted = np.where(mean == 0, after, (1 - b1) * mean + b1 * m)
-        yield "the moment of the mean", after, wanted, error
+    # m' = (1 - b1) g^ + b1 m at the mask, by a division and the products and sums above
+    mean = view.mean(turn, name)
+    unit = U8 if view.case.dtype == torch.bfloat16 else U
+    error = (1 - b1) * (unit * np.abs(mean) + LEAST8) + 8 * U * ((1 - b1) * np.abs(mean) + b1 * np.abs(m))
+    wanted = np.where(mean == 0, after, (1 - b1) * mean + b1 * m)
+    yield "the moment of the mean", after, wanted, error
 
 
 def onebit(view: View, turn: int, name: str) -> Iterator[Claim]:
@@ -610,12 +547,12 @@ def _momentum(view: View, turn: int, name: str) -> Array:
 
 
 LAWS: dict[str, Callable[[View, int, str], Iterator[Claim]]] = {
-    "dense": dense, "fp32": dense, "none": none, "bf16": lossy, "bf16-acc32": lossy, "int8": lossy, "fp8": lossy,
+    "dense": dense, "fp32": dense, "none": none, "bf16": lossy, "int8": lossy,
     "radius": radius, "scape": scape, "separate": separate, "tagc": tagc, "lhc": tagc, "sdp4bit": integers,
-    "zeropp": integers, "qsdp": integers, "loco": loco, "powersgd": powersgd, "topk": topk, "dgc": dgc, "demo": demo,
+    "zeropp": integers, "qsdp": integers, "loco": loco, "powersgd": powersgd, "topk": topk, "dgc": dgc,
     "onebit-adam": onebit, "trickle": trickle,
 }  # fmt: skip
-AT_THE_PLACE = ("dense", "fp32", "bf16", "bf16-acc32", "int8", "fp8", "sdp4bit", "zeropp", "qsdp", "none")
+AT_THE_PLACE = ("dense", "fp32", "bf16", "int8", "sdp4bit", "zeropp", "qsdp", "none")
 """A value that is not finite shows at its own place of the mean, unless something waits."""
 SHARED = ("mask", "q", "moment", "union", "peak", "left")
 """Kinds of state that all ranks must agree on."""
@@ -737,15 +674,13 @@ def _period(view: View) -> tuple[int, int]:
     method: Any = view.method
     if method.name == "radius":
         return method.steady, method.T
-    if method.name == "separate" and method.reset and method.restart == "send":
-        return -(-max(method.steady, 1) // method.reset) * method.reset, method.reset
     if method.name == "scape" and method.density < 1:
         return method.steady, method.refresh
-    if method.name in ("onebit-adam", "frozen-adam") and view.case.owner:  # the first also gathers Adam's moment
+    if method.name == "onebit-adam" and view.case.owner:  # the first also gathers Adam's moment
         return method.steady + 1, 1
     if method.name == "local-steps":
         return method.steady, method.every
-    if method.name == "lhc" or (method.name == "tagc" and method.theta and method.mask == "local"):
+    if method.name == "lhc" or (method.name == "tagc" and method.theta):
         return 0, 0
     return method.steady, 1
 
@@ -795,8 +730,6 @@ def _shows(view: View, turn: int, end: str) -> list[str]:
     shown = ~np.isfinite(view.mean(turn, name, rank))
     if view.method.name in AT_THE_PLACE and not view.method.keeps_state and not shown[places].all():
         return [f"turn {turn}, {name}: {value} on rank {rank} is a finite mean at its place"]
-    if view.method.name == "tagc" and view.method.mask == "shared" and not view.method.accumulate:  # type: ignore[attr-defined]
-        return []  # what is not at the mask is lost, whatever it is: the guard has seen it come in
     if end == "look" and not shown.any() and all(np.isfinite(values).all() for values in waits):
         return [f"turn {turn}, {name}: {value} on rank {rank} shows neither in the mean nor in what waits"]
     return []

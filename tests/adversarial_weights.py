@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from adversarial_laws import LEAST, ROOM, TOP, Array, U, rounding_of
-from thinwire.bucket import Layout, Piece, Shard
-from thinwire.guard import Guard
-from thinwire.ledger import Ledger
-from thinwire.methods.base import Method, Run
-from thinwire.rehearsal import rehearse
-from thinwire.road import Road, Stage
-from thinwire.state import State
-from thinwire.testing import LockStep, exchange_on, parameters_for
-from thinwire.weights import Replica
+from thinwire.core.bucket import Layout, Piece, Shard
+from thinwire.core.method import Method, Run
+from thinwire.core.road import Road, Stage
+from thinwire.core.state import State
+from thinwire.core.weights import Replica
+from thinwire.network.guard import Guard
+from thinwire.network.ledger import Ledger
+from thinwire.plan.rehearsal import rehearse
+from thinwire.proof.ranks import LockStep, exchange_on, parameters_for
 
 if TYPE_CHECKING:
     from adversarial import Case

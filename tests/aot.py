@@ -118,10 +118,10 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         yield kernel, of | held, block | lines
     yield sketch._count, of, {"BLOCK": sketch.WORDS} | lines
     row = {"BLOCK": moments.BLOCK, "DIRECTORY": moments.DIRECTORY} | aligned
-    for one, other in ((False, False), (True, False), (True, True)):
+    for one in (False, True):
         for kernel in (moments._blend, moments._add_up):
-            yield kernel, {}, row | {"CHOOSE": one, "SEND": other}
-        yield moments._settle, {}, row | {"COMMON": one, "SENT": other}
+            yield kernel, {}, row | {"CHOOSE": one}
+        yield moments._settle, {}, row | {"COMMON": one}
     for kind in ("*fp32", "*bf16"):
         pointers = dict.fromkeys(("weight", "moment", "gradient", "given"), kind)
         yield adams._adams, pointers, {"GIVEN": True, "BLOCK": adams.BLOCK} | aligned

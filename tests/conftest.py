@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 import kernels
 from patience import PATIENCE
 from thinwire.lab import cluster
-from thinwire.testing import Threads
+from thinwire.proof.ranks import Threads
 
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")

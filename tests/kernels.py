@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import thinwire
-from thinwire import methods, played
+from thinwire import methods
+from thinwire.proof import played
 
 STEPS = 5
 """Past the start and the warm-up of ``played.KNOBS``."""

@@ -13,7 +13,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-import thinwire.elastic
+import thinwire.base.elastic
 from models import Net, flat, loss_of
 
 STEPS, DIES = 6, 3
@@ -59,7 +59,7 @@ def under_an_agent(folder: str) -> None:
 
 
 def _rank(folder: str) -> None:
-    thinwire.elastic.init_process_group("gloo", timeout=timedelta(seconds=120))
+    thinwire.base.elastic.init_process_group("gloo", timeout=timedelta(seconds=120))
     number, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     weights = train(number, ranks, folder, dies=os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
     torch.save(torch.tensor(weights), Path(folder, f"end-{number}.pt"))

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from thinwire import device as devices
+from thinwire.base import device as devices
 from thinwire.ops import backends
 
 VIEWS = (

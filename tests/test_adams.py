@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from programs import needs_triton, run_python
 from thinwire import AdamS
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.ops.adams import cpu, reference
 
 SHAPES = [(7, 5), (33,), (1,), (0,), (4, 3, 2)]

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from adversarial import KINDS, draw, judge, search
 from thinwire import AdamS, methods
-from thinwire.bucket import Bucket
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import Integers
-from thinwire.collectives import Exchange
-from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Method
 from thinwire.methods import LHC, SCAPE, PowerSGD
-from thinwire.methods.base import Method
-from thinwire.testing import LockStep, Threads, bucket_for, exchange_on, reduce_on_threads
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import LockStep, Threads, bucket_for, exchange_on, reduce_on_threads
 
 CHUNKS, CASES = 10, 200
 
@@ -142,13 +142,12 @@ FAULTS = [
     ("topk", after(off_by_one_percent), "what waited"),
     ("separate", after(off_by_one_percent), "what waited"),
     ("powersgd", after(off_by_one_percent), "what waited"),
-    ("demo", after(off_by_one_percent), "what waited"),
-    ("bf16-acc32", after(one_rank_differs), "different means"),
+    ("int8", after(one_rank_differs), "different means"),
     ("topk", after(forgets_what_waits), "what waited"),
     ("fp32", after(never_zero), "of zeros"),
     ("int8", after(hides_what_is_not_finite), "finite"),
     ("dense", after(sends_more), "announced"),
-    ("fp8", after(remembers_a_step_that_was_taken_back), "taken back"),
+    ("int8", after(remembers_a_step_that_was_taken_back), "taken back"),
     ("fp32", after(depends_on_the_past), "another mean"),
     ("sdp4bit", forgets_a_weight, "(+- "),
 ]

@@ -18,19 +18,19 @@ import thinwire
 from models import Net, loss_of
 from patience import PATIENCE
 from ranks import alone, run
-from thinwire.agreement import Agreement, _check
-from thinwire.comm import GroupComm, timeout_of
-from thinwire.elastic import meet
-from thinwire.errors import LostRank, ThinwireError
-from thinwire.ledger import Ledger
-from thinwire.replicas import WIDTH, digest
-from thinwire.testing import Threads
+from thinwire.base.elastic import meet
+from thinwire.base.errors import LostRank, ThinwireError
+from thinwire.core.agreement import Agreement, _check
+from thinwire.core.replica_check import WIDTH, digest
+from thinwire.network.comm import GroupComm, timeout_of
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import Threads
 
 SMALL = "smallest=100"
 CASES = {  # settings of rank 0, of rank 1, and what every rank says
     "formats of one size": (
-        {"method": f"int8({SMALL})"}, {"method": f"fp8({SMALL})"},
-        "rank 1 has method = fp8(smallest=100), but on rank 0 it is int8(smallest=100)",
+        {"method": f"int8({SMALL})"}, {"method": f"sign({SMALL})"},
+        "rank 1 has method = sign(smallest=100), but on rank 0 it is int8(smallest=100)",
     ),
     "group": ({"method": f"int8({SMALL})"}, {"method": f"int8({SMALL},group=64)"}, "int8(smallest=100, group=64)"),
     "dense=": ({"method": f"int8({SMALL})"}, {"method": f"int8({SMALL},dense=('head*',))"}, "dense=('head*',)"),
@@ -117,23 +117,23 @@ def test_ranks_that_do_not_agree_are_told_so_on_all_of_them():
 
 def test_the_odd_one_out_is_named():
     facts = [{"method": "int8"}] * 4
-    facts[2] = {"method": "fp8"}
-    with pytest.raises(ThinwireError, match=r"^rank 2 has method = fp8, but on the others it is int8: "):
+    facts[2] = {"method": "sign"}
+    with pytest.raises(ThinwireError, match=r"^rank 2 has method = sign, but on the others it is int8: "):
         _check(list(enumerate(facts)))
     facts[3] = {"method": "bf16"}
-    with pytest.raises(ThinwireError, match=r"^rank 2 has method = fp8, but on 2 of 4 ranks it is int8: "):
+    with pytest.raises(ThinwireError, match=r"^rank 2 has method = sign, but on 2 of 4 ranks it is int8: "):
         _check(list(enumerate(facts)))
 
 
 def _grid(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     inner, outer = (GroupComm.aside(mesh.get_group(name)) for name in ("inner", "outer"))
-    with mock.patch("thinwire.comm._devices", lambda group: [torch.device("cuda")]):  # as NCCL alone has
+    with mock.patch("thinwire.network.comm._devices", lambda group: [torch.device("cuda")]):  # as NCCL alone has
         assert GroupComm(inner.group, Ledger()).device.type == inner.device.type == "cpu"
         assert GroupComm.aside(inner.group).device.type == "cuda"
     stage, guard = str(rank // 2), str(rank < 2)
     cases = [
-        ([inner, outer], None, {"method": "fp8" if rank == 3 else "int8"}, {}),
+        ([inner, outer], None, {"method": "sign" if rank == 3 else "int8"}, {}),
         ([inner, outer], None, {"error": "no such file"} if rank == 1 else {"method": "int8"}, {}),
         ([inner], outer, {"model": stage}, {"guard": "True"}),
         ([inner], outer, {"model": stage}, {"guard": guard}),
@@ -155,7 +155,7 @@ def _grid(rank: int, world: int) -> list[str]:
 def test_all_ranks_of_a_mesh_come_to_one_verdict_and_stages_have_their_own_models():
     found = run(_grid, 4)
     assert found[0] == found[2] == found[3] == [
-        "rank 3 has method = fp8, but on the others it is int8", "rank 1: no such file", "agreed",
+        "rank 3 has method = sign, but on the others it is int8", "rank 1: no such file", "agreed",
         "rank 2 has guard = False, but on 2 of 4 ranks it is True",
         "rank 1 has model = 1, but on rank 0 it is 0",
     ]  # fmt: skip

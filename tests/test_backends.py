@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from thinwire.comm import GroupComm
-from thinwire.ledger import Ledger
+from thinwire.network.comm import GroupComm
+from thinwire.network.ledger import Ledger
 
 
 def _devices(rank, world):
@@ -62,7 +62,7 @@ def test_a_work_that_nobody_waits_for_does_not_shift_the_messages_behind_it():
 def test_messages_side_by_side_do_not_count_twice_and_a_step_ends_between_them(monkeypatch):
     """Weights on one thread and gradients on another; the clock is ours."""
     clock = iter([0.0, 1.0, 3.0, 4.0, 6.0, 10.0, 12.0])
-    monkeypatch.setattr("thinwire.ledger.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("thinwire.network.ledger.time.perf_counter", lambda: next(clock))
     ledger = Ledger()
     first, second = ledger.span("wire"), ledger.span("wire")
     first.__enter__()  # from 0

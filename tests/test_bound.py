@@ -8,10 +8,10 @@ import warnings
 import pytest
 import torch
 
-from thinwire.bound import MEMORY, WATCHED, Bound
-from thinwire.bucket import Bucket, Piece
-from thinwire.errors import ThinwireError, ThinwireWarning
-from thinwire.state import State
+from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.core.bucket import Bucket, Piece
+from thinwire.core.outliers import MEMORY, WATCHED, Bound
+from thinwire.core.state import State
 
 CPU = torch.device("cpu")
 PIECES = (Piece("a", 0, 30), Piece("b", 30, 70))

@@ -30,18 +30,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ranks
-from thinwire import cli
-from thinwire.comm import GroupComm
-from thinwire.errors import ThinwireError, ThinwireWarning
-from thinwire.ledger import Ledger
-from thinwire.testing import ThreadComm, Threads
+from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.base.processes import free_port
+from thinwire.cli import program as cli
+from thinwire.network.comm import GroupComm
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import ThreadComm, Threads
 from thinwire.train import checkpoint, differences, folder, loop, resumed, setup, stored, together, trained
 from thinwire.train.checkpoint import Checkpoints, obsolete
 from thinwire.train.config import Config, from_arguments
 from thinwire.train.data import Windows
 from thinwire.train.display import Display, cut
 from thinwire.train.folder import Folder, opened
-from thinwire.train.launch import free_port
 from thinwire.train.signals import Signals
 from thinwire.train.stored import read_meta, read_tensors
 from thinwire.train.together import Together

@@ -17,9 +17,9 @@ from engines import build
 from models import flat, loss_of
 from thinwire import methods
 from thinwire import wire as wires
-from thinwire.comm import GroupComm, Then
-from thinwire.errors import DamagedMessage, LostRank, ThinwireError
-from thinwire.played import small
+from thinwire.base.errors import DamagedMessage, LostRank, ThinwireError
+from thinwire.network.comm import GroupComm, Then
+from thinwire.proof.played import small
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("xxhash") is None, reason="needs xxhash")
 BY_NAME = {cls.name: cls for cls in methods.TABLE}

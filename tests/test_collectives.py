@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.bucket import Bucket, Piece
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs import Bf16, Fp32, Int8
 from thinwire.codecs.base import Codec, Residual
-from thinwire.collectives import AllReduce, Exchange, ReduceScatter
-from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
-from thinwire.testing import ThreadComm, Threads
+from thinwire.core.bucket import Bucket, Piece
+from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import ThreadComm, Threads
 
 NUMEL = 1152
 EXCHANGES: dict[str, Callable[..., Exchange]] = {

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from thinwire.cli import COMMANDS
-from thinwire.completion import SHELLS, main, script
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.cli.completion import SHELLS, main, script
+from thinwire.cli.program import COMMANDS
 from thinwire.methods import names
 
 ASK = """

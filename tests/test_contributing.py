@@ -16,9 +16,9 @@ from engines import build, train
 from models import Net
 from ranks import run
 from thinwire import methods
-from thinwire.laws import check_laws
 from thinwire.methods import table
-from thinwire.testing import reduce_on_threads
+from thinwire.proof.laws import check_laws
+from thinwire.proof.ranks import reduce_on_threads
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
 

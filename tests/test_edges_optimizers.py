@@ -120,8 +120,7 @@ TWO = [
     Case("radius(smallest=0, start=0, T=3, density=0.3)", "", "adamw"),
     Case("radius(smallest=0, start=0, T=3, density=0.2)", "", "sgd"),
     Case("scape(smallest=0, density=0.1, warmup=3)", "", "adams"),
-    Case("scape(smallest=0, density=0.1, warmup=3, clip='return')", "", "adams"),
-    Case("demo(smallest=0, k=8, chunk=64)"), Case("dgc(smallest=0, density=0.1)"),
+    Case("dgc(smallest=0, density=0.1)"),
     Case("onebit-adam(smallest=0, warmup=2, group=32)", "", "adamw"),
 ]  # fmt: skip
 
@@ -292,7 +291,6 @@ LATE = [
     Case("separate(smallest=0, ratio=4, block=64, beta=None)"),
     Case("tagc(feedback='gradient', smallest=0, theta=0.9)"),
     Case("topk(feedback='gradient', smallest=0, density=0.1)"),
-    Case("demo(smallest=0, k=8, chunk=64)"),
     Case("onebit-adam(smallest=0, warmup=1, group=32)", "", "adamw"),
 ]  # fmt: skip
 

@@ -15,9 +15,9 @@ from breadth import dealt, spread
 from engines import build, same_on_all_ranks
 from models import flat
 from test_edges import LAW, SHAPES, STATEFUL, Case, Given, conserve, each, error_of, findings, on, same, tensors
-from thinwire.saved import entries
+from thinwire.saved.format import entries
 
-OWN_MOMENTUM = ("scape", "onebit-adam", "frozen-adam", "dgc", "demo")
+OWN_MOMENTUM = ("scape", "onebit-adam", "dgc")
 
 
 def _given(step: int, rank: int) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import thinwire
 from engines import build
 from models import flat
 from test_edges import SHAPES, Given, full, parts, summed
-from thinwire.saved import entries
+from thinwire.saved.format import entries
 
 TOPK = "topk(feedback='gradient', smallest=0, density=0.1)"
 SCAPE = "scape(smallest=0, density=0.1, warmup=1)"
@@ -200,7 +200,7 @@ def test_steps_that_are_not_by_the_book(engine):
 
 def _scaled(rank: int, world: int) -> dict[str, Any]:
     found = {}
-    for method, kind in (("demo(smallest=0, k=8, chunk=64)", torch.optim.SGD),
+    for method, kind in (("trickle(smallest=0)", torch.optim.AdamW),
                          ("onebit-adam(smallest=0, warmup=2, group=32)", torch.optim.AdamW)):  # fmt: skip
         model = build("ddp", world, net=Given)
         scaler = torch.amp.GradScaler("cpu")

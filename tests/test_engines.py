@@ -19,14 +19,13 @@ import thinwire
 from breadth import dealt, spread
 from engines import adamw, build, same_on_all_ranks, shown, stats_of, train
 from models import Net, batch, flat, loss_of
-from thinwire.comm import GroupComm
-from thinwire.errors import ThinwireError
-from thinwire.road import Stage
-from thinwire.saved import entries
+from thinwire.base.errors import ThinwireError
+from thinwire.core.road import Stage
+from thinwire.network.comm import GroupComm
+from thinwire.saved.format import entries
 
 METHODS = [
-    "dense", "fp32", "bf16", "bf16-acc32", "int8(smallest=100)", "fp8(smallest=100)",
-    "int8(smallest=100, error_feedback=True)", "bf16-acc32(error_feedback=True)",
+    "dense", "fp32", "bf16", "int8(smallest=100)", "int8(smallest=100, error_feedback=True)",
 ]  # fmt: skip
 REST = [method for method in METHODS if method not in ("bf16", "int8(smallest=100)")]
 

@@ -15,26 +15,23 @@ from breadth import dealt
 from engines import adamw, same_on_all_ranks, shown, stats_of, train
 from models import Net, flat
 from thinwire import methods
-from thinwire.saved import entries
+from thinwire.saved.format import entries
 
 METHODS = [
     "radius(density=0.3, T=4, start=0, smallest=100)",
     "separate(beta=None, ratio=4, block=16, smallest=100)",
-    "tagc(feedback='gradient', theta=0.9, smallest=100, resize=3)",
-    "tagc(feedback='gradient', theta=0.8, mask='shared', smallest=100)",
+    "tagc(feedback='gradient', theta=0.9, smallest=100)",
     "powersgd(feedback='gradient', rank=2, smallest=100)",
     "sdp4bit(weight_group=32, smallest=100)",
     "loco(smallest=100)",
     "scape(density=0.2, warmup=3, smallest=100)",
-    "scape(density=0.02, warmup=3, refresh=2, clip='return', payload='int8', smallest=100)",
+    "scape(density=0.02, warmup=3, refresh=2, smallest=100)",
     "topk(feedback='gradient', density=0.1, smallest=100)",
     "dgc(density=0.1, smallest=100)",
     "sign(group=64, smallest=100)",
-    "demo(k=8, chunk=64, smallest=100)",
-    "onebit-adam(warmup=3, group=64, smallest=100, warmup_bits=4, weights='difference')",
-    "frozen-adam(warmup=3, density=0.1, smallest=100)",
+    "onebit-adam(warmup=3, group=64, smallest=100, warmup_bits=4)",
 ]
-EXACT = ("demo", "frozen-adam", "loco", "onebit-adam", "radius", "scape", "sdp4bit", "separate", "sign", "powersgd")
+EXACT = ("loco", "onebit-adam", "radius", "scape", "sdp4bit", "separate", "sign", "powersgd")
 """What sends the same bytes in every period of 4 steps, whatever the data: the plan is then exact."""
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pretrained_models
-from thinwire import cli
+from thinwire.cli import program as cli
 from thinwire.train import evaluation
 from thinwire.train.data import Tokenizer
 from thinwire.train.export import export

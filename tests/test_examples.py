@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import ranks
 from breadth import spread
-from thinwire.train.launch import free_port
+from thinwire.base.processes import free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NEEDS = {

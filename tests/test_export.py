@@ -11,12 +11,12 @@ import torch.distributed as dist
 from tokenizers import Tokenizer as HubTokenizer
 
 import ranks
-from thinwire import cli
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.base.processes import free_port
+from thinwire.cli import program as cli
 from thinwire.train import sample, tokens, trained
 from thinwire.train.data import Tokenizer, Windows, batches
 from thinwire.train.export import export
-from thinwire.train.launch import free_port
 from thinwire.train.models import Decoder
 from thinwire.train.shapes import ModelConfig
 

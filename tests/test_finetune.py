@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 import pretrained_models
 import ranks
 from breadth import ALL
-from thinwire import cli
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.base.processes import free_port
+from thinwire.cli import program as cli
 from thinwire.train import trained
 from thinwire.train.config import Config
 from thinwire.train.data import IGNORED, batches, read_corpus, split
-from thinwire.train.launch import free_port
 from thinwire.train.setup import make_optimizer
 from thinwire.train.tokens import find as tokens_of
 

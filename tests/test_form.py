@@ -13,9 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from thinwire import methods
-from thinwire.errors import ThinwireError
-from thinwire.methods.base import Parameter
-from thinwire.saved import About, Form, check_finite, from_dcp, own_of, split, trim
+from thinwire.base.errors import ThinwireError
+from thinwire.core.method import Parameter
+from thinwire.saved.format import About, Form, check_finite, from_dcp, own_of, split, trim
 
 ABOUT = About(
     1, 4, "ddp", False, ((1, 4, False),), "topk", {"density": "0.01", "smallest": "None"}, None, 0, 10.0,

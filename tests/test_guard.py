@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.guard import Guard
-from thinwire.ledger import Ledger
-from thinwire.testing import ThreadComm, Threads
+from thinwire.network.guard import Guard
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import ThreadComm, Threads
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,9 +16,9 @@ from breadth import ALL, dealt
 from engines import build
 from models import flat, loss_of
 from thinwire import methods
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.ops import backends
-from thinwire.played import small
+from thinwire.proof.played import small
 
 BY_NAME = {cls.name: cls for cls in methods.TABLE}
 
@@ -73,7 +73,7 @@ def _instructions(rank, world, kind):
     """Another instruction set on one rank, as torch tells it; the bits of such a run are in docs/faults.md."""
     warnings.simplefilter("ignore")
     said = {}
-    for name in ("dense", "trickle", "fp8"):
+    for name in ("dense", "trickle", "separate"):
         model, method = build(kind, world), small(BY_NAME[name])
         with mock.patch("torch.backends.cpu.get_cpu_capability", lambda: ("AVX512", "AVX2")[rank]):
             try:
@@ -88,4 +88,4 @@ def test_another_instruction_set_is_refused_where_every_rank_steps_what_all_hold
     for said in ranks.run(_instructions, 2, "ddp"):
         assert all("set ATEN_CPU_CAPABILITY" in word for word in said.values()), said
     for said in ranks.run(_instructions, 2, "fsdp2"):
-        assert said["dense"] == said["trickle"] == "taken" and "ATEN_CPU_CAPABILITY" in said["fp8"]
+        assert said["dense"] == said["trickle"] == "taken" and "ATEN_CPU_CAPABILITY" in said["separate"]

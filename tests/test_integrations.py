@@ -22,7 +22,7 @@ import thinwire
 from breadth import ALL, spread
 from engines import build, same_on_all_ranks
 from models import Net, flat, loss_of
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 
 STEPS, SAVED = 20, 10
 LOSSY = ("int8(smallest=0)", "sdp4bit(smallest=0)")
@@ -123,7 +123,7 @@ def _accelerate(rank: int, world: int, folder: str, second: bool) -> dict[str, A
     launched(rank, world)
     from accelerate import Accelerator
 
-    from thinwire.integrations.accelerate import compress
+    from thinwire.adapters.accelerate import compress
 
     def train(method: str | None, folder: str, save: bool, resume: bool, scaled: bool = False) -> Trained:
         accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -207,7 +207,7 @@ def _trainer(rank: int, world: int, folder: str, second: bool) -> dict[str, Any]
     import transformers
     from transformers import Trainer, TrainingArguments
 
-    from thinwire.integrations.transformers import attach
+    from thinwire.adapters.transformers import attach
 
     transformers.logging.set_verbosity_error()
     logs: list[dict[str, float]] = []
@@ -256,7 +256,7 @@ def _lightning(rank: int, world: int, folder: str, second: bool) -> dict[str, An
 
     import lightning.pytorch as pl
 
-    from thinwire.integrations.lightning import ThinwireStrategy
+    from thinwire.adapters.lightning import ThinwireStrategy
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -365,10 +365,10 @@ def test_without_its_library_an_adapter_names_the_command(library, extra, monkey
 
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, f"thinwire.integrations.{library}", raising=False)
+    monkeypatch.delitem(sys.modules, f"thinwire.adapters.{library}", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
     with pytest.raises(ThinwireError, match=rf"'{library}' is not installed: pip install 'thinwire\[{extra}\]'"):
-        importlib.import_module(f"thinwire.integrations.{library}")
+        importlib.import_module(f"thinwire.adapters.{library}")
 
 
 class Wrapped:

@@ -18,11 +18,11 @@ import pytest
 
 import thinwire
 from patience import PATIENCE
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.base.processes import interface_bytes
+from thinwire.cli.lab import lab_main, method_names, split
 from thinwire.lab import framing
-from thinwire.lab.cli import lab_main, method_names, split
 from thinwire.lab.cluster import Cluster, NoNamespaces
-from thinwire.lab.counters import interface_bytes
 from thinwire.lab.link import Link
 from thinwire.lab.run import launch
 

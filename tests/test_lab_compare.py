@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from breadth import spread
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.cli.lab import compare_main
 from thinwire.lab import compare as module
-from thinwire.lab.cli import compare_main
 from thinwire.lab.cluster import Cluster, NoNamespaces
 from thinwire.lab.link import Link
 
@@ -156,7 +156,7 @@ def test_a_failing_method_has_a_row_and_the_others_go_on(
 ) -> None:
     """Also: seeds, flags of a method's own, the optimizer that it is made for, a loss that is too high."""
     out = tmp_path / "out"
-    methods = ["dense", "bf16", "int8 --lr 1e-3", "int8 --off 0.1", "fp8 --nan 1", "scape"]
+    methods = ["dense", "bf16", "int8 --lr 1e-3", "int8 --off 0.1", "sign --nan 1", "scape"]
     assert module.compare(
         methods, "tiny", 3, out, link="loopback", seeds=(4, 5), extra=["--crash", "bf16"], program=program,
         fail_above=0.05, command="thinwire compare <here>",
@@ -168,7 +168,7 @@ def test_a_failing_method_has_a_row_and_the_others_go_on(
     runs = {run["method"]: run for run in report["runs"]}
     assert list(runs) == ["none", *methods]
     assert runs["bf16"]["failed"].endswith("exit status 1: boom") and runs["bf16"]["summary"] is None
-    assert "not finite" in runs["fp8 --nan 1"]["failed"]
+    assert "not finite" in runs["sign --nan 1"]["failed"]
     assert not (out / "bf16-seed-5").exists(), "it has failed already"
     assert [part["seed"] for part in runs["dense"]["parts"]] == [4, 5]
     assert runs["dense"]["summary"]["valid_loss"] == pytest.approx(8.5), "the seeds' mean"

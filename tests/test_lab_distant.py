@@ -19,8 +19,8 @@ import ranks
 from breadth import ALL
 from patience import PATIENCE
 from test_lab import SOURCE, gone, interfaces, stream
-from thinwire.errors import ThinwireError
-from thinwire.lab.cli import compare_main, delayed, lab_main
+from thinwire.base.errors import ThinwireError
+from thinwire.cli.lab import compare_main, delayed, lab_main
 from thinwire.lab.cluster import Cluster, NoNamespaces
 from thinwire.lab.link import Link, duration, share
 from thinwire.lab.run import launch

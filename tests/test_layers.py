@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import house
 import thinwire
 
 ROOT = Path(thinwire.__file__).parent
@@ -42,15 +43,16 @@ def test_there_is_no_import_circle():
     assert len(order) >= len(MODULES) > 60
 
 
-def test_every_module_has_a_room():
-    """In CONTRIBUTING's table, by its own name or by that of what it holds."""
+def test_every_package_has_a_room_and_the_table_has_their_order():
+    """CONTRIBUTING's table has each package once, those that know least first, as ``house.FLOORS``."""
     text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
     table = text.partition("| part | knows | does not know |")[2].partition("\n\n")[0]
-    rooms = {name.strip() for row in table.splitlines()[2:] for name in row.split("|")[1].split(",")}
-    called = {of: of.removesuffix("s") for of in ("integrations", "methods", "codecs", "ops")}
-    called["collectives"] = "exchange"
+    rooms = [[name.strip() for name in row.split("|")[1].split(",")] for row in table.splitlines()[2:]]
     modules = {name.split(".")[1] for name in MODULES if "." in name} - {"__main__"}
-    assert {called.get(name, name) for name in modules} == rooms - {"stage"}
+    assert {name for row in rooms for name in row} == modules
+    floor = {name: number for number, names in enumerate(reversed(house.FLOORS)) for name in names}
+    order = [max(floor[name] for name in row) for row in rooms]
+    assert order == sorted(order)
 
 
 def test_methods_and_codecs_do_not_know_the_network_or_an_engine():
@@ -58,14 +60,14 @@ def test_methods_and_codecs_do_not_know_the_network_or_an_engine():
         if not name.startswith(("thinwire.methods", "thinwire.codecs", "thinwire.ops")):
             continue
         used = set(imports(path, inner=True))
-        engines = ("torch.distributed", "thinwire.integrations", "thinwire.road")
+        engines = ("torch.distributed", "thinwire.engines", "thinwire.adapters", "thinwire.core.road")
         assert not {module for module in used if module.startswith(engines)}, name
 
 
 def test_collectives_are_named_behind_the_one_door():
     verbs = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "isend", "irecv", "broadcast")
     for name, path in MODULES.items():
-        if name == "thinwire.comm":
+        if name == "thinwire.network.comm":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed"):
@@ -75,6 +77,6 @@ def test_collectives_are_named_behind_the_one_door():
 def test_integrations_hold_no_mathematics_of_methods():
     """They translate: of methods they know the interface alone."""
     for name, path in MODULES.items():
-        if name.startswith("thinwire.integrations"):
+        if name.startswith(("thinwire.engines", "thinwire.adapters")):
             used = {of for of in imports(path, inner=True) if of.startswith(("thinwire.methods.", "thinwire.ops"))}
-            assert used <= {"thinwire.methods.base"}, f"{name}: {used}"
+            assert used <= {"thinwire.core.method"}, f"{name}: {used}"

@@ -13,8 +13,8 @@ from breadth import spread
 from engines import adamw, build, same_on_all_ranks, stats_of, train
 from models import flat
 from thinwire import methods
-from thinwire.played import small
-from thinwire.testing import reduce_on_threads
+from thinwire.proof.played import small
+from thinwire.proof.ranks import reduce_on_threads
 
 STEPS = 6
 SHAPES = {"a": (13, 11), "b": (5, 7), "c": (6, 1)}
@@ -32,7 +32,7 @@ KEEPS = [
 ]  # fmt: skip
 FEEDBACK = [
     *KEEPS, partial(small, methods.Int8, error_feedback=True),
-    partial(small, methods.Fp8, error_feedback=True), partial(small, methods.LoCo, reset=0, beta=0),
+    partial(small, methods.LoCo, reset=0, beta=0),
 ]  # fmt: skip
 
 

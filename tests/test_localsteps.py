@@ -19,10 +19,10 @@ from breadth import dealt
 from engines import build, same_on_all_ranks, train
 from models import flat
 from thinwire import methods
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.methods import LocalSteps, resolve
-from thinwire.saved import entries
-from thinwire.testing import reduce_on_threads
+from thinwire.proof.ranks import reduce_on_threads
+from thinwire.saved.format import entries
 
 SHAPES = {"a": (12, 16), "b": (5, 7)}
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from independent4 import Int4Group
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.methods import LoCo
-from thinwire.testing import reduce_on_threads
+from thinwire.proof.ranks import reduce_on_threads
 
 
 def gradients(rank: int, step: int, numel: int) -> torch.Tensor:

@@ -10,12 +10,12 @@ from breadth import dealt, spread
 from engines import adamw, build, train
 from models import Net
 from ranks import run
-from thinwire.bucket import Arena, Bucket, Piece
-from thinwire.memory import held
+from thinwire.core.bucket import Arena, Bucket, Piece
 from thinwire.methods import TABLE, resolve
-from thinwire.testing import reduce_on_threads
+from thinwire.plan.memory import held
+from thinwire.proof.ranks import reduce_on_threads
 
-MORE = ("int8(error_feedback=True)", "tagc:shared", "scape(payload='int8')", "separate:paper", "sdp4bit:qw")
+MORE = ("int8(error_feedback=True)", "scape(refresh=2)", "separate:paper", "sdp4bit:qw")
 CPU = torch.device("cpu")
 FEW = ("dense", "int8", "loco", "radius", "sdp4bit", "onebit-adam")
 

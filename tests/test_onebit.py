@@ -9,21 +9,19 @@ import pytest
 import torch
 
 from breadth import spread
-from independent11 import FrozenV
 from papers import OneBitAdamPaper
 from programs import needs_triton, run_python
 from test_ops_quant import apart, assert_same_bits, hard_rows, margin, poisoned
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sign import Sign
-from thinwire.codecs.sparse import TopKIntegers
-from thinwire.errors import ThinwireError
-from thinwire.laws import check_laws
-from thinwire.ledger import Ledger
-from thinwire.methods import FrozenAdam, OneBitAdam, resolve
-from thinwire.methods.base import Parameter, Run
+from thinwire.core.method import Parameter, Run
+from thinwire.methods import OneBitAdam, resolve
+from thinwire.network.ledger import Ledger
 from thinwire.ops.sign import cpu, reference
-from thinwire.played import Where
-from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
+from thinwire.proof.laws import check_laws
+from thinwire.proof.played import Where
+from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 
 STEPS, WARMUP, LR, DECAY = 50, 6, 1e-2, 0.1
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
@@ -170,51 +168,6 @@ def largest(x: np.ndarray, k: int, chunk: int) -> np.ndarray:
             step = np.abs(x[group]).max() / 7
             out[group] = np.round(x[group] / step) * step
     return out
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_frozen_adam_against_loops(topology):
-    """``independent11.FrozenV``, top-k for workers and servers: weights, what waits; the bytes of both ways."""
-    size, chunk, k = 3, 96, 19
-
-    def make_it() -> FrozenAdam:
-        return FrozenAdam(warmup=WARMUP, smallest=0, density=0.2, bits=4, group=8)
-
-    results = reduce_on_threads(make_it, gradients, topology=topology, size=size, shapes={"a": (12, 24)}, steps=30,
-                                optimizer=adamw)  # fmt: skip
-
-    def to_servers(_, __, xs):
-        return [largest(x, k, chunk) for x in xs]
-
-    paper = FrozenV([np.zeros(size * chunk)], size, WARMUP, to_servers, lambda x: largest(x, k, chunk),
-                    betas=(0.9, 0.999), wd=DECAY)  # fmt: skip
-    exchange = exchange_on(topology, Threads(size), 0, Ledger())
-    planned = plan_of(make_it(), parameters_for(exchange, {"a": (12, 24)}).values(), exchange).wire_bytes
-    for step in range(30):
-        (expected,) = paper.step([[rank[step]["input"].double().numpy()] for rank in results], LR)
-        ranks = results[:1] if topology == "all_reduce" else results
-        weights = torch.cat([rank[step]["weights"]["a"] for rank in ranks]).double().numpy()
-        assert np.abs(weights - expected).max() < 1e-5
-        if step < WARMUP:
-            continue
-        for n, rank in enumerate(results):
-            assert np.abs(rank[step]["residual/a"].reshape(-1).double().numpy() - paper.e[n][0]).max() < 1e-5
-            served = paper.s[0][n * chunk : (n + 1) * chunk]
-            assert np.abs(rank[step]["server/a"][0].double().numpy() - served).max() < 1e-5
-            assert step == WARMUP or rank[step]["bytes"].item() == planned
-    assert planned == 2 * (size - 1) * (8 + 16 + 12 + 3 * 4)  # a string, lower bits, codes of 24 values, 3 scales
-
-
-def test_frozen_adam_keeps_what_it_sent_in_few_bits():
-    """Its own m, exactly: the next step starts from what everybody decoded."""
-    codec = TopKIntegers(((0, 128, 7), (128, 64, 20)), Integers(8, 4))
-    rows = torch.randn(3, 192, generator=torch.Generator().manual_seed(0))
-    wire = codec.encode(rows, torch.zeros(3, codec.wire_numel(192), dtype=torch.uint8))
-    whole = codec.decode(wire, torch.empty(3, 192))
-    for start, width, k in codec.segments:
-        alone = TopKIntegers(((0, width, k),), codec.quantizer)
-        part = codec.part(wire, 192, slice(start, start + width))
-        assert torch.equal(alone.decode(part, torch.empty(3, width)), whole[:, start : start + width])
 
 
 def test_any_codec_takes_the_momentum():

@@ -10,10 +10,10 @@ import torch
 
 from programs import needs_triton, run_python
 from test_ops_mask import SPECIAL, gaussian
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs.base import Residual
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import Positions, TopKIntegers
-from thinwire.errors import ThinwireError
 from thinwire.ops import mask, sparse
 from thinwire.ops.sparse import Part, cpu, reference
 

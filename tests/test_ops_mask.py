@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from programs import needs_triton, run_python
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs import Masked, Residual, TopK
-from thinwire.errors import ThinwireError
 from thinwire.ops import mask
 from thinwire.ops.mask import cpu, reference
 from thinwire.ops.rows import Part, Places

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from programs import needs_triton, run_python
+from thinwire.base.random import Drawn, Pool, Seeds
 from thinwire.ops import quant as ops
 from thinwire.ops.quant import cpu, reference
-from thinwire.streams import Drawn, Pool, Seeds
 
 GROUPS = (8, 64, 128, 1024)
 SEED = 0x1234_5678_9ABC_DEF0
@@ -69,26 +69,24 @@ def margin(rows: Tensor) -> Tensor:
     return whole.contiguous().view(torch.uint8)
 
 
-Kind = tuple[ops.Format | None, torch.dtype, int, int | None]
-"""A format (None: fp8), dtype and number of its codes, seed."""
+Kind = tuple[ops.Format, torch.dtype, int, int | None]
+"""A format, dtype and number of its codes, seed."""
 
 
-def kinds(n: int, group: int, fp8: bool) -> list[Kind]:
+def kinds(n: int, group: int) -> list[Kind]:
     codes = ((8, torch.int8, n), (4, torch.uint8, n // 2))
-    found: list[Kind] = [
+    return [
         (ops.Format(bits, group, hadamard), dtype, size, seed)
         for bits, dtype, size in codes
         for seed in (None, SEED)
         for hadamard in (False, True)
         if not hadamard or group % ops.ORDER == 0
     ]
-    return [*found, (None, torch.uint8, n, None)] if fp8 else found
 
 
-def operations(module: ModuleType, kind: ops.Format | None) -> tuple[Callable[..., object], ...]:
+def operations(module: ModuleType) -> tuple[Callable[..., object], ...]:
     """quantize, dequantize and dequantize_sum."""
-    name = "_fp8" if kind is None else ""
-    return tuple(getattr(module, verb + name) for verb in ("quantize", "dequantize", "dequantize_sum"))
+    return tuple(getattr(module, verb) for verb in ("quantize", "dequantize", "dequantize_sum"))
 
 
 def drawn_of(parts: list[tuple[int, int, int]]) -> Drawn:
@@ -112,21 +110,20 @@ def requantized(
     return again, scales_again
 
 
-def check_all(fast: ModuleType, count: int, n: int, group: int, dtype: torch.dtype, fp8: bool = True) -> None:
+def check_all(fast: ModuleType, count: int, n: int, group: int, dtype: torch.dtype) -> None:
     """Every operation of ``fast`` against the reference."""
     rows = apart(hard_rows(count, n, dtype))
-    for kind, code_dtype, size, seed in kinds(n, group, fp8):
+    for kind, code_dtype, size, seed in kinds(n, group):
         results = []
         for module in (reference, fast):
             codes = poisoned(count, size, code_dtype)
             scales = poisoned(count, n // group, torch.float32)
             out = poisoned(count, n, torch.float32)
             total = torch.full((n,), torch.nan)
-            quantize, dequantize, dequantize_sum = operations(module, kind)
-            what = group if kind is None else kind
-            quantize(rows, what, codes, scales, *(() if seed is None else (seed,)))
-            dequantize(codes, scales, what, out)
-            dequantize_sum(codes, scales, what, total, 1 / 3)
+            quantize, dequantize, dequantize_sum = operations(module)
+            quantize(rows, kind, codes, scales, *(() if seed is None else (seed,)))
+            dequantize(codes, scales, kind, out)
+            dequantize_sum(codes, scales, kind, total, 1 / 3)
             if seed is not None and not kind.hadamard:  # parameters beside each other have random bits of their own
                 third = n // group // 3 * group
                 parts = [(0, third, seed + 1), (third, 2 * third, seed + 2), (2 * third, n, seed + 3)]
@@ -160,7 +157,7 @@ def test_cpu_equals_reference(count: int, group: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("group", [32, 96, 4096])
 def test_cpu_transforms_groups_of_any_multiple_of_32(group: int, dtype: torch.dtype) -> None:
     for groups in (1, 3):
-        check_all(cpu, 3, groups * group, group, dtype, fp8=False)
+        check_all(cpu, 3, groups * group, group, dtype)
 
 
 def test_int4_layout() -> None:
@@ -242,21 +239,6 @@ def test_sum_rows_of_any_length(n: int, count: int, bf16: bool) -> None:
     assert_same_bits(totals[1], totals[0])
 
 
-def test_fp8_encodes_every_e4m3_number_and_every_tie() -> None:
-    """Exact values come back as their code; the midpoint of two neighbours goes to the even code."""
-    codes = torch.arange(127, dtype=torch.uint8)  # 0 .. 448
-    values = codes.view(torch.float8_e4m3fn).float()
-    middles = (values[1:] + values[:-1]) / 2
-    even = torch.where(codes[:-1] % 2 == 0, codes[:-1], codes[1:])
-    row = torch.cat([values, torch.tensor([448.0]), -middles, torch.tensor([0.0, 448.0])]).unsqueeze(0)
-    out = torch.full((1, 256), 255, dtype=torch.uint8)
-    scales = torch.empty(1, 2)
-    cpu.quantize_fp8(row, 128, out, scales)
-    assert scales.tolist() == [[1.0, 1.0]]
-    assert torch.equal(out[0, :127], codes)
-    assert torch.equal(out[0, 128:254], even | 0x80)
-
-
 def test_scales_of_special_groups() -> None:
     rows = torch.zeros(1, 8 * 5)
     rows[0, 8] = 127.0
@@ -318,7 +300,7 @@ cases = (
 )
 for count, groups, group, dtype in cases:
     n = groups * group
-    test_ops.check_all(triton_int8, count, n, group, dtype, fp8=False)
+    test_ops.check_all(triton_int8, count, n, group, dtype)
 print("checked")
 """
     done = run_python(code, TRITON_INTERPRET="1")
@@ -331,7 +313,7 @@ def test_cuda_equals_reference() -> None:
     for count, group, dtype in ((1, 128, torch.float32), (3, 8, torch.bfloat16), (2, 512, torch.float32)):
         rows = hard_rows(count, 36 * group, dtype)
         n = rows.shape[1]
-        for kind, code_dtype, size, seed in kinds(n, group, fp8=False):
+        for kind, code_dtype, size, seed in kinds(n, group):
             quantize, dequantize, dequantize_sum = operations(ops, kind)
             results = []
             for device in ("cpu", "cuda"):

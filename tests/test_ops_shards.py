@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from programs import needs_triton, run_python
+from thinwire.base.random import Drawn
 from thinwire.ops import quant, shards
 from thinwire.ops.quant import Format
 from thinwire.ops.rows import Part, Places
 from thinwire.ops.shards import reference
-from thinwire.streams import Drawn
 
 CPU = torch.device("cpu")
 ODD, EVEN = (2500, 37, 1, 4200, 5), (4096, 64, 48, 16, 32)

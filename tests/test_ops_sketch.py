@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from programs import needs_triton, run_python
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.ops import mask, sketch, sparse
 from thinwire.ops.sketch import Part, Parts, cpu, reference
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire import extras
+from thinwire.base import extras
 from thinwire.methods import TABLE, main
 
 CORE_ONLY = f"""
@@ -40,7 +40,7 @@ def test_the_core_trains_with_torch_and_numpy_alone():
 
 @pytest.mark.parametrize("command", ("train", "compare"))
 def test_a_command_says_which_extra_it_needs(command):
-    done = python(CORE_ONLY + "import thinwire.cli; sys.exit(thinwire.cli.main(sys.argv[1:]))", command)
+    done = python(CORE_ONLY + "import thinwire.cli.program; sys.exit(thinwire.cli.program.main(sys.argv[1:]))", command)
     assert done.returncode == 2
     assert done.stderr.startswith("thinwire: the package '") and "pip install 'thinwire[" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -66,9 +66,9 @@ def test_importing_thinwire_imports_neither_torch_nor_extras():
 def test_a_command_line_is_read_without_torch(words):
     """So a mistyped option is told at once, and not when torch has been imported."""
     done = python("""if True:
-        import atexit, sys, thinwire.cli
+        import atexit, sys, thinwire.cli.program
         atexit.register(lambda: print("torch" in sys.modules))
-        sys.exit(thinwire.cli.main(sys.argv[1:]))
+        sys.exit(thinwire.cli.program.main(sys.argv[1:]))
     """, *words.split())  # fmt: skip
     assert done.returncode == (0 if "--help" in words else 2), done.stderr
     assert done.stdout.endswith("False\n")

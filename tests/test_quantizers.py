@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import Seeds
 from thinwire.codecs.base import Codec
 from thinwire.codecs.intquant import Int4, Int8, Integers
-from thinwire.errors import ThinwireError
-from thinwire.streams import Seeds
 
 Kind = tuple[int, bool]  # bits, and whether there is a transform
 KINDS: list[Kind] = [(4, False), (8, False), (4, True), (8, True)]

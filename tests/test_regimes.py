@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ranks import run
-from thinwire.comm import GroupComm
-from thinwire.ledger import Ledger
+from thinwire.network.comm import GroupComm
+from thinwire.network.ledger import Ledger
 from thinwire.train import loop, setup
 from thinwire.train.config import from_arguments
 

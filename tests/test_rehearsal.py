@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from breadth import dealt
-from thinwire.bucket import Layout, Piece, Shard
-from thinwire.collectives import AllReduce, Exchange, ReduceScatter
-from thinwire.comm import CountingComm
-from thinwire.ledger import Ledger
+from thinwire.core.bucket import Layout, Piece, Shard
+from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
+from thinwire.core.method import Parameter
 from thinwire.methods import TABLE, Method, resolve
-from thinwire.methods.base import Parameter
+from thinwire.network.comm import CountingComm
+from thinwire.network.ledger import Ledger
 from thinwire.ops import quant
-from thinwire.rehearsal import Rehearsal, apart, compile_kernels, rehearse, stand_in
-from thinwire.testing import parameters_for, plan_of, road_of
+from thinwire.plan.rehearsal import Rehearsal, apart, compile_kernels, rehearse, stand_in
+from thinwire.proof.ranks import parameters_for, plan_of, road_of
 
 SHAPES = {"a": (512, 256), "b": (384, 512), "c": (64,)}
 NAMES = [cls.name for cls in TABLE]
@@ -38,9 +38,7 @@ def test_any_number_of_ranks(name):
     """What a simulator of large clusters asks for."""
     method = resolve(name)
     for kind in set(method.engines) - {"hsdp"}:
-        # DeMo adds up the coefficients of its peers in rank order, one kernel each.
-        sizes = [1, 2, 8, 3, 64] if name == "demo" else [1, 2, 8, 3, 16384, 1024]
-        for size in dealt(sizes, NAMES.index(name) % 2, range(2)):
+        for size in dealt([1, 2, 8, 3, 16384, 1024], NAMES.index(name) % 2, range(2)):
             found = rehearsed(method, kind, size)
             assert sum(found.parameters.values()) == pytest.approx(sum(found.sent.values()))
             assert (sum(found.sent.values()) == 0) == (size == 1 or name == "none")
@@ -56,7 +54,7 @@ def test_where_the_least_message_is_more_than_dense_it_is_from_two_ranks_on(spec
     assert plan.dense_from == 2 and "from 2 on, dense sends less" in " ".join(str(plan).split())
 
 
-@pytest.mark.parametrize("name", [*NAMES, "trickle(mask='shared')", "trickle(mask='merged')", "tagc(mask='shared')"])
+@pytest.mark.parametrize("name", [*NAMES, "trickle(mask='shared')", "trickle(mask='merged')"])
 def test_what_grows_with_the_ranks_is_declared_and_told(name):
     """Four times as many ranks: as many bytes, but for what is gathered."""
     method = resolve(name)

@@ -19,14 +19,14 @@ import thinwire
 from breadth import dealt, spread
 from engines import adamw, build, train
 from models import Net, flat, loss_of
-from thinwire.bucket import Layout
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Layout
 from thinwire.methods import TABLE
-from thinwire.played import Rank, Where, gradient, small
-from thinwire.rehearsal import kept
-from thinwire.resize import move
-from thinwire.saved import About, Form, entries, from_dcp
-from thinwire.testing import Threads
+from thinwire.plan.rehearsal import kept
+from thinwire.proof.played import Rank, Where, gradient, small
+from thinwire.proof.ranks import Threads
+from thinwire.saved.format import About, Form, entries, from_dcp
+from thinwire.saved.resize import move
 
 U = 2.0**-24
 COUNTS = {"step": torch.tensor(7), "skipped": torch.tensor(0), "flush": torch.tensor(-1)}
@@ -152,7 +152,7 @@ def test_what_waits_arrives_after_every_move(cls):
 
 METHODS = (
     "topk(feedback='gradient', smallest=100, density=0.1)", "sign(smallest=100)",
-    "trickle(smallest=100, factored=True)", "powersgd(smallest=100)",
+    "powersgd(smallest=100)",
     "onebit-adam(smallest=100, warmup=2, warmup_bits=8)",
     "local-steps(every=2, outer='topk:feedback:gradient(smallest=100, density=0.1)')",
     "scape(smallest=100, density=0.1, warmup=2)", "trickle(smallest=100, mask='merged')",

@@ -19,11 +19,11 @@ import ranks
 import thinwire
 from breadth import falls_on, spread
 from engines import adamw, build, train
-from thinwire.errors import ThinwireError
-from thinwire.integrations.fsdp2 import param_groups
+from thinwire.base.errors import ThinwireError
+from thinwire.engines.fsdp2 import param_groups
 from thinwire.methods import TABLE, LocalSteps, resolve
-from thinwire.played import small
-from thinwire.saved import About, entries
+from thinwire.proof.played import small
+from thinwire.saved.format import About, entries
 
 TOPK = "topk(feedback='gradient', smallest=100, density=0.1)"
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from thinwire import cli
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.cli import program as cli
 from thinwire.train.scheduler import first_host, forgotten_srun, tasks_per_node, torchrun_variables
 
 SBATCH = """

@@ -18,18 +18,20 @@ from engines import adamw, build, same_on_all_ranks, train
 from independent4 import Int4Group, WeightDifference, gather_parts, two_level
 from independent4 import hadamard as rotate
 from models import Net, flat, loss_of
-from thinwire.bucket import Piece, Shard
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import ShiftedInt8
-from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
-from thinwire.methods import SDP4Bit, ZeROPP, resolve, sdp4bit
-from thinwire.methods.base import Run
-from thinwire.plan import Plan, describe
-from thinwire.state import State
-from thinwire.testing import ThreadComm, ThreadEngine, Threads, exchange_on, parameters_for, reduce_on_threads
+from thinwire.core.bucket import Piece, Shard
+from thinwire.core.method import Run
+from thinwire.core.names import describe
+from thinwire.core.state import State
+from thinwire.core.weights import Replica
+from thinwire.methods import SDP4Bit, ZeROPP, resolve
+from thinwire.methods.papers import sdp4bit
+from thinwire.network.ledger import Ledger
+from thinwire.plan.plan import Plan
+from thinwire.proof.ranks import ThreadComm, ThreadEngine, Threads, exchange_on, parameters_for, reduce_on_threads
 from thinwire.train.models import Decoder
 from thinwire.train.shapes import PRESETS
-from thinwire.weights import Replica
 
 GROUP = 128
 

@@ -9,9 +9,9 @@ import torch
 import ranks
 import thinwire
 from engines import adamw, build
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.methods import Sign, resolve
-from thinwire.testing import reduce_on_threads
+from thinwire.proof.ranks import reduce_on_threads
 
 GROUP, STEPS = 32, 30
 

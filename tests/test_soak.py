@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import ranks
 import soak
 import thinwire
-from thinwire.ledger import WINDOW, Ledger
+from thinwire.network.ledger import WINDOW, Ledger
 
 
 def test_a_long_run_takes_no_more_memory_for_its_accounts_than_a_short_one():

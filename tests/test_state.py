@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire import device as devices
-from thinwire.bucket import Bucket, Piece
-from thinwire.state import State
+from thinwire.base import device as devices
+from thinwire.core.bucket import Bucket, Piece
+from thinwire.core.state import State
 
 CPU = torch.device("cpu")
 SPANS = {"x": 5, "y": 12, "z": 9}

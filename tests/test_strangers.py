@@ -21,10 +21,10 @@ from breadth import dealt
 from engines import build
 from models import flat, loss_of
 from thinwire import methods
-from thinwire.comm import local
-from thinwire.errors import ThinwireError
-from thinwire.played import small
-from thinwire.saved import entries
+from thinwire.base.errors import ThinwireError
+from thinwire.network.comm import local
+from thinwire.proof.played import small
+from thinwire.saved.format import entries
 
 BY_NAME = {cls.name: cls for cls in methods.TABLE}
 NAMES = [name for name in BY_NAME if name != "dense"]

@@ -17,9 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from breadth import falls_on
 from streamorder import Watch, World, gpu
-from thinwire import methods, plan, wire
-from thinwire.methods import masks, tagc
-from thinwire.played import small
+from thinwire import methods, wire
+from thinwire.methods.papers import tagc
+from thinwire.methods.parts import masks
+from thinwire.plan import plan
+from thinwire.proof.played import small
 
 WIDTH = 8
 
@@ -125,9 +127,9 @@ CASES = [
 ]  # fmt: skip
 CASES += [(kind, cls, {}) for kind in ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested", "fsdp2-unshard") for cls in WHOLE
           if small(cls).adds_up or kind != "fsdp2-shared"]
-CASES += [(kind, methods.SCAPE, {"offload": True, "clip": "return"}) for kind in ("ddp", "fsdp2", "hsdp")]
+CASES += [(kind, methods.SCAPE, {"offload": True}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.TopK, {"feedback": "gradient"}) for kind in ("ddp", "fsdp2", "hsdp")]
-CASES += [(kind, methods.TAGC, {"mask": "shared"}) for kind in ("ddp", "fsdp2", "hsdp")]
+CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.Trickle, {"mask": "shared"}) for kind in ("fsdp2", "fsdp2-keep", "fsdp2-unshard")]
 
 
@@ -139,7 +141,7 @@ def test_no_access_is_unordered(kind, cls, knobs):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
 def test_nor_without_the_guard_for_whose_flag_the_host_waits(kind):
-    for cls, knobs in ((methods.SCAPE, {"offload": True, "clip": "return"}), (methods.PowerSGD, {})):
+    for cls, knobs in ((methods.SCAPE, {"offload": True}), (methods.PowerSGD, {})):
         world = steps(kind, partial(small, cls, **knobs), guard=False)
         assert not world.wrong(), "\n".join(world.wrong()[:8])
 

@@ -13,14 +13,15 @@ import thinwire
 from breadth import falls_on
 from engines import adamw, build, train
 from models import Net
-from thinwire import methods, strict
-from thinwire.errors import ThinwireError
-from thinwire.played import small
-from thinwire.strict import Call
+from thinwire import methods
+from thinwire.base.errors import ThinwireError
+from thinwire.proof import nccl_double as strict
+from thinwire.proof.nccl_double import Call
+from thinwire.proof.played import small
 
 TINY = partial(Net, 13, 6, 1)
 MORE = (
-    partial(small, methods.TAGC, mask="shared"), partial(small, methods.SCAPE, payload="int8"),
+    partial(small, methods.Trickle, mask="merged", bits=4), partial(small, methods.SCAPE, refresh=2),
     partial(small, methods.TopK, feedback="gradient"), partial(small, methods.Int8, error_feedback=True),
 )  # fmt: skip
 """Knobs that change what is sent to whom."""

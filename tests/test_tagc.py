@@ -12,15 +12,16 @@ from torch import Tensor
 from independent import TAGC as TagcPaper
 from papers import peel
 from thinwire import methods
-from thinwire.bucket import padded
-from thinwire.errors import ThinwireError
-from thinwire.ledger import Ledger
+from thinwire.base.alignment import padded
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import seed_of
+from thinwire.core.method import Parameter, Run
+from thinwire.core.state import State
 from thinwire.methods import LHC, TAGC
-from thinwire.methods.base import Parameter, Run
+from thinwire.methods.papers import tagc as tagc_module
+from thinwire.network.ledger import Ledger
 from thinwire.ops.sketch.reference import hashes
-from thinwire.state import State
-from thinwire.streams import seed_of
-from thinwire.testing import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
+from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
 
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
 
@@ -86,11 +87,13 @@ def missing(results) -> float:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_against_the_paper_with_sizes_that_follow_the_union(topology, size):
-    """50 steps against the pseudo-code in float64, peeled element by element, resized at once and on schedule."""
-    columns, keep, load, resize, limit = 2560, 128, 0.79, 100, 0.02
+def test_against_the_paper_with_sizes_that_follow_the_union(topology, size, monkeypatch):
+    """50 steps against the pseudo-code in float64, peeled element by element, resized on schedule."""
+    columns, keep, load, resize = 2560, 128, 0.79, 100
+    monkeypatch.setattr(tagc_module, "LOAD", load)
+    monkeypatch.setattr(tagc_module, "RESIZE", resize)
     rows = size if topology == "reduce_scatter" else 1
-    make = tagc(theta=0.95, load=load, resize=resize, limit=limit)
+    make = tagc(theta=0.95)
 
     def gradients(rank, step, numel):  # supports that agree at first and drift apart, as in training
         common = 3 * noise(99, 0, numel) * max(0, 1 - step / 30)
@@ -98,7 +101,7 @@ def test_against_the_paper_with_sizes_that_follow_the_union(topology, size):
 
     results = run(make, gradients, size, topology, {"w": columns * rows}, steps=50)
     papers = [TagcPaper(columns, size, keep) for _ in range(rows)]
-    union, largest, at_once, total = min(size * keep, columns), 0, 0, 0
+    union, largest, total = min(size * keep, columns), 0, 0
     for step in range(50):
         cells = math.ceil(union / load / 3) + 8
         table, signs = (x.tolist() for x in hashes(seed_of(0, "w", step), torch.arange(columns), cells))
@@ -122,31 +125,17 @@ def test_against_the_paper_with_sizes_that_follow_the_union(topology, size):
                 assert np.abs(acc - paper.accumulators[n]).max() < rounding
                 paper.accumulators[n] = acc  # or a value within rounding of the k-th would end the comparison
         largest = max(largest, *(count for count, _ in seen))
-        overloaded = any(lost > limit * count for count, lost in seen)
         total += sum(lost for _, lost in seen)
-        scheduled = step % resize == 0 or step & (step - 1) == 0
-        at_once += overloaded and not scheduled
-        if overloaded or scheduled:
+        if step % resize == 0 or step & (step - 1) == 0:
             union, largest = largest, 0
-    assert at_once and total == results[0][-1]["facts"]["left-overs so far"]
-
-
-def test_a_growing_union_is_overloaded_for_one_step_only():
-    """Sized after step 4, where all ranks agree; the schedule alone takes until step 8."""
-    at_once, never = (
-        run(tagc(theta=0.95, resize=100, limit=limit), hot(agree=5), 4, steps=8) for limit in (0.1, 1)
-    )
-    assert left(at_once)[5] > 500 and sum(left(at_once)[6:]) == 0
-    assert min(left(never)[5:]) > 500
-    assert missing(at_once) < 1e-4 and missing(never) < 1e-4
+    assert 0 < total == results[0][-1]["facts"]["left-overs so far"]
 
 
 def test_the_size_is_of_the_largest_union_since_the_last():
-
     def once(rank, step, numel):
         return hot(agree=0 if step == 6 else 99)(rank, step, numel)
 
-    results = run(tagc(theta=0.95, resize=100), once, 4, steps=10)
+    results = run(tagc(theta=0.95), once, 4, steps=10)
     _, peaks, unions = zip(*map(measured, results[0]), strict=True)
     assert unions[7] == unions[4] and unions[8] > 1.5 * unions[7]  # step 6's, sized from after step 8
     assert [peak > 0 for peak in peaks][4:] == [False, True, True, True, False, True]
@@ -161,19 +150,14 @@ def test_dense_is_left_again_when_the_union_turns_out_smaller():
     assert (results[0][0]["residual/w"] == 0).all() and missing(results) < 1e-4
 
 
-def test_an_overload_is_refused_if_wanted():
-    with pytest.raises(ThinwireError, match=r"the sketch of w would be no smaller than its 6400 values: raise theta"):
-        run(tagc(theta=0.5, on_overload="refuse"), noise, 3)
-    assert left(run(tagc(theta=0.95, on_overload="refuse"), noise, 3)) == [0]
-
-
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_bytes_of_sketch_dense_fallback_and_lhc(topology):
+def test_bytes_of_sketch_dense_fallback_and_lhc(topology, monkeypatch):
     """To the byte, also in the steps in which the size changes; several parameters share a bucket."""
+    monkeypatch.setattr(tagc_module, "RESIZE", 2)
     size = 4  # ring shares of whole bytes
     shapes = {"a": size * 1500, "b": size * 260, "c": size * 1600}
-    for make, gradients in ((tagc(theta=0.9, resize=2), noise), (tagc(theta=0.5), noise),
-                            (lambda: LHC(smallest=0, send=("*",), resize=2), sparse)):  # fmt: skip
+    for make, gradients in ((tagc(theta=0.9), noise), (tagc(theta=0.5), noise),
+                            (lambda: LHC(smallest=0, send=("*",)), sparse)):  # fmt: skip
         results = run(make, gradients, size, topology, shapes, steps=5)
         for step in range(1, 5):
             method, exchange = make(), exchange_on(topology, Threads(size), 0, Ledger())
@@ -217,7 +201,7 @@ def test_values_of_any_size_stay_finite(scale):
 
 
 def test_a_skipped_overload_leaves_the_size_as_it_was():
-    results = run(tagc(theta=0.95, resize=100, limit=0.1), hot(agree=5), 4, steps=7, skip=(5,))
+    results = run(tagc(theta=0.95), hot(agree=5), 4, steps=7, skip=(5,))
     sizes = [measured(step) for step in results[0]]
     assert sizes[5] == sizes[4] and sizes[6] != sizes[5]
 
@@ -267,8 +251,7 @@ def test_lhc_on_gradients_that_are_not_sparse_goes_dense_and_says_so():
 @pytest.mark.parametrize(
     ("method", "message"),
     [("lhc(theta=0.5)", "no knob 'theta' .lhc sends whatever is not zero"),
-     ("lhc(accumulate=False)", "no knob 'accumulate'"),
-     ("tagc(limit=0)", "limit is a share"), ("tagc(on_overload='x')", "on_overload is dense or refuse")],
+     ("tagc(limit=0.5)", "no knob 'limit'")],
 )  # fmt: skip
 def test_refusals(method, message):
     with pytest.raises(ThinwireError, match=message) as error:

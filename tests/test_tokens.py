@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.train import tokens
 from thinwire.train.data import SPAN, Tokenizer, Windows, read_corpus, spans, split
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.train.config import Config
 from thinwire.train.display import Display
 

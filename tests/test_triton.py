@@ -20,14 +20,14 @@ import thinwire
 from programs import needs_triton, run_python
 from test_memory import method_of
 from test_rehearsal import exchange_of
-from thinwire.bucket import Layout, Piece, Shard
-from thinwire.collectives import Exchange
+from thinwire.core.bucket import Layout, Piece, Shard
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Parameter
 from thinwire.methods import TABLE
-from thinwire.methods.base import Parameter
 from thinwire.ops import dry, mask, quant
 from thinwire.ops.backends import launches
-from thinwire.rehearsal import META, compile_kernels, rehearse, stand_in
-from thinwire.testing import parameters_for, road_of
+from thinwire.plan.rehearsal import META, compile_kernels, rehearse, stand_in
+from thinwire.proof.ranks import parameters_for, road_of
 
 SOURCE = Path(thinwire.__file__).parent
 SHAPES = {"a": (67, 77), "b": (96, 64), "a.bias": (33,)}

@@ -14,14 +14,14 @@ import ranks
 import thinwire
 from engines import adamw, build, train
 from models import Net, loss_of
-from thinwire import weights as replicas
-from thinwire.bucket import Piece, Shard
-from thinwire.comm import Work
-from thinwire.errors import ThinwireError
-from thinwire.ledger import KINDS, Ledger
-from thinwire.state import State
-from thinwire.testing import ThreadComm, Threads
-from thinwire.weights import Message, Replica
+from thinwire.base.errors import ThinwireError
+from thinwire.core import weights as replicas
+from thinwire.core.bucket import Piece, Shard
+from thinwire.core.state import State
+from thinwire.core.weights import Message, Replica
+from thinwire.network.comm import Work
+from thinwire.network.ledger import KINDS, Ledger
+from thinwire.proof.ranks import ThreadComm, Threads
 
 SIZE, N = 3, 10
 PIECES = (Piece("a", 0, 6), Piece("b", 6, 4))

@@ -18,29 +18,28 @@ import ranks
 import thinwire
 from breadth import ALL
 from thinwire import methods
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs.base import Codec
 from thinwire.codecs.sparse import Positions
-from thinwire.errors import ThinwireError
-from thinwire.methods.scape import Settled
 from thinwire.ops import mask
 from thinwire.ops.mask import reference
 from thinwire.ops.rows import Places
-from thinwire.played import Where, play, small
-from thinwire.testing import ThreadComm
+from thinwire.proof.played import Where, play, small
+from thinwire.proof.ranks import ThreadComm
 
 BY_NAME = {cls.name: cls for cls in methods.TABLE}
 KNOBS = [
     *((name, {}) for name in BY_NAME if name != "dense"), ("topk", {"density": 0.02, "feedback": "gradient"}),
     ("trickle", {"mask": "shared"}), ("trickle", {"mask": "merged"}), ("trickle", {"mask": "merged", "bits": 4}),
-    ("trickle", {"bits": 2, "group": 64}), ("tagc", {"mask": "shared"}), ("scape", {"density": 0.02, "warmup": 0}),
-    ("scape", {"payload": "int8"}), ("dgc", {"density": 0.02}),
+    ("trickle", {"bits": 2, "group": 64}), ("scape", {"density": 0.02, "warmup": 0}),
+    ("dgc", {"density": 0.02}),
 ]  # fmt: skip
 PLACES = (Where("all_reduce", 2), Where("reduce_scatter", 3))
 EACH = 1000 if ALL else 50
 """Of each kind of damage, for each message that was recorded."""
 WITHOUT_CODEC = ("none", "powersgd", "local-steps", "scape")
-"""Methods that decode nothing by a codec of their own in what is played: they have factors, an outer method's, or a codec
-that needs its live bucket (scape's ``Settled``). Whole steps of theirs are spoilt below."""
+"""Methods that decode nothing by a codec of their own in what is played: they have factors, an outer method's, or
+values at a mask as they are (scape). Whole steps of theirs are spoilt below."""
 PLAYS = 20
 PATTERN, MARGIN = 0x5A, 4096  # bytes before and behind what is written to
 
@@ -86,7 +85,7 @@ def recorded(make, where: Where) -> list:
         def watched(self, wire, out, *args, **more):
             key = (type(self).__name__, name, tuple(wire.shape))
             # What settles a bucket of SCAPE's as it decodes needs that bucket: it is in the whole steps below.
-            if wire.numel() and len(calls) < 12 and not isinstance(self, Settled):
+            if wire.numel() and len(calls) < 12:
                 calls.setdefault(key, (self, original, wire.clone(), out.clone(), args))
             return original(self, wire, out, *args, **more)
 
@@ -193,7 +192,7 @@ def test_positions_that_are_none_are_refused_by_every_backend(by, positions):
 
 
 def masks_searched() -> list[str]:
-    """Masks with other bits than they should have, of parts that do not end with a word, in everything that reads one."""
+    """Masks with other bits than they should have, of parts that do not end with a word, in all that reads one."""
     torch.set_num_threads(1)
     rng, found = random.Random(0), []
     for number in range(10 * EACH):

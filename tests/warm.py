@@ -20,7 +20,7 @@ from thinwire import ops
 LIBRARIES = (
     "numpy.ma", "pytest", "torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp",
     "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "rich.console", "rich.table",
-    "thinwire.testing", "thinwire.train.loop", "thinwire.wire",
+    "thinwire.proof.ranks", "thinwire.train.loop", "thinwire.wire",
 )  # fmt: skip
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import thinwire
-from thinwire import extras
+from thinwire.base import extras
 
 HERE = Path(__file__).resolve().parent
 

@@ -11,10 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire.errors import LostRank as LostRank
-    from thinwire.errors import ThinwireError as ThinwireError
-    from thinwire.errors import ThinwireWarning as ThinwireWarning
-    from thinwire.methods.base import Method as Method
+    from thinwire.base.errors import LostRank as LostRank
+    from thinwire.base.errors import ThinwireError as ThinwireError
+    from thinwire.base.errors import ThinwireWarning as ThinwireWarning
+    from thinwire.core.method import Method as Method
     from thinwire.methods.table import *  # noqa: F403
     from thinwire.optim import AdamS as AdamS
     from thinwire.wire import Wire as Wire
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AdamS": "optim",
-    "LostRank": "errors",
-    "Method": "methods.base",
-    "ThinwireError": "errors",
-    "ThinwireWarning": "errors",
+    "LostRank": "base.errors",
+    "Method": "core.method",
+    "ThinwireError": "base.errors",
+    "ThinwireWarning": "base.errors",
     "Wire": "wire",
     "compress": "wire",
 }

@@ -1,4 +1,4 @@
-from thinwire.cli import program
+from thinwire.cli.program import program
 
 if __name__ == "__main__":
     program()

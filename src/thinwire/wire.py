@@ -21,29 +21,30 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.agreement import Agreement, host_facts, in_words, model_facts, optimizer_facts, version
-from thinwire.bound import STEP, Bound
-from thinwire.bucket import Bucket
-from thinwire.collectives import Exchange
-from thinwire.comm import Comm, GroupComm, local
-from thinwire.errors import LostRank, ThinwireError, ThinwireWarning
-from thinwire.extras import load
-from thinwire.guard import Guard
-from thinwire.integrations.base import Engine, Meet
-from thinwire.integrations.ddp import DDP
-from thinwire.integrations.fsdp2 import FSDP2
-from thinwire.ledger import Ledger
-from thinwire.memory import held
+from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning
+from thinwire.base.extras import load
+from thinwire.core.agreement import Agreement, host_facts, in_words, model_facts, optimizer_facts, version
+from thinwire.core.bucket import Bucket
+from thinwire.core.engine import Engine, Meet
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Run, held_by
+from thinwire.core.outliers import STEP, Bound
+from thinwire.core.road import Road, Stage, shard_of
+from thinwire.core.state import State
+from thinwire.core.step import Turn, unwrapped
+from thinwire.engines.ddp import DDP
+from thinwire.engines.fsdp2 import FSDP2
 from thinwire.methods import Method, resolve
-from thinwire.methods.base import ErrorFeedback, Run, held_by
-from thinwire.plan import Plan
-from thinwire.rehearsal import compile_kernels, kept
-from thinwire.report import Report
-from thinwire.resize import move
-from thinwire.road import Road, Stage, shard_of
-from thinwire.saved import About, Form, own_of
-from thinwire.state import State
-from thinwire.turn import Turn, unwrapped
+from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.network.comm import Comm, GroupComm, local
+from thinwire.network.guard import Guard
+from thinwire.network.ledger import Ledger
+from thinwire.plan.memory import held
+from thinwire.plan.plan import Plan
+from thinwire.plan.rehearsal import compile_kernels, kept
+from thinwire.plan.report import Report
+from thinwire.saved.format import About, Form, own_of
+from thinwire.saved.resize import move
 
 
 def compress(
@@ -200,7 +201,7 @@ def _intra(engine: Engine, method: Method, intra: Method | str | None) -> Method
         raise ThinwireError(f"{method.name} has a hop inside the node of its own: set intra_bits instead")
     random = found.codec is not None and found.codec.draws
     if found.keeps_state or not found.rank_equal or found.encodes_weights or (intra is not None and random):
-        raise ThinwireError(f"intra={intra}: takes a method without state, such as dense, bf16, fp8 or int8")
+        raise ThinwireError(f"intra={intra}: takes a method without state, such as dense, bf16 or int8")
     return None if len(engine.hops) == 1 else found
 
 
@@ -516,7 +517,7 @@ class Wire:
         with the method lets go of them again. With all other methods the optimizer has its moments: nothing is done.
 
         ``optimizer.state_dict()`` alone, which is not collective, holds the same by this rank's own v_n. Where there is
-        no second moment of each value (factored, direction="muon"; alone also two_level on DDP, where a rank has a part
+        no second moment of each value (direction="muon"; alone also two_level on DDP, where a rank has a part
         of it) moments are those of a fresh optimizer.
         """
         self._turn.finish()
@@ -568,7 +569,7 @@ class Wire:
         """Say that weights were given other values than the optimizer's, on all ranks, through ``.data``.
 
         Other changes in place, ``load_state_dict`` among them, are noticed. It matters to methods that send something
-        else than the values of sharded weights (sdp4bit, zeropp, qsdp, scape, trickle:shared and :merged, tagc:shared):
+        else than the values of sharded weights (sdp4bit, zeropp, qsdp, scape, trickle:shared and :merged):
         what has left of them is gathered anew.
         """
         self.engine.weights_changed()
@@ -600,9 +601,9 @@ class Wire:
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank has to keep for the method: a flat dict of tensors, all of this rank's, none of another's.
 
-        Keys are ``"rank-0003-of-0004/kind/parameter"`` (:mod:`thinwire.saved` lists them); they, shapes and dtypes are
-        the same in every step. What has not been exchanged yet is zero. ``torch.distributed.checkpoint`` takes the wire
-        itself: ``dcp.save({"wire": wire})``.
+        Keys are ``"rank-0003-of-0004/kind/parameter"`` (:mod:`thinwire.saved.format` lists them); they, shapes and
+        dtypes are the same in every step. What has not been exchanged yet is zero. ``torch.distributed.checkpoint``
+        takes the wire itself: ``dcp.save({"wire": wire})``.
         """
         self._turn.finish()
         self.method.finish()

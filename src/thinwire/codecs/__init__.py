@@ -1,11 +1,11 @@
 """Codecs: values <-> wire, frozen values themselves, no communication."""
 
 from thinwire.codecs.base import WIRE_DTYPES, Codec, Residual
-from thinwire.codecs.cast import Bf16, Fp8, Fp32
+from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.intquant import Int4, Int8, Integers
 from thinwire.codecs.mask import Masked, TopK
 from thinwire.codecs.sign import Sign
 
 __all__ = [
-    "WIRE_DTYPES", "Bf16", "Codec", "Fp8", "Fp32", "Int4", "Int8", "Integers", "Masked", "Residual", "Sign", "TopK",
+    "WIRE_DTYPES", "Bf16", "Codec", "Fp32", "Int4", "Int8", "Integers", "Masked", "Residual", "Sign", "TopK",
 ]  # fmt: skip

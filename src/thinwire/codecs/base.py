@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
-from thinwire.streams import Seeds
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import Seeds
 
 WIRE_DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
 
@@ -43,9 +43,6 @@ class Codec(ABC):
 
     divisible: bool = True
     """A float32 wire may be divided by the number of ranks before or while it is summed, as dense gradients are."""
-
-    shared: bool = False
-    """It encodes ``Exchange.factor`` times its values: the exchange need not multiply them before the sum."""
 
     verbatim: bool = False
     """The wire of float32 rows is those rows: none has to be made."""
@@ -209,11 +206,6 @@ class Codec(ABC):
                 f"got {tuple(wire.shape)} and {tuple(out.shape)}"
             )
         self._check_decode(wire[:1], out.unsqueeze(0))
-
-
-def viewable(wire: Tensor) -> Tensor:
-    """``wire`` (R, m) for view() to a wider dtype, which looks at the stride of a single row, too, and that is any."""
-    return wire.as_strided(wire.shape, (wire.shape[1], 1)) if len(wire) == 1 or not wire.numel() else wire
 
 
 def _new_on(device: torch.device) -> Space:

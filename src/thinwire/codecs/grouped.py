@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, viewable
-from thinwire.errors import ThinwireError
+from thinwire.base.alignment import viewable
+from thinwire.base.errors import ThinwireError
+from thinwire.codecs.base import Codec
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import Drawn, Seeds
 from thinwire.codecs.base import Space
 from thinwire.codecs.grouped import GroupedBytes
-from thinwire.errors import ThinwireError
 from thinwire.ops import quant
-from thinwire.streams import Drawn, Seeds
 
 ROUNDINGS = ("nearest", "stochastic")
 

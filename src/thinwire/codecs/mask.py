@@ -11,13 +11,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.bucket import padded
-from thinwire.codecs.base import Codec, Residual, Space, viewable
+from thinwire.base.alignment import padded, viewable
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import Seeds
+from thinwire.codecs.base import Codec, Residual, Space
 from thinwire.codecs.intquant import Integers
-from thinwire.errors import ThinwireError
 from thinwire.ops import mask
 from thinwire.ops import rows as packing
-from thinwire.streams import Seeds
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,28 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import Seeds, random_normal, random_order, random_signs, seed_of
 from thinwire.codecs.base import Codec, Residual, Space
-from thinwire.errors import ThinwireError
 from thinwire.ops import projection
-from thinwire.streams import Seeds, random_normal, random_order, random_signs, seed_of
 
-UNBIASED = ("paper",)
-"""Estimators with E C(h) = h and E |C(h) - h|^2 = w |h|^2; the others contract: E |C(h) - h|^2 < |h|^2."""
-ESTIMATORS = ("cyclic_srht", "srht", "orthonormal", "shrunk", "paper")
-SRHT = ("cyclic_srht", "srht")
+ESTIMATORS = ("cyclic_srht", "paper")
+"""The first contracts, E |C(h) - h|^2 < |h|^2; the second has E C(h) = h and E |C(h) - h|^2 = w |h|^2."""
 
 
 @dataclass(frozen=True)
 class Estimator:
     """m = block / ratio values for every block, by a random matrix that all ranks share and that changes every step.
 
-    ``C(h) = decode(encode(h))`` with M (block, m) Gaussian, P (m, block) of orthonormal rows:
+    ``C(h) = decode(encode(h))``:
 
-    * ``paper``: p = h M, C(h) = p M^T / m. Unbiased; the error is w = (block + 1) / m (about the ratio) times |h|^2.
-    * ``shrunk``: the same times m / (m + block + 1): the contraction that loses least.
-    * ``orthonormal``: P from the QR decomposition of a Gaussian matrix, C(h) = P^T P h: an orthogonal projection.
-    * ``srht``: P = rows of H D, drawn anew each step: a projection without a stored matrix, in B log B.
-    * ``cyclic_srht``: one H D for ``ratio`` steps, each of which sends other rows of it: after a cycle every
+    * ``paper``: p = h M, C(h) = p M^T / m with M (block, m) Gaussian. Unbiased; the error is w = (block + 1) / m (about
+      the ratio) times |h|^2.
+    * ``cyclic_srht``: an orthogonal projection on rows of H D (Hadamard's matrix, random signs), without a stored
+      matrix, in B log B. One H D serves ``ratio`` steps, each of which sends other rows of it: after a cycle every
       direction was sent once.
     """
 
@@ -55,14 +52,14 @@ class Estimator:
     @property
     def granule(self) -> int:
         """Values that are encoded together: SRHT takes 16 blocks side by side."""
-        return self.block * (projection.LANES if self.name in SRHT else 1)
+        return self.block * (projection.LANES if self.name == "cyclic_srht" else 1)
 
     def draw(
         self, seed: int, name: str, step: int, device: torch.device, once: Callable[..., Any] | None = None
     ) -> tuple[Tensor, ...]:
         """Parameter ``name``'s random numbers in optimizer step ``step``: a function of the arguments alone.
 
-        M (block, m), Gaussian or with orthonormal columns; or the signs (block,) of D and the rows (m,) of H D to send.
+        M (block, m), Gaussian; or the signs (block,) of D and the rows (m,) of H D to send.
         ``once``: a bucket's, to draw what serves several steps, or a step's several exchanges, once.
         """
         period, turn = divmod(step, self.ratio) if self.name == "cyclic_srht" else (step, 0)
@@ -71,17 +68,17 @@ class Estimator:
             return self._draw(seed_of(seed, name, period), device)
 
         drawn = make() if once is None else once(("drawn", name), make, self, seed, period)
-        if self.name not in SRHT:
+        if self.name == "paper":
             return drawn
         signs, order = drawn
         return signs, order[turn * self.kept : (turn + 1) * self.kept]
 
     def _draw(self, seed: int, device: torch.device) -> tuple[Tensor, ...]:
-        if self.name in SRHT:
+        if self.name == "cyclic_srht":
             signs = random_signs(seed, self.block, device)
             return signs, random_order(seed_of(seed, "order"), self.block, device)
         matrix = random_normal(seed, self.block * self.kept, device).view(self.block, self.kept)
-        return (torch.linalg.qr(matrix).Q.contiguous() if self.name == "orthonormal" else matrix,)
+        return (matrix,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,14 +148,13 @@ class Projection(Codec):
                 signs, chosen = drawn
                 projection.srht_reconstruct(payload, signs, chosen, values)
                 continue
-            scale = {"paper": 1 / kept, "shrunk": 1 / (kept + block + 1), "orthonormal": 1.0}[self.estimator.name]
             blocks = _shaped(space, "blocks", values, self._longest)
             torch.mm(payload.reshape(-1, kept), drawn[0].T, out=blocks.view(-1, block))
-            torch.mul(blocks, scale, out=values)
+            torch.mul(blocks, 1 / kept, out=values)
 
     @property
     def _srht(self) -> bool:
-        return self.estimator.name in SRHT
+        return self.estimator.name == "cyclic_srht"
 
     @property
     def _longest(self) -> int:

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import Seeds
 from thinwire.codecs.base import Space
 from thinwire.codecs.grouped import GroupedBytes
-from thinwire.errors import ThinwireError
 from thinwire.ops import sign
-from thinwire.streams import Seeds
 
 SCALES = ("mean", "rms")
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.base.random import Seeds
 from thinwire.codecs.base import Codec, Space
 from thinwire.ops import mask, sketch
-from thinwire.streams import Seeds
 
 
 @dataclass(frozen=True, eq=False)

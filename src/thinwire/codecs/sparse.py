@@ -10,13 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.bucket import padded
+from thinwire.base.alignment import padded
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import Seeds
 from thinwire.codecs.base import Codec, Residual, Space
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.mask import OwnMasks
-from thinwire.errors import ThinwireError
 from thinwire.ops import mask, sparse
-from thinwire.streams import Seeds
 
 TILE = 4096
 """Values of a tile: as many as 12 bits count."""

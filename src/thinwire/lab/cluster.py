@@ -18,12 +18,10 @@ touched. Works as root, and as an ordinary user where user namespaces are allowe
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,8 +30,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from thinwire.errors import ThinwireError
-from thinwire.lab.counters import Bytes, interface_bytes
+from thinwire.base.errors import ThinwireError
+from thinwire.base.processes import Bytes, die_with_parent, free_port, interface_bytes
 from thinwire.lab.link import Link
 
 TOOLS = ("unshare", "nsenter", "ip", "tc")
@@ -358,15 +356,3 @@ def kill_group(process: subprocess.Popen[Any], number: int) -> None:
     """Send a signal to everything that ``process`` started and that stayed in its session."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-def free_port() -> int:
-    """One that nobody uses on this machine's loopback now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def die_with_parent() -> None:
-    """Linux ends this process when the one that started it is gone, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -15,10 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.base.processes import Bytes
 from thinwire.lab import framing, verdict
 from thinwire.lab.cluster import Cluster
-from thinwire.lab.counters import Bytes
 from thinwire.lab.link import Link
 from thinwire.lab.report import machine, markdown, notes, page, table
 from thinwire.lab.run import launch, open_cluster

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SLOWEST, FASTEST = 64e3, 40e9  # bit/s

@@ -29,12 +29,12 @@ COMPUTE, EXPOSED = "#56B4E9", "#D55E00"
 # One colour per method in every picture, told apart with any colour vision (after Paul Tol's muted palette and that of
 # Okabe and Ito); what the others are measured against is grey.
 COLOURS = {
-    "none": "#A0A0A0", "dense": "#1A1A1A", "fp32": "#5C5C5C", "bf16": "#7A7A7A", "bf16-acc32": "#7A7A7A",
-    "int8": "#0072B2", "fp8": "#0072B2", "loco": "#44AA99", "onebit-adam": "#117733",
+    "none": "#A0A0A0", "dense": "#1A1A1A", "fp32": "#5C5C5C", "bf16": "#7A7A7A",
+    "int8": "#0072B2", "loco": "#44AA99", "onebit-adam": "#117733",
     "sdp4bit": "#332288", "zeropp": "#332288", "qsdp": "#332288",
     "powersgd": "#8A7A00", "separate": "#E69F00", "scape": "#D55E00", "radius": "#CC6677",
-    "tagc": "#AA4499", "lhc": "#AA4499", "topk": "#882255", "dgc": "#882255", "demo": "#4FA3D1",
-    "trickle": "#B22222", "frozen-adam": "#117733", "sign": "#117733", "local-steps": "#44AA99",
+    "tagc": "#AA4499", "lhc": "#AA4499", "topk": "#882255", "dgc": "#882255",
+    "trickle": "#B22222", "sign": "#117733", "local-steps": "#44AA99",
 }  # fmt: skip
 DASHES = ("-", "--", ":", "-.")
 """Of the first, second, ... run in one colour."""

@@ -14,9 +14,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from thinwire import plan
 from thinwire.lab import framing
 from thinwire.lab.verdict import DENSE, SILENT, Run, Span, percent
+from thinwire.plan import plan
 
 
 def network(report: dict[str, Any]) -> str:

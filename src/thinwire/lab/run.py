@@ -7,18 +7,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.base.processes import POLL_S, Bytes, wait
 from thinwire.lab.cluster import Cluster, NoNamespaces, kill_group
-from thinwire.lab.counters import Bytes
 from thinwire.lab.link import Link
 
-POLL_S = 0.05
 GRACE_S = 5.0  # between asking ranks to end and ending them
 
 
@@ -114,27 +113,6 @@ def _start(
         return cluster.popen(rank // cluster.ranks_per_node, command, env=environment, **streams)
     except FileNotFoundError:
         raise ThinwireError(f"cannot run '{command[0]}': no such program") from None
-
-
-def wait(
-    ranks: Sequence[subprocess.Popen[Any]], deadline: float | None = None, check: Callable[[], None] = lambda: None
-) -> tuple[int, int] | None:
-    """Until all ranks have ended well (None), or one has not: its number and exit status.
-
-    Raises:
-        ThinwireError: it is later than ``deadline``, by the monotonic clock; or what ``check`` raises.
-    """
-    while True:
-        check()
-        codes = [process.poll() for process in ranks]
-        for rank, code in enumerate(codes):
-            if code:
-                return rank, code
-        if all(code == 0 for code in codes):
-            return None
-        if deadline is not None and time.monotonic() > deadline:
-            raise ThinwireError("the run took longer than its limit and was ended: allow more, or take fewer steps")
-        time.sleep(POLL_S)
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:

@@ -7,17 +7,20 @@ import json
 from inspect import getdoc
 from typing import Any, NamedTuple
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.core.method import Method as Method
+from thinwire.core.method import Parameter as Parameter
+from thinwire.core.method import Promise as Promise
 from thinwire.methods import table
-from thinwire.methods.base import Lossy as Lossy
-from thinwire.methods.base import Method as Method
-from thinwire.methods.base import Parameter as Parameter
-from thinwire.methods.base import Promise as Promise
+from thinwire.methods.parts.feedback import Lossy as Lossy
 from thinwire.methods.table import *  # noqa: F403
 
 TABLE: tuple[type[Method], ...] = tuple(
     cls for cls in vars(table).values() if isinstance(cls, type) and issubclass(cls, Method)
 )
+
+REMOVED = {"fp8": "int8", "bf16-acc32": "bf16 or int8", "demo": "trickle", "frozen-adam": "onebit-adam(warmup_bits=4)"}
+"""Methods that older versions had, and what to take in their place."""
 
 
 def names() -> list[str]:
@@ -42,11 +45,12 @@ def resolve(method: Method | str) -> Method:
     name, *colons = name.split(":")
     by_name = {cls.name: cls for cls in TABLE}
     cls = by_name.get(name.strip().lower().replace("_", "-"))
+    if cls is None and name.strip().lower().replace("_", "-") in REMOVED:
+        instead = REMOVED[name.strip().lower().replace("_", "-")]
+        raise ThinwireError(f"{name.strip()} is no longer there (docs/log.md says why): take {instead}")
     if cls is None:
         raise ThinwireError(f"unknown method '{name.strip()}'; there are: {', '.join(by_name)}")
     preset = colons.pop(0).strip() if len(colons) % 2 else None
-    if preset is not None and preset in cls.INSTEAD:
-        return resolve(cls.INSTEAD[preset] + method.strip().partition(preset)[2])
     pairs = list(zip(map(str.strip, colons[::2]), map(_value, colons[1::2]), strict=True))
     try:
         call = ast.parse(f"f({knobs}" if knobs or "(" in method else "f()", mode="eval").body
@@ -65,7 +69,7 @@ def resolve(method: Method | str) -> Method:
         if preset in known:
             raise ThinwireError(f"cannot read '{method}': a knob has a value behind it, {cls.name}:{preset}:VALUE")
         if preset not in cls.PRESETS:
-            known_presets = ", ".join(f"{cls.name}:{known}" for known in (*cls.PRESETS, *cls.INSTEAD)) or "none"
+            known_presets = ", ".join(f"{cls.name}:{known}" for known in cls.PRESETS) or "none"
             raise ThinwireError(f"{cls.name} has no preset '{preset}'; there are: {known_presets}")
         values = {**cls.PRESETS[preset], **values}
     for knob in values:
@@ -108,7 +112,6 @@ def _described(name: str, cls: type[Method], does: str, promise: Promise) -> dic
         "engines": list(cls.engines),
         "knobs": {knob.name: knob.default for knob in cls.knobs()},
         "presets": {f"{name}:{preset}": dict(values) for preset, values in cls.PRESETS.items()},
-        "instead": {f"{name}:{preset}": other for preset, other in cls.INSTEAD.items()},
     }
 
 
@@ -128,6 +131,4 @@ def main(argv: list[str]) -> int:
             kept = cls(**values).promise
             if str(kept) != str(promise):
                 print(f"{'':<12}{'':<{len(name) + len(preset) + 2}} {kept}")
-        for preset, other in cls.INSTEAD.items():
-            print(f"{'':<12}{name}:{preset}: {other}")
     return 0

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from thinwire.extras import EXTRAS
+from thinwire.base.extras import EXTRAS
 
 
 @functools.cache

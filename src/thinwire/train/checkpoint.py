@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.train import differences, stored
 from thinwire.train import folder as files
 from thinwire.train.folder import Folder

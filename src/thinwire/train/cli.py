@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 
-from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 
 
 def main(argv: list[str]) -> int:

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 import tyro
 import yaml
 
-from thinwire.errors import ThinwireError
-from thinwire.knobs import check_types
+from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import check_types
 from thinwire.train.shapes import PRESETS, ModelConfig
 
 T = TypeVar("T")
@@ -102,8 +102,8 @@ class Config:
     accumulate: int = 1
     """Micro-batches per optimizer step."""
     optimizer: Literal["adamw", "adams", "sgd"] | None = None
-    """adams: thinwire.AdamS, which keeps no second moment. sgd: without momentum, for methods that have one (demo,
-    dgc). Default: what the method is made for, of most adamw."""
+    """adams: thinwire.AdamS, which keeps no second moment. sgd: without momentum, for methods that have one (dgc).
+    Default: what the method is made for, of most adamw."""
     lr: float | None = None
     """Learning rate at the top of the schedule. Default: 2e-3, or for models wider than 256 less, as one over the width
     (512: 5e-4); 2e-5 with --init, 2e-4 with --lora."""

@@ -13,18 +13,15 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.train.folder import write
-
-if TYPE_CHECKING:
-    from thinwire.train.tokens import TokenFiles
 
 SPAN = 1 << 15
 """Characters in a row that go to one side of the split: every ``HELD_OUT``-th span is held out."""
@@ -286,6 +283,17 @@ class Tokenizer:
             yield from (np.array(found.ids, self.dtype) for found in encoded)
 
 
+class TokenSequence(Protocol):
+    """Token ids of any length, of which a slice is a tensor: files that are read as they are needed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, wanted: slice) -> Tensor: ...
+
+    def digest(self) -> str:
+        """A hash of the tokens."""
+
+
 @dataclass
 class Windows:
     """Windows of ``length`` + 1 tokens, each starting where the last one's targets ended, in an order per epoch.
@@ -296,7 +304,7 @@ class Windows:
         count: of the windows. each: targets in one, on average.
     """
 
-    tokens: Tensor | TokenFiles
+    tokens: Tensor | TokenSequence
     length: int
     seed: int = 0
 

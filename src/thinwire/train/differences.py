@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.agreement import version
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.core.agreement import version
 from thinwire.methods import resolve
 from thinwire.train.config import Config
+from thinwire.train.data import TokenSequence
 from thinwire.train.shapes import ModelConfig
-from thinwire.train.tokens import TokenFiles
 
 FITS = "fits"
 """Weights, moments or the method's state would not fit: always refused."""
@@ -103,9 +103,9 @@ def about(
     return {name: list(value) if isinstance(value := found[name], tuple) else value for name in TABLE}
 
 
-def hash_of(tokens: Tensor | TokenFiles) -> str:
+def hash_of(tokens: Tensor | TokenSequence) -> str:
     """Of (T,) tokens on the CPU, or in files."""
-    if isinstance(tokens, TokenFiles):
+    if not isinstance(tokens, Tensor):
         return tokens.digest()
     return hashlib.blake2b(tokens.numpy().data, digest_size=8).hexdigest()
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.train.config import Config
 from thinwire.train.folder import write
 from thinwire.train.trackers import Tracker, opened

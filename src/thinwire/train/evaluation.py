@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from thinwire import extras
-from thinwire.errors import ThinwireError
+from thinwire.base import extras
+from thinwire.base.errors import ThinwireError
 from thinwire.train import pretrained, trained
 from thinwire.train.config import parsed
 from thinwire.train.folder import write

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
-from thinwire.extras import save_file
+from thinwire.base.errors import ThinwireError
+from thinwire.base.extras import save_file
 from thinwire.train.shapes import ModelConfig
 
 EPSILON, ROPE_THETA = 1e-5, 10000.0

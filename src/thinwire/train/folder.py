@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.train.together import Together, naming
 
 LOCK_WAIT_S = 3.0

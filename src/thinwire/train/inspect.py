@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
-from thinwire.plan import human
+from thinwire.base.errors import ThinwireError
+from thinwire.plan.plan import human
 from thinwire.train.differences import TABLE, between
 from thinwire.train.stored import Checkpoint, Damaged, NoCheckpoint, of, read_tensors
 

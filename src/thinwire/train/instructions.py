@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.train.data import HELD_OUT, Windows, is_held_out, paths_of
 
 Part = tuple[str, bool]

@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Mapping
 
-from thinwire.lab.cluster import die_with_parent
-from thinwire.lab.cluster import free_port as free_port
-from thinwire.lab.run import POLL_S, wait
+from thinwire.base.processes import POLL_S, die_with_parent, wait
+from thinwire.base.processes import free_port as free_port
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm import is_of_the_network, local, network_words
-from thinwire.errors import ThinwireError
-from thinwire.lab.counters import interface_bytes
+from thinwire.base.errors import ThinwireError
+from thinwire.base.processes import interface_bytes
+from thinwire.network.comm import is_of_the_network, local, network_words
 from thinwire.train import differences, pretrained
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import Config

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire import extras
-from thinwire.errors import ThinwireError
+from thinwire.base import extras
+from thinwire.base.errors import ThinwireError
 from thinwire.train.config import Config
 
 KEPT = "hf"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from thinwire.comm import local
-from thinwire.errors import ThinwireError
-from thinwire.plan import bare_name
+from thinwire.base.errors import ThinwireError
+from thinwire.core.names import bare_name
+from thinwire.network.comm import local
 from thinwire.train.stored import MODEL, WIRE, Checkpoint, Damaged, States, rank_file, read_tensors
 from thinwire.wire import Wire
 

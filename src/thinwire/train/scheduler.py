@@ -18,7 +18,7 @@ import re
 import zlib
 from collections.abc import Mapping
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 
 MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),

@@ -16,14 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import AllReduce
-from thinwire.comm import CountingComm, GroupComm
-from thinwire.elastic import init_process_group
-from thinwire.errors import LostRank, ThinwireError
-from thinwire.ledger import Ledger
+from thinwire.base.elastic import init_process_group
+from thinwire.base.errors import LostRank, ThinwireError
+from thinwire.core.exchange import AllReduce
+from thinwire.core.names import describe
 from thinwire.methods import resolve
+from thinwire.network.comm import CountingComm, GroupComm
+from thinwire.network.ledger import Ledger
 from thinwire.optim import AdamS
-from thinwire.plan import describe, plan_of
+from thinwire.plan.plan import plan_of
 from thinwire.train import instructions, pretrained, tokens
 from thinwire.train.config import Config
 from thinwire.train.data import Tokenizer, Windows, read_corpus, spans, split, tokenizer_file

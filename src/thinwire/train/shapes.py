@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 
 
 class Stopped(ThinwireError):

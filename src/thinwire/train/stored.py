@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
-from thinwire.extras import save_file
+from thinwire.base.errors import ThinwireError
+from thinwire.base.extras import save_file
 from thinwire.train import folder as files
 
 T = TypeVar("T")

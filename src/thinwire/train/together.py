@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 
-from thinwire.comm import Comm
-from thinwire.errors import LostRank, ThinwireError
+from thinwire.base.errors import LostRank, ThinwireError
+from thinwire.network.comm import Comm
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.train.config import parsed
 from thinwire.train.data import HELD_OUT, SPAN, Tokenizer, is_held_out, paths_of, pieces, spans, split, tokenizer_file
 from thinwire.train.folder import write

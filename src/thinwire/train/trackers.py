@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from thinwire import extras
-from thinwire.errors import ThinwireError, ThinwireWarning
+from thinwire.base import extras
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.train.folder import write
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.train import pretrained, resumed, sample, stored
 from thinwire.train.config import Config, from_yaml, parsed
 from thinwire.train.data import Tokenizer

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.device import uploaded
+from thinwire.base.device import uploaded
 from thinwire.ops.direction import Part
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
 from thinwire.ops.programs import programs_of

@@ -15,7 +15,7 @@ from numba.core import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.ops.kernels import flat, njit
 from thinwire.ops.mask import reference
 from thinwire.ops.rows import Places

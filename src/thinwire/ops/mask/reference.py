@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from thinwire import device as devices
-from thinwire.errors import ThinwireError
+from thinwire.base import device as devices
+from thinwire.base.errors import ThinwireError
 from thinwire.ops import rows as packing
 from thinwire.ops.rows import Places
 

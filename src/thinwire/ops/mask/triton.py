@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.device import upload, uploaded
+from thinwire.base.device import upload, uploaded
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
 from thinwire.ops.mask import reference
 from thinwire.ops.programs import programs_of

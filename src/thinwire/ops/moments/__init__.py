@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.device import upload
+from thinwire.base.device import upload
 from thinwire.ops.backends import backend
 from thinwire.ops.programs import programs_of
 
-__all__ = ["Moments", "Part", "Sent", "add_up", "blend", "settle"]
+__all__ = ["Moments", "Part", "Sent", "add_up", "settle"]
 
 PER_PROGRAM = 1024
 """Columns of one moment that one program of a GPU takes."""
@@ -69,10 +69,10 @@ class Moments:
 
 
 class Sent(NamedTuple):
-    """What becomes of the result (R, n) of a pass in the same one; the rows that it is made of may then hold anything.
+    """Where the result (R, n) of a pass goes; the rows that it was made of may then hold anything.
 
     ``payload`` (R, k) = its values at the mask ``words`` (R, n / 64), times ``share``; ``left`` (R, n) = those off it,
-    0 on it. ``before``: ``mask.directory(words)``.
+    0 on it. ``before``: ``mask.directory(words)``. Where the mask is all ones, ``payload`` may be those rows.
     """
 
     words: Tensor
@@ -83,46 +83,40 @@ class Sent(NamedTuple):
 
 
 def add_up(
-    gradient: Tensor, residual: Tensor, moments: Moments, words: Tensor, beta1: float, *, choose: bool,
-    sent: Sent | None = None,
+    rows: Tensor, residual: Tensor, moments: Moments, beta1: float, *, sent: Sent, choose: bool,
+    common: Tensor | None = None, mine: int = 0,
 ) -> None:  # fmt: skip
-    """``gradient`` (n,) = m~ = (1-b1) ``gradient`` + ``residual`` (n,) + b1 moment: the scores, if it is to ``choose``.
+    """Make m~ = (1-b1) ``rows`` + ``residual`` (R, n) + b1 moment: the scores, if it is to ``choose``, and ``sent``.
 
-    Then without b1 moment at the mask ``words`` (n / 64,): all ranks know it, it need not travel.
+    What is sent is without b1 moment on the mask, which whoever gets it has. Where all ranks have it, there is one row.
+    Else it is row ``mine`` that this rank's moments are of: their part, and ``common`` (n,), is in the scores alone.
     """
-    if gradient.numel():
-        _backend(gradient).add_up(gradient, residual, moments, words, beta1, choose, sent)
-
-
-def blend(
-    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, *, choose: bool,
-    sent: Sent | None = None,
-) -> None:  # fmt: skip
-    """``rows`` (R, n) = (1-b1) ``rows`` + ``residual`` (R, n): m~ without what the owner of a row alone has.
-
-    If it is to ``choose``, scores = row ``mine`` + ``common`` (n,) + b1 moment.
-    """
-    if rows.numel():
-        _backend(rows).blend(rows, residual, mine, common, moments, beta1, choose, sent)
+    if not rows.numel():
+        return
+    if common is None:
+        _backend(rows).add_up(rows[0], residual[0], moments, beta1, sent, choose)
+    else:
+        _backend(rows).blend(rows, residual, mine, common, moments, beta1, sent, choose)
 
 
 def settle(
-    mean: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, common: Tensor | None = None,
-    common_out: Tensor | None = None, payload: Tensor | None = None, before: Tensor | None = None,
+    payload: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, gradient: Tensor,
+    common: Tensor | None = None, common_out: Tensor | None = None, before: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Of the ranks' mean of what was sent: the next moment, and the gradient that belongs to it.
+    """Of the ranks' mean of what was sent, ``payload``: the next moment, and the gradient that belongs to it.
 
-    On the mask: ``given`` = b1 moment + ``mean``; ``mean`` /= 1-b1. Off it ``given`` = 0, and ``mean`` has to be 0.
-    ``common``, what all ranks have in common and a row's owner alone knows, joins the mean before: on the mask ``mean``
-    += ``common`` and ``common_out`` = 0; off it ``common_out`` = ``common`` + b1 moment.
+    On the mask: ``given`` = b1 moment + ``payload``; ``gradient`` = ``payload`` / (1-b1). Off it both are 0.
+    ``common``, what all ranks have in common and a row's owner alone knows, joins the mean before: on the mask it is
+    added to it, and ``common_out`` = 0; off it ``common_out`` = ``common`` + b1 moment.
 
     Args:
-        mean, given, common, common_out: (n,), n a multiple of 64; common_out may be common; what stands for no moment
-            is left alone in given. words: (n / 64,) int64.
-        payload: (k,) the mean at the mask, where ``mean`` holds anything yet. before: the mask's directory, one row.
+        payload: (k,) the mean at the mask ``words`` (n / 64,), of which ``before`` is the directory; where that is all
+            ones, it may be ``gradient``.
+        given, gradient, common, common_out: (n,), n a multiple of 64; common_out may be common; what stands for no
+            moment is left alone in given.
     """
-    if mean.numel():
-        _backend(mean).settle(mean, moments, words, beta1, given, common, common_out, payload, before)
+    if gradient.numel():
+        _backend(gradient).settle(payload, moments, words, beta1, given, gradient, common, common_out, before)
 
 
 def each(of: Callable[..., None]) -> Callable[..., None]:

@@ -66,11 +66,8 @@ def _settle(mean, moment, words, beta1, rest1, given):
             word &= word - uint64(1)
 
 
-def add_up(
-    gradient: Tensor, residual: Tensor, moments: Moments, words: Tensor, beta1: float, choose: bool,
-    sent: Sent | None = None,
-) -> None:  # fmt: skip
-    _add_up_part(gradient, residual, moments, words, beta1, choose)
+def add_up(gradient: Tensor, residual: Tensor, moments: Moments, beta1: float, sent: Sent, choose: bool) -> None:
+    _add_up_part(gradient, residual, moments, sent.words[0], beta1, choose)
     gather(gradient.unsqueeze(0), sent, gather_keep)
 
 
@@ -84,9 +81,8 @@ def _add_up_part(gradient: Tensor, residual: Tensor, part: Part, words: Tensor, 
 
 
 def blend(
-    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, choose: bool,
-    sent: Sent | None = None,
-) -> None:  # fmt: skip
+    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, sent: Sent, choose: bool
+) -> None:
     values, old = rows.view(-1).numpy(), residual.view(-1).numpy()
     _add_up(values, old, values[:0], np.float32(beta1), np.float32(1 - beta1))
     if choose:
@@ -95,12 +91,12 @@ def blend(
 
 
 def settle(
-    mean: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, common: Tensor | None,
-    common_out: Tensor | None, payload: Tensor | None = None, before: Tensor | None = None,
+    payload: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, gradient: Tensor,
+    common: Tensor | None, common_out: Tensor | None, before: Tensor | None,
 ) -> None:  # fmt: skip
-    if payload is not None:
-        scatter(payload.unsqueeze(0), words.unsqueeze(0), mean.unsqueeze(0))
-    _settle_part(mean, moments, words, beta1, given, common, common_out)
+    if payload.data_ptr() != gradient.data_ptr():
+        scatter(payload.unsqueeze(0), words.unsqueeze(0), gradient.unsqueeze(0))
+    _settle_part(gradient, moments, words, beta1, given, common, common_out)
 
 
 @each

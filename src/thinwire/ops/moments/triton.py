@@ -60,22 +60,19 @@ def _score(scores, column, values, inside, ALIGN: tl.constexpr):
 @kernel
 def _blend(
     rows, stride, residual, residual_stride, mine, common, programs, table, words, words_stride, before, before_stride,
-    payload, payload_stride, left, left_stride, share, k, beta1, rest1, CHOOSE: tl.constexpr, SEND: tl.constexpr,
-    BLOCK: tl.constexpr, DIRECTORY: tl.constexpr, ALIGN: tl.constexpr,
+    payload, payload_stride, left, left_stride, share, k, beta1, rest1, CHOOSE: tl.constexpr, BLOCK: tl.constexpr,
+    DIRECTORY: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
     at, inside, moment, held, scores, column = _part(programs, table, BLOCK, ALIGN)
     rows = along(row_of(rows, stride, row, ALIGN), at, ALIGN)
     total = rest1 * tl.load(rows, mask=inside, other=0)
     total += tl.load(along(row_of(residual, residual_stride, row, ALIGN), at, ALIGN), mask=inside, other=0)
-    if SEND:
-        row = row.to(tl.int64)
-        _send(
-            words + row * words_stride, before + row * before_stride, payload + row * payload_stride,
-            row_of(left, left_stride, row, ALIGN), at, inside, total, total, share, k, DIRECTORY, ALIGN,
-        )  # fmt: skip
-    else:
-        tl.store(rows, total, mask=inside)
+    wide = row.to(tl.int64)
+    _send(
+        words + wide * words_stride, before + wide * before_stride, payload + wide * payload_stride,
+        row_of(left, left_stride, row, ALIGN), at, inside, total, total, share, k, DIRECTORY, ALIGN,
+    )  # fmt: skip
     if CHOOSE:  # noqa: SIM102 (one is a constant, the other a value)
         if row == mine:
             total += tl.load(along(common, at, ALIGN), mask=inside, other=0)
@@ -85,35 +82,26 @@ def _blend(
 @kernel
 def _add_up(
     gradient, residual, programs, table, words, before, payload, left, share, k, beta1, rest1, CHOOSE: tl.constexpr,
-    SEND: tl.constexpr, BLOCK: tl.constexpr, DIRECTORY: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr, DIRECTORY: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     at, inside, moment, held, scores, column = _part(programs, table, BLOCK, ALIGN)
-    gradient = along(gradient, at, ALIGN)
-    total = rest1 * tl.load(gradient, mask=inside, other=0)
+    total = rest1 * tl.load(along(gradient, at, ALIGN), mask=inside, other=0)
     total += tl.load(along(residual, at, ALIGN), mask=inside, other=0)
     old = beta1 * tl.load(moment, mask=held, other=0)
     total += old
     if CHOOSE:
         _score(scores, column, total, inside, ALIGN)
-    if SEND:
-        _send(words, before, payload, left, at, inside, total - old, total, share, k, DIRECTORY, ALIGN)
-    else:
-        tl.store(gradient, tl.where(_bits(words, at, held) != 0, total - old, total), mask=inside)
+    _send(words, before, payload, left, at, inside, total - old, total, share, k, DIRECTORY, ALIGN)
 
 
 @kernel
 def _settle(
-    mean, common, programs, table, words, before, payload, k, beta1, rest1, given, common_out, COMMON: tl.constexpr,
-    SENT: tl.constexpr, BLOCK: tl.constexpr, DIRECTORY: tl.constexpr, ALIGN: tl.constexpr,
+    payload, common, programs, table, words, before, k, beta1, rest1, given, gradient, common_out,
+    COMMON: tl.constexpr, BLOCK: tl.constexpr, DIRECTORY: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     at, inside, moment, held, _, _ = _part(programs, table, BLOCK, ALIGN)
-    mean = along(mean, at, ALIGN)
-    if SENT:
-        on, place = _place(words, before, at, inside, k, DIRECTORY)
-        sent = tl.load(payload + place, mask=on, other=0)
-    else:
-        on = inside & (_bits(words, at, inside) != 0)
-        sent = tl.load(mean, mask=on, other=0)
+    on, place = _place(words, before, at, inside, k, DIRECTORY)
+    sent = tl.load(payload + place, mask=on, other=0)
     if COMMON:
         old = beta1 * tl.load(moment, mask=held, other=0)
         left = tl.load(along(common, at, ALIGN), mask=inside, other=0)
@@ -123,10 +111,7 @@ def _settle(
         old = beta1 * tl.load(moment, mask=on & held, other=0)
     tl.store(along(given, at, ALIGN), tl.where(on, old + sent, 0.0), mask=held)
     sent = tl.div_rn(sent, tl.full(sent.shape, 1.0, tl.float32) * rest1)
-    if SENT:
-        tl.store(mean, tl.where(on, sent, 0.0), mask=inside)
-    else:
-        tl.store(mean, sent, mask=on)
+    tl.store(along(gradient, at, ALIGN), tl.where(on, sent, 0.0), mask=inside)
 
 
 def _aligned(moments: Moments, *values: Tensor) -> int:
@@ -138,47 +123,38 @@ def _grid(moments: Moments, rows: int = 1) -> tuple[int, int]:
     return len(moments.programs), rows
 
 
+def _directory(sent: Sent) -> Tensor:
+    return directory(sent.words) if sent.before is None else sent.before
+
+
 def blend(
-    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, choose: bool,
-    sent: Sent | None = None,
-) -> None:  # fmt: skip
-    words, before, payload, left, share = _given(sent, moments, rows)
+    rows: Tensor, residual: Tensor, mine: int, common: Tensor, moments: Moments, beta1: float, sent: Sent, choose: bool
+) -> None:
+    words, _, payload, left, share = sent
     launch(
-        _blend, _grid(moments, len(rows)), rows, residual, mine, common, moments.programs, moments.table, words, before,
-        payload, left, share, payload.shape[1], beta1, 1 - beta1, CHOOSE=choose, SEND=sent is not None, BLOCK=BLOCK,
+        _blend, _grid(moments, len(rows)), rows, residual, mine, common, moments.programs, moments.table, words,
+        _directory(sent), payload, left, share, payload.shape[1], beta1, 1 - beta1, CHOOSE=choose, BLOCK=BLOCK,
         DIRECTORY=DIRECTORY, ALIGN=_aligned(moments, rows, residual, common, left),
     )  # fmt: skip
 
 
-def add_up(
-    gradient: Tensor, residual: Tensor, moments: Moments, words: Tensor, beta1: float, choose: bool,
-    sent: Sent | None = None,
-) -> None:  # fmt: skip
-    _, before, payload, left, share = _given(sent, moments, gradient.view(1, -1))
+def add_up(gradient: Tensor, residual: Tensor, moments: Moments, beta1: float, sent: Sent, choose: bool) -> None:
+    words, _, payload, left, share = sent
     launch(
-        _add_up, _grid(moments), gradient, residual, moments.programs, moments.table, words, before[0], payload[0],
-        left[0], share, payload.shape[1], beta1, 1 - beta1, CHOOSE=choose, SEND=sent is not None, BLOCK=BLOCK,
+        _add_up, _grid(moments), gradient, residual, moments.programs, moments.table, words[0], _directory(sent)[0],
+        payload[0], left[0], share, payload.shape[1], beta1, 1 - beta1, CHOOSE=choose, BLOCK=BLOCK,
         DIRECTORY=DIRECTORY, ALIGN=_aligned(moments, gradient, residual, left),
     )  # fmt: skip
 
 
-def _given(sent: Sent | None, moments: Moments, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """What is not touched where nothing is sent has the same types."""
-    if sent is None:
-        return moments.table.view(1, -1), moments.programs.view(1, -1), rows, rows, 1.0
-    before = directory(sent.words) if sent.before is None else sent.before
-    return sent.words, before, sent.payload, sent.left, sent.share
-
-
 def settle(
-    mean: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, common: Tensor | None,
-    common_out: Tensor | None, payload: Tensor | None = None, before: Tensor | None = None,
+    payload: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, gradient: Tensor,
+    common: Tensor | None, common_out: Tensor | None, before: Tensor | None,
 ) -> None:  # fmt: skip
-    left, rest, sent = (mean if of is None else of for of in (common, common_out, payload))  # not touched
-    if before is None:
-        before = moments.programs if payload is None else directory(words.view(1, -1))[0]
+    old, new = (gradient if memory is None else memory for memory in (common, common_out))  # not touched
     launch(
-        _settle, _grid(moments), mean, left, moments.programs, moments.table, words, before, sent, len(sent), beta1,
-        1 - beta1, given, rest, COMMON=common is not None, SENT=payload is not None, BLOCK=BLOCK, DIRECTORY=DIRECTORY,
-        ALIGN=_aligned(moments, mean, given, left, rest),
+        _settle, _grid(moments), payload, old, moments.programs, moments.table, words,
+        directory(words.view(1, -1))[0] if before is None else before, len(payload), beta1, 1 - beta1, given, gradient,
+        new, COMMON=common is not None, BLOCK=BLOCK, DIRECTORY=DIRECTORY,
+        ALIGN=_aligned(moments, gradient, given, old, new),
     )  # fmt: skip

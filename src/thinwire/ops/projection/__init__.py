@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.ops.backends import backend
 
 __all__ = ["LANES", "srht_project", "srht_reconstruct"]

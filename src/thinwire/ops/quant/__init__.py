@@ -4,7 +4,6 @@
 The arithmetic that makes this possible: ``scale = max(max|x| * (1/levels), 2^-126)``, or 1 for a zero group, or NaN
 for a group with a NaN or an infinity (whose codes are 0); ``code = round_half_even(x * (1/scale))``; sums start at
 row 0 and add in rank order; everything in float32, and no product is fused into an addition.
-The fp8 operations on CUDA are the reference: torch's own cast is what the hardware has.
 
 *Integers* have a :class:`Format`. In 8 bits codes are -127 .. 127, one int8 each. In 4 bits they are -7 .. 7, stored
 plus 8 in half a byte: byte i of a group is element i (low bits) and element i + group / 2 (high bits), so that neither
@@ -28,13 +27,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from thinwire.base.random import Drawn
 from thinwire.ops.backends import backend
 from thinwire.ops.quant.reference import ORDER, Format
-from thinwire.streams import Drawn
 
 __all__ = [
-    "ORDER", "Format", "dequantize", "dequantize_fp8", "dequantize_sum", "dequantize_sum_fp8", "quantize",
-    "quantize_fp8", "quantize_parts", "requantize", "sum_rows",
+    "ORDER", "Format", "dequantize", "dequantize_sum", "quantize", "quantize_parts", "requantize", "sum_rows",
 ]  # fmt: skip
 
 
@@ -80,26 +78,6 @@ def requantize(
     """
     if codes_out.numel():
         _backend(codes).requantize(codes, scales, format, codes_out, scales_out, scale, drawn)
-
-
-def quantize_fp8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:
-    """``rows`` (R, n) float32 or bfloat16 -> E4M3 ``codes`` (R, n) uint8 and ``scales`` (R, n / group) float32."""
-    if rows.numel():
-        _backend(rows).quantize_fp8(rows, group, codes, scales)
-
-
-def dequantize_fp8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> Tensor:
-    """E4M3 ``codes`` (R, n) uint8 * ``scales`` (R, n / group) -> ``out`` (R, n) float32."""
-    if out.numel():
-        _backend(out).dequantize_fp8(codes, scales, group, out)
-    return out
-
-
-def dequantize_sum_fp8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float = 1.0) -> Tensor:
-    """``scale`` * the sum over peers of E4M3 ``codes`` (N, n) uint8 * ``scales`` -> ``out`` (n,) float32."""
-    if out.numel():
-        _backend(out).dequantize_sum_fp8(codes, scales, group, out, scale)
-    return out
 
 
 def sum_rows(rows: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:

@@ -23,10 +23,10 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from thinwire.base.random import Drawn, key_of
 from thinwire.ops.kernels import flat, njit
 from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import (
-    FP8_LEVELS,
     INT4_LEVELS,
     INT8_LEVELS,
     MIX_1,
@@ -36,13 +36,11 @@ from thinwire.ops.quant.reference import (
     SMALLEST_SCALE,
     Format,
 )
-from thinwire.streams import Drawn, key_of
 
 INFINITY_BITS = np.int32(0x7F800000)
 MAGNITUDE_BITS = np.int32(0x7FFFFFFF)
 PER_LEVEL_INT4 = np.float32(1 / INT4_LEVELS)
 PER_LEVEL_INT8 = np.float32(1 / INT8_LEVELS)
-PER_LEVEL_FP8 = np.float32(1 / FP8_LEVELS)
 TINY = np.float32(SMALLEST_SCALE)
 ROUND = np.float32(1.5 * 2**23)  # adding and subtracting it rounds |v| < 2^22 to the nearest integer, ties to even
 ONE = np.float32(1)
@@ -51,8 +49,6 @@ HALF = np.float32(0.5)
 FINE = np.float32(65536)  # stochastic rounding reckons in units of 2^-16 of a level
 MIX = np.uint32(MIX_1), np.uint32(MIX_2)
 NORM_32 = np.float32(NORM)
-FP8_SMALLEST_NORMAL_BITS = np.int32(0x3C800000)  # 2^-6
-FP8_PER_SUBNORMAL = np.float32(2**9)
 
 
 LANES = 16  # values in a vector of _rotate_32: as many as AVX-512 holds; LLVM cuts them up for other machines
@@ -145,25 +141,6 @@ def _encode(four, stochastic, values, per_scale, codes, key, first):
         _encode_int8_stochastic(values, per_scale, codes, key, first)
     else:
         _encode_int8(values, per_scale, codes)
-
-
-@njit
-def _encode_fp8(values, scale, codes, scaled, scaled_bits):
-    """E4M3 by integer arithmetic on the float32 bits. |value / scale| < 448.001 rounds to 448: nothing overflows."""
-    if np.isnan(scale):
-        codes[:] = 0
-        return
-    per_scale = ONE / scale
-    for i in range(codes.size):
-        scaled[i] = values[i] * per_scale
-    for i in range(codes.size):
-        bits = scaled_bits[i]
-        magnitude = np.int32(bits & MAGNITUDE_BITS)
-        # 20 mantissa bits fall off, half rounds to even; the exponent's bias goes from 127 to 7
-        normal = np.int32(np.int32(magnitude + np.int32(0x7FFFF) + ((magnitude >> 20) & 1)) >> 20) - np.int32(960)
-        subnormal = np.int32((abs(scaled[i]) * FP8_PER_SUBNORMAL + ROUND) - ROUND)
-        code = subnormal if magnitude < FP8_SMALLEST_NORMAL_BITS else normal
-        codes[i] = np.uint8(code | ((bits >> 24) & 0x80))
 
 
 @inlined
@@ -271,35 +248,6 @@ def _quantize(narrow, four, stochastic, rotated, values, stride, rows, n, group,
             )
 
 
-@njit
-def _quantize_fp8(values, bits, stride, rows, n, group, codes, to_stride, scales, scales_stride):
-    scaled = np.empty(group, np.float32)
-    scaled_bits = scaled.view(np.int32)
-    for row in range(rows):
-        for g in range(n // group):
-            start = row * stride + g * group
-            to = row * to_stride + g * group
-            scale = _scale_of(bits[start : start + group], PER_LEVEL_FP8)
-            scales[row * scales_stride + g] = scale
-            _encode_fp8(values[start : start + group], scale, codes[to : to + group], scaled, scaled_bits)
-
-
-@njit
-def _quantize_fp8_bf16(narrow, stride, rows, n, group, codes, to_stride, scales, scales_stride):
-    bits = np.empty(group, np.int32)
-    values = bits.view(np.float32)
-    scaled = np.empty(group, np.float32)
-    scaled_bits = scaled.view(np.int32)
-    for row in range(rows):
-        for g in range(n // group):
-            start = row * stride + g * group
-            to = row * to_stride + g * group
-            _widen(narrow[start : start + group], bits)
-            scale = _scale_of(bits, PER_LEVEL_FP8)
-            scales[row * scales_stride + g] = scale
-            _encode_fp8(values, scale, codes[to : to + group], scaled, scaled_bits)
-
-
 @inlined
 def _decode_int8(codes, scale, out):
     for i in range(codes.size):
@@ -312,21 +260,6 @@ def _decode_int4(codes, scale, out):
     for i in range(half):
         out[i] = np.float32(np.int32(codes[i] & 15) - np.int32(8)) * scale
         out[half + i] = np.float32(np.int32(codes[i] >> 4) - np.int32(8)) * scale
-
-
-@njit
-def _decode_fp8(codes, scale, out, table):
-    for i in range(codes.size):
-        out[i] = table[codes[i]] * scale
-
-
-@njit
-def _dequantize_fp8(codes, stride, scales, scales_stride, rows, n, group, out, to_stride, table):
-    for row in range(rows):
-        for g in range(n // group):
-            start = row * stride + g * group
-            to = row * to_stride + g * group
-            _decode_fp8(codes[start : start + group], scales[row * scales_stride + g], out[to : to + group], table)
 
 
 @inlined
@@ -450,24 +383,6 @@ DEQUANTIZE = {flags: _dequantizer(*flags) for flags in itertools.product((False,
 REQUANTIZE = {flags: _requantizer(*flags) for flags in itertools.product((False, True), repeat=3)}
 
 
-@njit
-def _add_fp8(codes, scale, total, table):
-    for i in range(codes.size):
-        total[i] += table[codes[i]] * scale
-
-
-@njit
-def _dequantize_sum_fp8(codes, stride, scales, scales_stride, rows, n, group, out, factor, table):
-    total = np.empty(group, np.float32)
-    for g in range(n // group):
-        at = g * group
-        _decode_fp8(codes[at : at + group], scales[g], total, table)
-        for row in range(1, rows):
-            start = row * stride + at
-            _add_fp8(codes[start : start + group], scales[row * scales_stride + g], total, table)
-        _scaled(total, factor, out[at : at + group])
-
-
 BLOCK = 1024  # elements summed at a time: the partial sums stay in the first-level cache
 
 
@@ -505,15 +420,6 @@ def _sum_rows_bf16(narrow, stride, rows, n, out, factor):
         _scaled(total, factor, out[at : at + size])
 
 
-_fp8_values: np.ndarray | None = None
-
-
-def _fp8_table() -> np.ndarray:
-    """The value of each of the 256 E4M3 codes."""
-    global _fp8_values
-    if _fp8_values is None:
-        _fp8_values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
-    return _fp8_values
 
 
 def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
@@ -557,24 +463,6 @@ def requantize(
             *flat(codes[:, at].view(torch.uint8)), *flat(scales[:, groups]), len(codes), last - first, group, result,
             result_scales, factor, np.uint32(key_of(seed) & 0xFFFFFFFF),
         )  # fmt: skip
-
-
-def quantize_fp8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:
-    values, stride = flat(rows)
-    arguments = (stride, *rows.shape, group, *flat(codes), *flat(scales))
-    if rows.dtype == torch.bfloat16:
-        _quantize_fp8_bf16(values, *arguments)
-    else:
-        _quantize_fp8(values, values.view(np.int32), *arguments)
-
-
-def dequantize_fp8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    _dequantize_fp8(*flat(codes), *flat(scales), *out.shape, group, *flat(out), _fp8_table())
-
-
-def dequantize_sum_fp8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    factor = np.float32(scale)
-    _dequantize_sum_fp8(*flat(codes), *flat(scales), *codes.shape, group, out.numpy(), factor, _fp8_table())
 
 
 def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
-from thinwire.streams import Drawn, key_of
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import Drawn, key_of
 
 INT4_LEVELS = 7
 INT8_LEVELS = 127
-FP8_LEVELS = 448  # the largest E4M3 number
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: a denormal scale would have an infinite reciprocal
 
 ORDER = 32  # of the Hadamard matrix
@@ -153,19 +152,6 @@ def requantize(
 def _values(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
     integers = _unpacked(codes, format.group) if format.bits == 4 else codes
     return _dequantize(integers, scales, format.group)
-
-
-def quantize_fp8(rows: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:
-    scaled = _scaled(rows, group, FP8_LEVELS, scales).clamp(-FP8_LEVELS, FP8_LEVELS)
-    codes.copy_(scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(1))
-
-
-def dequantize_fp8(codes: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    out.copy_(_dequantize(codes.view(torch.float8_e4m3fn), scales, group))
-
-
-def dequantize_sum_fp8(codes: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    sum_rows(_dequantize(codes.view(torch.float8_e4m3fn), scales, group), out, scale)
 
 
 def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.base.random import Drawn
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole, wire_alignment
 from thinwire.ops.programs import programs_of
 from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import Format
-from thinwire.streams import Drawn
 
 PER_PROGRAM = 4096  # elements of one row that one program handles
 
@@ -348,5 +348,3 @@ def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:
     )  # fmt: skip
 
 
-quantize_fp8 = reference.quantize_fp8
-dequantize_fp8, dequantize_sum_fp8 = reference.dequantize_fp8, reference.dequantize_sum_fp8

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from thinwire.base.random import Drawn
 from thinwire.ops.backends import backend
 from thinwire.ops.quant import Format
 from thinwire.ops.rows import Places
-from thinwire.streams import Drawn
 
 __all__ = ["PER_PROGRAM", "read", "write"]
 

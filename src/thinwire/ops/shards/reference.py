@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire.base.random import Drawn
 from thinwire.ops import quant
 from thinwire.ops.quant import Format
 from thinwire.ops.rows import Places, pack, unpack
-from thinwire.streams import Drawn
 
 
 def write(

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.base.random import Drawn
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole, wire_alignment
 from thinwire.ops.quant import Format
 from thinwire.ops.quant.triton import _encode, _load, _load_codes, _words
@@ -17,7 +18,6 @@ from thinwire.ops.rows import FIELDS, Places
 from thinwire.ops.rows import PER_PROGRAM as COPIED
 from thinwire.ops.rows.triton import _places
 from thinwire.ops.shards import PER_PROGRAM
-from thinwire.streams import Drawn
 
 
 @triton.jit

@@ -31,8 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.device import upload
-from thinwire.errors import ThinwireError
+from thinwire.base.device import upload
+from thinwire.base.errors import ThinwireError
 from thinwire.ops.backends import backend
 
 __all__ = ["ROUNDS", "Part", "Parts", "count", "encode", "gather", "peaks", "peel", "round_to", "settle"]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from thinwire.base.random import hash_of, shifted
 from thinwire.ops import sketch as of
 from thinwire.ops.mask import reference as mask
-from thinwire.streams import hash_of, shifted
 
 if TYPE_CHECKING:
     from thinwire.ops.sketch import Part, Parts

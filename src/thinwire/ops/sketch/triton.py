@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.device import streams, upload
+from thinwire.base.device import streams, upload
 from thinwire.ops import sketch as of
 from thinwire.ops.gpu import kernel, launch
 from thinwire.ops.mask.triton import _bits, _bits_of

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.ops.backends import backend
 
 __all__ = ["LOW", "Part", "largest", "marked", "pack", "packed_bytes", "put", "sum_at", "unpack"]

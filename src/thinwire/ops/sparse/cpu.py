@@ -10,7 +10,7 @@ import numpy as np
 from numba import uint64
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.ops.kernels import flat, njit
 from thinwire.ops.mask.cpu import NAN_BITS, WORD, around, at_least, kth, magnitude, magnitudes, trailing_zeros
 from thinwire.ops.sparse import reference

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.codecs.base import viewable
+from thinwire.base.alignment import viewable
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of
 from thinwire.ops.mask.triton import _place, directory, from_indices
 from thinwire.ops.programs import programs_of

@@ -1,0 +1,1 @@
+"""Thinwire inside other training frameworks."""

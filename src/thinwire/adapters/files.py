@@ -1,0 +1,50 @@
+"""What a wire keeps, beside a framework's own checkpoint: a file per rank, without pickle.
+
+    FOLDER/rank-0000.safetensors   rank-0001.safetensors ...
+
+Each rank writes and reads its own, so hosts that share no folder each have those of their ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import torch.distributed as dist
+
+from thinwire.base import extras
+from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.wire import Wire
+
+safetensors = extras.load("safetensors.torch")
+
+
+def _file(folder: Path) -> Path:
+    return folder / f"rank-{dist.get_rank():04d}.safetensors"
+
+
+def save(wire: Wire, folder: Path) -> None:
+    """Write this rank's state into ``folder``, whole or not at all. Every rank calls it."""
+    file = _file(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    extras.save_file({key: value.contiguous().cpu() for key, value in wire.state_dict().items()}, partial)
+    os.replace(partial, file)
+
+
+def load(wire: Wire, folder: Path) -> None:
+    """Go on from what this rank wrote into ``folder``. Every rank calls it.
+
+    A checkpoint of a run without Thinwire is taken with a warning: nothing waits yet.
+
+    Raises:
+        ThinwireError: other ranks have a file there, and this one has not.
+    """
+    file = _file(folder)
+    if file.exists():
+        wire.load_state_dict(safetensors.load_file(file))
+    elif folder.exists():
+        raise ThinwireError(f"{file} is missing: the checkpoint was made by fewer ranks, or is not whole")
+    else:
+        warnings.warn(f"there is no {folder}: Thinwire starts anew", ThinwireWarning, stacklevel=2)

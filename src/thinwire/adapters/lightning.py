@@ -1,0 +1,102 @@
+"""Lightning.
+
+    Trainer(strategy=ThinwireStrategy("int8"), ...)
+
+Its DDP strategy, with ours between backward pass and optimizer; the LightningModule stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.adapters import files
+from thinwire.base import extras
+from thinwire.methods import Method
+from thinwire.wire import Wire
+from thinwire.wire import compress as compress_model
+
+try:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+except ModuleNotFoundError as error:
+    raise extras.missing(error) from None
+
+
+class ThinwireStrategy(DDPStrategy):
+    """DDP whose gradients travel by ``method``. What each rank keeps is saved beside a checkpoint, in FILE.thinwire.
+
+    Args:
+        method: see ``thinwire.compress``.
+        options: more of ``thinwire.compress``: ``{"guard": False}``. ``steps`` is the Trainer's, where it knows.
+        ddp: for Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``process_group_backend``, ...
+
+    Attributes:
+        wire: of the model that is trained; None before.
+
+    Raises:
+        ThinwireError: when training begins, as ``thinwire.compress``.
+    """
+
+    strategy_name = "thinwire"
+
+    def __init__(
+        self, method: Method | str = "int8", options: Mapping[str, Any] | None = None, **ddp: Any
+    ) -> None:  # fmt: skip
+        super().__init__(**ddp)
+        self._method, self._options = method, dict(options or {})
+        self.wire: Wire | None = None
+        self._resumed: Path | None = None
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        steps = trainer.estimated_stepping_batches
+        self.wire = compress_model(
+            self.model, self.optimizers, self._method,
+            **{"steps": int(steps) if 0 < steps < math.inf else None, **self._options},
+            scaler=getattr(self.precision_plugin, "scaler", None),
+        )  # fmt: skip
+        if len(self.optimizers) == 1:
+            self.precision_plugin.clip_grad_by_norm = self._clip
+
+    def _clip(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """In the precision plugin's place: what methods do may depend on by how much gradients were scaled."""
+        assert self.wire is not None
+        self.wire.clip_grad_norm_(clip_val)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.wire is not None and "optimizer_states" in checkpoint:  # else it holds the weights only
+            files.save(self.wire, _beside(filepath))
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._resumed = _beside(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self.wire is not None and self._resumed is not None:
+            files.load(self.wire, self._resumed)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        shutil.rmtree(_beside(filepath), ignore_errors=True)  # by every rank: each host has its own
+
+    def teardown(self) -> None:
+        if self.wire is not None:
+            self.wire.close()
+        super().teardown()
+
+
+def _beside(checkpoint: Any) -> Path:
+    """``last.ckpt`` may be a link to another one."""
+    file = Path(checkpoint).resolve()
+    return file.with_name(file.name + ".thinwire")

@@ -1,0 +1,107 @@
+"""The Hugging Face Trainer.
+
+    trainer = Trainer(...)
+    attach(trainer, "int8")
+    trainer.train()
+
+Checkpoints, ``resume_from_checkpoint``, accumulation, clipping, bf16 and gradient checkpointing are the Trainer's own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from thinwire.adapters import accelerate, files
+from thinwire.base import extras
+from thinwire.base.errors import ThinwireError
+from thinwire.methods import Method
+from thinwire.wire import Wire
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ModuleNotFoundError as error:
+    raise extras.missing(error) from None
+
+
+def attach(trainer: Trainer, method: Method | str = "int8", **options: Any) -> Thinwire:
+    """Compress what ``trainer`` exchanges, from its next ``train()`` on.
+
+    Every log of a loss gains, of the last step on this rank: ``wire_mb`` (10^6 bytes sent), ``exposed_ms`` (what the
+    loop waited for) and ``skipped_steps`` (so far).
+
+    DDP's ``find_unused_parameters``, which the Trainer turns on for its own models where
+    ``ddp_find_unused_parameters`` says nothing, is turned off there: methods that keep something refuse it.
+
+    Args:
+        method: see ``thinwire.compress``; so for ``options``: ``guard``, ``seed``, ... ``steps`` is the Trainer's.
+
+    Returns:
+        The callback; its ``wire`` is there once training has begun.
+
+    Raises:
+        ThinwireError: this Trainer has been attached to already; the rest is raised by ``train()``.
+    """
+    if any(isinstance(callback, Thinwire) for callback in trainer.callback_handler.callbacks):
+        raise ThinwireError("this Trainer compresses already: attach() once")
+    if not hasattr(trainer, "_save_optimizer_and_scheduler"):
+        raise ThinwireError("this transformers saves in another way: pip install -U 'thinwire[hf]'")
+    callback = Thinwire(trainer, method, options)
+    trainer.callback_handler.callbacks.insert(0, callback)  # before those that report what it logs
+    if trainer.args.ddp_find_unused_parameters is None:
+        trainer.args.ddp_find_unused_parameters = False
+        if getattr(trainer.accelerator, "ddp_handler", None) is not None:
+            trainer.accelerator.ddp_handler.find_unused_parameters = False
+    return callback
+
+
+class Thinwire(TrainerCallback):
+    """What ``attach`` adds. It holds the trainer, because callbacks are handed the model without DDP.
+
+    Attributes:
+        wire: of the model that is trained; None before.
+    """
+
+    def __init__(self, trainer: Trainer, method: Method | str, options: dict[str, Any]) -> None:
+        self.trainer, self.method, self.options = trainer, method, options
+        self.wire: Wire | None = None
+        self._resumed: Path | None = None
+        save, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
+
+        # These two are called on every rank, and know the folder.
+        def save_with_wire(folder: str) -> None:
+            save(folder)
+            if self.wire is not None:
+                files.save(self.wire, Path(folder, "thinwire"))
+
+        def load_with_wire(folder: str | None) -> None:
+            load(folder)
+            self._resumed = None if folder is None else Path(folder, "thinwire")
+
+        trainer._save_optimizer_and_scheduler = save_with_wire
+        trainer._load_optimizer_and_scheduler = load_with_wire
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model = self.trainer.model_wrapped
+        if self.wire is None or self.wire.engine.model is not getattr(model, "_orig_mod", model):
+            if self.wire is not None:
+                self.wire.close()
+            self.wire = accelerate.compress(
+                self.trainer.accelerator, model, self.trainer.optimizer, self.method, steps=state.max_steps,
+                **self.options,
+            )  # fmt: skip
+        if self._resumed is not None:
+            files.load(self.wire, self._resumed)
+            self._resumed = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if self.wire is None or logs is None or "loss" not in logs:
+            return
+        last = self.wire.last_step()
+        more = {
+            "wire_mb": round(sum(last["wire_bytes_per_step"].values()) / 1e6, 3),
+            "exposed_ms": round(last["exposed_ms"], 2),
+            "skipped_steps": self.wire.skipped,
+        }
+        logs.update(more)
+        state.log_history[-1].update(more)

@@ -1,0 +1,1 @@
+"""What everything stands on: errors, devices, random numbers, knobs, optional packages."""

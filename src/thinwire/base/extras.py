@@ -1,0 +1,59 @@
+"""Packages that are needed for some things only, and the extra that brings each."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from thinwire.base.errors import ThinwireError
+
+EXTRAS = {
+    "numba": "cpu",
+    "xxhash": "cpu",
+    "triton": "gpu",
+    "rich": "train",
+    "tyro": "train",
+    "yaml": "train",
+    "safetensors": "train",
+    "tokenizers": "train",
+    "matplotlib": "plots",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "datasets": "hub",
+    "accelerate": "hf",
+    "peft": "hf",
+    "transformers": "hf",
+    "lightning": "lightning",
+    "lm_eval": "eval",
+}
+"""Package, by the name that is imported -> extra."""
+
+
+def load(module: str) -> ModuleType:
+    """``module``, imported.
+
+    Raises:
+        ThinwireError: it is not installed; with the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise missing(error) from None
+
+
+def missing(error: ModuleNotFoundError) -> Exception:
+    """What to raise in place of ``error``: one line with a command, if an extra brings what is not there."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        return error
+    return ThinwireError(f"the package '{package}' is not installed: pip install 'thinwire[{EXTRAS[package]}]'")
+
+
+def save_file(tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """safetensors' ``save_file``, and who may read the file is as with any other: theirs are for their owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    load("safetensors.torch").save_file(tensors, path, metadata=metadata)
+    path.chmod(mode)

@@ -1,0 +1,90 @@
+"""``thinwire completion``: a script for the shell, which completes commands, flags and the words that flags take.
+
+The flags are those that each command's own ``--help`` shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from unittest import mock
+
+from thinwire.base.errors import ThinwireError
+
+SHELLS = ("bash", "zsh")
+HELP = """usage: thinwire completion bash|zsh
+
+Print a script that completes commands, flags and the words that flags take.
+    thinwire completion bash > ~/.local/share/bash-completion/completions/thinwire
+    thinwire completion zsh > ~/.thinwire.zsh; echo 'source ~/.thinwire.zsh' >> ~/.zshrc     (after compinit)"""
+SECOND = {"lab": "run"}
+"""Command -> the word that comes next."""
+FLAGS = re.compile(r"^[\s│]*(?:-h, )?(--[a-z][\w-]*(?:, --[a-z][\w-]*)*)(?: \{([\w,]+)\})?", re.MULTILINE)
+
+
+def main(argv: list[str]) -> int:
+    """Print the script. Returns the exit status."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(HELP)
+        return 0 if argv else 2
+    if len(argv) > 1 or argv[0] not in SHELLS:
+        raise ThinwireError(f"completion is for {' or '.join(SHELLS)}, got '{' '.join(argv)}'")
+    print(script(argv[0]))
+    return 0
+
+
+def help_of(command: str) -> str:
+    """What ``thinwire COMMAND --help`` prints."""
+    from thinwire.cli import program as cli
+
+    printed, words = io.StringIO(), [command, *filter(None, [SECOND.get(command)]), "--help"]
+    wide = mock.patch.dict(os.environ, {"COLUMNS": "1000"})  # nothing is wrapped
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit), wide:
+        cli.main(words)
+    return printed.getvalue()
+
+
+def options(text: str) -> dict[str, list[str]]:
+    """The flags in a ``--help``, and the words that each takes, where it names them."""
+    return {
+        flag: [word for word in words.split(",") if word and word != "None"]
+        for flags, words in FLAGS.findall(text)
+        for flag in flags.split(", ")
+    }
+
+
+def script(shell: str) -> str:
+    """For bash; zsh takes the same through its ``bashcompinit``."""
+    from thinwire.cli.program import COMMANDS
+    from thinwire.methods import names
+    from thinwire.train.shapes import PRESETS
+
+    known = {"--method": names(), "--methods": names(), "--intra": names(), "--preset": list(PRESETS)}
+    after, flags = [f'"completion completion") words="{" ".join(SHELLS)}" ;;'], []
+    for command in COMMANDS:
+        if command in SECOND:
+            after.append(f'"{command} {command}") words="{SECOND[command]}" ;;')
+        found = options(help_of(command)) if command != "completion" else {}
+        flags.append(f'{command}) words="{" ".join(found)}" ;;')
+        for flag, named in found.items():
+            if words := known.get(flag, named):
+                after.append(f'"{command} {flag}") words="{" ".join(words)}" ;;')
+    lines = [
+        *(["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []),
+        "_thinwire() {",
+        '    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words=""',
+        '    if [ "$COMP_CWORD" -eq 1 ]; then',
+        f'        words="{" ".join(COMMANDS)}"',
+        '    else case "${COMP_WORDS[1]} $before" in',
+        *(f"        {line}" for line in after),
+        '        *) [[ "$word" == -* ]] && case "${COMP_WORDS[1]}" in',
+        *(f"            {line}" for line in flags),
+        "            esac ;;",
+        "    esac; fi",
+        '    COMPREPLY=($(compgen -W "$words" -- "$word"))',
+        "}",
+        "complete -o default -F _thinwire thinwire",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,74 @@
+"""The ``thinwire`` program: the first word chooses a command, the rest is that command's own.
+
+Commands are imported when called, so that ``thinwire lab`` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+from thinwire.base import extras
+from thinwire.base.errors import ThinwireError
+
+COMMANDS = {
+    "train": ("thinwire.train.cli:main", "train a language model, on ranks of this machine, torchrun, srun or mpirun"),
+    "inspect": ("thinwire.train.inspect:main", "show what a checkpoint holds and whether it is whole, or compare two"),
+    "compare": ("thinwire.cli.lab:compare_main", "train with several methods on an emulated network: a verdict"),
+    "lab": ("thinwire.cli.lab:lab_main", "run any torchrun-style command on an emulated cluster"),
+    "tokenize": ("thinwire.train.tokens:main", "tokenize text once, for `thinwire train --corpus FOLDER`"),
+    "sample": ("thinwire.train.trained:sample_main", "print text that a trained model goes on with"),
+    "export": ("thinwire.train.trained:export_main", "write a trained model as a Hugging Face folder"),
+    "eval": ("thinwire.train.evaluation:main", "run tasks of lm-evaluation-harness on a trained model"),
+    "methods": ("thinwire.methods:main", "list the methods and their knobs"),
+    "completion": ("thinwire.cli.completion:main", "print a script that completes commands and flags, for bash or zsh"),
+}
+
+
+def usage() -> str:
+    lines = ["usage: thinwire COMMAND [options]     (thinwire COMMAND --help for its options)", ""]
+    lines += [f"  {word:<12}{text}" for word, (_, text) in COMMANDS.items()]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0, 2 for input that cannot be used, or the error's own."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from importlib.metadata import version
+
+        print(version("thinwire"))
+        return 0
+    word, rest = argv[0], argv[1:]
+    try:
+        if word not in COMMANDS:
+            raise ThinwireError(f"unknown command '{word}'; there are: {', '.join(COMMANDS)}")
+        module, function = COMMANDS[word][0].split(":")
+        try:
+            return getattr(importlib.import_module(module), function)(rest)
+        except ModuleNotFoundError as error:
+            raise extras.missing(error) from None
+    except ThinwireError as error:
+        print(f"thinwire: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print("thinwire: interrupted", file=sys.stderr)
+        return 130
+
+
+def program() -> NoReturn:
+    """:func:`main` as the shell starts it: ends the process with its status."""
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A worker thread of torch's may be just letting go of the last collective's tensors, for which it needs Python. Met
+    # by an interpreter that is being taken down it aborts the process ("terminate called without an active exception"),
+    # and a run that has done all its work is reported as failed. So nothing is taken down.
+    if "torch" in sys.modules:
+        os._exit(status)
+    sys.exit(status)

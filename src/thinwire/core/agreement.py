@@ -1,0 +1,231 @@
+"""Do all ranks mean the same? Asked once, in ``compress()``, before anything is exchanged that depends on it.
+
+Ranks that differ in a setting may send messages of equal size and read them as something else, and nobody would notice.
+So each rank writes down what must be the same on all, as text. A short fingerprint of it goes round first, and only if
+two differ the texts: then every rank names the same rank, and the first thing that differs.
+
+    with Agreement(comms) as agreement:
+        ...                         # whatever a rank may refuse by itself
+        agreement.compare(facts)    # all ranks have come this far, and mean the same
+        ...                         # groups are made, kernels compiled
+                                    # all ranks have come to the end
+
+A rank that fails inside takes part in what comes next with its message, and all raise. (Where the others are making a
+group just then, they and it wait for each other as long as the group's timeout says.)
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.base.errors import LostRank, ThinwireError
+from thinwire.core.method import Method
+from thinwire.core.names import bare_name
+from thinwire.network.comm import GroupComm
+from thinwire.ops.backends import cpu_kernels
+
+Facts = Mapping[str, str]
+"""What must be the same on all ranks: what it is -> how it is here. In the order in which differences are named."""
+
+_FAILED = "error"
+
+
+class Agreement:
+    """All ranks go through a passage of the program, or none does.
+
+    Every rank of the job may be in several of the groups (HSDP: those that share its shard, and those of its node): a
+    message goes round the first, then what came of that round the second, and so on. So each rank sees all, and all
+    come to one verdict.
+
+    Attributes:
+        undo: what is due where none goes on.
+    """
+
+    def __init__(self, comms: Sequence[GroupComm], beside: GroupComm | None = None) -> None:
+        """``comms``: the groups in which all must be the same. ``beside``: one in which ``shared`` facts must."""
+        self._comms, self._beside = list(comms), beside
+        self._over = False
+        self.undo: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            try:
+                self.compare({})
+            except BaseException:
+                self.undo()
+                raise
+            return
+        self.undo()
+        if isinstance(error, Exception) and not isinstance(error, LostRank) and not self._over:
+            text = str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}"
+            with suppress(LostRank):  # this rank's own message is the one that helps
+                self._meet({_FAILED: text}, {})
+
+    def compare(self, facts: Facts, shared: Facts | None = None) -> None:
+        """Go on if all ranks say the same ``facts``, and those ``beside`` the same ``shared`` ones.
+
+        Raises:
+            ThinwireError: they do not, or one has failed: which rank, and what. The same on all ranks that have not.
+        """
+        rows = self._meet(dict(facts), dict(shared or {}))
+        if rows is None:
+            return
+        self._over = True
+        for rank, said, _ in rows:
+            if _FAILED in said:
+                raise ThinwireError(f"rank {rank}: {said[_FAILED]}")
+        per_stage = len(rows) // (1 if self._beside is None else self._beside.size)
+        for first in range(0, len(rows), per_stage):
+            _check([(rank, said) for rank, said, _ in rows[first : first + per_stage]])
+        _check([(rank, too) for rank, _, too in rows])
+
+    def _meet(self, facts: dict[str, str], shared: dict[str, str]) -> list[Any] | None:
+        """None where all are alike; else what each rank says: (rank, facts, shared)."""
+        comm = self._comms[0]
+        text = zlib.compress(json.dumps([comm.ranks[comm.rank], facts, shared]).encode())
+        digests = [hashlib.sha256(json.dumps(part).encode()).digest() for part in (facts, shared)]
+        about = torch.tensor([*b"".join(digests), *len(text).to_bytes(8, "big"), _FAILED in facts], dtype=torch.uint8)
+        everybody = self._gather(about)
+        stages = everybody.view(1 if self._beside is None else self._beside.size, -1, len(about))
+        alike = bool((stages[:, :, :32] == stages[:, :1, :32]).all() and (stages[..., 32:64] == about[32:64]).all())
+        if alike and not bool(everybody[:, -1].any()):
+            return None
+        longest = max(int.from_bytes(bytes(row[64:72].tolist()), "big") for row in everybody)
+        texts = self._gather(torch.tensor([*text, *bytes(longest - len(text))], dtype=torch.uint8))
+        return [json.loads(zlib.decompressobj().decompress(bytes(row.tolist()))) for row in texts]
+
+    def _gather(self, row: Tensor) -> Tensor:
+        """(N, m): the ``row`` (m,) of everybody in all groups, in the same order on all ranks."""
+        rows = row.view(1, -1)
+        for comm in [*self._comms, *([] if self._beside is None else [self._beside])]:
+            mine = rows.reshape(-1).to(comm.device)
+            every = torch.empty((comm.size, mine.numel()), dtype=row.dtype, device=comm.device)
+            comm.all_gather(every, mine)
+            rows = every.cpu().view(-1, row.numel())
+        return rows
+
+
+class Difference(NamedTuple):
+    """The first fact in which ranks differ: what it is on ``rank``, and what ``usual`` on ``others``, in words."""
+
+    name: str
+    rank: int
+    value: str
+    others: str
+    usual: str
+
+
+def difference(rows: Sequence[tuple[int, Facts]]) -> Difference | None:
+    """The first in which ``rows``, of (rank, facts), differ; named is a rank that is not of the largest party."""
+    for name in dict.fromkeys(name for _, facts in rows for name in facts):
+        values = [(rank, facts.get(name, "nothing")) for rank, facts in rows]
+        usual, count = Counter(value for _, value in values).most_common(1)[0]
+        if count == len(rows):
+            continue
+        odd, value = next((rank, value) for rank, value in values if value != usual)
+        if len(rows) == 2:
+            others = next(f"rank {rank}" for rank, _ in values if rank != odd)
+        else:
+            others = "the others" if count == len(rows) - 1 else f"{count} of {len(rows)} ranks"
+        return Difference(name, odd, value, others, usual)
+    return None
+
+
+INSTRUCTIONS, KERNELS = "torch's CPU instructions", "Thinwire's CPU kernels"
+_OF_THE_HOST = {
+    INSTRUCTIONS: "every rank steps weights that all hold, and these would drift apart: set ATEN_CPU_CAPABILITY to the "
+    "least of them on all ranks (avx2, say), or shard weights with fully_shard",
+    KERNELS: "their last bits differ, and ranks would drift apart: pip install 'thinwire[cpu]' on all hosts or on none",
+}
+
+
+def host_facts(method: Method, optimizers: Sequence[torch.optim.Optimizer], device: str, engine: str) -> dict[str, str]:
+    """What of this host can change bits that all ranks must have alike, where tensors are on a CPU.
+
+    tests/test_hosts.py tries all methods; numba's own instruction set changes none.
+    """
+    if device != "cpu":
+        return {}
+    found = {}
+    if engine != "FSDP2" or method.same_arithmetic:
+        found[INSTRUCTIONS] = torch.backends.cpu.get_cpu_capability()
+    if method.same_arithmetic or any(type(optimizer).__name__ == "AdamS" for optimizer in optimizers):
+        found[KERNELS] = cpu_kernels()
+    return found
+
+
+def _check(rows: Sequence[tuple[int, Facts]]) -> None:
+    if found := difference(rows):
+        usual = "all ranks call compress() with the same model, optimizer and arguments"
+        raise ThinwireError(
+            f"rank {found.rank} has {found.name} = {_short(found.value)}, but on {found.others} it is "
+            f"{_short(found.usual)}: {_OF_THE_HOST.get(found.name, usual)}"
+        )
+
+
+def _short(value: str, most: int = 120) -> str:
+    return value if len(value) <= most else value[: most - 3] + "..."
+
+
+def model_facts(model: nn.Module) -> dict[str, str]:
+    """Where it is; of each parameter, in order: name, shape (as a whole, where it is sharded), dtype, is it trained?
+
+    A method's left-overs may differ between a CPU and a GPU (``thinwire.ops.sketch``), and all ranks have to know them.
+    """
+    return {"device": ", ".join(sorted({parameter.device.type for parameter in model.parameters()}))} | {
+        f"parameter {number}": f"{bare_name(name)} {tuple(parameter.shape)} "
+        f"{str(parameter.dtype).removeprefix('torch.')}{'' if parameter.requires_grad else ', frozen'}"
+        for number, (name, parameter) in enumerate(model.named_parameters())
+    }
+
+
+def optimizer_facts(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> dict[str, str]:
+    """Kinds, and of each group its settings, and which of the model's parameters it holds."""
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    found = {"optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
+    for i, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__ + (f" {i}" if len(optimizers) > 1 else "")
+        for number, group in enumerate(optimizer.param_groups):
+            where = f"({kind}, group {number})"
+            for setting, value in group.items():
+                if setting not in ("params", "param_names"):
+                    found[f"{setting} {where}"] = shown(value)
+            held = [numbers.get(id(parameter), -1) for parameter in group["params"]]
+            found[f"parameter numbers {where}"] = " ".join(map(str, held))
+    return found
+
+
+@functools.cache  # reading it takes as long as a small model's step
+def version() -> str:
+    """Of Thinwire."""
+    with suppress(PackageNotFoundError):
+        return importlib.metadata.version("thinwire")
+    return "from source"
+
+
+def in_words(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Each as ``shown``."""
+    return {name: shown(value) for name, value in settings.items()}
+
+
+def shown(value: Any) -> str:
+    """``value`` in words that do not depend on where it lies in memory."""
+    if isinstance(value, Tensor):
+        return repr(value.item()) if value.numel() == 1 else f"tensor of {value.numel()} values"
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value) if isinstance(value, Method) else repr(value))

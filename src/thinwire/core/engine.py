@@ -1,0 +1,179 @@
+"""What every engine offers, and what engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Layout
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Method, Parameter
+from thinwire.network.comm import Comm, GroupComm, local
+
+if TYPE_CHECKING:
+    from thinwire.core.road import Levels, Road
+
+
+class StepEvents(Protocol):
+    """What an engine tells the steps of its model, and asks them."""
+
+    @property
+    def open(self) -> bool:
+        """Have some optimizers stepped, and others not yet?"""
+
+    def enter(self, names: Sequence[str]) -> None:
+        """The gradients of ``names`` are about to be exchanged."""
+
+    def exchanging(self, what: str, names: Iterable[str]) -> AbstractContextManager[None]:
+        """Inside, ``what`` of the parameters ``names`` is exchanged."""
+
+    def seen(self, name: str) -> bool:
+        """Has the parameter been exchanged since the last step?"""
+
+    def exchanged(self) -> list[Tensor]:
+        """The parameters that have been exchanged since the last step."""
+
+
+Meet = Callable[[], None]
+"""Called by an engine once it has looked at its model, before it makes groups of its own: collective."""
+
+
+class Engine:
+    """PyTorch's own way to train in parallel, translated: what hands out gradients, and where their means go.
+
+    What does nothing here is for engines that gather weights, or keep gradients back.
+
+    Attributes:
+        kind: "ddp", "fsdp2" or "hsdp". model: the wrapped model.
+        parameters: id(parameter) -> what is known of it, of each that is trained.
+        hops: the exchanges of the road, first to last; the last one is the method's.
+        levels: how a buffer goes through two hops; None: there is one, or torch calls each by itself (HSDP).
+        chunk: see :class:`thinwire.core.method.Run`.
+        comms: the groups on which ranks agree whether a step counts. beside: those of them whose ranks hold other parts
+            of the parameters for another reason than data parallelism.
+        rank: of this process among the data-parallel ones.
+        wire_dtype: of the engine's buffers; None: as the parameters.
+        gathers: dtypes in which sharded weights are gathered; none where they are not sharded.
+    """
+
+    kind: str
+    model: Any
+    parameters: dict[int, Parameter]
+    hops: tuple[Exchange, ...]
+    levels: Levels | None = None
+    chunk: tuple[int, int] | None = None
+    comms: list[Comm]
+    beside: Sequence[GroupComm] = ()
+    rank: int
+    wire_dtype: torch.dtype | None = None
+
+    @property
+    def gathers(self) -> frozenset[torch.dtype]:
+        return frozenset()
+
+    @property
+    def exchanges(self) -> bool:
+        """Are we called at all? Not where torch leaves out what a single rank would exchange with itself."""
+        return True
+
+    def attach(self, turn: StepEvents, road: Road) -> None:
+        """Send every gradient down ``road``, and tell ``turn``."""
+
+    def layout(self) -> Layout:
+        """The buffers that will be handed out."""
+        raise NotImplementedError
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """No exchange in this backward pass unless it is the ``last`` of the optimizer step."""
+        raise NotImplementedError
+
+    def gradients(self) -> list[Tensor | None]:
+        """This rank's part of those of all trained parameters."""
+        return [parameter.grad for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def accumulated(self) -> bool:
+        """Has this rank gradients that torch keeps from the optimizer?"""
+        return False
+
+    def cut_short(self) -> bool:
+        """Has torch exchanged some gradients of the last backward pass, and left others as each rank has them?"""
+        return False
+
+    def missing(self) -> str | None:
+        """A parameter without a gradient, where torch does not exchange those of others for want of it."""
+        return None
+
+    def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
+        """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?
+
+        ``look``: at their values too, whether they were set to zero.
+        """
+        raise NotImplementedError
+
+    def settled(self) -> None:
+        """The step is over."""
+
+    def stepping(self) -> None:
+        """An optimizer is about to give the weights new values."""
+
+    def stepped(self) -> None:
+        """It has done so."""
+
+    def ahead(self, step: int) -> None:
+        """All optimizers have stepped, ``step`` times so far: weights may leave before the next forward pass needs
+        them. Collective."""
+
+    def arrive(self) -> None:
+        """Wait for what has left."""
+
+    def weights_changed(self) -> None:
+        """The weights were given other values than an optimizer's."""
+
+    def close(self) -> None:
+        """End threads. Hooks stay, so that nothing is exchanged without a word, until ``renew``."""
+
+    @staticmethod
+    def renew(model: Any) -> None:
+        """If an engine that was closed has hooks on ``model``, take them away: another one comes."""
+
+
+def all_zero(gradients: Iterable[Tensor | None], comms: Sequence[Comm] = ()) -> bool:
+    """Have these ``gradients`` been thrown away, by None or by zeros?
+
+    Collective over ``comms`` unless all are None, because a rank may own nothing but zeros. Waits for the device.
+    """
+    there = [local(gradient) for gradient in gradients if gradient is not None]
+    if not there:
+        return True
+    found = torch.stack([gradient.any() for gradient in there]).any().float().reshape(1)
+    for comm in comms:
+        comm.all_reduce(found, "max")
+    return not bool(found)
+
+
+def wants_two_levels(comm: Comm, method: Method, two_level: bool | None) -> bool:
+    """As the user says, else as the method does; in any case only where both levels have several ranks."""
+    nodes = len(set(comm.nodes))
+    return (method.two_level if two_level is None else two_level) and 1 < nodes < comm.size
+
+
+def split_by_node(comm: GroupComm) -> tuple[GroupComm, GroupComm]:
+    """The ranks of this node, and the ranks with this local rank on every node. Collective over ``comm``."""
+    nodes = sorted(set(comm.nodes))
+    members = {node: [rank for rank in range(comm.size) if comm.nodes[rank] == node] for node in nodes}
+    sizes = {len(ranks) for ranks in members.values()}
+    if len(sizes) != 1:
+        raise ThinwireError(
+            f"two levels need as many ranks on every node, got {[len(members[n]) for n in nodes]}: pass two_level=False"
+        )
+    flat = [rank for node in nodes for rank in members[node]]
+    if flat != list(range(comm.size)):
+        raise ThinwireError("two levels need the ranks of a node to be consecutive: pass two_level=False")
+    mine = members[comm.nodes[comm.rank]]
+    local = mine.index(comm.rank)
+    return comm.subset(mine), comm.subset([members[node][local] for node in nodes])

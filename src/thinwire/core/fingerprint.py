@@ -1,0 +1,150 @@
+"""A few samples of each weight, by which it is noticed that somebody else than an optimizer has changed weights.
+
+torch counts changes in place (``_version``), but not those through ``.data``; and it does not tell a change that was
+taken back (averaged weights, put in for an evaluation) from one that stays.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.base import device as devices
+from thinwire.base.errors import ThinwireWarning
+from thinwire.network.comm import local
+
+SAMPLES = 64
+"""Values of a weight that are looked at."""
+
+
+class Fingerprint:
+    """``SAMPLES`` values of each weight as they were when ``take`` was called."""
+
+    def __init__(self, weights: Callable[[], Sequence[Tensor]]) -> None:
+        """``weights``: gives the tensors (DTensors: this rank's part counts), the same ones in the same order."""
+        self._weights = weights
+        self._known: Tensor | None = None
+
+    def take(self) -> None:
+        """The weights are as they should be now."""
+        with torch.no_grad():
+            self._known = self._samples()
+
+    def forget(self) -> None:
+        """Nothing is known until the next ``take``."""
+        self._known = None
+
+    def differs(self) -> bool:
+        """Has any sample another value than when it was taken? Waits for the device."""
+        return bool(self._differing().any())
+
+    def share_of_weights_changed(self) -> float:
+        """The share of the weights of which a sample has another value, 0 to 1. Waits for the device."""
+        differing = self._differing()
+        if differing.numel() == 0:
+            return 0.0
+        sizes = [min(SAMPLES, local(weight).numel()) for weight in self._weights()]
+        changed = [bool(samples.any()) for samples in differing.cpu().split(sizes) if samples.numel()]
+        return sum(changed) / len(changed)
+
+    def _differing(self) -> Tensor:
+        """(samples,) bool; empty where nothing is known."""
+        known = self._known
+        if known is None:
+            return torch.zeros(0, dtype=torch.bool)
+        with torch.no_grad():
+            now = self._samples()
+        if now.shape != known.shape or now.device != known.device:  # the model has moved: that is no new value
+            return torch.zeros(0, dtype=torch.bool)
+        return (now != known) & ~(now.isnan() & known.isnan())
+
+    def _samples(self) -> Tensor:
+        samples = [_samples_of(local(weight.detach())) for weight in self._weights()]
+        return torch.cat(samples) if samples else torch.zeros(0)
+
+
+class WeightWatch:
+    """Notices that the weights of a step are not those that the last one has left, where something waits for them.
+
+    An lr finder, or whoever goes back to better weights, puts back model and optimizer, and not what waits: that
+    belongs to the weights of before, and would move these. If both were put back, what waits is dropped. If weights
+    alone were changed, they may be averaged ones to go on with: then one line says what to call.
+    """
+
+    def __init__(self, method: str, weights: Sequence[Tensor], drop_waiting: Callable[[], None] | None) -> None:
+        """``method``: its name. ``drop_waiting``: lets go of what waits; None: nothing ever does."""
+        self._method, self._weights, self._drop_waiting = method, weights, drop_waiting
+        self._fingerprint = None if drop_waiting is None else Fingerprint(lambda: weights)
+        self._version = -1
+        self._optimizer_loaded = False
+        self._warned = False
+
+    def trust(self) -> None:
+        """The weights of the next step are as they should be, whatever they were: somebody has said so."""
+        self._optimizer_loaded = False
+        if self._fingerprint is not None:
+            self._fingerprint.forget()
+
+    def optimizer_was_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer.load_state_dict()`` has been called."""
+        self._optimizer_loaded = True
+
+    def step_is_over(self) -> None:
+        """The weights are as the step has left them."""
+        self._optimizer_loaded = False
+        if self._fingerprint is not None:
+            self._fingerprint.take()
+            self._version = self._count_versions()
+
+    def look(self, *, alone: bool) -> None:
+        """Another step begins. ``alone``: each rank by itself (then nothing is dropped, since others could differ)."""
+        fingerprint, loaded, self._optimizer_loaded = self._fingerprint, self._optimizer_loaded, False
+        if fingerprint is None or self._drop_waiting is None:
+            return
+        # On a GPU the host would wait for the device: only where torch has counted a change.
+        if devices.streams(self._weights[0].device) is not None and self._count_versions() == self._version:
+            return
+        if fingerprint.share_of_weights_changed() <= 0.5:
+            return
+        fingerprint.forget()
+        text = (
+            f"{self._method}: since the last step most weights were given other values"
+            f"{' and the optimizer another state' * loaded}, and what waits to be sent belongs to those of before"
+        )
+        if loaded and not alone:
+            self._drop_waiting()
+            text += ": it was dropped. wire.load_state_dict() with what belongs to them keeps it"
+        elif self._warned:
+            return
+        else:
+            self._warned = True
+            text += (
+                ": if they were put back to what they once were, call wire.reset() or wire.load_state_dict() after that"
+            )
+        warnings.warn(text, ThinwireWarning, stacklevel=2)
+
+    def _count_versions(self) -> int:
+        return sum(weight._version + local(weight)._version for weight in self._weights)
+
+
+def _samples_of(weight: Tensor) -> Tensor:
+    """(up to ``SAMPLES``,) values at equal distances in memory: a view where the weight has no gaps."""
+    count = min(SAMPLES, weight.numel())
+    if count and _fills_its_memory(weight):
+        return weight.as_strided((count,), (weight.numel() // count,), weight.storage_offset())
+    return weight.reshape(-1)[:: max(weight.numel() // max(count, 1), 1)][:count]
+
+
+def _fills_its_memory(weight: Tensor) -> bool:
+    """Do the values of ``weight`` lie side by side, in whatever order?"""
+    expected = 1
+    for size, stride in sorted(zip(weight.shape, weight.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,66 @@
+"""What a method promises of the values that it is given: what is sent, what waits, and what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far one encoding may be off, by its format alone.
+
+    Each value is off by at most ``value`` of itself plus ``step`` of the largest of its group. Where ``block``
+    neighbours are transformed together (by an orthogonal matrix), this holds of the lengths of such blocks instead:
+    the error of a block x is no longer than ``value`` |x| + sqrt(block) ``step`` times the longest block of the group.
+
+    Attributes:
+        bits: what rounds, for the user: "8 bits".
+        value: half a unit in the last place, as a share of the value (bfloat16: 2^-8). step: of codes that share a
+            scale, half a code (a whole one where rounding is stochastic), as a share of the largest.
+        group: values that share a scale. block: values that are transformed together (1: none).
+    """
+
+    bits: str
+    value: float = 0.0
+    step: float = 0.0
+    group: int = 1
+    block: int = 1
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a method keeps of the values it is given. ``thinwire.proof.laws`` holds every method to it.
+
+    Attributes:
+        kind: "exact": the mean, bit for bit the stock engine's.
+            "conserves": over all ranks, the sum of inputs and of what waited = N means and the sum of what waits, up to
+            the rounding of float32.
+            "rounds": the same up to ``rounding``: what is rounded off is not returned.
+            "lossy": a part of what comes in never arrives.
+        lost: what is not returned, and what returns it, in one plain phrase; "" where nothing is lost.
+        waits: kinds of state that wait -> how often a value of each counts: e / (1 - beta) is still to come where a
+            moving average e' = beta e + (1 - beta) (what was left out) is added to every input. A kind that has one row
+            where the bucket has N belongs to that row's owner, and stands for all N ranks.
+        of: "gradients", or first "moments" m: then (1 - beta1) times the inputs and beta1 times the last m come in, and
+            m is what arrives; ``method.beta1``, and m the optimizer's ``exp_avg``. Or "updates": steps of the
+            weights, which ``compress()`` finds in the bucket's rows. Or "weights": where ranks go their own ways, how
+            far each has moved its weights since all were equal comes in, and how far all are then moved is what arrives
+            (with an outer rate of 1 and no momentum).
+        rounding: of one encoding, for "rounds".
+    """
+
+    kind: Literal["exact", "conserves", "rounds", "lossy"]
+    lost: str = ""
+    waits: Mapping[str, float] = field(default_factory=lambda: {"residual": 1.0})
+    of: Literal["gradients", "moments", "updates", "weights"] = "gradients"
+    rounding: Rounding | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "exact":
+            return "exact: the stock engine's mean, bit for bit"
+        return f"{self.kind}: {self.lost or 'nothing is lost; what is not sent waits'}"
+
+
+EXACT, CONSERVES = Promise("exact"), Promise("conserves")

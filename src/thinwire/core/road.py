@@ -1,0 +1,426 @@
+"""The road of one engine buffer: split it into buckets, let the method reduce each, put the means back.
+
+    engine hook -> Bucket -> Method.reduce -> exchange(rows, codec) -> back into the engine
+
+A hop is a stage of the road. Most roads have one. Where there are several nodes of several ranks, the first may average
+inside the node and the second, the method's own, across nodes:
+
+    HSDP    my node's rows -> reduce-scatter -> my shard -> all-reduce across; torch calls each stage itself
+    DDP     the same, and an all-gather of the shards inside the node behind it
+    FSDP2   rows -> reduce-scatter inside -> my node's rows -> reduce-scatter across -> my row
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.base import device as devices
+from thinwire.core.bucket import Arena, Bucket, BucketGroup, Piece
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Fp32, Method, Parameter
+from thinwire.core.outliers import Bound
+from thinwire.network.comm import Comm
+from thinwire.network.guard import Guard
+from thinwire.network.ledger import Ledger
+
+T = TypeVar("T")
+Pieces = tuple[Piece, ...]
+Carry = Callable[[Tensor, Pieces, Tensor], object]
+"""(flat, its pieces, where the means go): one stage."""
+
+
+@dataclass
+class Stage:
+    """One hop: a method, and the topology that it is handed.
+
+    Attributes:
+        dense: names of the parameters that travel beside the compressed ones, in fp32.
+        guard: told of every buffer. counts_dense: the engine by itself would send this buffer over this hop, too.
+        bound: of what a step may put into the method's state, if it has any.
+        scale: what a GradScaler multiplies the gradients with now, 0-dim; None: nothing. The method sees them without.
+        step: optimizer steps taken so far; skipped ones do not count.
+        flush_at: the step whose exchange is dense and delivers all that waits.
+    """
+
+    method: Method
+    dense: frozenset[str]
+    exchange: Exchange
+    guard: Guard
+    ledger: Ledger
+    counts_dense: bool = True
+    bound: Bound | None = None
+    scale: Callable[[torch.device], Tensor] | None = None
+    step: int = 0
+    flush_at: int | None = None
+
+    def __post_init__(self) -> None:
+        self._parts: _Compositions[list[_Part]] = _Compositions()
+        # What stays dense beside compressed parameters is summed in rank order too: then no bit depends on how the
+        # engine happened to cut its buckets, and a resumed run is the same run.
+        self._side = Fp32()
+        self._dense_bytes = functools.cache(self.exchange.dense_bytes)
+
+    def reduce(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
+        """Average ``flat`` (1-D, the parameters of ``pieces``) over the ranks of this hop.
+
+        The mean goes to ``out``: ``flat`` itself, or this rank's row where the exchange leaves one to each. Neither are
+        gradients recorded nor is anything cast, whatever mode the engine's hook runs in.
+        """
+        with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
+            self.guard.observe(flat)
+            if self.counts_dense:
+                self.ledger.count_dense(self._dense_bytes(flat.numel(), flat.dtype))
+            scale = None if self.scale is None else self.scale(flat.device)
+            if scale is not None:
+                flat.div_(scale)
+            if self.bound is not None:
+                self.bound.apply(flat, pieces)
+            self.carry(flat, pieces, out)
+            if scale is not None:
+                out.mul_(scale)
+
+    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
+        """``reduce``, without what looks at the values and counts."""
+        for packed, buckets in self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
+            packed.load(flat, out)
+            for method, bucket in buckets:
+                bucket.step = self.step
+                due = self.flush_at == self.step and method is self.method
+                (method.deliver if due else method.reduce)(bucket, self.exchange)
+            packed.store(out)
+            packed.release()
+
+    def between_steps(
+        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Callable[[Bucket, Exchange], None]
+    ) -> None:
+        """``carry`` of zeros, where ``send`` fills the method's buckets; what stays dense stays zero."""
+        parts = self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces))
+        for method, bucket in itertools.chain.from_iterable(part.buckets for part in parts):
+            if method is self.method:
+                bucket.step = self.step
+                bucket.load(flat, out)
+                send(bucket, self.exchange)
+                bucket.store(out)
+                bucket.release()
+
+    def _split(self, flat: Tensor, pieces: Pieces) -> list[_Part]:
+        """One bucket for what is compressed, one beside it for what stays dense."""
+        sent = [piece for piece in pieces if piece.name not in self.dense]
+        kept = [piece for piece in pieces if piece.name in self.dense]
+        parts = ((self.method, sent), (self._side, kept))
+        buckets = [(method, self._bucket(of, flat, method)) for method, of in parts if of]
+        if len(buckets) > 1 and len({bucket.dtype for _, bucket in buckets}) == 1:
+            return [_Part(BucketGroup([bucket for _, bucket in buckets]), buckets)]
+        return [_Part(bucket, [(method, bucket)]) for method, bucket in buckets]
+
+    def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
+        if method.native:  # the buffer goes out as it is
+            pieces = [replace(piece, form=None) for piece in pieces]
+        dtype = flat.dtype if method.native else torch.float32
+        return method.bucket_of(pieces, self.exchange, flat.device, self._parts.arena, dtype)
+
+
+class _Part(NamedTuple):
+    """Buckets of a buffer that are packed and unpacked together, and each with what reduces it."""
+
+    packed: Bucket | BucketGroup
+    buckets: Sequence[tuple[Method, Bucket]]
+
+
+class _Compositions(Generic[T]):
+    """What is made once for each composition of a buffer, and the memory in which buffers take turns.
+
+    ``arena``: a stage's buffers come one after the other, on one thread or stream.
+    """
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self._made: dict[tuple[Pieces, torch.dtype], T] = {}
+
+    def once(self, pieces: Pieces, dtype: torch.dtype, make: Callable[[], T]) -> T:
+        """What ``make()`` gave for ``pieces`` in ``dtype``.
+
+        What was made for older compositions with any of these parameters is freed: DDP rebuilds its buckets once.
+        """
+        key = (pieces, dtype)
+        if key not in self._made:
+            names = {piece.name for piece in pieces}
+            for old in [old for old in self._made if names & {piece.name for piece in old[0]}]:
+                del self._made[old]
+                self.arena.clear()
+            self._made[key] = make()
+        return self._made[key]
+
+
+@dataclass
+class Road:
+    """The stages of all buffers, one behind the other; the last one is the method's.
+
+    Attributes:
+        levels: how a buffer goes through two stages. None: there is one, or the engine calls each by itself (HSDP).
+    """
+
+    stages: Sequence[Stage]
+    levels: Levels | None = None
+
+    @property
+    def last(self) -> Stage:
+        """The stage of the method itself."""
+        return self.stages[-1]
+
+    @property
+    def entry(self) -> Exchange:
+        """What the engine takes the road for: its own buffers are of this form."""
+        return self.stages[0].exchange if self.levels is None else self.levels.stock
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far; skipped ones do not count."""
+        return self.last.step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        for stage in self.stages:
+            stage.step = number
+
+    def reduce(self, flat: Tensor, pieces: Pieces, out: Tensor | None = None) -> Tensor:
+        """Average ``flat`` (1-D, the parameters of ``pieces``) over the ranks, stage by stage.
+
+        Returns ``flat``, overwritten by the mean; or ``out`` (this rank's row) if the exchange leaves one row to each.
+        """
+        out = flat if out is None else out
+        if self.levels is not None:
+            self.last.ledger.count_dense(self.levels.stock_bytes(flat.numel(), flat.dtype))
+        with torch.no_grad():
+            self._through(flat, pieces, out, [stage.reduce for stage in self.stages])
+        return out
+
+    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
+        """``reduce``, without what looks at the values and counts."""
+        self._through(flat, pieces, out, [stage.carry for stage in self.stages])
+
+    def between_steps(
+        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Callable[[Bucket, Exchange], None]
+    ) -> None:
+        """``carry`` of zeros ``flat``, and of what ``send`` puts into the buckets of the last stage."""
+
+        def last(flat: Tensor, pieces: Pieces, out: Tensor) -> None:
+            self.last.between_steps(flat, pieces, out, send)
+
+        self._through(flat, pieces, out, [*(stage.carry for stage in self.stages[:-1]), last])
+
+    def _through(self, flat: Tensor, pieces: Pieces, out: Tensor, stages: Sequence[Carry]) -> None:
+        if self.levels is not None:
+            native = all(stage.method.native for stage in self.stages)
+            self.levels.through(flat, pieces, out, stages[0], stages[1], flat.dtype if native else torch.float32)
+            return
+        for stage in stages:
+            stage(flat, pieces, out)
+            flat, pieces = out, shard_of(pieces)
+
+    def piece(self, parameter: Parameter) -> Piece:
+        """``parameter`` in a buffer of its own, as the engine would hand it out."""
+        rows, name = self.entry.rows, parameter.name
+        if self.entry.owner:
+            return Piece(name, 0, parameter.local * rows, rows, parameter.local)
+        return Piece(name, 0, math.prod(parameter.part))
+
+    def dense_bytes(self, parameter: Parameter, dtype: torch.dtype) -> float:
+        """Bytes that the engine by itself would send of ``parameter``."""
+        if self.levels is not None:
+            return self.levels.stock.dense_bytes(self.piece(parameter).numel, dtype)
+        stages = [stage.exchange for stage in self.stages]
+        return sum(stage.dense_bytes(parameter.local * (stage.rows if stage.owner else 1), dtype) for stage in stages)
+
+
+def shard_of(pieces: Pieces) -> Pieces:
+    """Where the parameters lie in the row of ``pieces`` that a reduce-scatter leaves."""
+    return tuple(Piece(piece.name, piece.offset, piece.numel // piece.rows) for piece in pieces)
+
+
+class Levels(ABC):
+    """How an engine's buffer goes through two stages, and back.
+
+    Attributes:
+        stock: the exchange of the engine itself, in one hop over all ranks.
+    """
+
+    def __init__(self, stock: Exchange) -> None:
+        self.stock = stock
+        self.stock_bytes = functools.cache(stock.dense_bytes)
+
+    @abstractmethod
+    def through(
+        self, flat: Tensor, pieces: Pieces, out: Tensor, first: Carry, second: Carry, dtype: torch.dtype
+    ) -> None:
+        """Carry ``flat`` inside the node (``first``), then across nodes; ``dtype``: of the buffers in between."""
+
+    @abstractmethod
+    def on(self, double: Callable[[Comm], Comm]) -> Levels:
+        """The same on ``double`` of each group."""
+
+
+class ScatterAndShare(Levels):
+    """DDP: each of a node's L ranks takes a shard of every parameter across, and they share what comes back.
+
+    A shard is one of L equal chunks of dim 0, the last one padded with zeros, as with FSDP2: so what travels across
+    nodes, and what waits there, is what HSDP has. The means are shared as they are.
+    """
+
+    def __init__(self, stock: Exchange, intra: Comm, widths: Mapping[str, int]) -> None:
+        """``intra``: the ranks of this node. ``widths``: values of each parameter's shard, by name."""
+        super().__init__(stock)
+        self.intra, self.widths = intra, widths
+        self._made: _Compositions[tuple[Bucket, Pieces, Pieces]] = _Compositions()
+
+    def through(self, flat, pieces, out, first, second, dtype):
+        bucket, inside, across = self._made.once(pieces, dtype, lambda: self._make(flat, pieces, dtype))
+        rows = bucket.scratch("rows", bucket.shape, dtype)
+        shard = bucket.scratch("shard", (bucket.shape[1],), dtype)
+        bucket.pack(flat, rows)
+        first(rows.view(-1), inside, shard)
+        second(shard, across, shard)
+        self.intra.all_gather(rows, shard)
+        bucket.unpack(rows, flat)
+
+    def on(self, double):
+        return ScatterAndShare(self.stock.on(double), double(self.intra), self.widths)
+
+    def _make(self, flat: Tensor, pieces: Pieces, dtype: torch.dtype) -> tuple[Bucket, Pieces, Pieces]:
+        """The bucket that packs ``flat`` as rows (L, n), the pieces of those, and of a shard."""
+        ranks, spans = self.intra.size, [self.widths[piece.name] for piece in pieces]
+        bucket = Bucket(
+            pieces, rows=ranks, owner=False, group=1, dtype=dtype, device=flat.device, spans=spans,
+            arena=self._made.arena,
+        )  # fmt: skip
+        n = bucket.shape[1]
+        inside = tuple(Piece(of.name, of.start, of.span * ranks, ranks, n) for of in bucket.segments)
+        return bucket, inside, shard_of(inside)
+
+
+class Regroup(Levels):
+    """FSDP2: what local rank l of any node owns lies side by side for the first stage, as rows for the second.
+
+    With L ranks per node and M nodes, row a * L + l belongs to local rank l of node a.
+    """
+
+    def __init__(self, stock: Exchange, local: int, nodes: int) -> None:
+        super().__init__(stock)
+        self._local, self._nodes = local, nodes
+        self._made: _Compositions[tuple[Pieces, Pieces]] = _Compositions()
+
+    def through(self, flat, pieces, out, first, second, dtype):
+        local, nodes = self._local, self._nodes
+        inside, across = self._made.once(pieces, dtype, lambda: self._make(flat, pieces))
+        n = flat.numel() // (local * nodes)
+        rows, row, apart = (
+            self._made.arena.take(use, shape, dtype, flat.device)
+            for use, shape in (("rows", (local, nodes * n)), ("row", (nodes * n,)), ("apart", (nodes, n)))
+        )
+        spans = [(piece.offset, piece.numel // piece.rows) for piece in pieces]
+        for at, span in spans:
+            source = flat.view(nodes, local, -1)[:, :, at : at + span]
+            rows[:, nodes * at : nodes * (at + span)].view(local, nodes, span).copy_(source.transpose(0, 1))
+        first(rows.view(-1), inside, row)
+        for at, span in spans:
+            apart[:, at : at + span].copy_(row[nodes * at : nodes * (at + span)].view(nodes, span))
+        second(apart.view(-1), across, out)
+
+    def on(self, double):
+        return Regroup(self.stock.on(double), self._local, self._nodes)
+
+    def _make(self, flat: Tensor, pieces: Pieces) -> tuple[Pieces, Pieces]:
+        """Where the parameters lie in the first stage's rows (L, M * n), and in the second one's (M, n)."""
+        local, nodes = self._local, self._nodes
+        n = flat.numel() // (local * nodes)
+        inside, across = [], []
+        for piece in pieces:
+            at, span = piece.offset, piece.numel // piece.rows
+            inside.append(Piece(piece.name, nodes * at, nodes * span * local, local, nodes * n))
+            across.append(Piece(piece.name, at, span * nodes, nodes, n))
+        return tuple(inside), tuple(across)
+
+
+class Worker:
+    """Runs jobs in the order in which they come, beside the backward pass.
+
+    On CPU: one thread, which alone talks on its process group, so that exchanges of several stages never interleave
+    (collectives inside a future's callback hang on gloo). On CUDA: one side stream, filled from the calling thread.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stream: Any = None
+        self._last: torch.futures.Future | None = None
+        self._failed: BaseException | None = None
+
+    def submit(self, job: Callable[[], Tensor], device: torch.device, *, last: bool) -> torch.futures.Future:
+        """A future of ``job()``. ``last``: no more jobs in this step; from now on the engine waits (exposed time)."""
+        if (there := devices.streams(device)) is not None:
+            return self._enqueue(there, job, device, last)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="thinwire")
+            self._thread.start()
+        future: torch.futures.Future = torch.futures.Future()
+        self._last = future
+        self._jobs.put((job, future, time.perf_counter() if last else None))
+        return future
+
+    def settle(self) -> None:
+        """Wait for what was submitted. Raises what a job has raised; the jobs behind it were not run."""
+        try:
+            if self._last is not None:
+                self._last.wait()
+        finally:
+            self._last = self._failed = None
+
+    def close(self) -> None:
+        """Finish what was submitted and end the thread."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            job, future, waiting_since = entry
+            if self._failed is None:
+                try:
+                    result = job()
+                except BaseException as error:
+                    self._failed = error
+            if self._failed is not None:
+                future.set_exception(self._failed)
+                continue
+            if waiting_since is not None:
+                self._ledger.add("exposed", time.perf_counter() - waiting_since)
+            future.set_result(result)
+
+    def _enqueue(
+        self, there: Any, job: Callable[[], Tensor], device: torch.device, last: bool
+    ) -> torch.futures.Future:
+        if self._stream is None:
+            self._stream = there.Stream(device)
+        start = devices.mark(device)
+        self._stream.wait_stream(there.current_stream(device))
+        future = devices.future(device)
+        with there.stream(self._stream):
+            result = job()
+            if last:
+                self._ledger.between("exposed", start, devices.mark(device))
+            future.set_result(result)
+        return future

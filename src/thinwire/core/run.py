@@ -1,0 +1,150 @@
+"""What a method is told: of the parameters, of the run, and of each optimizer step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.core.exchange import Exchange
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What is known of a parameter when it is decided how it travels.
+
+    ``local`` is the number of elements of its shard with the engine's padding (``numel`` where nothing is sharded).
+    ``part`` is its shape on this rank before data parallelism shards it: ``shape``, or what tensor parallelism leaves.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    role: str
+    dtype: torch.dtype
+    local: int
+    part: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.part:
+            object.__setattr__(self, "part", self.shape)
+
+
+class Held(NamedTuple):
+    """The optimizer that steps a parameter, and the parameter's group there."""
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+
+
+def held_by(optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor]) -> dict[str, Held]:
+    """For each of ``weights`` that one of ``optimizers`` holds: which, and in which group."""
+    names = {id(weight): name for name, weight in weights.items()}
+    return {
+        names[id(weight)]: Held(optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for weight in group["params"]
+        if id(weight) in names
+    }
+
+
+class Holders:
+    """``held_by``, found anew when an optimizer's groups are others than at the last look, and only then."""
+
+    def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...], weights: Mapping[str, Tensor]) -> None:
+        self._optimizers, self._weights = optimizers, weights
+        self._groups: list[tuple[dict[str, Any], list[Tensor], int]] = []  # alive, so that no new one has their address
+        self._held: dict[str, Held] = {}
+
+    def look(self) -> dict[str, Held]:
+        """By whom each weight is stepped now."""
+        groups = [
+            (group, group["params"], len(group["params"]))
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+        ]
+        same = len(groups) == len(self._groups) and all(
+            group is old_group and params is old_params and count == old_count
+            for (group, params, count), (old_group, old_params, old_count) in zip(groups, self._groups, strict=True)
+        )
+        if not same:
+            self._groups, self._held = groups, held_by(self._optimizers, self._weights)
+        return self._held
+
+
+@dataclass(frozen=True)
+class Run:
+    """What ``compress()`` tells a method once.
+
+    Attributes:
+        parameters: the trainable parameters by name. exchange: the topology that ``reduce`` will be handed.
+        steps: optimizer steps of the whole run, or None if the user did not say. seed: of every random stream.
+        optimizers: the user's; together they hold all of ``parameters``.
+        weights: the tensors of ``parameters``, by name (DTensors on FSDP2).
+        rank: of this process among the data-parallel ones, for streams that must differ by rank: tensor-parallel ranks
+            share it, or what they hold in common would drift apart.
+        hop: 1, or 2 where a hop inside the node has averaged what comes to the method.
+        chunk: (which, of how many) of a parameter's equal chunks of dim 0 travels here, where the rank holds all of its
+            weight (two levels on DDP). None: what travels is what the rank holds.
+        scaled: gradients reach the optimizer multiplied with a GradScaler's scale, which the optimizer may undo itself.
+        gathers: dtypes in which the engine gathers weights that it shards; none where it shards none.
+    """
+
+    parameters: Mapping[str, Parameter]
+    exchange: Exchange
+    steps: int | None = None
+    seed: int = 0
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    rank: int = 0
+    scaled: bool = False
+    hop: int = 1
+    chunk: tuple[int, int] | None = None
+    gathers: frozenset[torch.dtype] = frozenset()
+
+    @property
+    def held(self) -> dict[str, Held]:
+        """By whom each of ``weights`` is stepped, in the groups as they are now.
+
+        No one may keep a group over a step: ``optimizer.load_state_dict()`` puts new dicts in place of the groups, and
+        schedulers change those from then on.
+        """
+        return self._holders.look()
+
+    @functools.cached_property
+    def _holders(self) -> Holders:
+        return Holders(self.optimizers, self.weights)
+
+    def travels(self, name: str, values: Tensor) -> Tensor:
+        """Of this rank's ``values`` (1-D) of parameter ``name``, those that its exchange is about."""
+        if self.chunk is None:
+            return values
+        first = self.chunk[0] * self.parameters[name].local
+        return values[first : first + self.parameters[name].local]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step that counts, as ``before_step`` and ``after_step`` see it. Several optimizers make one step.
+
+    Attributes:
+        number: optimizer steps taken before this one. weights: the trained parameters by name (DTensors on FSDP2).
+        clip_factor: what ``clip_grad_norm_`` multiplied the averaged gradients with, 0-dim; None if it was not called.
+        agree: (values) -> are they finite on every rank? Collective, and waits for the device; True with guard=False.
+    """
+
+    number: int
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    weights: Mapping[str, Tensor]
+    clip_factor: Tensor | None = None
+    agree: Callable[[Iterable[Tensor]], bool] = lambda values: True
+
+    @functools.cached_property
+    def held(self) -> dict[str, Held]:
+        """By whom each of ``weights`` is stepped, in the groups as they are now."""
+        return held_by(self.optimizers, self.weights)

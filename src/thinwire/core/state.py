@@ -1,0 +1,263 @@
+"""What a method remembers between steps: per parameter and per rank, committed only when the step counts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.base import device as devices
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Bucket, Segment
+
+SMALL = "="  # in a saved state, before the key of what does not live in a bucket
+
+
+class State:
+    """Named tensors that live in the form of a bucket's rows and are keyed by parameter name.
+
+    A method reads the committed values and writes the next ones beside them; ``commit`` makes those current once all
+    ranks agree that the step was finite, ``rollback`` forgets them. When parameters come in other buckets than before
+    (DDP rebuilds its buckets after the first step, FSDP2 leaves out parameters without a gradient), or after a
+    checkpoint was loaded, values follow their parameters.
+
+    Within one pass over the buckets ``read`` and ``get`` give what was committed. If the same step exchanges a second
+    time, ``again`` says so, and they give what the first exchange wrote: so nothing is lost or sent twice.
+
+    One residual of W values costs 2 * 4 * W bytes: the price of skipping a step without a trace. (A step that exchanges
+    twice needs 4 * W more.)
+
+    Kinds named in ``offload`` live in (pinned) CPU memory: what ``read`` and ``write`` give is then one of two staging
+    buffers on the bucket's device, good until the next ``read``, and ``put_back`` says when the second one is filled.
+
+    Attributes:
+        loads: how often a saved state was loaded.
+    """
+
+    def __init__(self, offload: Collection[str] = ()) -> None:
+        self.loads = 0
+        self._offload = frozenset(offload)
+        self._stages: dict[tuple[str, torch.device], Tensor] = {}  # as large as the largest bucket
+        self._home: dict[tuple[str, str], tuple[object, Segment]] = {}  # (kind, parameter) -> bucket's key, and columns
+        self._loose: dict[tuple[str, str], Tensor] = {}  # loaded, not yet placed in a bucket: (R, span)
+        self._current: dict[tuple[str, object], Tensor] = {}
+        self._staged: dict[tuple[str, object], Tensor] = {}
+        self._earlier: dict[tuple[str, object], Tensor] = {}  # of this step's exchanges before the present one
+        self._spare: dict[tuple[str, object], Tensor] = {}
+        self._small: dict[tuple[str, str], Tensor] = {}
+        self._small_staged: dict[tuple[str, str], Tensor | None] = {}
+        self._small_earlier: dict[tuple[str, str], Tensor | None] = {}
+
+    def get(self, kind: str, name: str) -> Tensor | None:
+        """The committed ``kind`` of parameter ``name``, of any shape and dtype; None at first. Not to be written to."""
+        return self._small_earlier.get((kind, name), self._small.get((kind, name)))
+
+    def put(self, kind: str, name: str, value: Tensor | None) -> None:
+        """``value`` (kept, not copied) is what ``get`` gives from the next ``commit`` on; None: nothing."""
+        self._small_staged[kind, name] = value
+
+    def set(self, kind: str, name: str, value: Tensor) -> None:
+        """``value`` (kept, not copied) is what ``get`` gives from now on: it belongs to no step."""
+        self._small[kind, name] = value
+
+    def found(self, begins: str) -> list[tuple[str, str, Tensor]]:
+        """(kind, name, value) of all that was ``put`` or ``set`` with a kind that ``begins`` so."""
+        return [(kind, name, value) for (kind, name), value in self._small.items() if kind.startswith(begins)]
+
+    def discard(self, kind: str, name: str) -> None:
+        """``get`` finds nothing from now on."""
+        for store in (self._small, self._small_staged, self._small_earlier):
+            store.pop((kind, name), None)
+
+    def read(self, kind: str, bucket: Bucket, rows: int | None = None) -> Tensor:
+        """The committed values of ``kind`` for ``bucket``: (R, n) float32, zeros at first. Not to be written to.
+
+        ``rows``: how many rows this kind has, where not one for each of the bucket's; always the same for a kind.
+        """
+        key = (kind, bucket.key)
+        if key not in self._current:
+            shape = (rows or bucket.shape[0], bucket.shape[1])
+            self._current[key] = self._new(kind, shape, bucket.device)
+        moved = [segment for segment in bucket.segments if self._move(kind, bucket, segment)]
+        if moved:
+            self._drop_homeless(kind)
+        values = self._earlier.get(key, self._current[key])
+        if kind not in self._offload:
+            return values
+        return self._stage("read", values, bucket.device).copy_(values, non_blocking=True)
+
+    def values(self, kind: str, name: str) -> Tensor | None:
+        """The committed ``kind`` of parameter ``name``, (R, span), in whatever bucket it is. Not to be written to."""
+        if (kind, name) in self._loose:
+            return self._loose[kind, name]
+        if (kind, name) not in self._home:
+            return None
+        home, segment = self._home[kind, name]
+        return _columns(self._current[kind, home], segment)
+
+    def held(self, kind: str, bucket: Bucket) -> Tensor | None:
+        """As ``read``, with as many rows as there are; None where nothing of ``kind`` is known of the bucket."""
+        for segment in bucket.segments:
+            name = kind, segment.name
+            if name in self._loose:
+                return self.read(kind, bucket, self._loose[name].shape[0])
+            if name in self._home:
+                return self.read(kind, bucket, self._current[kind, self._home[name][0]].shape[0])
+        return None
+
+    def write(self, kind: str, bucket: Bucket, rows: int | None = None) -> Tensor:
+        """Where the next values go: (R, n) float32, to be filled whole. Nothing changes until ``commit``."""
+        key = (kind, bucket.key)
+        if key not in self._current:
+            self.read(kind, bucket, rows)
+        spare = self._staged.get(key)
+        if spare is None:
+            spare = self._staged[key] = self._other(key)
+        return self._stage("write", spare, bucket.device) if kind in self._offload else spare
+
+    def written(self, kind: str, bucket: Bucket) -> Tensor | None:
+        """What has been written of ``kind`` for ``bucket``, and counts from the next ``commit`` on; None: nothing."""
+        return self._staged.get((kind, bucket.key))
+
+    def drop(self, kind: str) -> None:
+        """All of ``kind`` that lives in buckets is forgotten, with its memory: the run needs it no more."""
+        for store in (self._home, self._loose):
+            for name in [name for name in store if name[0] == kind]:
+                del store[name]  # type: ignore[attr-defined]
+        self._drop_homeless(kind)
+
+    def put_back(self, kind: str, bucket: Bucket) -> None:
+        """What ``write`` gave for ``bucket`` has been filled: an offloaded kind goes back to CPU memory now."""
+        if kind in self._offload:
+            staged = self._staged[kind, bucket.key]
+            staged.copy_(self._stage("write", staged, bucket.device), non_blocking=True)
+
+    def _new(self, kind: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        if kind not in self._offload:
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+        return devices.host_memory(shape, device)
+
+    def _stage(self, use: str, values: Tensor, device: torch.device) -> Tensor:
+        """A view of ``values``' shape of the staging buffer on ``device``; everything that uses it is on one stream."""
+        stage = self._stages.get((use, device))
+        if stage is None or stage.numel() < values.numel():
+            stage = self._stages[use, device] = torch.empty(values.numel(), dtype=torch.float32, device=device)
+        return stage[: values.numel()].view(values.shape)
+
+    def again(self) -> None:
+        """Another exchange of the same step begins: it goes on from what the ones before it wrote."""
+        for key, staged in self._staged.items():
+            if key in self._earlier:
+                self._spare[key] = self._earlier[key]
+            self._earlier[key] = staged
+        self._staged.clear()
+        self._small_earlier.update(self._small_staged)
+        self._small_staged.clear()
+
+    def commit(self) -> None:
+        """What was written since the last commit becomes current."""
+        self.again()
+        for key, written in self._earlier.items():
+            self._spare[key], self._current[key] = self._current[key], written
+        self._earlier.clear()
+        for name, value in self._small_earlier.items():
+            if value is None:
+                self._small.pop(name, None)
+            else:
+                self._small[name] = value
+        self._small_earlier.clear()
+
+    def rollback(self, names: Collection[str] | None = None, kinds: Collection[str] | None = None) -> None:
+        """What was written since the last commit is forgotten: of the parameters ``names`` alone, if they are given,
+        and then of those ``kinds`` alone that live in buckets, if these are."""
+        self.again()
+        if names is not None:
+            self._rollback_some(names, kinds)
+            return
+        self._spare.update(self._earlier)
+        self._earlier.clear()
+        self._small_earlier.clear()
+
+    def _rollback_some(self, names: Collection[str], kinds: Collection[str] | None) -> None:
+        for (kind, name), (home, segment) in self._home.items():
+            written = self._earlier.get((kind, home))
+            if name in names and written is not None and (kinds is None or kind in kinds):
+                if kind in self._offload:
+                    devices.wait(written.device)  # copies to CPU memory may be under way
+                _columns(written, segment).copy_(_columns(self._current[kind, home], segment))
+        if kinds is None:
+            for key in [key for key in self._small_earlier if key[1] in names]:
+                del self._small_earlier[key]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """``"kind/parameter"`` -> (R, span) this rank's committed values without padding, and what was ``put``."""
+        for use, device in self._stages:
+            if use == "write":
+                devices.wait(device)  # copies to CPU memory may be under way
+        result = {f"{SMALL}{kind}/{name}": value.clone() for (kind, name), value in self._small.items()}
+        result |= {f"{kind}/{name}": values.clone() for (kind, name), values in self._loose.items()}
+        for (kind, name), (home, segment) in self._home.items():
+            result[f"{kind}/{name}"] = _columns(self._current[kind, home], segment).clone()
+        return result
+
+    def load_state_dict(self, values: dict[str, Tensor]) -> None:
+        """Take what ``state_dict`` gave; it moves into buckets as those are next seen."""
+        for store in (self._home, self._current, self._staged, self._earlier, self._spare, self._small_staged,
+                      self._small_earlier, self._loose, self._small):  # fmt: skip
+            store.clear()
+        self.loads += 1
+        for key, tensor in values.items():
+            kind, _, name = key.removeprefix(SMALL).partition("/")
+            store = self._small if key.startswith(SMALL) else self._loose
+            store[kind, name] = tensor.clone()
+
+    def _move(self, kind: str, bucket: Bucket, segment: Segment) -> bool:
+        """Take the parameter's values into ``bucket`` from wherever they were; False if they are there already."""
+        name = (kind, segment.name)
+        home = self._home.get(name)
+        if home is not None and home[0] == bucket.key:
+            return False
+        if kind in self._offload:
+            devices.wait(bucket.device)  # copies to CPU memory may be under way
+        key, loose = (kind, bucket.key), self._loose.pop(name, None)
+        target = _columns(self._current[key], segment)
+        if loose is not None:
+            if loose.shape != target.shape:
+                raise ThinwireError(
+                    f"state '{kind}' of {segment.name} has shape {tuple(loose.shape)}, this run needs "
+                    f"{tuple(target.shape)}: it was saved with another world size or engine"
+                )
+            target.copy_(loose)
+            devices.keep(loose)
+        elif home is not None:
+            old = (kind, home[0])
+            target.copy_(_columns(self._current[old], home[1]))
+            if old in self._earlier:
+                if key not in self._earlier:
+                    self._earlier[key] = self._other(key).copy_(self._current[key])
+                _columns(self._earlier[key], segment).copy_(_columns(self._earlier[old], home[1]))
+        else:
+            target.zero_()
+        if key in self._earlier and (home is None or (kind, home[0]) not in self._earlier):
+            _columns(self._earlier[key], segment).copy_(target)
+        self._home[name] = (bucket.key, segment)
+        return True
+
+    def _other(self, key: tuple[str, object]) -> Tensor:
+        """A buffer like the current one, and not in use."""
+        spare = self._spare.pop(key, None)
+        current = self._current[key]
+        return self._new(key[0], current.shape, current.device) if spare is None else spare
+
+    def _drop_homeless(self, kind: str) -> None:
+        """Free buffers in which no parameter lives any more."""
+        living = {home for (of, _), (home, _) in self._home.items() if of == kind}
+        for store in (self._current, self._staged, self._earlier, self._spare):
+            for key in [key for key in store if key[0] == kind and key[1] not in living]:
+                del store[key]
+
+
+def _columns(values: Tensor, segment: Segment) -> Tensor:
+    """A parameter's values in a bucket's rows, without padding: a view (R, span)."""
+    return values[:, segment.start : segment.start + segment.span]

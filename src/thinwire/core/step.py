@@ -1,0 +1,491 @@
+"""One optimizer step after another: what has been exchanged for it, whether it counts, who has stepped.
+
+    exchange (engine) -> before (the first optimizer of the step: one agreed flag) -> optimizers -> after (the last one)
+
+Everything that makes a step more than that line is decided here: several optimizers, a second exchange before the step,
+gradients that were thrown away in between (a GradScaler does that), all of them or some parameters', a step without an
+exchange, a step that is skipped, an optimizer that nobody told us of, weights that were put back.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.base.errors import ThinwireError, ThinwireWarning, doing
+from thinwire.core.engine import Engine, all_zero
+from thinwire.core.fingerprint import WeightWatch
+from thinwire.core.method import Run, Step
+from thinwire.core.names import bare_name
+from thinwire.core.replica_check import Replicas
+from thinwire.core.road import Road
+from thinwire.core.state import State
+from thinwire.network.comm import local
+
+FRAMES = 16
+"""How far up the callers of ``optimizer.step()`` a GradScaler is looked for."""
+
+
+_LATE = (
+    "{name} was frozen when compress() was called, and has a gradient now: thaw it before, or wrap the model anew and "
+    "compress() it"
+)
+_ENDED = "{what} after wire.close(): wrap the model anew, and compress() it"
+_MISSING = (
+    "{name} has no gradient in this step, and DDP exchanges neither its bucket nor those behind it: use it in every "
+    "step, freeze it before wrapping, or take fully_shard, which leaves parameters out"
+)
+_STRANGER = (
+    "{kind} steps {name}, and compress() was not told of it: its steps would be neither guarded nor agreed on. Pass it "
+    "to compress() in the first place; for another optimizer in mid-run call wire.close(), then compress() with it, "
+    "and wire.load_state_dict() with what wire.state_dict() gave"
+)
+
+
+class Turn:
+    """The steps of one model.
+
+    Attributes:
+        skipped: steps that were skipped on all ranks, or by this one where ranks go their own ways.
+        norm, clip_factor: of the averaged gradients, 0-dim, once the user has clipped them in this step.
+        closed: no exchange is due now: micro-batches are being accumulated.
+        weight_watch: notices that weights were put back.
+        ended: there will be no more steps.
+    """
+
+    def __init__(
+        self, engine: Engine, run: Run, road: Road, *, max_skipped: int | None = None, check_every: int | None = None
+    ) -> None:
+        """``max_skipped``, ``check_every``: as ``compress()`` has them."""
+        last = road.last
+        self.engine, self.road, self.method = engine, road, last.method
+        self.optimizers, self.weights = run.optimizers, run.weights
+        self.guard, self.bound, self.ledger = last.guard, last.bound, last.ledger
+        self.state: State = self.method.state
+        self.skipped = 0
+        self._max_skipped, self._in_a_row = max_skipped, 0
+        self._replicas = None if check_every is None else Replicas(self, check_every)
+        self.norm: Tensor | None = None
+        self.clip_factor: Tensor | None = None
+        self.closed = self.ended = False
+        self._frozen = {
+            bare_name(name): weight
+            for name, weight in engine.model.named_parameters()
+            if id(weight) not in engine.parameters
+        }
+        self._seen: dict[str, None] = {}  # parameters exchanged since the last step, in order
+        self._open: Step | None = None  # begun by one optimizer, others are to follow
+        self._waiting: set[int] = set()  # for these
+        self._skipping: set[int] = set()  # optimizers whose part of a skipped step is still to come
+        self._settled = False  # the last exchange has been stepped with, or skipped
+        self._warned = False
+        self._knows_scaler = run.scaled or not self.method.keeps_state
+        self._known = {id(weight): name for name, weight in self.weights.items()}
+        self.weight_watch = WeightWatch(
+            self.method.name, list(self.weights.values()), self.method.drop_waiting if self.method.keeps_state else None
+        )
+
+    # What the engines say.
+
+    def enter(self, names: Sequence[str]) -> None:
+        """The gradients of ``names`` are about to be exchanged. Collective, in the same order on all ranks."""
+        if self.ended:
+            raise ThinwireError(_ENDED.format(what="gradients were exchanged"))
+        if self.closed:
+            raise ThinwireError(
+                "gradients were exchanged inside accumulate(last=False), as the end of a pipeline schedule's step() "
+                "does: give one schedule.step() all micro-batches of the optimizer step"
+            )
+        for name in names:
+            if name not in self.weights:
+                raise ThinwireError(_LATE.format(name=name))
+        if not self._seen and self._open is None and self.road.step > 0:
+            self.weight_watch.look(alone=self.method.alone(self.road.step) or not self.method.rank_equal)
+        self._leave()
+        again = next((name for name in names if name in self._seen), None)
+        if self._seen and self.engine.dropped([self.weights[name] for name in self._seen], look=again is not None):
+            self._abandon()
+        elif again is not None:
+            self._again(again)
+        if self._replicas is not None:
+            self._replicas.look_at_names(self.number, names)
+        self._settled = False
+        self._skipping.clear()
+        self.norm = self.clip_factor = None
+        self._seen.update(dict.fromkeys(names))
+
+    @property
+    def number(self) -> int:
+        """Of the optimizer step under way, from 1; skipped ones count."""
+        return self.road.step + self.skipped + 1
+
+    def exchanging(self, what: str, names: Iterable[str]) -> AbstractContextManager[None]:
+        """Inside, ``what`` of the parameters ``names`` is exchanged: so says the error of a rank that is lost there."""
+        return doing(self.number, lambda: f"the exchange of {what} of {_some(list(names))}")
+
+    def inside(self, call: str) -> AbstractContextManager[None]:
+        """This rank is inside a ``call`` of the user's, to which all ranks come."""
+        return doing(self.number, lambda: call)
+
+    @property
+    def open(self) -> bool:
+        """Have some optimizers stepped, and others not yet?"""
+        return self._open is not None
+
+    def seen(self, name: str) -> bool:
+        """Has the parameter been exchanged since the last step?"""
+        return name in self._seen
+
+    def name_of(self, weight: Tensor) -> str | None:
+        """Of the trained parameter ``weight``, if it is one."""
+        return self._known.get(id(weight))
+
+    def exchanged(self) -> list[Tensor]:
+        """The parameters that have been exchanged since the last step."""
+        return [self.weights[name] for name in self._seen]
+
+    def begin_micro_batch(self) -> None:
+        """Forward and backward of a micro-batch are about to begin."""
+        if self.ended:  # one that is not the last exchanges nothing, so that nobody else would say so
+            raise ThinwireError(_ENDED.format(what="a micro-batch begins"))
+        self._leave()
+        if self._seen and all_zero(self.engine.gradients(), self.engine.comms):
+            self._abandon()
+
+    def finish(self) -> None:
+        """End a step that some optimizer has not joined: its state is about to be saved."""
+        if self._open is not None:
+            self._finish()
+
+    def stranger(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer``, any in this process, is about to step.
+
+        Raises:
+            ThinwireError: it holds a trained parameter with a gradient, and is none of those that we were told of.
+        """
+        if self.ended or any(inner in self.optimizers for inner in unwrapped(optimizer)):
+            return
+        held = (weight for weight in _parameters(optimizer) if weight.grad is not None and id(weight) in self._known)
+        if (weight := next(held, None)) is not None and not _makes_state(optimizer):
+            raise ThinwireError(_STRANGER.format(kind=type(optimizer).__name__, name=self._known[id(weight)]))
+
+    def reset(self) -> None:
+        """Forget the step under way: another state is about to be loaded."""
+        self.weight_watch.trust()
+        self.guard.forget()
+        self.state.rollback()
+        self.method.undo()
+        self._skipping.clear()
+        self._forget()
+
+    def _leave(self) -> None:
+        """The next step begins: an optimizer that has not stepped does not step this time."""
+        if self._open is None:
+            return
+        if self._waiting and not self.method.adds_up:
+            missing = next(type(o).__name__ for o in self.optimizers if id(o) in self._waiting)
+            raise ThinwireError(
+                f"{missing} has not stepped after the last exchange, and {self.method.name} has moved on its momentum: "
+                "step all optimizers after each exchange"
+            )
+        self._finish()
+
+    def _again(self, name: str) -> None:
+        """``name`` is exchanged a second time in one step."""
+        what = (
+            f"{name} is exchanged a second time before optimizer.step(): put every backward pass of a step but the "
+            "last into `with wire.accumulate(last=False):`"
+        )
+        if not self.method.adds_up:
+            raise ThinwireError(
+                f"{self.method.name}: {what}, or shard a module that runs twice together with its parent; "
+                f"{self.method.name} keeps a momentum, which would move on twice"
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{what}, or each sends as many bytes as a step", ThinwireWarning, stacklevel=2)
+        self.state.again()
+        self._seen.clear()
+
+    # What the optimizers say.
+
+    def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """``optimizer`` is about to step. The first of a step agrees with all ranks on whether the step counts.
+
+        Where each rank goes its own way (``Method.alone``) it agrees with those only that hold the same replica.
+
+        A closure makes the gradients: it runs here, before their check. Returns the arguments that ``step`` gets in
+        place of ``args`` and ``kwargs``, if it had one.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise ThinwireError(
+                f"{type(optimizer).__name__} steps inside a backward pass, before its gradients are exchanged: take "
+                "optimizer.step() out of register_post_accumulate_grad_hook(), and call it after backward()"
+            )
+        closure = next((value for value in (*args[1:], *kwargs.values()) if callable(value)), None)
+        if closure is None:
+            self._check(optimizer)
+            return None
+        with torch.enable_grad():
+            ran = _Ran(optimizer, closure())
+        self._check(optimizer)
+        return (
+            tuple(ran if value is closure else value for value in args),
+            {name: ran if value is closure else value for name, value in kwargs.items()},
+        )
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Does the step count? If not, ``optimizer`` finds no gradients."""
+        if not self._seen and self._open is None and _makes_state(optimizer):
+            return
+        self._look_for_scaler()
+        idle = not _has_gradients(optimizer) and not self.engine.accumulated()
+        if self._settled and self._open is None and idle:
+            return  # the others have stepped already, and this one has nothing to do
+        if id(optimizer) in self._skipping or (self._open is None and not self._begin()):
+            _drop_gradients(optimizer)
+            self._skipping.discard(id(optimizer))
+            return
+        if id(optimizer) not in self._waiting and _has_gradients(optimizer):
+            raise ThinwireError(f"{type(optimizer).__name__} steps a second time after one exchange of gradients")
+        self.engine.stepping()
+
+    def after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """``optimizer`` has moved. The last one of a step lets the method look at what they did."""
+        if self._open is not None:
+            self.engine.stepped()
+            self._waiting.discard(id(optimizer))
+            if not self._waiting:
+                self._finish()
+                self.engine.ahead(self.road.step)
+
+    def _begin(self) -> bool:
+        """All ranks that take it agree whether the step counts, before any optimizer or state changes."""
+        if self.engine.cut_short():  # the others are not asked: they may be waiting for this rank in the exchange
+            raise ThinwireError(_MISSING.format(name=self.engine.missing() or "a parameter"))
+        if self._replicas is not None:
+            self._replicas.look_at_names(self.number, ())
+        trouble = self._trouble()
+        self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
+        alone = self.method.alone(self.road.step)
+        comms = self.road.last.exchange.beside(self.guard.comms) if alone else None
+        with self.inside("optimizer.step()"):
+            finite, somewhere = self.guard.agree(self._device, trouble is not None, comms)
+        if somewhere:
+            raise ThinwireError(trouble or "another rank cannot take this step: see its message")
+        if not finite:
+            number = self.number
+            self._in_a_row += 1
+            diverged = None if self._in_a_row != self._max_skipped else self._diverged(number)
+            self._skip(due=True)
+            self._look(number)
+            if not self._under_scaler():  # it wants to see the gradients of each optimizer
+                for other in self.optimizers:
+                    _drop_gradients(other)
+            if diverged is not None:
+                raise ThinwireError(diverged)
+            return False
+        self._cancel()
+        self._commit()
+        self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
+        self._open = self._step()
+        self.engine.stepping()
+        with self.inside("optimizer.step()"):
+            self.method.before_step(self._open)  # which may step parameters in an optimizer's place
+        self.engine.stepped()
+        return True
+
+    def _cancel(self) -> None:
+        """Parameters whose gradient was thrown away after its exchange: of them this step leaves no trace. Those that
+        rest keep what waits."""
+        if self.method.alone(self.road.step):
+            return
+        cancelled = [name for name in self._seen if self.weights[name].grad is None]
+        if cancelled:
+            self.state.rollback(cancelled)
+            self.method.cancel(cancelled)
+            if self.bound is not None:
+                self.bound.rollback(cancelled)
+        if resting := self.method.resting:
+            self.state.rollback(resting, kinds=self.method.promise.waits)
+
+    def _step(self) -> Step:
+        return Step(self.road.step, self.optimizers, self.weights, self.clip_factor, self._agree)
+
+    def _agree(self, values: Iterable[Tensor]) -> bool:
+        """What a method asks of all ranks beside a step's own flag."""
+        self.guard.observe_all(values)
+        return self.guard.agree(self._device)[0]
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.weights.values())).device
+
+    def _finish(self) -> None:
+        assert self._open is not None
+        with self.inside("optimizer.step()"):
+            self.method.after_step(self._open)
+        number = self.number
+        self._commit()
+        self.road.step += 1
+        self._in_a_row = 0
+        self._end(skipped=False)
+        self.weight_watch.step_is_over()
+        self._look(number)
+
+    def _look(self, number: int) -> None:
+        """Step ``number`` is over."""
+        if self._replicas is not None:
+            with doing(number, lambda: "the comparison of replicas"):
+                self._replicas.look(number)
+
+    def _diverged(self, number: int) -> str:
+        """Why there will be no more steps; called while their gradients are still there."""
+        begun = number - self._in_a_row + 1
+        named = [(f"the weights {name}", weight) for name, weight in self.weights.items()]
+        named += [(f"the gradient of {name}", weight.grad) for name, weight in self.weights.items()
+                  if weight.grad is not None]  # fmt: skip
+        seen = next((f" ({what} among them)" for what, values in named if not bool(local(values).isfinite().all())), "")
+        return (
+            f"{self._in_a_row} steps in a row were skipped, from step {begun} on, because of values that are not finite"
+            f"{seen}: go back to a checkpoint before step {begun}, with a lower learning rate; max_skipped says how "
+            "many are too many"
+        )
+
+    def _skip(self, *, due: bool = False) -> None:
+        """A skipped step does not move the methods' clock: it is as if it had not happened.
+
+        ``due``: the optimizers were about to take it.
+        """
+        self._skipping = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
+        self.state.rollback()
+        if self.bound is not None:
+            self.bound.rollback()
+        self.method.undo()
+        if due:
+            self.method.after_skip(self._step())
+            self._commit()
+        self.skipped += 1
+        self._end(skipped=True)
+
+    def _abandon(self) -> None:
+        """Gradients were exchanged, and thrown away instead of stepped with."""
+        self.guard.forget()
+        self._skip()
+        self._skipping.clear()
+
+    def _end(self, *, skipped: bool) -> None:
+        self.ledger.close_step(skipped=skipped)
+        if not skipped:
+            self._skipping.clear()
+        self._forget()
+        self._settled = True
+
+    def _forget(self) -> None:
+        self._seen.clear()
+        self._waiting.clear()
+        self._open = self.norm = self.clip_factor = None
+        self.engine.settled()
+
+    def _commit(self) -> None:
+        self.state.commit()
+        if self.bound is not None:
+            self.bound.commit()
+
+    def _trouble(self) -> str | None:
+        """Why this rank cannot step."""
+        there = any(gradient is not None for gradient in self.engine.gradients()) or self.engine.accumulated()
+        if there and not self._seen and self.engine.exchanges:
+            missing = self.engine.missing()
+            return (
+                "optimizer.step() without an exchange of gradients since the last one, so each rank has its own: the "
+                "last backward pass of a step must not be inside no_sync() or accumulate(last=False)"
+                + (f"; and {_MISSING.format(name=missing)}" if missing else "")
+            )
+        # DDP does not exchange what was frozen when it was made: each rank would go its own way.
+        for name, weight in self._frozen.items():
+            late = weight.requires_grad and weight.grad is not None
+            if late and any(weight is held for optimizer in self.optimizers for held in _parameters(optimizer)):
+                return _LATE.format(name=name)
+        return None
+
+    def _look_for_scaler(self) -> None:
+        if not self._knows_scaler and self._under_scaler():
+            raise ThinwireError(
+                f"{self.method.name} keeps values from step to step, and a GradScaler changes their unit: "
+                "pass it as compress(..., scaler=scaler)"
+            )
+        self._knows_scaler = True
+
+    @staticmethod
+    def _under_scaler() -> bool:
+        """Is it a GradScaler that steps the optimizer? It leaves no trace but itself among the callers of ``step``."""
+        frame = sys._getframe(1)
+        for _ in range(FRAMES):
+            caller: Any = frame.f_locals.get("self")
+            if isinstance(caller, torch.amp.GradScaler):
+                return caller.is_enabled()
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        return False
+
+
+def unwrapped(given: Any) -> Iterator[Any]:
+    """Those that step, inside of what steps them: Accelerate's and Lightning's wrapper has one ``optimizer`` and never
+    calls the hooks of its own ``step``, torchtitan's container has several ``optimizers``.
+    """
+    inside = getattr(given, "optimizers", getattr(given, "optimizer", None))
+    if isinstance(given, list | tuple):
+        for member in given:
+            yield from unwrapped(member)
+    elif inside is None:
+        yield given
+    else:
+        yield from unwrapped(inside)
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+class _Ran:
+    """A closure that has been run: an optimizer that asks for it is told its ``loss``, once."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+        self.name, self.losses = type(optimizer).__name__, [loss]
+
+    def __call__(self) -> Any:
+        if not self.losses:
+            raise ThinwireError(
+                f"{self.name} calls its closure several times in one step, each time with other weights: take an "
+                "optimizer that needs one gradient per step"
+            )
+        return self.losses.pop()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Is it a first step of nothing? ``torch.distributed.checkpoint`` takes one, to have a state to load into."""
+    if optimizer.state or any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups):
+        return False
+    return _has_gradients(optimizer) and all_zero(parameter.grad for parameter in _parameters(optimizer))
+
+
+def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer leaves a parameter without gradient, and its moments and step count, as they are."""
+    for parameter in _parameters(optimizer):
+        parameter.grad = None
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(parameter.grad is not None for parameter in _parameters(optimizer))

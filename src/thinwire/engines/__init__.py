@@ -1,0 +1,1 @@
+"""PyTorch's own engines, translated: DDP, FSDP2, HSDP."""

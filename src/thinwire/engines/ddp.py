@@ -1,0 +1,263 @@
+"""DistributedDataParallel, by its communication hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Layout, Piece
+from thinwire.core.engine import Engine, Meet, StepEvents, all_zero, split_by_node, wants_two_levels
+from thinwire.core.exchange import AllReduce, ReduceScatter
+from thinwire.core.method import Method
+from thinwire.core.names import describe
+from thinwire.core.road import Road, ScatterAndShare, Worker
+from thinwire.network.comm import GroupComm
+from thinwire.network.ledger import Ledger
+
+if TYPE_CHECKING:
+    pass
+
+
+class CommHook:
+    """What DDP calls for each bucket: a model has one hook for good, so that of an engine that follows is the same one.
+
+    Attributes:
+        reduce: what is done with a bucket now. free: the engine that does it is closed, and another may take its place.
+    """
+
+    def __init__(self) -> None:
+        self.reduce: Callable[[dist.GradBucket], Any]
+        self.free = True
+
+    @staticmethod
+    def of(model: DistributedDataParallel) -> CommHook | None:
+        """Ours on ``model``, if it has one."""
+        hooks = [state for _, state in getattr(model, "_comm_hooks", ()) if isinstance(state, CommHook)]
+        return hooks[0] if hooks else None
+
+    @staticmethod
+    def put_on(model: DistributedDataParallel) -> CommHook:
+        """Ours on ``model``, a new one if there is none."""
+        if (known := CommHook.of(model)) is not None:
+            return known
+
+        def thinwire_hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
+            return state.reduce(bucket)
+
+        made = CommHook()
+        model.register_comm_hook(made, thinwire_hook)
+        return made
+
+
+class DDP(Engine):
+    """Every bucket that the reducer hands out takes the road on a worker, in bucket order, beside the backward pass.
+
+    The reducer does not divide when a hook is set; the exchange returns the mean.
+    """
+
+    kind = "ddp"
+
+    def __init__(
+        self, model: DistributedDataParallel, method: Method, ledger: Ledger, *, two_level: bool | None, meet: Meet
+    ) -> None:
+        self.model = model
+        self._check(model, method)
+        meet()
+        # A group of our own: the worker's collectives must not meet DDP's own (buffer broadcasts) on one group.
+        comm = GroupComm(model.process_group, ledger, device=next(model.parameters()).device).twin()
+        self.comms = [comm]
+        self._made = [comm]  # given back when it closes
+        self.rank = comm.rank
+        self.hops = (AllReduce(comm),)
+        self.parameters = describe(model.module)
+        if wants_two_levels(comm, method, two_level):
+            intra, inter = split_by_node(comm)
+            self._made += [intra, inter]
+            self.chunk = intra.rank, intra.size
+            self.parameters = describe(model.module, chunks=intra.size)
+            widths = {parameter.name: parameter.local for parameter in self.parameters.values()}
+            self.levels = ScatterAndShare(self.hops[0], intra, widths)
+            self.hops = ReduceScatter(intra), AllReduce(inter, divide="after")
+        self.worker = Worker(ledger)
+        self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
+        self._watches: list[RemovableHandle] = []
+        self._gone = False  # what this step has exchanged was thrown away before another backward pass
+        self._looked = False  # at its values, whether they are zeros
+        self._short = False  # of buckets, in the last backward pass that exchanged any
+        self._hook: CommHook | None = None
+
+    @staticmethod
+    def process_groups(model: DistributedDataParallel) -> list[dist.ProcessGroup]:
+        """Those of the user's that cross to every rank that trains with this one."""
+        return [model.process_group]
+
+    @staticmethod
+    def facts(model: DistributedDataParallel) -> dict[str, str]:
+        """What must be the same on all ranks, for buckets of theirs to be the same."""
+        names = ("bucket_bytes_cap", "find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+        return {name: str(getattr(model, name, None)) for name in names}
+
+    @staticmethod
+    def _check(model: DistributedDataParallel, method: Method) -> None:
+        ours = CommHook.of(model)
+        if ours is not None and not ours.free:
+            raise ThinwireError("this DDP model was given to compress() already: call close() of that wire first")
+        if getattr(model, "_comm_hooks", None) and ours is None:
+            raise ThinwireError("this DDP model already has a communication hook: compress() must be the only one")
+        if getattr(model, "mixed_precision", None) is not None:
+            raise ThinwireError(
+                "DDP(mixed_precision=...) occupies the communication hook: use torch.autocast, or a bf16 model, instead"
+            )
+        # torch puts other parameters in the place of DTensors, before and after each forward pass.
+        if any(hasattr(parameter, "_st_info") or isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ThinwireError(
+                "tensor parallelism under DDP is not carried (gradient norms would be of one part only): use "
+                "fully_shard(model, mesh=mesh['dp']), or a ('replicate', 'shard') mesh with one rank to shard over"
+            )
+        if method.keeps_state and model.find_unused_parameters:
+            raise ThinwireError(
+                f"{method}: a residual sent for a parameter that no rank used would be lost with "
+                "find_unused_parameters=True: turn that off, or error_feedback off"
+            )
+        for name, module in model.module.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise ThinwireError(f"{name}: sparse gradients cannot be compressed: use sparse=False")
+        dynamo = torch._dynamo.config if hasattr(torch, "_dynamo") else None
+        if getattr(dynamo, "optimize_ddp", None) == "python_reducer":
+            raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
+
+    def attach(self, turn: StepEvents, road: Road) -> None:
+        """Register the hook."""
+
+        def hook(bucket: dist.GradBucket) -> Any:
+            if getattr(getattr(self.model, "_join_config", None), "enable", False):
+                raise ThinwireError(
+                    "DDP.join() is not carried, since ranks without data cannot take part in an exchange: let all "
+                    "ranks take as many steps (a sampler with drop_last=True)"
+                )
+            flat, pieces = bucket.buffer(), self._map(bucket)
+            turn.enter([piece.name for piece in pieces])
+            self._short = not bucket.is_last()
+
+            def job() -> Tensor:
+                with turn.exchanging("gradients", (piece.name for piece in pieces)):
+                    return road.reduce(flat, pieces)
+
+            if bucket.is_last():
+                # Before DDP's own callback, which shows of an error in a future that it is no tensor.
+                torch.autograd.Variable._execution_engine.queue_callback(self.worker.settle)
+            return self.worker.submit(job, flat.device, last=bucket.is_last())
+
+        self._hook = CommHook.put_on(self.model)
+        self._hook.reduce, self._hook.free = hook, False
+        self._watch(turn)
+
+    def _watch(self, turn: StepEvents) -> None:
+        """Know, in a second backward pass, whether the first one's gradients are still there: by the time that the hook
+        is called autograd has added the new ones to them, or put them in their place.
+        """
+
+        def watch(name: str, weight: Tensor) -> None:
+            def arrives(gradient: Tensor) -> None:
+                if not self._gone and turn.seen(name):
+                    self._look(weight, turn)
+
+            self._watches.append(weight.register_hook(arrives))
+
+        for weight in self.model.module.parameters():
+            if id(weight) in self.parameters:
+                watch(self.parameters[id(weight)].name, weight)
+
+    def _look(self, weight: Tensor, turn: StepEvents) -> None:
+        if weight.grad is None:
+            self._gone = all(other.grad is None for other in turn.exchanged())
+        elif not self._looked:  # once, because it waits for the device
+            self._looked = True
+            self._gone = all_zero(other.grad for other in turn.exchanged())
+
+    def cut_short(self) -> bool:
+        """Buckets leave in their order: behind one that lacks a gradient none does, and torch says so only in the next
+        forward pass.
+        """
+        return self._short
+
+    def missing(self) -> str | None:
+        there = (weight for weight in self.model.module.parameters() if id(weight) in self.parameters)
+        return next((self.parameters[id(weight)].name for weight in there if weight.grad is None), None)
+
+    def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
+        """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?"""
+        gone = self._gone
+        self.settled()
+        return gone
+
+    def settled(self) -> None:
+        """The step is over."""
+        self._gone = self._looked = False
+
+    def _map(self, bucket: dist.GradBucket) -> tuple[Piece, ...]:
+        """Where each parameter lies in the bucket's buffer; checked against the buffer's own views when first seen."""
+        key = tuple(id(parameter) for parameter in bucket.parameters())
+        if key not in self._pieces:
+            flat, pieces, offset = bucket.buffer(), [], 0
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                known = self.parameters.get(id(parameter))
+                elsewhere = gradient.data_ptr() != flat.data_ptr() + offset * flat.element_size()
+                if known is None or (elsewhere and gradient.numel()):
+                    raise ThinwireError("DDP's bucket does not have the layout that torch 2.11 to 2.15 give it")
+                pieces.append(Piece(known.name, offset, parameter.numel(), form=_form(parameter)))
+                if pieces[-1].form is not None and parameter.grad is not None:
+                    there, gradient = pieces[-1].strided(flat), parameter.grad
+                    if not torch.equal(there.nan_to_num(), gradient.to(flat.dtype).nan_to_num()):
+                        raise ThinwireError(f"DDP laid {known.name} out in a way that Thinwire does not know")
+                offset += parameter.numel()
+            if offset != flat.numel():
+                raise ThinwireError(f"DDP's bucket has {flat.numel()} values, its parameters {offset}")
+            self._pieces[key] = tuple(pieces)
+        return self._pieces[key]
+
+    def layout(self) -> Layout:
+        """The buckets of all steps but the first, if gradients come in the reverse order of the parameters."""
+        order = [p for p in reversed(list(self.model.module.parameters())) if id(p) in self.parameters]
+        sizes = [self.model.bucket_bytes_cap]
+        if getattr(self.model, "bucket_bytes_cap_default", False):
+            sizes.insert(0, dist._DEFAULT_FIRST_BUCKET_BYTES)
+        found, dtypes = [], []
+        for indices in dist._compute_bucket_assignment_by_size(order, sizes)[0]:
+            pieces: list[Piece] = []
+            for known in (self.parameters[id(order[index])] for index in indices):
+                offset = pieces[-1].offset + pieces[-1].numel if pieces else 0
+                pieces.append(Piece(known.name, offset, known.numel))
+            found.append(tuple(pieces))
+            dtypes.append(order[indices[0]].dtype)
+        return Layout(found, dtypes)
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        """No exchange in this backward pass unless it is the ``last`` of the optimizer step."""
+        with nullcontext() if last else self.model.no_sync():
+            yield
+
+    def close(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+        self.worker.close()
+        if self._hook is not None:
+            self._hook.free = True
+        for part in self._made:
+            part.release()
+
+
+def _form(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shape and strides of the gradient in DDP's bucket where they are not plain: the parameter's, if it is dense."""
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return None if parameter.is_contiguous() or not dense else (tuple(parameter.shape), parameter.stride())

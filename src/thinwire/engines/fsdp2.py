@@ -1,0 +1,382 @@
+"""FSDP2 (``fully_shard``) and HSDP, by custom reduce-scatter, custom all-gather and the all-reduce hook.
+
+FSDP2: rank r owns row r of every buffer, so the method's exchange is a reduce-scatter. HSDP: the reduce-scatter inside
+the node stays dense, and the method's exchange is an all-reduce of the shards across nodes.
+
+All private names of torch's FSDP2 that Thinwire needs are used in this file, in ``fsdp2_module.py`` and in
+``fsdp2_weights.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from thinwire.base import device as devices
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Layout
+from thinwire.core.engine import Meet, StepEvents, all_zero, split_by_node, wants_two_levels
+from thinwire.core.exchange import AllReduce, ReduceScatter
+from thinwire.core.method import Method
+from thinwire.core.names import clean_name, describe
+from thinwire.core.road import Regroup, Road, Worker
+from thinwire.core.weights import Ahead, Replica
+from thinwire.engines.fsdp2_module import GroupLink, ShardedEngine, has_own_gradient
+from thinwire.engines.fsdp2_weights import ForwardPasses, ModuleAllGather
+from thinwire.network.comm import GroupComm
+from thinwire.network.ledger import Ledger
+
+
+def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
+    """Every FSDP module of ``model`` with its parameter group; modules without parameters of their own are left out."""
+    found: list[tuple[FSDPModule, Any]] = []
+    seen: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        if id(state) in seen:  # fully_shard([a, b]) gives two modules one state
+            continue
+        seen.add(id(state))
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and newer
+        if groups is None:
+            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        if len(groups) > 1:
+            raise ThinwireError(
+                f"{type(module).__name__} has several FSDP parameter groups (from shard_placement_fn with several "
+                "meshes): torch cannot replace their communication; shard each mesh's parameters as a module of its own"
+            )
+        found += [(module, group) for group in groups]
+    return found
+
+
+def _other_groups(model: nn.Module, known: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """The groups of the meshes of ``model``'s parameters that have other ranks than those ``known``."""
+    taken = {tuple(dist.get_process_group_ranks(group)) for group in known}
+    found: list[dist.ProcessGroup] = []
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        for group in [] if mesh is None else mesh.get_all_groups():
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if ranks not in taken:
+                taken.add(ranks)
+                found.append(group)
+    return found
+
+
+class FSDP2(ShardedEngine):
+    """One communication object per FSDP module; torch calls it with the module's flat gradient and takes our row."""
+
+    kind = "fsdp2"
+
+    def __init__(self, model: Any, method: Method, ledger: Ledger, *, two_level: bool | None, meet: Meet) -> None:
+        self.model, self.method, self.ledger = model, method, ledger
+        self.groups = param_groups(model)
+        if not self.groups:
+            raise ThinwireError("the model has FSDP modules but no sharded parameters: call fully_shard() on its parts")
+        if not isinstance(model, FSDPModule):
+            raise ThinwireError("the root module is not sharded: call fully_shard(model) after its parts")
+        self._check()
+        meet()
+        shards = {
+            id(fsdp_param.sharded_param): (tuple(fsdp_param._orig_size), tuple(fsdp_param.padded_sharded_param_size))
+            for _, group in self.groups
+            for fsdp_param in group.fsdp_params
+        }
+        self.parameters = describe(cast(nn.Module, model), shards)
+        self._comms: dict[int, GroupComm] = {}
+        self._gathers: list[ModuleAllGather] = []
+        self._ahead = Ahead()
+        self.closed = False
+        self.forward_passes = ForwardPasses(self)
+        self.tail: tuple[Any, Any] | None = None  # events of the last reduction: gradients were there; means were
+        info = self.groups[0][1].mesh_info
+        self.wire_dtype = self._reduce_dtype(self.groups[0][1])
+        shard = self.comm(info.shard_process_group)
+        self.comms = [shard]
+        self.rank = shard.rank
+        self.reduce_group = _reduce_group(self.groups[0][1])
+        # On a CPU a worker reduces, on a group of its own, where it does not meet the gathers of weights.
+        self.worker = None if devices.streams(shard.device) else Worker(ledger)
+        reduces = self.comm(self.reduce_group)
+        self._made: list[GroupComm] = []  # given back when it closes
+        if self.worker and reduces is shard:
+            reduces = shard.twin()
+            self._made.append(reduces)
+        self.hops = (ReduceScatter(reduces),)
+        if hasattr(info, "replicate_process_group"):
+            self.kind = "hsdp"
+            inter = self.comm(info.replicate_process_group)
+            self.hops = *self.hops, AllReduce(inter, divide="after")
+            self.comms.append(inter)
+            self.rank += shard.size * inter.rank
+            if two_level:
+                raise ThinwireError("two_level=True is what HSDP does anyway: leave it out")
+        elif wants_two_levels(shard, method, two_level):
+            intra, inter = split_by_node(shard)
+            self.levels = Regroup(self.hops[0], intra.size, inter.size)
+            self.hops = ReduceScatter(intra), ReduceScatter(inter)
+            self._made += [intra, inter]
+        self.ranks = math.prod(comm.size for comm in self.comms)
+        self.beside = self._beside()
+        self.comms += self.beside
+
+    @staticmethod
+    def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+        """Those of the user's that cross, one after the other, to every rank that trains with this one."""
+        info = param_groups(model)[0][1].mesh_info
+        names = ("shard_process_group", "replicate_process_group")
+        found = [getattr(info, name) for name in names if hasattr(info, name)]
+        return found + _other_groups(model, found)
+
+    @staticmethod
+    def facts(model: nn.Module) -> dict[str, str]:
+        """What must be the same on all ranks, for buffers of theirs to be the same: modules, dtypes, when they gather.
+        """
+        names = {id(module): clean_name(name) for name, module in model.named_modules()}
+        found = {}
+        for module, group in param_groups(model):
+            after = None if group.post_forward_mesh_info is None else group.post_forward_mesh_info.shard_mesh_size
+            found[f"FSDP module '{names[id(module)]}'"] = f"{len(group.fsdp_params)} parameters, {_policy(group)}, " \
+                f"resharded over {after}"
+        return found
+
+    def _beside(self) -> list[GroupComm]:
+        """The mesh dimensions that are not data parallel (tensor parallelism): their ranks share the guard's flag."""
+        return [self.comm(group) for group in _other_groups(self.model, [of.group for of in self._comms.values()])]
+
+    @property
+    def gathers(self) -> frozenset[torch.dtype]:
+        """In which the weights are gathered."""
+        return frozenset(
+            fsdp_param.mp_policy.param_dtype or fsdp_param.sharded_param.dtype
+            for _, group in self.groups
+            for fsdp_param in group.fsdp_params
+        )
+
+    @staticmethod
+    def _reduce_dtype(group: Any) -> torch.dtype | None:
+        policy = _policy(group)
+        return policy.reduce_dtype or policy.param_dtype
+
+    def _check(self) -> None:
+        meshes, reducing = set(), set()
+        for module, group in self.groups:
+            info = group.mesh_info
+            if not hasattr(info, "shard_process_group"):
+                raise ThinwireError(
+                    "composable replicate() cannot be compressed (torch calls its all-reduce directly): use "
+                    "DistributedDataParallel, or fully_shard on a ('replicate', 'shard') mesh"
+                )
+            reducing.add(id(_reduce_group(group)))
+            meshes.add((id(info.shard_process_group), id(getattr(info, "replicate_process_group", None))))
+            if getattr(group, "force_sum_reduction_for_comms", False):
+                raise ThinwireError("set_force_sum_reduction_for_comms(): Thinwire returns the mean; turn it off")
+            if type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy":
+                raise ThinwireError(
+                    f"{type(module).__name__}: CPUOffloadPolicy is not carried: keep the shards on the device"
+                )
+            if len({fsdp_param.mp_policy.param_dtype for fsdp_param in group.fsdp_params}) > 1:
+                raise ThinwireError(
+                    f"{type(module).__name__}: weights that are gathered in several dtypes are not carried: leave "
+                    "MixedPrecisionPolicy's param_dtype_override_fn out"
+                )
+            dtypes = {fsdp_param.sharded_param.dtype for fsdp_param in group.fsdp_params} | {self._reduce_dtype(group)}
+            if torch.float16 in dtypes:
+                raise ThinwireError(
+                    f"{type(module).__name__}: float16 gradients are not carried: use MixedPrecisionPolicy("
+                    "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+                )
+            custom = (getattr(group, "_reduce_scatter_comm", None), getattr(group, "_all_gather_comm", None))
+            if any(comm is not None and not type(comm).__name__.startswith("Default") for comm in custom):
+                raise ThinwireError(
+                    f"{type(module).__name__} already has custom or symmetric-memory communication: "
+                    "compress() must be the only one"
+                )
+            if getattr(group, "_all_reduce_hook", None) is not None:
+                raise ThinwireError(
+                    f"{type(module).__name__} already has an all-reduce hook: compress() must be the only one"
+                )
+        if len(meshes) > 1:
+            raise ThinwireError("the FSDP modules are sharded on different meshes: compress() needs one mesh for all")
+        if len(reducing) > 1:
+            raise ThinwireError(
+                "the FSDP modules reduce gradients over different groups: call set_separate_reduce_scatter_group() on "
+                "the root module, for all of them"
+            )
+
+    def comm(self, group: dist.ProcessGroup) -> GroupComm:
+        """The verbs on one of the engine's own groups."""
+        if id(group) not in self._comms:
+            device = next(self.model.parameters()).device
+            self._comms[id(group)] = GroupComm(group, self.ledger, device=device)
+        return self._comms[id(group)]
+
+    def attach(self, turn: StepEvents, road: Road) -> None:
+        """Give every FSDP module its communication objects; on HSDP torch calls both stages of the road by itself."""
+        for module, group in self.groups:
+            link = GroupLink(self, group, turn, road)
+            # Duck-typed: torch does not look at the type, and the base classes are private names.
+            module.set_custom_reduce_scatter(cast(Any, link.reduce_scatter))
+            self._gathers.append(ModuleAllGather(link, road))
+            module.set_custom_all_gather(cast(Any, self._gathers[-1]))
+            if self.kind == "hsdp":
+                # FSDP's own all-reduce cannot be replaced, only left out: it believes that it is 1-D, and our hook
+                # averages across nodes. Parameters keep their (Replicate, Shard) placements.
+                one_dimensional = _shard_only(group.mesh_info)
+                group.mesh_info = one_dimensional
+                if group.post_forward_mesh_info is not None:
+                    group.post_forward_mesh_info = one_dimensional
+                module.set_all_reduce_hook(link.all_reduce_hook(road.last))
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The weights whose gathers the method has a hand in."""
+        return [gather.replica for gather in self._gathers if gather.replica is not None]
+
+    def layout(self) -> Layout:
+        """One buffer and one shard per FSDP module, last module first, if every parameter has a gradient."""
+        buffers, dtypes, shards = [], [], []
+        comm = self.comm(self.groups[0][1].mesh_info.shard_process_group)
+        for gather in reversed(self._gathers):
+            link = gather.link
+            params = link.in_order()
+            if trained := [param for param in params if id(param.sharded_param) in self.parameters]:
+                buffers.append(link.place(trained, comm.size))
+                dtypes.append(self.wire_dtype or trained[0].sharded_param.dtype)
+            dtype = _policy(link.group).param_dtype or params[0].sharded_param.dtype
+            numel = sum(math.prod(param.padded_sharded_param_size) for param in params)
+            shards.append(link.shard(numel, dtype))
+        return Layout(buffers, dtypes, shards, comm)
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        """No exchange in this backward pass unless it is the ``last`` of the optimizer step."""
+        self.model.set_requires_gradient_sync(last)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def close(self) -> None:
+        """The communication objects live as long as the model, or until ``renew``; nothing is under way any more."""
+        self._ahead.stop()
+        for replica in self.replicas:
+            replica.drop()
+        if self.worker is not None:
+            self.worker.close()
+        self.closed = True
+        for part in self._made:
+            part.release()
+
+    @staticmethod
+    def renew(model: Any) -> None:
+        """If an engine that was closed has its communication objects on ``model``, put torch's own back."""
+        for _, group in param_groups(model):
+            link = getattr(getattr(group, "_reduce_scatter_comm", None), "link", None)
+            if isinstance(link, GroupLink) and link.engine.closed:
+                link.detach()
+
+    def arrived(self) -> None:
+        """Wait for the gradients that are under way beside the backward pass. Raises what their exchange has raised."""
+        if self.worker is not None:
+            with self._waited():
+                self.worker.settle()
+
+    @property
+    def exchanges(self) -> bool:
+        """Are we called at all? torch leaves out what a single rank would exchange with itself."""
+        return any(hop.rows > 1 for hop in self.hops)
+
+    def accumulated(self) -> bool:
+        """Has this rank gradients that torch keeps from the optimizer, until a backward pass that exchanges them?"""
+        return any(has_own_gradient(fsdp_param) for _, group in self.groups for fsdp_param in group.fsdp_params)
+
+    def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
+        """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?
+
+        ``look``: at their values too, whether they were set to zero. Collective then.
+        """
+        if not look:
+            return weights[0].grad is None and all(weight.grad is None for weight in weights)
+        return all_zero((weight.grad for weight in weights), self.comms)
+
+    def settled(self) -> None:
+        """The step is over."""
+        self.tail = None
+
+    def stepping(self) -> None:
+        """An optimizer is about to give the weights new values; any others that they were given are news."""
+        if self.tail is not None:
+            self.ledger.between("exposed", *self.tail)
+            self.tail = None
+        self._ahead.stop()
+        for replica in self.replicas:
+            replica.look()
+
+    def stepped(self) -> None:
+        """The optimizer has done so."""
+        for replica in self.replicas:
+            replica.stepped()
+
+    def ahead(self, step: int) -> None:
+        """Weights leave for the next forward pass, in the order in which the last one asked for them."""
+        with self._waited():
+            self._ahead.begin(step)
+
+    def arrive(self) -> None:
+        """Wait for what has left."""
+        for replica in self.replicas:
+            replica.arrive()
+
+    def asks(self, gather: ModuleAllGather, replica: Replica) -> None:
+        """torch gathers a module's weights."""
+        self._ahead.asks(replica, gather.send)
+
+    def go_on(self) -> None:
+        """A module has got its weights: those of others may leave."""
+        with self._waited():
+            self._ahead.go_on()
+
+    @contextmanager
+    def _waited(self) -> Iterator[None]:
+        """The training loop waits for what is done inside, unless that is for a device to do."""
+        began = time.perf_counter()
+        yield
+        if devices.streams(self.groups[0][1].device) is None:
+            self.ledger.add("exposed", time.perf_counter() - began)
+
+    def weights_changed(self) -> None:
+        """They were, and torch may not have noticed."""
+        for replica in self.replicas:
+            replica.changed = True
+
+
+def _policy(group: Any) -> Any:
+    """The MixedPrecisionPolicy of a module's parameters, each of which has it; torch 2.15 keeps it nowhere else."""
+    return group.fsdp_params[0].mp_policy
+
+
+def _reduce_group(group: Any) -> dist.ProcessGroup:
+    """Over which torch reduces gradients: the one that it gathers weights over, or one of the same ranks beside it
+    (``set_separate_reduce_scatter_group``, torch 2.13)."""
+    info = group.mesh_info
+    return getattr(info, "reduce_scatter_process_group", None) or info.shard_process_group
+
+
+def _shard_only(info: Any) -> Any:
+    """The same mesh, seen as sharded only."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    found = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+    if hasattr(info, "reduce_scatter_process_group"):
+        found.reduce_scatter_process_group = info.reduce_scatter_process_group
+    return found

@@ -1,0 +1,335 @@
+"""What torch calls for each FSDP2 module in place of its own reduce-scatter and all-reduce.
+
+Torch's private names are those of a module's parameter group and of its parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from thinwire.base import device as devices
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Piece, Shard
+from thinwire.core.engine import Engine, StepEvents
+from thinwire.core.method import Method
+from thinwire.core.names import clean_name
+from thinwire.core.road import Road, Stage, Worker, shard_of
+from thinwire.core.weights import Replica
+from thinwire.network.comm import GroupComm
+from thinwire.network.ledger import Ledger
+
+
+def has_own_gradient(fsdp_param: Any) -> bool:
+    """Has this rank a gradient of the whole parameter that has not been reduced?"""
+    return hasattr(fsdp_param, "_unsharded_param") and (
+        fsdp_param.unsharded_accumulated_grad is not None or fsdp_param._unsharded_param.grad is not None
+    )
+
+
+class ShardedEngine(Engine):
+    """What the parts that stand between one FSDP module and the road ask of their engine, ``FSDP2``.
+
+    Attributes:
+        groups: every FSDP module of the model with its parameter group. ranks: among which gradients are averaged.
+        worker: runs exchanges beside the backward pass where there are no streams. tail: events of the last reduction.
+        reduce_group: torch's, of its reduce-scatter.
+    """
+
+    method: Method
+    ledger: Ledger
+    groups: list[tuple[FSDPModule, Any]]
+    ranks: int
+    closed: bool
+    worker: Worker | None
+    tail: tuple[Any, Any] | None
+    reduce_group: dist.ProcessGroup
+    forward_passes: Any
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The weights whose gathers the method has a hand in."""
+        raise NotImplementedError
+
+    def comm(self, group: dist.ProcessGroup) -> GroupComm:
+        """The verbs on one of the engine's own groups."""
+        raise NotImplementedError
+
+    def arrived(self) -> None:
+        """Wait for the gradients that are under way beside the backward pass."""
+        raise NotImplementedError
+
+    def asks(self, gather: Any, replica: Replica) -> None:
+        """torch gathers a module's weights."""
+        raise NotImplementedError
+
+    def go_on(self) -> None:
+        """A module has got its weights: those of others may leave."""
+        raise NotImplementedError
+
+
+class GroupLink:
+    """What stands between one FSDP parameter group and the road."""
+
+    def __init__(self, engine: ShardedEngine, group: Any, turn: StepEvents, road: Road) -> None:
+        self.engine, self.group, self.turn, self.road = engine, group, turn, road
+        # What torch had there before.
+        self._stock = {
+            name: getattr(group, name)
+            for name in ("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook", "_all_reduce_hook_stream",
+                         "mesh_info", "post_forward_mesh_info")
+            if hasattr(group, name)
+        }  # fmt: skip
+        self.reduce_scatter = ModuleReduceScatter(self)
+        self.entered = False  # is this reduction known to the turn?
+        self._active: list[Any] = []
+        self._expected: list[Tensor] | None = None
+        self.device: torch.device = group.device
+        self.gathered: Any = None  # an event: the last gather of the weights is over
+        self.copied: Any = None  # an event: FSDP2 has read what it gave
+        self._computed: Any = None  # an event: the gradients of the next reduction are there
+        self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
+        self._watch()
+
+    def _watch(self) -> None:
+        """Know which parameters are in the next reduction: torch leaves out those without a gradient, and says nothing.
+
+        The numel can be the same for other parameters, so the set has to be read where torch decides it. On a GPU, know
+        also when the stream that computes has come to where it needs what is on its way.
+        """
+        original, original_wait, original_unshard = (
+            self.group.post_backward, self.group.wait_for_unshard, self.group.unshard,
+        )  # fmt: skip
+
+        def unshard(*how: Any, **more: Any) -> Any:
+            if self.group._training_state.name == "FORWARD":
+                self.engine.forward_passes.begin(self)
+            return original_unshard(*how, **more)
+
+        self.group.unshard = unshard
+
+        def wait_for_unshard() -> None:
+            if self.gathered is not None:
+                self.engine.ledger.between("exposed", devices.mark(self.device), self.gathered)
+                self.gathered = None
+            original_wait()
+            self.copied = devices.mark(self.device)
+            self.engine.go_on()
+
+        self.group.wait_for_unshard = wait_for_unshard
+
+        def post_backward(*unused: Any) -> Any:
+            self._computed = devices.mark(self.device)
+            zeros = getattr(self.group, "reduce_scatter_unused_params", False)
+            self._active = [
+                fsdp_param
+                for fsdp_param in self.in_order()
+                if has_own_gradient(fsdp_param)
+                or (zeros and hasattr(fsdp_param, "_unsharded_param") and fsdp_param._unsharded_param.requires_grad)
+            ]
+            # Read when first seen only: under tensor parallelism, reading may cost an all-reduce.
+            known = self._key() in self._pieces
+            self._expected = None if known else [self._gradient(fsdp_param) for fsdp_param in self._active]
+            return original(*unused)
+
+        self.group.post_backward = post_backward
+
+    def detach(self) -> None:
+        """torch's own communication is back in place."""
+        for name in ("post_backward", "wait_for_unshard", "unshard"):
+            delattr(self.group, name)  # the class's own show again
+        for name, value in self._stock.items():
+            setattr(self.group, name, value)
+
+    def in_order(self) -> list[Any]:
+        """The parameters as the reduction packs them: torch 2.15 goes by the dtype of their gradients.
+
+        It finds that order in the first forward pass. Those that are trained have one dtype, and keep theirs.
+        """
+        order = getattr(self.group, "_reduce_scatter_param_indices", ()) or range(len(self.group.fsdp_params))
+        return [self.group.fsdp_params[index] for index in order]
+
+    @property
+    def divisor(self) -> float | None:
+        """What the user has the sum over all ranks divided by (``set_gradient_divide_factor``); None: their number."""
+        return getattr(self.group, "gradient_divide_factor", None)
+
+    def exchange(self, pieces: Sequence[Piece], reduce: Callable[[], object], mean: Tensor) -> None:
+        """``reduce`` the gradients of ``pieces`` to their ``mean``, now or, on a CPU, beside the backward pass."""
+
+        def job() -> Tensor:
+            with self.turn.exchanging("gradients", (piece.name for piece in pieces)):
+                reduce()
+            return mean
+
+        worker = self.engine.worker
+        if worker is None:
+            job()
+            self.engine.tail = self._computed, devices.mark(self.device)  # of a backward pass, the last one's
+            return
+        worker.submit(job, mean.device, last=False)
+        if not (self._only_views(mean) and _at_the_end_of_backward(self.engine.arrived)):
+            self.engine.arrived()
+
+    def _only_views(self, mean: Tensor) -> bool:
+        """Will torch make views of ``mean``, which is still to come, and look at none of its values?"""
+        return self.divisor is None and all(
+            weight.grad is None and weight.dtype == mean.dtype and not weight._post_accumulate_grad_hooks
+            for weight in (fsdp_param.sharded_param for fsdp_param in self._active)
+        )
+
+    @staticmethod
+    def _gradient(fsdp_param: Any) -> Tensor:
+        """This rank's gradient before the reduction; 0-dim where there is none."""
+        accumulates = hasattr(type(fsdp_param), "unsharded_accumulated_grad_data")  # until torch 2.14; then .grad does
+        if accumulates and fsdp_param.unsharded_accumulated_grad is not None:
+            return fsdp_param.unsharded_accumulated_grad_data
+        if fsdp_param._unsharded_param.grad is not None:
+            return fsdp_param.unsharded_grad_data
+        return torch.zeros(())
+
+    def _key(self) -> tuple[int, ...]:
+        return tuple(id(fsdp_param) for fsdp_param in self._active)
+
+    def pieces(self, ranks: int) -> tuple[Piece, ...]:
+        """Where each parameter lies in the flat input: columns of (ranks, n), in the group's order."""
+        key = self._key()
+        if key not in self._pieces:
+            self._pieces[key] = self.place(self._active, ranks)
+        return self._pieces[key]
+
+    def place(self, fsdp_params: list[Any], ranks: int) -> tuple[Piece, ...]:
+        """Where ``fsdp_params`` lie in a flat input of theirs."""
+        widths = [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in fsdp_params]
+        total, pieces, column = sum(widths), [], 0
+        for fsdp_param, width in zip(fsdp_params, widths, strict=True):
+            pieces.append(Piece(self.name(fsdp_param), column, width * ranks, ranks, total))
+            column += width
+        return tuple(pieces)
+
+    def version(self) -> int:
+        """Rises with every change of this rank's shard in place that torch counts (not those through ``.data``)."""
+        shards = [fsdp_param.sharded_param for fsdp_param in self.group.fsdp_params]
+        return sum(shard._version + cast(Any, shard)._local_tensor._version for shard in shards)
+
+    def shards(self) -> list[Tensor]:
+        """This rank's part of each parameter."""
+        return [cast(Any, fsdp_param.sharded_param)._local_tensor for fsdp_param in self.group.fsdp_params]
+
+    def shard(self, numel: int, dtype: torch.dtype) -> Shard:
+        """Where each parameter lies in this rank's shard of ``numel`` values, gathered in ``dtype``."""
+        trained, frozen, column = [], [], 0
+        for fsdp_param in self.group.fsdp_params:
+            width = math.prod(fsdp_param.padded_sharded_param_size)
+            piece = Piece(self.name(fsdp_param), column, width)
+            if id(fsdp_param.sharded_param) in self.engine.parameters:
+                trained.append(piece)
+            elif fsdp_param.sharded_param.requires_grad:
+                raise ThinwireError(
+                    f"{piece.name} was frozen when compress() was called, or is another object now "
+                    "(load_state_dict(assign=True)): thaw and load it before"
+                )
+            else:
+                frozen.append(piece)
+            column += width
+        if column != numel:
+            names = ", ".join(piece.name for piece in trained)
+            raise ThinwireError(f"FSDP2 gathers {numel} values per rank, but the shards of {names} have {column}")
+        return Shard(tuple(trained), tuple(frozen), numel, dtype)
+
+    def name(self, fsdp_param: Any) -> str:
+        """Of the parameter in the user's model."""
+        known = self.engine.parameters.get(id(fsdp_param.sharded_param))
+        if known is not None:
+            return known.name
+        if fsdp_param._param_fqn is not None:
+            return clean_name(fsdp_param._param_fqn)
+        # Frozen, and before the first forward pass, in which torch fills it in.
+        named = self.engine.model.named_parameters()
+        return next(clean_name(name) for name, weight in named if weight is fsdp_param.sharded_param)
+
+    def verify(self, flat: Tensor, ranks: int) -> tuple[Piece, ...]:
+        """The pieces; the first time a composition is seen, the values must lie where they should."""
+        expected, self._expected = self._expected, None
+        pieces = self.pieces(ranks)
+        if sum(piece.numel for piece in pieces) != flat.numel():
+            names = ", ".join(piece.name for piece in pieces)
+            raise ThinwireError(f"FSDP2's buffer has {flat.numel()} values, but not those of {names}")
+        if expected is None:
+            return pieces
+        rows = flat.view(ranks, -1)
+        for piece, fsdp_param, gradient in zip(pieces, self._active, expected, strict=True):
+            if gradient.dim() == 0 or fsdp_param.fsdp_placement.dim != 0:
+                continue
+            block = rows[:, piece.offset : piece.offset + piece.numel // ranks].reshape(-1)[: gradient.numel()]
+            if not torch.equal(block.nan_to_num(), gradient.reshape(-1).to(flat.dtype).nan_to_num()):
+                raise ThinwireError(f"FSDP2 laid {piece.name} out in a way that Thinwire does not know")
+        return pieces
+
+    def all_reduce_hook(self, stage: Stage):
+        """The hook that averages this rank's shard across nodes, after the reduce-scatter inside the node."""
+
+        def hook(shard: Tensor) -> None:
+            devices.keep(shard)  # torch 2.11 to 2.13 let go of the buffer while this stream still reads it
+            ranks = self.engine.hops[0].rows
+            if self.divisor is not None and ranks == 1:  # torch has divided by it already
+                shard.mul_(self.divisor)
+            if self._expected is not None and ranks == 1:
+                self.verify(shard, 1)
+            if self.divisor is not None and ranks == 1:
+                shard.mul_(self.engine.ranks / self.divisor)
+            inter = shard_of(self.pieces(ranks))
+            if not self.entered:  # torch leaves the reduce-scatter out where one rank has all of the shard
+                self.turn.enter([piece.name for piece in inter])
+            self.entered = False
+            self.exchange(inter, lambda: stage.reduce(shard, inter, shard), shard)
+
+        return hook
+
+
+class ModuleReduceScatter:
+    """What torch calls instead of its own reduce-scatter. The output becomes ``.grad``, so it is fresh every time.
+
+    torch runs it on a stream of its own, beside the backward pass. A CPU has none: there it is a worker's job, as on
+    DDP, and torch makes views of an output that is still to come. One module's gradients are under way at a time, as
+    many as torch holds anyway.
+    """
+
+    def __init__(self, link: GroupLink) -> None:
+        self.link = link
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.link.engine.arrived()
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
+        link, engine = self.link, self.link.engine
+        if link.divisor is None and op != dist.ReduceOp.AVG:
+            raise ThinwireError(f"FSDP2 asks for {op}: Thinwire returns the mean; see reduce_dtype")
+        if group is not engine.reduce_group:
+            raise ThinwireError(
+                f"FSDP2 reduces gradients over another group of {group.size()} ranks than when compress() was called, "
+                f"of {engine.reduce_group.size()}: call set_separate_reduce_scatter_group() before compress()"
+            )
+        pieces = link.verify(input_tensor, group.size())
+        if link.divisor is not None:  # the sum divided by it is the mean of what is so many times as large
+            input_tensor.mul_(engine.ranks / link.divisor)
+        link.turn.enter([piece.name for piece in pieces])
+        link.entered = True
+        road = link.road.stages[0] if engine.kind == "hsdp" else link.road
+        link.exchange(pieces, lambda: road.reduce(input_tensor, pieces, output_tensor), output_tensor)
+
+
+def _at_the_end_of_backward(call: Callable[[], None]) -> bool:
+    """Have ``call`` called there; False where no backward pass is under way, as in a pipeline schedule's own calls."""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+    except RuntimeError:
+        return False
+    return True

@@ -1,1 +1,0 @@
-"""What carries the road into an engine or a framework: translation only, no mathematics."""

@@ -1,0 +1,1 @@
+"""What the five systems build on, or are measured against."""

@@ -1,0 +1,60 @@
+"""DGC: top-k of a momentum that every rank keeps for itself (Deep Gradient Compression, Lin et al., ICLR 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import CONSERVES, Promise
+from thinwire.methods.baselines.topk import TopK
+
+
+@dataclass
+class DGC(TopK):
+    """Top-k with momentum correction and momentum factor masking, for SGD without a momentum of its own.
+
+    For each tensor, on rank n: u = m u + g_n; v = v + u (arXiv 1712.01887, eq. 7); send the k largest |v|; at what was
+    sent, u = v = 0 (section 3.3). With ``momentum=0`` it is ``topk``. Of the paper's other parts, the warm-up is the
+    dense ``start`` here, and local clipping is left out: clip the mean with ``wire.clip_grad_norm_``.
+
+    Args:
+        momentum: m, from 0 up to but not 1; higher => a value that waits grows faster. What the optimizer then receives
+            is a momentum already, about g / (1 - m): an optimizer with moments of its own (AdamW) counts it twice.
+    """
+
+    name: ClassVar[str] = "dgc"
+    adds_up: ClassVar[bool] = False
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
+    ABSENT: ClassVar[Mapping[str, str]] = {
+        "error_feedback": "what waits would be lost: topk has it",
+        **dict.fromkeys(("feedback", "beta1", "direction", "portion"), "the momentum waits: topk has it"),
+    }  # fmt: skip
+
+    feedback: Literal["gradient", "update"] = "gradient"
+    density: float = 0.001
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.must(0 <= self.momentum < 1, "momentum", "is at least 0 and below 1")
+
+    @property
+    def promise(self) -> Promise:
+        if self.momentum == 0:
+            return CONSERVES
+        what = "where a value is sent, its momentum is dropped: momentum=0 has none to drop"
+        return Promise("lossy", what, {"residual": 1.0, "velocity": self.momentum})
+
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        old, velocity = self.state.read("velocity", bucket), self.state.write("velocity", bucket)
+        velocity.copy_(old).mul_(self.momentum).add_(bucket.rows)  # eq. 7: u = m u + g_n
+        bucket.rows.copy_(velocity)
+        residual = self.send_largest(bucket, exchange)  # eq. 7: v = v + u; v of what was not sent
+        assert residual is not None
+        velocity.mul_(residual != 0)  # sec. 3.3: 0 where it was sent, and where v cancelled to the last bit

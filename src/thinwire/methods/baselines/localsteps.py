@@ -1,0 +1,549 @@
+"""Local steps: each rank steps alone, and every H steps all meet (Stich, ICLR 2019, arXiv 1805.09767).
+
+DiLoCo (Douillard et al., 2023, arXiv 2311.08105, Alg. 1), on rank n of N, round t, with the weights W that all share:
+
+    w_n = W;  H steps of the user's optimizer on w_n, with this rank's own gradients     (l. 2-9)
+    D   = mean_n (W - w_n), the outer gradient                                           (l. 10-11)
+    u   = mu u + D;  W -= a (D + mu u)          SGD with Nesterov momentum                (l. 12)
+
+Any method of ours makes the mean of l. 11: it is told of a run whose weights are W, whose optimizer is that SGD, and
+whose steps are the rounds. So what it keeps (a residual, a mask, a warm-up) it keeps from round to round. Momenta and
+variances of the user's optimizer stay with their rank, as in the paper.
+
+SparseLoCo (Sarfi et al., arXiv 2508.15706, Alg. 1) is top-k of D in place of the momentum, mu = 0, a = 1:
+
+    h_n = decay e_n + W - w_n;  q_n = Q[the k largest |h_n| of each chunk];  e_n = h_n - q_n;  W -= mean_n q_n
+
+with chunks of 4096 values, k = 128, and a Q of 2 bits (``trickle(bits=2)``).
+LS1 is one bit each way, every 2 to 4 steps; there a rank's v counts as N times the noise of the mean's
+(``second_moment``). With the largest of D in place of signs (``local-steps:recommended``) a round brings nearly what it
+brings in fp32 (docs/quality.md), for fewer bytes than signs up to 4 ranks.
+
+Where ours differs. A ``start``, in which gradients are averaged at every step, in fp32 or in few bits (``start_bits``);
+its last step is dense and brings what waits, so that all begin alike. Steps are counted whether a rank
+has taken or skipped them, so that all meet at the same time. A round in which any rank's weights are not finite does
+not count: all go back to W. Weights of 16 bits: W is float32, and what a rank has moved is told from W as rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.base.errors import ThinwireError
+from thinwire.codecs.base import Codec, Residual
+from thinwire.codecs.intquant import Integers
+from thinwire.core.bucket import Bucket, Piece
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import (
+    CONSERVES,
+    Fp32,
+    Method,
+    Parameter,
+    Promise,
+    Resized,
+    Run,
+    Step,
+    check_start,
+    first_step,
+    refuse_chunks,
+)
+from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.methods.parts.own_steps import has_step_of_torch
+from thinwire.network.comm import local
+
+OWN_WEIGHT, OWN_MOMENT = "own weight", "own optimizer "
+"""Kinds of state in checkpoints: what differs by rank between two rounds."""
+OF_START = "of the start"
+"""Kind of state: what few bits have left out of the start's gradients."""
+
+
+@dataclass
+class LocalSteps(Method):
+    """Each rank takes ``every`` steps alone; then an outer method averages what they moved (DiLoCo, arXiv 2311.08105).
+
+    Between rounds nothing travels, no rank waits for another, and a step with a gradient that is not finite costs that
+    rank alone one step. ``wire.clip_grad_norm_`` then clips each rank's gradient by its own norm. Weights and the
+    optimizer's moments differ by rank: ``wire.state_dict()`` holds them, and ``wire.load_state_dict()`` puts them back,
+    so call it after the model's and the optimizer's own. All ranks hold the same weights after each round, and after
+    the last step of a run whose ``steps`` are known: evaluate and export there. On HSDP a node stands for a rank: its
+    gradients are averaged inside it at every step.
+
+    Args:
+        every: H, optimizer steps in a round, taken or skipped; higher => fewer bytes, and ranks drift further apart.
+        outer: the method that averages, and what it keeps dense goes in fp32: ``"int8(error_feedback=True)"``,
+            ``thinwire.TopK(density=0.03, feedback="gradient")``. Its steps are rounds, its gradients what the weights
+            have moved.
+        outer_lr: a, by how much of the average all move; 1 with ``outer_momentum=0`` is plain averaging.
+        outer_momentum: mu of Nesterov's momentum over rounds, 0 to below 1; higher => more momentum, for long rounds.
+        decay: of what waits with the outer method, at each round; lower => what waits is forgotten sooner.
+        start: steps before, in which gradients are averaged: a share of the run below 1, or a number of optimizer
+            steps. Later => more bytes, and ranks begin to drift later.
+        start_bits: of a gradient value in the start: 32, 8 or 4 (in groups of 128, with error feedback, which takes 8
+            bytes per value while the start lasts); lower => fewer bytes, and rounding that arrives a step later.
+        second_moment: Adam's v as it is on each rank ("own"), or divided by N ("mean"): the gradient of one rank has N
+            times the variance of their mean's, and steps would be too small. For ``AdamW`` and ``Adam``.
+
+    Raises:
+        ThinwireError: weights sharded over all ranks (FSDP2), two levels on DDP, a GradScaler, an outer method that
+            works on an optimizer's moments.
+    """
+
+    name: ClassVar[str] = "local-steps"
+    engines: ClassVar[tuple[str, ...]] = ("ddp", "hsdp")
+    keeps_state: ClassVar[bool] = True
+    ELSEWHERE: ClassVar[str] = (
+        "each weight has one owner there, so no replica could step alone: shard inside nodes only, with fully_shard on "
+        "a ('replicate', 'shard') mesh (HSDP)"
+    )
+    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("dense", "send"), "the outer method has: outer=\"int8(dense='*bias')\""
+    )
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "recommended": {
+            "every": 4, "start": 0.1, "start_bits": 4, "outer": "trickle(density=0.05,bits=4,feedback='gradient')",
+            "outer_lr": 1.0, "outer_momentum": 0.0, "second_moment": "mean",
+        },
+        "sparseloco": {
+            "every": 30, "outer": "trickle(density=0.03125,bits=2,feedback='gradient',smallest=4096)", "outer_lr": 1.0,
+            "outer_momentum": 0.0, "decay": 0.95,
+        },
+    }  # fmt: skip
+
+    every: int = 20
+    outer: Method | str = "dense"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    decay: float = 1.0
+    start: float = 0
+    start_bits: Literal[4, 8, 32] = 32
+    second_moment: Literal["own", "mean"] = "own"
+
+    def __post_init__(self) -> None:
+        from thinwire.methods import resolve  # which knows this method, too
+
+        super().__post_init__()
+        check_start(self.name, "start", self.start)
+        self.must(self.every >= 1, "every", "is a number of steps, 1 or more")
+        self.must(self.outer_lr > 0, "outer_lr", "must be above 0")
+        self.must(0 <= self.outer_momentum < 1, "outer_momentum", "is at least 0 and below 1")
+        self.must(0 < self.decay <= 1, "decay", "is a share, above 0 and up to 1")
+        if not self.start:
+            self.refuse_idle("start=0", "start_bits")
+        self._outer = replace(resolve(self.outer))  # another object than the user's, which a rehearsal would share
+        self._check_outer()
+        self.first = 0
+        self._missed = self._lost = 0  # steps not taken, rounds that did not count
+        self._apart = False  # do the ranks' weights differ?
+        self._due = False  # is all that waits to be delivered in the next round?
+        self._shown = False  # is what is this rank's own in the state?
+        self._anchors: dict[str, nn.Parameter] = {}  # W
+        self._scaled: list[tuple[dict[str, Any], Any, Any]] = []  # groups of the user's, their lr and weight decay
+
+    def make_codec(self) -> Codec | None:
+        """Of the start."""
+        return None if self.start_bits == 32 else Integers(128, self.start_bits)
+
+    def _check_outer(self) -> None:
+        promise = self._outer.promise
+        if isinstance(self._outer, LocalSteps) or not self._outer.rank_equal:
+            raise ThinwireError(f"{self.name}: outer={self._outer.name} leaves ranks apart: take one that averages")
+        if isinstance(self._outer, ErrorFeedback) and self._outer.feedback == "update":
+            raise ThinwireError(
+                f"{self.name}: outer={self._outer.name} sends AdamW's steps (feedback='update'), and the outer "
+                f"optimizer is SGD: write {self._outer.of_gradients}"
+            )
+        if promise.of != "gradients":
+            raise ThinwireError(
+                f"{self.name}: outer={self._outer.name} works in an Adam's place, and the outer optimizer is SGD: take "
+                "a method that averages gradients, such as int8 or topk(feedback='gradient')"
+            )
+        if self.decay < 1 and promise.kind != "conserves":
+            raise ThinwireError(f"{self.name}: decay={self.decay} needs an outer method with error feedback")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "state":
+            self._outer.state = value  # one memory: it is saved, committed and taken back together
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        refuse_chunks(self.name, run)
+        if run.scaled:
+            raise ThinwireError(
+                f"{self.name} does not run under a GradScaler, which skips a rank's steps without a word, so that it "
+                "would miss the others: train in bfloat16"
+            )
+        if self.second_moment == "mean":
+            self._check_adam(run)
+        self.first = first_step(self.name, "start", self.start, run.steps)
+        # Without memory of their own until the first local step.
+        self._anchors = {
+            name: nn.Parameter(torch.zeros((), device=local(weight).device).expand(local(weight).shape))
+            for name, weight in run.weights.items()
+        }
+        mu = self.outer_momentum
+        self._sgd = torch.optim.SGD(
+            [{"params": list(self._anchors.values())}], lr=self.outer_lr, momentum=mu, nesterov=mu > 0
+        )
+        rounds = None if run.steps is None else -(-(run.steps - self.first) // self.every)
+        self._outer.begin(replace(run, steps=rounds, optimizers=(self._sgd,), weights=self._anchors))
+        self._parts: list[tuple[Method, Bucket, slice]] = []
+
+    def _check_adam(self, run: Run) -> None:
+        for name, (optimizer, _) in run.held.items():
+            if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+                raise ThinwireError(
+                    f"{self.name}: second_moment='mean' is about Adam's: pass torch.optim.AdamW or Adam as the "
+                    f"optimizer of {name}, got {type(optimizer).__name__}, or leave it out"
+                )
+            if not has_step_of_torch(optimizer):
+                raise ThinwireError(
+                    f"{self.name}: second_moment='mean' lets Adam's own step see other gradients, and "
+                    f"{type(optimizer).__name__} has a step of its own: leave it out"
+                )
+
+    # What other parts ask.
+
+    @property
+    def carrier(self) -> Method:
+        return self._outer
+
+    @property
+    def promise(self) -> Promise:
+        if self.decay < 1:
+            what = f"a share of {1 - self.decay:.3g} of what waits is dropped every round"
+            return Promise("lossy", what, self._outer.promise.waits)
+        kept = self._outer.promise
+        return replace(CONSERVES if kept.kind == "exact" else kept, of="weights")
+
+    @property
+    def rank_equal(self) -> bool:
+        return not self._apart
+
+    def alone(self, number: int) -> bool:
+        return number >= self.first
+
+    @property
+    def bounded(self) -> bool:
+        return False  # gradients are clipped before they move what is kept (the rest of a start goes in few steps)
+
+    @property
+    def adapts(self) -> bool:
+        return self._outer.adapts
+
+    @property
+    def native(self) -> bool:
+        return False  # of the kernels, which are the outer method's
+
+    @property
+    def on_wire(self) -> bool:
+        return self.codec is None
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        return self._outer.offloads
+
+    @property
+    def gathers(self) -> bool:
+        return self._outer.gathers
+
+    @property
+    def at_scale(self) -> str:
+        return str(replace(self, outer=of)) if (of := self._outer.at_scale) else ""
+
+    @property
+    def resized(self) -> Mapping[str, Resized]:
+        own: dict[str, Resized] = {
+            "anchor": "shard", "outer momentum": "shard", OWN_WEIGHT: "shard", f"{OWN_MOMENT}*": "mean",
+            "missed": "equal", "lost": "equal", "due": "equal",
+        }  # fmt: skip
+        return {**self._outer.resized, **own}
+
+    def policy(self, parameter: Parameter) -> str | None:
+        return self._outer.keep_dense(parameter)
+
+    def dense_among(self, parameters: Iterable[Parameter]) -> frozenset[str]:
+        return frozenset()  # of gradients, for what stays dense waits for the round, too
+
+    def unmatched(self, names: Iterable[str]) -> str | None:
+        return self._outer.unmatched(names)
+
+    @property
+    def steady(self) -> int:
+        return self.first + self._outer.steady * self.every
+
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        between = {self.steady: 1 - 1 / self.every} if self.every > 1 else {}
+        rounds = self._outer.cycle.items()
+        return between | {self.first + number * self.every + self.every - 1: of / self.every for number, of in rounds}
+
+    def facts(self) -> dict[str, float]:
+        lost = {"rounds that did not count": float(self._lost)} if self._lost else {}
+        return {**lost, **self._outer.facts()}
+
+    # A step.
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        """In the start the mean; then this rank's own gradient stays what it is."""
+        if bucket.step < self.first - 1 and self.codec is not None:
+            residual = Residual(self.state.read(OF_START, bucket), self.state.write(OF_START, bucket))
+            exchange.mean(bucket, self.codec, on_wire=False, residual=residual)
+        elif bucket.step < self.first:
+            self._mean(bucket, exchange)
+
+    def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
+        """What waits with the outer method is due at the end of the round."""
+        if bucket.step < self.first:
+            self._mean(bucket, exchange)
+        else:
+            self._due = True
+
+    def _mean(self, bucket: Bucket, exchange: Exchange) -> None:
+        """Dense, of the gradients and of what waits of the start's."""
+        if self.codec is not None:
+            bucket.rows.add_(self.state.read(OF_START, bucket))
+            self.state.write(OF_START, bucket).zero_()
+        exchange.mean(bucket)
+
+    def before_step(self, step: Step) -> None:
+        if step.number < self.first:
+            return
+        self._depart(step)
+        if self.second_moment == "mean":
+            self._scale(step)
+
+    def after_step(self, step: Step) -> None:
+        self._unscale(step)
+        if step.number >= self.first:
+            self._arrive(step)
+
+    def after_skip(self, step: Step) -> None:
+        """A step that this rank skips is one of the round's all the same (in the start: all ranks skip it)."""
+        if step.number >= self.first:
+            self._depart(step)
+            self._arrive(step)
+        self._missed += 1
+
+    def _depart(self, step: Step) -> None:
+        """Before the first local step: W is what all hold."""
+        self._hide()
+        if self.state.found("anchor") or not self._anchors:
+            return
+        self.state.drop(OF_START)
+        weights = {name: local(weight).detach() for name, weight in step.weights.items()}
+        if any(self._anchors[name].device != weight.device for name, weight in weights.items()):
+            self.begin(replace(self.run, weights=step.weights))  # the model was on "meta" when this method began
+        for name, weight in weights.items():
+            self._anchors[name].data = weight.to(torch.float32, copy=True).contiguous()
+            self.state.set("anchor", name, self._anchors[name].detach())
+        if self.second_moment == "mean":
+            for name, weight in step.weights.items():
+                moment = step.held[name].optimizer.state.get(weight, {}).get("exp_avg")
+                if moment is not None:
+                    local(moment).div_(math.sqrt(self.run.exchange.rows))
+
+    def _scale(self, step: Step) -> None:
+        """Let Adam step with v / N: with g / sqrt(N) its m and v are m / sqrt(N) and v / N, and with lr sqrt(N) and
+        decay / sqrt(N), m / (sqrt(v / N) + eps) is as large, and lr decay the same. What Adam has of the start is the
+        mean's: its v is v / N already, and only m is scaled, once.
+        """
+        root = math.sqrt(self.run.exchange.rows)
+        if gradients := _gradients(step):
+            torch._foreach_mul_(gradients, 1 / root)
+        for optimizer in step.optimizers:
+            for group in optimizer.param_groups:
+                self._scaled.append((group, group["lr"], group["weight_decay"]))
+                group["lr"], group["weight_decay"] = group["lr"] * root, group["weight_decay"] / root
+
+    def _unscale(self, step: Step) -> None:
+        if self._scaled and (gradients := _gradients(step)):
+            torch._foreach_mul_(gradients, math.sqrt(self.run.exchange.rows))
+        for group, lr, decay in self._scaled:
+            group["lr"], group["weight_decay"] = lr, decay
+        self._scaled.clear()
+
+    def _arrive(self, step: Step) -> None:
+        """The end of a step. All ranks count alike, whether they took or skipped it."""
+        past = step.number + self._missed + 1 - self.first
+        ends = past % self.every == 0 or self.first + past == self.run.steps
+        self._apart = not ends
+        if ends and self._anchors:
+            with self.run.exchange.span("exposed", next(iter(self._anchors.values()))):
+                self._meet(step, (past - 1) // self.every)
+
+    # A round.
+
+    def _meet(self, step: Step, number: int) -> None:
+        """All ranks: D (l. 10-11), the outer step (l. 12), and w_n = W again."""
+        if not self._parts:
+            self._parts = self._make_parts()
+        moved = self._moved(step)
+        norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
+        for method, bucket, at in self._parts:
+            bucket.step = number
+            bucket.load(moved[at], moved[at])
+            due = self._due and method is self._outer
+            (method.deliver if due else method.reduce)(bucket, self.run.exchange)
+            if self.decay < 1 and method is self._outer:
+                self._forget(bucket)
+            bucket.store(moved[at])
+            bucket.release()
+        if step.agree([norm, moved]):
+            self.state.commit()
+            self._outer_step(moved, number)
+            self._due = False
+        else:
+            self.state.rollback()
+            self._outer.undo()
+            self._lost += 1
+        for name, weight in step.weights.items():
+            local(weight.detach()).copy_(self._anchors[name].detach())
+
+    def _make_parts(self) -> list[tuple[Method, Bucket, slice]]:
+        """One bucket for what the outer method compresses, one beside it for the rest, and where each lies."""
+        parts: list[tuple[Method, Bucket, slice]] = []
+        end = 0
+        known = [self.run.parameters[name] for name in self._anchors]
+        kept = self._outer.dense_among(known)
+        sent = [parameter for parameter in known if parameter.name not in kept]
+        for method, of in ((self._outer, sent), (Fp32(), [p for p in known if p.name in kept])):
+            first, pieces = end, []
+            for parameter in of:
+                pieces.append(Piece(parameter.name, end - first, parameter.local))
+                end += parameter.local
+            if pieces:
+                bucket = method.bucket_of(pieces, self.run.exchange, self._anchors[pieces[0].name].device)
+                parts.append((method, bucket, slice(first, end)))
+        return parts
+
+    def _moved(self, step: Step) -> Tensor:
+        """W - w_n (l. 10) of all parameters, (P,) float32, as the buckets lie in it; zeros in an engine's padding."""
+        moved = torch.zeros(self._parts[-1][2].stop, dtype=torch.float32, device=self._parts[0][1].device)
+        for name, values in self._views(moved):
+            weight = local(step.weights[name].detach())
+            values.copy_(self._anchors[name].detach().to(weight.dtype)).sub_(weight)
+        return moved
+
+    def _views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
+        """Each parameter's values in ``flat`` (P,), in its shape on this rank."""
+        found = []
+        for _, bucket, at in self._parts:
+            for segment in bucket.segments:
+                shape = self._anchors[segment.name].shape
+                found.append((segment.name, flat[at][segment.piece.offset :][: shape.numel()].view(shape)))
+        return found
+
+    def _forget(self, bucket: Bucket) -> None:
+        """SparseLoCo's decay of what waits, which comes before the next round's D is added to it."""
+        for kind in self._outer.promise.waits:
+            if (waits := self._outer.state.written(kind, bucket)) is not None:
+                waits.mul_(self.decay)
+
+    def _outer_step(self, mean: Tensor, number: int) -> None:
+        """l. 12: for the outer method, an optimizer's step like any."""
+        for name, values in self._views(mean):
+            self._anchors[name].grad = values
+        step = Step(number, (self._sgd,), self._anchors)
+        self._outer.before_step(step)
+        self._sgd.step()
+        self._outer.after_step(step)
+        self._sgd.zero_grad()
+        for name, anchor in self._anchors.items():
+            if (momentum := self._sgd.state.get(anchor, {}).get("momentum_buffer")) is not None:
+                self.state.set("outer momentum", name, momentum)
+        self.state.commit()
+
+    # Taking a step back, saving and loading.
+
+    def undo(self) -> None:
+        self._outer.undo()
+
+    def drop_waiting(self) -> None:
+        """All ranks hold the same weights, from which the next round begins; the outer momentum begins anew."""
+        super().drop_waiting()
+        self._outer.drop_waiting()
+        for kind in ("anchor", "outer momentum"):
+            for _, name, _ in self.state.found(kind):
+                self.state.discard(kind, name)
+        self._sgd.state.clear()
+        self._apart = False
+
+    def finish(self) -> None:
+        """Show in the state what a checkpoint of the model does not hold: this rank's own weights and moments."""
+        self._outer.finish()
+        self.state.set("missed", "", torch.tensor(self._missed))
+        self.state.set("lost", "", torch.tensor(self._lost))
+        self.state.set("due", "", torch.tensor(int(self._due)))
+        if not self.state.found("anchor"):
+            return
+        self._shown = True
+        for name, weight in self.run.weights.items():
+            self.state.set(OWN_WEIGHT, name, local(weight.detach()))
+            for kind, value in self.run.held[name].optimizer.state.get(weight, {}).items():
+                if isinstance(value, Tensor):
+                    self.state.set(f"{OWN_MOMENT}{kind}", name, local(value.detach()))
+
+    def _hide(self) -> None:
+        """It is the model's and the optimizer's, and is not held twice."""
+        if self._shown:
+            for kind, name, _ in [*self.state.found(OWN_WEIGHT), *self.state.found(OWN_MOMENT)]:
+                self.state.discard(kind, name)
+        self._shown = False
+
+    def fault_of(self, saved: Mapping[str, Tensor]) -> str:
+        return self._outer.fault_of(saved)
+
+    def state_changed(self) -> None:
+        """Go on from a checkpoint: W and its momentum, and what is this rank's own, are there again."""
+        self._outer.state_changed()
+        counts = (self.state.get(kind, "") for kind in ("missed", "lost", "due"))
+        self._missed, self._lost, due = (0 if count is None else int(count) for count in counts)
+        self._due = bool(due)
+        self._sgd.state.clear()
+        for kind, name, saved in self.state.found(""):
+            if kind in ("anchor", "outer momentum", OWN_WEIGHT):
+                self._check_saved(kind, name, saved)
+        for _, name, saved in self.state.found("anchor"):
+            self._anchors[name].data = saved
+        for _, name, saved in self.state.found("outer momentum"):
+            self._sgd.state[self._anchors[name]]["momentum_buffer"] = saved
+        self._apart = False
+        for _, name, saved in self.state.found(OWN_WEIGHT):
+            local(self.run.weights[name].detach()).copy_(saved)
+            self._apart |= not torch.equal(saved, self._anchors[name].detach().to(saved.dtype))
+        for kind, name, saved in self.state.found(OWN_MOMENT):
+            self._give_back(kind.removeprefix(OWN_MOMENT), name, saved)
+        self._shown = True
+        self._hide()
+
+    def _check_saved(self, kind: str, name: str, saved: Tensor) -> None:
+        weight = self.run.weights.get(name)
+        if weight is None or local(weight).shape != saved.shape:
+            needs = "does not train it" if weight is None else f"needs {tuple(local(weight).shape)}"
+            raise ThinwireError(
+                f"state '{kind}' of {name} has shape {tuple(saved.shape)}, this run {needs}: it was saved with another "
+                "model, world size or engine"
+            )
+
+    def _give_back(self, kind: str, name: str, saved: Tensor) -> None:
+        """``saved`` becomes the ``kind`` of the optimizer's state of parameter ``name``."""
+        weight, (optimizer, group) = self.run.weights[name], self.run.held[name]
+        moments = optimizer.state[weight]
+        if kind not in moments:
+            alike = saved.shape == local(weight).shape and saved.dim() > 0
+            on_device = group.get("capturable") or group.get("fused")
+            moments[kind] = torch.zeros_like(weight, dtype=saved.dtype, requires_grad=False) if alike else saved.clone()
+            if saved.dim() == 0 and not on_device:
+                moments[kind] = saved.cpu()
+        local(moments[kind]).copy_(saved)
+
+
+def _gradients(step: Step) -> list[Tensor]:
+    return [local(weight.grad) for weight in step.weights.values() if weight.grad is not None]

@@ -1,0 +1,67 @@
+"""LoCo: four-bit gradients with a moving average of their errors (arXiv 2407.04480).
+
+With Q the quantizer of groups and e_n the error that rank n keeps, at step k:
+
+    h_n   = g_n + e_n
+    mean  = mean over n of Q(h_n): all-to-all, summed in fp32
+    e_n'  = beta e_n + (1 - beta) (h_n - Q(h_n));  every ``reset`` steps e_n' = 0
+
+Ours keeps e_n in float32 where theirs has 8 bits, and where every rank needs the whole mean (DDP), what the second
+encoding leaves out goes the same way. beta = 0 is plain error feedback.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from thinwire.codecs.base import Codec, Residual
+from thinwire.codecs.intquant import Int4
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Promise
+from thinwire.methods.parts.feedback import ErrorFeedback
+
+
+@dataclass
+class LoCo(ErrorFeedback):
+    """Gradients in 4 bits with a moving average of what was left out (arXiv 2407.04480).
+
+    Args:
+        beta: weight of the old error, 0 to below 1. Higher => smoother, and more of each error is never sent.
+        reset: steps after which the error starts from zero again; 0: never.
+        group: values that share a scale (larger => fewer bytes, more error).
+    """
+
+    name: ClassVar[str] = "loco"
+    on_wire: ClassVar[bool] = False
+
+    beta: float = 0.8
+    reset: int = 1024
+    group: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.must(0 <= self.beta < 1, "beta", "is the weight of the old error, from 0 to below 1")
+        self.must(self.reset >= 0, "reset", "is a number of steps, or 0 for never")
+
+    @property
+    def promise(self) -> Promise:
+        if self.reset:
+            return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", self._waits)
+        return replace(self.conserves, waits=self._waits)
+
+    @property
+    def _waits(self) -> dict[str, float]:
+        return {"error": 1 / (1 - self.beta)}
+
+    def make_codec(self) -> Codec:
+        return Int4(self.group)
+
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        old, new = self.state.read("error", bucket), self.state.write("error", bucket)
+        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=Residual(old, new))  # new = h_n - Q(h_n)
+        if self.reset and (bucket.step + 1) % self.reset == 0:
+            new.zero_()
+        elif self.beta:
+            new.mul_(1 - self.beta).add_(old, alpha=self.beta)  # e_n'

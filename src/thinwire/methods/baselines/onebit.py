@@ -1,0 +1,259 @@
+"""1-bit Adam: signs of the momentum, once the variance is frozen (Tang et al., ICML 2021, arXiv 2102.02888).
+
+Alg. 1, on worker n, for each tensor, after T_w steps of Adam, whose last variance v stays:
+
+    m_n = b1 m + (1-b1) g_n                                                     (l. 6)
+    send C[m_n + e_n], chunk j to server j;  e_n = m_n + e_n - C[m_n + e_n]     (l. 7-8)
+    x = mean_n C[m_n + e_n] + s, on each server;  m' = C[x];  s = x - m'        (l. 9-10)
+    everybody gets m' from all servers and goes on from it                      (l. 11-12)
+    w -= lr m' / (sqrt(v) + eps)                                                (l. 13)
+
+C keeps the sign of each value and one scale per group. Rank j is server j: of row j of the bucket. Why the two errors
+are kept apart: ``twoway.py``.
+
+Sharded weights (FSDP2) make no difference to the algorithm: every worker needs all of m for l. 6, so m' goes to
+everybody there, too, as signs, and is kept as signs: one bit per value.
+
+Beside the paper: with ``warmup_bits`` the warm-up's gradients are quantized, with
+feedback: (1-b1) g_n takes the road of l. 7-11 with Q for C, and Adam gets the mean divided by (1-b1). So e_n and s are
+in the momentum's unit from the first step on, and what waits when the warm-up ends is the first e_n and s of l. 7-9:
+nothing has to be delivered, and nothing is lost. (On FSDP2 a warm-up's mean stays with its owner as it is: there is no
+s.)
+
+Where ours differs. Bias corrections: the paper and its authors' code have none at all; the user's Adam has, so that
+of m goes on, and that of v is frozen with v: otherwise the step would change size at T_w. A scale per ``group``, where
+theirs is per tensor and server. Weight decay is AdamW's. Where v is 0, in rows of an embedding that no batch used,
+Adam's step has no size and a sign has no zero: such weights stay where they are (the authors ask their user for a mask
+of them), and embeddings are dense unless they are named in ``send`` (dense is the authors' ``non_freeze``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.base.errors import ThinwireError
+from thinwire.codecs.base import Codec
+from thinwire.codecs.intquant import Integers
+from thinwire.codecs.sign import SCALES, Sign
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import (
+    SMALL,
+    Method,
+    Parameter,
+    Promise,
+    Resized,
+    Run,
+    Step,
+    check_smallest,
+    check_start,
+    exempt_small,
+    first_step,
+    refuse_chunks,
+)
+from thinwire.methods.parts.own_steps import OwnSteps, adam_of
+from thinwire.methods.parts.twoway import mean_both_ways
+from thinwire.network.comm import local
+
+
+@dataclass
+class OneBitAdam(Method):
+    """Signs of Adam's momentum once its variance is frozen, 1 + 32 / group bits a value each way (arXiv 2102.02888).
+
+    The optimizer must be ``torch.optim.Adam`` without weight decay, or ``AdamW``. After the warm-up its steps on the
+    compressed parameters are the method's: what an engine holds as their gradient is then the new momentum, on which
+    ``clip_grad_norm_`` acts for this step alone; ``exp_avg`` follows it, ``exp_avg_sq`` stays as it is. Parameters that
+    stay dense keep their Adam.
+
+    Args:
+        warmup: dense Adam at first: a share of the run below 1, or a number of optimizer steps, at least one. Longer =>
+            more bytes, and a variance that is better known: the paper takes 15-20% of the run.
+        warmup_bits: of a gradient value in the warm-up: 32 (the engine's own exchange), 8 or 4 (in groups of up to 128,
+            with error feedback); lower => fewer bytes, and a variance that also holds what rounding adds.
+        group: values that share a scale, a power of two from 32 to 4096; larger => fewer bytes, and values of more
+            different size sent alike.
+        scale: of a group, "mean" of |x| (the smallest error) or "rms" (the authors' code: the norm is kept).
+        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
+
+    Raises:
+        ThinwireError: no Adam; amsgrad, maximize or coupled weight decay; more than one beta1; no warm-up.
+    """
+
+    name: ClassVar[str] = "onebit-adam"
+    on_wire: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = False
+    keeps_state: ClassVar[bool] = True
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"warmup": 0.15, "scale": "rms", "group": 4096, "smallest": 0, "send": ("*",)},
+    }
+
+    warmup: float = 0.15
+    group: int = 2048
+    scale: str = "mean"
+    warmup_bits: Literal[4, 8, 32] = 32
+    smallest: int = SMALL
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise ThinwireError(f"onebit-adam: scale is 'mean' or 'rms', got '{self.scale}'")
+        super().__post_init__()
+        check_smallest(self.name, self.smallest)
+        check_start(self.name, "warmup", self.warmup)
+        self._steps = OwnSteps()  # of those whose gradient is a momentum in this step
+
+    def make_codec(self) -> Codec:
+        return Sign(self.group, self.scale)
+
+    @property
+    def granule(self) -> int:
+        return math.lcm(super().granule, 1 if self.warmup_bits == 32 else self._warmup_codec.group)
+
+    @property
+    def _warmup_codec(self) -> Integers:
+        return Integers(min(self.group, 128), self.warmup_bits)
+
+    @property
+    def promise(self) -> Promise:
+        return Promise("conserves", waits={"residual": 1.0, "server": 1.0}, of="moments")
+
+    @property
+    def resized(self) -> Mapping[str, Resized]:
+        return {**super().resized, "frozen": "equal", "moment": "anew"}
+
+    @property
+    def steady(self) -> int:
+        return self.first
+
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        return {self.first + 1: 1.0}  # in the first of all, Adam's own moment is sent besides where it is sharded
+
+    def policy(self, parameter: Parameter) -> str | None:
+        if parameter.role == "embedding":
+            return "embedding: unused rows have no variance"
+        return exempt_small(parameter, self.smallest)
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        refuse_chunks(self.name, run)
+        self.first = first_step(self.name, "warmup", self.warmup, run.steps)  # T_w
+        if self.first < 1:
+            raise ThinwireError(f"{self.name}: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
+        sent = [name for name, of in run.parameters.items() if self.keep_dense(of) is None]
+        found = adam_of(self.name, run, sent)
+        betas = {float(group["betas"][0]) for _, group in found.values()}
+        if len(betas) > 1:
+            raise ThinwireError(f"{self.name} needs one beta1 for all parameter groups, got {sorted(betas)}")
+        self.beta1 = betas.pop() if betas else 0.0
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        if bucket.step < self.first:
+            self._warm_up(bucket, exchange)
+            return
+        assert self.codec is not None
+        bucket.rows.mul_(1 - self.beta1).add_(self._moment(bucket, exchange), alpha=self.beta1)  # l. 6
+        wires = mean_both_ways(bucket, exchange, self.codec, self.state)  # l. 7-11
+        assert wires is not None
+        for segment in bucket.segments:  # m, for the next l. 6
+            self.state.put("moment", segment.name, self.codec.part(wires, bucket.shape[1], segment.columns))
+            self._steps.names.add(segment.name)
+
+    def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
+        """m' = the mean of m_n + e_n, and s. No signs say it: the next l. 6 asks the optimizer, as the first does."""
+        warm = bucket.step < self.first
+        if warm and self.warmup_bits == 32:
+            exchange.mean(bucket)
+            return
+        bucket.rows.mul_(1 - self.beta1)
+        if not warm:
+            bucket.rows.add_(self._moment(bucket, exchange), alpha=self.beta1)
+        self.send_all(bucket, exchange)
+        if warm:
+            bucket.mean.div_(1 - self.beta1)
+            return
+        for segment in bucket.segments:
+            self.state.put("moment", segment.name, None)
+            self._steps.names.add(segment.name)
+
+    def before_step(self, step: Step) -> None:
+        """The step of those whose momentum has arrived (l. 13), with Adam's own arithmetic, in Adam's state."""
+
+        def move(name: str, weight: Tensor) -> None:
+            optimizer, group = step.held[name]
+            known = optimizer.state.get(weight, {})
+            if "exp_avg_sq" not in known:
+                raise ThinwireError(f"{self.name}: {name} had no gradient in the warm-up: name it in dense=")
+            frozen = self.state.get("frozen", name)
+            if frozen is None:
+                frozen = known["step"].detach().clone()
+                self.state.put("frozen", name, frozen)
+            known["step"] += 1
+            moment = local(weight.grad)  # type: ignore[arg-type]
+            local(known["exp_avg"]).copy_(moment)
+            _frozen_step(local(weight.detach()), moment, local(known["exp_avg_sq"]), known["step"], frozen, group)
+
+        self._steps.take(step, move)
+
+    def after_step(self, step: Step) -> None:
+        self._steps.show(step)
+
+    def undo(self) -> None:
+        self._steps.forget()
+
+    def _warm_up(self, bucket: Bucket, exchange: Exchange) -> None:
+        """The mean gradient, dense or in few bits; what these leave out waits in the momentum's unit."""
+        if self.warmup_bits == 32:
+            exchange.mean(bucket)
+            return
+        bucket.rows.mul_(1 - self.beta1)
+        mean_both_ways(bucket, exchange, self._warmup_codec, self.state, back=not exchange.owner)
+        bucket.mean.div_(1 - self.beta1)
+
+    def _moment(self, bucket: Bucket, exchange: Exchange) -> Tensor:
+        """m of all workers (R, n): as last received; at first the optimizer's own."""
+        assert self.codec is not None
+        moments = bucket.scratch("moment", bucket.shape, torch.float32)
+        wires = {segment.name: self.state.get("moment", segment.name) for segment in bucket.segments}
+        if any(wire is None for wire in wires.values()):
+            self._adam_moment(bucket, exchange, moments)
+        for segment in bucket.segments:
+            wire = wires[segment.name]
+            if wire is not None:
+                self.codec.decode(wire, bucket.columns(moments, segment))
+        return moments
+
+    def _adam_moment(self, bucket: Bucket, exchange: Exchange, moments: Tensor) -> None:
+        """``moments`` (R, n) = what the warm-up left in the optimizer; where it is sharded, sent once, in fp32."""
+        rows = exchange.kept(moments)
+        rows.zero_()
+        for segment in bucket.segments:
+            weight = self.run.weights[segment.name]
+            found = self.run.held[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
+            if found is None:
+                continue
+            values = local(found).reshape(-1)
+            for row, part in zip(rows, values.split(max(segment.span, 1)), strict=False):
+                row[segment.start : segment.start + part.numel()].copy_(part)
+        exchange.share(moments)
+
+
+def _frozen_step(
+    weight: Tensor, moment: Tensor, variance: Tensor, step: Tensor, frozen: Tensor, group: dict[str, Any]
+) -> None:
+    """w = (1 - lr decay) w - lr m^ / (sqrt(v^) + eps), m^ = m / (1 - b1^step), v^ = v / (1 - b2^frozen), in place.
+
+    Where v is 0, m does nothing. ``step`` and ``frozen`` are 0-dim, on any device, and are not read by the host.
+    """
+    beta1, beta2 = group["betas"]
+    lr, decay = float(group["lr"]), group["weight_decay"]
+    denominator = (variance.float() / (1 - beta2 ** frozen.double())).sqrt_().add_(group["eps"])
+    denominator.mul_(1 - beta1 ** step.double()).masked_fill_(variance == 0, torch.inf)
+    if decay:
+        weight.mul_(1 - lr * decay)
+    weight.addcdiv_(moment.float(), denominator, value=-lr)

@@ -1,0 +1,90 @@
+"""The plain baselines: what every fancier method has to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from thinwire.codecs.base import Codec
+from thinwire.codecs.cast import Bf16 as Bf16Codec
+from thinwire.codecs.intquant import Int8 as Int8Codec
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Method, Parameter, Promise, Rounding
+from thinwire.methods.parts.feedback import Lossy
+
+_SENT_WHOLE = dict.fromkeys(("send", "smallest"), "all is sent that dense= does not name")
+
+
+@dataclass
+class Dense(Method):
+    """Everything in the engine's own dtype, summed by the network: bit for bit what the stock engine does."""
+
+    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "nothing is compressed")
+
+
+@dataclass
+class Bf16(Lossy):
+    """Everything in bfloat16, summed by the network in bfloat16: half the bytes (torch's ``bf16_compress_hook``).
+
+    The rounding error of the sum grows with the number of ranks, and no rank can see it, let alone feed it back.
+    """
+
+    name: ClassVar[str] = "bf16"
+    ABSENT: ClassVar[Mapping[str, str]] = {
+        **_SENT_WHOLE,
+        "error_feedback": "the network's sum rounds where no rank can see it",
+    }
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding("bfloat16", value=2.0**-8)
+
+    @property
+    def promise(self) -> Promise:
+        what = "what bfloat16 cannot hold, of sums too, is not returned: int8(error_feedback=True) returns it"
+        return Promise("rounds", what, rounding=self.rounding)
+
+    def make_codec(self) -> Codec:
+        return Bf16Codec()
+
+    def policy(self, parameter: Parameter) -> str | None:
+        return None
+
+
+@dataclass
+class Int8(Lossy):
+    """8-bit integers in groups that share an fp32 scale, summed in fp32: 8 + 32 / group bits per value.
+
+    Args:
+        group: values that share a scale (larger => fewer bytes, more error).
+    """
+
+    name: ClassVar[str] = "int8"
+    on_wire: ClassVar[bool] = False
+    group: int = 128
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding("8 bits", step=1 / 254, group=self.group)
+
+    def make_codec(self) -> Codec:
+        return Int8Codec(self.group)
+
+
+@dataclass
+class NoExchange(Method):
+    """Nothing is sent: every rank trains alone. For measuring what the network costs, not for training."""
+
+    name: ClassVar[str] = "none"
+    engines: ClassVar[tuple[str, ...]] = ("ddp",)
+    rank_equal: ClassVar[bool] = False
+    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "nothing is sent")
+
+    @property
+    def promise(self) -> Promise:
+        return Promise("lossy", "the other ranks' gradients never arrive")
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        """Leave each rank its own gradient."""

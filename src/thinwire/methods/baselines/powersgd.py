@@ -1,0 +1,172 @@
+"""PowerSGD: rank-r gradients by one step of power iteration (Vogels et al., NeurIPS 2019, arXiv 1905.13727).
+
+Alg. 1 and 2 on rank n, for each gradient seen as a matrix M (rows, cols):
+
+    M_n = g_n + e_n                                  (Alg. 2, l. 7)
+    P = mean_n M_n Q;   P = orthonormal(P)           (Alg. 1, l. 3-5)
+    Q_n = M_n^T P                                    (Alg. 1, l. 6)
+    e_n = M_n - P Q_n^T                              (Alg. 2, l. 9)
+    Q = mean_n Q_n, also the next step's start       (Alg. 1, l. 7)
+    the gradient is P Q^T                            (Alg. 1, l. 11)
+
+With weights sharded (FSDP2) a rank has the whole gradient before the exchange: P and Q are averaged as on DDP, and the
+owner multiplies out its own rows. With HSDP each shard is a matrix of its own.
+
+Where M has a rank below r, a column of P is zero, not the direction of its rounding errors. The next step starts that
+column as the first one did: from a column of zeros nothing would ever be sent again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.base.alignment import padded
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import random_normal, seed_of
+from thinwire.core.bucket import Bucket, Segment
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Parameter, Resized
+from thinwire.methods.parts.feedback import ErrorFeedback
+
+TINY = 2.0**-126
+"""What a column is divided by at least: one of zeros stays one."""
+NOISE = 2.0**-16
+"""What is left of a column of length 1, without the columns before it, below which it is their rounding errors."""
+ALIGNED = 16
+"""float32 values, 64 bytes: at these every matrix begins. A product's last bits may depend on where its factors lie,
+and where they lie in a bucket on which others are in it: a resumed run's first buckets are others."""
+
+
+@dataclass
+class PowerSGD(ErrorFeedback):
+    """Low-rank gradients with error feedback: r (rows + cols) values, not rows * cols (arXiv 1905.13727, Alg. 1-2).
+
+    By default g_n is the step that AdamW would take, with half of its momentum (``feedback``, ``beta1``);
+    "powersgd:paper" sends gradients, for any optimizer, of every matrix.
+
+    Args:
+        rank: r; higher => more bytes, less error.
+    """
+
+    name: ClassVar[str] = "powersgd"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"feedback": "gradient", "smallest": 0},
+    }
+
+    feedback: Literal["gradient", "update"] = "update"
+    beta1: float = 0.5
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.must(self.rank >= 1, "rank", "is a number of columns, 1 or more")
+        self._starts: dict[str, Tensor] = {}
+
+    @property
+    def granule(self) -> int:
+        return ALIGNED
+
+    def policy(self, parameter: Parameter) -> str | None:
+        why = super().policy(parameter)
+        if why is None:
+            cols = self._cols(parameter)
+            rows = parameter.local // cols
+            if self.rank * (rows + cols) >= rows * cols:
+                return f"rank {self.rank} saves nothing"
+        return why
+
+    @property
+    def resized(self) -> Mapping[str, Resized]:
+        return {**super().resized, "q": "equal"}
+
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        bucket.rows.add_(self.state.read("residual", bucket))  # Alg. 2, l. 7
+        residual = self.state.write("residual", bucket)
+        sizes = [self._sizes(bucket, segment) for segment in bucket.segments]
+        r, whole = self.rank, len(bucket.rows)
+        lefts, rights = [whole * rows * r for rows, _ in sizes], [cols * r for _, cols in sizes]
+        left = bucket.scratch("P", (sum(padded(size, ALIGNED) for size in lefts),), torch.float32)
+        right = bucket.scratch("Q", (sum(padded(size, ALIGNED) for size in rights),), torch.float32)
+        ps = [part.view(whole, -1, r) for part in _split(left, lefts)]
+        qs = [part.view(-1, r) for part in _split(right, rights)]
+        matrices = [self._matrix(bucket.rows, s, cols) for s, (_, cols) in zip(bucket.segments, sizes, strict=True)]
+        with exchange.span("encode", bucket.rows):
+            for segment, matrix, p, q in zip(bucket.segments, matrices, ps, qs, strict=True):
+                known = self.state.get("q", segment.name)
+                q.copy_(self._start(segment.name, q) if known is None else known)
+                q.div_(_largest(q).clamp_(min=TINY))  # else M Q squares the size of M, which leaves float32 earlier
+                for rows, out in zip(matrix, p, strict=True):
+                    torch.mm(rows, q, out=out)  # Alg. 1, l. 3
+        exchange.all_mean(left)  # Alg. 1, l. 4
+        with exchange.span("encode", bucket.rows):
+            for matrix, p, q in zip(matrices, ps, qs, strict=True):
+                _orthonormalize(p.view(-1, r))  # Alg. 1, l. 5
+                q.zero_()
+                for rows, of in zip(matrix, p, strict=True):
+                    q.addmm_(rows.T, of)  # Alg. 1, l. 6
+            for segment, matrix, p, q in zip(bucket.segments, matrices, ps, qs, strict=True):
+                rest = self._matrix(residual, segment, q.shape[0])
+                for rows, of, out in zip(matrix, p, rest, strict=True):
+                    torch.addmm(rows, of, q.T, alpha=-1, out=out)  # Alg. 2, l. 9
+        exchange.all_mean(right)  # Alg. 1, l. 7
+        with exchange.span("decode", bucket.rows):
+            for segment, p, q in zip(bucket.segments, ps, qs, strict=True):
+                for of, out in zip(exchange.kept(p), self._matrix(bucket.mean, segment, q.shape[0]), strict=True):
+                    torch.mm(of, q.T, out=out)  # Alg. 1, l. 11
+                self.state.put("q", segment.name, torch.where(_largest(q) == 0, self._start(segment.name, q), q))
+
+    def _cols(self, parameter: Parameter) -> int:
+        return math.prod(parameter.part[1:])
+
+    def _sizes(self, bucket: Bucket, segment: Segment) -> tuple[int, int]:
+        """Matrix rows in one of the bucket's rows, and columns."""
+        cols = self._cols(self.run.parameters[segment.name])
+        if segment.span % cols:
+            raise ThinwireError(f"powersgd: {segment.name} is not sharded along dim 0: do so, or keep it dense")
+        return segment.span // cols, cols
+
+    @staticmethod
+    def _matrix(values: Tensor, segment: Segment, cols: int) -> Tensor:
+        """``segment``'s columns of ``values`` (R, n) as matrix rows (R, rows, cols), a view."""
+        return values[:, segment.start : segment.start + segment.span].unflatten(1, (-1, cols))
+
+    def _start(self, name: str, q: Tensor) -> Tensor:
+        """Random columns, (cols, r); drawn once."""
+        if name not in self._starts:
+            self._starts[name] = random_normal(seed_of(self.run.seed, name), q.numel(), q.device).view(q.shape)
+        return self._starts[name]
+
+
+def _split(values: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Of ``values`` (1-D) one part of each of ``sizes``, every one aligned, with zeros behind."""
+    spans = values.zero_().split([padded(size, ALIGNED) for size in sizes])
+    return [span[:size] for span, size in zip(spans, sizes, strict=True)]
+
+
+def _orthonormalize(matrix: Tensor) -> None:
+    """Gram-Schmidt on the columns of ``matrix`` (rows, r), in place: the same bits on ranks of one kind.
+
+    What each column has in common with those before it is taken out twice, which is enough (Parlett 1980): once leaves
+    rounding errors that, where the column was almost in their span, are no longer small beside what is left.
+    """
+    columns = matrix.T.contiguous()
+    for order in (torch.inf, 2):  # the largest is 1 first, so that squares neither overflow nor vanish
+        columns.div_(torch.linalg.vector_norm(columns, order, 1, keepdim=True).clamp_(min=TINY))
+    for i in range(1, len(columns)):
+        this, before = columns[i], columns[:i]
+        for _ in range(2):
+            this.addmv_(before.T, before @ this, alpha=-1)
+        length = torch.linalg.vector_norm(this)
+        this.div_(torch.where(length > NOISE, length, torch.inf))
+    matrix.copy_(columns.T)
+
+
+def _largest(matrix: Tensor) -> Tensor:
+    """Of each column, the largest magnitude."""
+    return torch.linalg.vector_norm(matrix, torch.inf, 0)

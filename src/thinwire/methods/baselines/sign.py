@@ -1,0 +1,66 @@
+"""Signs with error feedback at both ends (Karimireddy et al., ICML 2019, arXiv 1901.09847; Zheng et al., NeurIPS 2019).
+
+EF-signSGD (Karimireddy et al., Alg. 1) in the form with servers, dist-EF-SGD with the scaled sign of blocks (Zheng et
+al., arXiv 1905.10936). On worker n, for each tensor:
+
+    x_n = g_n + e_n;  send C[x_n], chunk j to server j;  e_n = x_n - C[x_n]
+    y = mean_n C[x_n] + s, on each server;  send C[y] to everybody;  s = y - C[y]
+    C[y] takes the gradient's place
+
+C keeps the sign of each value and one scale per group, the mean of |x|. See ``twoway.py``.
+
+Where the engine shards (FSDP2) the server of a row is the owner of its weights: the mean stays with it as it is,
+nothing goes back, and there is no s.
+
+Where ours differs. In the papers SGD follows, and what waits is in the unit of its steps: lr is in x_n, or the errors
+are scaled anew whenever it changes. Here an optimizer of the user's follows, and what waits is in the gradient's unit.
+Their blocks are tensors or layers, ours are ``group`` consecutive values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from thinwire.base.errors import ThinwireError
+from thinwire.codecs.base import Codec
+from thinwire.codecs.sign import SCALES
+from thinwire.codecs.sign import Sign as SignCodec
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Promise
+from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.methods.parts.twoway import mean_both_ways
+
+
+@dataclass
+class Sign(ErrorFeedback):
+    """Signs with a scale per group, errors kept at both ends: 1 + 32 / group bits a value each way (arXiv 1901.09847).
+
+    Args:
+        group: values that share a scale, a power of two from 32 to 4096; larger => fewer bytes, and values of more
+            different size sent alike.
+        scale: of a group, "mean" of |x| (the smallest error) or "rms" (the norm is kept).
+    """
+
+    name: ClassVar[str] = "sign"
+    on_wire: ClassVar[bool] = False
+
+    group: int = 128
+    scale: str = "mean"
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise ThinwireError(f"sign: scale is 'mean' or 'rms', got '{self.scale}'")
+        super().__post_init__()
+
+    def make_codec(self) -> Codec:
+        return SignCodec(self.group, self.scale)
+
+    @property
+    def promise(self) -> Promise:
+        return replace(self.conserves, waits={"residual": 1.0, "server": 1.0})
+
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        assert self.codec is not None
+        mean_both_ways(bucket, exchange, self.codec, self.state, back=not exchange.owner)

@@ -1,0 +1,1 @@
+"""The five systems: one paper, one file."""

@@ -1,0 +1,219 @@
+"""Radius: reuse one top-k mask for T steps (Zheng et al., MLSys 2025).
+
+Alg. 1 as printed, for each tensor, on rank n at step t:
+
+    t < threshold        G = mean_n G_n                                              (l. 3-5)
+    resample step        G_n += residual;  G = mean_n G_n;  residual = 0             (l. 7-11)
+    other steps          G[idx] = mean_n G_n[idx]: values only, no indices travel    (l. 13-15)
+                         residual += G_n outside idx;  G = 0 outside idx             (l. 16-17)
+    then                 clip G; u = AdamW's direction of G (Alg. 2)                 (l. 20-21)
+    resample step        idx = top-k of |u|                                          (l. 22-24)
+    then                 w -= lr u                                                   (l. 25)
+
+The clipping of l. 20 is ``wire.clip_grad_norm_``, and l. 25 is a step of the user's optimizer.
+
+Where ours differs. The paper resamples when t % T == 0; ours at the first step at or after ``start`` and then every T
+steps, so that no step of the sparse phase is without a mask. The paper's own AdamW computes u inside Alg. 1; ours reads
+it from the user's optimizer after its step (Adam's moments hold it), and from the change of the weights for any other.
+With the weights sharded (FSDP2) an owner knows the direction of its own rows only: top-k is taken per shard, and the
+masks are all-gathered as bits. The authors' code does not save its mask and residual; ours are state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.base.alignment import padded
+from thinwire.base.errors import ThinwireError
+from thinwire.codecs.base import Residual
+from thinwire.codecs.mask import Masked
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Resized, Step, check_density, count_of
+from thinwire.core.state import SMALL as LOOSE
+from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.network.comm import local
+from thinwire.ops import mask as masks
+
+WORD = 64  # mask bits per int64
+
+_BIASES: dict[str, Any] = {"send": ("*",), "dense": ("*bias",)}  # what the authors exempt
+_PAPER = {"T": 200, "start": 0.15, "residual_scale": 1.0, **_BIASES}
+
+
+@dataclass
+class Radius(ErrorFeedback):
+    """Values at one top-k mask, which is resampled every T steps; the rest waits in a residual (MLSys 2025, Alg. 1).
+
+    Args:
+        density: share of each tensor's values that is sent between resamples (the paper's D; its abstract calls
+            density 0.4 "40% sparsity"). Lower => fewer bytes, more of the gradient waits.
+        T: steps for which a mask is used; each T-th step is dense (higher => fewer bytes, staler mask and residual;
+            the paper found T = 10 worse than 200).
+        start: where the sparse phase begins (the paper's threshold): a share of the run below 1, or a number of
+            optimizer steps. Earlier => fewer bytes; the paper needs 15-20% of the run, since masks are not stable
+            before.
+        residual_scale: share of the residual that a resample step sends, in (0, 1]; the rest stays in the residual.
+            1 is the paper's: T steps' worth of gradient at once, most of which clipping then removes (see "clip factor
+            at the last resample" in the report). Lower => smaller bursts, longer delay.
+    """
+
+    name: ClassVar[str] = "radius"
+    granule: ClassVar[int] = WORD
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {**_PAPER, "density": 0.4},
+        "paper-d0.5": {**_PAPER, "density": 0.5},
+        "paper-d0.1": {**_PAPER, "density": 0.1},
+    }
+
+    density: float = 0.5
+    T: int = 50
+    start: float = 0.15
+    residual_scale: float = 0.25
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density("radius", self.density)
+        self.must(self.T >= 1, "T", "is a number of steps, 1 or more")
+        self.must(0 < self.residual_scale <= 1, "residual_scale", "is a share, above 0 and up to 1")
+        self._before: dict[str, Tensor] = {}
+
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        """Alg. 1, l. 6-19. Before ``start`` it is ``ErrorFeedback.reduce`` that sends all (l. 3-5)."""
+        old = self.state.read("residual", bucket)
+        new = self.state.write("residual", bucket)
+        if self._resamples(bucket.step):  # l. 7
+            bucket.rows.add_(old, alpha=self.residual_scale)  # l. 8
+            torch.mul(old, 1 - self.residual_scale, out=new)  # l. 10: 0, unless residual_scale is below 1
+            exchange.mean(bucket)  # l. 9 and 11
+        else:
+            # Masked encodes (l. 13) and keeps (l. 16), the network sums (l. 14), Masked decodes (l. 15, 17). What
+            # residual_scale left at the mask is sent, too.
+            exchange.mean(bucket, self._codec(bucket, exchange), residual=Residual(old, new))
+
+    def after_step(self, step: Step) -> None:
+        """At a resample step: the mask of the next T steps, from the direction that the optimizer took (l. 21-24)."""
+        super().after_step(step)
+        if not self._resamples(step.number):  # l. 22
+            return
+        for name, weight in step.weights.items():
+            if self._is_sent(name):
+                self.state.put("mask", name, self._mask(name, self._direction(step, name, weight)))  # l. 23
+        self._before.clear()
+        self.state.put("resampled", "", torch.tensor(step.number))
+        if step.clip_factor is not None:
+            self.state.put("clip", "", step.clip_factor)
+
+    def before_step(self, step: Step) -> None:
+        """An optimizer that is not AdamW shows its direction by the change it makes."""
+        super().before_step(step)
+        if self.update_space is None and self._resamples(step.number):
+            self._before = {
+                name: local(weight).detach().clone()
+                for name, weight in step.weights.items()
+                if self._is_sent(name) and not isinstance(step.held[name].optimizer, torch.optim.AdamW)
+            }
+
+    def fault_of(self, saved: Mapping[str, Tensor]) -> str:
+        rows = self.run.exchange.bucket_rows(True)
+        for name, parameter in self.run.parameters.items():
+            key = f"{LOOSE}mask/{name}"
+            if (words := saved.get(key)) is not None:
+                k = self._k(self.run.exchange.columns(parameter.local, rows))
+                if bool((masks.popcount(words.cpu().contiguous()) != k).any()):
+                    return f"{key} has not {k} bits in each row"
+        return ""
+
+    @property
+    def resized(self) -> Mapping[str, Resized]:
+        return {**super().resized, "mask": "anew", "resampled": "anew", "clip": "anew"}
+
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        # A resample, the step after it, which puts the new masks together, and all others.
+        kinds = min(self.T, 3)
+        shares = [1 / self.T] * (kinds - 1) + [1 - (kinds - 1) / self.T]
+        return {self.first + i: share for i, share in enumerate(shares)}
+
+    @property
+    def alike(self) -> Collection[str]:
+        return () if self.run.exchange.owner else ("mask",)  # of its own shard, where a rank owns one
+
+    def facts(self) -> dict[str, float]:
+        found = {}
+        if (last := self.state.get("resampled", "")) is not None:
+            found["last resample, step"] = float(last)
+        if (clip := self.state.get("clip", "")) is not None:
+            found["clip factor at the last resample"] = float(clip)
+        return found
+
+    def _k(self, columns: int) -> int:
+        return count_of(self.density, columns)
+
+    def _is_sent(self, name: str) -> bool:
+        return self.keep_dense(self.run.parameters[name]) is None
+
+    def _resamples(self, number: int) -> bool:
+        """l. 7 and 22, but T steps after the last time, whatever t is.
+
+        A resample step that was skipped, because a gradient was not finite, is due again at the next.
+        """
+        if number < self.first:  # t < threshold
+            return False
+        last = self.state.get("resampled", "")
+        return last is None or number - int(last) >= self.T
+
+    def _direction(self, step: Step, name: str, weight: Tensor) -> Tensor:
+        """u (local values, 1-D, l. 21): Alg. 2 for AdamW, up to a factor the change of the weight for any other.
+
+        AdamW's own step has done Alg. 2, l. 1-2. With feedback="update" what has come is the direction.
+        """
+        if self.update_space is not None:
+            come = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            return local(come).reshape(-1)
+        now = local(weight).detach()
+        if name in self._before:
+            return (self._before[name] - now).reshape(-1)
+        optimizer, group = step.held[name]
+        moments = optimizer.state.get(weight, {})
+        if "exp_avg" not in moments:  # never had a gradient
+            return torch.zeros_like(now).reshape(-1)
+        beta1, beta2 = group["betas"]
+        t, lr, decay = float(moments["step"]), float(group["lr"]), group["weight_decay"]
+        second = local(moments["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
+        denominator = (second / (1 - beta2**t)).sqrt_().add_(group["eps"])  # Alg. 2, l. 4
+        adam = local(moments["exp_avg"]) / (1 - beta1**t) / denominator  # Alg. 2, l. 3
+        before = (now + lr * adam) / (1 - lr * decay)  # the paper's w is the one that the gradient was taken at
+        return adam.add_(before, alpha=decay).reshape(-1)  # Alg. 2, l. 5
+
+    def _mask(self, name: str, direction: Tensor) -> Tensor:
+        """Mask words (R, width / 64) of the k largest |u| of every row; every rank has all rows."""
+        exchange = self.run.exchange
+        rows = exchange.bucket_rows(True)
+        columns = exchange.columns(self.run.parameters[name].local, rows)
+        values = torch.zeros((1, padded(columns, WORD)), dtype=torch.float32, device=direction.device)
+        direction = self.run.travels(name, direction)
+        values[0, : direction.numel()].copy_(direction)
+        words = torch.zeros((rows, values.shape[1] // WORD), dtype=torch.int64, device=direction.device)
+        masks.topk_mask(values, self._k(columns), exchange.kept(words))
+        return exchange.share(words)
+
+    def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked:
+        """For the masks of the bucket's segments side by side, put together once per resample."""
+        parts = [self.state.get("mask", segment.name) for segment in bucket.segments]
+
+        def joined() -> Tensor:
+            for segment, part in zip(bucket.segments, parts, strict=True):
+                if part is None:
+                    raise ThinwireError(f"radius: {segment.name} has no mask: the optimizer does not hold it")
+            return torch.cat([part for part in parts if part is not None], 1)
+
+        k = sum(self._k(segment.span) for segment in bucket.segments)
+        words = bucket.once("mask", joined, *parts)
+        before = bucket.once("directory", lambda: masks.directory(words), words)
+        return Masked(words, k, owner_row=exchange.mine, before=before)

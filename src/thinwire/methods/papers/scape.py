@@ -1,0 +1,294 @@
+"""SCAPE: sparse first moments of AdamS (arXiv 2607.01678).
+
+Alg. 1, for each tensor, on rank n, with last step's mask M (all ones at first, l. 5) and e_n (0 at first, l. 6):
+
+    m~_n = b1 m + (1-b1) g_n + e_n                                              (l. 10)
+    e_n  = m~_n off M, 0 on M                                                   (l. 11-12)
+    b    = mean over n of m~_n on M: values only, no positions travel           (l. 13-14)
+    next M = top-k of |m~_n| at the next step's density, chosen by one owner    (l. 15)
+    m' = b on M, 0 off M                                                        (l. 16)
+    g^ = (b - b1 m)/(1-b1) on M, 0 off M; clip g^                               (l. 17-18)
+    v = b2 m^2 + (1-b2) g^2;  u = m'/(sqrt(v) + eps);  w -= lr (u + decay w)    (l. 19-21: thinwire.AdamS)
+
+The clipping of l. 18 is ``wire.clip_grad_norm_``. Alg. 1 has no bias corrections; AdamS has, unless it is told not to.
+l. 15 comes before l. 13 here: it looks at this rank's values alone.
+
+Where ours differs in form, not in result. m is the same on all ranks and need not travel: (1-b1) g_n + e_n is sent (up
+to the rounding of m~, which l. 10 has too), and b is b1 m + the mean of that. Where weights are sharded (FSDP2), m
+lives with the owner of the row alone. What falls off its mask cannot join everybody's e_n there: the owner keeps it
+apart (x, "common"), and b is b1 m + x + the mean. The paper's Alg. 2 and its authors' code disagree at this point, and
+the code drops the other ranks' gradients. The owner of a tensor's mask is a rank (DDP, HSDP) or the owner of the row
+(FSDP2).
+
+Sharded weights need not be gathered whole: off the mask m' is 0 and w only decays, which every rank can do to what it
+gathered last. The owner sends w at the mask, whose positions all ranks know (Alg. 2, l. 3-5). Alternatively each rank
+could take the whole step: that sends as many bytes (b), and needs m on every rank.
+
+Masks are gathered while the next forward and backward pass run (Sec. IV-A; Alg. 2, l. 9 starts with the backward pass):
+see :mod:`thinwire.methods.parts.masks`.
+
+From scratch that costs much of the loss: masks of the last step miss what is large now, and AdamS moves a value that
+returns by 0.45 lr whatever it has collected (docs/quality.md). With this step's masks and Adam's scale of each value
+the layout keeps dense's loss. That is another method, ``trickle``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Bucket, Segment, Shard
+from thinwire.core.exchange import Exchange, Payload
+from thinwire.core.method import (
+    EXACT,
+    SMALL,
+    Method,
+    Parameter,
+    Promise,
+    Resized,
+    Run,
+    Step,
+    check_density,
+    check_smallest,
+    check_start,
+    exempt_small,
+    first_step,
+    refuse_chunks,
+)
+from thinwire.core.weights import Message
+from thinwire.methods.parts.atmask import Unfolded, WeightsAtMask
+from thinwire.methods.parts.masks import WORD, Masks, Schedule, all_ones
+from thinwire.network.comm import local
+from thinwire.ops import moments
+from thinwire.optim import AdamS
+
+
+@dataclass
+class SCAPE(Method):
+    """First moments at a mask of the last step's largest, for AdamS; the rest waits (arXiv 2607.01678, Alg. 1).
+
+    The optimizer must be ``thinwire.AdamS``. Recommended betas: (0.9, 0.95); see AdamS for why not 0.999.
+
+    Args:
+        density: share of each tensor's values that is sent once warm (the paper's rho). Lower => fewer bytes, more of
+            the moment waits. 1: dense AdamS, exactly.
+        warmup: the density falls geometrically from 1 to ``density`` over this share of the run (below 1) or number of
+            steps. Longer => more bytes, steadier start. The first step is always dense.
+        refresh: steps for which a mask is used once warm (the paper: 1). Higher => fewer mask bytes, staler masks.
+        weights: what is gathered of weights that FSDP2 shards: "masked", the values at the mask (a copy of all weights
+            stays in memory, float32), or "dense". "auto": masked where FSDP2 gathers float32, dense where
+            MixedPrecisionPolicy(param_dtype=) has it gather fewer bits, which cannot be kept up to date.
+        offload: keep what waits on each rank (8 bytes per value) in CPU memory, with two staging buffers of the largest
+            bucket on the device: less device memory, one copy each way over PCIe per step.
+        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
+    """
+
+    name: ClassVar[str] = "scape"
+    same_arithmetic: ClassVar[bool] = True
+    OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = AdamS
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"density": 0.01, "smallest": 0},
+        "paper-d0.1": {"density": 0.1, "smallest": 0},
+    }
+
+    density: float = 0.01
+    warmup: float = 0.1
+    refresh: int = 1
+    weights: Literal["auto", "masked", "dense"] = "auto"
+    offload: bool = False
+    smallest: int = SMALL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density("scape", self.density)
+        check_smallest("scape", self.smallest)
+        check_start("scape", "warmup", self.warmup)
+        if self.refresh < 1:
+            raise ThinwireError(f"scape: refresh is a number of steps, 1 or more, got {self.refresh}")
+        self._given: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
+        self._step = 0
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        refuse_chunks(self.name, run)
+        self._gathered = WeightsAtMask(self.name, self.weights, run)
+        sent = {name: held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None}
+        for name, (optimizer, _) in sent.items():
+            if not isinstance(optimizer, AdamS):
+                raise ThinwireError(
+                    f"scape is built on AdamS: pass thinwire.AdamS as the optimizer of {name}, got "
+                    f"{type(optimizer).__name__}, or name it in dense="
+                )
+        betas = {group["betas"][0] for _, group in sent.values()}
+        if len(betas) > 1:
+            raise ThinwireError(f"scape needs one beta1 for all parameter groups, got {sorted(betas)}")
+        self.beta1 = betas.pop() if betas else 0.0
+        warm = first_step(self.name, "warmup", self.warmup, run.steps)
+        self._schedule = Schedule(self.density, warm, self.refresh)
+        self._masks = Masks(self, run.exchange, {name: run.parameters[name].local for name in sent}, self._schedule)
+
+    def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
+        """Take a bucket through Alg. 1, l. 10-17. ``whole``: M is all ones, as at first (l. 5).
+
+        The passes before and after the exchange are, in plain torch, these of ``ops/moments/reference.py``: ``add_up``
+        (``blend`` where a row's owner alone has its m, and x), and ``settle``.
+        """
+        if self.density == 1:
+            exchange.mean(bucket)
+            return
+        self._step = bucket.step
+        self._masks.finish()
+        chosen = None if whole else self._masks.used(bucket)
+        if chosen is None:  # M is all ones (l. 5): what is sent is as long as the gradients, and takes their place
+            mask, payload, b = all_ones(bucket), bucket.rows, bucket.mean
+        else:  # M of l. 15 in an earlier step
+            mask, payload = chosen, bucket.scratch("wire", (bucket.shape[0], chosen.k), torch.float32)
+            b = bucket.scratch("row", (1, chosen.k), torch.float32) if exchange.owner else payload
+        next_m = bucket.buffer("given", (1, bucket.shape[1]), torch.float32)
+        x, next_x = None, None
+        with exchange.span("encode", bucket.rows):
+            m = self._first_moments(bucket)
+            e, next_e = self.state.read("residual", bucket), self.state.write("residual", bucket)
+            if exchange.owner:
+                x, next_x = self.state.read("common", bucket, rows=1)[0], self.state.write("common", bucket, rows=1)[0]
+            moments.add_up(
+                bucket.rows, e, m, self.beta1, common=x, mine=exchange.mine,  # l. 10: m~_n = b1 m + (1-b1) g_n + e_n
+                sent=moments.Sent(
+                    mask.words, mask.before, share=exchange.factor,
+                    left=next_e,  # l. 11-12: e_n = m~_n off M, 0 on M
+                    payload=payload,  # l. 13: m~_n on M, without b1 m
+                ),
+                choose=self._schedule.refreshes(bucket.step + 1),  # l. 15: the scores |m~_n|
+            )  # fmt: skip
+        self.state.put_back("residual", bucket)
+        exchange.mean(Payload(payload, b), shared=True)  # l. 13-14: b = mean over n of m~_n on M
+        # l. 15: the next M = top-k of the scores, which ``after_step`` takes of all buckets at once.
+        with exchange.span("decode", bucket.mean):
+            words, before = mask.row(exchange.mine)
+            moments.settle(
+                b[0], m, words, self.beta1, before=before, common=x,  # b += b1 m, and x
+                given=next_m[0],  # l. 16: m' = b on M, 0 off M
+                gradient=bucket.mean[0],  # l. 17: g^ = (b - b1 m)/(1-b1) on M, 0 off M
+                common_out=next_x,  # l. 11-12, for what is common: x = x + b1 m off M, 0 on M
+            )  # fmt: skip
+        self._keep_for_step(bucket, next_m[0], chosen)
+
+    def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
+        self.reduce(bucket, exchange, whole=True)
+
+    def _first_moments(self, bucket: Bucket) -> moments.Moments:
+        """Find m of all of the bucket's parameters, and the memory of the scores that this rank chooses masks by."""
+        held = [self._first_moment(segment) for segment in bucket.segments]
+
+        def parts() -> Iterator[moments.Part]:
+            for segment, moment in zip(bucket.segments, held, strict=True):
+                for chunk, scores in self._masks.scores(segment, bucket.device):
+                    yield moments.Part(segment.start + chunk.start, chunk.width, moment[chunk.columns], scores)
+
+        addresses = (moment.data_ptr() for moment in held)
+        return bucket.once("moments", lambda: moments.Moments(tuple(parts()), bucket.device), *addresses)
+
+    def _first_moment(self, segment: Segment) -> Tensor:
+        """Find m, this rank's part of it, (numel,) float32; zeros before the first step."""
+        weight = self.run.weights[segment.name]
+        found = self.run.held[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
+        if found is None:
+            return torch.zeros(local(weight).numel(), dtype=torch.float32, device=local(weight).device)
+        return local(found).reshape(-1).float()
+
+    def _keep_for_step(self, bucket: Bucket, next_m: Tensor, mask: Unfolded | None) -> None:
+        """Keep m' of each parameter for ``before_step``, and for the gather of weights the ``mask`` it is at."""
+        for segment in bucket.segments:
+            numel = local(self.run.weights[segment.name]).numel()
+            self._given[segment.name] = next_m[segment.start : segment.start + numel]
+        self._gathered.note(bucket, mask)
+
+    def before_step(self, step: Step) -> None:
+        """Hand the optimizer m' (l. 16)."""
+        for name, given in self._given.items():
+            optimizer = step.held[name].optimizer
+            assert isinstance(optimizer, AdamS)
+            optimizer.given[step.weights[name]] = given
+        self._gathered.before_step(step, self._given)
+
+    def after_step(self, step: Step) -> None:
+        """Choose the next M (l. 15) and start to gather it, of the parameters that took part (Sec. IV-A)."""
+        exchanged = set(self._given)
+        self.undo()
+        if self.density < 1:
+            self._masks.gather(exchanged, step.number + 1)  # Alg. 2, l. 9
+
+    def undo(self) -> None:
+        self._given.clear()
+
+    def finish(self) -> None:
+        self._masks.finish()
+
+    def fault_of(self, saved: Mapping[str, Tensor]) -> str:
+        return self._masks.fault_of(saved)
+
+    def state_changed(self) -> None:
+        self._masks.state_changed()
+        self._gathered.state_changed()
+
+    @property
+    def encodes_weights(self) -> bool:
+        return self.density < 1 and self._gathered.encoded
+
+    def weight_message(self, shard: Shard, rank: int) -> Message:
+        return self._gathered.message(shard, rank)  # Alg. 2, l. 3-5
+
+    @property
+    def adds_up(self) -> bool:
+        return False
+
+    @property
+    def resized(self) -> Mapping[str, Resized]:
+        return {**super().resized, "mask": "anew", "chosen": "anew"}
+
+    @property
+    def promise(self) -> Promise:
+        if self.density == 1:
+            return EXACT
+        return Promise("conserves", waits={"residual": 1.0, "common": 1.0}, of="moments")
+
+    @property
+    def granule(self) -> int:
+        return 1 if self.native else WORD  # no padding in what goes out as it is
+
+    @property
+    def native(self) -> bool:
+        return self.density == 1
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.density < 1
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        return ("residual",) if self.offload else ()
+
+    def policy(self, parameter: Parameter) -> str | None:
+        return exempt_small(parameter, self.smallest)
+
+    @property
+    def steady(self) -> int:
+        return self._schedule.steady
+
+    @property
+    def cycle(self) -> Mapping[int, float]:
+        # Masks are sent at the end of the step before the one that they are for.
+        rest = {self.steady: 1 - 1 / self.refresh} if self.refresh > 1 else {}
+        return {**rest, self.steady + self.refresh - 1: 1 / self.refresh}
+
+    @property
+    def alike(self) -> Collection[str]:
+        return ("mask",)
+
+    def facts(self) -> dict[str, float]:
+        return {"density": self._schedule.density_at(self._step)} if self.density < 1 else {}

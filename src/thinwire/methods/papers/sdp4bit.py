@@ -1,0 +1,341 @@
+"""SDP4Bit: four bits for weight differences, two levels for gradients (arXiv 2410.15526); ZeRO++ and QSDP beside it.
+
+Gradients (TLq-HS, Alg. 3), with Q8 and Q4 the quantizers of groups of 128 and H the Hadamard transform of 32 values,
+one behind the other:
+
+    inside the node:   all-to-all of Q8(H g_n);  g' = mean of what arrived                              (l. 2-7)
+    across nodes:      all-to-all of Q4(H g') between equal local ranks;  G = mean of what arrived      (l. 8-13)
+    for an all-reduce: all-gather of Q4(H G), across and then inside: every rank decodes the same bytes
+
+The all-reduce is ours; the paper shards, and needs none. Ours transforms back once per hop, behind the sum. The paper
+leaves out l. 6 and 8, which cancel (Sec. 3.3): the same up to float32 rounding. Where all ranks are on one node there
+is the inside hop alone, where each is on a node of its own the other one.
+
+Weights (qWD, Alg. 4, where the engine shards them), with w the owner's master and r the replica that all ranks hold:
+
+    r = w at first (:class:`thinwire.core.weights.Replica`)                               (l. 2)
+    all-gather of d = Q4(w - r) of each owner's shard;  r += d, at the owner too     (l. 7-8)
+
+so that r is bit-equal on all ranks, and what Q4 left out is in the next difference: feedback without a buffer. (Alg. 4,
+l. 6 as printed resets the master to r + update, which loses it: a misprint.) The replica is what the model computes
+with. It is sent to once per optimizer step, whatever the engine asks for; a skipped step sends nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.base.alignment import padded
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import Pool, Seeds, seed_of
+from thinwire.codecs.base import Codec
+from thinwire.codecs.cast import Bf16, Fp32
+from thinwire.codecs.grouped import GroupedBytes
+from thinwire.codecs.intquant import ROUNDINGS, Integers, ShiftedInt8
+from thinwire.core.bucket import Bucket, Shard
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import (
+    CONSERVES,
+    SMALL,
+    Method,
+    Parameter,
+    Promise,
+    Rounding,
+    Run,
+    check_smallest,
+    exempt_small,
+)
+from thinwire.core.weights import Columns, Message, beside
+from thinwire.ops import shards
+from thinwire.ops.quant import ORDER
+from thinwire.ops.rows import Places
+
+WEIGHTS = ("difference", "plain", "dense")
+READ = 1 << 24
+"""Values of shards that are decoded at once where no kernel knows the codec. More => fewer launches, more scratch
+memory (4 bytes each)."""
+_EVERYTHING = {"send": ("*",)}
+_DENSE = {"bits": 32, "intra_bits": 32}
+
+
+@dataclass
+class SDP4Bit(Method):
+    """Weight differences in 4 bits, gradients in 8 bits inside a node and 4 across (arXiv 2410.15526, Alg. 3-4).
+
+    Args:
+        weights: what is sent of them where the engine shards them: "difference" (qWD: to a replica of all weights on
+            every rank, n values more memory), "plain" (qW: the weights themselves, whose small changes are rounded
+            away) or "dense".
+        weight_bits: 4 or 8. weight_group: values that share a scale (larger => fewer bytes, more error).
+        weight_rounding: "nearest", "stochastic" (the authors'; twice the variance, and differences need no
+            unbiasedness: what is left out comes next) or "shift" (QSDP's: 8 bits, one random shift for all values).
+        bits: of gradient values across nodes: 4, 8, 16 (bfloat16) or 32. intra_bits: the same inside a node.
+        group: gradient values that share a scale, a power of two from 32.
+        hadamard: transform gradients before they are quantized (halves the error of heavy tails).
+        rounding: of gradients, "stochastic" (unbiased) or "nearest" (half the variance, and a bias that adds up).
+        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
+    """
+
+    name: ClassVar[str] = "sdp4bit"
+    on_wire: ClassVar[bool] = False
+    two_level: ClassVar[bool] = True
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {**_EVERYTHING, "weight_rounding": "stochastic"},
+        "qwd": {**_EVERYTHING, **_DENSE},
+        "qw": {**_EVERYTHING, **_DENSE, "weights": "plain"},
+        "tlq-hs": {**_EVERYTHING, "weights": "dense"},
+        "tlq": {**_EVERYTHING, "weights": "dense", "hadamard": False},
+        "ulq": {**_EVERYTHING, "weights": "dense", "hadamard": False, "intra_bits": 4},
+    }
+
+    weights: str = "difference"
+    weight_bits: int = 4
+    weight_group: int = 2048
+    weight_rounding: str = "nearest"
+    bits: int = 4
+    intra_bits: int = 8
+    group: int = 128
+    hadamard: bool = True
+    rounding: str = "stochastic"
+    smallest: int = SMALL
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise ThinwireError(f"{self.name}: weights is one of {', '.join(WEIGHTS)}, got '{self.weights}'")
+        for knob, allowed in (("rounding", ROUNDINGS), ("weight_rounding", (*ROUNDINGS, "shift"))):
+            if getattr(self, knob) not in allowed:
+                raise ThinwireError(f"{self.name}: {knob} is {' or '.join(allowed)}, got '{getattr(self, knob)}'")
+        if self.weight_rounding == "shift" and self.weight_bits != 8:
+            raise ThinwireError(f"{self.name}: weight_rounding='shift' has 8 bits, got weight_bits={self.weight_bits}")
+        if self.weight_bits not in (4, 8):
+            raise ThinwireError(f"{self.name}: weight_bits is 4 or 8, got {self.weight_bits} (weights='dense' for all)")
+        super().__post_init__()
+        check_smallest(self.name, self.smallest)
+        if self.group < 1:
+            raise ThinwireError(f"{self.name}: group must be 1 value or more, got {self.group}")
+        self._intra_codec = self._gradients(self.intra_bits)
+        self._weight_codec = self.make_weight_codec()
+        self._messages: dict[tuple[str, ...], QuantizedWeights] = {}  # by module
+        self._pool: tuple[tuple[str, int], Pool] = (("", -1), Pool({}))  # of the last step: its streams, and seeds
+        self._bits: dict[str, tuple[int, int]] = {}  # of each parameter: bits sent, values
+
+    @property
+    def promise(self) -> Promise:
+        fewest, plain = min(self.bits, self.intra_bits), self.weights == "plain"
+        if fewest == 32 and not plain:
+            return CONSERVES
+        named = [f"{self.weight_bits} bits cannot hold of the weights"] if plain else []
+        if fewest < 32:
+            named.append(f"{self._rounding().bits} cannot hold of the gradients")
+        returned = ": weights='difference' returns it" if fewest == 32 else ""
+        return Promise("rounds", f"what {' and '.join(named)} is not returned{returned}", rounding=self._rounding())
+
+    def _rounding(self) -> Rounding:
+        """Of gradients, on the coarser of the two hops."""
+        bits = min(self.bits, self.intra_bits)
+        if bits >= 16:
+            return Rounding("bfloat16", value=2.0**-8) if bits == 16 else Rounding("float32")
+        # A code is right to half a step or, stochastically, to one and the 2^-17 to which its random bits reach.
+        step = (0.5 if self.rounding == "nearest" else 1 + 2.0**-17) / (7 if bits == 4 else 127)
+        return Rounding(f"{bits} bits", step=step, group=self.group, block=ORDER if self.hadamard else 1)
+
+    def make_codec(self) -> Codec:
+        return self._gradients(self.bits)
+
+    def make_weight_codec(self, shift: float = 0.0) -> GroupedBytes:
+        """``shift``: of a gathering's lattice, with weight_rounding="shift"."""
+        if self.weight_rounding == "shift":
+            return ShiftedInt8(self.weight_group, shift)
+        return Integers(self.weight_group, self.weight_bits, rounding=self.weight_rounding)
+
+    def _gradients(self, bits: int) -> Codec:
+        if bits in (16, 32):
+            return Bf16() if bits == 16 else Fp32()
+        if bits not in (4, 8):
+            raise ThinwireError(f"{self.name}: bits and intra_bits are 4, 8, 16 or 32, got {bits}")
+        return Integers(self.group, bits, self.hadamard, self.rounding)
+
+    def intra(self) -> SDP4Bit:
+        """Of the hop inside the node (Alg. 3, l. 2-7)."""
+        return replace(self, bits=self.intra_bits, weights="dense")
+
+    @property
+    def granule(self) -> int:
+        return math.lcm(1 if self.codec is None else self.codec.group, self._intra_codec.group)  # either may be due
+
+    def policy(self, parameter: Parameter) -> str | None:
+        return exempt_small(parameter, self.smallest)
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self._sent = [name for name, of in run.parameters.items() if self.keep_dense(of) is None]
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        """One hop of Alg. 3: across nodes (l. 8-13); where all ranks are on one node, inside it (l. 2-7)."""
+        codec = self._intra_codec if exchange.one_node else self.codec
+        assert codec is not None
+        for part in bucket.segments:
+            self._bits[part.name] = 8 * len(bucket.rows) * codec.wire_bytes(part.width), part.piece.numel
+        seed = self._seeds(bucket, exchange) if codec.draws else None
+        # Transform and quantize (l. 2-3, 8-9): Integers.encode, ops/quant. All-to-all (l. 4, 10): collectives.py.
+        # Values again, their sum, and transform it back (l. 5-7, 11-13): Integers.decode_sum, ops/quant.
+        exchange.mean(bucket, codec, on_wire=self.on_wire, seed=seed)
+
+    def _seeds(self, bucket: Bucket, exchange: Exchange) -> Seeds:
+        stream = f"{type(exchange).__name__}/{self.run.hop}/{self.run.rank}"
+        if self._pool[0] != (stream, bucket.step):
+            seeds = {name: seed_of(self.run.seed, f"{stream}/{name}", bucket.step) for name in self._sent}
+            self._pool = (stream, bucket.step), Pool(seeds)
+        pool = self._pool[1]
+        return Seeds(tuple((of.start, of.start + of.width, pool.places[of.name]) for of in bucket.segments), pool)
+
+    @property
+    def encodes_weights(self) -> bool:
+        return self.weights != "dense"
+
+    def weight_message(self, shard: Shard, rank: int) -> Message:
+        difference = self.weights == "difference"
+        message = QuantizedWeights(self, shard, rank, self.make_weight_codec, difference=difference)
+        self._messages[shard.names] = message
+        return message
+
+    def facts(self) -> dict[str, float]:
+        """Bits per value, with scales and padding; of weights also what stays dense among them."""
+        found = {}
+        if self._bits:
+            bits, values = (sum(column) for column in zip(*self._bits.values(), strict=True))
+            found["bits per gradient" if self.run.hop == 1 else "bits per gradient, across"] = bits / values
+        sent = [message for message in self._messages.values() if message.bits]
+        if sent:
+            found["bits per weight"] = sum(of.bits for of in sent) / sum(of.values for of in sent)
+        return found
+
+
+class QuantizedWeights(Message):
+    """One module's weights, or what has changed of them, in few bits; what stays dense travels behind as it is.
+
+    Any method may take it for its ``weight_message``.
+
+    Attributes:
+        bits, values: of the last message.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        shard: Shard,
+        rank: int,
+        make_codec: Callable[[float], GroupedBytes],
+        *,
+        difference: bool = True,
+    ) -> None:
+        """``method``: says what stays dense. ``make_codec``: (shift, for a lattice that has one) -> Q.
+
+        ``difference``: Q(w - r) travels, to a replica of all weights on every rank (qWD). False: Q(w) (qW).
+        """
+        self.resident = difference
+        self.bits = self.values = 0
+        self._make_codec, self._seed = make_codec, method.run.seed
+        self._rank, self._module = rank, shard.names
+        self._codec = make_codec(0.0)  # of the last message
+        encoded = [piece for piece in shard.pieces if method.keep_dense(method.run.parameters[piece.name]) is None]
+        kept = [piece for piece in shard.pieces if piece not in encoded]
+        kept += [] if self.resident else shard.frozen
+        size, group = shard.dtype.itemsize, self._codec.group
+        self._encoded, self._width = beside((piece, padded(piece.numel, group)) for piece in encoded)
+        self._head = self._codec.wire_bytes(self._width)
+        whole, end = beside(((piece, piece.numel) for piece in kept), self._head // size)  # behind what is encoded
+        self._columns, self._kept, self._end = Columns(self._encoded), Columns(whole), end * size
+        self._values = sum(piece.numel for piece in (*encoded, *kept))
+
+    def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
+        """d = Q(w - r), or Q(w) (Alg. 4, l. 7)."""
+        self._codec = codec = self._make_codec(seed_of(self._seed, f"shift/{self._module}", step) / 2**63 - 0.5)
+        message = torch.empty(padded(self._end, 4), dtype=torch.uint8, device=own.device)
+        wire, whole = message[: self._head].view(1, -1), message.view(own.dtype)
+        if isinstance(codec, Integers):
+            drawn = codec.drawn(self._width, self._seeds(step)) if self._encoded else None
+            codes, scales = codec.codes_of(wire, self._width)
+            shards.write(own, held, *self._places(own.device), codec.format, codes, scales, whole, drawn)
+        else:
+            values = torch.empty((1, self._width), dtype=torch.float32, device=own.device)
+            self._columns.take((own if held is None else own - held).view(1, -1), values)
+            codec.encode(values, wire, seed=self._seeds(step))
+            self._kept.take(own.view(1, -1), whole.view(1, -1))
+        if len(message) > self._end:
+            message[self._end :].zero_()
+        self.bits, self.values = 8 * len(message), self._values
+        return message
+
+    def _seeds(self, step: int) -> Seeds | None:
+        if not self._codec.draws:
+            return None
+        return Seeds(tuple(
+            (first, first + width, seed_of(self._seed, f"weights/{self._rank}/{piece.name}", step))
+            for piece, first, width in self._encoded
+        ))  # fmt: skip
+
+    def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
+        """r += d, at the owner too, or r = Q(w) (Alg. 4, l. 8)."""
+        mine, wires, whole = self._rank - peers.start, messages[:, : self._head], messages.view(rows.dtype)
+        if isinstance(self._codec, Integers):
+            codes, scales = self._codec.codes_of(wires, self._width)
+            shards.read(codes, scales, whole, *self._places(rows.device), self._codec.format, rows, mine, held)
+            return
+        if held is not None:
+            rows[mine].copy_(held)
+        most = max(READ // max(rows.shape[1], 1), 1)
+        for some, wire in zip(rows.split(most), wires.split(most), strict=True):
+            values = torch.empty((len(some), self._width), dtype=torch.float32, device=rows.device)
+            self._codec.decode(wire, values)
+            self._columns.give(values, some, add=held is not None)
+        self._kept.give(whole, rows)
+        if held is not None:
+            held.copy_(rows[mine])
+
+    def _places(self, device: torch.device) -> tuple[Places, Places]:
+        """Of what is encoded, and of what is not."""
+        return self._columns.places(device, shards.PER_PROGRAM), self._kept.places(device)
+
+
+@dataclass
+class ZeROPP(SDP4Bit):
+    """ZeRO++ (arXiv 2306.10209): weights in 8 bits, gradients in 4 bits on both levels. All knobs are sdp4bit's.
+
+    What it rounds away of small weight changes is lost. Its secondary copy of the weights inside each node (hpZ) is
+    what HSDP does anyway.
+    """
+
+    name: ClassVar[str] = "zeropp"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"w4": {**_EVERYTHING, "weight_bits": 4}}
+
+    weights: str = "plain"
+    weight_bits: int = 8
+    intra_bits: int = 4
+    hadamard: bool = False
+
+
+@dataclass
+class QSDP(SDP4Bit):
+    """QSDP (arXiv 2302.02390): weights in 8 bits on a randomly shifted lattice, gradients in 8 bits. Knobs: sdp4bit's.
+
+    One level: all-to-all between all ranks.
+    """
+
+    name: ClassVar[str] = "qsdp"
+    two_level: ClassVar[bool] = False
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    weights: str = "plain"
+    weight_bits: int = 8
+    weight_group: int = 1024
+    weight_rounding: str = "shift"
+    bits: int = 8
+    group: int = 1024
+    hadamard: bool = False

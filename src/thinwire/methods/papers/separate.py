@@ -1,0 +1,143 @@
+"""SEPARATE: a common random projection, with an averaged error fed back (ICLR 2025).
+
+Algorithm 1 on rank n at step k, for blocks of B values, with M (B, m) Gaussian, the same on all ranks (its columns are
+the paper's xi_i; the paper numbers steps, not lines):
+
+    STEP 1  h_n = g_n + e_n
+    STEP 2  p_n = h_n M, M fresh every step
+    STEP 3  p = mean_n p_n
+    STEP 4  h~ = p M^T / m takes the gradient's place
+    STEP 5  e_n = (1 - beta) e_n + beta (h_n - h~);   e_n = 0 instead if k % T = 0
+
+Paper / ours. In STEP 5 ours is h_n - C(h_n) with C(h) = h M M^T / m: the rank's own projection in place of all ranks'.
+The mean of e_n over n, on which alone the next h~ depends, is the same.
+
+C is unbiased, but |C(h) - h|^2 is w = (B + 1) / m, about the ratio, times |h|^2, so the update is stable only for a
+weight of the new error below 2 / (1 + w): 0.117 at ratio 16. The paper's beta = 0.95 as that weight overflows in dozens
+of steps; as the weight of the *old* error, e' = beta e + (1 - beta)(h - C(h)), it is stable, and agrees with what the
+paper reports (0.95 fine, 0.80 NaN). Ours is the latter.
+
+The default sends an orthogonal projection instead (see ``Estimator``), without feedback. Plain error feedback
+(``beta=None``) is stable with it for every gradient, and never resets the error: a reset throws gradient away. That is
+best by the error of the accumulated gradient, and worst in the training runs measured so far. See docs/separate.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from thinwire.base.errors import ThinwireError
+from thinwire.codecs.base import Residual
+from thinwire.codecs.projection import ESTIMATORS, Estimator, Projection
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Promise
+from thinwire.methods.parts.feedback import ErrorFeedback
+
+
+@dataclass
+class SEPARATE(ErrorFeedback):
+    """A common random projection of every block: 32 / ratio bits per value (ICLR 2025, Alg. 1, and without feedback).
+
+    Args:
+        ratio: values per value sent, a power of two (higher => fewer bytes, longer delay or more noise).
+        estimator: "cyclic_srht" or "paper": see ``thinwire.codecs.projection.Estimator``.
+        block: values that are projected together, a power of two; None: 256 for the SRHT (which pads tensors to
+            multiples of 16 blocks), 512 for the paper's matrices. The error depends on the ratio alone; larger => more
+            work.
+        beta: weight of the old error in the new one (higher => slower). 1: no feedback, the best in training. None: 0
+            for contractions, the most stable 1 - 1 / (1 + w) for the unbiased "paper".
+        reset: steps after which the error starts anew (the paper's T), and that share of the gradient is lost: no error
+            is left behind in any step k with k % reset = 0. 0: never.
+
+    Raises:
+        ThinwireError: a knob is not what is said above, or its beta diverges.
+    """
+
+    name: ClassVar[str] = "separate"
+    same_arithmetic: ClassVar[bool] = True
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"ratio": 16, "estimator": "paper", "beta": 0.95, "reset": 128},
+    }
+
+    ratio: int = 16
+    estimator: str = "cyclic_srht"
+    block: int | None = None
+    beta: float | None = 1.0  # of all measured the nearest to dense: in training, feedback costs more than it brings
+    reset: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.estimator not in ESTIMATORS:
+            raise ThinwireError(f"separate: estimator is one of {', '.join(ESTIMATORS)}, got '{self.estimator}'")
+        self.must(self.reset >= 0, "reset", "is a number of steps, 0 for never")
+        block = (256 if self.estimator == "cyclic_srht" else 512) if self.block is None else self.block
+        self._estimator = Estimator(self.estimator, self.ratio, block)
+        self._keep = self._weight_of_old()
+
+    def _weight_of_old(self) -> float:
+        """beta of e' = beta e + (1 - beta)(h - C(h)), after refusing one that diverges."""
+        variance = (self._estimator.block + 1) / self._estimator.kept  # w
+        unbiased = self.estimator == "paper"
+        if self.beta is None:
+            return 1 - 1 / (1 + variance) if unbiased else 0.0
+        self.must(0 <= self.beta <= 1, "beta", "is a weight from 0 to 1")
+        bound = 2 / (1 + variance)
+        if unbiased and 1 - self.beta >= bound:
+            raise ThinwireError(
+                f"separate: beta={self.beta} gives the new error the weight {1 - self.beta:.3f}, which diverges from "
+                f"2 / (1 + w) = {bound:.3f} on (w = (block + 1) / m = {variance:.1f}): take beta above {1 - bound:.3f}"
+            )
+        return self.beta
+
+    @property
+    def promise(self) -> Promise:
+        if self._keep == 1:
+            return Promise("lossy", "what a projection leaves out is not returned: beta below 1 returns it")
+        waits = {"residual": 1 / (1 - self._keep)}
+        if self.reset:
+            return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", waits)
+        return replace(self.conserves, waits=waits)
+
+    @property
+    def granule(self) -> int:
+        return self._estimator.granule
+
+    @property
+    def keeps_state(self) -> bool:
+        return self._keep < 1 or self.feedback == "update"
+
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        residual: Residual | None = None
+        if self._keep < 1:
+            residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
+        segments = [(s.name, s.start, s.width) for s in bucket.segments]
+        codec = self.codec_for(segments, bucket.step, bucket.device, bucket.once, self.run.seed)  # STEP 2: M
+        # STEP 1: with the residual. STEP 2: Projection.encode. STEP 3: the network's mean. STEP 4: Projection.decode.
+        exchange.mean(bucket, codec, residual=residual)
+        if residual is None:
+            return
+        new = residual.new  # h_n - C(h_n)
+        if self.reset and bucket.step % self.reset == 0:
+            new.zero_()  # STEP 5, k % T = 0
+            return
+        if self._keep and residual.old is not None:
+            new.lerp_(residual.old, self._keep)  # STEP 5; for a weight of 0, new is that already
+        bucket.clear_padding(new)  # a projection spreads over whole blocks; padding has no gradient to wait for
+
+    def codec_for(
+        self,
+        segments: Sequence[tuple[str, int, int]],
+        step: int,
+        device: torch.device | str = "cpu",
+        once: Callable[..., Any] | None = None,
+        seed: int = 0,
+    ) -> Projection:
+        """Of optimizer step ``step`` for ``segments`` (name, start, width). ``once``: a bucket's, which keeps draws."""
+        draw, where = self._estimator.draw, torch.device(device)
+        drawn = tuple((start, width, draw(seed, name, step, where, once)) for name, start, width in segments)
+        return Projection(self._estimator, drawn)

@@ -1,0 +1,272 @@
+"""TAGC: sparsified gradients through lossless homomorphic compression (EuroMLSys 2025; LHC: arXiv 2402.07529).
+
+Alg. 1 on rank n, for each compressed tensor, or shard of one:
+
+    h = g + acc;   g = the largest |h| so that a share theta becomes zero;   acc = the rest              (l. 1-2)
+    Index = where any rank's g is not zero                                                               (l. 3-4)
+    CountSketch = sum over ranks of g in three hashed tables                                             (l. 5-6)
+    peel the sketch with the index at the owner of the shard (all ranks on DDP)                          (l. 8-10)
+
+Paper / ours. The index: NCCL has no OR, so the paper sums fields, of 1 bit, which carries corrupt, or of 4 bits (Sec.
+2.2); ours is a true OR. The sum: the paper's l. 6 is for the owner of a shard; on DDP ours is for all, as LHC's is, and
+all peel. Left-overs: the paper guesses what peeling cannot recover by a median, which is about 100% off; ours returns
+it to the accumulator of each rank that sent it, which every rank can do, because the index and the hashes alone say
+what is recoverable. The sketch: the paper's size is fixed, and the union of the masks grows with the number of ranks
+until peeling fails; ours is sized from the union that was measured. Threshold: exactly k values; the authors take the
+nearest entry of a table. Rounding: to multiples of one power of two, so that sums are exact; the rest stays with the
+sender.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.base import device as devices
+from thinwire.base.alignment import padded
+from thinwire.base.random import seed_of
+from thinwire.codecs.sketch import CountSketch
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Parameter, Promise, Resized
+from thinwire.methods.parts.feedback import ErrorFeedback, portion_of
+from thinwire.ops import mask as masks
+from thinwire.ops import sketch, sparse
+
+ATTENTION_INPUTS = re.compile(
+    r"(to_)?(w?(q|k|v|kv|qkv)|query|key|value|key_value|query_key_value)(_proj)?(_weight)?|c_attn|in_proj(_weight)?"
+)
+"""One part of a dotted parameter name, in lower case: what makes queries, keys and values in the usual models."""
+CELL_BITS = 24 - 4
+"""A cell's sum is exact below 2^24 quanta; 2^4 elements per cell and rank are allowed for (at load 0.7 it has 2.1)."""
+LOAD = 0.7
+"""Elements of the union per cell that a sketch's size aims at: peeling fails above 0.8, and the union grows between two
+sizes."""
+RESIZE = 50
+"""Steps after which sketches are sized anew, from the largest union since the last time."""
+LHC_LEAST = 2.0**-14
+SMALLEST_EXPONENT = -126
+"""Of the quantum: below, it would leave float32 and become 0. Smaller values stay with their sender."""
+
+
+@dataclass
+class TAGC(ErrorFeedback):
+    """Each rank's own largest values, merged in one count sketch and one index of bits (EuroMLSys 2025, Alg. 1).
+
+    By default they are the values of the step that AdamW would take (``feedback``), and the union of the masks, with it
+    the bytes, grows with the ranks. "tagc:paper" sends gradients, for any optimizer.
+
+    Args:
+        theta: share of each tensor's values that is zeroed (higher => fewer bytes, longer waits); 0 is dense.
+        select: "non-attention" (the paper: every matrix but those that make queries, keys and values), "all", or a
+            pattern (``fnmatch``) of names.
+        leftovers: "accumulate": what cannot be recovered returns to the accumulator; "median": the paper's guess.
+    """
+
+    name: ClassVar[str] = "tagc"
+    granule: ClassVar[int] = masks.WORD
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"feedback": "gradient", "theta": 0.9875, "select": "non-attention", "leftovers": "median"},
+    }
+
+    feedback: Literal["gradient", "update"] = "update"
+    theta: float = 0.9875
+    select: str = "all"
+    leftovers: Literal["accumulate", "median"] = "accumulate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.must(0 <= self.theta < 1, "theta", "is the share of values zeroed, 0 to below 1")
+        if self.theta == 0:
+            self.refuse_idle("theta=0 (nothing waits)", "portion")
+        self._copied: Any = None  # an event: the last "counts" are on the host when it is over
+
+    @property
+    def promise(self) -> Promise:
+        if self.leftovers == "median" and self.theta:
+            return Promise("lossy", "values that cannot be recovered are guessed: leftovers='accumulate' returns them")
+        return self.conserves
+
+    @property
+    def usual_portion(self) -> float:
+        if self.theta == 0:
+            return 1.0
+        return portion_of(1 - self.theta)
+
+    @property
+    def resized(self) -> Mapping[str, Resized]:
+        return {**super().resized, "left": "anew", "peak": "anew", "union": "anew", "counts": "anew"}
+
+    @property
+    def adapts(self) -> bool:
+        return self.theta > 0
+
+    def policy(self, parameter: Parameter) -> str | None:
+        why = super().policy(parameter)
+        if why or self.select == "all":
+            return why
+        if self.select != "non-attention":
+            return None if fnmatchcase(parameter.name, self.select) else "not selected"
+        parts = parameter.name.lower().split(".")
+        return "attention input" if any(ATTENTION_INPUTS.fullmatch(part) for part in parts) else None
+
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        if self.theta == 0:
+            exchange.mean(bucket)
+            return
+        old, acc = self.state.read("residual", bucket), self.state.write("residual", bucket)  # acc, acc_next
+        parts = self._parts(bucket, exchange)
+        rows, n = bucket.shape
+        words, left = (bucket.scratch(use, (rows, n // masks.WORD), torch.int64) for use in ("words", "left"))
+        found = bucket.scratch("found", (rows, parts.k), torch.int32)
+        sent, rest = (bucket.scratch(use, (rows, parts.k), torch.float32) for use in ("sent", "rest"))
+        with exchange.span("encode", bucket.rows):
+            self._choose(bucket.rows, old, parts, acc, found, sent, words)  # l. 2: g; acc is h yet
+        index = exchange.union(bucket, words)  # l. 3-4
+        self._round(parts, sent, rest, exchange)  # ours, so that sums are exact
+        estimate = self.leftovers == "median"
+        # l. 5-6 and 8-10: CountSketch._encode, the network's sum, CountSketch._decode. (l. 7 is a comment.)
+        codec = CountSketch(parts, acc, sent, found, index, left, exchange.mine, estimate)
+        exchange.mean(bucket, codec)
+        with exchange.span("decode", bucket.rows):
+            self._measure(bucket, parts, index, left)
+            # l. 2: acc = h without what arrived. Not the exchange's residual: what cannot be recovered of a sum depends
+            # on everybody's masks, and an encoding knows its own rank's.
+            sketch.settle(sent, rest, found, left.zero_() if estimate else left, parts, acc)
+
+    def _choose(
+        self, rows: Tensor, old: Tensor | None, parts: sketch.Parts, h: Tensor, found: Tensor, sent: Tensor,
+        words: Tensor,
+    ) -> None:  # fmt: skip
+        """``h`` = ``rows`` + ``old``; of it ``sent`` is sent, from the columns ``found``, whose mask is ``words``.
+
+        Where all of a tensor is sent, this is still what its sketch would be sized from.
+        """
+        listed = tuple(sparse.Part(part.start, part.width, part.k, part.place) for part in parts)
+        sparse.largest(rows, old, listed, h, found, sent)
+        masks.from_indices(found, words)
+
+    def _round(self, parts: sketch.Parts, sent: Tensor, rest: Tensor, exchange: Exchange) -> None:
+        """Kept values become multiples of a power of two that all ranks share, coarse enough for exact sums."""
+        largest = exchange.all_max(sketch.peaks(sent, parts))
+        _, exponent = torch.frexp(largest)
+        spare = CELL_BITS - math.ceil(math.log2(exchange.rows))
+        quantum = torch.ldexp(torch.ones_like(largest), (exponent - spare).clamp_(min=SMALLEST_EXPONENT))
+        sketch.round_to(sent, quantum, parts, rest)
+
+    def _measure(self, bucket: Bucket, parts: sketch.Parts, index: Tensor, left: Tensor) -> None:
+        """Count what was left, and the union, on the way to the host, which needs it in the next step."""
+        lost, union = sketch.count(left, parts), sketch.count(index, parts)
+        counts = [lost.sum(0, dtype=torch.int32), union.amax(0)]
+        host = devices.host_memory((3, len(parts)), bucket.device, torch.int32)
+        if index.is_meta:
+            room = zip(parts, bucket.segments, strict=True)
+            host.numpy()[1] = [min(part.room, segment.span) for part, segment in room]  # a plan is a bound
+        else:
+            host[: len(counts)].copy_(torch.stack(counts), non_blocking=True)
+            self._copied = devices.mark(bucket.device)
+        # early in a run the masks of the ranks still drift apart: after steps 0, 1, 2, 4, 8, ... as well
+        host.numpy()[2] = bucket.step % RESIZE == 0 or bucket.step & (bucket.step - 1) == 0
+        for i, segment in enumerate(bucket.segments):
+            for kind, value in zip(("left", "peak", "union"), self._measured(segment.name), strict=True):
+                self.state.put(kind, segment.name, torch.tensor(value))
+            self.state.put("counts", segment.name, host[:, i])
+
+    def _measured(self, name: str) -> tuple[int, int, int]:
+        """Of a parameter's steps so far: what was left over, the largest union since its sketch was last sized, and the
+        union that it is sized for; -1: none was measured."""
+        left, peak, sized = (
+            -(kind == "union") if (value := self.state.get(kind, name)) is None else int(value)
+            for kind in ("left", "peak", "union")
+        )
+        counts = self.state.get("counts", name)  # of the last step, which those do not know of
+        if counts is None:
+            return left, peak, sized
+        if self._copied is not None:
+            self._copied.synchronize()  # over, unless nobody has waited for the step's flag
+        lost, union, due = counts.tolist()
+        left, peak = left + lost, max(peak, union)
+        return (left, 0, peak) if due or sized < 0 else (left, peak, sized)
+
+    def facts(self) -> dict[str, float]:
+        if self.theta == 0:
+            return {}
+        found: dict[str, float] = {"left-overs so far": 0, "union, share of values": 0, "tensors sent dense": 0}
+        values, exchange = 0, self.run.exchange
+        for name, parameter in self.run.parameters.items():
+            if self.state.get("counts", name) is None:
+                continue
+            left, _, union = self._measured(name)
+            columns = exchange.columns(parameter.local, exchange.bucket_rows(True))
+            found["left-overs so far"] += left
+            found["union, share of values"] += union
+            found["tensors sent dense"] += self._cells(name, columns, exchange) == 0
+            values += columns
+        found["union, share of values"] /= max(values, 1)
+        return found
+
+    def _k(self, columns: int) -> int:
+        return max(columns - int(self.theta * columns), 1)
+
+    def _cells(self, name: str, columns: int, exchange: Exchange) -> int:
+        """Of each table of a parameter's sketch: for the union last measured, or for disjoint masks before any was.
+
+        0: it would be no smaller than the parameter.
+        """
+        _, _, union = self._measured(name)
+        if union < 0:
+            union = min(exchange.rows * self._k(columns), columns)
+        cells = math.ceil(union / LOAD / 3) + 8  # a few more: small tables fail at lower loads
+        return cells if 3 * cells < padded(columns, masks.WORD) else 0
+
+    def _parts(self, bucket: Bucket, exchange: Exchange) -> sketch.Parts:
+        parts, place, first = list[sketch.Part](), 0, 0
+        for segment in bucket.segments:
+            name, width, k = segment.name, segment.width, self._k(segment.span)
+            cells, seed = self._cells(name, segment.span, exchange), seed_of(self.run.seed, name, bucket.step)
+            room = min(exchange.rows * k, width)
+            parts.append(sketch.Part(segment.start, width, k, place, room, first, cells, seed))
+            place, first = parts[-1].listed.stop, parts[-1].wire.stop
+        return sketch.Parts(parts, bucket.device)
+
+
+@dataclass
+class LHC(TAGC):
+    """LHC on plain DDP: index and sketch of whatever is not zero, no sparsification of its own (arXiv 2402.07529).
+
+    For gradients that are sparse by themselves (LHC's paper names 80-95% zeros; those of embeddings are). Others go
+    dense, at 1/32 more than dense itself for the index that finds this out, and are counted. The accumulator holds what
+    peeling left, what rounding to exact sums cut off, and values below 2^-14 of the rank's largest until they have
+    grown: else the rounding would fill every zero.
+    """
+
+    name: ClassVar[str] = "lhc"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("theta",), "lhc sends whatever is not zero: tagc has it"
+    )
+
+    feedback: Literal["gradient", "update"] = "gradient"
+
+    def _choose(
+        self, rows: Tensor, old: Tensor | None, parts: sketch.Parts, h: Tensor, found: Tensor, sent: Tensor,
+        words: Tensor,
+    ) -> None:  # fmt: skip
+        torch.add(rows, 0 if old is None else old, out=h)
+        least = (sketch.peaks(h, parts) * LHC_LEAST).clamp_(max=torch.finfo(torch.float32).max)
+        widths = devices.uploaded([part.width // masks.WORD for part in parts], h.device, torch.int64)
+        least = least.repeat_interleave(widths, output_size=words.shape[1]).unsqueeze(1)
+        flags = ~(h.abs().view(*words.shape, masks.WORD) <= least)  # with infinities and NaN
+        flags = flags.view(h.shape)
+        masks.pack(flags, words)
+        sketch.gather(h, words, parts, found, sent)
+
+    def _k(self, columns: int) -> int:
+        return padded(columns, masks.WORD)  # room for all: how many are not zero is not known beforehand

@@ -1,0 +1,193 @@
+"""Sharded weights gathered at a mask: what SCAPE and the shared masks of update space have in common.
+
+A step that is nothing off a mask, which all ranks know, moves weights at the mask alone: elsewhere they only decay, and
+every rank does that to the copy that it holds. Their owner sends w at the mask (SCAPE's Alg. 2, l. 3-5), and the copy
+is bit for bit what a whole gather brings. What had no mask in the last step travels whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.base.alignment import padded
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Bucket, Piece, Shard
+from thinwire.core.run import Run, Step
+from thinwire.core.weights import Columns, Message, beside
+from thinwire.ops import mask as masks
+
+WORD = masks.WORD
+
+
+class Unfolded(NamedTuple):
+    """The masks of all of a bucket's parameters, beside each other.
+
+    Attributes:
+        names: the parameters. counts: values at each one's mask, in a row. words: (R, w). before: their directory.
+    """
+
+    names: tuple[str, ...]
+    counts: tuple[int, ...]
+    words: Tensor
+    before: Tensor | None
+
+    @property
+    def k(self) -> int:
+        """Values at all masks, in a row."""
+        return sum(self.counts)
+
+    def row(self, number: int) -> tuple[Tensor, Tensor | None]:
+        """The masks of one row, (w,), and their directory."""
+        return self.words[number], None if self.before is None else self.before[number]
+
+
+class Used(NamedTuple):
+    """A parameter's last exchange: the step, the masks (R, w) of its rows, values at each.
+
+    ``bucket``: the masks of all that were exchanged with it.
+    """
+
+    step: int
+    words: Tensor
+    k: int
+    bucket: Unfolded
+
+
+class WeightsAtMask:
+    """At which masks the last step moved weights, and what it left of them elsewhere: what their gather has to know.
+
+    A method tells what it has exchanged (``note``) and when its step is about to be taken (``before_step``).
+    """
+
+    def __init__(self, method: str, weights: Literal["auto", "masked", "dense"], run: Run) -> None:
+        """``weights``: the knob of ``method``.
+
+        Raises:
+            ThinwireError: "masked", and the engine gathers fewer bits than float32.
+        """
+        self._wanted, self._run = weights != "dense" and not run.gathers - {torch.float32}, run
+        self._used: dict[str, Used] = {}
+        self._keep: dict[str, float] = {}
+        if weights == "masked" and not self._wanted:
+            raise ThinwireError(
+                f"{method}: weights='masked' keeps gathered weights up to date in float32, and FSDP2 gathers them in "
+                f"{', '.join(sorted(map(str, run.gathers)))}: take weights='auto', or leave param_dtype out of "
+                "MixedPrecisionPolicy"
+            )
+
+    @property
+    def encoded(self) -> bool:
+        """With a hop inside the node a rank does not know the masks of its node's other shards: they go whole."""
+        return self._wanted and self._run.exchange.owner and self._run.hop == 1
+
+    def note(self, bucket: Bucket, used: Unfolded | None) -> None:
+        """The step under way moves the bucket's weights at the masks ``used``; None: wherever it likes.
+
+        The masks' memory is left alone until the bucket's next exchange.
+        """
+        for i, segment in enumerate(bucket.segments if self.encoded else ()):
+            if used is None:
+                self._used.pop(segment.name, None)
+            else:
+                self._used[segment.name] = Used(bucket.step, used.words[:, segment.groups(WORD)], used.counts[i], used)
+
+    def before_step(self, step: Step, moved: Collection[str]) -> None:
+        """``moved``: the parameters that were exchanged for this step. Any other is not at a mask after it."""
+        if not self.encoded:
+            return
+        for name, weight in step.weights.items():
+            if name not in moved or weight.grad is None:  # without a gradient it does not decay either
+                self._used.pop(name, None)
+        for name, (_, group) in step.held.items():
+            self._keep[name] = 1 - float(group["lr"]) * group["weight_decay"]
+
+    def state_changed(self) -> None:
+        """Another state was loaded."""
+        self._used.clear()
+
+    def message(self, shard: Shard, rank: int) -> Message:
+        """What travels of the weights of ``shard``, which is ``rank``'s."""
+        return AtMask(self._used, self._keep, shard.pieces, rank)
+
+
+class AtMask(Message):
+    """One module's weights at the mask, and all of what has none: float32 (Alg. 2, l. 3-5)."""
+
+    exact = True
+
+    def __init__(
+        self, used: Mapping[str, Used], keep: Mapping[str, float], pieces: tuple[Piece, ...], rank: int
+    ) -> None:
+        """By parameter: ``used`` in the last step, unless it moved all of it; ``keep``, what decay left of a weight."""
+        self._used, self._keep, self._pieces, self._rank = used, keep, pieces, rank
+        self._layouts: dict[tuple[int | None, ...], _Layout] = {}
+        self._layout = self._place([None] * len(pieces))  # of the last message
+        self._parts: list[masks.Faded] = []
+        self._words = torch.empty(0)  # its masks (R, w), beside each other
+        self._before: Tensor | None = None  # their directory
+
+    def reaches(self, since: int, step: int) -> bool:
+        used = (self._used.get(piece.name) for piece in self._pieces)
+        return since == step - 1 and all(found is None or found.step == since for found in used)
+
+    def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
+        """w at the mask (Alg. 2, l. 3), and behind that what has none."""
+        used = [self._used.get(piece.name) for piece in self._pieces]
+        self._layout = layout = self._place([None if of is None else of.k for of in used])
+        message = own.new_empty(layout.length)
+        if not layout.parts:
+            layout.whole.take(own.view(1, -1), message.view(1, -1))
+            return message
+        self._words, self._before = self._beside([of for of in used if of is not None])
+        self._parts = [
+            masks.Faded(of.offset, of.numel, padded(of.numel, WORD), k, self._keep[of.name]) for of, k in layout.parts
+        ]
+        words, before = self._of(slice(self._rank, self._rank + 1))
+        return masks.collect(own, words, self._parts, layout.whole.places(own.device), message, before)
+
+    def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
+        """w at the mask as it was sent (Alg. 2, l. 4); w = (1 - lr decay) w off the mask, where m' is 0 (l. 5)."""
+        whole = self._layout.whole
+        if not self._layout.parts:
+            whole.give(messages, rows)
+            return
+        words, before = self._of(peers)
+        masks.renew(messages, words, self._parts, whole.places(rows.device), rows, before)
+
+    def _of(self, peers: slice) -> tuple[Tensor, Tensor | None]:
+        """The masks of some ranks' rows, and their directory."""
+        return self._words[peers], None if self._before is None else self._before[peers]
+
+    def _beside(self, used: Sequence[Used]) -> tuple[Tensor, Tensor | None]:
+        """The masks of all pieces that have one, and their directory: a bucket's as they are, if these are its own."""
+        bucket = used[0].bucket
+        if bucket.names == tuple(piece.name for piece, _ in self._layout.parts):
+            return bucket.words, bucket.before
+        words = torch.cat([of.words for of in used], 1)
+        return words, masks.directory(words)
+
+    def _place(self, at: Sequence[int | None]) -> _Layout:
+        """``at``: how many values of each piece are at its mask; None: it has none."""
+        if (key := tuple(at)) not in self._layouts:
+            parts = [(piece, k) for piece, k in zip(self._pieces, at, strict=True) if k is not None]
+            others = [piece for piece, k in zip(self._pieces, at, strict=True) if k is None]
+            k = sum(k for _, k in parts)
+            whole, length = beside(((piece, piece.numel) for piece in others), k)
+            self._layouts[key] = _Layout(parts, Columns(whole), length)
+        return self._layouts[key]
+
+
+class _Layout(NamedTuple):
+    """Of a message: first the values at masks, then the pieces that have none.
+
+    Attributes:
+        parts: those with a mask, and how many values are at it. whole: the others, in the message. length: of that.
+    """
+
+    parts: list[tuple[Piece, int]]
+    whole: Columns
+    length: int

@@ -1,0 +1,343 @@
+"""Masks that some ranks choose in one step, all get during the next passes, and all use from the next step on (SCAPE).
+
+:class:`Schedule` says how many values and when, :class:`Masks` chooses, sends and unfolds them. Sharded weights are
+gathered by them (``methods/atmask.py``). Lines are those of SCAPE's Alg. 1.
+
+Each parameter's mask has one chooser: a rank, or, where every rank owns a row of each parameter, the owner of the row.
+All that a rank has chosen goes out as one message while the next forward and backward pass run: as bits, or, below a
+density of 1/32, as positions.
+
+A message is as long as the longest, and every rank gets them all: with many ranks, one large parameter would make N
+long messages. So a parameter with more than ``LARGE`` / N of all values is cut into chunks of 1 / N of them, each of
+which has a chooser of its own, and as many of its values on the mask as its size asks for. (The paper has one chooser
+for each parameter, and 4 ranks.)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.base.alignment import padded
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Bucket, Segment
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Method, count_of
+from thinwire.core.state import SMALL as LOOSE
+from thinwire.methods.parts.atmask import Unfolded
+from thinwire.network.comm import Work
+from thinwire.ops import mask as masks
+from thinwire.ops import sparse
+
+WORD = masks.WORD
+LISTED = 1 / 32
+"""Density below which positions (4 bytes each) are fewer bytes than mask bits."""
+LARGE = 3
+"""Times its rank's share of all values, above which a parameter has several choosers. Higher => longer messages, with
+more ranks alike; lower => fewer parameters whose largest values are found over all of them."""
+
+
+Places = dict[str, list[tuple[slice, slice]]]
+"""Parameter -> for each chunk the R ranks that choose its rows, and bytes in their messages."""
+
+
+class Chunk(NamedTuple):
+    """Some of a parameter's columns: ``[start, start + width)``, multiples of 64; the first ``span`` hold values."""
+
+    start: int
+    width: int
+    span: int
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.start, self.start + self.width)
+
+    @property
+    def groups(self) -> slice:
+        """As mask words."""
+        return slice(self.start // WORD, (self.start + self.width) // WORD)
+
+
+def cut(span: int, most: int) -> tuple[Chunk, ...]:
+    """``span`` columns in equal chunks, but for the last, of up to ``most`` (rounded up to whole words)."""
+    width = padded(max(min(span, most), 1), WORD)
+    return tuple(Chunk(at, min(width, padded(span, WORD) - at), min(width, span - at)) for at in range(0, span, width))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many values are sent in which step, and which steps have a new mask.
+
+    Attributes:
+        density: share of values once warm. warm: steps of the warm-up. refresh: steps that share a mask once warm.
+    """
+
+    density: float
+    warm: int
+    refresh: int
+
+    @property
+    def steady(self) -> int:
+        """The first step that is like all that follow."""
+        return max(self.warm, 1)
+
+    def density_at(self, step: int) -> float:
+        """Share of values sent in ``step``: 1 at first, then geometrically to ``density`` at the end of the warm-up."""
+        if step == 0:
+            return 1.0
+        return self.density if step >= self.warm else float(self.density ** (step / self.warm))
+
+    def k(self, columns: int, step: int) -> int:
+        """Values of ``columns`` that are sent in ``step``."""
+        return count_of(self.density_at(step), columns)
+
+    def refreshes(self, step: int) -> bool:
+        """Is ``step`` the first with a new mask?"""
+        return step <= self.steady or (step - self.steady) % self.refresh == 0
+
+    def listed(self, step: int) -> bool:
+        """Do the masks of ``step`` travel as positions?"""
+        return self.density_at(step) < LISTED
+
+    def mask_bytes(self, columns: int, step: int) -> int:
+        """Bytes of the mask of ``columns`` values, a multiple of 8."""
+        return padded(4 * self.k(columns, step), 8) if self.listed(step) else padded(columns, WORD) // 8
+
+
+class Masks:
+    """The masks in use and those to come, of all parameters that are sent. They live in the state of ``method``.
+
+    State by parameter: "mask" (R, bytes) as it was gathered, row r's from its chooser; "chosen", the step for whose
+    density it was chosen. A parameter without one has all ones; one that takes no part in a step keeps its last.
+    """
+
+    def __init__(self, method: Method, exchange: Exchange, sizes: Mapping[str, int], schedule: Schedule) -> None:
+        """``sizes``: values of each parameter in one of its R rows."""
+        self._method, self._exchange, self._sizes, self._schedule = method, exchange, sizes, schedule
+        self._chosen: dict[str, int] = {}  # what "chosen" says, without a look at a tensor
+        rows = exchange.bucket_rows(True)
+        ranks, values = exchange.rows // rows, sum(sizes.values())
+        self._chunks = {
+            name: cut(size, -(-values // ranks) if ranks * size > LARGE * values else size)
+            for name, size in sizes.items()
+        }
+        self._places: tuple[float, Places, int] | None = None
+        self._bits, self._length = self._place(0)  # as bits: one for each score
+        self._scores: Tensor | None = None  # what this rank chooses by, its chunks side by side
+        self._first: tuple[tuple[sparse.Part, ...], Tensor] | None = None  # see ``_starts``
+        self._index: tuple[list[tuple[int, int]], Tensor] | None = None  # see ``_joined``
+        self._message: Tensor | None = None  # what this rank has chosen for the next step
+        self._work: Work | None = None  # everybody's messages, under way
+
+    def used(self, bucket: Bucket) -> Unfolded | None:
+        """The masks in use of the bucket's rows; None while they are all ones."""
+        found = [self._method.state.get("mask", segment.name) for segment in bucket.segments]
+        if all(mask is None for mask in found):
+            return None
+        counts = tuple(self._count(segment) for segment in bucket.segments)
+        return bucket.once("masks", lambda: self._unfold(bucket, found, counts), *found, *counts)
+
+    def _count(self, segment: Segment) -> int:
+        """Values at the mask in use, in each row."""
+        if self._method.state.get("mask", segment.name) is None:
+            return segment.span
+        step = self._chosen_for(segment.name)
+        return sum(self._schedule.k(chunk.span, step) for chunk in self._chunks[segment.name])
+
+    def scores(self, segment: Segment, device: torch.device) -> list[tuple[Chunk, Tensor | None]]:
+        """Each of its chunks, with (width,) memory for what this rank chooses the next mask by; None: another does."""
+        if self._scores is None:
+            self._scores = torch.zeros(8 * self._length, dtype=torch.float32, device=device)
+        found: list[tuple[Chunk, Tensor | None]] = []
+        for chunk, (choosers, at) in zip(self._chunks[segment.name], self._bits[segment.name], strict=True):
+            own = self._exchange.rank in range(choosers.start, choosers.stop)
+            found.append((chunk, self._scores[8 * at.start : 8 * at.start + chunk.width] if own else None))
+        return found
+
+    def _choose(self, step: int) -> Tensor:
+        """This rank's masks for ``step``, where scores are largest (l. 15), in one pass: (m,) bytes."""
+        places, length = self._layout(step)
+        scores, listed = self._scores, self._schedule.listed(step)
+        assert scores is not None
+        if self._message is None or len(self._message) < length:
+            self._message = torch.zeros(length, dtype=torch.uint8, device=scores.device)
+        parts = sorted(
+            sparse.Part(8 * bits.start, chunk.width, self._schedule.k(chunk.span, step), at.start // 4)
+            for name, chunks in self._chunks.items()
+            for chunk, (choosers, bits), (_, at) in zip(chunks, self._bits[name], places[name], strict=True)
+            if self._exchange.rank in range(choosers.start, choosers.stop)
+        )
+        if not parts:
+            return self._message[:length]
+        rows = scores[: parts[-1].start + parts[-1].width].view(1, -1)
+        if not listed:
+            sparse.marked(rows, tuple(parts), self._message[: rows.shape[1] // 8].view(torch.int64).view(1, -1))
+            return self._message[:length]
+        ends = [*(part.place for part in parts[1:]), parts[-1].place + padded(parts[-1].k, 2)]
+        found = self._message[: 4 * ends[-1]].view(torch.int32).view(1, -1)
+        sparse.largest(rows, None, tuple(parts), None, found, torch.empty_like(found, dtype=torch.float32))
+        # Positions travel as those of their own chunk; the padding, which travels and is saved, is 0.
+        found.sub_(self._starts(tuple(parts), tuple(ends))).clamp_(min=0)
+        return self._message[:length]
+
+    def gather(self, names: Collection[str], step: int) -> None:
+        """Start to gather the masks chosen for ``step``, if it has new ones; those of ``names`` come into use."""
+        if not names or not self._schedule.refreshes(step):
+            return
+        self.finish()
+        message = self._choose(step)
+        state, (places, length) = self._method.state, self._layout(step)
+        everybody = message.new_empty((self._exchange.rows, length))
+        self._work = self._exchange.gather(everybody, message, async_op=True)
+        joined = self._joined(everybody, places)
+        for name, parts in places.items():
+            if name in names:
+                (choosers, at), mask = parts[0], joined.get(name)
+                state.put("mask", name, everybody[choosers, at] if mask is None else mask)
+                state.put("chosen", name, torch.tensor(step))
+                self._chosen[name] = step
+            elif (kept := state.get("mask", name)) is not None and _is_part(kept):
+                state.put("mask", name, kept.clone())  # the gathered masks of that step can then be freed
+
+    def finish(self) -> None:
+        """Wait for the masks that are under way."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def state_changed(self) -> None:
+        """Another state was loaded."""
+        self._chosen.clear()
+
+    def fault_of(self, saved: Mapping[str, Tensor]) -> str:
+        """See ``Method.fault_of``: masks that do not have their bits, or have one beyond their columns."""
+        for name, chunks in self._chunks.items():
+            key, chosen = f"{LOOSE}mask/{name}", saved.get(f"{LOOSE}chosen/{name}")
+            if (mask := saved.get(key)) is None:
+                continue
+            if chosen is None or not 0 <= int(chosen) < 2**31:
+                return f"{key} is there, and when it was chosen is not"
+            step, end = int(chosen), 0
+            for chunk in chunks:
+                begin, end = end, end + self._schedule.mask_bytes(chunk.span, step)
+                part, k = mask[:, begin:end].cpu().contiguous(), self._schedule.k(chunk.span, step)
+                if part.shape[1] != end - begin:
+                    return f"{key} has {mask.shape[1]} bytes in a row, and its masks more"
+                words = torch.zeros((len(part), (chunk.groups.stop - chunk.groups.start)), dtype=torch.int64)
+                try:
+                    if self._schedule.listed(step):
+                        positions = part.view(torch.int32)[:, :k].contiguous()
+                        masks.from_lists([(positions, slice(0, words.shape[1]))], words)
+                    else:
+                        words.copy_(part.view(torch.int64))
+                except ThinwireError as error:
+                    return f"{key}: {error}"
+                if bool((masks.popcount(words) != k).any()):
+                    return f"{key} has not {k} bits in each row"
+                if chunk.span < chunk.width and bool((words[:, -1] >> chunk.span % WORD).any()):
+                    return f"{key} has a bit beyond its {chunk.span} columns"
+        return ""
+
+    def _joined(self, everybody: Tensor, places: Places) -> dict[str, Tensor]:
+        """Of parameters with several choosers their masks (1, bytes), from all messages ``everybody`` (N, m) at once.
+        """
+        several = {name: parts for name, parts in places.items() if len(parts) > 1}
+        if not several:
+            return {}
+        length = everybody.shape[1]
+        runs = [
+            ((choosers.start * length + at.start) // 8, (at.stop - at.start) // 8)  # of words
+            for parts in several.values()
+            for choosers, at in parts
+        ]
+        if self._index is None or self._index[0] != runs:
+            index = torch.cat([torch.arange(first, first + count) for first, count in runs])
+            self._index = runs, index.to(everybody.device)
+        found = everybody.view(-1).view(torch.int64).index_select(0, self._index[1]).view(torch.uint8)
+        sizes = [sum(at.stop - at.start for _, at in parts) for parts in several.values()]
+        return {name: mask.view(1, -1) for name, mask in zip(several, found.split(sizes), strict=True)}
+
+    def _layout(self, step: int) -> tuple[Places, int]:
+        """``_place`` of ``step``, kept while masks have that density."""
+        density = self._schedule.density_at(step)
+        if self._places is None or self._places[0] != density:
+            self._places = density, *self._place(step)
+        return self._places[1:]
+
+    def _place(self, step: int) -> tuple[Places, int]:
+        """Where the masks of ``step`` are, and the length of a message.
+
+        The same on all ranks: the largest first, each to the ranks with the least so far. R = N: all choose their row.
+        """
+        rows = self._exchange.bucket_rows(True)
+        load = [(0, rank) for rank in range(self._exchange.rows // rows)]  # a heap: values, and whose
+        ends = [0] * len(load)
+        places: Places = {name: [] for name in self._sizes}
+        pairs = [(name, chunk) for name, chunks in self._chunks.items() for chunk in chunks]
+        for name, chunk in sorted(pairs, key=lambda pair: (-pair[1].span, pair[0], pair[1].start)):
+            values, least = load[0]
+            first, ends[least] = ends[least], ends[least] + self._schedule.mask_bytes(chunk.span, step)
+            heapq.heapreplace(load, (values + chunk.span, least))
+            places[name].append((slice(least * rows, (least + 1) * rows), slice(first, ends[least])))
+        return places, max(ends)
+
+    def _starts(self, parts: tuple[sparse.Part, ...], ends: tuple[int, ...]) -> Tensor:
+        """(m,) int32: of each position in a list of all ``parts`` the first column of its own."""
+        if self._first is None or self._first[0] != parts:
+            assert self._scores is not None
+            widths = torch.tensor([end - part.place for part, end in zip(parts, ends, strict=True)])
+            starts = torch.tensor([part.start for part in parts], dtype=torch.int32)
+            self._first = parts, starts.repeat_interleave(widths).to(self._scores.device)
+        return self._first[1]
+
+    def _chosen_for(self, name: str) -> int:
+        """The step for whose density the mask of ``name`` was chosen."""
+        if name not in self._chosen:
+            saved = self._method.state.get("chosen", name)
+            if saved is None:
+                raise ThinwireError(
+                    f"{self._method.name}: the saved state has a mask of {name}, but not when it was chosen"
+                )
+            self._chosen[name] = int(saved)
+        return self._chosen[name]
+
+    def _unfold(self, bucket: Bucket, found: Sequence[Tensor | None], counts: tuple[int, ...]) -> Unfolded:
+        """The bits of ``found``, each as it was gathered; None: all of the parameter's values."""
+        words = bucket.buffer("mask", (bucket.shape[0], bucket.shape[1] // WORD), torch.int64)
+        lists = []
+        for segment, mask in zip(bucket.segments, found, strict=True):
+            first = segment.start // WORD
+            if mask is None:
+                flags = torch.zeros((len(words), segment.width), dtype=torch.bool, device=words.device)
+                flags[:, : segment.span] = True
+                masks.pack(flags, words[:, segment.groups(WORD)])
+                continue
+            step, end = self._chosen_for(segment.name), 0
+            for chunk in self._chunks[segment.name]:
+                begin, end = end, end + self._schedule.mask_bytes(chunk.span, step)
+                at = slice(first + chunk.groups.start, first + chunk.groups.stop)
+                if self._schedule.listed(step):
+                    positions = mask[:, begin:end].view(torch.int32)
+                    lists.append((positions[:, : self._schedule.k(chunk.span, step)], at))
+                else:
+                    words[:, at].copy_(mask[:, begin:end].view(torch.int64))
+        before = masks.from_lists(lists, words)
+        names = tuple(segment.name for segment in bucket.segments)
+        return Unfolded(names, counts, words, masks.directory(words) if before is None else before)
+
+
+def all_ones(bucket: Bucket) -> Unfolded:
+    """Masks of all of the bucket's values, and of its padding: what goes out is as long as dense's."""
+    names, counts = zip(*((segment.name, segment.width) for segment in bucket.segments), strict=True)
+    words = torch.full((bucket.shape[0], bucket.shape[1] // WORD), -1, dtype=torch.int64, device=bucket.device)
+    return Unfolded(names, counts, words, masks.directory(words))
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """Does ``tensor`` keep more memory alive than its own?"""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes

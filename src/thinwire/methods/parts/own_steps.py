@@ -1,0 +1,99 @@
+"""Parameters that a method steps itself, in the optimizer's place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from thinwire.base.errors import ThinwireError
+from thinwire.core.run import Held, Run, Step
+
+
+class OwnSteps:
+    """Those whose gradient, as the engine holds it, is something else, which the optimizer must not see.
+
+    The optimizer leaves a parameter without gradient, and its moments and step count, as they are.
+
+    Attributes:
+        names: of the parameters that the method will step this time.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._hidden: dict[str, Tensor] = {}
+
+    def take(self, step: Step, move: Callable[[str, Tensor], None]) -> None:
+        """``move(name, weight)`` for each, whose ``weight.grad`` is then hidden; where there is none, nothing."""
+        for name in sorted(self.names):
+            weight = step.weights[name]
+            if weight.grad is not None:
+                move(name, weight)
+                self._hidden[name], weight.grad = weight.grad, None
+        self.names.clear()
+
+    def show(self, step: Step) -> None:
+        """What the engine holds as the gradient is there again for whoever looks at it."""
+        for name, gradient in self._hidden.items():
+            step.weights[name].grad = gradient
+        self._hidden.clear()
+
+    def forget(self) -> None:
+        """The step under way does not count."""
+        self.names.clear()
+
+
+REFUSED = ("amsgrad", "maximize", "differentiable")
+"""Settings of Adam that no method's own steps know."""
+
+
+def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Held]:
+    """The optimizer of each parameter of ``names``, whose steps the method takes, and its group there.
+
+    Raises:
+        ThinwireError: it is no Adam with decoupled weight decay, or has one of the settings ``REFUSED``; a GradScaler
+            would unscale the gradients of several optimizers.
+    """
+    refuse_scaled_apart(method, run)
+    found = {name: run.held[name] for name in names if name in run.held}
+    for name, (optimizer, group) in found.items():
+        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            raise ThinwireError(
+                f"{method} is built on Adam: pass torch.optim.AdamW or Adam as the optimizer of {name}, got "
+                f"{type(optimizer).__name__}, or name it in dense="
+            )
+        if not has_step_of_torch(optimizer):
+            raise ThinwireError(
+                f"{method} takes the steps of {name} by Adam's rule, and {type(optimizer).__name__} has a step of its "
+                "own: pass torch.optim.AdamW, or name the parameter in dense="
+            )
+        for knob in REFUSED:
+            if group.get(knob):
+                raise ThinwireError(f"{method} takes Adam's steps itself, and knows no {knob}=True: leave it out")
+        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+        if group["weight_decay"] and not decoupled:
+            raise ThinwireError(f"{method} needs decoupled weight decay: pass torch.optim.AdamW instead of Adam")
+        if run.scaled and group.get("fused"):
+            raise ThinwireError(
+                f"{method} under a GradScaler takes gradients unscaled before the step: leave fused=True out"
+            )
+    return found
+
+
+def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Is ``optimizer.step`` torch's own Adam's, and not a subclass's (cautious, schedule-free, a decay of its own)?
+
+    torch wraps the ``step`` of every class that is used as an optimizer.
+    """
+    step = inspect.unwrap(type(optimizer).step)
+    return step in (inspect.unwrap(torch.optim.Adam.step), inspect.unwrap(torch.optim.AdamW.step))
+
+
+def refuse_scaled_apart(method: str, run: Run) -> None:
+    """For a ``method`` that reads gradients before the first optimizer steps: a GradScaler unscales one by one."""
+    if run.scaled and len(run.optimizers) > 1:
+        raise ThinwireError(
+            f"{method} under a GradScaler takes one optimizer: the scaler unscales the gradients of several one by one"
+        )

@@ -1,0 +1,110 @@
+"""The mean by servers, encoded both ways, with an error kept at either end.
+
+Rank j is server j: of row j of the bucket. With C the codec, x_n the rows of worker n, and e_n and s what waits:
+
+    send C[x_n + e_n], row j to server j;  e_n = x_n + e_n - C[x_n + e_n]
+    y = mean_n C[x_n + e_n] + s, on each server;  s = y - C[y]
+    everybody gets C[y] from all servers
+
+(DoubleSqueeze, Tang et al., ICML 2019, arXiv 1905.05957; dist-EF-SGD, Zheng et al., NeurIPS 2019, arXiv 1905.10936;
+1-bit Adam.) Nothing is lost: mean x_n + mean e_n + s = C[y] + mean e_n' + s'.
+
+The two errors are kept apart, s with the server, and not in the exchange's ``residual``, which gives N s back to the
+server's own e: the same sum, but as part of one worker's message, N times as large as the rest, it would have to pass
+through C once more, and set the scale of its group there. For a codec whose error is small the two forms agree to
+first order; for these, whose error is as large as the value, they do not.
+
+The way back may have a codec C' of its own: of many workers' few largest values there are more in the mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec, Residual
+from thinwire.codecs.sign import Sign
+from thinwire.core.bucket import Bucket, Segment
+from thinwire.core.exchange import Exchange, scratch
+from thinwire.core.state import State
+
+
+def mean_both_ways(
+    bucket: Bucket, exchange: Exchange, codec: Codec, state: State, *, answer: Codec | None = None, back: bool = True
+) -> Tensor | None:
+    """``bucket.mean`` = C'[mean_n C[``bucket.rows`` + e_n] + s]; ``bucket.rows`` (N, n) are overwritten.
+
+    Args:
+        codec: C, not linear.
+        state: where e_n, "residual" (N, n), and s, "server" (1, n), wait.
+        answer: C'; C where it is left out.
+        back: False: servers keep the mean of what arrived as it is, without s; only where each rank owns its row.
+
+    Returns:
+        the wires (N, m) of all servers, the same bytes on every rank, in a buffer of the bucket's; None without a way
+        back.
+    """
+    served = serve(bucket, exchange, codec, state)
+    rank, n = exchange.rank, bucket.shape[1]
+    if not back:
+        _clear(bucket, served, rank)
+        return None
+    served.add_(state.read("server", bucket, rows=1))
+    _clear(bucket, served, rank)
+    answer = codec if answer is None else answer
+    wires = bucket.scratch("served wires", (exchange.rows, answer.wire_numel(n)), answer.wire_dtype)
+    mine = wires[rank : rank + 1]
+    error = Residual(None, state.write("server", bucket, rows=1))
+    with exchange.span("encode", served):
+        _on(answer, bucket, slice(rank, rank + 1)).encode(served, mine, residual=error, space=scratch(bucket))
+    exchange.gather(wires, mine[0].clone())
+    with exchange.span("decode", bucket.mean):
+        answer.decode(exchange.kept(wires), bucket.mean, space=scratch(bucket))
+    return wires
+
+
+def serve(bucket: Bucket, exchange: Exchange, codec: Codec, state: State) -> Tensor:
+    """(1, n) of this rank's row: mean_n C[``bucket.rows`` + e_n], and e_n is what that leaves out."""
+    bucket.rows.add_(state.read("residual", bucket))
+    _clear(bucket, bucket.rows)
+    error = Residual(None, state.write("residual", bucket))
+    return exchange.serve(bucket, _on(codec, bucket), residual=error)
+
+
+def _on(codec: Codec, bucket: Bucket, rows: slice = slice(None)) -> Codec:
+    """``codec`` for those ``rows``: a scale of signs is the mean of the values, and padding is none."""
+    if not isinstance(codec, Sign):
+        return codec
+    shares = bucket.once("shares", lambda: _shares(bucket, codec.group), codec.group)
+    return replace(codec, shares=shares[rows])
+
+
+def _clear(bucket: Bucket, values: Tensor, first: int = 0) -> None:
+    """Zeros in ``values``, the bucket's rows from ``first`` on, where no parameter is: a sign has no zero."""
+    bucket.clear_padding(values)
+    for segment in bucket.segments:
+        if segment.piece.stride:
+            continue
+        columns = bucket.columns(values, segment)[:, : segment.span]
+        whole, rest = divmod(segment.piece.numel, segment.span)
+        if first <= whole < first + len(values):
+            columns[whole - first, rest:].zero_()
+        columns[max(whole + 1 - first, 0) :].zero_()
+
+
+def _shares(bucket: Bucket, group: int) -> Tensor:
+    """(R, n / group): one over the number of values in each group that are not padding, which sets no scale."""
+    rows, n = bucket.shape
+    counts = torch.zeros(rows, n // group, dtype=torch.float32)
+    for segment in bucket.segments:
+        places = torch.arange(0, segment.width, group)
+        values = torch.tensor([_count(segment, row) for row in range(rows)])
+        counts[:, segment.groups(group)] = (values.unsqueeze(1) - places).clamp(1, group).float()
+    return (1 / counts).to(bucket.device)
+
+
+def _count(segment: Segment, row: int) -> int:
+    """How many of ``segment``'s columns in ``row`` hold values. Rows that the engine has padded are full to us."""
+    return segment.span if segment.piece.stride else min(max(segment.piece.numel - row * segment.span, 0), segment.span)

@@ -1,0 +1,370 @@
+"""Error feedback behind the preconditioner: what waits is a step of the weights, not a gradient.
+
+On rank n (on two levels: node n), for each compressed tensor, at step t:
+
+    v_n = b2 v_n + (1-b2) g_n^2                                         this rank's own, nothing is sent
+    r   = .9 r + .1 sum_S (mean_n g_n)^2 / sum_S mean_n g_n^2           S: a few coordinates, the same on all ranks
+    u_n = lr g_n / (sqrt(r v_n / (1 - b2^t)) + eps)
+    the method exchanges u_n, with its own error feedback:  c = what it makes of mean_n u_n
+    w   = (1 - lr decay) w - c                                          at lr = 0: w = w, and c goes on waiting
+
+r is the average up to the step before; in the very first step each bucket has an r of its own, and on HSDP each shard.
+
+Why. With the residual in front of Adam, a value that has waited k steps arrives as k gradients at once, and is divided
+by a sqrt(v) that has meanwhile been measured from such sums: its scale is stale. And Adam's momentum delays by nine
+more steps what the residual has delayed already. Here lr / sqrt(v) is fixed when the gradient is taken, and there is no
+momentum (docs/methods.md has the figures). r makes the variance of one rank's gradient that of the mean's: it is 1
+where all ranks have the same gradient, and 1/N where they have nothing but noise.
+
+``portion``: of what the method makes of mean_n u_n a share p is taken, and the rest goes on waiting:
+
+    w = (1 - lr decay) w - p c;  e_n = h_n - p c_n              h_n = u_n + e_n, of which c_n is sent
+
+There is no momentum here, so it is the wait that averages. At a density of 0.01 values wait long. Of many values those
+sent are mostly the last step's noise: delivered whole, they are RMSProp at Adam's rate, from which a run does not
+recover. Where all is sent, a portion is a momentum of 1 - p. (``beta1`` is not that: it makes the sums larger that are
+delivered at once.)
+
+``beta1``: an average of this rank's g_n, of that decay, takes the place of g_n above v_n.
+
+``direction="muon"``: of matrices that are no embedding and no head, u_n is Muon's step along this rank's own momentum
+(``methods/muon.py``), which takes the place of v_n.
+
+lr, b2, eps and the decay are those of the user's ``torch.optim.AdamW``, of the parameter's group, lr as it stands in
+the backward pass. Its moments are never made for these parameters: v_n and what waits take their place.
+
+Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.19870), DGC (arXiv 1712.01887).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.base import device as devices
+from thinwire.base.device import upload
+from thinwire.base.errors import ThinwireError
+from thinwire.base.random import seed_of
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.run import Parameter, Run, Step
+from thinwire.core.state import State
+from thinwire.methods.parts.muon import muon
+from thinwire.methods.parts.own_steps import OwnSteps, adam_of
+from thinwire.network.comm import local
+from thinwire.ops.direction import Part, direction
+
+SAMPLE = 64
+"""Values of a tensor that tell how much alike the ranks' gradients are: together with those of other tensors, and
+averaged over ten steps."""
+PROBE = 4096
+"""Values of a step by whose length it is noticed that it was scaled."""
+KEPT = 0.9
+"""Weight of the old r in the new one."""
+
+
+class Preconditioned(Protocol):
+    """The method whose gradients become steps: its knobs, its state, and what it keeps dense."""
+
+    name: ClassVar[str]
+    beta1: float
+    direction: Literal["adam", "muon"]
+    state: State
+
+    @property
+    def of_gradients(self) -> str:
+        """What to write where this method is to send gradients."""
+
+    def keep_dense(self, parameter: Parameter) -> str | None:
+        """Why ``parameter`` is not compressed, or None."""
+
+
+class UpdateSpace:
+    """Turns gradients into steps before an exchange, and takes the steps that come back.
+
+    Attributes:
+        steps: the parameters whose gradient, as the engine holds it, is a step now.
+    """
+
+    def __init__(self, method: Preconditioned, run: Run) -> None:
+        """``method``: its knobs say how a gradient becomes a step.
+
+        Raises:
+            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay. Muon:
+                a matrix of which this rank holds a part.
+        """
+        self._method, self._run, self._momentum = method, run, method.beta1
+        sent = [name for name, of in run.parameters.items() if method.keep_dense(of) is None]
+        self._name = f"{method.name} with feedback='update'"
+        try:
+            adam_of(self._name, run, sent)
+        except ThinwireError as refused:
+            raise ThinwireError(f"{refused}; with gradients in place of steps, any optimizer will do: write "
+                                f"{method.of_gradients}") from None
+        known = [run.parameters[name] for name in sent] if method.direction == "muon" else []
+        self._matrices = frozenset(of.name for of in known if of.role == "matrix" and len(of.shape) == 2)
+        for name, of in run.parameters.items():
+            if name not in self._matrices:
+                continue
+            if run.exchange.owner or of.part != of.shape or of.local != of.numel:
+                raise ThinwireError(
+                    f"{self._name}: direction='muon' takes whole matrices, and this rank holds a part of {name}: take "
+                    "direction='adam', or train it where weights are not sharded (DDP)"
+                )
+        self.steps = OwnSteps()
+        self._alike: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
+        self._powers: dict[str, Tensor] = {}  # of each tensor in this step: mean_n |g_n|^2
+        self._lengths: dict[str, tuple[Tensor, int]] = {}  # of the first values of each c: to notice who scales it
+        self._scaled: Tensor | None = None
+
+    @property
+    def _state(self) -> State:
+        return self._method.state
+
+    def watch(self, bucket: Bucket) -> None:
+        """Learn v_n from gradients that are sent as they are."""
+        values = bucket.scratch("watched", bucket.shape, torch.float32).copy_(bucket.rows)
+        self._precondition(bucket, values, torch.ones((), device=bucket.device))
+
+    def enter(self, bucket: Bucket, exchange: Exchange) -> None:
+        """``bucket.rows``: gradients become steps, g_n -> u_n."""
+        alike = self._measure(bucket, exchange)
+        r = self._state.get("alike", "")
+        if r is None:  # the first of all: what this bucket shows by itself
+            r = _ratio(alike.sum(0), exchange.rows)
+        with exchange.span("encode", bucket.rows):
+            self._precondition(bucket, bucket.rows, r)
+
+    def leave(self, bucket: Bucket) -> None:
+        """``bucket.mean`` holds steps that will be taken."""
+        first: list[Tensor] = []
+        for segment in bucket.segments:
+            self.steps.names.add(segment.name)
+            mine = self._run.travels(segment.name, local(self._run.weights[segment.name]).reshape(-1))
+            count = min(mine.numel(), segment.span, PROBE)  # behind them there may be padding, which a sign fills
+            first.append(bucket.mean[0, segment.start : segment.start + count])
+        for segment, length, values in zip(bucket.segments, _lengths(first), first, strict=True):
+            self._lengths[segment.name] = length, len(values)
+
+    def take(self, step: Step) -> None:
+        """w = (1 - lr decay) w - c, of all parameters whose c has come.
+
+        Raises:
+            ThinwireError: the steps of the time before were scaled between the backward pass and the optimizer's step,
+                as ``torch.nn.utils.clip_grad_norm_`` does to gradients. (It is told one step late, so that the host
+                does not wait for a device.)
+        """
+        self.refuse_scaled()
+        values: list[Tensor] = []
+        changes: list[Tensor] = []
+        keep: list[float] = []
+        first: list[Tensor] = []
+        lengths: list[Tensor] = []
+
+        def move(name: str, weight: Tensor) -> None:
+            (optimizer, group), change = step.held[name], local(weight.grad)  # type: ignore[arg-type]
+            optimizer.state.pop(weight, None)  # of a dense start, or handed over: it is of no use here
+            if rests(group):
+                return
+            values.append(local(weight.detach()))
+            changes.append(change)
+            keep.append(1 - float(group["lr"]) * group["weight_decay"])
+            if name in self._lengths:
+                length, columns = self._lengths[name]
+                first.append(self._run.travels(name, change.reshape(-1))[:columns])
+                lengths.append(length)
+
+        self.steps.take(step, move)
+        if values and set(keep) != {1.0}:
+            torch._foreach_mul_(values, keep)
+        if values:
+            torch._foreach_sub_(values, changes)
+        self._scaled = None
+        if first:
+            now, then = torch.stack(_lengths(first)), torch.stack(lengths)
+            self._scaled = ((now - then).abs() > 0.01 * then).any()
+        self._lengths.clear()
+
+    def refuse_scaled(self) -> None:
+        """Raise ThinwireError if the steps of the time before were scaled, as ``take`` says."""
+        if self._scaled is not None and not self._scaled.is_meta and bool(self._scaled):
+            self._scaled = None
+            raise ThinwireError(
+                f"{self._name}: a gradient is a step of the weights when backward() is over, and something has scaled "
+                "it: clip with wire.clip_grad_norm_, which leaves steps alone"
+            )
+
+    def done(self, step: Step) -> None:
+        """The step has been taken: r moves on."""
+        self.steps.show(step)
+        if self._alike:
+            new = _ratio(self._all_alike(), self._run.exchange.rows)
+            old = self._state.get("alike", "")
+            self._state.put("alike", "", new if old is None else KEPT * old + (1 - KEPT) * new)
+            self._alike.clear()
+        self._powers.clear()
+
+    def forget(self) -> None:
+        """The step under way does not count."""
+        self.steps.forget()
+        self._alike.clear()
+        self._powers.clear()
+        self._lengths.clear()
+
+    def send_second(self, bucket: Bucket, exchange: Exchange) -> None:
+        """``bucket.mean`` = mean_n v_n: a dense exchange between two steps."""
+        bucket.rows.copy_(self._state.read("second", bucket))
+        exchange.mean(bucket)
+
+    def hand_over(self, name: str, second: Tensor) -> None:
+        """``second`` = mean_n v_n, in the shape of this rank's part of ``name``, becomes the optimizer's."""
+        weight, (optimizer, _) = self._run.weights[name], self._run.held[name]
+        if self._state.get("seen", name) is not None:
+            optimizer.state[weight] = self._moments(name, second if self._knows_second(name) else None)
+
+    def moments_of(self, name: str) -> dict[str, Tensor] | None:
+        """What torch's Adam would keep of ``name``, by this rank's own v_n; None: it keeps its own, as it always does.
+
+        Where this rank has not all of v_n of its part, it is as if there had been no step yet.
+        """
+        if self._state.get("seen", name) is None:
+            return None
+        second = None
+        if self._knows_second(name) and self._run.chunk is None:
+            second = self._state.values("second", name)
+        if second is None:
+            return self._moments(name, None)
+        exchange, size = self._run.exchange, local(self._run.weights[name]).numel()
+        rows = second[exchange.rank : exchange.rank + 1] if exchange.owner else second
+        return self._moments(name, rows.reshape(-1)[:size].view(local(self._run.weights[name]).shape))
+
+    def _knows_second(self, name: str) -> bool:
+        """Is there a second moment of each value of ``name``?"""
+        return name not in self._matrices
+
+    def _moments(self, name: str, second: Tensor | None) -> dict[str, Tensor]:
+        """``second``: of all values; None: no step was taken."""
+        weight, group = self._run.weights[name].detach(), self._run.held[name].group
+        seen, r = self._state.get("seen", name), self._state.get("alike", "")
+        count = torch.zeros(()) if second is None or seen is None else seen.float().cpu()
+        on_device = group.get("capturable") or group.get("fused")
+        moments = {
+            "step": count.to(weight.device) if on_device else count.clone(),
+            "exp_avg": torch.zeros_like(weight),
+            "exp_avg_sq": torch.zeros_like(weight),
+        }
+        if second is not None:
+            local(moments["exp_avg_sq"]).copy_(second if r is None else second * r)
+        return moments
+
+    def resting(self) -> list[str]:
+        """The parameters whose steps have come while their lr is 0: they hold still, and what waited still waits."""
+        held = self._run.held
+        return [name for name in self.steps.names if rests(held[name].group)]
+
+    def power(self) -> Tensor | None:
+        """r mean_n |g_n|^2, 0-dim: about the squared norm of the mean gradient of what became steps, on the exchange's
+        ranks; None: nothing has."""
+        if not self._powers:
+            return None
+        r = self._state.get("alike", "")
+        if r is None:
+            r = _ratio(self._all_alike(), self._run.exchange.rows)
+        return r * torch.stack([self._powers[name] for name in sorted(self._powers)]).sum()
+
+    def _all_alike(self) -> Tensor:
+        return torch.stack([self._alike[name] for name in sorted(self._alike)]).sum(0)
+
+    def cancel(self, names: Collection[str]) -> None:
+        """The steps of ``names`` were thrown away."""
+        for name in names:
+            self.steps.names.discard(name)
+            self._alike.pop(name, None)
+            self._powers.pop(name, None)
+            self._lengths.pop(name, None)
+
+    def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
+        """``values`` (R, n): g -> u, and v -> v'."""
+        second, second_out = self._state.read("second", bucket), self._state.write("second", bucket)
+        first = first_out = None
+        if self._momentum:
+            first, first_out = self._state.read("first", bucket), self._state.write("first", bucket)
+        groups = [self._run.held[segment.name].group for segment in bucket.segments]
+        seen = self._seen(bucket)
+        betas = torch.tensor([float(group["betas"][1]) for group in groups], dtype=torch.float64)
+        lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64)
+        numbers = torch.cat([_unbias(betas, seen), (lrs * _unbias(self._momentum, seen)).float()])
+        unbias, lrs = upload(numbers.tolist(), bucket.device, torch.float32).view(2, -1)
+        parts = []
+        for place, (segment, group) in enumerate(zip(bucket.segments, groups, strict=True)):
+            at, beta2 = segment.columns, float(group["betas"][1])
+            if segment.name in self._matrices:
+                shape = self._run.parameters[segment.name].shape
+                muon(values[:, at], second[:, at], second_out[:, at], shape, segment.span, float(group["lr"]))
+                continue
+            parts.append(Part(segment.start, segment.width, place, beta2, float(group["eps"])))
+        direction(values, second, second_out, first, first_out, parts, lr=lrs, scale=r * unbias, beta1=self._momentum)
+
+    def _seen(self, bucket: Bucket) -> Tensor:
+        """(tensors,) on the host: how many gradients each average then holds, this one included."""
+        names, none = [segment.name for segment in bucket.segments], torch.zeros(())
+        known = [self._state.get("seen", name) for name in names]
+        seen = torch.stack([none if of is None else of.cpu() for of in known]) + 1
+        for name, of in zip(names, seen, strict=True):
+            self._state.put("seen", name, of)
+        return seen
+
+    def _measure(self, bucket: Bucket, exchange: Exchange) -> Tensor:
+        """(tensors, 2): sum (mean_n g_n)^2 and sum mean_n g_n^2 over the sample of each tensor, the same on all ranks.
+
+        Sums over ranks: what a rank sends does not grow with their number. mean_n |g_n|^2 of the bucket goes with them.
+        """
+        places = bucket.once("sampled", lambda: self._places(bucket))
+        count, tensors = len(places), len(bucket.segments)
+        # Values and their squares: of each tensor its samples, and behind all of these its |g_n|.
+        sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
+        torch.take(bucket.rows, places, out=sums[0, :count])
+        if len(bucket.rows) == 1 or devices.streams(bucket.device) is None:
+            norms = torch._foreach_norm([bucket.columns(bucket.rows, segment) for segment in bucket.segments])
+            torch.stack(norms, out=sums[0, count:])
+        else:  # a launch for all tensors; its last bits depend on which tensors these are
+            torch.linalg.vector_norm(bucket.rows, out=sums[0, count])
+        torch.square(sums[0], out=sums[1])
+        exchange.all_mean(sums)
+        self._powers.update(zip((segment.name for segment in bucket.segments), sums[1, count:], strict=True))
+        of = sums[:, :count].view(2, -1, SAMPLE)
+        alike = torch.stack([of[0].square().sum(1), of[1].sum(1)], 1)
+        self._alike.update(zip((segment.name for segment in bucket.segments), alike, strict=True))
+        return alike
+
+    def _places(self, bucket: Bucket) -> Tensor:
+        """(tensors * SAMPLE,): where the samples lie in the bucket's flattened rows; of each tensor in one row."""
+        rows, n = bucket.shape
+        found = []
+        for segment in bucket.segments:
+            seed = seed_of(self._run.seed, segment.name)
+            columns = torch.randint(segment.span, (SAMPLE,), generator=torch.Generator().manual_seed(seed))
+            found.append(columns + segment.start + seed % rows * n)
+        return torch.cat(found).to(bucket.device)
+
+
+def rests(group: Mapping[str, Any]) -> bool:
+    """Is the lr of an optimizer's ``group`` 0? By that some freeze weights, and some schedules end."""
+    return float(group["lr"]) == 0
+
+
+def _lengths(values: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm(values, dtype=torch.float32))
+
+
+def _unbias(beta: Tensor | float, steps: Tensor) -> Tensor:
+    """1 / (1 - beta^steps), for averages that have begun with 0."""
+    return (1 / (1 - beta ** steps.double())).float()
+
+
+def _ratio(alike: Tensor, ranks: int) -> Tensor:
+    """r, from sum (mean g)^2 and sum mean g^2: at most 1; no less than a fourth of what nothing but noise has."""
+    return (alike[0] / alike[1]).nan_to_num(1.0, 1.0).clamp_(min=0.25 / ranks)

@@ -1,0 +1,478 @@
+"""The one door to the network: nothing else in Thinwire names a ``torch.distributed`` collective.
+
+A :class:`Comm` is a group of ranks with a handful of verbs. Each verb counts the bytes that this rank hands to the
+network, by link, where they leave. Doubles with the same verbs stand in for the network elsewhere: ranks as threads in
+:mod:`thinwire.proof.ranks`, a counter without data for predictions.
+
+Legend for the whole library: N ranks, L ranks per node, n elements per row, m elements of a row's wire.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from thinwire.base.errors import DamagedMessage, LostRank, ThinwireError
+from thinwire.network.checksum import seal, unseal
+from thinwire.network.ledger import Ledger
+
+Work = dist.Work
+"""A collective under way; ``wait()`` ends it."""
+
+# torch 2.13 renamed the two and warns at the old names; 2.11 and 2.12 know only those.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+
+
+class Comm(ABC):
+    """A group of ranks: ``rank`` of ``size``, ``nodes[r]`` the node that rank r lives on; are they all on ``one_node``?
+
+    All ranks call the same verbs in the same order; the order never depends on data or on the rank.
+    """
+
+    def __init__(self, rank: int, size: int, nodes: Sequence[int], ledger: Ledger) -> None:
+        if len(nodes) != size:
+            raise ThinwireError(f"a group of {size} ranks needs {size} node numbers, got {len(nodes)}")
+        self.rank, self.size, self.nodes, self.ledger = rank, size, tuple(nodes), ledger
+        self.one_node = len(set(nodes)) == 1
+        self._peers = Counter(self.link(peer) for peer in range(size) if peer != rank)
+
+    checksums = False
+    """Is every row that one rank sends another followed by its checksum (:mod:`thinwire.network.checksum`)?"""
+    reduce_scatter_is_all_reduce = False
+    """True where the backend's reduce-scatter moves as many bytes as an all-reduce (gloo's does)."""
+
+    def link(self, peer: int) -> str:
+        """The link from this rank to ``peer``."""
+        return "intra" if self.nodes[peer] == self.nodes[self.rank] else "inter"
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce ``tensor`` over all ranks, in place; ``op`` is "sum", "mean" or "max"."""
+        if self.size > 1:
+            self._count_ring("all_reduce", 2 * (self.size - 1) / self.size * tensor.nbytes)
+            with self.ledger.span("wire", tensor):
+                self._all_reduce(tensor, op)
+        return tensor
+
+    def reduce_scatter(self, out: Tensor, rows: Tensor, op: str = "sum") -> Tensor:
+        """``out`` (n,) = row ``rank`` of the reduction of everybody's ``rows`` (N, n)."""
+        if self.size == 1:
+            return out.copy_(rows.view_as(out))
+        share = 2 if self.reduce_scatter_is_all_reduce else 1
+        self._count_ring("reduce_scatter", share * (self.size - 1) / self.size * rows.nbytes)
+        with self.ledger.span("wire", rows):
+            self._reduce_scatter(out, rows, op)
+        return out
+
+    def all_gather(self, out: Tensor, row: Tensor, *, async_op: bool = False) -> Work | None:
+        """``out`` (N, m) = everybody's ``row`` (m,), in rank order. Returns the work to wait for when ``async_op``."""
+        if self.size == 1:
+            if out.data_ptr() != row.data_ptr():
+                out.copy_(row.view_as(out))
+            return None
+        if self.checksums:
+            return self._gather_sealed(out, row, async_op)
+        self._count_peers("all_gather", row.nbytes)
+        if async_op:
+            return self._all_gather(out, row, async_op=True)
+        with self.ledger.span("wire", row):
+            return self._all_gather(out, row, async_op=False)
+
+    def all_to_all(self, out: Tensor, rows: Tensor) -> Tensor:
+        """``out`` (N, m): row r is what rank r had in row ``rank`` of its ``rows`` (N, m)."""
+        if self.size == 1:
+            return out.copy_(rows)
+        if self.checksums:
+            sealed = seal(rows.reshape(self.size, -1))
+            received = torch.empty_like(sealed)
+            self._count_peers("all_to_all", sealed.nbytes / self.size)
+            with self.ledger.span("wire", rows):
+                self._all_to_all(received, sealed)
+            self._unseal(received, out, "all-to-all")
+            return out
+        self._count_peers("all_to_all", rows.nbytes / self.size)
+        with self.ledger.span("wire", rows):
+            self._all_to_all(out, rows)
+        return out
+
+    def _gather_sealed(self, out: Tensor, row: Tensor, async_op: bool) -> Work | None:
+        sealed = seal(row.reshape(1, -1))[0]
+        received = sealed.new_empty((self.size, len(sealed)))
+        self._count_peers("all_gather", sealed.nbytes)
+        if async_op and (work := self._all_gather(received, sealed, async_op=True)) is not None:
+            return Then(work, lambda: self._unseal(received, out, "all-gather"))
+        if not async_op:
+            with self.ledger.span("wire", row):
+                self._all_gather(received, sealed, async_op=False)
+        self._unseal(received, out, "all-gather")
+        return None
+
+    def _unseal(self, received: Tensor, out: Tensor, verb: str) -> None:
+        """Raise DamagedMessage if a row is not what its sender has sent."""
+        damaged = unseal(received, out.view(self.size, -1))
+        if damaged is not None:
+            raise DamagedMessage(self.number(self.rank), self.number(damaged), verb)
+
+    def number(self, rank: int) -> int:
+        """In the job, of a ``rank`` of this group."""
+        return rank
+
+    def _count_ring(self, kind: str, nbytes: float) -> None:
+        """A ring hands everything to one neighbour."""
+        self.ledger.call(kind)
+        self.ledger.count(self.link((self.rank - 1) % self.size), nbytes)
+
+    def _count_peers(self, kind: str, nbytes: float) -> None:
+        """``nbytes`` to every other rank."""
+        self.ledger.call(kind)
+        for link, peers in self._peers.items():
+            self.ledger.count(link, peers * nbytes)
+
+    @contextmanager
+    def waiting(self, verb: str, peer: int | None = None) -> Iterator[None]:
+        """Inside, this rank waits for the others of the group, or for rank ``peer`` of it, in a ``verb``.
+
+        Raises:
+            LostRank: in the place of what the network raises when they do not come.
+        """
+        yield
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: str) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> Work | None: ...
+
+    @abstractmethod
+    def _all_to_all(self, out: Tensor, rows: Tensor) -> None: ...
+
+
+_IDLE: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[tuple[int, ...], timedelta | None], list[dist.ProcessGroup]]
+] = weakref.WeakKeyDictionary()
+"""Of a group, those made for some of its ranks that nobody uses now."""
+
+
+class CountingComm(Comm):
+    """A group on which everybody says what this rank says: it counts what would be sent, and sends nothing.
+
+    ``size`` is a number here, not processes. On tensors without storage ("meta") nothing is computed either.
+    """
+
+    @classmethod
+    def like(cls, comm: Comm, ledger: Ledger) -> CountingComm:
+        """A double of ``comm`` that writes to ``ledger``."""
+        double = cls(comm.rank, comm.size, comm.nodes, ledger)
+        double.reduce_scatter_is_all_reduce, double.one_node = comm.reduce_scatter_is_all_reduce, comm.one_node
+        return double
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> None: ...
+
+    def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None:
+        self._echo(out, rows.view(self.size, -1)[self.rank])
+
+    def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> None:
+        self._echo(out, row)
+
+    def _all_to_all(self, out: Tensor, rows: Tensor) -> None:
+        self._echo(out, rows[self.rank])
+
+    @staticmethod
+    def _echo(out: Tensor, row: Tensor) -> None:
+        if not out.is_meta:
+            out.view(-1, row.numel()).copy_(row.view(1, -1))
+
+
+class GroupComm(Comm):
+    """The verbs on a ``torch.distributed`` process group (gloo on CPU, NCCL on CUDA).
+
+    gloo's own all-to-all posts each send before the receive, so the word "ready to receive" queues behind the data and
+    the two directions of a link take turns: half of its rate (all-gather: two thirds). On gloo we therefore send point
+    to point, receives first, which fills the link (``benchmarks/gloo.py`` prints both).
+
+    Attributes:
+        ranks: their numbers in the job. timeout: how long one waits for the others; None where torch does not say.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ledger: Ledger,
+        nodes: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """``device``: of the tensors that will travel; a group may have a backend for each."""
+        if nodes is None:  # torch's group, or the user's
+            nodes = node_numbers(group)
+            _inherit_timeout(group)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), nodes, ledger)
+        self.group, self.device = group, torch.device(device)
+        self.reduce_scatter_is_all_reduce = _backend(group, self.device) == "gloo"
+        # gloo moves device memory in its collectives only.
+        self._point_to_point = self.reduce_scatter_is_all_reduce and self.device.type == "cpu"
+        self.timeout = timeout_of(group)
+        self.ranks = dist.get_process_group_ranks(group)
+        self._idle: list[dist.ProcessGroup] | None = None  # where it goes when it is given back
+
+    @classmethod
+    def aside(cls, group: dist.ProcessGroup) -> GroupComm:
+        """For words between the ranks of ``group`` that are no part of the exchange: counted nowhere, and from a device
+        that it can talk from."""
+        kinds = {device.type for device in _devices(group)}
+        return cls(group, Ledger(), device="cpu" if "cpu" in kinds or not kinds else min(kinds))
+
+    def number(self, rank: int) -> int:
+        return self.ranks[rank]
+
+    def twin(self) -> GroupComm:
+        """The same ranks with a process group of their own, so that another thread may use it beside this one."""
+        return self.subset(range(self.size))
+
+    def subset(self, chosen: Sequence[int]) -> GroupComm:
+        """A process group of some of our ranks (this one among them), each with a group of its own in the same call.
+
+        It waits as long as ours. Collective over the chosen ranks only: other ranks of the job need not take part. The
+        group lives until the job's ``destroy_process_group()``: torch names it by its ranks and the number of groups
+        alive, and would meet the keys of a destroyed one in the store, and wait for ever. So one that was given back
+        (``release``) is taken again.
+        """
+        ranks = [self.ranks[rank] for rank in chosen]
+        idle = _IDLE.setdefault(self.group, {}).setdefault((tuple(ranks), self.timeout), [])
+        group = idle.pop() if idle else self._new(ranks, dist.get_backend(self.group), self.timeout)
+        part = GroupComm(group, self.ledger, [self.nodes[rank] for rank in chosen], self.device)
+        part._idle = idle
+        return part
+
+    def release(self) -> None:
+        """Nothing is under way any more in this group, which came from ``subset``: the next one of these ranks is it.
+
+        All of its ranks give it back, or none may ask for one again.
+        """
+        if self._idle is not None:
+            self._idle.append(self.group)
+            self._idle = None
+
+    @staticmethod
+    def idle_groups(group: dist.ProcessGroup) -> int:
+        """How many parts of ``group`` were given back, and wait to be used again: as many on all ranks."""
+        return sum(map(len, _IDLE.get(group, {}).values()))
+
+    def patient(self, seconds: float) -> GroupComm:
+        """The same ranks with a gloo group of their own, for CPU tensors, that waits ``seconds`` for a rank: beside the
+        training, where one of them may be busy with files. Collective."""
+        return GroupComm(self._new(self.ranks, "gloo", timedelta(seconds=seconds)), self.ledger, self.nodes)
+
+    def _new(self, ranks: Sequence[int], backend: str, limit: timedelta | None) -> dist.ProcessGroup:
+        with self.waiting("new group"), _unsplit():
+            return dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+
+    @contextmanager
+    def waiting(self, verb: str, peer: int | None = None) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:  # torch's own DistError is one
+            if not is_of_the_network(error):
+                raise
+            mine = self.ranks[self.rank]
+            lost = self.ranks if peer is None else [self.ranks[peer]]
+            others = [rank for rank in lost if rank != mine]
+            raise LostRank(mine, others, verb, time.monotonic() - began, network_words(error)) from error
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> None:
+        with self.waiting("all-reduce"):
+            dist.all_reduce(tensor, _OPS[op], group=self.group)
+
+    def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None:
+        with self.waiting("reduce-scatter"):
+            _reduce_scatter_single(out, rows.view(-1), _OPS[op], group=self.group)
+
+    def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> Work | None:
+        if not self._point_to_point:
+            with self.waiting("all-gather"):
+                return _all_gather_single(out.view(-1), row, group=self.group, async_op=async_op)
+        out = out.view(self.size, -1)
+        work = self._to_and_from_peers("all-gather", [row] * self.size, out, tag=1)
+        if out[self.rank].data_ptr() != row.data_ptr():
+            out[self.rank].copy_(row.view(-1))
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _all_to_all(self, out: Tensor, rows: Tensor) -> None:
+        if not self._point_to_point:
+            with self.waiting("all-to-all"):
+                dist.all_to_all_single(out, rows, group=self.group)
+            return
+        work = self._to_and_from_peers("all-to-all", rows, out, tag=2)
+        out[self.rank].copy_(rows[self.rank])
+        work.wait()
+
+    def _to_and_from_peers(self, verb: str, rows: Sequence[Tensor] | Tensor, out: Tensor, tag: int) -> _FromPeers:
+        """Send ``rows[peer]`` to, and receive ``out[peer]`` from, every peer; each rank starts with its next neighbour.
+
+        Messages between two ranks with one tag arrive in the order in which both post them.
+        """
+        turns = range(1, self.size)
+        sources = [(self.rank - turn) % self.size for turn in turns]
+        targets = [(self.rank + turn) % self.size for turn in turns]
+        ranks, group = self.ranks, self.group
+        if dropped := _DROPPED.pop(group, None):  # they come before ours, on all ranks
+            _FromPeers(self, verb, dropped).wait()
+        works: list[tuple[int, Work | None]] = []
+        for peer in sources:
+            with self.waiting(verb, peer):
+                works.append((peer, dist.irecv(out[peer], ranks[peer], group=group, tag=tag)))
+        for peer in targets:
+            with self.waiting(verb, peer):
+                works.append((peer, dist.isend(rows[peer], ranks[peer], group=group, tag=tag)))
+        return _FromPeers(self, verb, works)
+
+
+class _FromPeers(Work):
+    """The messages from and to all peers, as one work. Each is waited for as long as the group's timeout says.
+
+    (gloo's own limit for a message is that of the group's birth, whatever its timeout was set to later.)
+
+    Nobody may ever wait for it: a backward pass that raises leaves the gather of weights for its next layer behind. But
+    gloo forgets a message whose buffer is gone, and has told the peer already that it may come: the next message would
+    be sent in its place, and the one after that waited for by both for ever. So what is dropped is kept for the group's
+    next exchange, which waits for it first.
+    """
+
+    def __init__(self, comm: GroupComm, verb: str, works: Sequence[tuple[int, Work | None]]) -> None:
+        super().__init__()
+        self._comm, self._verb, self._works = comm, verb, works
+
+    def wait(self, *timeout) -> bool:
+        limit = timeout or (() if self._comm.timeout is None else (self._comm.timeout,))
+        works, self._works = self._works, ()
+        for peer, work in works:
+            if work is not None:
+                with self._comm.waiting(self._verb, peer):
+                    work.wait(*limit)
+        return True
+
+    def __del__(self) -> None:
+        if self._works:
+            _DROPPED.setdefault(self._comm.group, []).extend(self._works)
+
+
+_DROPPED: WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, Work | None]]] = WeakKeyDictionary()
+"""Of each group, what was posted and never waited for."""
+
+
+class Then(Work):
+    """A work, and what has to be done when it is over, by whoever waits for it."""
+
+    def __init__(self, work: Work, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._then = work, then
+
+    def wait(self, *timeout) -> bool:
+        self._work.wait(*timeout)
+        self._then()
+        return True
+
+
+@contextmanager
+def _unsplit() -> Iterator[None]:
+    """Groups made here get a communicator of their own.
+
+    After ``init_process_group(device_id=...)`` torch would split it off the job's, in which every rank of the job has
+    to take part.
+    """
+    whole = dist.group.WORLD
+    assert whole is not None
+    bound, whole.bound_device_id = whole.bound_device_id, None
+    try:
+        yield
+    finally:
+        whole.bound_device_id = bound
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that carries ``group``'s tensors of ``device``: "gloo", "nccl", ..."""
+    pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
+    return dict(pairs).get(device.type, pairs[-1][-1])
+
+
+def local(weight: Tensor) -> Tensor:
+    """This rank's part of a parameter or of its moments: itself, or a DTensor's shard."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def node_numbers(group: dist.ProcessGroup) -> list[int]:
+    """The node of each rank of ``group``, from torchrun's environment (LOCAL_WORLD_SIZE ranks per node, in order).
+
+    Without that variable every rank counts as a node of its own: all links are ``inter``.
+    """
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return [rank // per_node for rank in dist.get_process_group_ranks(group)]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a rank waits for the others of ``group``, which torch shows nowhere but in the backend's options.
+
+    The shortest of its backends'; None where none of them says.
+    """
+    found = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group)]
+    return min((limit for limit in found if limit is not None), default=None)
+
+
+def _inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Let ``group`` wait as long as the job's own group, if torch made it and left it at its default.
+
+    ``init_device_mesh`` does not hand on what ``init_process_group(timeout=...)`` was told.
+    """
+    whole, limit = timeout_of(dist.group.WORLD), timeout_of(group)  # type: ignore[arg-type]
+    if whole is None or limit is None or limit not in _DEFAULTS:
+        return
+    for backend in _backends(group):
+        if hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(whole)
+
+
+_DEFAULTS = [
+    getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout")
+]
+
+
+def _devices(group: dist.ProcessGroup) -> Sequence[torch.device]:
+    return getattr(group, "_device_types", ())
+
+
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    return [group._get_backend(device) for device in _devices(group)]
+
+
+def is_of_the_network(error: BaseException) -> bool:
+    """Does ``error``, torch's own, say that other ranks cannot be reached?"""
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "nccl", "connection", "timed out", "timeout", "socket"))
+
+
+def network_words(error: BaseException) -> str:
+    """The network's own words, without the place in its source and without its advice."""
+    words = str(error).strip().splitlines()[0].split("This is typically caused")[0]
+    return re.sub(r"^\[[^]]*\] *", "", words).strip().rstrip(".")[:200]

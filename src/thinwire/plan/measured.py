@@ -1,0 +1,102 @@
+"""The measured loss of a method: which runs are nearest to a plan's method, and how far they ended from dense.
+
+``measured.csv`` is made of docs/data/regimes.jsonl by ``benchmarks/regime_tables.py``. Nothing is predicted: where no
+run has the method, the plan says so.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from thinwire.base.errors import ThinwireError
+from thinwire.core.method import Method
+from thinwire.methods import resolve
+
+CHOOSE = ("dense", "send", "smallest")
+"""Knobs that choose parameters, and are those of the model that was measured."""
+REGIMES = {"scratch": "from scratch", "long": "from scratch", "going-on": "going on", "finetune": "fine-tuning"}
+
+
+@dataclass(frozen=True)
+class MeasuredLoss:
+    """One method's loss in one setting, each side at its best learning rate.
+
+    Attributes:
+        method: as it was run. regime: "scratch", "long", "going-on" or "finetune". ranks: that averaged gradients.
+        parameters: of the model. gap_percent: loss above dense's (negative: below), mean over ``seeds`` runs.
+    """
+
+    method: str
+    regime: str
+    text: str
+    ranks: int
+    parameters: int
+    steps: int
+    seeds: int
+    gap_percent: float
+
+    def __str__(self) -> str:
+        seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
+        return (
+            f"{self.gap_percent:+.1f}% ({self.method}, {self.ranks} ranks, {self.parameters / 1000:.0f}k parameters, "
+            f"{self.text}, {self.steps} steps {REGIMES[self.regime]}, {seeds})"
+        )
+
+
+@functools.cache
+def read_measured() -> tuple[MeasuredLoss, ...]:
+    """All rows of ``measured.csv``."""
+    text = files("thinwire.plan").joinpath("measured.csv").read_text()
+    numbers = {"ranks": int, "parameters": int, "steps": int, "seeds": int, "gap_percent": float}
+    return tuple(
+        MeasuredLoss(**{name: numbers.get(name, str)(value) for name, value in row.items()})  # type: ignore[arg-type]
+        for row in csv.DictReader(text.splitlines())
+    )
+
+
+@functools.cache
+def _knobs_of(spec: str) -> dict[str, Any] | None:
+    """The knobs of a method as it was run; None: this version has not that method, or not that knob."""
+    try:
+        return knobs_of(resolve(spec))
+    except ThinwireError:
+        return None
+
+
+def knobs_of(method: Method) -> dict[str, Any]:
+    """The values of all knobs that say how ``method`` compresses, and its name."""
+    return {"name": method.name} | {
+        knob.name: getattr(method, knob.name) for knob in method.knobs() if knob.name not in CHOOSE
+    }
+
+
+def nearest_measured(method: Method, ranks: int, count: int = 2) -> list[MeasuredLoss]:
+    """Up to ``count`` rows of ``method`` with the fewest other knobs, each of another text; "scratch" first."""
+    mine = knobs_of(method)
+    known = [(row, _knobs_of(row.method)) for row in read_measured()]
+    known = [(row, knobs) for row, knobs in known if knobs is not None and knobs["name"] == method.name]
+    if not known:
+        return []
+    differing = {row: sum((knobs or {})[knob] != value for knob, value in mine.items()) for row, knobs in known}
+
+    def distance(row: MeasuredLoss) -> tuple[int, bool, bool, int, int]:
+        far = max(row.ranks, ranks) // max(min(row.ranks, ranks), 1)
+        return differing[row], row.regime != "scratch", far > 2, -row.parameters, -row.seeds
+
+    nearest: dict[str, MeasuredLoss] = {}
+    for row in sorted(differing, key=distance):
+        if differing[row] == min(differing.values()):
+            nearest.setdefault(row.text, row)
+    return list(nearest.values())[:count]
+
+
+def describe_measured(method: Method, ranks: int) -> str:
+    """One line for a plan: the nearest measured runs, or that there are none."""
+    rows = nearest_measured(method, ranks)
+    if not rows:
+        return f"loss: no run of {method.name} has been compared with dense; compare one of your own"
+    return "loss beside dense's in the nearest measured runs: " + "; ".join(map(str, rows))

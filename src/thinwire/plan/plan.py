@@ -1,0 +1,329 @@
+"""What is sent how: per parameter, decided once, shown to the user, and compared with what really happened."""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from thinwire.base import extras
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Layout
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Fp32, Method, Parameter, Run
+from thinwire.core.road import Road, Stage
+from thinwire.network.comm import Comm, CountingComm
+from thinwire.network.guard import Guard
+from thinwire.network.ledger import Ledger
+from thinwire.plan.measured import describe_measured
+from thinwire.plan.memory import Memory
+from thinwire.plan.rehearsal import Rehearsal, apart, rehearse, stand_in
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter's line in the plan. Bytes are sent per step and rank."""
+
+    parameter: Parameter
+    why_dense: str | None
+    wire_bytes: float
+    dense_bytes: float
+
+
+MB = 2**20
+"""As torch counts a bucket's."""
+BUCKETS = 16
+"""In how many buckets the gradients come, if not in more of the size that torch gives them. The last one's exchange
+begins when the backward pass ends, so what is left then is 1 / BUCKETS of the exchange, or of the backward pass where
+that is the shorter one. Higher => less is left, more and smaller messages."""
+LEAST_SENT = 0.5e6
+"""Bytes that a rank sends of a bucket, at least: 4 ms at 1 Gbit/s, while starting an exchange takes up to one. Lower =>
+smaller buckets of what is compressed most."""
+MOST_MB = 25.0
+"""torch's own bucket: of a large model, larger ones gain nothing."""
+_HELP = {
+    "small": "lower smallest, or name them in send=",
+    "named in dense=": "take them out of dense=",
+    "rank": "lower rank",
+    "not selected": "widen select, or name them in send=",
+    "attention input": "take select='all', or name them in send=",
+}
+"""The knob that helps, by how a reason to stay dense begins. For any other reason it is ``send``."""
+
+
+class Plan:
+    """Every parameter: what is sent, how many bytes, what stays dense and why. ``str(plan)`` is a table.
+
+    Attributes:
+        wire_bytes: sent per step and rank, for gradients and what goes with them. dense_bytes: the same for the
+            engine's own dense exchange.
+        weight_bytes: sent per rank for one gathering of the weights, where the engine shards them.
+        dense_weight_bytes: the same by the engine's own.
+        compressed: share of the trained values that the method compresses, 0 to 1; None where it is not made to
+            (dense, fp32, none). On HSDP with such a method across nodes: what the hop inside compresses.
+        measured: the loss of the nearest measured runs with their settings, or that there are none, in one line; ""
+            where nothing is compressed.
+        note: why so little is compressed and which knob helps, in one line; None if what stays dense is neither half
+            of the values nor half of the bytes, and every pattern of names matches one.
+        lost: what is not returned of the values that are compressed, in one phrase; "" where nothing is lost.
+        bucket_cap_mb: of DistributedDataParallel, which would suit the method: MB of gradients per bucket. None on
+            other engines, where the method is not made to compress, and where ranks step alone.
+        memory, memory_bytes: beyond the stock engine's; None where the engine's layout is not known.
+    """
+
+    def __init__(
+        self,
+        road: Road,
+        run: Run,
+        engine: str = "ddp",
+        wire_dtype: torch.dtype | None = None,
+        *,
+        layout: Callable[[], Layout] | None = None,
+        guards: Sequence[Comm] = (),
+    ) -> None:
+        """What the table says of bytes and memory is rehearsed when it is asked for.
+
+        Args:
+            run: what the method was told. wire_dtype: of the engine's buffers; None: as the parameters.
+            layout: of the engine; None: not known, and with it neither memory nor what the weights cost.
+            guards: the groups on which ranks agree whether a step counts.
+        """
+        method = road.last.method
+        self.method, self.engine = str(method), engine
+        self._road, self._run, self._wire_dtype, self._layout, self._guards = road, run, wire_dtype, layout, guards
+        self.ranks = math.prod(stage.exchange.rows for stage in road.stages)
+        self._parameters = list(run.parameters.values())
+        self._why = {parameter.name: method.keep_dense(parameter) for parameter in self._parameters}
+        stages = list(reversed(road.stages))
+        self._unmatched = next(filter(None, (stage.method.unmatched(self._why) for stage in stages)), None)
+        self._speaks = next((stage for stage in stages if self._share(stage) is not None), road.last)
+        self.compressed = self._share(self._speaks)
+        losses = [stage.method.promise.lost for stage in stages if self._sent(stage)]
+        self.lost = "; ".join(filter(None, dict.fromkeys(losses)))
+
+    @functools.cached_property
+    def rows(self) -> list[Row]:
+        """One for each trainable parameter."""
+        sent = self._apart.parameters
+        return [
+            Row(p, self._why[p.name], sent[p.name], self._road.dense_bytes(p, self._wire_dtype or p.dtype))
+            for p in self._parameters
+        ]
+
+    @functools.cached_property
+    def wire_bytes(self) -> float:
+        return sum(self._apart.sent.values())
+
+    @functools.cached_property
+    def dense_bytes(self) -> float:
+        return sum(row.dense_bytes for row in self.rows)
+
+    @functools.cached_property
+    def measured(self) -> str:
+        method = self._road.last.method
+        return describe_measured(method, self.ranks) if self.compressed and not method.native else ""
+
+    @functools.cached_property
+    def bucket_cap_mb(self) -> float | None:
+        if self.engine != "ddp" or self.compressed is None or not self._road.last.method.rank_equal:
+            return None
+        gradients = sum(p.numel * (self._wire_dtype or p.dtype).itemsize for p in self._parameters)
+        least = LEAST_SENT * gradients / self.wire_bytes if self.wire_bytes else math.inf
+        return max(round(min(max(gradients / BUCKETS, least) / MB, MOST_MB), 1), 0.1)
+
+    @functools.cached_property
+    def weight_bytes(self) -> float:
+        if self._layout is None:
+            return 0.0
+        return self.rehearsal.weights if self._road.last.method.encodes_weights else self.dense_weight_bytes
+
+    @functools.cached_property
+    def dense_weight_bytes(self) -> float:
+        layout = None if self._layout is None else self._layout()
+        if layout is None or layout.comm is None:
+            return 0.0
+        return sum((layout.comm.size - 1) * numel * dtype.itemsize for _, _, numel, dtype in layout.shards)
+
+    @functools.cached_property
+    def rehearsal(self) -> Rehearsal:
+        """With the buffers that the engine will hand out: memory, collectives, kernels.
+
+        Raises:
+            ThinwireError: the engine's layout is not known.
+        """
+        if self._layout is None:
+            raise ThinwireError("a plan without an engine's layout has no rehearsal of its buffers")
+        return rehearse(self._layout(), self._road, self._run, self._guards)
+
+    @functools.cached_property
+    def _apart(self) -> Rehearsal:
+        """With a buffer for each parameter."""
+        layout = apart(self._parameters, self._road, self._wire_dtype)
+        return rehearse(layout, self._road, self._run, self._guards, watched=False)
+
+    @functools.cached_property
+    def dense_from(self) -> int | None:
+        """From so many ranks on the engine's dense exchange sends less, by the largest parameter; None: never.
+
+        A message m to all costs (N - 1) m, a ring of D bytes 2 (N - 1) / N D. Two N tell m N and 2 D (``of``) apart.
+        """
+        last, sent = self._road.last, self._sent(self._road.last)
+        if not last.method.gathers or last.exchange.owner or len(self._road.stages) > 1 or self.ranks == 1 or not sent:
+            return None
+        largest, ranks = max(sent, key=lambda parameter: parameter.numel), self.ranks
+        layout = apart([largest], self._road, self._wire_dtype)
+
+        def of(size: int) -> float:
+            on = last.exchange.on(lambda _: CountingComm(0, size, range(size), Ledger()))
+            found = rehearse(layout, Road([replace(last, exchange=on)]), self._run, self._guards, watched=False)
+            return found.parameters[largest.name] * size / (size - 1)
+
+        one, two = of(ranks), of(2 * ranks)
+        dense = self._road.dense_bytes(largest, self._wire_dtype or largest.dtype) * ranks / (ranks - 1)
+        return max(int((dense - 2 * one + two) / (two - one) * ranks) + 1, 2)
+
+    @property
+    def _grows(self) -> str | None:
+        if self.dense_from is None:
+            return None
+        instead = f"; {of} does not grow" if (of := self._road.last.method.at_scale) else ""
+        return f"what {self.method} sends grows with the ranks: from {self.dense_from} on, dense sends less{instead}"
+
+    @property
+    def note(self) -> str | None:
+        return "; ".join(filter(None, (self._little, self._unmatched))) or None
+
+    @property
+    def warning(self) -> str | None:
+        """What has to be said at once: half of the values stay dense, a pattern of names matches none (``note``), or
+        so many ranks send more than dense."""
+        little = self.compressed is not None and self.compressed < 0.5
+        many = self._grows if self.dense_from is not None and self.ranks >= self.dense_from else None
+        return "; ".join(filter(None, (self.note if little or self._unmatched else None, many))) or None
+
+    @property
+    def memory(self) -> Memory | None:
+        return None if self._layout is None else self.rehearsal.memory
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What this rank needs for the method at its peak in the steady state, beyond the stock engine. In bytes."""
+        return None if self.memory is None else self.memory.peak
+
+    def why_dense(self, name: str) -> str | None:
+        """Why the parameter stays dense, or None if it is compressed."""
+        return self._why[name]
+
+    def _share(self, stage: Stage) -> float | None:
+        """``compressed``, of ``stage`` itself."""
+        carrier = stage.method.carrier
+        if carrier.native or not carrier.rank_equal or isinstance(carrier, Fp32):
+            return None
+        return sum(p.numel for p in self._sent(stage)) / self._values
+
+    def _sent(self, stage: Stage) -> list[Parameter]:
+        """What the method of ``stage`` compresses."""
+        return [parameter for parameter in self._parameters if stage.method.keep_dense(parameter) is None]
+
+    @functools.cached_property
+    def _little(self) -> str | None:
+        """Where what stays dense is half of the values or of the bytes: the reason that keeps most, and its knob."""
+        method, share = self._speaks.method, self.compressed
+        why_dense = {p.name: why for p in self._parameters if (why := method.keep_dense(p)) is not None}
+        if share is None or not why_dense:
+            return None
+        dense = [row for row in self.rows if row.parameter.name in why_dense]
+        if share >= 0.5 and sum(row.wire_bytes for row in dense) <= self.wire_bytes / 2:
+            return None
+        values: Counter[str] = Counter()
+        for row in dense:
+            values[why_dense[row.parameter.name]] += row.parameter.numel
+        why, most = values.most_common(1)[0]
+        rows = [row for row in dense if why_dense[row.parameter.name] == why]
+        kept = f"{most / self._values:.1%} of the values"
+        if self.wire_bytes:
+            kept += f" and {sum(row.wire_bytes for row in rows) / self.wire_bytes:.1%} of the bytes"
+        helps = next((knob for begins, knob in _HELP.items() if why.startswith(begins)), "name them in send=")
+        return (
+            f"{method.name} compresses {len(self._why) - len(dense)} of {len(self._why)} tensors ({share:.1%} of the "
+            f"values): {why} keeps {len(rows)} tensors, {kept}, dense: {helps}"
+        )
+
+    @property
+    def _values(self) -> int:
+        return max(sum(p.numel for p in self._parameters), 1)
+
+    def __str__(self) -> str:
+        title = f"{self.method} on {self.engine}, {self.ranks} ranks: sent per step and rank"
+        table = extras.load("rich.table").Table(title=title)
+        for column in ("parameter", "shape", "role", "sent as"):
+            table.add_column(column, overflow="fold")
+        for column in ("wire", "dense"):
+            table.add_column(column, justify="right")
+        for row in self.rows:
+            how = self.method.split("(")[0] if row.why_dense is None else f"dense: {row.why_dense}"
+            shape = "x".join(map(str, row.parameter.shape))
+            sent, dense = human(row.wire_bytes), human(row.dense_bytes)
+            table.add_row(row.parameter.name, shape, row.parameter.role, how, sent, dense)
+        share = self.wire_bytes / self.dense_bytes if self.dense_bytes else 1.0
+        table.caption = f"{human(self.wire_bytes)} of {human(self.dense_bytes)} ({share:.1%}) for gradients"
+        if self.weight_bytes < self.dense_weight_bytes:
+            weights, dense_weights = human(self.weight_bytes), human(self.dense_weight_bytes)
+            share = self.weight_bytes / self.dense_weight_bytes
+            table.caption += f", {weights} of {dense_weights} ({share:.1%}) to gather the weights"
+        if self.compressed is not None and self._little is None:
+            table.caption += f"; {self.compressed:.1%} of the values compressed"
+        if self.memory is not None:
+            table.caption += f"; {human(self.memory.peak)} of memory beside the engine's"
+        if self.lost:
+            table.caption += f"\n{self.lost}"
+        if self.measured:
+            table.caption += f"\n{self.measured}"
+        if self.bucket_cap_mb is not None:
+            table.caption += f"\nDistributedDataParallel(bucket_cap_mb={self.bucket_cap_mb:g}) suits it"
+        for line in filter(None, (self._grows, self.note)):
+            table.caption += f"\n{line}"
+        return in_text(table, 120)
+
+
+def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Plan:
+    """The plan of ``method`` on the last of ``exchanges``, and of ``intra`` on the one before, if there are two.
+
+    As ``compress()`` makes it, for a method that may or may not have begun; without an engine and its layout.
+    """
+    known = list(parameters)
+    run = method.run if hasattr(method, "run") else stand_in(method, known, exchanges[-1])
+    return Plan(road_of(method, known, *exchanges, intra=intra), run, "ddp" if intra is None else "hsdp")
+
+
+def road_of(
+    method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None
+) -> Road:
+    """The road of ``method`` and, if there is one, of ``intra``; arguments as for :func:`plan_of`."""
+    known, made = list(parameters), [method] if intra is None else [intra, method]
+    return Road([
+        Stage(of, of.dense_among(known), exchange, Guard([], False), Ledger())
+        for of, exchange in zip(made, exchanges, strict=True)
+    ])  # fmt: skip
+
+
+def in_text(table: Any, width: int) -> str:
+    """A rich ``table`` as plain text, so many characters wide."""
+    out = io.StringIO()
+    extras.load("rich.console").Console(file=out, width=width, color_system=None).print(table)
+    return out.getvalue().rstrip()
+
+
+def human(nbytes: float) -> str:
+    """12345678 -> '12.3 MB' (decimal units, as link rates are)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000 or unit == "GB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    raise AssertionError

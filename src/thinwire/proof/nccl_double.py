@@ -1,0 +1,229 @@
+"""A stand-in for NCCL on a machine without a GPU: gloo underneath, as strict as NCCL, and every call is remembered.
+
+    import thinwire.proof.nccl_double                                # knows the backend "strict" from now on
+    torch.distributed.init_process_group("strict")
+    ...                                                   # some steps of any training
+    everybody = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everybody, thinwire.proof.nccl_double.calls())
+    thinwire.proof.nccl_double.check(everybody)
+
+What NCCL lacks is refused where it is asked for: reductions of bits, dtypes, tensors that are not contiguous or not on
+the group's device (here the CPU plays that part), buffers that overlap. :func:`check` then compares what the ranks
+called: each group must have had the same calls on all of its ranks, and no two groups may be able to wait for each
+other. A GPU runs the collectives of all streams in some order of its own, but each blocks until its peers have come: so
+all ranks that share two groups have to call them in one order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import zip_longest
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.base.errors import ThinwireError
+
+NAME = "strict"
+DTYPES = frozenset({
+    torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+})  # fmt: skip
+"""What NCCL carries."""
+SUMMED = DTYPES - {torch.bool, torch.float8_e4m3fn, torch.float8_e5m2}
+"""What it reduces on every GPU."""
+_REDUCTIONS = (
+    (dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "mean"), (dist.ReduceOp.MAX, "max"), (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.PRODUCT, "product"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective, as one rank called it.
+
+    Attributes:
+        group: torch's name of the group, the same on all of its ranks. ranks: of the job, that belong to it.
+        verb: "allreduce", ... dtype, numel: of what this rank hands in. how: the reduction, and the root, if any.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    verb: str
+    dtype: str
+    numel: int
+    how: str
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, [self.verb, self.how, f"of {self.numel} {self.dtype}"]))
+
+
+_calls: list[Call] = []
+_lock = threading.Lock()
+
+
+def calls() -> list[Call]:
+    """What this process has called since the last :func:`forget`, in order, whatever the thread."""
+    with _lock:
+        return list(_calls)
+
+
+def forget() -> None:
+    """Start :func:`calls` anew."""
+    with _lock:
+        _calls.clear()
+
+
+def check(everybody: Sequence[Sequence[Call]]) -> None:
+    """Would NCCL have come through? ``everybody``: the :func:`calls` of each rank of the job, in rank order.
+
+    Raises:
+        ThinwireError: a group's ranks called different things; or two groups can wait for each other.
+    """
+    by_group: dict[str, dict[int, list[Call]]] = {}
+    for rank, of_rank in enumerate(everybody):
+        for call in of_rank:
+            by_group.setdefault(call.group, {other: [] for other in call.ranks})[rank].append(call)
+    for name, of_group in by_group.items():
+        _compare(name, of_group)
+    _order(everybody)
+
+
+def _compare(group: str, of_group: dict[int, list[Call]]) -> None:
+    first, *others = of_group
+    for rank in others:
+        for at, (here, there) in enumerate(zip_longest(of_group[first], of_group[rank], fillvalue="nothing")):
+            if here != there:
+                raise ThinwireError(
+                    f"call {at} of group {group} is {here} on rank {first}, and {there} on rank {rank}: they would "
+                    "wait for each other for ever"
+                )
+
+
+def _order(everybody: Sequence[Sequence[Call]]) -> None:
+    """Is there one order of all calls that every rank keeps to?"""
+    before: dict[tuple[str, int], set[tuple[str, int]]] = {}
+    what: dict[tuple[str, int], tuple[Call, int]] = {}  # and a rank that called it
+    for rank, of_rank in enumerate(everybody):
+        count: dict[str, int] = {}
+        last = None
+        for call in of_rank:
+            node = call.group, count.get(call.group, 0)
+            count[call.group] = node[1] + 1
+            what[node] = call, rank
+            before.setdefault(node, set()).update([] if last is None else [last])
+            last = node
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        circle = "; ".join(f"call {node[1]} of group {node[0]}, {what[node][0]}" for node in error.args[1][:-1])
+        raise ThinwireError(
+            f"groups can wait for each other, because their ranks call them in different orders: {circle}"
+        ) from None
+
+
+class StrictGroup(dist.ProcessGroup):
+    """A process group of gloo's that refuses what NCCL's would, and writes down its collectives."""
+
+    def __init__(self, options: Any) -> None:
+        """``options``: what torch tells the maker of a backend."""
+        store, rank, size = options.store, options.group_rank, options.group_size
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch declares another one
+        self._ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
+        self._device = torch.device("cpu")
+        self._inner = dist.ProcessGroup(store, rank, size)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=options.timeout)
+        gloo._set_sequence_number_for_group()
+        self._inner._register_backend(self._device, dist.ProcessGroup.BackendType.GLOO, gloo)
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    @property
+    def group_name(self) -> Any:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        self._refuse("send", tensors, DTYPES)
+        return self._inner.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        self._refuse("recv", tensors, DTYPES)
+        return self._inner.recv(tensors, rank, tag)
+
+    def _collective(self, verb: str, arguments: tuple[Any, ...]) -> None:
+        """Refuse, or write down, a call of ``verb``."""
+        tensors, options = list(_tensors(arguments)), cast(Any, arguments[-1] if arguments else None)
+        op = getattr(options, "reduceOp", None)
+        reduction = next((name for known, name in _REDUCTIONS if op == known), "")
+        if op is not None and not reduction:
+            raise ThinwireError(f"{verb}: NCCL reduces by sum, mean, max, min and product, not by {op.op}")
+        self._refuse(verb, tensors, SUMMED if reduction else DTYPES)
+        root = f"root {options.rootRank}" if hasattr(options, "rootRank") else ""
+        how = " ".join(filter(None, [reduction, root]))
+        sent = tensors[-1] if tensors else torch.empty(0)
+        call = Call(self.group_name, self._ranks, verb, str(sent.dtype).removeprefix("torch."), sent.numel(), how)
+        with _lock:
+            _calls.append(call)
+
+    def _refuse(self, verb: str, tensors: Sequence[Tensor], dtypes: frozenset[torch.dtype]) -> None:
+        for tensor in tensors:
+            if tensor.dtype not in dtypes:
+                raise ThinwireError(f"{verb}: NCCL does not {'carry' if dtypes is DTYPES else 'reduce'} {tensor.dtype}")
+            if not tensor.is_contiguous():
+                raise ThinwireError(f"{verb}: NCCL takes contiguous tensors, got strides {tensor.stride()}")
+            if tensor.device.type != self._device.type or tensor.layout != torch.strided:
+                raise ThinwireError(f"{verb}: a {tensor.layout} tensor on {tensor.device} in a group on {self._device}")
+        for i, one in enumerate(tensors):
+            for other in tensors[i + 1 :]:
+                if _overlap(one, other) and not self._is_own_row(one, other):
+                    raise ThinwireError(f"{verb}: what is read overlaps what is written")
+
+    def _is_own_row(self, whole: Tensor, row: Tensor) -> bool:
+        """Of a gather or scatter in place, which NCCL has."""
+        if whole.numel() == row.numel():
+            return whole.data_ptr() == row.data_ptr() and self.size() == 1
+        if whole.numel() < row.numel():
+            whole, row = row, whole
+        return whole.numel() == self.size() * row.numel() and row.data_ptr() == whole.data_ptr() + (
+            self.rank() * row.nbytes
+        )
+
+
+def _tensors(arguments: Any) -> Iterator[Tensor]:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors(argument)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes and min(one.numel(), other.numel()) > 0
+
+
+def _verb(name: str) -> Callable[..., Any]:
+    def call(self: StrictGroup, *arguments: Any, **options: Any) -> Any:
+        arguments = (*arguments, *options.values())
+        self._collective(name, arguments)
+        return getattr(self._inner, name)(*arguments)
+
+    return call
+
+
+# torch 2.13 calls some of them by other names.
+for _name in (
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "gather", "scatter",
+    "reduce_scatter", "alltoall", "barrier", "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced", "alltoall_base", "all_to_all_single",
+):  # fmt: skip
+    setattr(StrictGroup, _name, _verb(_name))
+
+dist.Backend.register_backend(NAME, lambda options, _: StrictGroup(options), extended_api=True, devices=["cpu"])

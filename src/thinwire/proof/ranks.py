@@ -1,0 +1,360 @@
+"""Ranks as threads, and the laws that every codec and every method obeys: for our tests and for anybody's own methods.
+
+    results = reduce_on_threads(MyMethod, my_gradients, topology="all_reduce", size=4, shapes={"w": 1000}, steps=100)
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Bucket, Piece
+from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
+from thinwire.core.method import Method, Parameter, Run, Step
+from thinwire.core.road import Levels, Regroup, Road, ScatterAndShare, Stage
+from thinwire.core.state import State
+from thinwire.network.comm import Comm
+from thinwire.network.guard import Guard
+from thinwire.network.ledger import Ledger
+from thinwire.plan.plan import plan_of as plan_of
+from thinwire.plan.plan import road_of as road_of
+
+T = TypeVar("T")
+
+
+class Threads:
+    """``size`` virtual ranks in one process. Exactly what the network does, in rank order, without a network."""
+
+    def __init__(self, size: int, seconds: float = 60) -> None:
+        self.size = size
+        self._slots: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=seconds)
+
+    def swap(self, rank: int, value: T) -> list[T]:
+        """Hand in ``value``; get everybody's, in rank order."""
+        self._slots[rank] = value
+        self._barrier.wait()
+        everybody = list(self._slots)
+        self._barrier.wait()
+        return everybody
+
+    def run(self, function: Callable[[int], T]) -> list[T]:
+        """``[function(rank) for rank in range(size)]``, at once. The first rank's error is raised; nothing hangs."""
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def body(rank: int) -> None:
+            try:
+                results[rank] = function(rank)
+            except threading.BrokenBarrierError:
+                pass
+            except BaseException as error:
+                errors.append(error)
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        if self._barrier.broken:
+            raise TimeoutError("a virtual rank waited for the others in vain: they did not call the same verbs")
+        return results
+
+
+class LockStep(Threads):
+    """As :class:`Threads`, but one rank runs at a time, from one meeting to the next: cheaper for many small cases.
+
+    Nobody waits for the interpreter's lock, and a rank that goes home where the others meet is noticed at once.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._present = list(range(size))
+        self._arrived = self._meetings = 0
+        self._everybody: list[Any] = []
+
+    def swap(self, rank: int, value: T) -> list[T]:
+        before = self._meetings
+        self._slots[rank] = value
+        self._arrived += 1
+        if self._arrived == self.size:
+            self._everybody, self._arrived, self._meetings = list(self._slots), 0, before + 1
+        self._pass_on(rank)
+        self._turns[rank].acquire()
+        if self._meetings == before:  # it is our turn again, and not all have come
+            self._barrier.abort()
+            raise threading.BrokenBarrierError
+        return self._everybody
+
+    def run(self, function: Callable[[int], T]) -> list[T]:
+        def body(rank: int) -> T:
+            self._turns[rank].acquire()
+            try:
+                return function(rank)
+            finally:
+                self._present.remove(rank)
+                self._pass_on(rank)
+
+        self._turns[0].release()
+        return super().run(body)
+
+    def _pass_on(self, rank: int) -> None:
+        """To the next rank that is still there."""
+        if self._present:
+            self._turns[min(self._present, key=lambda other: (other - rank - 1) % self.size)].release()
+
+
+class ThreadComm(Comm):
+    """The verbs of :class:`Comm` between the threads of ``world``; ``members`` are the world ranks of this group.
+
+    Groups of one world must not be used at the same time by different ranks in different order: every verb is a
+    meeting of all ranks of the world.
+    """
+
+    def __init__(
+        self, world: Threads, world_rank: int, ledger: Ledger, members: Sequence[int] | None = None, per_node: int = 1
+    ) -> None:
+        members = range(world.size) if members is None else members
+        super().__init__(list(members).index(world_rank), len(members), [m // per_node for m in members], ledger)
+        self._world, self._world_rank, self._members = world, world_rank, list(members)
+
+    def _swap(self, tensor: Tensor) -> list[Tensor]:
+        everybody = self._world.swap(self._world_rank, tensor.clone())
+        return [everybody[member] for member in self._members]
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> None:
+        tensor.copy_(_reduced(self._swap(tensor), op))
+
+    def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None:
+        out.copy_(_reduced([theirs[self.rank] for theirs in self._swap(rows)], op))
+
+    def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> None:
+        out.copy_(torch.stack(self._swap(row.reshape(-1))).view_as(out))
+
+    def _all_to_all(self, out: Tensor, rows: Tensor) -> None:
+        for peer, theirs in enumerate(self._swap(rows)):
+            out[peer].copy_(theirs[self.rank])
+
+
+def _reduced(values: Sequence[Tensor], op: str) -> Tensor:
+    if len({value.shape for value in values}) > 1:  # where gloo would end the process
+        raise ThinwireError(f"ranks reduce messages of unlike sizes: {', '.join(str(of.numel()) for of in values)}")
+    result = values[0].clone()
+    for value in values[1:]:
+        if op == "max":
+            result = torch.maximum(result, value)
+        else:
+            result += value
+    return result / len(values) if op == "mean" else result
+
+
+def exchange_on(topology: str, world: Threads, rank: int, ledger: Ledger, per_node: int = 1) -> Exchange:
+    """``all_reduce`` or ``reduce_scatter``, between the threads of ``world``. For two hops: :class:`ThreadEngine`."""
+    comm = ThreadComm(world, rank, ledger, per_node=per_node)
+    return {"all_reduce": AllReduce, "reduce_scatter": ReduceScatter}[topology](comm)
+
+
+Shapes = dict[str, int | tuple[int, ...]]
+"""Parameter name -> its shape, or its number of elements."""
+
+
+def parameters_for(exchange: Exchange, shapes: Shapes) -> dict[str, Parameter]:
+    """What is known of the parameters ``shapes`` where the engine of ``exchange`` holds them (role: matrix)."""
+    return _parameters(shapes, exchange.rows if exchange.owner else 1)
+
+
+def _parameters(shapes: Shapes, chunks: int) -> dict[str, Parameter]:
+    """As FSDP2 cuts dim 0: in equal ``chunks``, the last of them padded."""
+    found = {}
+    for name, given in shapes.items():
+        shape = (given,) if isinstance(given, int) else tuple(given)
+        local = -(-shape[0] // chunks) * math.prod(shape[1:])
+        found[name] = Parameter(name, shape, math.prod(shape), "matrix", torch.float32, local)
+    return found
+
+
+def bucket_for(method: Method, exchange: Exchange, shapes: Shapes) -> tuple[Bucket, int]:
+    """A bucket of the parameters ``shapes`` as the engine of ``exchange`` would make it, and the flat's numel."""
+    rows = exchange.bucket_rows(method.on_wire)
+    pieces, numel = _place(parameters_for(exchange, shapes).values(), rows, owner=exchange.owner)
+    return method.bucket_of(pieces, exchange, torch.device("cpu")), numel
+
+
+def _place(parameters: Collection[Parameter], rows: int, *, owner: bool) -> tuple[tuple[Piece, ...], int]:
+    """Where ``parameters`` lie in a flat buffer, one behind the other, and its numel; ``owner``: in each row."""
+    pieces, offset, total = [], 0, sum(of.local for of in parameters)
+    for of in parameters:
+        if owner:
+            pieces.append(Piece(of.name, offset, of.local * rows, rows, total))
+        else:
+            pieces.append(Piece(of.name, offset, of.numel))
+        offset += of.local if owner else of.numel
+    return tuple(pieces), offset * (rows if owner else 1)
+
+
+TOPOLOGIES = ("all_reduce", "reduce_scatter", "hsdp", "two_level", "two_level_owner")
+
+
+class ThreadEngine:
+    """What an engine hands out on one of the virtual ranks of ``world``.
+
+    ``topology``: "all_reduce" (DDP), "reduce_scatter" (FSDP2), "hsdp", or with a hop inside the node before it
+    "two_level" (DDP) and "two_level_owner" (FSDP2); for these three there are ``per_node`` ranks on a node.
+
+    Attributes:
+        parameters: by name. pieces: where they lie in the flat buffer of ``numel`` values.
+        hops, levels, chunk: as for :class:`thinwire.core.engine.Engine`.
+        owner: the rank keeps ``numel / rows`` values of the mean, its row; else it gets all of it.
+    """
+
+    def __init__(
+        self, topology: str, world: Threads, rank: int, ledger: Ledger, shapes: Shapes, per_node: int = 1
+    ) -> None:
+        whole = ThreadComm(world, rank, ledger, per_node=per_node)
+        self.rank, self.ledger = rank, ledger
+        self.levels: Levels | None = None
+        self.chunk: tuple[int, int] | None = None
+        self.hops: tuple[Exchange, ...] = (ReduceScatter(whole),)
+        self.rows, chunks = world.size, world.size
+        if topology == "all_reduce":
+            self.hops, self.rows, chunks = (AllReduce(whole),), 1, 1
+        elif topology != "reduce_scatter":
+            node, local = divmod(rank, per_node)
+            intra = ThreadComm(world, rank, ledger, range(node * per_node, (node + 1) * per_node), per_node)
+            inter = ThreadComm(world, rank, ledger, range(local, world.size, per_node), per_node)
+            last = ReduceScatter(inter) if topology == "two_level_owner" else AllReduce(inter, divide="after")
+            self.hops = ReduceScatter(intra), last
+            if topology != "two_level_owner":
+                self.rows, chunks = (per_node if topology == "hsdp" else 1), per_node
+        self.parameters = _parameters(shapes, chunks)
+        if topology == "two_level":
+            self.chunk = rank % per_node, per_node
+            widths = {name: parameter.local for name, parameter in self.parameters.items()}
+            self.levels = ScatterAndShare(AllReduce(whole), intra, widths)
+        elif topology == "two_level_owner":
+            self.levels = Regroup(ReduceScatter(whole), per_node, world.size // per_node)
+        self.owner = self.rows > 1 or topology in ("reduce_scatter", "two_level_owner", "hsdp")
+        self.pieces, self.numel = _place(self.parameters.values(), self.rows, owner=self.owner)
+
+    def weights(self) -> dict[str, torch.nn.Parameter]:
+        """Zeros: of each parameter what this rank holds."""
+        return {
+            name: torch.nn.Parameter(torch.zeros(of.local if self.owner else of.numel))
+            for name, of in self.parameters.items()
+        }
+
+    def run(self, steps: int | None = None, **more: Any) -> Run:
+        """What ``compress()`` would tell a method; ``more``: optimizers, weights, seed."""
+        return Run(
+            self.parameters, self.hops[-1], steps, rank=self.rank, hop=len(self.hops), chunk=self.chunk, **more
+        )
+
+    def road(self, method: Method, run: Run, *, all_sent: bool = False, stage: type[Stage] = Stage) -> Road:
+        """The road of ``method``, which has begun, with its own method for a hop inside the node.
+
+        ``all_sent``: nothing is kept dense, whatever the method's policy. ``stage``: of what its stages are made.
+        """
+        stages = []
+        for hop, exchange in enumerate(self.hops, 1):
+            of = method if hop == len(self.hops) else method.intra()
+            if of is not method:
+                of.begin(replace(run, exchange=exchange, hop=hop))
+            dense = frozenset() if all_sent else of.dense_among(self.parameters.values())
+            stages.append(stage(of, dense, exchange, Guard([], False), self.ledger, self.levels is None))
+        return Road(stages, self.levels)
+
+
+def reduce_on_threads(
+    make: Callable[[], Method],
+    gradients: Callable[[int, int, int], Tensor],
+    *,
+    topology: str,
+    size: int,
+    shapes: Shapes,
+    steps: int = 1,
+    per_node: int = 1,
+    seed: int = 0,
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
+    max_norm: float = math.inf,
+    skip: Sequence[int] = (),
+) -> list[list[dict[str, Any]]]:
+    """Run a method for ``steps`` steps on ``size`` virtual ranks.
+
+    Args:
+        make: a new method for one rank.
+        gradients: (rank, step, numel) -> that rank's flat gradient.
+        shapes: parameter name -> shape, or number of elements.
+        topology, per_node: see :class:`ThreadEngine`.
+        optimizer: of zero weights that follow the mean, as an engine's would: each rank holds all of a parameter (DDP)
+            or its chunk. max_norm: their gradients are clipped to it.
+        skip: steps that turn out not to count (a value was not finite): nothing of them may remain.
+
+    Returns:
+        per rank, per step: ``input`` (flat), ``mean`` (flat, or this rank's row of it), ``bytes`` (sent by this rank),
+        ``facts``, ``weights`` (name -> this rank's values), and the method's state as ``kind/parameter`` (R, span).
+    """
+    world = Threads(size)
+
+    def body(rank: int) -> list[dict[str, Any]]:
+        ledger, method = Ledger(), make()
+        state = method.state = State(method.offloads)
+        engine = ThreadEngine(topology, world, rank, ledger, shapes, per_node)
+        weights = engine.weights()
+        stepper = None if optimizer is None else optimizer(list(weights.values()))
+        run = engine.run(steps, seed=seed, optimizers=() if stepper is None else (stepper,), weights=weights)
+        method.begin(run)
+        road = engine.road(method, run, all_sent=True)
+
+        def optimize(mean: Tensor, number: int) -> None:
+            """Clip, step, and let the method see it. Without an optimizer the method sees nothing."""
+            if stepper is None:
+                return
+            squares = mean.double().square().sum()
+            if engine.owner:  # on HSDP every node has all rows
+                squares = torch.stack(world.swap(rank, squares)).sum() * engine.rows / size
+            clip = (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0).float()
+            for weight, values in zip(weights.values(), mean.split([w.numel() for w in weights.values()]), strict=True):
+                weight.grad = values * clip
+            taken = Step(number, (stepper,), weights, clip)
+            method.before_step(taken)
+            stepper.step()
+            method.after_step(taken)
+
+        found = []
+        for step in range(steps):
+            flat = gradients(rank, step, engine.numel)
+            given = flat.clone()
+            out = torch.full((engine.numel // engine.rows,), torch.nan) if engine.owner else flat
+            road.step = step
+            road.carry(flat, engine.pieces, out)
+            if step in skip:
+                state.rollback()
+                method.undo()
+            else:
+                state.commit()
+                optimize(out, step)
+                state.commit()
+            method.finish()
+            found.append({
+                "input": given,
+                "mean": out.clone(),
+                "bytes": torch.tensor(sum(ledger.now.bytes.values())),
+                "facts": method.facts(),
+                "weights": {name: weight.detach().clone() for name, weight in weights.items()},
+                **state.state_dict(),
+            })  # fmt: skip
+            ledger.close_step()
+        return found
+
+    return world.run(body)
