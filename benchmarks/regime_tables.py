@@ -175,19 +175,6 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else "none" if value == math.inf else form.format(value)
 
 
-def points(chosen: Iterable[Row]) -> list[tuple[str, str, str, float, float]]:
-    """(regime, setting, method, gap, share of bytes of compressed tensors) of all but dense, where both are there."""
-    return [
-        (
-            f"{row.regime}, {row.steps} steps",
-            f"{row.model}, {row.text}, {row.ranks} ranks" + (f", from {row.base}" if row.base else ""),
-            row.method, row.gap, row.share,
-        )
-        for row in chosen
-        if row.method.partition(" ")[0] != "dense" and row.gap not in (None, math.inf) and row.share
-    ]  # type: ignore[misc]  # fmt: skip
-
-
 def measured(data: Iterable[Run]) -> str:
     """What a plan says of loss, as CSV: each method's gap to dense by setting, without rows that have none."""
     data = list(data)

@@ -43,9 +43,6 @@ import regime_tables  # noqa: E402
 
 Row = dict[str, str]
 
-LEAVING = ("bf16-acc32", "fp8", "demo", "frozen-adam")
-"""Methods that no page advertises: they leave the library, since no measurement speaks for them."""
-
 SPEED = ("ddp-500mbit", "ddp-500mbit-trickle")
 """The settings of speed whose link, model and engine are the same. A figure of the first is preferred."""
 
@@ -187,8 +184,6 @@ def methods() -> str:
     """One row per method: its name and class, its docstring's first line, its promise, its figures."""
     lines = ["| method | what travels | promise | speed | loss |", "|---|---|---|---:|---:|"]
     for cls in TABLE:
-        if cls.name in LEAVING:
-            continue
         what = (inspect.getdoc(cls) or "").splitlines()[0].replace("``", "`").rstrip(".")
         fast, cost = speed(cls.name), loss(cls.name)
         cells = (f"{fast['speed_percent']}%" if fast else "-", percent(cost.gap) if cost else "-")

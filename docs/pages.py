@@ -44,12 +44,12 @@ def cite(name: str) -> str:
 
 
 def description(cls: type[Method]) -> str:
-    """The docstring of the method's module, or that of its class, as far as its knobs, where the module has others."""
+    """The docstring of the method's module, or that of its class where several share one; without title and knobs."""
     module = sys.modules[cls.__module__]
     first = next(other for other in TABLE if other.__module__ == cls.__module__)
     text = (inspect.getdoc(module) or "").partition("\n\n")[2]
     if first is not cls or not text:
-        text = re.split(r"^Args:", inspect.getdoc(cls) or "", flags=re.MULTILINE)[0]
+        text = re.split(r"^Args:", inspect.getdoc(cls) or "", flags=re.MULTILINE)[0].partition("\n\n")[2]
     return markdown(text).strip()
 
 
@@ -168,13 +168,14 @@ def measured(name: str) -> str:
 
 def page(of: Listed) -> str:
     name, cls = of.name, of.cls
+    text = description(cls)
     engines = ", ".join(TITLES[engine] for engine in cls.engines)
     paper = cite(name)
     return "\n\n".join(filter(None, [
         f"# {name}",
         of.does.replace("``", "`"),
         f"`thinwire.{cls.__name__}`, `--method {name}`; runs on {engines}. Promise: {of.promise}.",
-        "## How it works", description(cls),
+        *(("## How it works", text) if text else ()),
         "## Bytes", at_a_glance(name),
         "P is the number of gradient values and N the number of ranks ([methods](../methods.md#bytes)). "
         f"Planned for {figures.MODELS[PRESET]}, {PLANNED}:", planned(cls),
@@ -190,14 +191,10 @@ PLANNED = (
 )
 
 
-def shown() -> list[Listed]:
-    return [of for of in listed() if of.name not in figures.LEAVING]
-
-
 def index() -> str:
     """The table of all methods, with links, and their order in the site."""
     table = re.sub(r"^\| `([^`]+)` \w+ \|", r"| [`\1`](\1.md) |", figures.methods(), flags=re.MULTILINE)
-    order = "\n".join(of.name for of in shown())
+    order = "\n".join(of.name for of in listed())
     return f"# Each method\n\n{INTRODUCTION}\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{order}\n```\n"
 
 
@@ -210,7 +207,7 @@ INTRODUCTION = (
 def write(folder: Path) -> None:
     """Files whose text has not changed keep their time, so that a second build is short."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in {"index": index(), **{of.name: page(of) for of in shown()}}.items():
+    for name, text in {"index": index(), **{of.name: page(of) for of in listed()}}.items():
         path = folder / f"{name}.md"
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
