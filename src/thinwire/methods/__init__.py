@@ -99,7 +99,7 @@ class Listed(NamedTuple):
 
 
 def listed() -> list[Listed]:
-    """All of ``TABLE``, in its order: what ``thinwire methods`` prints, and README's table."""
+    """All of ``TABLE``, in its order: what ``thinwire methods`` prints, and the table of docs/methods.md."""
     return [Listed(cls.name, cls, (getdoc(cls) or "").partition("\n")[0], cls().promise) for cls in TABLE]
 
 

@@ -13,7 +13,7 @@ r is the average up to the step before; in the very first step each bucket has a
 Why. With the residual in front of Adam, a value that has waited k steps arrives as k gradients at once, and is divided
 by a sqrt(v) that has meanwhile been measured from such sums: its scale is stale. And Adam's momentum delays by nine
 more steps what the residual has delayed already. Here lr / sqrt(v) is fixed when the gradient is taken, and there is no
-momentum (docs/methods.md has the figures). r makes the variance of one rank's gradient that of the mean's: it is 1
+momentum (docs/quality.md has the figures). r makes the variance of one rank's gradient that of the mean's: it is 1
 where all ranks have the same gradient, and 1/N where they have nothing but noise.
 
 ``portion``: of what the method makes of mean_n u_n a share p is taken, and the rest goes on waiting:
