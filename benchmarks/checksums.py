@@ -39,7 +39,7 @@ def measure(rank: int, world: int, method: str) -> float:
     tokens = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(rank))
 
     def steps(checksum: bool) -> float:
-        wire = thinwire.compress(model, optimizer, method, checksum=checksum)
+        wire = thinwire.compress(model, optimizer, method, safety=thinwire.Safety(checksum=checksum))
         for number in range(STEPS + 1):
             if number == 1:  # the first one makes buffers
                 began = time.process_time()

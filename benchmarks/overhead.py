@@ -63,7 +63,8 @@ def rank(steps: int, every: int, method: str) -> None:
         torch.manual_seed(0)
         model = DistributedDataParallel(Decoder(shape))
         optimizer = torch.optim.AdamW(model.parameters())
-        wire = thinwire.compress(model, optimizer, method, guard=careful, check_every=every if careful else None)
+        safety = thinwire.Safety(careful, check_every=every if careful else None)
+        wire = thinwire.compress(model, optimizer, method, safety=safety)
         runs.append((careful, model, optimizer, wire))
     agreement = spent["agreement"] / len(runs)
     guard, replicas = runs[0][3]._guard, runs[0][3]._turn._replicas

@@ -59,7 +59,7 @@ def train(rank: int, world: int, method: str, optimizer: str, spoilt: bool, boun
     kinds = {"adamw": torch.optim.AdamW, "adams": thinwire.AdamS, "sgd": torch.optim.SGD}
     rate = RATES[optimizer]
     stepper = kinds[optimizer](model.parameters(), lr=rate)
-    wire = thinwire.compress(model, stepper, method.strip(), steps=steps, bound=bound)
+    wire = thinwire.compress(model, stepper, method.strip(), steps=steps, safety=thinwire.Safety(outlier_clip=bound))
     windows = Windows(torch.tensor(list(read_corpus(["stdlib"])[:200_000].encode())), 32)
     losses = torch.zeros(steps)
     for step in range(steps):

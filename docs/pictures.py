@@ -28,12 +28,8 @@ def tradeoff(points: Sequence[tuple[str, float, float]]) -> Figure:
     gap_scale(axes, [gap for _, _, gap in points])
     axes.set_xlim(20, 104)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
-    spots = [(fast, gap, method, plots.colour(method)) for method, fast, gap in points]
-    for fast, gap, _, tint in spots:
-        axes.plot(fast, gap, "o", color=tint, markersize=9)
-    label_dots(axes, spots)
+    draw_methods(axes, points)
     axes.set_xlabel("speed: share of the same run's without any exchange (right is better)")
-    axes.set_ylabel("validation loss above dense (down is better)")
     return figure
 
 
@@ -53,12 +49,8 @@ def by_bytes(points: Sequence[tuple[str, float, float]]) -> Figure:
     axes.set_xticks([2, 5, 10, 20, 50, 100])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}%")
     axes.minorticks_off()
-    spots = [(share, gap, method, plots.colour(method)) for method, gap, share in points]
-    for share, gap, _, tint in spots:
-        axes.plot(share, gap, "o", color=tint, markersize=9)
-    label_dots(axes, spots)
+    draw_methods(axes, [(method, share, gap) for method, gap, share in points])
     axes.set_xlabel("bytes sent, share of dense's (left is better)")
-    axes.set_ylabel("validation loss above dense (down is better)")
     return figure
 
 
@@ -71,6 +63,15 @@ def gap_scale(axes: Axes, gaps: Sequence[float]) -> None:
     axes.set_yticks([at for at in (-10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50) if lowest <= at <= highest])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g}%" if value else "as dense")
     axes.yaxis.set_minor_locator(NullLocator())
+
+
+def draw_methods(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None:
+    """A dot with its name for each method: (method, x, loss above dense in percent)."""
+    spots = [(x, gap, method, plots.colour(method)) for method, x, gap in points]
+    for x, gap, _, tint in spots:
+        axes.plot(x, gap, "o", color=tint, markersize=9)
+    label_dots(axes, spots)
+    axes.set_ylabel("validation loss above dense (down is better)")
 
 
 def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]], **style: Any) -> None:

@@ -235,7 +235,7 @@ def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_
 
 def _spoilt(rank: int, world: int) -> str:
     """Every loss from step 3 on is NaN on rank 0."""
-    model, optimizer, _ = _compress(False, method=f"topk({SMALL},density=0.1)", max_skipped=3)
+    model, optimizer, _ = _compress(False, method=f"topk({SMALL},density=0.1)", safety=thinwire.Safety(max_skipped=3))
     for step in range(8):
         try:
             loss = loss_of(model, step, rank)
@@ -285,7 +285,8 @@ def _drift(rank: int, world: int) -> dict[str, str]:
     for name, (sharded, method, spoils, _) in REPLICAS.items():
         for what in (None, spoils):
             kind = thinwire.AdamS if method.startswith("scape") else torch.optim.AdamW
-            model, optimizer, wire = _compress(sharded, method=method, optimizer=kind, check_every=2, steps=6)
+            safety = thinwire.Safety(check_every=2)
+            model, optimizer, wire = _compress(sharded, method=method, optimizer=kind, safety=safety, steps=6)
             said[f"{name}, {what}"] = "nothing"
             for step in range(6):
                 loss_of(model, step, rank).backward()
@@ -325,7 +326,8 @@ def _drift_of_one_copy(rank: int, world: int) -> str:
     """Of 2 copies on 2 ranks each, with gathers of weights beside them, one copy changes on one rank."""
     model = engines.build("hsdp", world)
     optimizer = engines.adamw(model)
-    wire = thinwire.compress(model, optimizer, "sdp4bit(weight_group=32, smallest=100)", check_every=2)
+    safety = thinwire.Safety(check_every=2)
+    wire = thinwire.compress(model, optimizer, "sdp4bit(weight_group=32, smallest=100)", safety=safety)
     try:
         engines.train(model, optimizer, rank, range(1), wire)
         if rank == 2:

@@ -269,4 +269,7 @@ def test_a_warning_says_how_many_of_how_many_and_of_whom_and_names_the_knob():
             said = str(warning.message)
             assert warning.category is ThinwireWarning
             assert said.startswith(f"3 of {WATCHED} gradients of a on this rank were more than 10 times as large as us")
-            assert "and those of 1 more parameters: what is cut off is lost; give compress() a higher bound=" in said
+            assert (
+                "and those of 1 more parameters: what is cut off is lost; give compress() a higher "
+                "outlier_clip="
+            ) in said

@@ -47,7 +47,7 @@ def _changes_nothing(rank, world, kind):
             continue
         ends = []
         for checksum in (False, True):
-            model, optimizer, wire = begun(kind, world, name, checksum=checksum)
+            model, optimizer, wire = begun(kind, world, name, safety=thinwire.Safety(checksum=checksum))
             advance(model, optimizer, rank, range(4))
             wire.reset_stats()
             advance(model, optimizer, rank, range(4, 6))
@@ -72,7 +72,7 @@ def test_checksums_change_no_bit_and_are_counted_as_sent(kind):
 def _damaged(rank, world, kind, name):
     """One bit flips in what rank 1 receives in its third step."""
     warnings.simplefilter("ignore")
-    model, optimizer, _ = begun(kind, world, name, checksum=True)
+    model, optimizer, _ = begun(kind, world, name, safety=thinwire.Safety(checksum=True))
     advance(model, optimizer, rank, range(2))
     generator, flipped = random.Random(name), []
 

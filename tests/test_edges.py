@@ -251,7 +251,8 @@ def conserve(
     generator = torch.Generator().manual_seed(100 + rank)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        wire = thinwire.compress(model, optimizer, case.method, steps=len(steps), bound=None, **options)
+        safety = thinwire.Safety(outlier_clip=None)
+        wire = thinwire.compress(model, optimizer, case.method, steps=len(steps), safety=safety, **options)
         books = Books(engine, rank, world, optimizer, wire)
         weights = parts(model)
         stepwise = case.law in STEPWISE

@@ -164,7 +164,8 @@ def _huge(rank, world, engine):
 
     def look(case):
         found = {}
-        ways: list[tuple[str, dict, bool]] = [("bound=None", {"bound": None}, False), ("as it comes", {}, True)]
+        unclipped = {"safety": thinwire.Safety(outlier_clip=None)}
+        ways: list[tuple[str, dict, bool]] = [("outlier_clip=None", unclipped, False), ("as it comes", {}, True)]
         for label, options, clip in dealt(ways, CASES.index(case) // 2 % 2, range(2)):  # the engines take every second
             model = build(engine, world, net=Given)
             optimizer = case.make(model.parameters())
@@ -316,7 +317,8 @@ def _bounds(rank, world):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
         def compress():
-            thinwire.compress(model, optimizer, "topk(feedback='gradient', smallest=0)", bound=bound).close()
+            safety = thinwire.Safety(outlier_clip=bound)
+            thinwire.compress(model, optimizer, "topk(feedback='gradient', smallest=0)", safety=safety).close()
 
         return error_of(compress)
 
@@ -328,4 +330,4 @@ def test_a_bound_is_a_number_from_1_on_or_none():
         if bound in ("None", "1", "1.0", "1000000.0"):
             assert not said, f"bound={bound}: {said}"
         else:
-            assert said.startswith("ThinwireError") and "bound" in said, f"bound={bound}: {said or 'accepted'}"
+            assert said.startswith("ThinwireError") and "outlier_clip" in said, f"bound={bound}: {said or 'accepted'}"

@@ -229,7 +229,7 @@ def _unexchanged(rank, world, engine):
             for tried in (True, False):
                 model = build(engine, world, net=Given)
                 optimizer = case.make(model.parameters())
-                wire = thinwire.compress(model, optimizer, case.method, steps=8, guard=guard)
+                wire = thinwire.compress(model, optimizer, case.method, steps=8, safety=thinwire.Safety(guard))
                 for step in (0, 1):
                     with wire.accumulate():
                         model(_given(step, rank)).backward()

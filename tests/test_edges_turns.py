@@ -81,7 +81,7 @@ def _thrown_away(world: int, rank: int, engine: str, inf: bool, ours: bool) -> t
     """An exchanged gradient is dropped, and the next step accumulates; what was lost of the other steps."""
     model = build(engine, world, net=Given)
     weights, optimizer = parts(model), torch.optim.SGD(model.parameters(), lr=0.01)
-    wire = thinwire.compress(model, optimizer, TOPK, bound=None)
+    wire = thinwire.compress(model, optimizer, TOPK, safety=thinwire.Safety(outlier_clip=None))
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for step in range(4):
         with wire.accumulate(last=False) if ours else _alone(model, engine):

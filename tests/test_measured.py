@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import regime_tables
+from thinwire import methods
+from thinwire.methods import resolve
+from thinwire.network.ledger import Ledger
+from thinwire.plan.measured import describe_measured, nearest_measured, read_measured
+from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of
 
-import regime_tables  # noqa: E402
-from thinwire import methods  # noqa: E402
-from thinwire.methods import resolve  # noqa: E402
-from thinwire.network.ledger import Ledger  # noqa: E402
-from thinwire.plan.measured import describe_measured, nearest_measured, read_measured  # noqa: E402
-from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of  # noqa: E402
+ROOT = Path(__file__).parent.parent
 
 
 def test_the_packaged_rows_are_those_of_the_runs():

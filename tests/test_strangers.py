@@ -709,7 +709,7 @@ def _unlike(rank, world, kind):
     warnings.simplefilter("ignore")
     model = given(kind, world, (64, 64), (64, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    wire = thinwire.compress(model, optimizer, "int8(smallest=0)", check_every=1)
+    wire = thinwire.compress(model, optimizer, "int8(smallest=0)", safety=thinwire.Safety(check_every=1))
     for step in range(2):
         gradients = noise(model, torch.Generator().manual_seed(rank))
         if step and rank:

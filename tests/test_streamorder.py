@@ -72,7 +72,7 @@ def steps(kind: str, make: Callable[[], methods.Method], *, guard: bool = True, 
     method = make()
     model = build(kind)
     optimizer = method.OPTIMIZER(model.parameters(), lr=1e-3)
-    handle = thinwire.compress(model, optimizer, method, steps=100, guard=guard)
+    handle = thinwire.compress(model, optimizer, method, steps=100, safety=thinwire.Safety(guard))
     inputs = torch.randn(4, WIDTH)
 
     def step(*, micro: int = 1, spoilt: bool = False) -> None:

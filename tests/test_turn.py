@@ -109,7 +109,7 @@ def test_a_program_with_feedback_loses_nothing_of_the_steps_that_count_and_keeps
     model, ours = made(lr=1.0)
     began = {name: weight.detach().clone() for name, weight in parts(model).items()}
     ddp = DistributedDataParallel(model)
-    wire = thinwire.compress(ddp, ours, TOPK, bound=None)
+    wire = thinwire.compress(ddp, ours, TOPK, safety=thinwire.Safety(outlier_clip=None))
     total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for _ in range(10):
         passes = [given(draw, "abc") for _ in range(draw.choice([1, 1, 2]))]
@@ -142,7 +142,7 @@ def test_so_many_steps_in_a_row_that_are_not_finite_are_the_end():
     """Counted from the last step that was; it says from which step on, and what is not finite."""
     model, ours = made()
     ddp = DistributedDataParallel(model)
-    wire = thinwire.compress(ddp, ours, "dense", max_skipped=3)
+    wire = thinwire.compress(ddp, ours, "dense", safety=thinwire.Safety(max_skipped=3))
     draw = random.Random(0)
 
     def step(bad: str = "") -> None:

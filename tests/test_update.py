@@ -484,7 +484,7 @@ def _alternates(rank: int, world: int, spec: str, turns: str) -> dict[str, tuple
     """On FSDP2, whose buffers leave out what has no gradient: weights, and the mean of what waits, by parameter."""
     model = build("fsdp2", world, net=edges.Given)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    wire = thinwire.compress(model, optimizer, spec, bound=None)
+    wire = thinwire.compress(model, optimizer, spec, safety=thinwire.Safety(outlier_clip=None))
     generator, books = torch.Generator().manual_seed(rank), edges.Books("fsdp2", rank, world, optimizer, wire)
     for turn in turns:
         used = {"A": ("w0", "w1", "w2"), "B": ("w0", "w1"), "C": ("w1", "w2")}[turn]

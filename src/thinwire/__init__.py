@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from thinwire.base.errors import ThinwireError as ThinwireError
     from thinwire.base.errors import ThinwireWarning as ThinwireWarning
     from thinwire.core.method import Method as Method
+    from thinwire.core.safety import Safety as Safety
     from thinwire.methods.table import *  # noqa: F403
     from thinwire.optim import AdamS as AdamS
     from thinwire.wire import Wire as Wire
@@ -24,6 +25,7 @@ _HOME = {
     "AdamS": "optim",
     "LostRank": "base.errors",
     "Method": "core.method",
+    "Safety": "core.safety",
     "ThinwireError": "base.errors",
     "ThinwireWarning": "base.errors",
     "Wire": "wire",

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,7 @@ from thinwire.core.exchange import Exchange
 from thinwire.core.method import Run, held_by
 from thinwire.core.outliers import STEP, Bound
 from thinwire.core.road import Road, Stage, shard_of
+from thinwire.core.safety import Safety
 from thinwire.core.state import State
 from thinwire.core.step import Turn, unwrapped
 from thinwire.engines.ddp import DDP
@@ -46,136 +47,159 @@ from thinwire.plan.report import Report
 from thinwire.saved.format import About, Form, own_of
 from thinwire.saved.resize import move
 
+EngineClass = type[DDP] | type[FSDP2]
+DEFAULT_SAFETY = Safety()
+
 
 def compress(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     method: Method | str = "dense",
     *,
-    guard: bool = True,
     two_level: bool | None = None,
     intra: Method | str | None = None,
     steps: int | None = None,
     seed: int = 0,
     stages: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    bound: float | None = 10.0,
-    max_skipped: int | None = 20,
-    check_every: int | None = None,
-    checksum: bool = False,
+    safety: Safety = DEFAULT_SAFETY,
 ) -> Wire:
     """Exchange ``model``'s gradients with ``method`` from now on.
 
-    Collective: all ranks call it, with the same arguments, before the first step. They compare what must be the same
-    (method and settings, seed, the model's parameters, the optimizers' settings, versions), and where one differs or
-    fails all raise; but for a model that is not wrapped on one rank alone: the others then wait for it as long as the
-    process group's timeout says. What is changed later, such as a learning rate, is not compared.
+    Collective: all ranks call it, with the same arguments, before the first step, and compare them, the model, the
+    optimizers' settings and versions. Where one differs or fails all raise (but for a model that one rank alone has not
+    wrapped: the others wait for the process group's timeout). Later changes, as of a learning rate, are not compared.
 
     Args:
         model: a ``DistributedDataParallel``; or a model after ``fully_shard`` on a 1-D mesh (FSDP2) or on a 2-D mesh,
             replicated across dim 0 and sharded along dim 1 (HSDP); compiled or not.
-        optimizer: any ``torch.optim.Optimizer``, or several, such as Muon for matrices and AdamW for the rest. Together
-            they hold every parameter that requires a gradient. They make one step together: it counts, or is skipped,
-            for all of them. Wrappers and containers that hold them as ``optimizer`` or ``optimizers`` are opened.
+        optimizer: any ``torch.optim.Optimizer``, or several, such as Muon for matrices and AdamW for the rest, which
+            hold every parameter that requires a gradient. They make one step together: it counts, or is skipped, for
+            all of them. Wrappers and containers that hold them as ``optimizer`` or ``optimizers`` are opened.
         method: a method, or its name: ``"bf16"``, ``"int8(group=64)"``; see ``thinwire.methods.names()``.
-        guard: skip a step on all ranks when any gradient on any rank is not finite (one flag of 4 bytes and one host
-            sync per step). False: such a gradient goes to the optimizer as it is.
         two_level: reduce inside each node first, so that values cross the slow links once per node (several ranks per
             node; needs torchrun's LOCAL_WORLD_SIZE). A method's residual is then kept per node, by the rank that sends
             across. None: where the method was made for it (sdp4bit, zeropp).
-        intra: what the first hop sends inside a node, on HSDP or with two_level=True: "dense" (which is what None means
-            for most methods), "bf16", "int8", ...: any method without error feedback.
-        steps: optimizer steps of the whole run: what a method's start or warm-up, given as a share of the run, is a
-            share of; and what a start beyond the end of the run is told by.
+        intra: the method of the hop inside a node, on HSDP or with two_level=True: "dense" (what None means for most
+            methods), "bf16", "int8", ...: any method without error feedback.
+        steps: optimizer steps of the whole run, of which a start or warm-up below 1 is a share.
         seed: of every random stream that a method draws from.
         stages: under pipeline parallelism, the group of the ranks that hold the other stages of this replica
             (``mesh["pp"].get_group()``): a step is skipped on all stages or none, and gradients are clipped by the
-            norm of all stages. Other dimensions of the parameters' own mesh (tensor parallelism) are found.
+            norm of all stages. Other dimensions of the parameters' own mesh (tensor parallelism) are detected.
         scaler: the ``GradScaler`` that scales the loss, if there is one: what a method keeps from step to step is then
-            free of the scale, which changes. Methods that keep nothing do not need to be told.
-        bound: what one step may put into what a method keeps: the gradient of a parameter on a rank that is more than
-            this many times as large as usual (by its running norm) is scaled down to that (to twice the usual where
-            what is kept are steps or momenta, which no clipping meets), so that a spoilt batch does not rule the steps
-            after it. What is cut off is lost, counted and shown; where more than 1% of a parameter's are cut, a warning
-            names it. Lower => smaller excesses are cut, and more ordinary gradients are. None: nothing is ever cut.
-            Methods that keep nothing, and local steps, whose gradients are clipped before they move what is kept, have
-            no bound.
-        max_skipped: steps in a row that the guard may skip before all ranks raise. Lower => a run that has diverged
-            ends sooner. None: it never does. (A step that a GradScaler skips does not count. Where ranks step alone,
-            each counts its own, and the others lose it at the end of the round.)
-        check_every: optimizer steps between two comparisons of what ranks must hold in common: hashes of weights,
-            masks, gathered weights; for what no setting shows, such as a scheduler that differs. Lower => noticed
-            sooner, dearer. None: never.
-        checksum: every row that one rank sends another is followed by 8 bytes of xxh3_64, by which a bit that flipped
-            on the way is noticed and named (docs/faults.md has the cost). Not of what the network sums itself, and not
-            on a GPU, where the host would have to wait for every message. Its bytes are counted as sent, and are no
-            part of the plan. Needs the package xxhash.
+            free of the scale, which changes.
+        safety: the guard against values that are not finite, and other protections.
 
     Raises:
         ThinwireError: for everything that cannot be carried, by name, with the alternative; for ranks that do not
             agree, with the rank and what differs.
         LostRank: another rank does not come within the timeout of the process group.
     """
-    kind, wrapped = _kind(model)
-    kind.renew(wrapped)
-    comms = [GroupComm.aside(group) for group in kind.process_groups(wrapped)]
+    engine_class, wrapped = _engine_class(model)
+    engine_class.renew(wrapped)
+    comms = [GroupComm.aside(group) for group in engine_class.process_groups(wrapped)]
     with Agreement(comms, None if stages is None else GroupComm.aside(stages)) as agreement:
-        method = resolve(method)
-        if hasattr(method, "state"):
-            raise ThinwireError(f"this {method.name} object already serves another model: make one per compress()")
-        optimizers = _optimizers(optimizer)
+        options = Options.checked(method, optimizer, two_level, intra, steps, seed, stages, scaler, safety)
+        wire = _join(engine_class, wrapped, options, agreement)
+    wire.attach()
+    _warn_of_plan(wire)
+    return wire
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``compress()`` but for the model, read and checked; ``intra`` is None where it was not given."""
+
+    method: Method
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    two_level: bool | None
+    intra: Method | None
+    steps: int | None
+    seed: int
+    stages: dist.ProcessGroup | None
+    scaler: torch.amp.GradScaler | None
+    safety: Safety
+
+    @classmethod
+    def checked(
+        cls, method: Method | str, optimizer: Any, two_level: bool | None, intra: Method | str | None,
+        steps: int | None, seed: int, stages: dist.ProcessGroup | None, scaler: Any, safety: Any,
+    ) -> Options:  # fmt: skip
+        """Read the arguments of ``compress()``. Raises ThinwireError for those that are none."""
+        resolved = resolve(method)
+        if hasattr(resolved, "state"):
+            raise ThinwireError(f"this {resolved.name} object already serves another model: make one per compress()")
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise ThinwireError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-        for name, number in (("max_skipped", max_skipped), ("check_every", check_every)):
-            if not (number is None or (isinstance(number, int) and number is not True and number >= 1)):
-                raise ThinwireError(f"{name} is a number of optimizer steps, 1 or more, or None, got {number!r}")
-        scaled = scaler is not None and scaler.is_enabled()
-        shared = {
-            "guard": guard, "max_skipped": max_skipped, "steps": steps, "thinwire": version(),
-            "torch": torch.__version__,
-        }  # fmt: skip
-        inside = None if intra is None else resolve(intra)
-        settings = {
-            "engine": kind.__name__, "method": method, "seed": seed, "bound": bound, "two_level": two_level,
-            "intra": inside, "check_every": check_every, "checksum": checksum,
-            "scaled by": None if scaler is None else scaler.get_scale(),
-            "process groups of closed wires": sum(map(GroupComm.idle_groups, kind.process_groups(wrapped))),
-            **shared,
-        }  # fmt: skip
-        if method.two_level if two_level is None else two_level:
-            settings["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE")
-        device = next(wrapped.parameters()).device.type
-        host = host_facts(method, optimizers, device, "HSDP" if len(comms) > 1 else kind.__name__)
-        facts = host | in_words(settings) | model_facts(wrapped)
-        facts |= optimizer_facts(optimizers, wrapped) | kind.facts(wrapped)
-        ledger = Ledger()
-        engine = _engine(kind, wrapped, method, ledger, two_level, lambda: agreement.compare(facts, in_words(shared)))
-        agreement.undo = engine.close
-        if checksum:
-            _seal(engine, device)
-        parameters = {parameter.name: parameter for parameter in engine.parameters.values()}
-        inner = _intra(engine, method, intra)
+        if not isinstance(safety, Safety):
+            raise ThinwireError(f"safety must be a thinwire.Safety, got {type(safety).__name__}")
         if steps is not None and steps < 1:
             raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {steps}")
-        run = Run(
-            parameters, engine.hops[-1], steps, seed, optimizers, _weights(engine, optimizers), engine.rank, scaled,
-            len(engine.hops), engine.chunk, engine.gathers,
+        inside = None if intra is None else resolve(intra)
+        return cls(resolved, _optimizers(optimizer), two_level, inside, steps, seed, stages, scaler, safety)
+
+    @property
+    def active_scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler, if it scales anything."""
+        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+
+    def facts(self, engine_class: EngineClass, model: Any) -> dict[str, str]:
+        """Describe what all ranks that share gradients must have in common, in words."""
+        settings = {
+            "engine": engine_class.__name__, "method": self.method, "seed": self.seed, "two_level": self.two_level,
+            "intra": self.intra, "outlier_clip": self.safety.outlier_clip, "check_every": self.safety.check_every,
+            "checksum": self.safety.checksum, "scaled by": None if self.scaler is None else self.scaler.get_scale(),
+            "process groups of closed wires": sum(map(GroupComm.idle_groups, engine_class.process_groups(model))),
+        }  # fmt: skip
+        if self.method.two_level if self.two_level is None else self.two_level:
+            settings["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE")
+        device = next(model.parameters()).device.type
+        engine_name = "HSDP" if len(engine_class.process_groups(model)) > 1 else engine_class.__name__
+        facts = host_facts(self.method, self.optimizers, device, engine_name) | in_words(settings)
+        facts |= self.facts_of_stages() | model_facts(model)
+        return facts | optimizer_facts(self.optimizers, model) | engine_class.facts(model)
+
+    def facts_of_stages(self) -> dict[str, str]:
+        """Describe what the stages of a pipeline must have in common, too, in words."""
+        return in_words(
+            {
+                "guard": self.safety.guard, "max_skipped": self.safety.max_skipped, "steps": self.steps,
+                "thinwire": version(), "torch": torch.__version__,
+            }
         )  # fmt: skip
-        method.begin(run)
-        if inner is not None:
-            inner.begin(replace(run, exchange=engine.hops[0], hop=1))
-        others = None if stages is None else GroupComm(stages, ledger, device=next(model.parameters()).device)
-        wire = Wire(
-            engine, run, method, ledger, guard, inner, others, scaler if scaled else None, bound, max_skipped,
-            check_every,
-        )  # fmt: skip
-    wire.attach()
+
+
+def _join(engine_class: EngineClass, model: Any, options: Options, agreement: Agreement) -> Wire:
+    """Build the engine, tell the method its run, and make the wire; the ranks compare their facts on the way."""
+    facts, ledger, method = options.facts(engine_class, model), Ledger(), options.method
+    compare = functools.partial(agreement.compare, facts, options.facts_of_stages())
+    engine = _engine(engine_class, model, method, ledger, options.two_level, compare)
+    agreement.undo = engine.close
+    device = next(model.parameters()).device
+    if options.safety.checksum:
+        _seal(engine, device.type)
+    parameters = {parameter.name: parameter for parameter in engine.parameters.values()}
+    inner = _intra(engine, method, options.intra)
+    run = Run(
+        parameters, engine.hops[-1], options.steps, options.seed, options.optimizers,
+        _weights(engine, options.optimizers), engine.rank, options.active_scaler is not None, len(engine.hops),
+        engine.chunk, engine.gathers,
+    )  # fmt: skip
+    method.begin(run)
+    if inner is not None:
+        inner.begin(replace(run, exchange=engine.hops[0], hop=1))
+    stages = None if options.stages is None else GroupComm(options.stages, ledger, device=device)
+    return Wire(engine, run, method, ledger, inner, stages, options.active_scaler, options.safety)
+
+
+def _warn_of_plan(wire: Wire) -> None:
+    """Warn on rank 0 where the plan has something to warn of."""
     warning = None
     with suppress(ThinwireError, NotImplementedError, RuntimeError):  # what it refuses, all ranks refuse in a step
-        warning = wire.plan.warning if engine.rank == 0 else None
+        warning = wire.plan.warning if wire.engine.rank == 0 else None
     if warning:
-        warnings.warn(warning, ThinwireWarning, stacklevel=2)
-    return wire
+        warnings.warn(warning, ThinwireWarning, stacklevel=3)
 
 
 def _seal(engine: Engine, device: str) -> None:
@@ -192,21 +216,21 @@ def _seal(engine: Engine, device: str) -> None:
             comm.checksums = True
 
 
-def _intra(engine: Engine, method: Method, intra: Method | str | None) -> Method | None:
-    """The method of the hop inside the node, if there is one."""
-    found = method.intra() if intra is None else resolve(intra)
+def _intra(engine: Engine, method: Method, intra: Method | None) -> Method | None:
+    """Choose the method of the hop inside the node, ``intra`` or ``method``'s own; None where there is no such hop."""
+    inner = method.intra() if intra is None else intra
     if intra is not None and len(engine.hops) == 1:
         raise ThinwireError("intra= is for HSDP, or two_level=True on several nodes of several ranks")
     if intra is not None and type(method.intra()) is not Method:
         raise ThinwireError(f"{method.name} has a hop inside the node of its own: set intra_bits instead")
-    random = found.codec is not None and found.codec.draws
-    if found.keeps_state or not found.rank_equal or found.encodes_weights or (intra is not None and random):
+    random = inner.codec is not None and inner.codec.draws
+    if inner.keeps_state or not inner.rank_equal or inner.encodes_weights or (intra is not None and random):
         raise ThinwireError(f"intra={intra}: takes a method without state, such as dense, bf16 or int8")
-    return None if len(engine.hops) == 1 else found
+    return None if len(engine.hops) == 1 else inner
 
 
-def _kind(model: nn.Module) -> tuple[type[DDP] | type[FSDP2], Any]:
-    """The engine that ``model`` is wrapped in, and the model as it wraps it."""
+def _engine_class(model: nn.Module) -> tuple[EngineClass, Any]:
+    """Find the engine that ``model`` is wrapped in; return it and the model as it wraps it."""
     if not isinstance(model, nn.Module):
         raise ThinwireError(f"the model must be a torch module, got {type(model).__name__}")
     if not torch.distributed.is_initialized():
@@ -225,8 +249,9 @@ def _kind(model: nn.Module) -> tuple[type[DDP] | type[FSDP2], Any]:
 
 
 def _engine(
-    kind: type[DDP] | type[FSDP2], model: Any, method: Method, ledger: Ledger, two_level: bool | None, meet: Meet
+    engine_class: EngineClass, model: Any, method: Method, ledger: Ledger, two_level: bool | None, meet: Meet
 ) -> Engine:
+    """Build the engine of ``model``. Raises ThinwireError for gradients or engines that ``method`` does not carry."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ThinwireError("no parameter of the model requires a gradient")
     for name, parameter in model.named_parameters():
@@ -235,7 +260,7 @@ def _engine(
                 f"{name} is {parameter.dtype}: {method.name} carries float32 and bfloat16 gradients; "
                 "convert the model, or use method 'dense'"
             )
-    engine = kind(model, method, ledger, two_level=two_level, meet=meet)
+    engine = engine_class(model, method, ledger, two_level=two_level, meet=meet)
     if engine.kind not in method.engines:
         engine.close()
         why = f": {method.ELSEWHERE}" if method.ELSEWHERE else ""
@@ -245,25 +270,27 @@ def _engine(
     return engine
 
 
-def _optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    several = tuple(unwrapped(given))
-    for optimizer in several:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ThinwireError(f"an optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if len({id(optimizer) for optimizer in several}) < len(several) or not several:
+def _optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """List the optimizers in what the user gave: one, several, or wrappers of them."""
+    optimizers = tuple(unwrapped(optimizer))
+    for candidate in optimizers:
+        if not isinstance(candidate, torch.optim.Optimizer):
+            raise ThinwireError(f"an optimizer must be a torch.optim.Optimizer, got {type(candidate).__name__}")
+    if len({id(candidate) for candidate in optimizers}) < len(optimizers) or not optimizers:
         raise ThinwireError("pass each optimizer once, and one at least")
-    return several
+    return optimizers
 
 
 def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """The trained parameters by name, all of which the optimizers must hold."""
-    found = {engine.parameters[id(p)].name: p for p in engine.model.parameters() if id(p) in engine.parameters}
-    held = held_by(optimizers, found)
-    twice = _held_twice(optimizers, found)
-    if twice is not None:
-        raise ThinwireError(f"two optimizers, or two groups of one, hold {twice}: let one step it")
-    missing = [name for name in found if name not in held]
-    if not held:
+    """Name the trained parameters. Raises ThinwireError unless the optimizers hold each of them once."""
+    weights = {engine.parameters[id(p)].name: p for p in engine.model.parameters() if id(p) in engine.parameters}
+    stepped = held_by(optimizers, weights)
+    counts = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    duplicate = next((name for name, weight in weights.items() if counts[id(weight)] > 1), None)
+    if duplicate is not None:
+        raise ThinwireError(f"two optimizers, or two groups of one, hold {duplicate}: let one step it")
+    missing = [name for name in weights if name not in stepped]
+    if not stepped:
         raise ThinwireError(
             "the optimizer holds none of the model's parameters: build it after wrapping, from model.parameters()"
         )
@@ -273,28 +300,21 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
             + ", so that nothing would guard its steps: pass all optimizers as a list, or requires_grad_(False) before "
             "wrapping"
         )
-    return found
-
-
-def _held_twice(optimizers: Sequence[torch.optim.Optimizer], weights: Mapping[str, Tensor]) -> str | None:
-    """One of ``weights`` that is in two places."""
-    held = [id(weight) for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
-    counts = Counter(held)
-    return next((name for name, weight in weights.items() if counts[id(weight)] > 1), None)
+    return weights
 
 
 def _hook_on_all_optimizers(turn: Turn) -> RemovableHandle:
-    """Whatever optimizer of this process is about to step, ``turn`` looks whether it is one that it knows.
+    """Let ``turn`` see whatever optimizer of this process is about to step, and say whether it knows it.
 
     torch's hook lives as long as the process: so it does not keep the model alive, and goes when that does.
     """
-    there = weakref.ref(turn)
+    reference = weakref.ref(turn)
 
-    def before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        if (alive := there()) is not None:
+    def check_optimizer(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if (alive := reference()) is not None:
             alive.stranger(optimizer)
 
-    handle = register_optimizer_step_pre_hook(before)
+    handle = register_optimizer_step_pre_hook(check_optimizer)
     weakref.finalize(turn, handle.remove)
     return handle
 
@@ -312,15 +332,13 @@ class Wire:
         run: Run,
         method: Method,
         ledger: Ledger,
-        guard: bool,
-        inner: Method | None = None,
-        stages: Comm | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        bound: float | None = None,
-        max_skipped: int | None = None,
-        check_every: int | None = None,
+        inner: Method | None,
+        stages: Comm | None,
+        scaler: torch.amp.GradScaler | None,
+        safety: Safety,
     ) -> None:
-        """``inner``: the method of the hop inside the node, where that is one of its own."""
+        """Make a wire. ``inner``: the method of the hop inside the node, where that is one of its own."""
+        bound = safety.outlier_clip
         self.engine, self.method, self.ledger = engine, method, ledger
         self._state = method.state = State(method.offloads)
         self._stages, self._run = stages, run
@@ -330,7 +348,7 @@ class Wire:
             weights=run.weights,
         )  # fmt: skip
         self._device = next(iter(engine.model.parameters())).device
-        self._guard = Guard([*engine.comms, *([] if stages is None else [stages])], guard)
+        self._guard = Guard([*engine.comms, *([] if stages is None else [stages])], safety.guard)
         self._road = Road(
             [
                 Stage(of, of.dense_among(run.parameters.values()), exchange, self._guard, ledger, engine.levels is None)
@@ -341,7 +359,7 @@ class Wire:
         self._stage = self._road.last
         self.plan = Plan(
             self._road, run, engine.kind, engine.wire_dtype, layout=engine.layout,
-            guards=self._guard.comms if guard else (),
+            guards=self._guard.comms if safety.guard else (),
         )  # fmt: skip
         if bound is not None:
             sizes = {parameter.name: parameter.local for parameter in run.parameters.values()}
@@ -352,7 +370,9 @@ class Wire:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
             compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
-        self._turn = Turn(engine, run, self._road, max_skipped=max_skipped, check_every=check_every)
+        self._turn = Turn(
+            engine, run, self._road, max_skipped=safety.max_skipped, check_every=safety.check_every
+        )
         self._hooks: list[RemovableHandle] = []
 
     def attach(self) -> None:

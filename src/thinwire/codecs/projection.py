@@ -45,6 +45,11 @@ class Estimator:
             )
 
     @property
+    def srht(self) -> bool:
+        """Does it send rows of H D, and not products with a stored matrix?"""
+        return self.name == "cyclic_srht"
+
+    @property
     def kept(self) -> int:
         """m: values sent per block."""
         return self.block // self.ratio
@@ -52,7 +57,7 @@ class Estimator:
     @property
     def granule(self) -> int:
         """Values that are encoded together: SRHT takes 16 blocks side by side."""
-        return self.block * (projection.LANES if self.name == "cyclic_srht" else 1)
+        return self.block * (projection.LANES if self.srht else 1)
 
     def draw(
         self, seed: int, name: str, step: int, device: torch.device, once: Callable[..., Any] | None = None
@@ -62,19 +67,19 @@ class Estimator:
         M (block, m), Gaussian; or the signs (block,) of D and the rows (m,) of H D to send.
         ``once``: a bucket's, to draw what serves several steps, or a step's several exchanges, once.
         """
-        period, turn = divmod(step, self.ratio) if self.name == "cyclic_srht" else (step, 0)
+        period, turn = divmod(step, self.ratio) if self.srht else (step, 0)
 
         def make() -> tuple[Tensor, ...]:
             return self._draw(seed_of(seed, name, period), device)
 
         drawn = make() if once is None else once(("drawn", name), make, self, seed, period)
-        if self.name == "paper":
+        if not self.srht:
             return drawn
         signs, order = drawn
         return signs, order[turn * self.kept : (turn + 1) * self.kept]
 
     def _draw(self, seed: int, device: torch.device) -> tuple[Tensor, ...]:
-        if self.name == "cyclic_srht":
+        if self.srht:
             signs = random_signs(seed, self.block, device)
             return signs, random_order(seed_of(seed, "order"), self.block, device)
         matrix = random_normal(seed, self.block * self.kept, device).view(self.block, self.kept)
@@ -107,7 +112,7 @@ class Projection(Codec):
     def matrix(self, segment: int = 0) -> Tensor:
         """(block, m) of a segment: a block x is sent as x @ matrix. For tests and for study."""
         drawn, block = self.segments[segment][2], self.estimator.block
-        if not self._srht:
+        if not self.estimator.srht:
             return drawn[0]
         # each unit vector sits in lane 0 of a tile of its own
         tiles = torch.zeros(block, block, projection.LANES, device=drawn[0].device)
@@ -121,7 +126,7 @@ class Projection(Codec):
         rows = rows.float()  # itself, where it is float32, as a bucket's are
         for columns, sent, drawn in self._parts():
             values, payload = rows[:, columns], out[:, sent]
-            if self._srht:
+            if self.estimator.srht:
                 signs, chosen = drawn
                 projection.srht_project(values, None, signs, chosen, payload, None)
                 continue
@@ -133,7 +138,7 @@ class Projection(Codec):
     def _encode_and_keep(
         self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
     ) -> None:
-        if not self._srht:
+        if not self.estimator.srht:
             super()._encode_and_keep(rows, out, residual, seed, space)
             return
         for columns, sent, (signs, chosen) in self._parts():
@@ -144,17 +149,13 @@ class Projection(Codec):
         kept, block = self.estimator.kept, self.estimator.block
         for columns, sent, drawn in self._parts():
             payload, values = wire[:, sent], out[:, columns]
-            if self._srht:
+            if self.estimator.srht:
                 signs, chosen = drawn
                 projection.srht_reconstruct(payload, signs, chosen, values)
                 continue
             blocks = _shaped(space, "blocks", values, self._longest)
             torch.mm(payload.reshape(-1, kept), drawn[0].T, out=blocks.view(-1, block))
             torch.mul(blocks, 1 / kept, out=values)
-
-    @property
-    def _srht(self) -> bool:
-        return self.estimator.name == "cyclic_srht"
 
     @property
     def _longest(self) -> int:

@@ -155,17 +155,6 @@ class TopKIntegers(Codec):
     def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
         sparse.sum_at(*self._open(wire, space), self._positions.lists, out, scale)
 
-    def part(self, wire: Tensor, n: int, columns: slice) -> Tensor:
-        """The wire of a top-k of this segment alone, which starts at 0."""
-        positions, values = self._split(wire)
-        before = [(width, k) for start, width, k in self.segments if start < columns.start]
-        (own,) = ((width, k) for start, width, k in self.segments if start == columns.start)
-        head, group = Positions(tuple(before)).nbytes, self.quantizer.group
-        first, k = sum(padded(k, group) for _, k in before), padded(own[1], group)
-        codes = self.quantizer.part(values, self._positions.size, slice(first, first + k))
-        found = torch.cat([positions[:, head : head + Positions((own,)).nbytes], codes], 1)
-        return torch.nn.functional.pad(found, (0, -found.shape[1] % 8))
-
     def _open(self, wire: Tensor, space: Space) -> tuple[Tensor, Tensor]:
         """The values of a received wire (P, m) float32, and their positions."""
         positions, values = self._split(wire)

@@ -129,7 +129,7 @@ class Bound:
             warnings.warn(
                 f"{int(cut[i])} of {int(seen[i])} gradients of {often[0]} on this rank were more than {self.times:g} "
                 f"times as large as usual, and cut to that{more}: what is cut off is lost; give compress() a higher "
-                "bound=, or None, if gradients of that size are ordinary", ThinwireWarning, stacklevel=2,
+                "outlier_clip=, or None, if gradients of that size are ordinary", ThinwireWarning, stacklevel=2,
             )  # fmt: skip
 
     def facts(self) -> dict[str, float]:

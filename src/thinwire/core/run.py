@@ -135,7 +135,8 @@ class Step:
     Attributes:
         number: optimizer steps taken before this one. weights: the trained parameters by name (DTensors on FSDP2).
         clip_factor: what ``clip_grad_norm_`` multiplied the averaged gradients with, 0-dim; None if it was not called.
-        agree: (values) -> are they finite on every rank? Collective, and waits for the device; True with guard=False.
+        agree: (values) -> are they finite on every rank? Collective, and waits for the device; True without a
+            guard.
     """
 
     number: int

@@ -37,7 +37,6 @@ from thinwire.lab.link import Link
 TOOLS = ("unshare", "nsenter", "ip", "tc")
 LIMIT_S = 20.0  # for any one step of the set-up
 INTERFACE = "eth0"
-PR_SET_PDEATHSIG = 1
 
 
 class NoNamespaces(ThinwireError):

@@ -44,10 +44,10 @@ def resolve(method: Method | str) -> Method:
     name, _, knobs = method.strip().partition("(")
     name, *colons = name.split(":")
     by_name = {cls.name: cls for cls in TABLE}
-    cls = by_name.get(name.strip().lower().replace("_", "-"))
-    if cls is None and name.strip().lower().replace("_", "-") in REMOVED:
-        instead = REMOVED[name.strip().lower().replace("_", "-")]
-        raise ThinwireError(f"{name.strip()} is no longer there (docs/log.md says why): take {instead}")
+    key = name.strip().lower().replace("_", "-")
+    if key in REMOVED:
+        raise ThinwireError(f"{name.strip()} is no longer there (docs/log.md says why): take {REMOVED[key]}")
+    cls = by_name.get(key)
     if cls is None:
         raise ThinwireError(f"unknown method '{name.strip()}'; there are: {', '.join(by_name)}")
     preset = colons.pop(0).strip() if len(colons) % 2 else None

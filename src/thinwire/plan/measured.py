@@ -77,20 +77,20 @@ def knobs_of(method: Method) -> dict[str, Any]:
 def nearest_measured(method: Method, ranks: int, count: int = 2) -> list[MeasuredLoss]:
     """Up to ``count`` rows of ``method`` with the fewest other knobs, each of another text; "scratch" first."""
     mine = knobs_of(method)
-    known = [(row, _knobs_of(row.method)) for row in read_measured()]
-    known = [(row, knobs) for row, knobs in known if knobs is not None and knobs["name"] == method.name]
-    if not known:
-        return []
-    differing = {row: sum((knobs or {})[knob] != value for knob, value in mine.items()) for row, knobs in known}
+    differing = {
+        row: sum(knobs[knob] != value for knob, value in mine.items())
+        for row in read_measured()
+        if (knobs := _knobs_of(row.method)) is not None and knobs["name"] == method.name
+    }
 
-    def distance(row: MeasuredLoss) -> tuple[int, bool, bool, int, int]:
+    def distance(row: MeasuredLoss) -> tuple[bool, bool, int, int]:
         far = max(row.ranks, ranks) // max(min(row.ranks, ranks), 1)
-        return differing[row], row.regime != "scratch", far > 2, -row.parameters, -row.seeds
+        return row.regime != "scratch", far > 2, -row.parameters, -row.seeds
 
+    fewest = min(differing.values(), default=0)
     nearest: dict[str, MeasuredLoss] = {}
-    for row in sorted(differing, key=distance):
-        if differing[row] == min(differing.values()):
-            nearest.setdefault(row.text, row)
+    for row in sorted((row for row in differing if differing[row] == fewest), key=distance):
+        nearest.setdefault(row.text, row)
     return list(nearest.values())[:count]
 
 

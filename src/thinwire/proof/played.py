@@ -21,7 +21,7 @@ from thinwire.proof.ranks import LockStep, Shapes, ThreadEngine, Threads
 
 SHAPES: Shapes = {"a.weight": (12, 16), "b.weight": (5, 7)}
 KNOBS: Mapping[str, Any] = {
-    "smallest": 0, "start": 1, "warmup": 2, "density": 0.25, "T": 2, "rank": 1, "k": 8, "chunk": 64, "theta": 0.9,
+    "smallest": 0, "start": 1, "warmup": 2, "density": 0.25, "T": 2, "rank": 1, "theta": 0.9,
     "ratio": 4, "block": 16, "group": 32, "weight_group": 32, "every": 2, "outer_lr": 1.0, "outer_momentum": 0.0,
 }  # fmt: skip
 """With which tensors as small as ``SHAPES`` are compressed, and a few steps are more than the start."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import interface_bytes
+from thinwire.core.safety import Safety
 from thinwire.network.comm import is_of_the_network, local, network_words
 from thinwire.train import differences, pretrained
 from thinwire.train.checkpoint import Checkpoints
@@ -134,13 +135,12 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
         model,
         optimizer,
         config.method,
-        guard=config.guard,
         two_level=config.two_level,
         intra=config.intra,
         steps=config.steps,
         seed=config.seed,
-        max_skipped=None,  # they are counted here, together with losses that are not finite
-        check_every=config.check_every or None,
+        # Skipped steps are counted here, together with losses that are not finite.
+        safety=Safety(guard=config.guard, max_skipped=None, check_every=config.check_every or None),
     )
     runner: Any = torch.compile(model) if config.compile else model
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "wire": wire}
