@@ -19,7 +19,7 @@ STAMP := $(VENV)/.ready
 help:
 	@echo "make train     train a small language model on two ranks of this machine, into $(OUT)"
 	@echo "make test      run the tests, $(JOBS) at a time (JOBS=1: one after the other)"
-	@echo "make test-all  each case everywhere, where make test deals cases out (tests/breadth.py): before a release"
+	@echo "make test-all  each case everywhere, where make test deals cases out (tests/support/breadth.py): before a release"
 	@echo "make test-torch TORCH=torch==2.11.0   run the tests of what touches torch's inside on another torch, in an"
 	@echo "               environment of its own (TESTS=tests: all of them)"
 	@echo "make test-frameworks   all tests of Hugging Face and Lightning, of which make test has a part, and those of"
@@ -58,7 +58,8 @@ test: $(STAMP)
 test-all:
 	THINWIRE_TESTS=all $(MAKE) test
 
-CORE := $(addprefix tests/test_,packaging.py engines.py engines_linear.py weights.py edges_passes.py saved.py rehearsal.py)
+CORE := tests/project/test_packaging.py tests/engines/test_engines.py tests/engines/test_engines_linear.py \
+	tests/engines/test_weights.py tests/core/test_edges_passes.py tests/saved/test_saved.py tests/plan/test_rehearsal.py
 
 test-torch:
 	$(MAKE) test VENV=".venv-$(subst =,,$(TORCH))" TESTS="$(or $(TESTS),$(CORE))"
@@ -70,18 +71,18 @@ test-wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	$(PYTHON) -m venv $(EMPTY)
 	$(EMPTY)/bin/python -m pip install --quiet "$(TORCH)" build/wheel/*.whl
-	$(EMPTY)/bin/python tests/wheel.py
+	$(EMPTY)/bin/python tests/support/wheel.py
 
 test-frameworks: export OMP_NUM_THREADS ?= 1
 test-frameworks: VENV := .venv-frameworks
 test-frameworks:
 	$(MAKE) setup VENV=$(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,gpu,$(FRAMEWORKS),eval]" "torchtitan<0.3" "$(TORCH)"
-	THINWIRE_TESTS=all $(VENV)/bin/python -m pytest tests/test_integrations.py tests/test_examples.py tests/test_export.py \
-		tests/test_finetune.py tests/test_evaluation.py
+	THINWIRE_TESTS=all $(VENV)/bin/python -m pytest tests/adapters tests/project/test_examples.py \
+		$(addprefix tests/train/test_,export.py finetune.py evaluation.py)
 
 test-gpu: $(STAMP)
-	$(BIN)/python tests/gpu_report.py
+	$(BIN)/python tests/support/gpu_report.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -94,7 +95,7 @@ format: $(STAMP)
 
 bench: export OMP_NUM_THREADS ?= 1
 bench: $(STAMP)
-	@set -e; for file in benchmarks/*.py; do echo "$$file"; $(BIN)/python "$$file"; done
+	@set -e; for file in benchmarks/*/*.py; do echo "$$file"; $(BIN)/python "$$file"; done
 
 # The pages of the methods are made anew where something has changed of which they are made.
 METHODS := docs/methods/index.md

@@ -7,8 +7,8 @@
 
 docs/data/settings.csv has one row per set of runs that can be compared with each other: what ran, when, at which
 commit, and the command. speed.csv and loss.csv have one row per method and setting, losses.csv one per evaluation.
-regimes.jsonl has one line per run of benchmarks/regimes.py. A block in a page begins with ``<!-- generated: NAME -->``
-and ends with ``<!-- end -->``; ``BLOCKS`` says what stands between.
+regimes.jsonl has one line per run of benchmarks/loss/regimes.py. A block in a page begins with
+``<!-- generated: NAME -->`` and ends with ``<!-- end -->``; ``BLOCKS`` says what stands between.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from thinwire.train import differences
 
 HERE = Path(__file__).resolve().parent
 DATA, ROOT = HERE / "data", HERE.parent
-sys.path += [str(HERE), str(ROOT / "benchmarks")]
+sys.path += [str(HERE), str(ROOT / "benchmarks" / "loss")]
 import regime_tables  # noqa: E402
 
 Row = dict[str, str]
@@ -64,7 +64,7 @@ ALIASES = {
     "trickle(density=0.003)": "trickle:d0.003",
     "local-steps:recommended(outer=\"trickle(density=0.05,bits=4,feedback='gradient')\")": "local-steps:recommended",
 }
-"""A form as it was recorded -> the shortest that means the same today. tests/test_docs.py holds the two together."""
+"""A form as it was recorded -> the shortest that means the same today. test_docs.py holds the two together."""
 
 Regime = tuple[str, str, str, int]
 """(regime, model, text, ranks)."""
@@ -153,7 +153,7 @@ class Loss(NamedTuple):
 
 
 def loss(method: str, where: Regime | str = MAIN) -> Loss | None:
-    """What exactly ``method`` costs in a regime, or in a setting of benchmarks/training.py; None: not run there."""
+    """What exactly ``method`` costs in a regime, or in a setting of loss/training.py; None: not run there."""
     if isinstance(where, str):
         row = next((row for row in of("loss", where) if form(row["method"]) == method), None)
         return row and Loss(float(row["gap_percent"]), float(row["share_percent"]), 1 + bool(row["seed1"]))
@@ -272,7 +272,7 @@ def regime_rows() -> list[regime_tables.Row]:
 
 
 def runs() -> str:
-    """Every table of losses: those of benchmarks/training.py with their commands, then those of regimes.py."""
+    """Every table of losses: those of benchmarks/loss/training.py with their commands, then those of regimes.py."""
     parts = []
     for where in read("settings"):
         if where["kind"] == "loss":

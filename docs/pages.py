@@ -128,7 +128,7 @@ def losses(name: str) -> tuple[str, list[figures.Row]]:
 
 
 def regimes(name: str) -> str:
-    """The method's rows of benchmarks/regimes.py, each at its best learning rate; "" if there are none."""
+    """The method's rows of benchmarks/loss/regimes.py, each at its best learning rate; "" if there are none."""
     rows = [row for row in figures.regime_rows() if row.gap is not None and figures.name_of(row.method) == name]
     head = ("as", "regime", "model", "text", "ranks", "steps", "learning rate", "loss above dense", "share of bytes")
     lines = ["| " + " | ".join(head) + " |", "|---" * 4 + "|---:" * 5 + "|"]
@@ -158,7 +158,7 @@ def measured(name: str) -> str:
             parts += [f"### {title}", table]
             settings += where
     if table := regimes(name):
-        parts += ["### Loss by regime", "Measured with `benchmarks/regimes.py` ([quality](../quality.md)).", table]
+        parts += ["### Loss by regime", "Measured with `benchmarks/loss/regimes.py` ([quality](../quality.md)).", table]
     if not parts:
         return "Neither the speed nor the loss of this method was measured."
     for where in settings:

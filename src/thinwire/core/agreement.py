@@ -158,7 +158,7 @@ _OF_THE_HOST = {
 def host_facts(method: Method, optimizers: Sequence[torch.optim.Optimizer], device: str, engine: str) -> dict[str, str]:
     """What of this host can change bits that all ranks must have alike, where tensors are on a CPU.
 
-    tests/test_hosts.py tries all methods; numba's own instruction set changes none.
+    tests/core/test_hosts.py tries all methods; numba's own instruction set changes none.
     """
     if device != "cpu":
         return {}

@@ -207,7 +207,7 @@ class GroupComm(Comm):
 
     gloo's own all-to-all posts each send before the receive, so the word "ready to receive" queues behind the data and
     the two directions of a link take turns: half of its rate (all-gather: two thirds). On gloo we therefore send point
-    to point, receives first, which fills the link (``benchmarks/gloo.py`` prints both).
+    to point, receives first, which fills the link (``benchmarks/speed/gloo.py`` prints both).
 
     Attributes:
         ranks: their numbers in the job. timeout: how long one waits for the others; None where torch does not say.

@@ -1,7 +1,7 @@
 """The measured loss of a method: which runs are nearest to a plan's method, and how far they ended from dense.
 
-``measured.csv`` is made of docs/data/regimes.jsonl by ``benchmarks/regime_tables.py``. Nothing is predicted: where no
-run has the method, the plan says so.
+``measured.csv`` is made of docs/data/regimes.jsonl by ``benchmarks/loss/regime_tables.py``. Nothing is predicted: where
+no run has the method, the plan says so.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ __all__ = ["ROUNDS", "Part", "Parts", "count", "encode", "gather", "peaks", "pee
 
 ROUNDS = 32
 """After which peeling stops on a GPU. Higher => more launches, of which the last have nothing to do. A million elements
-take 12 at a load of 0.7, 17 at 0.75 and 27 at 0.79, and few elements rarely more (``benchmarks/peeling.py``)."""
+take 12 at a load of 0.7, 17 at 0.75 and 27 at 0.79, and few elements rarely more (``benchmarks/speed/peeling.py``)."""
 
 _backend = backend("thinwire.ops.sketch")
 

@@ -1,0 +1,196 @@
+"""The runs of ``regimes.py`` as rows: each method at its best learning rate, and how far it ends from dense.
+
+It needs the standard library alone, so that docs/figures.py can print the same tables as ``regimes.py --table``.
+
+    python benchmarks/loss/regime_tables.py > src/thinwire/plan/measured.csv    # what plans say of loss
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+Run = dict[str, Any]
+SETTING = ("regime", "model", "text", "ranks", "steps", "base")
+"""What runs in one table share."""
+KEY = (*SETTING, "method", "lr", "seed")
+PARTNER = {"adamw": "dense", "adams": "dense --optimizer adams", "sgd": "dense"}
+"""A method's dense run, by the method's optimizer. What steps by SGD is held against AdamW, as the better choice."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method in one setting, at the best learning rate of those run.
+
+    The best is that of the lowest mean loss over the seeds that all of the method's learning rates have; where they
+    have none in common, it is the one with the most seeds. A run that diverged or failed counts as an infinite loss.
+
+    Attributes:
+        losses: validation loss (nats per token) by seed, at ``lr``; inf: none.
+        tried: mean loss by learning rate, over the seeds that all of them have, or over each one's own.
+        gap: loss above dense at dense's own best learning rate, percent, mean over the seeds that both have; inf: none.
+        gap_same_lr: the same against dense at ``lr``. None, for both: no such run of dense, or one without a loss.
+        share: bytes sent for compressed tensors, percent of what dense sends for them; None: no run has ended.
+        share_all: bytes sent in all, percent of dense's.
+        failures: what became of the runs without a loss, at any learning rate.
+    """
+
+    regime: str
+    model: str
+    text: str
+    ranks: int
+    steps: int
+    base: str
+    method: str
+    lr: float
+    losses: dict[int, float]
+    tried: dict[float, float]
+    gap: float | None
+    gap_same_lr: float | None
+    share: float | None
+    share_all: float | None
+    failures: tuple[str, ...] = ()
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in SETTING)
+
+
+def read(file: Path) -> dict[str, Run]:
+    """The runs in ``file``, by key; of several with one key the last."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    found = [json.loads(line) for line in lines if line.strip()]
+    return {json.dumps({name: run[name] for name in KEY}, sort_keys=True): run for run in found}
+
+
+def rows(data: Iterable[Run]) -> list[Row]:
+    """One row per setting and method: settings in order of their first run; in each dense first, then by bytes."""
+    settings: dict[tuple[Any, ...], dict[str, list[Run]]] = {}
+    for run in data:
+        settings.setdefault(tuple(run[name] for name in SETTING), {}).setdefault(run["method"], []).append(run)
+    return [row for setting, methods in settings.items() for row in _rows_of(setting, methods)]
+
+
+def _rows_of(setting: tuple[Any, ...], methods: dict[str, list[Run]]) -> list[Row]:
+    losses = {method: _by_rate(runs) for method, runs in methods.items()}
+    found = []
+    for method, runs in methods.items():
+        mine, tried = losses[method], _means(losses[method])
+        lr = _best(mine)
+        ended = [run for run in runs if run["lr"] == lr and run.get("dense_bytes_compressed")]
+        dense = losses.get(PARTNER[next((run["optimizer"] for run in runs if "optimizer" in run), "adamw")], {})
+        found.append(
+            Row(
+                *setting, method, lr, mine[lr], tried,
+                gap=_gap(mine[lr], dense[_best(dense)]) if dense else None,
+                gap_same_lr=_gap(mine[lr], dense.get(lr, {})),
+                share=_share(ended, "bytes_compressed"),
+                share_all=_share(ended, "bytes"),
+                failures=tuple(
+                    f"lr {run['lr']:g}, seed {run['seed']}: {run['error'] or 'diverged'}"
+                    for run in runs if _loss(run) == math.inf
+                ),
+            )
+        )  # fmt: skip
+    return sorted(found, key=lambda row: (not row.method.startswith("dense"), -(row.share or 0), row.method))
+
+
+def _loss(run: Run) -> float:
+    return math.inf if run["error"] or run.get("diverged") or run["valid"] is None else run["valid"]
+
+
+def _by_rate(runs: list[Run]) -> dict[float, dict[int, float]]:
+    """Learning rate -> seed -> loss, both in ascending order."""
+    found: dict[float, dict[int, float]] = {}
+    for run in sorted(runs, key=lambda run: (run["lr"], run["seed"])):
+        found.setdefault(run["lr"], {})[run["seed"]] = _loss(run)
+    return found
+
+
+def _common(losses: dict[float, dict[int, float]]) -> set[int]:
+    return set.intersection(*(set(by_seed) for by_seed in losses.values()))
+
+
+def _means(losses: dict[float, dict[int, float]]) -> dict[float, float]:
+    common = _common(losses)
+    return {lr: fmean(by_seed[seed] for seed in common or by_seed) for lr, by_seed in losses.items()}
+
+
+def _best(losses: dict[float, dict[int, float]]) -> float:
+    if _common(losses):
+        means = _means(losses)
+        return min(means, key=means.__getitem__)
+    return max(losses, key=lambda lr: len(losses[lr]))
+
+
+def _gap(mine: dict[int, float], dense: dict[int, float]) -> float | None:
+    seeds = mine.keys() & dense.keys()
+    if not seeds or any(dense[seed] == math.inf for seed in seeds):
+        return None
+    return fmean(100 * (mine[seed] / dense[seed] - 1) for seed in seeds)
+
+
+def _share(ended: list[Run], kind: str) -> float | None:
+    return 100 * fmean(run[kind] / run[f"dense_{kind}"] for run in ended) if ended else None
+
+
+def markdown(chosen: Iterable[Row]) -> str:
+    """Tables, one for each setting: what ran, the rows, and what became of runs without a loss."""
+    return "\n\n".join(_table(list(of)) for _, of in groupby(chosen, key=lambda row: row.setting))
+
+
+def _table(of: list[Row]) -> str:
+    seeds = sorted({seed for row in of for seed in row.losses})
+    first = of[0]
+    base = f", from the end of dense on {first.base}" if first.base else ""
+    what = f"{first.regime}: `{first.model}` on {first.text}, {first.ranks} ranks, {first.steps} steps{base}"
+    lines = [
+        f"{what}; seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}.",
+        "",
+        "| method | lr | validation loss (by seed) | gap to dense | at the same lr | bytes of compressed tensors | "
+        "all bytes | seeds | other lr: mean loss |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in of:
+        losses = ", ".join(_number(row.losses.get(seed), "{:.4f}") for seed in seeds)
+        others = ", ".join(f"{lr:g}: {_number(loss, '{:.4f}')}" for lr, loss in row.tried.items() if lr != row.lr)
+        lines.append(
+            f"| `{row.method}` | {row.lr:g} | {losses} | {_number(row.gap, '{:+z.2f}%')} | "
+            f"{_number(row.gap_same_lr, '{:+z.2f}%')} | {_number(row.share, '{:.2f}%')} | "
+            f"{_number(row.share_all, '{:.2f}%')} | {len(row.losses)} | {others or '-'} |"
+        )
+    failures = [f"* `{row.method}`, {failure}" for row in of for failure in row.failures]
+    return "\n".join([*lines, *([""] if failures else []), *failures])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else "none" if value == math.inf else form.format(value)
+
+
+def measured(data: Iterable[Run]) -> str:
+    """What a plan says of loss, as CSV: each method's gap to dense by setting, without rows that have none."""
+    data = list(data)
+    parameters = {run["model"]: run["parameters"] for run in data if "parameters" in run}
+    out = io.StringIO()
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(("method", "regime", "text", "ranks", "parameters", "steps", "seeds", "gap_percent"))
+    for row in rows(data):
+        if row.gap is None or row.gap == math.inf or " --" in row.method or row.method.startswith("dense"):
+            continue
+        table.writerow((
+            row.method, row.regime, row.text, row.ranks, parameters[row.model], row.steps, len(row.losses),
+            f"{row.gap:.2f}",
+        ))  # fmt: skip
+    return out.getvalue()
+
+
+if __name__ == "__main__":
+    print(measured(read(Path(__file__).parents[2] / "docs" / "data" / "regimes.jsonl").values()), end="")

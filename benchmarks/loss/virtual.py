@@ -1,0 +1,501 @@
+"""Data-parallel training of N virtual ranks in one process: the real methods, roads, guards and optimizers.
+
+Ranks are threads that run one at a time, from one meeting to the next. Their sums are gloo's, chunk by chunk of its
+ring, so that a run with ``batched=False`` has the bits of a run of ``thinwire train`` on N processes with DDP
+(``python benchmarks/loss/regimes.py --check``). ``batched=True`` takes the gradients of all ranks in one forward and
+backward pass: the same up to rounding, and faster, the more so the fewer tokens a rank has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from thinwire.core.bucket import Piece
+from thinwire.core.exchange import AllReduce
+from thinwire.core.method import Run, Step
+from thinwire.core.names import describe
+from thinwire.core.outliers import STEP, Bound
+from thinwire.core.road import Road, Stage
+from thinwire.core.state import State
+from thinwire.methods import Method, resolve
+from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.network.guard import Guard
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import LockStep, ThreadComm
+from thinwire.train.config import Config
+from thinwire.train.data import Windows, batches
+from thinwire.train.models import Decoder
+from thinwire.train.setup import make_optimizer
+
+FIRST_BUCKET, BUCKET = 1024 * 1024, 25 * 1024 * 1024
+"""Bytes of DDP's first bucket, and of the others."""
+SEGMENT = 1024 * 1024
+"""Bytes of the longest message of gloo's ring."""
+GIVE_UP = 20
+"""Steps in a row whose gradients are not finite: the run has diverged."""
+
+
+class World(LockStep):
+    """Virtual ranks that make what all of them need once."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._made_at, self._made = -1, torch.empty(0)
+
+    def together(self, rank: int, value: Tensor, make: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """``make(everybody's value)``, a new tensor, the same for all. Nobody may write to it."""
+        everybody = self.swap(rank, value)
+        if self._made_at != self._meetings:
+            self._made_at, self._made = self._meetings, make(everybody)
+        return self._made
+
+
+class Ring(ThreadComm):
+    """Between the virtual ranks of a :class:`World`, each on a node of its own; sums in the order of gloo's ring."""
+
+    _world: World
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> None:
+        tensor.copy_(self._world.together(self.rank, tensor, lambda values: reduced(values, op)))
+
+    def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None:
+        whole = self._world.together(self.rank, rows, lambda values: reduced([v.view(-1) for v in values], op))
+        out.copy_(whole.view(self.size, -1)[self.rank].view_as(out))
+
+    def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> None:
+        out.copy_(self._world.together(self.rank, row.reshape(-1), torch.stack).view_as(out))
+
+    def _all_to_all(self, out: Tensor, rows: Tensor) -> None:
+        out.copy_(self._world.together(self.rank, rows, torch.stack)[:, self.rank])
+
+
+def reduced(values: Sequence[Tensor], op: str) -> Tensor:
+    """What gloo's all-reduce makes of ``values`` (1-D, one for each rank), bit for bit.
+
+    Of N chunks, chunk c starts at rank c - 1 and goes down the ring to rank c: x_c + (x_c+1 + (... + x_c-1)).
+    """
+    size, numel = len(values), values[0].numel()
+    if op == "max":
+        return torch.stack(list(values)).amax(0)
+    of, result = values[0].element_size(), torch.empty_like(values[0])
+    segments = -(-max(-(-numel * of // SEGMENT), 2 * size) // size)  # of each chunk
+    width = -(-numel * of // (segments * size * of)) * segments
+    for chunk in range(size):
+        here = slice(chunk * width, min((chunk + 1) * width, numel))
+        if here.start >= numel:
+            break
+        into = torch.add(values[(chunk - 2) % size].view(-1)[here], values[(chunk - 1) % size].view(-1)[here])
+        for back in range(3, size + 1):
+            into.add_(values[(chunk - back) % size].view(-1)[here])
+        result.view(-1)[here] = into
+    return result.div_(size) if op == "mean" else result
+
+
+class Replica:
+    """A model and its optimizer: one for all ranks where nobody but the optimizer writes to them, else one for each."""
+
+    def __init__(self, config: Config, vocabulary: int, start: dict[str, Tensor] | None) -> None:
+        torch.manual_seed(config.seed)
+        self.model = Decoder(config.shape(vocabulary))
+        self.weights = dict(self.model.named_parameters())
+        self.optimizer = make_optimizer(self.model, config)
+        self.norm = self.factor = torch.empty(())
+        self._clipped = self._stepped = -1
+        for key, values in (start or {}).items():
+            kind, _, name = key.partition("/")
+            if kind == "model":
+                self.weights[name].data.copy_(values)
+            else:
+                self.optimizer.state[self.weights[name]][kind] = values.clone()
+
+    def rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def clip(
+        self, turn: int, gradients: dict[str, Tensor], most: float, moves: Collection[str] = (),
+        power: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Take up ``gradients`` as :meth:`thinwire.Wire.clip_grad_norm_` clips them; their norm before.
+
+        ``moves``: those that are steps, and left alone. ``power``: about the squared norm of the gradients they were.
+        """
+        if self._clipped != turn:
+            for name, weight in self.weights.items():
+                weight.grad = gradients[name]
+            norms = [of for name, of in gradients.items() if name not in moves]
+            self.norm = get_total_norm(norms, 2.0)
+            if power is not None:
+                self.norm = get_total_norm([self.norm, power.sqrt()], 2.0) if norms else power.sqrt()
+            clip_grads_with_norm_([of for name, of in self.weights.items() if name not in moves], most, self.norm)
+            self.factor, self._clipped = (most / (self.norm + 1e-6)).clamp(max=1.0), turn
+        return self.norm
+
+    def step(self, turn: int) -> None:
+        if self._stepped != turn:
+            self.optimizer.step()
+            self._stepped = turn
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and moments, for ``start``: ``model/NAME`` and ``KIND/NAME``."""
+        found = {f"model/{name}": weight.detach().clone() for name, weight in self.weights.items()}
+        for name, weight in self.weights.items():
+            for kind, value in self.optimizer.state.get(weight, {}).items():
+                found[f"{kind}/{name}"] = value.clone()
+        return found
+
+
+def buckets_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[list[str]]:
+    """The parameters in DDP's buckets, once it has rebuilt them in the order in which gradients come."""
+    order: list[tuple[str, Tensor]] = []
+    hooks = [
+        weight.register_post_accumulate_grad_hook(lambda of, name=name: order.append((name, of)))  # type: ignore[misc]
+        for name, weight in model.named_parameters()
+    ]
+    model(inputs, targets).backward()
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad(set_to_none=True)
+    found = dist._compute_bucket_assignment_by_size([of for _, of in order], [FIRST_BUCKET, BUCKET])[0]
+    return [[order[index][0] for index in indices] for indices in found]
+
+
+class Gradients:
+    """Gradients of all ranks, (N, P): a rank's row holds DDP's buckets, one behind the other."""
+
+    def __init__(self, size: int, model: nn.Module, buckets: list[list[str]]) -> None:
+        shapes = {name: weight.shape for name, weight in model.named_parameters()}
+        self.rows = torch.zeros(size, sum(map(math.prod, shapes.values())))
+        self.of: dict[str, Tensor] = {}
+        """name -> (N, *shape), views."""
+        self.buckets: list[tuple[slice, tuple[Piece, ...]]] = []
+        begin = 0
+        for names in buckets:
+            pieces, at = [], 0
+            for name in names:
+                numel = math.prod(shapes[name])
+                self.of[name] = self.rows[:, begin + at : begin + at + numel].view(size, *shapes[name])
+                pieces.append(Piece(name, at, numel))
+                at += numel
+            self.buckets.append((slice(begin, begin + at), tuple(pieces)))
+            begin += at
+
+    def take(self, rank: int, model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
+        """Fill a rank's row; its loss."""
+        names, weights = zip(*model.named_parameters(), strict=True)
+        loss = model(inputs, targets)
+        found = torch.autograd.grad(loss, weights)
+        torch._foreach_copy_([self.of[name][rank] for name in names], list(found))
+        return float(loss.detach())
+
+
+class Together:
+    """The gradients of all ranks on the same weights, from one forward and backward pass over all their sequences.
+
+    Activations know their rank by their place in the batch, so each module's gradient is a product for each rank.
+    """
+
+    def __init__(self, model: nn.Module, gradients: Gradients) -> None:
+        self._model, self._size = model, len(gradients.rows)
+        self._of = {id(weight): gradients.of[name] for name, weight in model.named_parameters()}
+        self._written: set[int] = set()
+        self._sequences = 0
+
+    def take(self, inputs: Tensor, targets: Tensor) -> float:
+        """Fill all rows from (N * B, T) tokens, rank by rank; the mean of the ranks' losses."""
+        self._written.clear()
+        self._sequences = len(inputs)
+        with self._watched():
+            loss = self._model(inputs, targets)
+            (loss * self._size).backward()
+        return float(loss.detach())
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        kinds: dict[type, Callable] = {
+            nn.Linear: self._linear, nn.Embedding: self._embedding, nn.LayerNorm: self._norm, nn.RMSNorm: self._norm,
+        }  # fmt: skip
+        watched = [module for module in self._model.modules() if type(module) in kinds]
+        for module in watched:
+            module.forward = lambda x, of=module: kinds[type(of)](of, x)  # type: ignore[method-assign, misc]
+        try:
+            yield
+        finally:
+            for module in watched:
+                del module.forward
+
+    def _linear(self, of: nn.Linear, x: Tensor) -> Tensor:
+        return _Linear.apply(x, of.weight, of.bias, self)
+
+    def _embedding(self, of: nn.Embedding, tokens: Tensor) -> Tensor:
+        return _Embedding.apply(tokens.expand(self._sequences, tokens.shape[-1]), of.weight, self)
+
+    def _norm(self, of: Any, x: Tensor) -> Tensor:
+        if isinstance(of, nn.LayerNorm):
+            x = F.layer_norm(x, of.normalized_shape, eps=of.eps)
+        else:
+            x = F.rms_norm(x, list(of.normalized_shape), eps=of.eps)
+        return _Scale.apply(x, of.weight, getattr(of, "bias", None), self)
+
+    def split(self, values: Tensor) -> Tensor:
+        """(N * B, T, width) -> (N, B * T, width)."""
+        return values.reshape(self._size, -1, values.shape[-1])
+
+    def into(self, weight: Tensor) -> tuple[Tensor, int]:
+        """Where the gradients of ``weight`` go, (N, *shape), and with which factor what is there counts: 0 or 1."""
+        again = id(weight) in self._written
+        self._written.add(id(weight))
+        return self._of[id(weight)], int(again)
+
+    def put(self, weight: Tensor, values: Tensor) -> None:
+        """Gradients of ``weight``, (N, *shape)."""
+        there, again = self.into(weight)
+        there.add_(values) if again else there.copy_(values)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, ranks):  # type: ignore[override]
+        ctx.save_for_backward(x, weight, bias)
+        ctx.ranks = ranks
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        x, weight, bias = ctx.saved_tensors
+        own = ctx.ranks.split(grad)
+        there, again = ctx.ranks.into(weight)
+        there.baddbmm_(own.transpose(1, 2), ctx.ranks.split(x), beta=again)
+        if bias is not None:
+            ctx.ranks.put(bias, own.sum(1))
+        return grad @ weight, None, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, weight, ranks):  # type: ignore[override]
+        ctx.save_for_backward(tokens, weight)
+        ctx.ranks = ranks
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        tokens, weight = ctx.saved_tensors
+        there, again = ctx.ranks.into(weight)
+        if not again:
+            there.zero_()
+        own = ctx.ranks.split(grad)
+        for mine, at, values in zip(there, tokens.reshape(len(own), -1), own, strict=True):
+            mine.index_add_(0, at, values)
+        return None, None, None
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, ranks):  # type: ignore[override]
+        ctx.save_for_backward(x, weight, bias)
+        ctx.ranks = ranks
+        return x * weight if bias is None else torch.addcmul(bias, x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        x, weight, bias = ctx.saved_tensors
+        ctx.ranks.put(weight, ctx.ranks.split(grad * x).sum(1))
+        if bias is not None:
+            ctx.ranks.put(bias, ctx.ranks.split(grad).sum(1))
+        return grad * weight, None, None, None
+
+
+class Rank:
+    """One virtual rank: what ``compress()`` sets up on a process, and a step of its training loop.
+
+    Attributes:
+        sent, side, dense: bytes sent so far; of them for parameters beside the compressed ones; what dense would send.
+    """
+
+    def __init__(self, world: World, rank: int, method: str, replica: Replica, gradients: Gradients, config: Config):
+        self.rank, self.replica, self.method, self.clip = rank, replica, resolve(method), config.clip or math.inf
+        self.ledger, self.sent, self.side, self.dense = Ledger(), 0.0, 0.0, 0.0
+        comm = Ring(world, rank, self.ledger)
+        self.parameters = {parameter.name: parameter for parameter in describe(replica.model).values()}
+        self.state = self.method.state = State(self.method.offloads)
+        run = Run(
+            self.parameters, AllReduce(comm), config.steps, config.seed, (replica.optimizer,), replica.weights, rank
+        )
+        self.method.begin(run)
+        self.guard = Guard([comm])
+        self.stage = Stage(
+            self.method, self.method.dense_among(self.parameters.values()), run.exchange, self.guard, self.ledger
+        )
+        self.bound: Bound | None = None
+        if self.method.bounded and len(self.stage.dense) < len(self.parameters):
+            leaves = None if self.method.promise.of == "gradients" else STEP
+            self.bound = self.stage.bound = Bound(
+                10.0, {of.name: of.local for of in self.parameters.values()}, leaves=leaves
+            )
+        self.road = Road([self.stage])
+        self._count_side(self.stage)
+        row = gradients.rows[rank]
+        self._flats = [(row[where], pieces) for where, pieces in gradients.buckets]
+        self._gradients = {name: gradients.of[name][rank] for name in replica.weights}
+
+    def _count_side(self, stage: Stage) -> None:
+        reduce = stage._side.reduce
+
+        def counted(bucket, exchange):
+            before = sum(self.ledger.now.bytes.values())
+            reduce(bucket, exchange)
+            self.side += sum(self.ledger.now.bytes.values()) - before
+
+        stage._side.reduce = counted  # type: ignore[method-assign]
+
+    def step(self, turn: int) -> bool:
+        """Exchange the gradients that are in this rank's row, and step; False: the step was skipped on all ranks, or
+        by this rank where it is alone."""
+        for flat, pieces in self._flats:
+            self.road.reduce(flat, pieces)
+        moves = frozenset(self.method.moves)
+        norm = self.replica.clip(turn, self._gradients, self.clip, moves, self.method.power_of_moves())
+        self.guard.observe_all(self._gradients.values() if moves else [norm])
+        comms = self.stage.exchange.beside(self.guard.comms) if self.method.alone(self.road.step) else None
+        finite, _ = self.guard.agree(norm.device, comms=comms)
+        step = Step(
+            self.road.step, (self.replica.optimizer,), self.replica.weights, self.replica.factor, self._agree
+        )
+        if finite:
+            self._commit()
+            self.method.before_step(step)
+            self.replica.step(turn)
+            self.method.after_step(step)
+            self._commit()
+            self.road.step += 1
+        else:
+            self.state.rollback()
+            self.method.undo()
+            if self.bound is not None:
+                self.bound.rollback()
+            self.method.after_skip(step)
+            self._commit()
+        self.sent += sum(self.ledger.now.bytes.values())
+        self.dense += self.ledger.now.dense_bytes
+        self.ledger.close_step(skipped=not finite)
+        self.ledger.reset()
+        return finite
+
+    def _agree(self, values: Iterable[Tensor]) -> bool:
+        self.guard.observe_all(values)
+        return self.guard.agree(torch.device("cpu"))[0]
+
+    def _commit(self) -> None:
+        self.state.commit()
+        if self.bound is not None:
+            self.bound.commit()
+
+
+@dataclass
+class Trained:
+    """What a run gave: losses by step (mean over ranks), (step, validation loss) pairs, the ranks as they ended."""
+
+    ranks: list[Rank]
+    losses: list[float] = field(default_factory=list)
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    skipped: int = 0
+    diverged: bool = False
+
+
+def acts_in_steps(method: Method) -> bool:
+    """Does it look at weights and moments, or write to them, around the optimizer's step?"""
+    if isinstance(method, ErrorFeedback) and method.feedback == "update":
+        return True
+    own = (type(method).before_step, type(method).after_step)
+    return not {Method.before_step, ErrorFeedback.before_step, Method.after_step, ErrorFeedback.after_step} >= set(own)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, chosen: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Mean loss over the batches ``chosen``."""
+    total = sum(float(model(inputs, targets)) * len(inputs) for inputs, targets in chosen)
+    return total / sum(len(inputs) for inputs, _ in chosen)
+
+
+def train(
+    config: Config,
+    windows: Windows,
+    held_out: Windows | None = None,
+    *,
+    vocabulary: int = 256,
+    batched: bool = False,
+    start: dict[str, Tensor] | None = None,
+    looks: int = 8,
+    sequences: int = 64,
+) -> Trained:
+    """Train ``config.ranks`` virtual ranks for ``config.steps`` steps, as ``thinwire train`` does on DDP.
+
+    Args:
+        windows, held_out: texts to train on and to look at: ``looks`` times at ``sequences`` of the held-out ones.
+        batched: gradients of all ranks in one pass, where their weights are equal.
+        start: weights and moments to begin with, as :meth:`Replica.state` gives them.
+    """
+    size, batch = config.ranks or 1, config.batch_size
+    method = resolve(config.method)
+    shared = method.rank_equal and not acts_in_steps(method)
+    replicas = [Replica(config, vocabulary, start) for _ in range(1 if shared else size)]
+    model = replicas[0].model
+    gradients = Gradients(size, model, buckets_of(model, *windows.take(0, batch)))
+    world = World(size)
+    ranks = [
+        Rank(world, rank, config.method, replicas[0 if shared else rank], gradients, config) for rank in range(size)
+    ]
+    found = Trained(ranks)
+    equal = method.rank_equal and not method.alone(config.steps)
+    together = Together(model, gradients) if batched and equal else None
+    chosen = [] if held_out is None else batches(held_out.spread(sequences), 16)
+    tokens: dict[int, tuple[Tensor, Tensor]] = {}
+    losses = torch.zeros(config.steps, size)
+    every = max(config.steps // looks, 1)
+
+    def prepare(turn: int, of: Rank) -> None:
+        """This rank's gradients, or everybody's if nobody has taken them yet."""
+        if turn not in tokens:
+            tokens.clear()
+            tokens[turn] = windows.take(turn * size * batch, size * batch)
+            if together is not None:
+                losses[turn].fill_(together.take(*tokens[turn]))
+        if together is None:
+            mine = slice(of.rank * batch, (of.rank + 1) * batch)
+            inputs, targets = tokens[turn]
+            losses[turn, of.rank] = gradients.take(of.rank, of.replica.model, inputs[mine], targets[mine])
+
+    def body(rank: int) -> None:
+        of, in_a_row = ranks[rank], 0
+        for turn in range(config.steps):
+            of.replica.rate(config.learning_rate(turn))
+            if together is not None:
+                world.swap(rank, None)  # everybody's step is over: its gradients may go
+            prepare(turn, of)
+            finite = of.step(turn)
+            if of.method.alone(of.road.step):
+                world.swap(rank, None)  # or this rank would be the first to have a loss, and go on
+            in_a_row = 0 if finite else in_a_row + 1
+            if rank == 0:
+                found.skipped += not finite
+                found.losses.append(float(reduced(list(losses[turn].split(1)), "mean")))
+                if chosen and ((turn + 1) % every == 0 or turn + 1 == config.steps):
+                    found.curve.append((turn + 1, evaluate(of.replica.model, chosen)))
+            if in_a_row == GIVE_UP and not of.method.alone(of.road.step):
+                found.diverged = True
+                break
+        of.method.finish()
+
+    world.run(body)
+    return found

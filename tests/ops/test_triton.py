@@ -1,0 +1,159 @@
+"""Kernels for CUDA, without CUDA: how they are launched, what is compiled before the first step, and what they become.
+
+That they compute what the reference computes is tested beside the operations, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import thinwire
+from programs import needs_triton, run_python
+from test_memory import method_of
+from test_rehearsal import exchange_of
+from thinwire.core.bucket import Layout, Piece, Shard
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Parameter
+from thinwire.methods import TABLE
+from thinwire.ops import dry, mask, quant
+from thinwire.ops.backends import launches
+from thinwire.plan.rehearsal import META, compile_kernels, rehearse, stand_in
+from thinwire.proof.ranks import parameters_for, road_of
+
+SOURCE = Path(thinwire.__file__).parent
+SHAPES = {"a": (67, 77), "b": (96, 64), "a.bias": (33,)}
+"""Two that are sent, one in rows whose length is a multiple of nothing, and one that stays dense."""
+
+
+def test_every_launch_goes_through_the_one_that_minds_the_device():
+    """``kernel[grid](...)`` stands once."""
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text()
+        if "import triton" not in text and path.name != "triton.py":
+            continue
+        called = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        if any(isinstance(f, ast.Subscript) or getattr(f, "attr", "") in ("run", "warmup") for f in called):
+            found.add(path.relative_to(SOURCE).as_posix())
+    assert found == {"ops/gpu.py"}
+
+
+def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
+    """Whichever is the current one: a rank need not have called ``torch.cuda.set_device``."""
+    inside = []
+
+    @contextmanager
+    def device_of(tensor):
+        inside.append(tensor)
+        yield
+        inside.clear()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    seen = []
+    rows, out = torch.zeros(3, 64, device="meta"), torch.zeros(64, device="meta")
+    with dry.run(lambda name, variant: seen.extend(inside)):
+        quant.sum_rows(rows, out)
+    assert len(seen) == 1 and seen[0] is rows
+
+
+def layout_of(parameters: Sequence[Parameter], exchange: Exchange) -> Layout:
+    """All parameters in one buffer, beside each other."""
+    place, pieces, shares = 0, [], []
+    total = sum(of.local for of in parameters)
+    for of in parameters:
+        stride = total if exchange.owner else 0
+        pieces.append(Piece(of.name, place, of.local * exchange.rows if stride else of.numel, exchange.rows, stride))
+        shares.append(Piece(of.name, place, of.local))
+        place += of.local if exchange.owner else of.numel
+    shards = [Shard(tuple(shares), (), total, torch.float32)] if exchange.owner else []
+    return Layout([tuple(pieces)], [torch.float32], shards, exchange.comm)
+
+
+@pytest.mark.parametrize("name", [cls.name for cls in TABLE])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_no_step_waits_for_a_kernel(name, kind):
+    """What the steps of many ranks launch was compiled before, with the smallest parameters and one rank."""
+    method = method_of(name)
+    if kind not in method.engines:
+        pytest.skip(f"{name} does not run on {kind}")
+    exchange = exchange_of(kind, 5)
+    parameters = list(parameters_for(exchange, SHAPES).values())
+    layout, road = layout_of(parameters, exchange), road_of(method, parameters, exchange)
+    gathers = frozenset(shard.dtype for shard in layout.shards)
+    run = replace(stand_in(method, parameters, exchange), gathers=gathers)
+    compiled: set[tuple[object, ...]] = set()
+    needed: set[tuple[object, ...]] = set()
+    with dry.run(lambda kernel, variant: compiled.add((kernel, *sorted(variant.items())))):
+        compile_kernels(road, run, META)
+    with dry.run(lambda kernel, variant: needed.add((kernel, *sorted(variant.items())))):
+        rehearse(layout, road, run)
+    assert not needed - compiled
+
+
+def test_a_dry_run_counts_what_the_host_code_launches():
+    """Not one kernel per operation: a gather at a mask counts its bits first. Afterwards all is as it was."""
+    rows, words = torch.zeros(2, 128, device="meta"), torch.zeros(2, 2, dtype=torch.int64, device="meta")
+
+    def counted() -> dict[str, int]:
+        token = launches.set(counter := Counter())
+        mask.gather_keep(rows, None, words, rows[:, :5], None)
+        launches.reset(token)
+        return dict(counter)
+
+    with dry.run():
+        assert counted() == {"thinwire.ops.mask._count": 1, "thinwire.ops.mask._gather_keep": 1}
+    assert counted() == {"thinwire.ops.mask.gather_keep": 1}
+
+
+@needs_triton
+def test_what_is_said_of_compiled_code():
+    """Warps that fit by their registers, by shared memory and by threads; a kernel that asks for little is slower."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2] / "benchmarks" / "speed")!r})
+import roofline
+device = roofline.DEVICES[90]
+found = dict(registers=32, warps=4, shared=0, accesses=dict(ld16=4, st16=4), moved=65536, instructions=100)
+assert roofline.occupancy(found, device) == roofline.share(found, device) == 1
+assert roofline.occupancy(found | dict(registers=64), device) == 0.5
+assert roofline.occupancy(found | dict(shared=56 << 10), device) == 4 * 4 / 64
+assert roofline.share(found | dict(accesses=dict(ld4=1)), device) < 0.5
+assert roofline.share(found | dict(moved=64), device) < 0.1
+lines = ["tt.load %p : !tt.ptr<i64> ", "tt.load %q, %m : tensor<512x!tt.ptr<f32>> ",
+         "tt.load %q : tensor<512x!tt.ptr<i64>> ", "tt.store %q, %b : tensor<4x128x!tt.ptr<i8>> "]
+assert roofline.aot.moved(chr(10).join(lines)) == 512 * 4 + 512 // 8 + 512
+print("checked")
+"""
+    done = run_python(code, TRITON_INTERPRET="0")
+    assert done.stdout.strip().endswith("checked"), done.stderr
+
+
+@needs_triton
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_the_machine_code_of_all_kernels(capability, tmp_path):
+    """No registers spilled; 16 or, on a wire, 4 bytes at a time; 64 bits for the place of a row; no variant by size."""
+    code = f"import aot; aot.main({capability})"
+    done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for found in map(json.loads, done.stdout.splitlines()):
+        assert found["stack"] == 0, found
+        assert not found["narrow"] and not found["specialized"], found
+        assert not found["fused"] or found["kernel"].startswith("projection."), found
+        widths = {int(access[2:]) for access in found["accesses"]}
+        by_bytes = found["constants"].get("NARROW")  # small tensors in bfloat16, which lie anywhere
+        assert min(widths) >= 4 or by_bytes, found
+        by_places = found["constants"].get("ALL") is False or found["kernel"] == "mask._unpack"
+        if {"ALIGN", "WIRE"} & found["constants"].keys() and not by_places and "projection" not in found["kernel"]:
+            # Of one wire another is made: there is nothing else in it.
+            widest = found["constants"]["WIRE"] if found["kernel"] == "quant._requantize" else 16
+            assert max(widths) == widest, found

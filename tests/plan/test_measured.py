@@ -1,0 +1,63 @@
+"""The plan names the measured runs that are nearest to its method, with their setting, and says when there are none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks" / "loss"))
+
+import regime_tables  # noqa: E402
+from thinwire import methods  # noqa: E402
+from thinwire.methods import resolve  # noqa: E402
+from thinwire.network.ledger import Ledger  # noqa: E402
+from thinwire.plan.measured import describe_measured, nearest_measured, read_measured  # noqa: E402
+from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of  # noqa: E402
+
+
+def test_the_packaged_rows_are_those_of_the_runs():
+    runs = regime_tables.read(ROOT / "docs" / "data" / "regimes.jsonl").values()
+    assert (ROOT / "src/thinwire/plan/measured.csv").read_text() == regime_tables.measured(runs)
+
+
+@pytest.mark.parametrize("spec", ["trickle", "trickle(mask='merged',bits=4)", "powersgd"])
+def test_a_method_that_was_run_is_nearest_to_itself(spec):
+    rows = nearest_measured(resolve(spec), 4)
+    assert rows and all(resolve(row.method) == resolve(spec) for row in rows)
+    assert len({row.text for row in rows}) == len(rows) <= 2
+    exact = [row for row in read_measured() if row.method == rows[0].method and row.regime == "scratch"]
+    assert rows[0] in exact
+
+
+def test_other_knobs_are_told_with_the_run():
+    """A density that nobody has run: the row says which one it was."""
+    line = describe_measured(resolve("trickle(density=0.0123)"), 4)
+    assert "(trickle, " in line or "(trickle(" in line
+    assert "ranks" in line and "parameters" in line and "seed" in line and "%" in line
+
+
+def test_the_number_of_ranks_counts():
+    few, many = (nearest_measured(resolve("trickle:merged"), ranks)[0].ranks for ranks in (4, 16))
+    assert (few, many) == (4, 16)
+
+
+def test_where_there_is_no_run_the_plan_says_so(monkeypatch):
+    monkeypatch.setattr("thinwire.plan.measured.read_measured", lambda: ())
+    assert describe_measured(resolve("sign"), 4) == (
+        "loss: no run of sign has been compared with dense; compare one of your own"
+    )
+
+
+@pytest.mark.parametrize("cls", methods.TABLE, ids=lambda cls: cls.name)
+def test_every_plan_that_compresses_has_the_line(cls):
+    if "ddp" not in cls.engines or cls.name == "local-steps":
+        return
+    exchange = exchange_on("all_reduce", Threads(4), 0, Ledger())
+    made = resolve(f"{cls.name}(smallest=0)") if "smallest" in {knob.name for knob in cls.knobs()} else cls()
+    plan = plan_of(made, parameters_for(exchange, {"a.weight": (64, 64)}).values(), exchange)
+    assert bool(plan.measured) == (plan.compressed not in (None, 0.0))
+    if plan.measured:
+        assert " ".join(plan.measured.split())[:20] in " ".join(str(plan).split())

@@ -1,0 +1,217 @@
+"""Every Triton kernel compiled ahead of time, for a GPU that need not be there: a line of JSON about each.
+
+    python tests/support/aot.py 90      # compute capability
+
+Types and constants are those of a step: sizes and strides of which nothing is known, rows that are aligned or, for a
+wire, at multiples of 4 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from thinwire.ops import sketch as sketch_parts
+from thinwire.ops.adams import triton as adams
+from thinwire.ops.direction import triton as direction
+from thinwire.ops.mask import triton as mask
+from thinwire.ops.moments import triton as moments
+from thinwire.ops.projection import triton as projection
+from thinwire.ops.quant import triton as quant
+from thinwire.ops.rows import FIELDS, PER_PROGRAM
+from thinwire.ops.rows import triton as packing
+from thinwire.ops.shards import triton as shards
+from thinwire.ops.sign import triton as sign
+from thinwire.ops.sketch import triton as sketch
+from thinwire.ops.sparse import triton as sparse
+
+MODULES = (adams, direction, mask, moments, projection, quant, packing, shards, sign, sketch, sparse)
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+NAMES = """
+i64    seed
+fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
+*fp32  rows total old payload new out signs scales shares gradient residual moment values mean
+*fp32  common common_out given weight
+*fp32  g v m_out own held message left sent rest whole quantum wire
+*i64   words index
+*i32   before base counts places positions programs parts keys found state tallies elements
+*i64   table kept_table
+*u8    flags bits codes octets
+"""
+TYPES = {name: kind for kind, *names in map(str.split, NAMES.strip().splitlines()) for name in names}
+"""Of arguments by their names; others are int32."""
+
+
+def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
+    """(kernel, types that differ from ``TYPES``, constants and options)."""
+    aligned = {"ALIGN": 16}
+    for four, rotated, wire, group in ((0, 0, 16, 128), (0, 0, 4, 128), (1, 0, 4, 128), (1, 1, 4, 128), (1, 1, 16, 32)):
+        constants = {"GROUP": group, "BLOCK": 4096 // group, "FOUR": four, "ROTATED": rotated, "WIRE": wire}
+        codes = {"codes": "*u8" if four else "*i8"}
+        parts = {} if four else dict.fromkeys(("programs", "parts", "keys"))  # None: there are no parts
+        yield quant._quantize, codes | {"rows": "*i16" if four and group == 32 else "*fp32"}, constants | parts | {
+            "STOCHASTIC": four
+        }
+        yield quant._dequantize, codes, constants
+        out = {"out": codes["codes"], "scales_out": "*fp32"}
+        yield quant._requantize, codes | out, constants | parts | {"STOCHASTIC": four}
+    for rows in ("*fp32", "*i16"):
+        yield quant._sum_rows, {"rows": rows}, {"BLOCK": quant.PER_PROGRAM} | aligned
+    table = {"BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
+    yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False}
+    for add in (False, True):
+        yield packing._unpack, {"flat": "*fp32"}, table | {"ADD": add}
+    copied = {"COPIED": PER_PROGRAM, "FIELDS": FIELDS}
+    for four, group, narrow in ((1, 2048, 0), (1, 2048, 1), (0, 1024, 0)):
+        constants = {"GROUP": group, "BLOCK": shards.PER_PROGRAM // group, "FOUR": four, "NARROW": narrow, "WIRE": 4}
+        values = dict.fromkeys(("own", "held", "message", "rows"), "*i16" if narrow else "*fp32")
+        codes = {"codes": "*u8" if four else "*i8", "kept": "*i32"} | values
+        keys = {} if narrow else {"keys": None}  # None: there are none
+        yield shards._write, codes, constants | copied | aligned | keys | {"HELD": four, "STOCHASTIC": narrow}
+        yield shards._read, codes, constants | copied | aligned | {"ADD": four}
+    for group in (128, 2048):
+        block = {"GROUP": group, "BLOCK": sign.PER_PROGRAM // group, "WIRE": 4}
+        yield sign._pack, {}, block | {"LEVELS": group.bit_length() - 1, "RMS": group == 128}
+        yield sign._unpack, {}, block
+    block = {"BLOCK": mask.BLOCK}
+    yield mask._count, {}, block
+    yield mask._gather_keep, {}, block | aligned | {"FEEDBACK": True, "KEEP": True}
+    yield mask._scatter, {}, block | aligned | {"ALL": True}
+    yield mask._scatter, {}, block | aligned | {"ALL": False}
+    yield mask._scatter_add, {}, block | aligned
+    for kernel in (mask._collect, mask._renew):
+        yield kernel, {"keep": "*i32", "kept": "*i32", "row": "*fp32"}, block | copied
+    yield mask._indices, {"out": "*i32"}, block
+    yield mask._from_indices, {}, block
+    yield mask._from_lists, {}, {"BLOCK": mask.WORDS}
+    yield mask._fill, {}, {"BLOCK": mask.FILLED}
+    yield mask._pack, {}, {"BLOCK": 64} | aligned
+    yield mask._unpack, {}, block | aligned
+    of = {"parts": "*i64"}
+    counted = {"BLOCK": sparse.COUNTED} | aligned
+    for number, (_, bins) in enumerate(sparse.DIGITS):
+        first = number == 0
+        yield sparse._count, of, counted | {"FIRST": first, "FEEDBACK": first, "KEEP": first, "BINS": bins}
+        yield sparse._digit, of, {"FIRST": first, "BINS": bins}
+    for kernel in (sparse._tally, sparse._list):
+        yield kernel, of, block | aligned
+    for kernel in (sparse._pack, sparse._ones, sparse._unpack, sparse._put):
+        yield kernel, of, block
+    yield sparse._sum_at, {}, block | aligned
+    lines = {"FIELDS": sketch_parts.FIELDS}
+    held = {"left": "*i64", "held": "*fp64"}
+    for kernel in (sketch._peaks, sketch._round_to, sketch._encode, sketch._tally, sketch._gather, sketch._hold,
+                   sketch._list, sketch._round, sketch._estimate, sketch._settle):  # fmt: skip
+        yield kernel, of | held, block | lines
+    yield sketch._count, of, {"BLOCK": sketch.WORDS} | lines
+    row = {"BLOCK": moments.BLOCK, "DIRECTORY": moments.DIRECTORY} | aligned
+    for one in (False, True):
+        for kernel in (moments._blend, moments._add_up):
+            yield kernel, {}, row | {"CHOOSE": one}
+        yield moments._settle, {}, row | {"COMMON": one}
+    for kind in ("*fp32", "*bf16"):
+        pointers = dict.fromkeys(("weight", "moment", "gradient", "given"), kind)
+        yield adams._adams, pointers, {"GIVEN": True, "BLOCK": adams.BLOCK} | aligned
+    loaded = dict.fromkeys(("m", "lr", "scale"), "*fp32") | {"table": "*i32"}
+    for momentum in (True, False):
+        yield direction._direction, loaded, {"MOMENTUM": momentum, "BLOCK": direction.BLOCK} | aligned
+    tile = {"num_warps": projection.WARPS, "fused": True} | projection.FACTORS | aligned
+    yield projection._project, {}, tile | {"FEEDBACK": True, "KEEP": True}
+    yield projection._reconstruct, {}, tile
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int) -> dict[str, Any]:
+    """What is known of the machine code: see :func:`main`."""
+    given = dict(constants)
+    options = {"enable_fp_fusion": given.pop("fused", False), "num_warps": given.pop("num_warps", 4)}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in given else types.get(name, TYPES.get(name, "i32")) for name in names}
+    source = ASTSource(kernel, signature, constexprs={(names.index(name),): value for name, value in given.items()})
+    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code.asm["cubin"])
+        file.flush()
+        used = subprocess.run(
+            [BIN / "cuobjdump", "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", used)}
+    fixed = {name: parameter.do_not_specialize for name, parameter in zip(names, kernel.params, strict=True)}
+    return {
+        "kernel": f"{kernel.__module__.split('.')[-2]}.{kernel.__name__}",
+        "constants": given,
+        "types": {name: kind for name, kind in signature.items() if kind != "constexpr"},
+        "registers": usage["REG"],
+        "stack": usage["STACK"] + usage.get("LOCAL", 0),
+        "shared": code.metadata.shared,
+        "warps": code.metadata.num_warps,
+        "fused": "fma" in code.asm["ptx"],
+        "accesses": accesses(code.asm["ptx"]),
+        "moved": moved(code.asm["ttir"]),
+        "instructions": len(re.findall(r"^\s+(?:@!?%p\d+ )?[a-z][a-z0-9_.:]+.*;", code.asm["ptx"], re.MULTILINE)),
+        "narrow": products(code.asm["ttir"]),
+        "specialized": [name for name, of in signature.items() if of != "constexpr" and not fixed[name]],
+    }
+
+
+def accesses(ptx: str) -> dict[str, int]:
+    """Loads and stores of global memory, by their width in bytes per thread: {"ld16": 8, "st4": 1}."""
+    found: Counter[str] = Counter()
+    for access, rest in re.findall(r"\b(ld|st)\.global((?:\.[a-z0-9:_]+)*)", ptx):
+        vector, bits = re.search(r"\.v(\d)", rest), re.search(r"\.[busf](\d+)$", rest)
+        assert bits is not None, rest
+        found[f"{access}{int(vector[1] if vector else 1) * int(bits[1]) // 8}"] += 1
+    return dict(found)
+
+
+def moved(ttir: str) -> int:
+    """Bytes that a program loads and stores, and, by atomics, both; of a mask's words 64 elements share one."""
+    total = 0
+    for access, rest in re.findall(r"tt\.(load|store|atomic_rmw)(.*)", ttir):
+        shape = re.search(r"tensor<((?:\d+x)+)!tt\.ptr<[a-z]+(\d+)>", rest)
+        if shape is not None:  # else one value
+            numel = math.prod(map(int, shape[1].split("x")[:-1]))
+            total += numel * int(shape[2]) // 8 // (64 if shape[2] == "64" and access == "load" else 1)
+            total += numel * int(shape[2]) // 8 if access == "atomic_rmw" else 0
+    return total
+
+
+def products(ttir: str) -> list[str]:
+    """Products in 32 bits of which no factor is a constant: of a row's number and a stride they overflow at 2 GiB."""
+    constants: set[str] = set()
+    found = []
+    for line in ttir.splitlines():
+        name, _, value = line.strip().partition(" = ")
+        factors = set(re.findall(r"%\w+", value))
+        if value.startswith("arith.constant") or (value.startswith("tt.splat") and factors <= constants):
+            constants.add(name)
+        elif value.startswith("arith.muli") and re.search(r"(: |x)i32\b", value) and not factors & constants:
+            found.append(line.strip())
+    return found
+
+
+def main(capability: int) -> None:
+    """One line per case; a kernel that is nowhere in ``cases`` is an error."""
+    seen = set()
+    for kernel, types, constants in cases():
+        seen.add(kernel)
+        print(json.dumps(compiled(kernel, types, constants, capability)), flush=True)
+    known = {of for module in MODULES for of in vars(module).values() if isinstance(of, triton.runtime.jit.JITFunction)}
+    missing = {of.__name__ for of in known - seen if of.do_not_specialize}
+    assert not missing, f"no case for {missing}"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
