@@ -367,7 +367,8 @@ class Rank:
         moves = frozenset(self.method.moves)
         norm = self.replica.clip(turn, self._gradients, self.clip, moves, self.method.power_of_moves())
         self.guard.observe_all(self._gradients.values() if moves else [norm])
-        comms = self.stage.exchange.beside(self.guard.comms) if self.method.alone(self.road.step) else None
+        alone = self.method.alone(self.road.step)
+        comms = [comm for comm in self.guard.comms if comm is not self.stage.exchange.comm] if alone else None
         finite, _ = self.guard.agree(norm.device, comms=comms)
         step = Step(
             self.road.step, (self.replica.optimizer,), self.replica.weights, self.replica.factor, self._agree

@@ -121,7 +121,7 @@ def sharded(modules: Sequence[Sequence[Parameter]], exchange: Exchange) -> Layou
     for module in reversed(modules):
         total, place, pieces, own = sum(of.local for of in module), 0, [], []
         for of in module:
-            pieces.append(Piece(of.name, place, of.local * exchange.rows, exchange.rows, total))
+            pieces.append(Piece(of.name, place, of.local * exchange.ranks, exchange.ranks, total))
             own.append(Piece(of.name, place, of.local))
             place += of.local
         buffers.append(tuple(pieces))

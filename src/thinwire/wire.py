@@ -31,7 +31,7 @@ from thinwire.core.method import Run, held_by
 from thinwire.core.outliers import STEP, Bound
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
-from thinwire.core.state import State
+from thinwire.core.state import State, dump_state, load_state
 from thinwire.core.step import Turn, unwrapped
 from thinwire.engines.ddp import DDP
 from thinwire.engines.fsdp2 import FSDP2
@@ -628,7 +628,7 @@ class Wire:
         self._turn.finish()
         self.method.finish()
         self.engine.arrive()
-        return self._form.pack({**self._counts(), **self._state.state_dict()}, self._where)
+        return self._form.pack({**self._counts(), **dump_state(self._state)}, self._where)
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], resize: Literal["flush", "redistribute", "reset"] | None = None
@@ -687,7 +687,7 @@ class Wire:
         host = {key for key, like in self._form.shapes.items() if like.device.type == "cpu"}
         # What nothing waits in needs no memory before it is used.
         kept = {key: value for key, value in values.items() if key.startswith("=") or bool(value.any())}
-        self._state.load_state_dict({key: value.to("cpu" if key in host else device) for key, value in kept.items()})
+        load_state(self._state, {key: value.to("cpu" if key in host else device) for key, value in kept.items()})
         self.method.state_changed()
 
     @property

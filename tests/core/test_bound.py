@@ -11,7 +11,7 @@ import torch
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.core.bucket import Bucket, Piece
 from thinwire.core.outliers import MEMORY, WATCHED, Bound
-from thinwire.core.state import State
+from thinwire.core.state import State, dump_state, next_exchange
 
 CPU = torch.device("cpu")
 PIECES = (Piece("a", 0, 30), Piece("b", 30, 70))
@@ -164,7 +164,7 @@ def add(state: State, of: Bucket, values: dict[str, float]) -> None:
 
 
 def values(state: State) -> dict[str, float]:
-    found = {key.removeprefix("residual/"): value for key, value in state.state_dict().items()}
+    found = {key.removeprefix("residual/"): value for key, value in dump_state(state).items()}
     assert all(bool((value == value[0, 0]).all()) for value in found.values())
     return {name: float(value[0, 0]) for name, value in found.items()}
 
@@ -176,9 +176,9 @@ def test_a_second_exchange_of_a_step_goes_on_from_the_first_in_whatever_buckets(
         add(state, of, {"a": 1, "b": 2, "c": 3})
     state.commit()
     add(state, bucket("a", "b"), {"a": 10, "b": 10})
-    state.again()
+    next_exchange(state)
     add(state, bucket("b", "c"), {"b": 100, "c": 100})  # b was exchanged before, c was not
-    state.again()
+    next_exchange(state)
     add(state, bucket("a"), {"a": 1000})
     add(state, bucket("c", "b"), {"b": 1000, "c": 1000})
     if counts:
@@ -207,7 +207,7 @@ def test_small_state_of_a_second_exchange():
     state = State()
     state.put("n", "w", torch.tensor(1.0))
     assert state.get("n", "w") is None
-    state.again()
+    next_exchange(state)
     assert state.get("n", "w") == 1
     state.rollback()
     assert state.get("n", "w") is None

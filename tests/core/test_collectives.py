@@ -14,7 +14,16 @@ from thinwire.base.errors import ThinwireError
 from thinwire.codecs import Bf16, Fp32, Int8
 from thinwire.codecs.base import Codec, Residual
 from thinwire.core.bucket import Bucket, Piece
-from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
+from thinwire.core.exchange import (
+    AllReduce,
+    Exchange,
+    ReduceScatter,
+    bucket_rows,
+    count_columns,
+    dense_bytes,
+    on_comm,
+    prescale,
+)
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadComm, Threads
 
@@ -34,7 +43,7 @@ def on_ranks(size: int, kind: str, body: Callable[[Exchange], object]) -> list:
 
 
 def loaded(exchange: Exchange, flat: Tensor, *, on_wire: bool, group: int = 1) -> Bucket:
-    rows, owner = exchange.bucket_rows(on_wire), exchange.owner
+    rows, owner = bucket_rows(exchange, on_wire), exchange.owner
     piece = Piece("w", 0, len(flat), rows, len(flat) // rows) if owner else Piece("w", 0, len(flat))
     bucket = Bucket([piece], rows=rows, owner=owner, group=group, dtype=torch.float32, device=torch.device("cpu"))
     bucket.load(flat, torch.full((len(flat) // rows,), torch.nan) if owner else flat)
@@ -89,16 +98,16 @@ def test_the_stock_engines_bytes_are_those_of_its_own_collective(size):
     share = (size - 1) / size
     for dtype in (torch.float32, torch.bfloat16):
         for exchange in [EXCHANGES[kind](ThreadComm(Threads(size), 0, Ledger())) for kind in ("before", "after")]:
-            assert exchange.dense_bytes(7, dtype) == pytest.approx(2 * share * 7 * dtype.itemsize)
+            assert dense_bytes(exchange, 7, dtype) == pytest.approx(2 * share * 7 * dtype.itemsize)
             assert not exchange.comm.ledger.now.bytes
         owner = ReduceScatter(ThreadComm(Threads(size), 0, Ledger()))
-        assert owner.dense_bytes(6, dtype) == pytest.approx(share * 6 * dtype.itemsize)
+        assert dense_bytes(owner, 6, dtype) == pytest.approx(share * 6 * dtype.itemsize)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", EXCHANGES)
 def test_the_other_verbs_are_what_they_say(kind, size):
-    """Union, share, gather, all_mean, all_max, kept, columns, beside: of tensors with a few values, on every rank."""
+    """Union, share, gather, all_mean, all_max, own rows and columns: of tensors with a few values, on every rank."""
     words = [(given(rank, 14) * 2**29).int().view(2, 7) for rank in range(size)]
     rows = [given(rank, 4 * size).view(size, 4) for rank in range(size)]
 
@@ -115,13 +124,12 @@ def test_the_other_verbs_are_what_they_say(kind, size):
         assert torch.allclose(values, torch.stack(rows).mean(0), atol=1e-6)
         exchange.all_max(values := rows[rank].clone())
         assert torch.equal(values, torch.stack(rows).amax(0))
-        assert torch.equal(exchange.kept(rows[0]), rows[0][rank : rank + 1] if owner else rows[0])
-        assert exchange.mine == (rank if owner else 0) and exchange.rows == size
-        assert exchange.columns(10, 3) == (10 if owner else 4)
-        assert exchange.factor == (1 / size if kind == "before" else 1.0)
+        assert torch.equal(rows[0][exchange.own_rows], rows[0][rank : rank + 1] if owner else rows[0])
+        assert exchange.own_row == (rank if owner else 0) and exchange.ranks == size
+        assert count_columns(exchange, 10, 3) == (10 if owner else 4)
+        assert prescale(exchange) == (1 / size if kind == "before" else 1.0)
         other = ThreadComm(Threads(size), rank, Ledger())
-        assert exchange.beside([exchange.comm, other]) == [other]
-        double = exchange.on(lambda comm: other)
+        double = on_comm(exchange, other)
         assert double.comm is other and exchange.comm is not other and type(double) is type(exchange)
 
     on_ranks(size, kind, body)

@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire import methods
 from thinwire.core.bucket import Piece
 from thinwire.core.road import Stage, Worker, _Compositions
-from thinwire.core.state import State
+from thinwire.core.state import State, dump_state
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
 from thinwire.proof.played import small
@@ -125,12 +125,12 @@ def test_a_flush_delivers_what_waits_and_nothing_else(topology):
             stage.step = step
             stage.reduce(flat.clone() if engine.owner else flat, engine.pieces, out)
             stage.method.state.commit()
-        waits = stage.method.state.state_dict()
+        waits = dump_state(stage.method.state)
         zeros = torch.zeros(engine.numel)
         out = torch.full((engine.numel // rows,), 0.0) if engine.owner else zeros
         stage.between_steps(zeros, engine.pieces, out, stage.method.send_all)
         stage.method.state.commit()
-        after = stage.method.state.state_dict()
+        after = dump_state(stage.method.state)
         return waits, out, [after, engine.pieces, rows]
 
     found = world.run(body)
@@ -157,7 +157,7 @@ def test_a_step_at_which_all_is_delivered_is_dense_and_leaves_nothing():
         stage.reduce(flat, engine.pieces, flat)
         stage.method.state.commit()
         total += flat
-        waits = any(values.any() for values in stage.method.state.state_dict().values())
+        waits = any(values.any() for values in dump_state(stage.method.state).values())
         assert waits == (step in (1, 3)) and torch.equal(flat, given) == (step == 0)
         if step == 2:
             assert torch.allclose(total, 3 * given, atol=1e-5)

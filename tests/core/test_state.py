@@ -11,7 +11,16 @@ from torch import Tensor
 
 from thinwire.base import device as devices
 from thinwire.core.bucket import Bucket, Piece
-from thinwire.core.state import State
+from thinwire.core.state import (
+    State,
+    dump_state,
+    find_entries,
+    find_written,
+    load_state,
+    next_exchange,
+    put_back,
+    read_existing,
+)
 
 CPU = torch.device("cpu")
 SPANS = {"x": 5, "y": 12, "z": 9}
@@ -86,16 +95,16 @@ def exchange(state: State, plain: Plain, layout: tuple[str, ...], draw: random.R
             values = state.read(kind, bucket, rows)
             given = parts(bucket, values)
             assert all(torch.equal(given[name], plain.read(kind, name)) for name in names), (kind, names)
-            held = state.held(kind, bucket)
-            assert held is not None and torch.equal(held, values) and state.written(kind, bucket) is None
+            held = read_existing(state, kind, bucket)
+            assert held is not None and torch.equal(held, values) and find_written(state, kind, bucket) is None
             if draw.random() < 0.25:
                 continue
             out = state.write(kind, bucket, rows)
             out.copy_(torch.randn(out.shape))
             values = state.read(kind, bucket, rows)  # writing has not changed it
             assert all(torch.equal(part, given[name]) for name, part in parts(bucket, values).items())
-            state.put_back(kind, bucket)
-            written = state.written(kind, bucket)
+            put_back(state, kind, bucket)
+            written = find_written(state, kind, bucket)
             assert written is not None and torch.equal(written, out)
             plain.written |= {(kind, name): part for name, part in parts(bucket, out).items()}
         for name in names:
@@ -113,7 +122,7 @@ def test_a_state_is_a_dict_by_parameter_whatever_the_buckets(seed):
     for _ in range(12):
         exchange(state, plain, draw.choice(LAYOUTS), draw)
         while draw.random() < 0.4:
-            state.again()
+            next_exchange(state)
             plain.again()
             exchange(state, plain, draw.choice(LAYOUTS), draw)
         if draw.random() < 0.4:
@@ -126,17 +135,17 @@ def test_a_state_is_a_dict_by_parameter_whatever_the_buckets(seed):
         else:
             state.rollback()
         plain.end(counts=counts)
-        saved = state.state_dict()
+        saved = dump_state(state)
         assert same(saved, plain)
-        assert all(state.values(*key.split("/")).equal(saved[key]) for key in saved if "=" not in key)
-        assert state.values("wide", "nobody") is None
-        assert {(name, value) for _, name, value in state.found("no")} == set(plain.small[0].items())
+        assert all(state.get(*key.split("/")).equal(saved[key]) for key in saved if "=" not in key)
+        assert state.get("wide", "nobody") is None
+        assert {(name, value) for _, name, value in find_entries(state, "no")} == set(plain.small[0].items())
         if draw.random() < 0.2:
             state = State({"slow"}) if draw.random() < 0.5 else state
             loads = state.loads
-            state.load_state_dict(saved)
-            assert state.loads == loads + 1 and same(state.state_dict(), plain)
-            assert all(state.values(*key.split("/")).equal(saved[key]) for key in saved if "=" not in key)
+            load_state(state, saved)
+            assert state.loads == loads + 1 and same(dump_state(state), plain)
+            assert all(state.get(*key.split("/")).equal(saved[key]) for key in saved if "=" not in key)
             plain.small[0] = {name: state.get("note", name) for name in plain.small[0]}
             for values in saved.values():
                 values.fill_(torch.nan)  # it is the reader's own
@@ -154,30 +163,30 @@ def test_what_is_dropped_is_forgotten_with_its_memory_and_nothing_else():
     bucket = filled(state, "wide", "xy", 1.0)
     filled(state, "other", "xy", 2.0)
     state.commit()
-    saved = state.state_dict()
+    saved = dump_state(state)
     for of in (state, State()):
         if of is not state:
-            of.load_state_dict(saved)
+            load_state(of, saved)
         of.drop("wide")
-        assert of.state_dict().keys() == {"other/x", "other/y"}
-        assert of.held("wide", bucket) is None and of.held("other", bucket) is not None
+        assert dump_state(of).keys() == {"other/x", "other/y"}
+        assert read_existing(of, "wide", bucket) is None and read_existing(of, "other", bucket) is not None
         assert {kind for kind, _ in of._current} == {"other"}
         assert not of.read("wide", bucket).any()
 
 
 def test_what_belongs_to_no_step_counts_at_once_and_is_discarded_at_once():
     state = State()
-    state.set("note", "x", torch.ones(2))
+    state.keep("note", "x", torch.ones(2))
     state.rollback()
     assert state.get("note", "x") is not None
     state.put("note", "x", torch.zeros(2))
-    state.again()
+    next_exchange(state)
     state.put("note", "x", torch.zeros(2))
-    state.discard("note", "x")
+    state.keep("note", "x", None)
     assert state.get("note", "x") is None
     state.commit()
-    assert state.get("note", "x") is None and not state.state_dict()
-    state.discard("note", "x")
+    assert state.get("note", "x") is None and not dump_state(state)
+    state.keep("note", "x", None)
 
 
 @pytest.mark.parametrize("kind", ["wide", "slow"])
@@ -190,10 +199,10 @@ def test_memory_is_used_again_whether_steps_count_or_not(kind, counts, exchanges
     def step(*, counts: bool) -> None:
         for number in range(exchanges):
             if number:
-                state.again()
+                next_exchange(state)
             state.read(kind, bucket)
             state.write(kind, bucket).fill_(1.0)
-            state.put_back(kind, bucket)
+            put_back(state, kind, bucket)
         (state.commit if counts else state.rollback)()
 
     for _ in range(2):

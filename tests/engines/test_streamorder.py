@@ -18,6 +18,7 @@ import thinwire
 from breadth import falls_on
 from streamorder import Watch, World, gpu
 from thinwire import methods, wire
+from thinwire.core.exchange import bucket_rows
 from thinwire.methods.papers import tagc
 from thinwire.methods.parts import masks
 from thinwire.plan import plan
@@ -104,7 +105,7 @@ def alone(monkeypatch):
     """On a rank whose peers say what it says, it chooses whatever one of them chooses."""
 
     def layout(self: masks.Masks, step: int) -> Any:
-        rows, end, places = self._exchange.bucket_rows(True), 0, {}
+        rows, end, places = bucket_rows(self._exchange, True), 0, {}
         for name, chunks in self._chunks.items():
             places[name] = []
             for chunk in chunks:

@@ -17,7 +17,7 @@ from models import Net, loss_of
 from thinwire.base.errors import ThinwireError
 from thinwire.core import weights as replicas
 from thinwire.core.bucket import Piece, Shard
-from thinwire.core.state import State
+from thinwire.core.state import State, dump_state, load_state
 from thinwire.core.weights import Message, Replica
 from thinwire.network.comm import Work
 from thinwire.network.ledger import KINDS, Ledger
@@ -106,7 +106,7 @@ class Rank:
             if self.replica.sends(step):
                 self.replica.send(self.master.clone(), step)
         elif what == "l":
-            self.state.load_state_dict(self.state.state_dict())
+            load_state(self.state, dump_state(self.state))
         else:
             return self.gathers(step, unsettled=what == "u")
         return None
@@ -245,25 +245,25 @@ def test_a_saved_row_is_gone_on_with():
         one = Rank(world, rank, Follows)
         for event in ["g0", "o", "g1", "o", "g2"]:
             one.does(event)
-        saved, state = one.state.state_dict(), State()
-        state.load_state_dict(saved)
+        saved, state = dump_state(one.state), State()
+        load_state(state, saved)
         other = Rank(world, rank, Follows, state=state)
         other.master.copy_(one.master)
         assert other.does("g2") == "whole" and torch.equal(other.rows, one.rows)
         for event in ("o", "g3"):
             assert one.does(event) == other.does(event)
         assert torch.equal(other.rows, one.rows) and not torch.equal(one.rows[rank], one.master)
-        now = state.state_dict()
+        now = dump_state(state)
         assert [key for key in now if key.startswith("=replica/") and torch.equal(now[key], saved[key])] == []
         short = State()
-        short.load_state_dict({**saved, "=replica/b": torch.zeros(3)})
+        load_state(short, {**saved, "=replica/b": torch.zeros(3)})
         with pytest.raises(ThinwireError, match="'replica' of b has 3 values, this run needs 4: it was saved with"):
             Rank(world, rank, Follows, state=short).does("g2")
         return sorted(saved)
 
     keys = ["=replica step/a", "=replica step/b", "=replica/a", "=replica/b"]
     assert world.run(body) == [keys] * SIZE
-    assert not any(Rank(Threads(1), 0, kind).state.state_dict() for kind in (Exact, Alone))
+    assert not any(dump_state(Rank(Threads(1), 0, kind).state) for kind in (Exact, Alone))
 
 
 def test_whose_messages_are_read():

@@ -71,7 +71,7 @@ def layout_of(parameters: Sequence[Parameter], exchange: Exchange) -> Layout:
     total = sum(of.local for of in parameters)
     for of in parameters:
         stride = total if exchange.owner else 0
-        pieces.append(Piece(of.name, place, of.local * exchange.rows if stride else of.numel, exchange.rows, stride))
+        pieces.append(Piece(of.name, place, of.local * exchange.ranks if stride else of.numel, exchange.ranks, stride))
         shares.append(Piece(of.name, place, of.local))
         place += of.local if exchange.owner else of.numel
     shards = [Shard(tuple(shares), (), total, torch.float32)] if exchange.owner else []

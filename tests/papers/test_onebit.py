@@ -15,6 +15,7 @@ from test_ops_quant import apart, assert_same_bits, hard_rows, margin, poisoned
 from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sign import Sign
+from thinwire.core.exchange import bucket_rows
 from thinwire.core.method import Parameter, Run
 from thinwire.methods import OneBitAdam, resolve
 from thinwire.network.ledger import Ledger
@@ -203,7 +204,7 @@ def test_bytes_are_the_plans(topology, size):
     once, *later = [step["bytes"].item() for step in results[0][WARMUP:]]
     assert later == [planned, planned]
     width = sum(-(-columns // 32) * 32 for columns in
-                (-(-local // exchange.bucket_rows(False)) if topology == "all_reduce" else local
+                (-(-local // bucket_rows(exchange, False)) if topology == "all_reduce" else local
                  for local in locals_of(topology, size).values()))  # fmt: skip
     assert planned == 2 * (size - 1) * (width // 8 + width // 32 * 4)
     assert once == planned + (0 if topology == "all_reduce" else 4 * width * (size - 1))

@@ -15,8 +15,9 @@ from thinwire import methods
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
 from thinwire.base.random import seed_of
+from thinwire.core.exchange import bucket_rows
 from thinwire.core.method import Parameter, Run
-from thinwire.core.state import State
+from thinwire.core.state import State, load_state
 from thinwire.methods import LHC, TAGC
 from thinwire.methods.papers import tagc as tagc_module
 from thinwire.network.ledger import Ledger
@@ -67,7 +68,7 @@ def measured(step) -> tuple[int, int, int]:
     """After a step: left over so far, the largest union since w's sketch was sized, and the one it is sized for."""
     method = TAGC()
     method.state = State()
-    method.state.load_state_dict({key: value for key, value in step.items() if key.startswith("=")})
+    load_state(method.state, {key: value for key, value in step.items() if key.startswith("=")})
     return method._measured("w")
 
 
@@ -162,10 +163,10 @@ def test_bytes_of_sketch_dense_fallback_and_lhc(topology, monkeypatch):
         for step in range(1, 5):
             method, exchange = make(), exchange_on(topology, Threads(size), 0, Ledger())
             method.state = State()
-            method.state.load_state_dict({k: v for k, v in results[0][step - 1].items() if k.startswith("=")})
+            load_state(method.state, {k: v for k, v in results[0][step - 1].items() if k.startswith("=")})
             parameters = parameters_for(exchange, shapes)
             method.begin(Run(parameters, exchange, 5))
-            expected, rows = 0.0, exchange.bucket_rows(True)
+            expected, rows = 0.0, bucket_rows(exchange, True)
             for name, parameter in parameters.items():
                 columns = parameter.local if exchange.owner else parameter.numel
                 sent = 3 * method._cells(name, columns, exchange) or padded(columns, 64)

@@ -11,8 +11,8 @@ from thinwire import methods
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Piece
-from thinwire.core.exchange import AllReduce, ReduceScatter
-from thinwire.core.state import State
+from thinwire.core.exchange import AllReduce, ReduceScatter, bucket_rows
+from thinwire.core.state import State, dump_state, load_state
 from thinwire.network.comm import Comm
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadComm, Threads, reduce_on_threads
@@ -127,7 +127,7 @@ def test_bytes_are_what_the_exchange_says(method, topology, size):
     ledger, world = Ledger(), Threads(size)
     comm = ThreadComm(world, 0, ledger)
     exchange = AllReduce(comm) if topology == "all_reduce" else ReduceScatter(comm)
-    rows = exchange.bucket_rows(made.on_wire)
+    rows = bucket_rows(exchange, made.on_wire)
     width = sum(padded(padded(numel, rows) // rows, made.granule) for numel in SHAPES.values())
     row_bytes = 4 * width if made.codec is None else made.codec.wire_bytes(width)
     expected = (1 if exchange.owner else 2) * (size - 1) / size * rows * row_bytes
@@ -180,9 +180,9 @@ def test_packing_and_unpacking_is_exact(rows, group):
     bucket = _bucket(["a", "b", "c"], rows, group, numel=11)
     flat = torch.arange(1.0, 34.0)
     packed = torch.full(bucket.shape, torch.nan)
-    bucket.pack(flat, packed)
+    bucket.copies.pack(flat, packed)
     back = torch.full((33,), torch.nan)
-    bucket.unpack(packed, back)
+    bucket.copies.unpack(packed, back)
     assert torch.equal(back, flat)
     assert packed.isfinite().all()
     assert packed.sum() == flat.sum()
@@ -193,18 +193,18 @@ def test_state_follows_parameters_when_buckets_are_rebuilt():
     state = State()
     first = _bucket(["a", "b"])
     values = state.write("residual", first)
-    first.pack(torch.arange(20.0), values)
+    first.copies.pack(torch.arange(20.0), values)
     state.commit()
-    saved = state.state_dict()
+    saved = dump_state(state)
     for name in ("b", "a"):
         state.read("residual", _bucket([name]))
-    moved = state.state_dict()
+    moved = dump_state(state)
     assert saved.keys() == moved.keys() == {"residual/a", "residual/b"}
     assert all(torch.equal(saved[key], moved[key]) for key in saved)
     fresh = State()
-    fresh.load_state_dict(saved)
+    load_state(fresh, saved)
     fresh.read("residual", _bucket(["b", "a"]))
-    assert all(torch.equal(saved[key], value) for key, value in fresh.state_dict().items())
+    assert all(torch.equal(saved[key], value) for key, value in dump_state(fresh).items())
 
 
 def test_a_rolled_back_step_leaves_state_as_it_was():
@@ -221,7 +221,7 @@ def test_a_rolled_back_step_leaves_state_as_it_was():
 
 def test_state_of_another_shape_is_refused_by_name():
     state = State()
-    state.load_state_dict({"residual/a": torch.zeros(3, 5)})
+    load_state(state, {"residual/a": torch.zeros(3, 5)})
     with pytest.raises(ThinwireError, match=r"residual.*of a.*another world size"):
         state.read("residual", _bucket(["a"]))
 

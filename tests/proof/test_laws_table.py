@@ -154,7 +154,7 @@ class ScalesWrongly(Careful):
 class SendsAByteMore(Careful):
     def compress(self, bucket, exchange):
         super().compress(bucket, exchange)
-        exchange.gather(torch.zeros((exchange.rows, 1), dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
+        exchange.gather(torch.zeros((exchange.ranks, 1), dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
 
 
 class DiffersByABit(Careful):

@@ -21,6 +21,7 @@ from engines import adamw, build, train
 from models import Net, flat, loss_of
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
+from thinwire.core.state import dump_state, load_state
 from thinwire.methods import TABLE
 from thinwire.plan.rehearsal import kept
 from thinwire.proof.played import Rank, Where, gradient, small
@@ -76,14 +77,14 @@ class Ranks:
         self.world.run(body)
 
     def saved(self) -> dict[str, Tensor]:
-        states = [form.pack({**COUNTS, **rank.method.state.state_dict()})
+        states = [form.pack({**COUNTS, **dump_state(rank.method.state)})
                   for form, rank in zip(self.forms, self.ranks, strict=True)]  # fmt: skip
         return {key: value for state in states for key, value in state.items()}
 
     def load(self, state: dict[str, Tensor], *, drop: bool = False) -> float:
         for form, rank in zip(self.forms, self.ranks, strict=True):
             values, lost = move(state, form, rank.method, drop=drop)
-            rank.method.state.load_state_dict({key: of for key, of in values.items() if key not in COUNTS})
+            load_state(rank.method.state, {key: of for key, of in values.items() if key not in COUNTS})
             rank.method.state_changed()
         return lost
 

@@ -20,6 +20,7 @@ import thinwire
 from breadth import falls_on, spread
 from engines import adamw, build, train
 from thinwire.base.errors import ThinwireError
+from thinwire.core.state import find_entries
 from thinwire.engines.fsdp2 import param_groups
 from thinwire.methods import TABLE, LocalSteps, resolve
 from thinwire.proof.played import small
@@ -78,7 +79,7 @@ def _on_the_wrong_side(wire: thinwire.Wire, state: dict) -> list[str]:
     """What of ``state`` is loaded onto the device and belongs to the host, which counts, or the other way round."""
     with mock.patch.object(thinwire.Wire, "_where", torch.device("meta")):
         wire.load_state_dict(state)
-    found = {kind: value.device.type for kind, _, value in wire._state.found("")}
+    found = {kind: value.device.type for kind, _, value in find_entries(wire._state)}
     there = {"chosen": "cpu", "resampled": "cpu", "replica step": "cpu", "mask": "meta", "replica": "meta"}
     return [f"{kind} is loaded onto {where}" for kind, where in found.items() if there.get(kind, where) != where]
 

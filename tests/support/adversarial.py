@@ -27,7 +27,7 @@ from adversarial_laws import Array, Played, Taken, View
 from thinwire import AdamS, methods
 from thinwire.base.errors import ThinwireError
 from thinwire.core.method import Method, Run, Step
-from thinwire.core.state import State
+from thinwire.core.state import State, dump_state
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import LockStep, Shapes, bucket_for, exchange_on, parameters_for, plan_of
 
@@ -425,7 +425,7 @@ class VirtualRank:
     def take(self, turn: Turn) -> Taken:
         """One step."""
         flat = torch.from_numpy(turn.ranks[self.rank].copy()).to(self.case.dtype)
-        numel = flat.numel() // self.exchange.rows
+        numel = flat.numel() // self.exchange.ranks
         out = torch.full((numel,), torch.nan, dtype=flat.dtype) if self.exchange.owner else flat
         self.bucket.step = turn.number
         self.bucket.load(flat, out)
@@ -445,7 +445,7 @@ class VirtualRank:
         self.method.finish()
         taken = Taken(
             counts, mean.numpy().copy(), float(sum(self.ledger.now.bytes.values())),
-            {key: value.numpy() for key, value in self.state.state_dict().items()}, self._held("exp_avg"),
+            {key: value.numpy() for key, value in dump_state(self.state).items()}, self._held("exp_avg"),
             {name: weight.detach().numpy().copy() for name, weight in self.weights.items()},
         )  # fmt: skip
         self.ledger.close_step()

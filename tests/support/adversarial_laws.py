@@ -293,7 +293,7 @@ def _kept(view: View, turn: int, name: str, sent: Array, error: Array) -> Claim:
 def integers(view: View, turn: int, name: str) -> Iterator[Claim]:
     """SDP4Bit, ZeRO++, QSDP: bounded error on each hop."""
     method: Any = view.method
-    codec = method._intra_codec if view.played.exchange.one_node else method.codec
+    codec = method._intra_codec if view.played.exchange.comm.one_node else method.codec
     mean, error = exchanged(view, view.inputs(turn, name), rounding_of(codec))
     yield "the mean", view.mean(turn, name), mean, error
 

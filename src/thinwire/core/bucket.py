@@ -179,27 +179,17 @@ class Bucket:
         other buckets.
         """
         self.group, self.owner = group, owner
-        self.segments = self._place(pieces, rows, group, spans)
+        self.segments = _segments(pieces, rows, group, spans)
         self.key = (tuple(segment.name for segment in self.segments), rows, group)
         self.shape: Sequence[int] = (rows, sum(segment.width for segment in self.segments))
         self.dtype, self.device = dtype, device
         self.step = 0
         self.rows: Tensor = torch.empty(0)
         self.mean: Tensor = torch.empty(0)
+        self.copies = BucketCopies(self.segments, self.shape, device)
         self._arena = Arena() if arena is None else arena
         self._buffers: dict[object, Tensor] = {}
         self._made: dict[object, tuple[tuple[object, ...], object]] = {}
-
-    @staticmethod
-    def _place(pieces: Sequence[Piece], rows: int, group: int, spans: Sequence[int]) -> tuple[Segment, ...]:
-        segments, start = [], 0
-        for i, piece in enumerate(pieces):
-            if piece.stride and piece.rows != rows:
-                raise ThinwireError(f"{piece.name}: the engine has {piece.rows} shards, the bucket {rows} rows")
-            span = piece.numel // rows if piece.stride else spans[i] if spans else -(-piece.numel // rows)
-            segments.append(Segment(piece.name, start, padded(span, group), span, piece))
-            start += segments[-1].width
-        return tuple(segments)
 
     def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A workspace that lives as long as the bucket: the same tensor for the same ``key``, a use.
@@ -227,15 +217,11 @@ class Bucket:
             known = self._made[key] = (of, make())
         return cast(T, known[1])
 
-    def columns(self, values: Tensor, segment: Segment) -> Tensor:
-        """``segment``'s columns of ``values`` (R, n): a view (R, width)."""
-        return values[:, segment.columns]
-
     def clear_padding(self, values: Tensor) -> Tensor:
         """Zeros in the columns of ``values`` (R, n) that stand for no parameter, where a codec may have written."""
         for segment in self.segments:
             if segment.width > segment.span:
-                self.columns(values, segment)[:, segment.span :].zero_()
+                values[:, segment.columns][:, segment.span :].zero_()
         return values
 
     def load(self, flat: Tensor, out: Tensor) -> None:
@@ -247,10 +233,10 @@ class Bucket:
             self.rows = flat.view(self.shape)
         else:
             self.rows = self.scratch("rows", self.shape, self.dtype)
-            self.pack(flat, self.rows)
+            self.copies.pack(flat, self.rows)
         if not self.owner:
             self.mean = self.rows
-        elif out.numel() == self.shape[1] and out.dtype == self.dtype and self._contiguous:
+        elif out.numel() == self.shape[1] and out.dtype == self.dtype and self.copies.contiguous:
             self.mean = out.view(1, -1)
         else:
             self.mean = self.scratch("mean", (1, self.shape[1]), self.dtype)
@@ -260,31 +246,45 @@ class Bucket:
         if self.owner:
             if same_memory(self.mean, out):
                 return
-            ops.unpack(self.mean.view(-1), self.own_places, out)
+            ops.unpack(self.mean.view(-1), self.copies.own_copy_table, out)
         elif not same_memory(self.rows, out):
-            self.unpack(self.rows, out)
+            self.copies.unpack(self.rows, out)
 
     def release(self) -> None:
         """Let go of the engine's buffer, which would live on in ``rows`` or ``mean``."""
         self.rows = self.mean = torch.empty(0)
 
+    def _same_form(self, flat: Tensor) -> bool:
+        if flat.dtype != self.dtype or flat.numel() != self.shape[0] * self.shape[1] or not flat.is_contiguous():
+            return False
+        rows, n = self.shape
+        return self.copies.contiguous and (rows == 1 or all(segment.piece.stride == n for segment in self.segments))
+
+
+class BucketCopies:
+    """Copies a bucket's parameters between an engine's flat buffer and rows (R, n)."""
+
+    def __init__(self, segments: Sequence[Segment], shape: Sequence[int], device: torch.device) -> None:
+        self.segments, self.shape, self.device = segments, shape, device
+
     def pack(self, flat: Tensor, rows: Tensor) -> None:
-        """Engine buffer -> rows (R, n), contiguous; zeros in the padding."""
-        ops.pack(flat, self.places, rows.view(-1))
+        """Copy the engine's buffer to rows (R, n), contiguous; zeros to the padding."""
+        ops.pack(flat, self.copy_table, rows.view(-1))
         self.pack_formed(flat, rows)
 
     def unpack(self, rows: Tensor, flat: Tensor) -> None:
-        """Rows (R, n), contiguous -> engine buffer; the padding is left out."""
-        ops.unpack(rows.view(-1), self.places, flat)
+        """Copy rows (R, n), contiguous, to the engine's buffer, without the padding."""
+        ops.unpack(rows.view(-1), self.copy_table, flat)
         self.unpack_formed(rows, flat)
 
     def pack_formed(self, flat: Tensor, rows: Tensor) -> None:
-        """``pack`` of the parameters that are not contiguous in the engine's buffer."""
+        """Pack the parameters that are not contiguous in the engine's buffer."""
         for segment in self._formed:
             values = segment.piece.strided(flat).reshape(-1)  # a copy, in the order of the indices
             ops.pack(values, ops.Places([self._part(segment, 0)], self.device), rows.view(-1))
 
     def unpack_formed(self, rows: Tensor, flat: Tensor) -> None:
+        """Unpack the parameters that are not contiguous in the engine's buffer."""
         for segment in self._formed:
             piece = segment.piece
             values = torch.empty(piece.numel, dtype=flat.dtype, device=flat.device)
@@ -293,16 +293,21 @@ class Bucket:
             piece.strided(flat).copy_(values.view(piece.form[0]))
 
     @functools.cached_property
-    def places(self) -> ops.Places:
-        """Of the parameters that are contiguous in the engine's buffer."""
+    def copy_table(self) -> ops.Places:
+        """The copies of the parameters that are contiguous in the engine's buffer."""
         known = [self._part(segment, segment.piece.offset) for segment in self.segments if segment.piece.form is None]
         return ops.Places(known, self.device)
 
     @functools.cached_property
-    def own_places(self) -> ops.Places:
-        """Of all of them, in the row that the engine takes."""
+    def own_copy_table(self) -> ops.Places:
+        """The copies of all parameters in the row that the engine takes."""
         parts = [ops.Part(of.piece.offset, of.span, of.span, of.start, of.width, of.span, 0, 1) for of in self.segments]
         return ops.Places(parts, self.device)
+
+    @functools.cached_property
+    def contiguous(self) -> bool:
+        """Do the segments lie in a row just as they lie in the engine's buffer or shard?"""
+        return all(s.width == s.span and s.piece.offset == s.start and s.piece.form is None for s in self.segments)
 
     @property
     def _formed(self) -> list[Segment]:
@@ -313,16 +318,6 @@ class Bucket:
         numel = (piece.rows - 1) * piece.stride + span if piece.stride else piece.numel
         return ops.Part(offset, numel, piece.stride or span, segment.start, segment.width, span, n, rows)
 
-    def _same_form(self, flat: Tensor) -> bool:
-        if flat.dtype != self.dtype or flat.numel() != self.shape[0] * self.shape[1] or not flat.is_contiguous():
-            return False
-        return self._contiguous and (self.shape[0] == 1 or all(s.piece.stride == self.shape[1] for s in self.segments))
-
-    @property
-    def _contiguous(self) -> bool:
-        """Do the segments lie in a row just as they lie in the engine's buffer or shard?"""
-        return all(s.width == s.span and s.piece.offset == s.start and s.piece.form is None for s in self.segments)
-
 
 class BucketGroup:
     """The buckets of one engine buffer, several: their rows lie in one memory, packed and unpacked in one pass."""
@@ -330,57 +325,72 @@ class BucketGroup:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         """``buckets``: of one dtype, with one arena."""
         self._buckets = buckets
-        self._rows, self._means = _Layout([of.shape for of in buckets]), _Layout([(1, of.shape[1]) for of in buckets])
-        self._places = self._rows.places([of.places for of in buckets])
-        self._own_places = self._means.places([of.own_places for of in buckets])
+        self._rows = _Stack([bucket.shape for bucket in buckets])
+        self._means = _Stack([(1, bucket.shape[1]) for bucket in buckets])
+        self._copy_table = self._rows.join([bucket.copies.copy_table for bucket in buckets])
+        self._own_copy_table = self._means.join([bucket.copies.own_copy_table for bucket in buckets])
 
     def load(self, flat: Tensor, out: Tensor) -> None:
-        """As ``Bucket.load``, of all."""
-        first = self._buckets[0]
-        memory = first.scratch("rows", (self._rows.size,), first.dtype)
-        ops.pack(flat, self._places, memory)
-        for bucket, rows in zip(self._buckets, self._rows.parts(memory), strict=True):
+        """Load all buckets, as ``Bucket.load`` does one."""
+        head = self._buckets[0]
+        memory = head.scratch("rows", (self._rows.size,), head.dtype)
+        ops.pack(flat, self._copy_table, memory)
+        for bucket, rows in zip(self._buckets, self._rows.views(memory), strict=True):
             bucket.rows = bucket.mean = rows
-            bucket.pack_formed(flat, rows)
-        if first.owner:
-            memory = first.scratch("mean", (self._means.size,), first.dtype)
-            for bucket, mean in zip(self._buckets, self._means.parts(memory), strict=True):
+            bucket.copies.pack_formed(flat, rows)
+        if head.owner:
+            memory = head.scratch("mean", (self._means.size,), head.dtype)
+            for bucket, mean in zip(self._buckets, self._means.views(memory), strict=True):
                 bucket.mean = mean
 
     def store(self, out: Tensor) -> None:
-        """As ``Bucket.store``, of all."""
-        first = self._buckets[0]
-        if first.owner:
-            ops.unpack(first.scratch("mean", (self._means.size,), first.dtype), self._own_places, out)
+        """Store all buckets, as ``Bucket.store`` does one."""
+        head = self._buckets[0]
+        if head.owner:
+            ops.unpack(head.scratch("mean", (self._means.size,), head.dtype), self._own_copy_table, out)
             return
-        ops.unpack(first.scratch("rows", (self._rows.size,), first.dtype), self._places, out)
+        ops.unpack(head.scratch("rows", (self._rows.size,), head.dtype), self._copy_table, out)
         for bucket in self._buckets:
-            bucket.unpack_formed(bucket.rows, out)
+            bucket.copies.unpack_formed(bucket.rows, out)
 
     def release(self) -> None:
-        """As ``Bucket.release``, of all."""
+        """Release all buckets."""
         for bucket in self._buckets:
             bucket.release()
 
 
-class _Layout:
+class _Stack:
     """Rows of several ``shapes`` (R, n) in one memory, each from a multiple of 64 elements on."""
 
     def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
         self._shapes = shapes
-        *self._firsts, self.size = itertools.accumulate((padded(rows * n, 64) for rows, n in shapes), initial=0)
+        *self._starts, self.size = itertools.accumulate((padded(rows * n, 64) for rows, n in shapes), initial=0)
 
-    def parts(self, memory: Tensor) -> list[Tensor]:
-        return [memory[at : at + r * n].view(r, n) for at, (r, n) in zip(self._firsts, self._shapes, strict=True)]
-
-    def places(self, each: Sequence[ops.Places]) -> ops.Places:
-        """``each``: of those alone."""
-        parts = [
-            part._replace(start=first + part.start)
-            for first, of in zip(self._firsts, each, strict=True)
-            for part in of.parts
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """View ``memory`` (size,) as the rows, one tensor for each shape."""
+        return [
+            memory[start : start + r * n].view(r, n) for start, (r, n) in zip(self._starts, self._shapes, strict=True)
         ]
-        return ops.Places(parts, each[0].device)
+
+    def join(self, tables: Sequence[ops.Places]) -> ops.Places:
+        """Join ``tables``, one for each shape alone, to one for the whole memory."""
+        parts = [
+            part._replace(start=start + part.start)
+            for start, table in zip(self._starts, tables, strict=True)
+            for part in table.parts
+        ]
+        return ops.Places(parts, tables[0].device)
+
+
+def _segments(pieces: Sequence[Piece], rows: int, group: int, spans: Sequence[int]) -> tuple[Segment, ...]:
+    segments, start = [], 0
+    for i, piece in enumerate(pieces):
+        if piece.stride and piece.rows != rows:
+            raise ThinwireError(f"{piece.name}: the engine has {piece.rows} shards, the bucket {rows} rows")
+        span = piece.numel // rows if piece.stride else spans[i] if spans else -(-piece.numel // rows)
+        segments.append(Segment(piece.name, start, padded(span, group), span, piece))
+        start += segments[-1].width
+    return tuple(segments)
 
 
 def _same(a: object, b: object) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ def _encode(
     residual: Residual | None = None,
     seed: Seeds | None = None,
 ) -> Tensor:
-    """The wire (R, m) of ``values`` (R, n): a buffer that the bucket keeps, or ``values`` themselves."""
+    """Encode ``values`` (R, n) into a wire (R, m): a workspace of the bucket, or ``values`` themselves."""
     if codec.verbatim and residual is None and values.dtype == codec.wire_dtype and values.is_contiguous():
         return values
     wire = bucket.scratch(key, (len(values), codec.wire_numel(values.shape[1])), codec.wire_dtype)
@@ -63,12 +63,12 @@ def _decode_sum(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tenso
 
 
 def scratch(bucket: Rows) -> Space:
-    """Memory for a codec, of ``bucket``."""
+    """Return what gives a codec the scratch memory of ``bucket``."""
     return lambda use, shape, dtype: bucket.scratch(("codec", use), shape, dtype)
 
 
 def _from_peers(comm: Comm, bucket: Rows, wire: Tensor) -> Tensor:
-    """All-to-all of ``wire`` (N, m): what the peers sent of this rank's row, in rank order."""
+    """Exchange ``wire`` (N, m) all-to-all; return the peers' wires of this rank's row, in rank order."""
     received = bucket.scratch("received", wire.shape, wire.dtype)
     comm.all_to_all(received, wire)
     return received
@@ -78,21 +78,21 @@ def _encode_sum(
     comm: Comm, bucket: Rows, received: Tensor, codec: Codec, scale: float, residual: Residual | None,
     seed: Seeds | None,
 ) -> Tensor:  # fmt: skip
-    """The wire (1, m) of this rank's row of the mean, from what its peers sent, ``received`` (N, m)."""
+    """Encode this rank's row of the mean, from its peers' wires ``received`` (N, m), into a wire (1, m)."""
     shape = 1, bucket.shape[1]
     if residual is None:
-        again = bucket.scratch("again", (1, received.shape[1]), received.dtype)
+        mean_wire = bucket.scratch("mean wire", (1, received.shape[1]), received.dtype)
         with comm.ledger.span("encode", received):
-            return codec.encode_sum(received, again, shape[1], scale, seed=seed, space=scratch(bucket))
-    mine, rest = (bucket.scratch(use, shape, torch.float32) for use in ("mine", "rest"))
-    _decode_sum(comm, bucket, received, codec, mine[0], scale)
-    again = _encode(comm, bucket, mine, codec, "again", Residual(None, rest), seed)
-    residual.new[comm.rank].add_(rest[0], alpha=comm.size)
-    return again
+            return codec.encode_sum(received, mean_wire, shape[1], scale, seed=seed, space=scratch(bucket))
+    mean, error = (bucket.scratch(use, shape, torch.float32) for use in ("mean row", "mean row's error"))
+    _decode_sum(comm, bucket, received, codec, mean[0], scale)
+    mean_wire = _encode(comm, bucket, mean, codec, "mean wire", Residual(None, error), seed)
+    residual.new[comm.rank].add_(error[0], alpha=comm.size)
+    return mean_wire
 
 
 def _send_all(rows: Tensor, residual: Residual | None) -> None:
-    """Without a codec nothing is left out."""
+    """Add ``residual.old`` to ``rows``: without a codec nothing is left out."""
     if residual is not None:
         if residual.old is not None:
             rows.add_(residual.old)
@@ -100,9 +100,9 @@ def _send_all(rows: Tensor, residual: Residual | None) -> None:
 
 
 def _dense_all_reduce(comm: Comm, values: Tensor, divide: str, *, shared: bool = False) -> None:
-    """The mean by the network's own sum, with the engine's order of dividing and adding.
+    """Average by the network's own sum, with the engine's order of dividing and adding.
 
-    ``shared``: where the first comes before the second, it is done already.
+    ``shared``: ``values`` are divided already, where that comes before the sum.
     """
     if divide == "before":
         if not shared:
@@ -118,49 +118,34 @@ class Exchange(ABC):
     Attributes:
         comm: the ranks that it connects.
         owner: this rank keeps one row of the result only.
+        divide: without a codec, the mean's 1/N comes "before" the network's sum (stock DDP) or "after" it (FSDP2).
     """
 
     owner: bool = False
+    divide: str = "after"
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
 
     @property
-    def rows(self) -> int:
-        """The number of owners, which is the number of ranks."""
+    def ranks(self) -> int:
+        """The number of ranks, N."""
         return self.comm.size
 
     @property
-    def one_node(self) -> bool:
-        """Are all ranks on one node, so that nothing crosses a slow link?"""
-        return self.comm.one_node
-
-    def beside(self, comms: Iterable[Comm]) -> list[Comm]:
-        """Those of ``comms`` that are not this exchange's own."""
-        return [comm for comm in comms if comm is not self.comm]
-
-    def on(self, double: Callable[[Comm], Comm]) -> Exchange:
-        """The same topology on a ``double`` of its group."""
-        found = copy.copy(self)
-        found.comm = double(self.comm)
-        return found
-
-    def dense_bytes(self, numel: int, dtype: torch.dtype) -> float:
-        """Bytes that one rank sends for ``numel`` values of an engine's buffer that goes out as it is."""
-        ledger, rows = Ledger(), self.rows if self.owner else 1
-        values = torch.empty((rows, numel // rows), dtype=dtype, device="meta")
-        payload = Payload(values, values[:1] if self.owner else values)
-        self.on(lambda comm: CountingComm.like(comm, ledger)).mean(payload)
-        return sum(ledger.now.bytes.values())
+    def rank(self) -> int:
+        """The number of this rank among them."""
+        return self.comm.rank
 
     @property
-    def factor(self) -> float:
-        """What a rank's values are multiplied by before the network sums them, where it is asked for their mean."""
-        return 1.0
+    def own_row(self) -> int:
+        """The row of a bucket whose mean this rank gets: its own, or the first where every rank gets all rows."""
+        return self.rank if self.owner else 0
 
-    def bucket_rows(self, on_wire: bool) -> int:
-        """How many rows a bucket needs here, if the network sums (``on_wire``) or the ranks do."""
-        return self.rows
+    @property
+    def own_rows(self) -> slice:
+        """The rows of a bucket whose mean this rank gets: its own, or all."""
+        return slice(self.rank, self.rank + 1) if self.owner else slice(None)
 
     @abstractmethod
     def mean(
@@ -173,7 +158,9 @@ class Exchange(ABC):
         seed: Seeds | None = None,
         shared: bool = False,
     ) -> None:
-        """``bucket.mean`` = the mean over ranks of ``bucket.rows`` + ``residual.old``; ``residual.new`` = what is left.
+        """Write the mean over ranks of ``bucket.rows`` + ``residual.old`` to ``bucket.mean``.
+
+        ``residual.new`` becomes what the encoding left out.
 
         Args:
             codec: None for the engine's own dtype, summed by the network.
@@ -181,11 +168,11 @@ class Exchange(ABC):
                 not linear sends its one row to everybody, who sums them all (R == 1). False: sum in fp32 at the owner
                 of each row (R == N).
             seed: of a codec that draws random bits.
-            shared: without a codec, ``bucket.rows`` are ``factor`` times the values already.
+            shared: without a codec, ``bucket.rows`` are ``prescale`` times the values already.
         """
 
     def serve(self, bucket: Bucket, codec: Codec, *, residual: Residual | None = None) -> Tensor:
-        """(1, n) the mean of this rank's own row alone, on any topology: for a method that goes on from there.
+        """Return (1, n), the mean of this rank's own row alone, on any topology: for a method that goes on from there.
 
         Rank r sends row j of its rows to rank j, encoded, where they are summed in fp32.
         """
@@ -198,7 +185,7 @@ class Exchange(ABC):
         return self.comm.ledger.span(kind, tensor)
 
     def union(self, bucket: Rows, words: Tensor) -> Tensor:
-        """(R, w) the bitwise or of all ranks' ``words`` (R, w), integers: a workspace of ``bucket``'s, on every rank.
+        """Return (R, w), the bitwise or of all ranks' ``words`` (R, w), integers: a workspace of ``bucket``.
 
         Rank r makes the r-th of N chunks of it, and all gather these: what an all-reduce sends. (NCCL reduces numbers,
         not bits.)
@@ -210,67 +197,42 @@ class Exchange(ABC):
         result = chunks.view(-1)[: words.nbytes].view(words.dtype).view(words.shape)
         result.copy_(words)
         comm.all_to_all(received, chunks)
-        left = comm.size
-        while left > 1:  # halves, so that there are few launches
-            first = -(-left // 2)
-            received[: left - first] |= received[first:left]
-            left = first
+        remaining = comm.size
+        while remaining > 1:  # halves, so that there are few launches
+            half = -(-remaining // 2)
+            received[: remaining - half] |= received[half:remaining]
+            remaining = half
         comm.all_gather(chunks, received[0])
         return result
 
     def share(self, rows: Tensor) -> Tensor:
-        """``rows`` (R, w): where each rank owns a row, row r becomes rank r's on every rank, in place."""
+        """Where each rank owns a row, give row r of every rank's ``rows`` (R, w) the values of rank r, in place."""
         if self.owner:
             comm = self.comm
             comm.all_gather(rows, rows[comm.rank].clone())
         return rows
 
     def gather(self, out: Tensor, row: Tensor, *, async_op: bool = False) -> Work | None:
-        """``out`` (N, m) = everybody's ``row`` (m,). With ``async_op``, wait for the work before reading it."""
+        """Gather all ranks' ``row`` (m,) into ``out`` (N, m). With ``async_op``, wait for the work first."""
         return self.comm.all_gather(out, row, async_op=async_op)
 
     def all_mean(self, values: Tensor) -> Tensor:
-        """``values`` (any shape, float32) = their mean over all ranks, in place, the same bits on every rank."""
+        """Average ``values`` (any shape, float32) over all ranks, in place, to the same bits on every rank."""
         _dense_all_reduce(self.comm, values, "before")
         return values
 
     def all_max(self, values: Tensor) -> Tensor:
-        """``values`` (any shape, float32) = their maximum over all ranks, in place."""
+        """Take the maximum of ``values`` (any shape, float32) over all ranks, in place."""
         return self.comm.all_reduce(values, "max")
-
-    @property
-    def rank(self) -> int:
-        """This rank among the owners: the row that is its own."""
-        return self.comm.rank
-
-    @property
-    def mine(self) -> int:
-        """The row of a bucket whose mean this rank gets: its own; the first where every rank gets them all."""
-        return self.rank if self.owner else 0
-
-    def kept(self, rows: Tensor) -> Tensor:
-        """Of ``rows`` (R, ...), one for each of a bucket's, those whose mean this rank gets: its own, or all."""
-        return rows[self.mine : self.mine + 1] if self.owner else rows
-
-    def columns(self, local: int, rows: int) -> int:
-        """Values in one of a bucket's ``rows`` of a parameter of which this rank holds ``local``, before padding."""
-        return local if self.owner else -(-local // rows)
 
 
 class AllReduce(Exchange):
     """Every rank gets the whole mean."""
 
     def __init__(self, comm: Comm, divide: str = "before") -> None:
-        """``divide``: without a codec, where the 1/N goes: "before" the sum (stock DDP), or "after" (FSDP2)."""
+        """``divide``: see :class:`Exchange`."""
         super().__init__(comm)
         self.divide = divide
-
-    @property
-    def factor(self):
-        return 1 / self.comm.size if self.divide == "before" else 1.0
-
-    def bucket_rows(self, on_wire):
-        return 1 if on_wire else self.rows
 
     def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None, shared=False):
         comm, rows, scale = self.comm, bucket.rows, 1 / self.comm.size
@@ -288,17 +250,17 @@ class AllReduce(Exchange):
             _decode(comm, bucket, wire, codec, bucket.mean, scale)
             return
         if on_wire:
-            everybody = bucket.scratch("everybody", (comm.size, wire.shape[1]), wire.dtype)
-            comm.all_gather(everybody, wire[0])
-            _decode_sum(comm, bucket, everybody, codec, bucket.mean[0], scale)
+            wires = bucket.scratch("all wires", (comm.size, wire.shape[1]), wire.dtype)
+            comm.all_gather(wires, wire[0])
+            _decode_sum(comm, bucket, wires, codec, bucket.mean[0], scale)
             return
         if len(rows) != comm.size:
             raise ThinwireError(
                 f"a sum in fp32 over {comm.size} ranks needs {comm.size} rows, the bucket has {len(rows)}"
             )
         received = _from_peers(comm, bucket, wire)
-        again = _encode_sum(comm, bucket, received, codec, scale, residual, None if seed is None else seed.next())
-        comm.all_gather(wire, again[0])
+        mean_wire = _encode_sum(comm, bucket, received, codec, scale, residual, None if seed is None else seed.next())
+        comm.all_gather(wire, mean_wire[0])
         _decode(comm, bucket, wire, codec, bucket.mean)
 
 
@@ -328,7 +290,7 @@ class Payload:
     """Values that go out as they are, without a codec and so without a workspace: a method has encoded them already.
 
     Attributes:
-        rows: (R, k) what is sent of each row. mean: where the mean goes: ``rows`` itself, or (1, k) at a row's owner.
+        rows: (R, k) the values sent of each row. mean: receives the mean: ``rows`` itself, or (1, k) at a row's owner.
     """
 
     rows: Tensor
@@ -350,3 +312,37 @@ class _Served(Payload):
 
     def scratch(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.bucket.scratch(("serve", key), shape, dtype)
+
+
+# What a topology means for buckets, plans and dry runs.
+
+
+def bucket_rows(exchange: Exchange, on_wire: bool) -> int:
+    """Count the rows that a bucket needs for ``exchange``, if the network sums (``on_wire``) or the ranks do."""
+    return exchange.ranks if exchange.owner or not on_wire else 1
+
+
+def count_columns(exchange: Exchange, local: int, rows: int) -> int:
+    """Count the columns in a bucket of ``rows`` of a parameter of which this rank has ``local`` values, unpadded."""
+    return local if exchange.owner else -(-local // rows)
+
+
+def prescale(exchange: Exchange) -> float:
+    """Return what a rank's values are multiplied by before the network sums them, where it is asked for their mean."""
+    return 1 / exchange.ranks if exchange.divide == "before" else 1.0
+
+
+def dense_bytes(exchange: Exchange, numel: int, dtype: torch.dtype) -> float:
+    """Count the bytes that one rank sends of an engine's buffer of ``numel`` values that goes out as it is."""
+    ledger, rows = Ledger(), exchange.ranks if exchange.owner else 1
+    values = torch.empty((rows, numel // rows), dtype=dtype, device="meta")
+    payload = Payload(values, values[:1] if exchange.owner else values)
+    on_comm(exchange, CountingComm.like(exchange.comm, ledger)).mean(payload)
+    return sum(ledger.now.bytes.values())
+
+
+def on_comm(exchange: Exchange, comm: Comm) -> Exchange:
+    """Return the same topology on another ``comm``."""
+    double = copy.copy(exchange)
+    double.comm = comm
+    return double

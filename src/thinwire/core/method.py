@@ -18,7 +18,7 @@ from thinwire.base.knobs import check_types
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Fp32 as Fp32Codec
 from thinwire.core.bucket import Arena, Bucket, Piece, Shard
-from thinwire.core.exchange import Exchange
+from thinwire.core.exchange import Exchange, bucket_rows
 from thinwire.core.promise import CONSERVES as CONSERVES
 from thinwire.core.promise import EXACT as EXACT
 from thinwire.core.promise import Promise as Promise
@@ -28,7 +28,7 @@ from thinwire.core.run import Parameter as Parameter
 from thinwire.core.run import Run as Run
 from thinwire.core.run import Step as Step
 from thinwire.core.run import held_by as held_by
-from thinwire.core.state import State
+from thinwire.core.state import State, put_back, read_existing
 from thinwire.core.weights import Message
 
 Resized = Literal["equal", "shard", "mean", "anew"]
@@ -216,7 +216,7 @@ class Method:
     ) -> Bucket:  # fmt: skip
         """For ``pieces`` that this method reduces over ``exchange``. ``arena``: that it shares with other buckets."""
         return Bucket(
-            pieces, rows=exchange.bucket_rows(self.on_wire), owner=exchange.owner, group=self.granule, dtype=dtype,
+            pieces, rows=bucket_rows(exchange, self.on_wire), owner=exchange.owner, group=self.granule, dtype=dtype,
             device=device, arena=arena,
         )  # fmt: skip
 
@@ -234,15 +234,15 @@ class Method:
         One dense exchange. The rows are in the unit of what waits; between steps they are zeros.
         """
         for kind, counts in self.promise.waits.items():
-            old = self.state.held(kind, bucket)
+            old = read_existing(self.state, kind, bucket)
             if old is None:
                 continue
             if len(old) == len(bucket.rows):
                 bucket.rows.add_(old, alpha=counts)
             else:  # an owner's, which stands for all ranks
-                bucket.rows[exchange.rank].add_(old[0], alpha=exchange.rows * counts)
+                bucket.rows[exchange.rank].add_(old[0], alpha=exchange.ranks * counts)
             self.state.write(kind, bucket, len(old)).zero_()
-            self.state.put_back(kind, bucket)
+            put_back(self.state, kind, bucket)
         bucket.clear_padding(bucket.rows)
         exchange.mean(bucket)
 
@@ -355,7 +355,7 @@ class Method:
         raise NotImplementedError
 
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
-        """What of a ``saved`` state (its key as in ``State.state_dict``, and why) cannot be used: integers that would
+        """What of a ``saved`` state (its key as in ``dump_state``, and why) cannot be used: integers that would
         become addresses, in the first place. "" where nothing is wrong. Called before anything of it is taken."""
         return ""
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.agreement import Agreement, difference
+from thinwire.core.state import find_entries
 from thinwire.network.comm import Comm, GroupComm, local
 
 
@@ -121,7 +122,7 @@ class Replicas:
             yield _aside(same), {f"the weights {name}": local(weight) for name, weight in turn.weights.items()}
         if method.alike:
             method.finish()
-            kept = [found for kind in method.alike for found in method.state.found(kind)]
+            kept = [found for kind in method.alike for found in find_entries(method.state, kind)]
             kept.sort(key=lambda found: found[:2])
             yield _aside(exchange.comm), {f"{kind} of {name}": value for kind, name, value in kept}
         for replica in getattr(engine, "replicas", ()):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from thinwire.base import device as devices
 from thinwire.core.bucket import Arena, Bucket, BucketGroup, Piece
-from thinwire.core.exchange import Exchange
+from thinwire.core.exchange import Exchange, dense_bytes, on_comm
 from thinwire.core.method import Fp32, Method, Parameter
 from thinwire.core.outliers import Bound
 from thinwire.network.comm import Comm
@@ -70,7 +70,7 @@ class Stage:
         # What stays dense beside compressed parameters is summed in rank order too: then no bit depends on how the
         # engine happened to cut its buckets, and a resumed run is the same run.
         self._side = Fp32()
-        self._dense_bytes = functools.cache(self.exchange.dense_bytes)
+        self._dense_bytes = functools.cache(functools.partial(dense_bytes, self.exchange))
 
     def reduce(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         """Average ``flat`` (1-D, the parameters of ``pieces``) over the ranks of this hop.
@@ -232,7 +232,7 @@ class Road:
 
     def piece(self, parameter: Parameter) -> Piece:
         """``parameter`` in a buffer of its own, as the engine would hand it out."""
-        rows, name = self.entry.rows, parameter.name
+        rows, name = self.entry.ranks, parameter.name
         if self.entry.owner:
             return Piece(name, 0, parameter.local * rows, rows, parameter.local)
         return Piece(name, 0, math.prod(parameter.part))
@@ -240,9 +240,9 @@ class Road:
     def dense_bytes(self, parameter: Parameter, dtype: torch.dtype) -> float:
         """Bytes that the engine by itself would send of ``parameter``."""
         if self.levels is not None:
-            return self.levels.stock.dense_bytes(self.piece(parameter).numel, dtype)
-        stages = [stage.exchange for stage in self.stages]
-        return sum(stage.dense_bytes(parameter.local * (stage.rows if stage.owner else 1), dtype) for stage in stages)
+            return dense_bytes(self.levels.stock, self.piece(parameter).numel, dtype)
+        hops = [stage.exchange for stage in self.stages]
+        return sum(dense_bytes(hop, parameter.local * (hop.ranks if hop.owner else 1), dtype) for hop in hops)
 
 
 def shard_of(pieces: Pieces) -> Pieces:
@@ -259,7 +259,7 @@ class Levels(ABC):
 
     def __init__(self, stock: Exchange) -> None:
         self.stock = stock
-        self.stock_bytes = functools.cache(stock.dense_bytes)
+        self.stock_bytes = functools.cache(functools.partial(dense_bytes, stock))
 
     @abstractmethod
     def through(
@@ -289,14 +289,14 @@ class ScatterAndShare(Levels):
         bucket, inside, across = self._made.once(pieces, dtype, lambda: self._make(flat, pieces, dtype))
         rows = bucket.scratch("rows", bucket.shape, dtype)
         shard = bucket.scratch("shard", (bucket.shape[1],), dtype)
-        bucket.pack(flat, rows)
+        bucket.copies.pack(flat, rows)
         first(rows.view(-1), inside, shard)
         second(shard, across, shard)
         self.intra.all_gather(rows, shard)
-        bucket.unpack(rows, flat)
+        bucket.copies.unpack(rows, flat)
 
     def on(self, double):
-        return ScatterAndShare(self.stock.on(double), double(self.intra), self.widths)
+        return ScatterAndShare(on_comm(self.stock, double(self.stock.comm)), double(self.intra), self.widths)
 
     def _make(self, flat: Tensor, pieces: Pieces, dtype: torch.dtype) -> tuple[Bucket, Pieces, Pieces]:
         """The bucket that packs ``flat`` as rows (L, n), the pieces of those, and of a shard."""
@@ -339,7 +339,7 @@ class Regroup(Levels):
         second(apart.view(-1), across, out)
 
     def on(self, double):
-        return Regroup(self.stock.on(double), self._local, self._nodes)
+        return Regroup(on_comm(self.stock, double(self.stock.comm)), self._local, self._nodes)
 
     def _make(self, flat: Tensor, pieces: Pieces) -> tuple[Pieces, Pieces]:
         """Where the parameters lie in the first stage's rows (L, M * n), and in the second one's (M, n)."""

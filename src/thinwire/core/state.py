@@ -1,4 +1,7 @@
-"""What a method remembers between steps: per parameter and per rank, committed only when the step counts."""
+"""A method's memory between steps: per parameter and per rank, committed only when the step counts.
+
+Methods use the class; the functions below it are for those who run methods.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Segment
 
-SMALL = "="  # in a saved state, before the key of what does not live in a bucket
+SMALL = "="
+"""Precedes, in a saved state, the key of a value that does not live in a bucket."""
 
 
 class State:
@@ -22,14 +26,14 @@ class State:
     (DDP rebuilds its buckets after the first step, FSDP2 leaves out parameters without a gradient), or after a
     checkpoint was loaded, values follow their parameters.
 
-    Within one pass over the buckets ``read`` and ``get`` give what was committed. If the same step exchanges a second
-    time, ``again`` says so, and they give what the first exchange wrote: so nothing is lost or sent twice.
+    Within one pass over the buckets ``read`` and ``get`` give committed values. If the same step exchanges a second
+    time (:func:`next_exchange`), they give what the first exchange wrote: so nothing is lost or sent twice.
 
     One residual of W values costs 2 * 4 * W bytes: the price of skipping a step without a trace. (A step that exchanges
     twice needs 4 * W more.)
 
     Kinds named in ``offload`` live in (pinned) CPU memory: what ``read`` and ``write`` give is then one of two staging
-    buffers on the bucket's device, good until the next ``read``, and ``put_back`` says when the second one is filled.
+    buffers on the bucket's device, good until the next ``read``, and :func:`put_back` empties the second one.
 
     Attributes:
         loads: how often a saved state was loaded.
@@ -50,30 +54,32 @@ class State:
         self._small_earlier: dict[tuple[str, str], Tensor | None] = {}
 
     def get(self, kind: str, name: str) -> Tensor | None:
-        """The committed ``kind`` of parameter ``name``, of any shape and dtype; None at first. Not to be written to."""
-        return self._small_earlier.get((kind, name), self._small.get((kind, name)))
+        """Return the committed ``kind`` of parameter ``name``, not to be written to; None where there is none.
+
+        A value that was ``put`` or kept has any shape and dtype; one that lives in a bucket is (R, span), float32.
+        """
+        value = self._small_earlier.get((kind, name), self._small.get((kind, name)))
+        if value is not None or (kind, name) not in self._home:
+            return self._loose.get((kind, name)) if value is None else value
+        home, segment = self._home[kind, name]
+        return _columns(self._current[kind, home], segment)
 
     def put(self, kind: str, name: str, value: Tensor | None) -> None:
-        """``value`` (kept, not copied) is what ``get`` gives from the next ``commit`` on; None: nothing."""
+        """Let ``get`` give ``value`` (not copied; None: nothing) from the next ``commit`` on."""
         self._small_staged[kind, name] = value
 
-    def set(self, kind: str, name: str, value: Tensor) -> None:
-        """``value`` (kept, not copied) is what ``get`` gives from now on: it belongs to no step."""
-        self._small[kind, name] = value
-
-    def found(self, begins: str) -> list[tuple[str, str, Tensor]]:
-        """(kind, name, value) of all that was ``put`` or ``set`` with a kind that ``begins`` so."""
-        return [(kind, name, value) for (kind, name), value in self._small.items() if kind.startswith(begins)]
-
-    def discard(self, kind: str, name: str) -> None:
-        """``get`` finds nothing from now on."""
-        for store in (self._small, self._small_staged, self._small_earlier):
-            store.pop((kind, name), None)
+    def keep(self, kind: str, name: str, value: Tensor | None) -> None:
+        """Let ``get`` give ``value`` (not copied; None: nothing) from now on: it belongs to no step."""
+        if value is not None:
+            self._small[kind, name] = value
+            return
+        for values in (self._small, self._small_staged, self._small_earlier):
+            values.pop((kind, name), None)
 
     def read(self, kind: str, bucket: Bucket, rows: int | None = None) -> Tensor:
-        """The committed values of ``kind`` for ``bucket``: (R, n) float32, zeros at first. Not to be written to.
+        """Return the committed values of ``kind`` for ``bucket``: (R, n) float32, zeros at first, not to be written to.
 
-        ``rows``: how many rows this kind has, where not one for each of the bucket's; always the same for a kind.
+        ``rows``: the number of rows of this kind, where not that of the bucket; always the same for a kind.
         """
         key = (kind, bucket.key)
         if key not in self._current:
@@ -87,27 +93,8 @@ class State:
             return values
         return self._stage("read", values, bucket.device).copy_(values, non_blocking=True)
 
-    def values(self, kind: str, name: str) -> Tensor | None:
-        """The committed ``kind`` of parameter ``name``, (R, span), in whatever bucket it is. Not to be written to."""
-        if (kind, name) in self._loose:
-            return self._loose[kind, name]
-        if (kind, name) not in self._home:
-            return None
-        home, segment = self._home[kind, name]
-        return _columns(self._current[kind, home], segment)
-
-    def held(self, kind: str, bucket: Bucket) -> Tensor | None:
-        """As ``read``, with as many rows as there are; None where nothing of ``kind`` is known of the bucket."""
-        for segment in bucket.segments:
-            name = kind, segment.name
-            if name in self._loose:
-                return self.read(kind, bucket, self._loose[name].shape[0])
-            if name in self._home:
-                return self.read(kind, bucket, self._current[kind, self._home[name][0]].shape[0])
-        return None
-
     def write(self, kind: str, bucket: Bucket, rows: int | None = None) -> Tensor:
-        """Where the next values go: (R, n) float32, to be filled whole. Nothing changes until ``commit``."""
+        """Return memory for the next values, (R, n) float32, to be filled whole. Nothing changes until ``commit``."""
         key = (kind, bucket.key)
         if key not in self._current:
             self.read(kind, bucket, rows)
@@ -116,22 +103,12 @@ class State:
             spare = self._staged[key] = self._other(key)
         return self._stage("write", spare, bucket.device) if kind in self._offload else spare
 
-    def written(self, kind: str, bucket: Bucket) -> Tensor | None:
-        """What has been written of ``kind`` for ``bucket``, and counts from the next ``commit`` on; None: nothing."""
-        return self._staged.get((kind, bucket.key))
-
     def drop(self, kind: str) -> None:
-        """All of ``kind`` that lives in buckets is forgotten, with its memory: the run needs it no more."""
-        for store in (self._home, self._loose):
-            for name in [name for name in store if name[0] == kind]:
-                del store[name]  # type: ignore[attr-defined]
+        """Forget all of ``kind`` that lives in buckets, with its memory: the run needs it no more."""
+        for values in (self._home, self._loose):
+            for key in [key for key in values if key[0] == kind]:
+                del values[key]  # type: ignore[attr-defined]
         self._drop_homeless(kind)
-
-    def put_back(self, kind: str, bucket: Bucket) -> None:
-        """What ``write`` gave for ``bucket`` has been filled: an offloaded kind goes back to CPU memory now."""
-        if kind in self._offload:
-            staged = self._staged[kind, bucket.key]
-            staged.copy_(self._stage("write", staged, bucket.device), non_blocking=True)
 
     def _new(self, kind: str, shape: Sequence[int], device: torch.device) -> Tensor:
         if kind not in self._offload:
@@ -139,25 +116,15 @@ class State:
         return devices.host_memory(shape, device)
 
     def _stage(self, use: str, values: Tensor, device: torch.device) -> Tensor:
-        """A view of ``values``' shape of the staging buffer on ``device``; everything that uses it is on one stream."""
+        """View the staging buffer on ``device`` in ``values``' shape; everything that uses it is on one stream."""
         stage = self._stages.get((use, device))
         if stage is None or stage.numel() < values.numel():
             stage = self._stages[use, device] = torch.empty(values.numel(), dtype=torch.float32, device=device)
         return stage[: values.numel()].view(values.shape)
 
-    def again(self) -> None:
-        """Another exchange of the same step begins: it goes on from what the ones before it wrote."""
-        for key, staged in self._staged.items():
-            if key in self._earlier:
-                self._spare[key] = self._earlier[key]
-            self._earlier[key] = staged
-        self._staged.clear()
-        self._small_earlier.update(self._small_staged)
-        self._small_staged.clear()
-
     def commit(self) -> None:
-        """What was written since the last commit becomes current."""
-        self.again()
+        """Make current what was written since the last commit."""
+        next_exchange(self)
         for key, written in self._earlier.items():
             self._spare[key], self._current[key] = self._current[key], written
         self._earlier.clear()
@@ -169,9 +136,11 @@ class State:
         self._small_earlier.clear()
 
     def rollback(self, names: Collection[str] | None = None, kinds: Collection[str] | None = None) -> None:
-        """What was written since the last commit is forgotten: of the parameters ``names`` alone, if they are given,
-        and then of those ``kinds`` alone that live in buckets, if these are."""
-        self.again()
+        """Forget what was written since the last commit.
+
+        ``names``: of these parameters alone. ``kinds``: and then of these kinds alone, which live in buckets.
+        """
+        next_exchange(self)
         if names is not None:
             self._rollback_some(names, kinds)
             return
@@ -190,30 +159,8 @@ class State:
             for key in [key for key in self._small_earlier if key[1] in names]:
                 del self._small_earlier[key]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """``"kind/parameter"`` -> (R, span) this rank's committed values without padding, and what was ``put``."""
-        for use, device in self._stages:
-            if use == "write":
-                devices.wait(device)  # copies to CPU memory may be under way
-        result = {f"{SMALL}{kind}/{name}": value.clone() for (kind, name), value in self._small.items()}
-        result |= {f"{kind}/{name}": values.clone() for (kind, name), values in self._loose.items()}
-        for (kind, name), (home, segment) in self._home.items():
-            result[f"{kind}/{name}"] = _columns(self._current[kind, home], segment).clone()
-        return result
-
-    def load_state_dict(self, values: dict[str, Tensor]) -> None:
-        """Take what ``state_dict`` gave; it moves into buckets as those are next seen."""
-        for store in (self._home, self._current, self._staged, self._earlier, self._spare, self._small_staged,
-                      self._small_earlier, self._loose, self._small):  # fmt: skip
-            store.clear()
-        self.loads += 1
-        for key, tensor in values.items():
-            kind, _, name = key.removeprefix(SMALL).partition("/")
-            store = self._small if key.startswith(SMALL) else self._loose
-            store[kind, name] = tensor.clone()
-
     def _move(self, kind: str, bucket: Bucket, segment: Segment) -> bool:
-        """Take the parameter's values into ``bucket`` from wherever they were; False if they are there already."""
+        """Take the parameter's values into ``bucket`` from wherever they were; False if ``bucket`` has them already."""
         name = (kind, segment.name)
         home = self._home.get(name)
         if home is not None and home[0] == bucket.key:
@@ -245,19 +192,82 @@ class State:
         return True
 
     def _other(self, key: tuple[str, object]) -> Tensor:
-        """A buffer like the current one, and not in use."""
+        """Take a buffer like the current one that is not in use."""
         spare = self._spare.pop(key, None)
         current = self._current[key]
         return self._new(key[0], current.shape, current.device) if spare is None else spare
 
     def _drop_homeless(self, kind: str) -> None:
         """Free buffers in which no parameter lives any more."""
-        living = {home for (of, _), (home, _) in self._home.items() if of == kind}
-        for store in (self._current, self._staged, self._earlier, self._spare):
-            for key in [key for key in store if key[0] == kind and key[1] not in living]:
-                del store[key]
+        inhabited = {home for (owner, _), (home, _) in self._home.items() if owner == kind}
+        for buffers in (self._current, self._staged, self._earlier, self._spare):
+            for key in [key for key in buffers if key[0] == kind and key[1] not in inhabited]:
+                del buffers[key]
 
 
 def _columns(values: Tensor, segment: Segment) -> Tensor:
-    """A parameter's values in a bucket's rows, without padding: a view (R, span)."""
+    """View a parameter's values in a bucket's rows, without padding: (R, span)."""
     return values[:, segment.start : segment.start + segment.span]
+
+
+def find_entries(state: State, prefix: str = "") -> list[tuple[str, str, Tensor]]:
+    """List (kind, name, value) of all that was ``put`` or kept with a kind that begins with ``prefix``."""
+    return [(kind, name, value) for (kind, name), value in state._small.items() if kind.startswith(prefix)]
+
+
+def read_existing(state: State, kind: str, bucket: Bucket) -> Tensor | None:
+    """Read ``kind`` with as many rows as there are; None where the state has nothing of ``kind`` for ``bucket``."""
+    for segment in bucket.segments:
+        name = kind, segment.name
+        if name in state._loose:
+            return state.read(kind, bucket, state._loose[name].shape[0])
+        if name in state._home:
+            return state.read(kind, bucket, state._current[kind, state._home[name][0]].shape[0])
+    return None
+
+
+def find_written(state: State, kind: str, bucket: Bucket) -> Tensor | None:
+    """Return what this exchange has written of ``kind`` for ``bucket``, before its ``commit``; None: nothing."""
+    return state._staged.get((kind, bucket.key))
+
+
+def put_back(state: State, kind: str, bucket: Bucket) -> None:
+    """Send an offloaded ``kind`` to CPU memory: what ``state.write`` gave for ``bucket`` has been filled."""
+    if kind in state._offload:
+        staged = state._staged[kind, bucket.key]
+        staged.copy_(state._stage("write", staged, bucket.device), non_blocking=True)
+
+
+def next_exchange(state: State) -> None:
+    """Begin another exchange of the same step, which goes on from what the ones before it wrote."""
+    for key, staged in state._staged.items():
+        if key in state._earlier:
+            state._spare[key] = state._earlier[key]
+        state._earlier[key] = staged
+    state._staged.clear()
+    state._small_earlier.update(state._small_staged)
+    state._small_staged.clear()
+
+
+def dump_state(state: State) -> dict[str, Tensor]:
+    """Copy this rank's committed values by "kind/parameter": (R, span) without padding, and those that were ``put``."""
+    for use, device in state._stages:
+        if use == "write":
+            devices.wait(device)  # copies to CPU memory may be under way
+    result = {f"{SMALL}{kind}/{name}": value.clone() for (kind, name), value in state._small.items()}
+    result |= {f"{kind}/{name}": values.clone() for (kind, name), values in state._loose.items()}
+    for (kind, name), (home, segment) in state._home.items():
+        result[f"{kind}/{name}"] = _columns(state._current[kind, home], segment).clone()
+    return result
+
+
+def load_state(state: State, values: dict[str, Tensor]) -> None:
+    """Take what :func:`dump_state` gave; it moves into buckets as those are next seen."""
+    for store in (state._home, state._current, state._staged, state._earlier, state._spare, state._small_staged,
+                  state._small_earlier, state._loose, state._small):  # fmt: skip
+        store.clear()
+    state.loads += 1
+    for key, tensor in values.items():
+        kind, _, name = key.removeprefix(SMALL).partition("/")
+        store = state._small if key.startswith(SMALL) else state._loose
+        store[kind, name] = tensor.clone()

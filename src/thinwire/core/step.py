@@ -25,7 +25,7 @@ from thinwire.core.method import Run, Step
 from thinwire.core.names import bare_name
 from thinwire.core.replica_check import Replicas
 from thinwire.core.road import Road
-from thinwire.core.state import State
+from thinwire.core.state import State, next_exchange
 from thinwire.network.comm import local
 
 FRAMES = 16
@@ -210,7 +210,7 @@ class Turn:
         if not self._warned:
             self._warned = True
             warnings.warn(f"{what}, or each sends as many bytes as a step", ThinwireWarning, stacklevel=2)
-        self.state.again()
+        next_exchange(self.state)
         self._seen.clear()
 
     # What the optimizers say.
@@ -274,7 +274,7 @@ class Turn:
         trouble = self._trouble()
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
         alone = self.method.alone(self.road.step)
-        comms = self.road.last.exchange.beside(self.guard.comms) if alone else None
+        comms = [comm for comm in self.guard.comms if comm is not self.road.last.exchange.comm] if alone else None
         with self.inside("optimizer.step()"):
             finite, somewhere = self.guard.agree(self._device, trouble is not None, comms)
         if somewhere:

@@ -264,7 +264,7 @@ class Replica:
         elif changed and self.step is not None:  # a row that was just loaded, and not used yet, is kept
             self.step = None
             for piece in self.shard.pieces:
-                self._state.discard("replica", piece.name)
+                self._state.keep("replica", piece.name, None)
 
     def _due(self, step: int) -> Literal["nothing", "whole", "message"]:
         if not self.message.resident:
@@ -299,14 +299,14 @@ class Replica:
         own.copy_(master)
         self._row = row
         for piece in self.shard.pieces:
-            self._state.set("replica", piece.name, row[piece.columns])  # a view, which follows
+            self._state.keep("replica", piece.name, row[piece.columns])  # a view, which follows
         self._set_step(step)
 
     def _set_step(self, step: int) -> None:
         self.step = step
         if self._row is not None:
             for piece in self.shard.pieces:
-                self._state.set("replica step", piece.name, torch.tensor(step))
+                self._state.keep("replica step", piece.name, torch.tensor(step))
 
     def _exchange(self, own: Tensor, step: int, async_op: bool) -> Sent:
         with self.comm.ledger.span("encode", own):

@@ -294,7 +294,7 @@ class FSDP2(ShardedEngine):
     @property
     def exchanges(self) -> bool:
         """Are we called at all? torch leaves out what a single rank would exchange with itself."""
-        return any(hop.rows > 1 for hop in self.hops)
+        return any(hop.ranks > 1 for hop in self.hops)
 
     def accumulated(self) -> bool:
         """Has this rank gradients that torch keeps from the optimizer, until a backward pass that exchanges them?"""

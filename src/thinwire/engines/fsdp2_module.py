@@ -277,7 +277,7 @@ class GroupLink:
 
         def hook(shard: Tensor) -> None:
             devices.keep(shard)  # torch 2.11 to 2.13 let go of the buffer while this stream still reads it
-            ranks = self.engine.hops[0].rows
+            ranks = self.engine.hops[0].ranks
             if self.divisor is not None and ranks == 1:  # torch has divided by it already
                 shard.mul_(self.divisor)
             if self._expected is not None and ranks == 1:

@@ -15,7 +15,7 @@ import torch
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
-from thinwire.core.exchange import Exchange
+from thinwire.core.exchange import Exchange, on_comm
 from thinwire.core.method import Fp32, Method, Parameter, Run
 from thinwire.core.road import Road, Stage
 from thinwire.network.comm import Comm, CountingComm
@@ -97,7 +97,7 @@ class Plan:
         method = road.last.method
         self.method, self.engine = str(method), engine
         self._road, self._run, self._wire_dtype, self._layout, self._guards = road, run, wire_dtype, layout, guards
-        self.ranks = math.prod(stage.exchange.rows for stage in road.stages)
+        self.ranks = math.prod(stage.exchange.ranks for stage in road.stages)
         self._parameters = list(run.parameters.values())
         self._why = {parameter.name: method.keep_dense(parameter) for parameter in self._parameters}
         stages = list(reversed(road.stages))
@@ -180,7 +180,7 @@ class Plan:
         layout = apart([largest], self._road, self._wire_dtype)
 
         def of(size: int) -> float:
-            on = last.exchange.on(lambda _: CountingComm(0, size, range(size), Ledger()))
+            on = on_comm(last.exchange, CountingComm(0, size, range(size), Ledger()))
             found = rehearse(layout, Road([replace(last, exchange=on)]), self._run, self._guards, watched=False)
             return found.parameters[largest.name] * size / (size - 1)
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Layout, Piece, Shard
-from thinwire.core.exchange import Exchange
+from thinwire.core.exchange import Exchange, on_comm
 from thinwire.core.method import Method, Parameter, Run, Step
 from thinwire.core.road import Road, Stage
-from thinwire.core.state import State
+from thinwire.core.state import State, dump_state
 from thinwire.core.weights import Ahead, Replica
 from thinwire.network.comm import Comm, CountingComm, local
 from thinwire.network.guard import Guard
@@ -90,7 +90,7 @@ def rehearse(
             play.gather(number)
             ledger.now = gradients = Account()
             parameters = play.exchange(number)
-            agree(road.last.exchange.beside(guards) if method.alone(number) else guards)
+            agree([comm for comm in guards if comm is not road.last.exchange.comm] if method.alone(number) else guards)
             play.step(number)
             average.add(method.cycle.get(number, 0.0), gradients, weights, parameters)
             if watch is not None:
@@ -126,7 +126,7 @@ def kept(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
                 play.gather(number)
                 play.exchange(number)
                 play.step(number)
-                for key, value in play.method.state.state_dict().items():
+                for key, value in dump_state(play.method.state).items():
                     if key not in found or value.numel() > found[key].numel():
                         found[key] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     except NotImplementedError:
@@ -158,7 +158,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
         one.one_node = comm.one_node  # a method may send something else inside a node
         return one
 
-    alone = Road([replace(stage, exchange=stage.exchange.on(lone)) for stage in road.stages])
+    alone = Road([replace(stage, exchange=on_comm(stage.exchange, lone(stage.exchange.comm))) for stage in road.stages])
     end = [*itertools.accumulate((of.local for of in least), initial=0)]
     own = tuple(Piece(of.name, first, of.local) for of, first in zip(least, end, strict=False))
     shards = [Shard(own, (), end[-1], dtype) for dtype in run.gathers]
@@ -184,8 +184,8 @@ def _move(device: torch.device) -> None:
     rows = torch.zeros(*bucket.shape, device=device)
     for dtype in (torch.float32, torch.bfloat16):
         flat = torch.zeros(3, dtype=dtype, device=device)
-        bucket.pack(flat, rows)
-        bucket.unpack(rows, flat)
+        bucket.copies.pack(flat, rows)
+        bucket.copies.unpack(rows, flat)
 
 
 def apart(parameters: Iterable[Parameter], road: Road, dtype: torch.dtype | None) -> Layout:
@@ -371,7 +371,7 @@ class _Play:
 
         stages = []
         for hop, stage in enumerate(road.stages, 1):
-            method, exchange = replace(stage.method), stage.exchange.on(double)
+            method, exchange = replace(stage.method), on_comm(stage.exchange, double(stage.exchange.comm))
             method.state = _State(method.offloads, offloads)
             method.begin(
                 replace(run, exchange=exchange, weights=self._weights, optimizers=self._optimizers, hop=hop)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.exchange import AllReduce
+from thinwire.core.exchange import AllReduce, bucket_rows
 from thinwire.core.method import Method, Rounding
 from thinwire.proof.played import Played, Taken, Where, begun, common, play, small
 
@@ -140,7 +140,7 @@ class _Books:
     def __init__(self, played: Played, hop: int, ranks: list[list[Taken]]) -> None:
         method, exchange = played.stages[hop].method, played.stages[hop].exchange
         self.promise, self.method, self.exchange, self.ranks, self.hop = method.promise, method, exchange, ranks, hop
-        self.size, self.rows = len(ranks), exchange.bucket_rows(method.carrier.on_wire)
+        self.size, self.rows = len(ranks), bucket_rows(exchange, method.carrier.on_wire)
         self.places: dict[str, slice] = {}
         self.numel, place = ranks[0][0].hops[hop].given.numel(), 0
         width = self.numel // (self.rows if exchange.owner else 1)

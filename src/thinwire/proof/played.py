@@ -14,7 +14,7 @@ from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method, Parameter, Step
 from thinwire.core.road import Pieces, Stage
-from thinwire.core.state import State
+from thinwire.core.state import State, dump_state
 from thinwire.network.ledger import Ledger
 from thinwire.plan.plan import Plan
 from thinwire.proof.ranks import LockStep, Shapes, ThreadEngine, Threads
@@ -139,7 +139,7 @@ class Watched(Stage):
             compress = method.compress  # type: ignore[attr-defined]
 
             def watched(bucket: Bucket, exchange: Exchange) -> None:
-                bucket.unpack(bucket.rows, given)
+                bucket.copies.unpack(bucket.rows, given)
                 compress(bucket, exchange)
 
             method.compress = watched  # type: ignore[attr-defined]
@@ -205,7 +205,7 @@ class Rank:
             [stage.hop for stage in self.road.stages if isinstance(stage, Watched)],
             self.out.clone(),
             sum(self.ledger.now.bytes.values()),
-            state.state_dict(),
+            dump_state(state),
             torch.cat([torch.zeros(0) if of is None else of.clone() for of in moments]),
             _flat(weights),
             stepped,

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Piece
-from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
+from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter, bucket_rows
 from thinwire.core.method import Method, Parameter, Run, Step
 from thinwire.core.road import Levels, Regroup, Road, ScatterAndShare, Stage
-from thinwire.core.state import State
+from thinwire.core.state import State, dump_state
 from thinwire.network.comm import Comm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
@@ -171,7 +171,7 @@ Shapes = dict[str, int | tuple[int, ...]]
 
 def parameters_for(exchange: Exchange, shapes: Shapes) -> dict[str, Parameter]:
     """What is known of the parameters ``shapes`` where the engine of ``exchange`` holds them (role: matrix)."""
-    return _parameters(shapes, exchange.rows if exchange.owner else 1)
+    return _parameters(shapes, exchange.ranks if exchange.owner else 1)
 
 
 def _parameters(shapes: Shapes, chunks: int) -> dict[str, Parameter]:
@@ -186,7 +186,7 @@ def _parameters(shapes: Shapes, chunks: int) -> dict[str, Parameter]:
 
 def bucket_for(method: Method, exchange: Exchange, shapes: Shapes) -> tuple[Bucket, int]:
     """A bucket of the parameters ``shapes`` as the engine of ``exchange`` would make it, and the flat's numel."""
-    rows = exchange.bucket_rows(method.on_wire)
+    rows = bucket_rows(exchange, method.on_wire)
     pieces, numel = _place(parameters_for(exchange, shapes).values(), rows, owner=exchange.owner)
     return method.bucket_of(pieces, exchange, torch.device("cpu")), numel
 
@@ -352,7 +352,7 @@ def reduce_on_threads(
                 "bytes": torch.tensor(sum(ledger.now.bytes.values())),
                 "facts": method.facts(),
                 "weights": {name: weight.detach().clone() for name, weight in weights.items()},
-                **state.state_dict(),
+                **dump_state(state),
             })  # fmt: skip
             ledger.close_step()
         return found

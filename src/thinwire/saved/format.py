@@ -83,7 +83,7 @@ class About:
     ) -> About:
         """Of this rank of a run. ``weights``: the trained parameters, of which DTensors know how they are sharded."""
         return cls(
-            rank, ranks, engine, levels, tuple((hop.rank, hop.rows, hop.owner) for hop in hops), method.name,
+            rank, ranks, engine, levels, tuple((hop.rank, hop.ranks, hop.owner) for hop in hops), method.name,
             _knobs(method),
             None if inside is None else str(inside), seed, bound,
             {of.name: (of.shape, of.local) for of in sorted(parameters, key=lambda of: of.name)},

@@ -53,6 +53,7 @@ from thinwire.core.method import (
     first_step,
     refuse_chunks,
 )
+from thinwire.core.state import find_entries, find_written
 from thinwire.methods.parts.feedback import ErrorFeedback
 from thinwire.methods.parts.own_steps import has_step_of_torch
 from thinwire.network.comm import local
@@ -334,7 +335,7 @@ class LocalSteps(Method):
     def _depart(self, step: Step) -> None:
         """Before the first local step: W is what all hold."""
         self._hide()
-        if self.state.found("anchor") or not self._anchors:
+        if find_entries(self.state, "anchor") or not self._anchors:
             return
         self.state.drop(OF_START)
         weights = {name: local(weight).detach() for name, weight in step.weights.items()}
@@ -342,19 +343,19 @@ class LocalSteps(Method):
             self.begin(replace(self.run, weights=step.weights))  # the model was on "meta" when this method began
         for name, weight in weights.items():
             self._anchors[name].data = weight.to(torch.float32, copy=True).contiguous()
-            self.state.set("anchor", name, self._anchors[name].detach())
+            self.state.keep("anchor", name, self._anchors[name].detach())
         if self.second_moment == "mean":
             for name, weight in step.weights.items():
                 moment = step.held[name].optimizer.state.get(weight, {}).get("exp_avg")
                 if moment is not None:
-                    local(moment).div_(math.sqrt(self.run.exchange.rows))
+                    local(moment).div_(math.sqrt(self.run.exchange.ranks))
 
     def _scale(self, step: Step) -> None:
         """Let Adam step with v / N: with g / sqrt(N) its m and v are m / sqrt(N) and v / N, and with lr sqrt(N) and
         decay / sqrt(N), m / (sqrt(v / N) + eps) is as large, and lr decay the same. What Adam has of the start is the
         mean's: its v is v / N already, and only m is scaled, once.
         """
-        root = math.sqrt(self.run.exchange.rows)
+        root = math.sqrt(self.run.exchange.ranks)
         if gradients := _gradients(step):
             torch._foreach_mul_(gradients, 1 / root)
         for optimizer in step.optimizers:
@@ -364,7 +365,7 @@ class LocalSteps(Method):
 
     def _unscale(self, step: Step) -> None:
         if self._scaled and (gradients := _gradients(step)):
-            torch._foreach_mul_(gradients, math.sqrt(self.run.exchange.rows))
+            torch._foreach_mul_(gradients, math.sqrt(self.run.exchange.ranks))
         for group, lr, decay in self._scaled:
             group["lr"], group["weight_decay"] = lr, decay
         self._scaled.clear()
@@ -443,7 +444,7 @@ class LocalSteps(Method):
     def _forget(self, bucket: Bucket) -> None:
         """SparseLoCo's decay of what waits, which comes before the next round's D is added to it."""
         for kind in self._outer.promise.waits:
-            if (waits := self._outer.state.written(kind, bucket)) is not None:
+            if (waits := find_written(self._outer.state, kind, bucket)) is not None:
                 waits.mul_(self.decay)
 
     def _outer_step(self, mean: Tensor, number: int) -> None:
@@ -457,7 +458,7 @@ class LocalSteps(Method):
         self._sgd.zero_grad()
         for name, anchor in self._anchors.items():
             if (momentum := self._sgd.state.get(anchor, {}).get("momentum_buffer")) is not None:
-                self.state.set("outer momentum", name, momentum)
+                self.state.keep("outer momentum", name, momentum)
         self.state.commit()
 
     # Taking a step back, saving and loading.
@@ -470,31 +471,31 @@ class LocalSteps(Method):
         super().drop_waiting()
         self._outer.drop_waiting()
         for kind in ("anchor", "outer momentum"):
-            for _, name, _ in self.state.found(kind):
-                self.state.discard(kind, name)
+            for _, name, _ in find_entries(self.state, kind):
+                self.state.keep(kind, name, None)
         self._sgd.state.clear()
         self._apart = False
 
     def finish(self) -> None:
         """Show in the state what a checkpoint of the model does not hold: this rank's own weights and moments."""
         self._outer.finish()
-        self.state.set("missed", "", torch.tensor(self._missed))
-        self.state.set("lost", "", torch.tensor(self._lost))
-        self.state.set("due", "", torch.tensor(int(self._due)))
-        if not self.state.found("anchor"):
+        self.state.keep("missed", "", torch.tensor(self._missed))
+        self.state.keep("lost", "", torch.tensor(self._lost))
+        self.state.keep("due", "", torch.tensor(int(self._due)))
+        if not find_entries(self.state, "anchor"):
             return
         self._shown = True
         for name, weight in self.run.weights.items():
-            self.state.set(OWN_WEIGHT, name, local(weight.detach()))
+            self.state.keep(OWN_WEIGHT, name, local(weight.detach()))
             for kind, value in self.run.held[name].optimizer.state.get(weight, {}).items():
                 if isinstance(value, Tensor):
-                    self.state.set(f"{OWN_MOMENT}{kind}", name, local(value.detach()))
+                    self.state.keep(f"{OWN_MOMENT}{kind}", name, local(value.detach()))
 
     def _hide(self) -> None:
         """It is the model's and the optimizer's, and is not held twice."""
         if self._shown:
-            for kind, name, _ in [*self.state.found(OWN_WEIGHT), *self.state.found(OWN_MOMENT)]:
-                self.state.discard(kind, name)
+            for kind, name, _ in [*find_entries(self.state, OWN_WEIGHT), *find_entries(self.state, OWN_MOMENT)]:
+                self.state.keep(kind, name, None)
         self._shown = False
 
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
@@ -507,18 +508,18 @@ class LocalSteps(Method):
         self._missed, self._lost, due = (0 if count is None else int(count) for count in counts)
         self._due = bool(due)
         self._sgd.state.clear()
-        for kind, name, saved in self.state.found(""):
+        for kind, name, saved in find_entries(self.state):
             if kind in ("anchor", "outer momentum", OWN_WEIGHT):
                 self._check_saved(kind, name, saved)
-        for _, name, saved in self.state.found("anchor"):
+        for _, name, saved in find_entries(self.state, "anchor"):
             self._anchors[name].data = saved
-        for _, name, saved in self.state.found("outer momentum"):
+        for _, name, saved in find_entries(self.state, "outer momentum"):
             self._sgd.state[self._anchors[name]]["momentum_buffer"] = saved
         self._apart = False
-        for _, name, saved in self.state.found(OWN_WEIGHT):
+        for _, name, saved in find_entries(self.state, OWN_WEIGHT):
             local(self.run.weights[name].detach()).copy_(saved)
             self._apart |= not torch.equal(saved, self._anchors[name].detach().to(saved.dtype))
-        for kind, name, saved in self.state.found(OWN_MOMENT):
+        for kind, name, saved in find_entries(self.state, OWN_MOMENT):
             self._give_back(kind.removeprefix(OWN_MOMENT), name, saved)
         self._shown = True
         self._hide()

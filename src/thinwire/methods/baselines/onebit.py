@@ -225,12 +225,12 @@ class OneBitAdam(Method):
         for segment in bucket.segments:
             wire = wires[segment.name]
             if wire is not None:
-                self.codec.decode(wire, bucket.columns(moments, segment))
+                self.codec.decode(wire, moments[:, segment.columns])
         return moments
 
     def _adam_moment(self, bucket: Bucket, exchange: Exchange, moments: Tensor) -> None:
         """``moments`` (R, n) = what the warm-up left in the optimizer; where it is sharded, sent once, in fp32."""
-        rows = exchange.kept(moments)
+        rows = moments[exchange.own_rows]
         rows.zero_()
         for segment in bucket.segments:
             weight = self.run.weights[segment.name]

@@ -117,7 +117,7 @@ class PowerSGD(ErrorFeedback):
         exchange.all_mean(right)  # Alg. 1, l. 7
         with exchange.span("decode", bucket.rows):
             for segment, p, q in zip(bucket.segments, ps, qs, strict=True):
-                for of, out in zip(exchange.kept(p), self._matrix(bucket.mean, segment, q.shape[0]), strict=True):
+                for of, out in zip(p[exchange.own_rows], self._matrix(bucket.mean, segment, q.shape[0]), strict=True):
                     torch.mm(of, q.T, out=out)  # Alg. 1, l. 11
                 self.state.put("q", segment.name, torch.where(_largest(q) == 0, self._start(segment.name, q), q))
 

@@ -185,7 +185,7 @@ class Trickle(SharedMask):
         with exchange.span("encode", served):
             found = positions.split(served, self.state.write("server", bucket, rows=1), scratch(bucket))
         if self.encodes_weights:
-            wires = bucket.scratch("positions", (exchange.rows, positions.nbytes), torch.uint8)
+            wires = bucket.scratch("positions", (exchange.ranks, positions.nbytes), torch.uint8)
             wire = bucket.scratch("chosen", (1, positions.nbytes), torch.uint8)
             with exchange.span("encode", served):
                 positions.pack(found, wire)

@@ -33,7 +33,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import Masked
 from thinwire.core.bucket import Bucket
-from thinwire.core.exchange import Exchange
+from thinwire.core.exchange import Exchange, bucket_rows, count_columns
 from thinwire.core.method import Resized, Step, check_density, count_of
 from thinwire.core.state import SMALL as LOOSE
 from thinwire.methods.parts.feedback import ErrorFeedback
@@ -120,11 +120,11 @@ class Radius(ErrorFeedback):
             }
 
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
-        rows = self.run.exchange.bucket_rows(True)
+        rows = bucket_rows(self.run.exchange, True)
         for name, parameter in self.run.parameters.items():
             key = f"{LOOSE}mask/{name}"
             if (words := saved.get(key)) is not None:
-                k = self._k(self.run.exchange.columns(parameter.local, rows))
+                k = self._k(count_columns(self.run.exchange, parameter.local, rows))
                 if bool((masks.popcount(words.cpu().contiguous()) != k).any()):
                     return f"{key} has not {k} bits in each row"
         return ""
@@ -194,13 +194,13 @@ class Radius(ErrorFeedback):
     def _mask(self, name: str, direction: Tensor) -> Tensor:
         """Mask words (R, width / 64) of the k largest |u| of every row; every rank has all rows."""
         exchange = self.run.exchange
-        rows = exchange.bucket_rows(True)
-        columns = exchange.columns(self.run.parameters[name].local, rows)
+        rows = bucket_rows(exchange, True)
+        columns = count_columns(exchange, self.run.parameters[name].local, rows)
         values = torch.zeros((1, padded(columns, WORD)), dtype=torch.float32, device=direction.device)
         direction = self.run.travels(name, direction)
         values[0, : direction.numel()].copy_(direction)
         words = torch.zeros((rows, values.shape[1] // WORD), dtype=torch.int64, device=direction.device)
-        masks.topk_mask(values, self._k(columns), exchange.kept(words))
+        masks.topk_mask(values, self._k(columns), words[exchange.own_rows])
         return exchange.share(words)
 
     def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked:
@@ -216,4 +216,4 @@ class Radius(ErrorFeedback):
         k = sum(self._k(segment.span) for segment in bucket.segments)
         words = bucket.once("mask", joined, *parts)
         before = bucket.once("directory", lambda: masks.directory(words), words)
-        return Masked(words, k, owner_row=exchange.mine, before=before)
+        return Masked(words, k, owner_row=exchange.own_row, before=before)

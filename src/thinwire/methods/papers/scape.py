@@ -43,7 +43,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Segment, Shard
-from thinwire.core.exchange import Exchange, Payload
+from thinwire.core.exchange import Exchange, Payload, prescale
 from thinwire.core.method import (
     EXACT,
     SMALL,
@@ -60,6 +60,7 @@ from thinwire.core.method import (
     first_step,
     refuse_chunks,
 )
+from thinwire.core.state import put_back
 from thinwire.core.weights import Message
 from thinwire.methods.parts.atmask import Unfolded, WeightsAtMask
 from thinwire.methods.parts.masks import WORD, Masks, Schedule, all_ones
@@ -157,19 +158,19 @@ class SCAPE(Method):
             if exchange.owner:
                 x, next_x = self.state.read("common", bucket, rows=1)[0], self.state.write("common", bucket, rows=1)[0]
             moments.add_up(
-                bucket.rows, e, m, self.beta1, common=x, mine=exchange.mine,  # l. 10: m~_n = b1 m + (1-b1) g_n + e_n
+                bucket.rows, e, m, self.beta1, common=x, mine=exchange.own_row,  # l. 10: m~_n = b1 m + (1-b1) g_n + e_n
                 sent=moments.Sent(
-                    mask.words, mask.before, share=exchange.factor,
+                    mask.words, mask.before, share=prescale(exchange),
                     left=next_e,  # l. 11-12: e_n = m~_n off M, 0 on M
                     payload=payload,  # l. 13: m~_n on M, without b1 m
                 ),
                 choose=self._schedule.refreshes(bucket.step + 1),  # l. 15: the scores |m~_n|
             )  # fmt: skip
-        self.state.put_back("residual", bucket)
+        put_back(self.state, "residual", bucket)
         exchange.mean(Payload(payload, b), shared=True)  # l. 13-14: b = mean over n of m~_n on M
         # l. 15: the next M = top-k of the scores, which ``after_step`` takes of all buckets at once.
         with exchange.span("decode", bucket.mean):
-            words, before = mask.row(exchange.mine)
+            words, before = mask.row(exchange.own_row)
             moments.settle(
                 b[0], m, words, self.beta1, before=before, common=x,  # b += b1 m, and x
                 given=next_m[0],  # l. 16: m' = b on M, 0 off M

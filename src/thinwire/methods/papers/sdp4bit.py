@@ -178,7 +178,7 @@ class SDP4Bit(Method):
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """One hop of Alg. 3: across nodes (l. 8-13); where all ranks are on one node, inside it (l. 2-7)."""
-        codec = self._intra_codec if exchange.one_node else self.codec
+        codec = self._intra_codec if exchange.comm.one_node else self.codec
         assert codec is not None
         for part in bucket.segments:
             self._bits[part.name] = 8 * len(bucket.rows) * codec.wire_bytes(part.width), part.piece.numel

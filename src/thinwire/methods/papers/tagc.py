@@ -34,7 +34,7 @@ from thinwire.base.alignment import padded
 from thinwire.base.random import seed_of
 from thinwire.codecs.sketch import CountSketch
 from thinwire.core.bucket import Bucket
-from thinwire.core.exchange import Exchange
+from thinwire.core.exchange import Exchange, bucket_rows, count_columns
 from thinwire.core.method import Parameter, Promise, Resized
 from thinwire.methods.parts.feedback import ErrorFeedback, portion_of
 from thinwire.ops import mask as masks
@@ -133,7 +133,7 @@ class TAGC(ErrorFeedback):
         self._round(parts, sent, rest, exchange)  # ours, so that sums are exact
         estimate = self.leftovers == "median"
         # l. 5-6 and 8-10: CountSketch._encode, the network's sum, CountSketch._decode. (l. 7 is a comment.)
-        codec = CountSketch(parts, acc, sent, found, index, left, exchange.mine, estimate)
+        codec = CountSketch(parts, acc, sent, found, index, left, exchange.own_row, estimate)
         exchange.mean(bucket, codec)
         with exchange.span("decode", bucket.rows):
             self._measure(bucket, parts, index, left)
@@ -157,7 +157,7 @@ class TAGC(ErrorFeedback):
         """Kept values become multiples of a power of two that all ranks share, coarse enough for exact sums."""
         largest = exchange.all_max(sketch.peaks(sent, parts))
         _, exponent = torch.frexp(largest)
-        spare = CELL_BITS - math.ceil(math.log2(exchange.rows))
+        spare = CELL_BITS - math.ceil(math.log2(exchange.ranks))
         quantum = torch.ldexp(torch.ones_like(largest), (exponent - spare).clamp_(min=SMALLEST_EXPONENT))
         sketch.round_to(sent, quantum, parts, rest)
 
@@ -204,7 +204,7 @@ class TAGC(ErrorFeedback):
             if self.state.get("counts", name) is None:
                 continue
             left, _, union = self._measured(name)
-            columns = exchange.columns(parameter.local, exchange.bucket_rows(True))
+            columns = count_columns(exchange, parameter.local, bucket_rows(exchange, True))
             found["left-overs so far"] += left
             found["union, share of values"] += union
             found["tensors sent dense"] += self._cells(name, columns, exchange) == 0
@@ -222,7 +222,7 @@ class TAGC(ErrorFeedback):
         """
         _, _, union = self._measured(name)
         if union < 0:
-            union = min(exchange.rows * self._k(columns), columns)
+            union = min(exchange.ranks * self._k(columns), columns)
         cells = math.ceil(union / LOAD / 3) + 8  # a few more: small tables fail at lower loads
         return cells if 3 * cells < padded(columns, masks.WORD) else 0
 
@@ -231,7 +231,7 @@ class TAGC(ErrorFeedback):
         for segment in bucket.segments:
             name, width, k = segment.name, segment.width, self._k(segment.span)
             cells, seed = self._cells(name, segment.span, exchange), seed_of(self.run.seed, name, bucket.step)
-            room = min(exchange.rows * k, width)
+            room = min(exchange.ranks * k, width)
             parts.append(sketch.Part(segment.start, width, k, place, room, first, cells, seed))
             place, first = parts[-1].listed.stop, parts[-1].wire.stop
         return sketch.Parts(parts, bucket.device)

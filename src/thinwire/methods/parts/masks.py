@@ -26,7 +26,7 @@ from torch import Tensor
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Segment
-from thinwire.core.exchange import Exchange
+from thinwire.core.exchange import Exchange, bucket_rows
 from thinwire.core.method import Method, count_of
 from thinwire.core.state import SMALL as LOOSE
 from thinwire.methods.parts.atmask import Unfolded
@@ -120,8 +120,8 @@ class Masks:
         """``sizes``: values of each parameter in one of its R rows."""
         self._method, self._exchange, self._sizes, self._schedule = method, exchange, sizes, schedule
         self._chosen: dict[str, int] = {}  # what "chosen" says, without a look at a tensor
-        rows = exchange.bucket_rows(True)
-        ranks, values = exchange.rows // rows, sum(sizes.values())
+        rows = bucket_rows(exchange, True)
+        ranks, values = exchange.ranks // rows, sum(sizes.values())
         self._chunks = {
             name: cut(size, -(-values // ranks) if ranks * size > LARGE * values else size)
             for name, size in sizes.items()
@@ -192,7 +192,7 @@ class Masks:
         self.finish()
         message = self._choose(step)
         state, (places, length) = self._method.state, self._layout(step)
-        everybody = message.new_empty((self._exchange.rows, length))
+        everybody = message.new_empty((self._exchange.ranks, length))
         self._work = self._exchange.gather(everybody, message, async_op=True)
         joined = self._joined(everybody, places)
         for name, parts in places.items():
@@ -274,8 +274,8 @@ class Masks:
 
         The same on all ranks: the largest first, each to the ranks with the least so far. R = N: all choose their row.
         """
-        rows = self._exchange.bucket_rows(True)
-        load = [(0, rank) for rank in range(self._exchange.rows // rows)]  # a heap: values, and whose
+        rows = bucket_rows(self._exchange, True)
+        load = [(0, rank) for rank in range(self._exchange.ranks // rows)]  # a heap: values, and whose
         ends = [0] * len(load)
         places: Places = {name: [] for name in self._sizes}
         pairs = [(name, chunk) for name, chunks in self._chunks.items() for chunk in chunks]

@@ -54,14 +54,14 @@ def mean_both_ways(
     served.add_(state.read("server", bucket, rows=1))
     _clear(bucket, served, rank)
     answer = codec if answer is None else answer
-    wires = bucket.scratch("served wires", (exchange.rows, answer.wire_numel(n)), answer.wire_dtype)
+    wires = bucket.scratch("served wires", (exchange.ranks, answer.wire_numel(n)), answer.wire_dtype)
     mine = wires[rank : rank + 1]
     error = Residual(None, state.write("server", bucket, rows=1))
     with exchange.span("encode", served):
         _on(answer, bucket, slice(rank, rank + 1)).encode(served, mine, residual=error, space=scratch(bucket))
     exchange.gather(wires, mine[0].clone())
     with exchange.span("decode", bucket.mean):
-        answer.decode(exchange.kept(wires), bucket.mean, space=scratch(bucket))
+        answer.decode(wires[exchange.own_rows], bucket.mean, space=scratch(bucket))
     return wires
 
 
@@ -87,7 +87,7 @@ def _clear(bucket: Bucket, values: Tensor, first: int = 0) -> None:
     for segment in bucket.segments:
         if segment.piece.stride:
             continue
-        columns = bucket.columns(values, segment)[:, : segment.span]
+        columns = values[:, segment.columns][:, : segment.span]
         whole, rest = divmod(segment.piece.numel, segment.span)
         if first <= whole < first + len(values):
             columns[whole - first, rest:].zero_()

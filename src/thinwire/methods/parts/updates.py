@@ -134,7 +134,7 @@ class UpdateSpace:
         alike = self._measure(bucket, exchange)
         r = self._state.get("alike", "")
         if r is None:  # the first of all: what this bucket shows by itself
-            r = _ratio(alike.sum(0), exchange.rows)
+            r = _ratio(alike.sum(0), exchange.ranks)
         with exchange.span("encode", bucket.rows):
             self._precondition(bucket, bucket.rows, r)
 
@@ -201,7 +201,7 @@ class UpdateSpace:
         """The step has been taken: r moves on."""
         self.steps.show(step)
         if self._alike:
-            new = _ratio(self._all_alike(), self._run.exchange.rows)
+            new = _ratio(self._all_alike(), self._run.exchange.ranks)
             old = self._state.get("alike", "")
             self._state.put("alike", "", new if old is None else KEPT * old + (1 - KEPT) * new)
             self._alike.clear()
@@ -234,7 +234,7 @@ class UpdateSpace:
             return None
         second = None
         if self._knows_second(name) and self._run.chunk is None:
-            second = self._state.values("second", name)
+            second = self._state.get("second", name)
         if second is None:
             return self._moments(name, None)
         exchange, size = self._run.exchange, local(self._run.weights[name]).numel()
@@ -272,7 +272,7 @@ class UpdateSpace:
             return None
         r = self._state.get("alike", "")
         if r is None:
-            r = _ratio(self._all_alike(), self._run.exchange.rows)
+            r = _ratio(self._all_alike(), self._run.exchange.ranks)
         return r * torch.stack([self._powers[name] for name in sorted(self._powers)]).sum()
 
     def _all_alike(self) -> Tensor:
@@ -328,7 +328,7 @@ class UpdateSpace:
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
         torch.take(bucket.rows, places, out=sums[0, :count])
         if len(bucket.rows) == 1 or devices.streams(bucket.device) is None:
-            norms = torch._foreach_norm([bucket.columns(bucket.rows, segment) for segment in bucket.segments])
+            norms = torch._foreach_norm([bucket.rows[:, segment.columns] for segment in bucket.segments])
             torch.stack(norms, out=sums[0, count:])
         else:  # a launch for all tensors; its last bits depend on which tensors these are
             torch.linalg.vector_norm(bucket.rows, out=sums[0, count])
