@@ -38,7 +38,7 @@ import regimes
 import thinwire
 from thinwire.train.models import Decoder
 
-METHODS = ("trickle", "trickle:shared", "topk", "tagc", "powersgd")
+METHODS = ("trickle", "trickle:merged", "topk", "tagc", "powersgd")
 WAYS = ("nothing", "flush", "next", "redistribute", "reset")
 LATER = (0, 1, 5, 20, 50)
 RANKS = 2

@@ -35,7 +35,7 @@ KNOBS = {
 MORE = (
     "int8(smallest=0, error_feedback=True)", "sdp4bit:paper(weight_group=64)", "sdp4bit:ulq", "tagc:paper(smallest=0)",
     "tagc(feedback='gradient', theta=0.95, smallest=0)", "separate:paper(smallest=0, block=64)",
-    "scape(density=0.3, warmup=3, smallest=0, refresh=2)", "trickle:shared(smallest=0)", "trickle:merged(smallest=0)",
+    "scape(density=0.3, warmup=3, smallest=0, refresh=2)", "trickle:merged(smallest=0)",
     "powersgd(rank=2, smallest=0, feedback='gradient')", "topk(density=0.1, smallest=0, feedback='gradient')",
     "local-steps(every=5, outer='int8(smallest=0, error_feedback=True)')",
     "onebit-adam(warmup=5, warmup_bits=4, smallest=0)",

@@ -589,7 +589,7 @@ class Wire:
         """Say that weights were given other values than the optimizer's, on all ranks, through ``.data``.
 
         Other changes in place, ``load_state_dict`` among them, are noticed. It matters to methods that send something
-        else than the values of sharded weights (sdp4bit, zeropp, qsdp, scape, trickle:shared and :merged):
+        else than the values of sharded weights (sdp4bit, zeropp, qsdp, scape, trickle:merged):
         what has left of them is gathered anew.
         """
         self.engine.weights_changed()

@@ -335,7 +335,7 @@ def _put_back(rank, world, kind, spec):
 @pytest.mark.parametrize(
     ("kind", "world", "spec"),
     [("ddp", 2, "trickle(smallest=0)"), ("fsdp2", 2, "topk(density=0.01,smallest=0)"),
-     ("hsdp", 4, "trickle(smallest=0)"), ("fsdp2", 2, "trickle:shared(smallest=0)")],
+     ("hsdp", 4, "trickle(smallest=0)"), ("fsdp2", 2, "trickle:merged(smallest=0)")],
 )  # fmt: skip
 def test_what_waits_does_not_move_weights_that_were_put_back(kind, world, spec):
     for moved in ranks.run(_put_back, world, kind, spec):
@@ -495,7 +495,7 @@ def _swapped(rank, world, kind, spec, evaluates):
 @pytest.mark.parametrize("evaluates", [True, False])
 @pytest.mark.parametrize(
     ("kind", "world", "spec"),
-    [("fsdp2", 2, "dense"), ("fsdp2", 2, "trickle:shared(smallest=0)"), ("fsdp2", 2, "sdp4bit(smallest=0)"),
+    [("fsdp2", 2, "dense"), ("fsdp2", 2, "trickle:merged(smallest=0)"), ("fsdp2", 2, "sdp4bit(smallest=0)"),
      ("hsdp", 4, "sdp4bit(smallest=0)")],
 )  # fmt: skip
 def test_weights_that_were_written_through_data_are_gathered_anew(kind, world, spec, evaluates):

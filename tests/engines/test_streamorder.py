@@ -131,7 +131,7 @@ CASES += [(kind, cls, {}) for kind in ("fsdp2-keep", "fsdp2-shared", "fsdp2-nest
 CASES += [(kind, methods.SCAPE, {"offload": True}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.TopK, {"feedback": "gradient"}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("ddp", "fsdp2", "hsdp")]
-CASES += [(kind, methods.Trickle, {"mask": "shared"}) for kind in ("fsdp2", "fsdp2-keep", "fsdp2-unshard")]
+CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("fsdp2", "fsdp2-keep", "fsdp2-unshard")]
 
 
 @pytest.mark.parametrize(("kind", "cls", "knobs"), CASES, ids=lambda of: getattr(of, "name", str(of)))

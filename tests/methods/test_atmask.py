@@ -18,10 +18,9 @@ from thinwire.core.run import Run
 from thinwire.methods import resolve
 from thinwire.methods.parts.atmask import WeightsAtMask
 
-SPECS = ["trickle(mask='shared', density=0.1, {})", "trickle(mask='shared', density=0.1, bits=4, start=2, {})",
-         "trickle(mask='shared', density=0.02, bits=32, choosers=1, portion=1.0, {})",
-         "trickle(mask='merged', density=0.05, answer=0.1, bits=4, {})",
-         "trickle(mask='merged', density=0.05, answer=0.1, beta1=0.5, {})"]  # fmt: skip
+SPECS = ["trickle(mask='merged', density=0.05, bits=4, {})", "trickle(mask='merged', density=0.05, start=2, {})",
+         "trickle(mask='merged', density=0.02, server_density=0.02, {})",
+         "trickle(mask='merged', density=0.05, beta1=0.5, {})"]  # fmt: skip
 
 
 def _wired(kind: str, world: int, spec: str, weights: str, **more):
@@ -121,7 +120,7 @@ def _turns(rank: int, world: int, spec: str, weights: str):
 
 def _by_turns(rank: int, world: int) -> list[tuple[str, int]]:
     found = []
-    for spec in ("trickle(mask='shared', start=2, {})", "scape(warmup=2, {})"):
+    for spec in ("trickle(mask='merged', start=2, {})", "scape(warmup=2, {})"):
         passes = zip(*(_turns(rank, world, spec, weights) for weights in ("masked", "dense")), strict=True)
         for number, (ours, theirs) in enumerate(passes):
             if not all(torch.equal(ours[name], theirs[name]) for name in ours):
@@ -163,8 +162,8 @@ def test_weights_go_at_the_mask_where_a_rank_knows_all_masks_of_sharded_rows(kin
     ("spec", "words"),
     [
         ("trickle(weights='masked')", "mask='own'"), ("tagc(weights='dense')", "no knob 'weights'"),
-        ("trickle:shared(feedback='gradient', weights='masked')", "optimizer moves all weights"),
-        ("lhc(weights='dense')", "no knob 'weights'"), ("trickle:shared(weights='some')", "weights is"),
+        ("trickle:merged(feedback='gradient', weights='masked')", "optimizer moves all weights"),
+        ("lhc(weights='dense')", "no knob 'weights'"), ("trickle:merged(weights='some')", "weights is"),
     ],
 )  # fmt: skip
 def test_where_no_mask_is_shared_it_is_refused(spec, words):

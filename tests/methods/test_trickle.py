@@ -14,32 +14,26 @@ from thinwire.methods import Trickle
 from thinwire.methods.parts.feedback import portion_of
 
 KNOBS = {
-    "mask": ("own", "shared", "merged"), "bits": (2, 4, 8, 32), "group": (64, 32), "choosers": (4, 0, 1, 2),
-    "answer": (0.1, 0.5, 1.0, 0.0), "density": (0.01, 1.0, 4 / TILE, 0.0009, 0.0),
+    "mask": ("own", "merged"), "bits": (2, 4, 8), "group": (64, 32), "server_density": (0.1, 0.5, 1.0, 0.0),
+    "density": (0.01, 1.0, 4 / TILE, 0.0009, 0.0),
 }  # fmt: skip
 DEFAULTS = {name: values[0] for name, values in KNOBS.items()} | {"bits": 8}
 
 
-def refused(mask: str, bits: int, group: int, choosers: int, answer: float, density: float) -> str:
+def refused(mask: str, bits: int, group: int, server_density: float, density: float) -> str:
     """What is wrong with these knobs, in words of the message; "" where nothing is."""
     if bits == 2 and density * 4096 < 4:
         return "bits=2 sends 4 of every 4096 values at least: density is 4/4096 or more"
     if not 0 < density <= 1:
         return "density is the share"
-    if choosers < 1:
-        return "choosers is a number of ranks, 1 or more"
-    if not 0 < answer <= 1:
-        return "answer is the share"
-    if mask != "shared" and choosers != 4:
-        return f"choosers does nothing with mask='{mask}'"
-    if mask != "merged" and answer != 0.1:
-        return f"answer does nothing with mask='{mask}'"
-    if bits in (2, 32) and group != 64:
-        return f"group does nothing with bits={bits}"
-    if mask != "shared" and bits == 32:
-        return "bits=32 is for mask='shared'"
+    if not 0 < server_density <= 1:
+        return "server_density is the share"
+    if mask != "merged" and server_density != 0.1:
+        return f"server_density does nothing with mask='{mask}'"
+    if bits == 2 and group != 64:
+        return "group does nothing with bits=2"
     if mask != "own" and bits == 2:
-        return "bits=2 is for mask='own': take " + ("4, 8 or 32" if mask == "shared" else "4 or 8") + " with"
+        return "bits=2 is for mask='own': take 4 or 8 with"
     return ""
 
 
@@ -61,29 +55,36 @@ def test_a_knob_that_does_nothing_is_refused_and_so_is_what_cannot_be_sent(mask)
             if bits == 2:
                 assert method.make_codec() == TiledTopK(int(density * TILE) // 4 * 4)
             else:
-                assert method.make_codec() == (None if bits == 32 else Integers(group, bits))
+                assert method.make_codec() == Integers(group, bits)
             assert method.granule == (TILE if bits == 2 else 64)
             assert method.on_wire == method.gathers == (mask == "own")
-            share = {"own": 1.0, "shared": density, "merged": knobs["answer"]}[mask]
-            assert method.at_one_mask == (share < 1)
-            assert method.usual_portion == portion_of(density / 2 if mask == "shared" else density)
+            assert method.at_one_mask == (mask == "merged" and knobs["server_density"] < 1)
+            assert method.usual_portion == portion_of(density)
             assert set(method.promise.waits) == ({"residual", "server"} if mask == "merged" else {"residual"})
     assert made > 20
 
 
 def test_weights_are_refused_where_there_is_no_mask_for_all():
-    for mask, fits in (("own", False), ("shared", True), ("merged", True)):
-        if fits:
-            assert Trickle(mask=mask, weights="masked").weights == "masked"
-            continue
-        with pytest.raises(ThinwireError, match="weights does nothing with mask='own'"):
-            Trickle(mask=mask, weights="masked")
+    assert Trickle(mask="merged", weights="masked").weights == "masked"
+    with pytest.raises(ThinwireError, match="weights does nothing with mask='own'"):
+        Trickle(weights="masked")
     with pytest.raises(ThinwireError, match="weights does nothing with feedback='gradient'"):
-        Trickle(mask="shared", feedback="gradient", weights="masked")
+        Trickle(mask="merged", feedback="gradient", weights="masked")
 
 
 def test_what_does_not_grow_is_told_by_the_knobs():
     for spec, bits in (("trickle", 8), ("trickle(bits=2)", 4), ("trickle(bits=4,portion=0.5)", 4)):
         other = methods.resolve(methods.resolve(spec).at_scale)
         assert (other.mask, other.bits, other.portion) == ("merged", bits, None), spec
-    assert methods.resolve("trickle:shared").at_scale == methods.resolve("trickle:merged").at_scale == ""
+    assert methods.resolve("trickle:merged").at_scale == ""
+
+
+@pytest.mark.parametrize("spec", ["trickle:shared", "trickle(mask='shared')", "trickle:shared(density=0.1)",
+                                  "trickle(choosers=8,mask='shared')"])  # fmt: skip
+def test_a_mask_of_few_choosers_names_what_to_take(spec):
+    with pytest.raises(ThinwireError, match=r"no longer there .*: take trickle:merged$"):
+        methods.resolve(spec)
+
+
+def test_server_density_is_read_by_its_old_name():
+    assert methods.resolve("trickle:merged(answer=0.2)") == Trickle(mask="merged", bits=4, server_density=0.2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -81,27 +80,11 @@ def k_of(h) -> int:
     return paper.kept(h.size, DENSITY)
 
 
-def at_one_mask(tensor: int, t: int, hs: list) -> list:
-    """Of each third of a tensor every worker chooses a third of the positions; the first free ones make up the number.
-
-    The thirds have 107, 107 and 106 of the 320 values.
-    """
-    masks, k = [], int(DENSITY * 107) // SIZE
-    flat = [np.pad(h.reshape(-1), (0, 1)).reshape(SIZE, 107) for h in hs]
-    for row in range(SIZE):
-        mask = np.zeros(107, dtype=bool)
-        for worker in range(SIZE):
-            mask[np.argsort(-np.abs(flat[worker][row]), kind="stable")[:k]] = True
-        mask[np.flatnonzero(~mask)[: int(DENSITY * 107) - int(mask.sum())]] = True
-        masks.append(mask)
-    return [2 * PORTION * (of * masks).reshape(-1)[:320].reshape(h.shape) for of, h in zip(flat, hs, strict=True)]
-
-
 LEVELS = {8: 127, 4: 7}
 
 
 def merged_spec(bits: int, share: float) -> str:
-    return f"trickle(density={DENSITY}, smallest=0, mask='merged', answer={share}, group={GROUP}, bits={bits})"
+    return f"trickle(density={DENSITY}, smallest=0, mask='merged', server_density={share}, group={GROUP}, bits={bits})"
 
 
 COMPRESSORS = {
@@ -117,7 +100,6 @@ COMPRESSORS = {
     f"trickle(density={DENSITY}, smallest=0, group={GROUP}, portion=0.3)": lambda: paper.each_worker(
         lambda h: 0.3 * paper.top_k_int8(h, k_of(h), GROUP, np.float32)
     ),
-    f"trickle(density={DENSITY}, smallest=0, mask='shared', bits=32)": lambda: at_one_mask,
     f"radius(density={DENSITY}, T=3, start=0, smallest=0, feedback='update', residual_scale=1.0)": (
         lambda: paper.RadiusUpdates(DENSITY, 3)
     ),
@@ -164,7 +146,7 @@ def test_muons_direction_is_the_transcription():
 
 def test_whole_muon_on_one_rank_is_torchs():
     """All sent: Muon, with the momentum and the iteration of ``torch.optim.Muon``, which computes in bfloat16."""
-    spec = "trickle(density=1, mask='shared', bits=32, smallest=0, direction='muon', portion=1.0)"
+    spec = "topk(density=1.0, smallest=0, direction='muon', portion=1.0)"
     found = reduce_on_threads(
         lambda: methods.resolve(spec), gradient, topology="all_reduce", size=1, shapes=SHAPES, steps=5,
         optimizer=adamw,
@@ -302,21 +284,7 @@ def test_merged_where_a_row_has_an_owner_is_the_transcription(bits, share):
             assert np.abs(ours - of).max() <= 1e-4 * np.abs(of).max()
 
 
-@pytest.mark.parametrize("bits", [8, 32])
-def test_a_shared_mask_is_chosen_row_by_row_and_loses_nothing(bits):
-    """Weights = what was taken - what waits; each step moves the same k values of every row on all ranks."""
-    found = played(f"trickle(density={DENSITY}, mask='shared', bits={bits}, smallest=0)")
-    for step, (before, after) in enumerate(pairwise(found[0])):
-        moved = after["weights"]["a"] - before["weights"]["a"] * (1 - LR * DECAY)
-        # A row has 107 values of "a" (padded), the last of the three 106.
-        for row in moved.split(107):
-            count = int((row.abs() > 1e-9).sum())
-            assert 0 < count <= int(DENSITY * 107), (step, count)
-    for step in range(STEPS):
-        assert all(torch.equal(found[0][step]["weights"]["a"], other[step]["weights"]["a"]) for other in found)
-
-
-def test_bytes_of_a_shared_mask_do_not_grow_with_the_ranks_and_own_ones_do():
+def test_bytes_of_merged_masks_do_not_grow_with_the_ranks_and_own_ones_do():
     def sent(spec: str, size: int) -> float:
         found = reduce_on_threads(
             lambda: methods.resolve(spec), gradient, topology="all_reduce", size=size, shapes={"w": (256, 1024)},
@@ -324,9 +292,9 @@ def test_bytes_of_a_shared_mask_do_not_grow_with_the_ranks_and_own_ones_do():
         )  # fmt: skip
         return float(found[0][1]["bytes"])
 
-    own, shared = "trickle(smallest=0)", "trickle(density=0.05, mask='shared', smallest=0)"
+    own, merged = "trickle(smallest=0)", "trickle:merged(smallest=0)"
     assert sent(own, 8) > 2.2 * sent(own, 4)
-    assert sent(shared, 8) < 1.25 * sent(shared, 4)  # 7/8 to 3/4 of twice the values
+    assert sent(merged, 8) < 1.25 * sent(merged, 4)  # 7/8 to 3/4 of twice the values
     dense = 2 * 3 / 4 * 4 * 256 * 1024
     assert sent(own, 4) < 0.015 * dense
 
@@ -364,18 +332,17 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
         ("dgc(feedback='update')", "no knob 'feedback'"),
         ("topk(feedback='both')", "feedback is"), ("radius(beta1=0.5)", "beta1 does nothing"),
         ("powersgd:paper(beta1=0.9)", "beta1 does nothing"),
-        ("topk(feedback='update', beta1=1.0)", "beta1 is"), ("trickle(bits=32)", "mask='shared'"),
+        ("topk(feedback='update', beta1=1.0)", "beta1 is"), ("trickle(bits=32)", "bits is"),
         ("trickle(bits=5)", "bits is"), ("trickle(density=0)", "density is"),
-        ("trickle(bits=2,mask='shared')", "mask='own'"), ("trickle(bits=2,group=32)", "group does nothing"),
+        ("trickle(bits=2,group=32)", "group does nothing"),
         ("trickle(feedback='gradient',direction='muon')", "direction does nothing"),
         ("topk(portion=0.0)", "portion is a share"), ("topk:paper(portion=0.5)", "portion does nothing"),
         ("topk(error_feedback=False, portion=0.5)", "portion is for"),
         ("sign(feedback='update', portion=0.5)", "portion is for"),
         ("tagc(theta=0, portion=0.5)", "portion does nothing"), ("dgc(portion=0.5)", "no knob 'portion'"),
-        ("trickle(choosers=2)", "choosers does nothing"), ("trickle(answer=0.2)", "answer does nothing"),
-        ("trickle:merged(answer=0.0)", "answer is the share"), ("trickle:merged(choosers=2)", "choosers does nothing"),
+        ("trickle(server_density=0.2)", "server_density does nothing"),
+        ("trickle:merged(server_density=0.0)", "server_density is the share"),
         ("trickle:merged(portion=0.5)", "portion is for"), ("trickle(mask='merged',bits=2)", "4 or 8"),
-        ("trickle:shared(choosers=0)", "choosers is a number"),
         ("trickle(direction='shampoo')", "direction is"),
         ("trickle(direction='muon',beta1=0.5)", "beta1 does nothing"),
     ],
@@ -502,7 +469,7 @@ def _alternates(rank: int, world: int, spec: str, turns: str) -> dict[str, tuple
 def _conserves(rank: int, world: int) -> dict[str, float]:
     found = {}
     for spec in ("topk(density=0.1)", "tagc(theta=0.9)", "powersgd(rank=2)",
-                 "trickle(density=0.1)", "trickle(density=0.1, mask='shared')"):  # fmt: skip
+                 "trickle(density=0.1)"):  # fmt: skip
         beta1 = resolve(spec).beta1
         some, all_ = (
             _alternates(rank, world, text, "AABBACAB")
@@ -603,7 +570,7 @@ def test_positions_come_back(seed, shapes):
     def space(use, shape, dtype):
         return torch.zeros(shape, dtype=dtype)
 
-    positions.choose(values, wire, space)
+    positions.pack(positions.split(values.clone(), torch.empty_like(values), space), wire)
     assert torch.equal(positions.read(wire, torch.full_like(words, -7), space), words)
     either = positions.read(wire, torch.full_like(words[:2], -7), space)
     assert torch.equal(either, words[::2] | words[1::2])

@@ -318,46 +318,12 @@ def test_a_bit_beyond_its_part_is_refused_where_values_are_renewed(module: Modul
     assert (memory[:64] == 7).all() and (memory[164:] == 7).all()
 
 
-def check_filled(fast: ModuleType, most: int = 20, cases: int = 60) -> None:
-    """Exactly k bits in each part, the first that are set or free; nothing is written beside the parts."""
-    drawn = torch.Generator().manual_seed(0)
-
-    def draw(low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (1,), generator=drawn))
-
-    for _ in range(cases):
-        count, parts, at = draw(1, most), [], 0
-        flags = torch.rand(3, 64 * (count + 2), generator=drawn) < torch.rand((), generator=drawn)
-        while at < count:
-            at, first = draw(at + 1, count), at
-            parts.append((slice(first, at), draw(0, 64 * (at - first))))
-        words = [torch.empty(3, count + 2, dtype=torch.int64) for _ in range(2)]
-        for module, out in zip((reference, fast), words, strict=True):
-            reference.pack(flags, out)
-            module.fill(out[:, 1:-1], parts)
-        assert torch.equal(*words), parts
-        before = reference.flags_of(words[0][:, [0, -1]])
-        assert torch.equal(before, torch.cat([flags[:, :64], flags[:, -64:]], 1)), "wrote beside the row"
-        for columns, k in parts:
-            assert (reference.popcount(words[1][:, 1:-1][:, columns]) == k).all()
-
-
-def test_filled_masks_equal_the_reference():
-    check_filled(cpu)
-    words = torch.tensor([[0b1010, 0], [-1, 0]])
-    assert mask.fill(words, [(slice(0, 1), 3), (slice(1, 2), 2)]).tolist() == [[0b1011, 0b11], [0b111, 0b11]]
-    with pytest.raises(ThinwireError, match="1 mask words cannot hold 65 bits"):
-        mask.fill(words, [(slice(0, 1), 65)])
-
-
 @needs_triton
 def test_triton_positions_interpreted_equal_the_reference():
     code = """
 import test_ops_mask
 from thinwire.ops.mask import triton
 test_ops_mask.check_positions(triton)
-triton.FILLED = 4
-test_ops_mask.check_filled(triton, cases=12)
 test_ops_mask.check_renewed(triton)
 test_ops_mask.check_a_wrong_mask_stays_in_its_row(triton)
 print("checked")

@@ -17,8 +17,6 @@ from engines import build, same_on_all_ranks, train
 from independent4 import SCAPE as ScapePaper
 from programs import needs_triton, run_python
 from thinwire.base.errors import ThinwireError
-from thinwire.codecs import Int4, Int8, Residual
-from thinwire.codecs.mask import MaskedIntegers
 from thinwire.core.method import Parameter, Run
 from thinwire.methods import SCAPE, resolve
 from thinwire.methods.parts.masks import cut
@@ -155,31 +153,6 @@ def test_nothing_is_lost(topology, density):
         assert torch.allclose(new + waits, 0.9 * moment + waited + 0.1 * given, atol=1e-5)
         moment, waited = new, waits
     assert waited.abs().max() > 0.1
-
-
-@pytest.mark.parametrize("kind", [Int4, Int8])
-def test_quantized_values_at_a_mask_lose_nothing_either(kind):
-    """decode(wire) + what is kept = values + what was kept; groups do not straddle parameters."""
-    draw, parts = torch.Generator().manual_seed(0), ((3, 40), (5, 7), (2, 128))
-    rows, old = (torch.randn(2, 640, generator=draw) for _ in range(2))
-    words, column = torch.zeros((2, 10), dtype=torch.int64), 0
-    for width, k in parts:
-        values = torch.randn(2, 64 * width, generator=draw)
-        masks.topk_mask(values, k, words[:, column : column + width])
-        column += width
-    new = torch.full_like(old, torch.nan)
-    codec = MaskedIntegers(words, parts, kind(64))
-    wire = torch.empty((2, codec.wire_numel(640)), dtype=torch.uint8)
-    codec.encode(rows, wire, residual=Residual(old, new))
-    assert codec.wire_numel(640) == kind(64).wire_numel(64 + 64 + 128)
-    decoded = codec.decode(wire, torch.full_like(rows, torch.nan))
-    assert torch.allclose(decoded + new, rows + old, atol=1e-6)
-    flags = masks.unpack(words, torch.empty((2, 640), dtype=torch.bool))
-    assert not decoded[~flags].any() and torch.equal(new[~flags], (rows + old)[~flags])
-    one = MaskedIntegers(words[:1].contiguous(), parts, kind(64))
-    total = one.decode_sum(wire, torch.empty(640), 0.5)
-    assert torch.allclose(total, one.decode(wire[:1], torch.empty(1, 640))[0] * 0.5
-                          + one.decode(wire[1:], torch.empty(1, 640))[0] * 0.5, atol=1e-6)  # fmt: skip
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

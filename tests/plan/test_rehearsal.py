@@ -54,7 +54,7 @@ def test_where_the_least_message_is_more_than_dense_it_is_from_two_ranks_on(spec
     assert plan.dense_from == 2 and "from 2 on, dense sends less" in " ".join(str(plan).split())
 
 
-@pytest.mark.parametrize("name", [*NAMES, "trickle(mask='shared')", "trickle(mask='merged')"])
+@pytest.mark.parametrize("name", [*NAMES, "trickle(mask='merged')"])
 def test_what_grows_with_the_ranks_is_declared_and_told(name):
     """Four times as many ranks: as many bytes, but for what is gathered."""
     method = resolve(name)

@@ -45,7 +45,6 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("local-steps", {"outer": "int8(smallest=0, error_feedback=True)", "every": 1, "second_moment": "mean"}),
     ("local-steps", {"outer": "topk(feedback='gradient', smallest=0, density=0.25)", "decay": 0.5}),
     ("local-steps", {"outer": "trickle(smallest=0, density=0.03125, bits=2, feedback='gradient')", "decay": 0.5}),
-    ("trickle", {"mask": "shared"}), ("trickle", {"mask": "shared", "bits": 32, "group": 64}),
     ("topk", {"portion": 1.0}), ("powersgd", {"portion": 0.5}), ("radius", {"feedback": "update", "portion": 0.5}),
     ("trickle", {"mask": "merged"}), ("trickle", {"mask": "merged", "bits": 4, "feedback": "gradient"}),
     ("local-steps", {"outer": "trickle(smallest=0, density=0.1, mask='merged', feedback='gradient')", "decay": 0.5}),

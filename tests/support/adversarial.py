@@ -172,7 +172,7 @@ def _dgc(pick: Pick) -> Knobs:
 
 
 def _trickle(pick: Pick) -> Knobs:
-    mask, bits = pick("own", "own", "shared"), pick(4, 8)
+    mask, bits = pick("own", "own", "merged"), pick(4, 8)
     return {
         "density": pick(0.003, 0.1, 0.5, 1.0), "start": pick(0, 0, 1), "mask": mask, "group": pick(8, 64),
         "bits": bits, "feedback": pick("update", "gradient"),

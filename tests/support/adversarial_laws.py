@@ -333,9 +333,9 @@ def topk(view: View, turn: int, name: str) -> Iterator[Claim]:
 
 
 def trickle(view: View, turn: int, name: str) -> Iterator[Claim]:
-    """Of gradients with masks of their own. Steps are made inside, a shared mask encodes twice: ``proof.laws``."""
+    """Of gradients with masks of their own. Steps are made inside, merged masks are encoded twice: ``proof.laws``."""
     method: Any = view.method
-    if method.feedback == "update" or method.mask == "shared":
+    if method.feedback == "update" or method.mask == "merged":
         return
     given = view.inputs(turn, name)
     old, new = view.state(turn - 1, "residual", name), view.state(turn, "residual", name)

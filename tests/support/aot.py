@@ -97,7 +97,6 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._indices, {"out": "*i32"}, block
     yield mask._from_indices, {}, block
     yield mask._from_lists, {}, {"BLOCK": mask.WORDS}
-    yield mask._fill, {}, {"BLOCK": mask.FILLED}
     yield mask._pack, {}, {"BLOCK": 64} | aligned
     yield mask._unpack, {}, block | aligned
     of = {"parts": "*i64"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,61 +14,28 @@ from thinwire.base.alignment import padded, viewable
 from thinwire.base.errors import ThinwireError
 from thinwire.base.random import Seeds
 from thinwire.codecs.base import Codec, Residual, Space
-from thinwire.codecs.intquant import Integers
 from thinwire.ops import mask
-from thinwire.ops import rows as packing
 
 
 @dataclass(frozen=True, eq=False)
-class _AtMask(Codec):
-    """What the codecs share whose mask all ranks have.
-
-    Attributes:
-        words: (R, n / 64) int64, the mask of a bucket's rows.
-        owner_row: where each rank keeps one row of the result: the row whose mask a wire of one row is decoded with.
-        before: the masks' directory, if somebody has kept it.
-    """
-
-    group: ClassVar[int] = mask.WORD
-    words: Tensor = field(repr=False)
-
-    owner_row: int | None = field(default=None, kw_only=True)
-    before: Tensor | None = field(default=None, kw_only=True, repr=False)
-
-    def _masks_of(self, rows: int) -> tuple[Tensor, Tensor | None]:
-        """The masks of a wire of ``rows`` rows, all or the owner's own, and their directory."""
-        if rows < len(self.words) and self.owner_row is not None:
-            own = slice(self.owner_row, self.owner_row + 1)
-            return self.words[own], None if self.before is None else self.before[own]
-        return self.words, self.before
-
-    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
-        self._gather(rows, out, None, None, seed, space)
-
-    def _encode_and_keep(
-        self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
-    ) -> None:
-        self._gather(rows, out, residual.old, residual.new, seed, space)
-
-    def _gather(
-        self, rows: Tensor, out: Tensor, old: Tensor | None, new: Tensor | None, seed: Seeds | None, space: Space
-    ) -> None:
-        """The wire of rows + ``old``; what is left out goes to ``new``, if there is one, in the same pass."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, eq=False)
-class Masked(_AtMask):
+class Masked(Codec):
     """The values at a mask that all ranks share; no positions travel. Linear: the network may sum the wire.
 
     Attributes:
-        words: every row with ``k`` bits set. k: values per row.
+        words: (R, n / 64) int64, the mask of a bucket's rows: every row with ``k`` bits set.
+        k: values per row.
+        owner_row: where each rank keeps one row of the result: the row whose mask a wire of one row is decoded with.
+        before: the masks' directory, if it is known.
         dtype: of the wire: float32, or bfloat16 for half the bytes and 8 significant bits (the rounding is lost).
     """
 
+    group: ClassVar[int] = mask.WORD
     linear = True
 
+    words: Tensor = field(repr=False)
     k: int
+    owner_row: int | None = field(default=None, kw_only=True)
+    before: Tensor | None = field(default=None, kw_only=True, repr=False)
     dtype: torch.dtype = field(default=torch.float32, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -83,9 +49,16 @@ class Masked(_AtMask):
     def wire_numel(self, n: int) -> int:
         return self.k
 
-    def _gather(
-        self, rows: Tensor, out: Tensor, old: Tensor | None, new: Tensor | None, seed: Seeds | None, space: Space
+    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
+        self._gather(rows, out, None, None, space)
+
+    def _encode_and_keep(
+        self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
     ) -> None:
+        self._gather(rows, out, residual.old, residual.new, space)
+
+    def _gather(self, rows: Tensor, out: Tensor, old: Tensor | None, new: Tensor | None, space: Space) -> None:
+        """Write rows + ``old`` at the mask to ``out``, and off it, in the same pass, to ``new`` if there is one."""
         narrow = out.dtype != torch.float32
         payload = space(("payload", len(out)), out.shape, torch.float32) if narrow else out
         mask.gather_keep(rows, old, self.words, payload, new, self.before)
@@ -95,85 +68,11 @@ class Masked(_AtMask):
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         if wire.dtype != torch.float32:
             wire = space(("payload", len(wire)), wire.shape, torch.float32).copy_(wire)
-        words, before = self._masks_of(len(wire))
+        words, before = self.words, self.before
+        if len(wire) < len(words) and self.owner_row is not None:
+            own = slice(self.owner_row, self.owner_row + 1)
+            words, before = words[own], None if before is None else before[own]
         mask.scatter(wire, words, out, before)
-
-
-@dataclass(frozen=True, eq=False)
-class MaskedIntegers(_AtMask):
-    """The values at a shared mask, quantized: sparse and few bits at once. Not linear: ranks have scales of their own.
-
-    What is kept of an encoding is what is off the mask, and what quantization leaves out.
-
-    Attributes:
-        parts: (mask words, values) of each parameter, in the order of the bucket; its values are padded to whole groups
-            of the quantizer, so that none straddles two parameters.
-    """
-
-    linear = False
-
-    parts: tuple[tuple[int, int], ...]
-    quantizer: Integers
-
-    def wire_numel(self, n: int) -> int:
-        return self.quantizer.wire_numel(self._size)
-
-    @property
-    def _size(self) -> int:
-        """Values of a row's payload, with padding."""
-        return sum(padded(k, self.quantizer.group) for _, k in self.parts)
-
-    def _gather(
-        self, rows: Tensor, out: Tensor, old: Tensor | None, new: Tensor | None, seed: Seeds | None, space: Space
-    ) -> None:
-        words, before = self._masks_of(len(rows))
-        values, payload = self._values(len(rows), space), self._payload("sent", len(rows), space)
-        mask.gather_keep(rows.float(), old, words, values, new, before)
-        packing.pack(values.view(-1), self._places(values), payload.view(-1))
-        self.quantizer.encode(payload, out, seed=seed)
-        if new is None:
-            return
-        left = self.quantizer.decode(out, self._payload("left", len(rows), space))
-        torch.sub(payload, left, out=left)
-        mask.write_at(self._unpadded(left, space), words, new, before)
-
-    def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
-        self._spread(self.quantizer.decode(wire, self._payload("got", len(wire), space)), out, space)
-
-    def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
-        total = self._payload("got", 1, space)
-        self.quantizer.decode_sum(wire, total[0], scale)
-        self._spread(total, out.unsqueeze(0), space)
-
-    def _spread(self, payload: Tensor, out: Tensor, space: Space) -> None:
-        words, before = self._masks_of(len(out))
-        mask.scatter(self._unpadded(payload, space), words, out, before)
-
-    def _unpadded(self, payload: Tensor, space: Space) -> Tensor:
-        values = self._values(len(payload), space)
-        packing.unpack(payload.view(-1), self._places(values), values.view(-1))
-        return values
-
-    def _places(self, values: Tensor) -> packing.Places:
-        counts = tuple(k for _, k in self.parts)
-        return _padding(counts, self.quantizer.group, len(values), values.device)
-
-    def _values(self, rows: int, space: Space) -> Tensor:
-        return space(("values", rows), (rows, sum(k for _, k in self.parts)), torch.float32)
-
-    def _payload(self, use: str, rows: int, space: Space) -> Tensor:
-        return space((use, rows), (rows, self._size), torch.float32)
-
-
-@functools.cache
-def _padding(counts: tuple[int, ...], group: int, rows: int, device: torch.device) -> packing.Places:
-    """Values side by side, ``counts`` of each parameter in each of so many rows <-> in whole groups of each."""
-    step, stride = sum(counts), sum(padded(k, group) for k in counts)
-    parts, first, start = [], 0, 0
-    for k in counts:
-        parts.append(packing.Part(first, rows * step, step, start, padded(k, group), k, stride, rows))
-        first, start = first + k, start + padded(k, group)
-    return packing.Places(parts, device)
 
 
 class OwnMasks(Codec):

@@ -62,11 +62,6 @@ class Positions:
         """Memory for the lists of so many rows."""
         return space(("positions", rows), (rows, self.size), torch.int32)
 
-    def choose(self, rows: Tensor, out: Tensor, space: Space) -> None:
-        """Where |``rows``| (R, n) are largest -> ``out`` (R, nbytes) uint8, rows at multiples of 8 bytes."""
-        found, _ = self._largest(rows, None, space)
-        self.pack(found, out)
-
     def split(self, rows: Tensor, rest: Tensor, space: Space) -> Tensor:
         """``rows`` (R, n) keep their largest, the others go to ``rest`` (R, n); zeros in their place. Where these are.
         """
@@ -76,7 +71,7 @@ class Positions:
         return found
 
     def pack(self, found: Tensor, out: Tensor) -> None:
-        """``found`` of ``split`` -> ``out`` (R, nbytes), as ``choose`` has it."""
+        """``found`` of ``split`` -> ``out`` (R, nbytes) uint8, rows at multiples of 8 bytes."""
         sparse.pack(found, self.lists, out)
 
     def _largest(self, rows: Tensor, new: Tensor | None, space: Space) -> tuple[Tensor, Tensor]:

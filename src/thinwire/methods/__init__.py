@@ -19,8 +19,13 @@ TABLE: tuple[type[Method], ...] = tuple(
     cls for cls in vars(table).values() if isinstance(cls, type) and issubclass(cls, Method)
 )
 
-REMOVED = {"fp8": "int8", "bf16-acc32": "bf16 or int8", "demo": "trickle", "frozen-adam": "onebit-adam(warmup_bits=4)"}
-"""Methods that older versions had, and what to take in their place."""
+REMOVED = {
+    "fp8": "int8", "bf16-acc32": "bf16 or int8", "demo": "trickle", "frozen-adam": "onebit-adam(warmup_bits=4)",
+    "trickle:shared": "trickle:merged", "trickle(choosers=)": "trickle:merged",
+}  # fmt: skip
+"""Methods, presets and knobs that older versions had, and what to take in their place."""
+RENAMED = {"trickle(answer=)": "server_density"}
+"""Knobs by the names that older versions had for them, which saved runs still say."""
 
 
 def names() -> list[str]:
@@ -44,11 +49,9 @@ def resolve(method: Method | str) -> Method:
     name, _, knobs = method.strip().partition("(")
     name, *colons = name.split(":")
     by_name = {cls.name: cls for cls in TABLE}
-    key = name.strip().lower().replace("_", "-")
-    if key in REMOVED:
-        raise ThinwireError(f"{name.strip()} is no longer there (docs/log.md says why): take {REMOVED[key]}")
-    cls = by_name.get(key)
+    cls = by_name.get(name.strip().lower().replace("_", "-"))
     if cls is None:
+        _refuse_removed(name.strip().lower().replace("_", "-"))
         raise ThinwireError(f"unknown method '{name.strip()}'; there are: {', '.join(by_name)}")
     preset = colons.pop(0).strip() if len(colons) % 2 else None
     pairs = list(zip(map(str.strip, colons[::2]), map(_value, colons[1::2]), strict=True))
@@ -69,16 +72,25 @@ def resolve(method: Method | str) -> Method:
         if preset in known:
             raise ThinwireError(f"cannot read '{method}': a knob has a value behind it, {cls.name}:{preset}:VALUE")
         if preset not in cls.PRESETS:
+            _refuse_removed(f"{cls.name}:{preset}")
             known_presets = ", ".join(f"{cls.name}:{known}" for known in cls.PRESETS) or "none"
             raise ThinwireError(f"{cls.name} has no preset '{preset}'; there are: {known_presets}")
         values = {**cls.PRESETS[preset], **values}
+    values = {RENAMED.get(f"{cls.name}({knob}=)", knob): value for knob, value in values.items()}
     for knob in values:
         if knob not in known:
+            _refuse_removed(f"{cls.name}({knob}=)")
             raise cls.no_knob(knob)
     try:
         return cls(**values)
     except TypeError as error:
         raise ThinwireError(f"{cls.name}: {error}") from None
+
+
+def _refuse_removed(name: str) -> None:
+    """Raise if ``name`` is of an older version: "fp8", "trickle:shared", "trickle(choosers=)"."""
+    if name in REMOVED:
+        raise ThinwireError(f"{name} is no longer there (docs/log.md says why): take {REMOVED[name]}")
 
 
 def _value(text: str) -> Any:

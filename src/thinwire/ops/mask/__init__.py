@@ -19,7 +19,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.ops.backends import backend
 from thinwire.ops.rows import Places
 
-__all__ = ["WORD", "Faded", "collect", "directory", "fill", "from_indices", "from_lists", "gather_keep", "indices",
+__all__ = ["WORD", "Faded", "collect", "directory", "from_indices", "from_lists", "gather_keep", "indices",
            "pack", "popcount", "renew", "scatter", "scatter_add", "topk_mask", "unpack", "write_at"]  # fmt: skip
 
 WORD = 64
@@ -61,19 +61,6 @@ def topk_mask(values: Tensor, k: int, words: Tensor) -> Tensor:
     if k >= values.shape[1]:
         return words.fill_(-1)
     _backend(values).topk_mask(values, k, words)
-    return words
-
-
-def fill(words: Tensor, parts: Sequence[tuple[slice, int]]) -> Tensor:
-    """``words`` (R, w): in each of ``parts``, some of its columns and a k, every row is left with exactly k bits.
-
-    Of fewer, the first positions that are free are set, too; of more, the first k stay. On a GPU one launch.
-    """
-    for columns, k in parts:
-        if not 0 <= k <= WORD * (columns.stop - columns.start):
-            raise ThinwireError(f"{columns.stop - columns.start} mask words cannot hold {k} bits")
-    if words.numel() and parts:
-        _backend(words).fill(words, parts)
     return words
 
 

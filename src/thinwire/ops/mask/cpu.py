@@ -39,14 +39,6 @@ def trailing_zeros(context, word):
 
 
 @intrinsic
-def leading_zeros(context, word):
-    def code(compiler, builder, signature, arguments):
-        return builder.ctlz(arguments[0], compiler.get_constant(types.boolean, False))
-
-    return types.uint64(types.uint64), code
-
-
-@intrinsic
 def set_bits(context, word):
     def code(compiler, builder, signature, arguments):
         return builder.ctpop(arguments[0])
@@ -188,29 +180,6 @@ def _scatter_add(payload, payload_stride, words, words_stride, out, rows, count,
         for j in range(WORD):
             values[j] = total[j] * scale if scaled else total[j]
     return np.all(at == k)
-
-
-@njit
-def _fill(words, stride, rows, first, last, k):
-    for row in range(rows):
-        begin, end = row * stride + first, row * stride + last
-        total = np.int64(0)
-        for i in range(begin, end):
-            total += np.int64(set_bits(words[i]))
-        i = begin
-        while total < k:
-            free = ~words[i]
-            while free != 0 and total < k:
-                words[i] |= free & (~free + uint64(1))
-                free &= free - uint64(1)
-                total += 1
-            i += 1
-        i = end
-        while total > k:
-            i -= 1
-            while words[i] != 0 and total > k:
-                words[i] ^= uint64(1) << (uint64(63) - leading_zeros(words[i]))
-                total -= 1
 
 
 @njit
@@ -367,11 +336,6 @@ def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
         bits = row.detach().numpy().view(np.int32)
         threshold, above = kth(bits, k)
         _threshold_words(bits, np.int32(threshold), k - above, mask.numpy().view(np.uint64))
-
-
-def fill(words: Tensor, parts: Sequence[tuple[slice, int]]) -> None:
-    for columns, k in parts:
-        _fill(*unsigned(words), len(words), columns.start, columns.stop, k)
 
 
 def directory(words: Tensor) -> None:

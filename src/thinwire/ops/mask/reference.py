@@ -33,13 +33,6 @@ def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
     pack(flags, words)
 
 
-def fill(words: Tensor, parts: Sequence[tuple[slice, int]]) -> None:
-    for columns, k in parts:
-        flags = flags_of(words[:, columns])
-        first = flags.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :k]
-        pack(torch.zeros_like(flags).scatter_(1, first, True), words[:, columns])
-
-
 def directory(words: Tensor) -> None:
     """None is needed."""
 

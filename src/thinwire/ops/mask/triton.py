@@ -34,8 +34,6 @@ BLOCK = 512
 """Elements per program, and per entry of the directory."""
 WORDS = 64
 """Words per program that makes them of a list."""
-FILLED = 1024
-"""Words that a program counts, and fills, at a time."""
 
 
 @triton.jit
@@ -72,36 +70,6 @@ def _bits_of(words):
     words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F
     return ((words * 0x0101010101010101) >> 56).to(tl.int32)
-
-
-@kernel
-def _fill(words, words_stride, table, BLOCK: tl.constexpr):
-    """A program leaves k bits in a part of a row. ``table``: of each part its first word, how many, and k."""
-    part = table + tl.program_id(0) * 3
-    words += tl.program_id(1).to(tl.int64) * words_stride + tl.load(part)
-    count, k = tl.load(part + 1), tl.load(part + 2).to(tl.int32)
-    there = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        there += _bits_of(tl.load(words + at, mask=at < count, other=0))
-    total = tl.sum(there, 0)
-    fewer = total < k
-    goal, seen = tl.where(fewer, k - total, k), k * 0
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        inside = at < count
-        old = tl.load(words + at, mask=inside, other=0)
-        ones = tl.where(inside, tl.where(fewer, ~old, old), 0)  # of these the first ``goal``
-        size = _bits_of(ones)
-        left = goal - seen - (tl.cumsum(size, 0) - size)
-        chosen, some = tl.where(left >= size, ones, 0), (left > 0) & (left < size)
-        if tl.max(some.to(tl.int32), 0) > 0:  # of the ones of one word
-            for bit in range(64):
-                one = (ones >> bit) & 1
-                chosen |= tl.where(some & (left > 0), one << bit, 0)
-                left -= one.to(tl.int32)
-        seen += tl.sum(size, 0)
-        tl.store(words + at, tl.where(fewer, old | chosen, chosen), mask=inside)
 
 
 @kernel
@@ -279,12 +247,6 @@ def _counts(words: Tensor) -> Tensor:
     counts = torch.empty((count, 1 + blocks), dtype=torch.int32, device=words.device)
     launch(_count, (blocks, count), words, counts, words.shape[1] * reference.WORD, BLOCK=BLOCK)
     return counts
-
-
-def fill(words: Tensor, parts: Sequence[tuple[slice, int]]) -> None:
-    table = [number for columns, k in parts for number in (columns.start, columns.stop - columns.start, k)]
-    grid = (len(parts), len(words))
-    launch(_fill, grid, words, uploaded(table, words.device, torch.int64), BLOCK=FILLED)
 
 
 def directory(words: Tensor) -> Tensor:
