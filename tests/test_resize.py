@@ -22,7 +22,7 @@ from models import Net, flat, loss_of
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
 from thinwire.methods import TABLE
-from thinwire.plan.rehearsal import kept
+from thinwire.plan.dry_run import largest_state
 from thinwire.proof.played import Rank, Where, gradient, small
 from thinwire.proof.ranks import Threads
 from thinwire.saved.format import About, Form, entries, from_dcp
@@ -53,7 +53,8 @@ class Ranks:
         self.where, self.world = where, Threads(where.size)
         self.ranks = [Rank(partial(make, cls), where, self.world, number) for number in range(where.size)]
         first = self.ranks[0]
-        shapes = kept(Layout([first.engine.pieces], [torch.float32]), first.road, first.method.run)  # all ranks' are
+        layout = Layout([first.engine.pieces], [torch.float32])
+        shapes = largest_state(layout, first.road, first.method.run)  # all ranks' are
         self.forms = []
         for number, rank in enumerate(self.ranks):
             engine, method = rank.engine, rank.method

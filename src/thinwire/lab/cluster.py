@@ -138,7 +138,7 @@ class Cluster:
         return process
 
     def environment(self, rank: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return what torchrun would set for ``rank``, with gloo bound to the node's interface, and one thread per rank."""
+        """Return what torchrun would set for ``rank``, with gloo bound to the node's interface and one thread."""
         local = self.ranks_per_node
         return dict(os.environ if base is None else base) | {
             "RANK": str(rank),

@@ -26,6 +26,7 @@ from thinwire.lab.verdict import DENSE, SILENT, Run
 
 FAILED, LOSS_TOO_HIGH = 1, 3
 """Exit statuses: a method has failed; a method's loss is above the limit."""
+SLOW_LINK = Link.parse("200mbit")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Comparison:
     out: Path
     nodes: int = 2
     ranks_per_node: int = 1
-    link: Link = Link("200mbit", 200e6)
+    link: Link = SLOW_LINK
     limit_s: float | None = None
     seeds: Sequence[int] = ()
     fail_above: float | None = None
