@@ -25,7 +25,7 @@ from thinwire.methods import TABLE
 from thinwire.plan.dry_run import largest_state
 from thinwire.proof.played import Rank, Where, gradient, small
 from thinwire.proof.ranks import Threads
-from thinwire.saved.format import About, Form, entries, from_dcp
+from thinwire.saved.format import Form, Header, entries, from_dcp
 from thinwire.saved.resize import move
 
 U = 2.0**-24
@@ -58,7 +58,7 @@ class Ranks:
         self.forms = []
         for number, rank in enumerate(self.ranks):
             engine, method = rank.engine, rank.method
-            about = About.of(
+            about = Header.of_run(
                 number, where.size, where.engine, engine.hops, engine.parameters.values(), method,
                 levels=engine.levels is not None,
             )  # fmt: skip

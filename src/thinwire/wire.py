@@ -43,7 +43,7 @@ from thinwire.plan.dry_run import compile_kernels, largest_state
 from thinwire.plan.memory import resident_bytes
 from thinwire.plan.plan import Plan
 from thinwire.plan.report import Report
-from thinwire.saved.format import About, Form, own_of
+from thinwire.saved.format import Form, Header, own_of
 from thinwire.saved.resize import move
 
 
@@ -324,7 +324,7 @@ class Wire:
         self.engine, self.method, self.ledger = engine, method, ledger
         self._state = method.state = State(method.offloads)
         self._stages, self._run = stages, run
-        self._about = About.of(
+        self._about = Header.of_run(
             dist.get_rank(), dist.get_world_size(), engine.kind, engine.hops, run.parameters.values(), method,
             levels=engine.levels is not None, inside=inner, seed=run.seed, bound=bound,
             weights=run.weights,
