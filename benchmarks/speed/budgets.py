@@ -5,9 +5,9 @@
     python benchmarks/speed/budgets.py --model gpt2 --engine ddp --methods int8 --list     # every launch, by name
     python benchmarks/speed/budgets.py --model net20m --ranks 4 --per-node 1       # a preset of `thinwire train`
 
-Nothing is measured and no GPU is needed: a rehearsal plays a step of the steady state on tensors without storage,
+Nothing is measured and no GPU is needed: a dry run plays a step of the steady state on tensors without storage,
 through the host code of the CUDA kernels, over groups that only count. What an operation of torch launches counts as
-one. A method that read a value on the host would raise an error in a rehearsal: so one synchronization is left, the
+one. A method that read a value on the host would raise an error in a dry run: so one synchronization is left, the
 guard's.
 """
 
@@ -30,7 +30,7 @@ from thinwire.methods import resolve
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.ops import dry
-from thinwire.plan.rehearsal import rehearse, stand_in
+from thinwire.plan.dry_run import dry_run, stand_in_run
 from thinwire.proof.ranks import Shapes, road_of
 from thinwire.train.models import Decoder
 from thinwire.train.shapes import PRESETS
@@ -152,9 +152,9 @@ def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) 
     parameters = [of for module in modules for of in module]
     layout = sharded(modules, exchange) if engine == "fsdp2" else replicated(parameters)
     made = resolve(method)
-    run = stand_in(made, parameters, exchange)
+    run = stand_in_run(made, parameters, exchange)
     with dry.run():
-        found = rehearse(layout, road_of(made, parameters, exchange), run, [comm])
+        found = dry_run(layout, road_of(made, parameters, exchange), run, [comm])
     return Budget(
         launches=sum(found.launches.values()),
         ours=sum(count for name, count in found.launches.items() if not name.startswith("aten.")),
@@ -162,7 +162,7 @@ def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) 
         syncs=1,
         sent=sum(found.sent.values()),
         weights=found.weights,
-        held=found.memory.held,
+        held=found.memory.resident,
         peak=found.memory.peak,
         names=found.launches,
         buffers=len(layout.buffers),

@@ -40,11 +40,11 @@ from thinwire.methods.parts.feedback import ErrorFeedback
 from thinwire.network.comm import Comm, GroupComm, local
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.plan.memory import held
+from thinwire.plan.dry_run import compile_kernels, largest_state
+from thinwire.plan.memory import resident_bytes
 from thinwire.plan.plan import Plan
-from thinwire.plan.rehearsal import compile_kernels, kept
 from thinwire.plan.report import Report
-from thinwire.saved.format import About, Form, own_of
+from thinwire.saved.format import Form, Header, own_of
 from thinwire.saved.resize import move
 
 EngineClass = type[DDP] | type[FSDP2]
@@ -342,7 +342,7 @@ class Wire:
         self.engine, self.method, self.ledger = engine, method, ledger
         self._state = method.state = State(method.offloads)
         self._stages, self._run = stages, run
-        self._about = About.of(
+        self._about = Header.of_run(
             dist.get_rank(), dist.get_world_size(), engine.kind, engine.hops, run.parameters.values(), method,
             levels=engine.levels is not None, inside=inner, seed=run.seed, bound=bound,
             weights=run.weights,
@@ -608,7 +608,7 @@ class Wire:
 
     def memory_bytes(self) -> int:
         """What this rank holds now for the method: state, workspaces of buckets and codecs, weights kept for it."""
-        return held(self._device, self._road, getattr(self.engine, "replicas", None))
+        return resident_bytes(self._device, self._road, getattr(self.engine, "replicas", None))
 
     def last_step(self) -> dict:
         """As ``stats``, of the last optimizer step alone."""
@@ -704,8 +704,8 @@ class Wire:
 
     @functools.cached_property
     def _form(self) -> Form:
-        """Of this rank's state, which a rehearsal finds out."""
-        shapes = kept(self.engine.layout(), self._road, self._run)
+        """The form of this rank's state, which a dry run finds out."""
+        shapes = largest_state(self.engine.layout(), self._road, self._run)
         return Form(self._about, {**self._counts(), **shapes})
 
     def close(self) -> None:

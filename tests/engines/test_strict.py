@@ -13,10 +13,10 @@ import thinwire
 from breadth import falls_on
 from engines import adamw, build, train
 from models import Net
+from support import nccl_double as strict
+from support.nccl_double import Call
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
-from thinwire.proof import nccl_double as strict
-from thinwire.proof.nccl_double import Call
 from thinwire.proof.played import small
 
 TINY = partial(Net, 13, 6, 1)

@@ -96,7 +96,7 @@ def test_compare(tmp_path: Path, program: list[str], extra: list[str], source: s
                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     out = tmp_path / "out"
     methods = ["dense", "bf16", "int8(group=64)"]
-    assert module.compare(methods, "tiny", 5, out, link="200mbit", extra=extra, program=program) == 0
+    assert module.compare(module.Comparison(methods, "tiny", 5, out, extra=extra, program=program)) == 0
     report = json.loads((out / "report.json").read_text())
     runs = {run["method"]: run for run in report["runs"]}
     assert list(runs) == ["none", *methods], "the silent run comes first"
@@ -123,12 +123,12 @@ def test_compare(tmp_path: Path, program: list[str], extra: list[str], source: s
         "bf16: 1.3x faster than dense, loss +0.0%; int8(group=64): 1.5x faster, loss +0.0%; losses are from one seed"
     )
     with pytest.raises(ThinwireError, match="not empty"):
-        module.compare(methods, "tiny", 5, out, program=program)
+        module.compare(module.Comparison(methods, "tiny", 5, out, program=program))
 
 
 def test_a_distant_link_is_told(tmp_path: Path, program: list[str]) -> None:
     out, link = tmp_path / "out", Link.parse("200mbit", delay="2ms", loss="0.5%")
-    assert module.compare(["dense"], "tiny", 2, out, link=link, program=program) == 0
+    assert module.compare(module.Comparison(["dense"], "tiny", 2, out, link=link, program=program)) == 0
     report = json.loads((out / "report.json").read_text())
     assert (report["delay_s"], report["jitter_s"], report["loss_share"], report["reorder_share"]) == (
         0.002,
@@ -144,7 +144,8 @@ def test_a_distant_link_is_told(tmp_path: Path, program: list[str]) -> None:
 
 def test_loopback_is_recorded(tmp_path: Path, program: list[str]) -> None:
     out = tmp_path / "out"
-    assert module.compare(["dense"], "tiny", 3, out, link="loopback", program=program) == 0
+    settings = module.Comparison(["dense"], "tiny", 3, out, link=Link.parse("loopback"), program=program)
+    assert module.compare(settings) == 0
     report = json.loads((out / "report.json").read_text())
     assert report["emulated_network"] is False
     assert report["runs"][1]["bytes_per_step"]["kernel"] is None
@@ -157,10 +158,10 @@ def test_a_failing_method_has_a_row_and_the_others_go_on(
     """Also: seeds, flags of a method's own, the optimizer that it is made for, a loss that is too high."""
     out = tmp_path / "out"
     methods = ["dense", "bf16", "int8 --lr 1e-3", "int8 --off 0.1", "sign --nan 1", "scape"]
-    assert module.compare(
-        methods, "tiny", 3, out, link="loopback", seeds=(4, 5), extra=["--crash", "bf16"], program=program,
+    assert module.compare(module.Comparison(
+        methods, "tiny", 3, out, link=Link.parse("loopback"), seeds=(4, 5), extra=["--crash", "bf16"], program=program,
         fail_above=0.05, command="thinwire compare <here>",
-    ) == 1  # fmt: skip
+    )) == 1  # fmt: skip
     said = capsys.readouterr()
     assert "boom" in said.err and "method bf16: seed 4: rank 1 failed" in said.err
     assert "loss is more than 5% above dense's: int8 --off 0.1 +10%" in said.err

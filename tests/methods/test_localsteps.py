@@ -377,7 +377,7 @@ def _travels(rank: int, world: int, kind: str, outer: str) -> tuple[list[float],
         bytes_.append(inter_bytes(wire))
         sent.append(sum(wire.ledger.last.bytes.values()) - wire.ledger.last.weight_bytes)
         equal.append(_equal(model, kind))
-    planned = wire.plan.rehearsal.sent
+    planned = wire.plan.dry_run.sent
     wire.close()
     return bytes_, equal, sum(planned.values()), sum(sent[4:]) / 6
 

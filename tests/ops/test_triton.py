@@ -26,7 +26,7 @@ from thinwire.core.method import Parameter
 from thinwire.methods import TABLE
 from thinwire.ops import dry, mask, quant
 from thinwire.ops.backends import launches
-from thinwire.plan.rehearsal import META, compile_kernels, rehearse, stand_in
+from thinwire.plan.dry_run import META, compile_kernels, dry_run, stand_in_run
 from thinwire.proof.ranks import parameters_for, road_of
 
 SOURCE = Path(thinwire.__file__).parent
@@ -89,13 +89,13 @@ def test_no_step_waits_for_a_kernel(name, kind):
     parameters = list(parameters_for(exchange, SHAPES).values())
     layout, road = layout_of(parameters, exchange), road_of(method, parameters, exchange)
     gathers = frozenset(shard.dtype for shard in layout.shards)
-    run = replace(stand_in(method, parameters, exchange), gathers=gathers)
+    run = replace(stand_in_run(method, parameters, exchange), gathers=gathers)
     compiled: set[tuple[object, ...]] = set()
     needed: set[tuple[object, ...]] = set()
     with dry.run(lambda kernel, variant: compiled.add((kernel, *sorted(variant.items())))):
         compile_kernels(road, run, META)
     with dry.run(lambda kernel, variant: needed.add((kernel, *sorted(variant.items())))):
-        rehearse(layout, road, run)
+        dry_run(layout, road, run)
     assert not needed - compiled
 
 

@@ -12,7 +12,7 @@ from models import Net
 from ranks import run
 from thinwire.core.bucket import Arena, Bucket, Piece
 from thinwire.methods import TABLE, resolve
-from thinwire.plan.memory import held
+from thinwire.plan.memory import resident_bytes
 from thinwire.proof.ranks import reduce_on_threads
 
 MORE = ("int8(error_feedback=True)", "scape(refresh=2)", "separate:paper", "sdp4bit:qw")
@@ -45,7 +45,7 @@ def foretold_and_held(rank: int, world: int, kind: str, names: list[str]) -> dic
         assert wire.plan.memory is not None, name
         assert wire.memory_bytes() < 16384, name
         train(model, optimizer, rank, range(4), wire)
-        found[name] = wire.plan.memory.held, wire.plan.memory.peak, wire.memory_bytes()
+        found[name] = wire.plan.memory.resident, wire.plan.memory.peak, wire.memory_bytes()
         wire.close()
     return found
 
@@ -68,7 +68,7 @@ def two_levels(rank: int, world: int) -> tuple[int, int]:
     optimizer = adamw(model)
     wire = thinwire.compress(model, optimizer, method_of("sdp4bit"))
     train(model, optimizer, rank, range(3), wire)
-    found = wire.plan.memory.held, wire.memory_bytes()
+    found = wire.plan.memory.resident, wire.memory_bytes()
     wire.close()
     return found
 
@@ -80,8 +80,8 @@ def test_two_levels():
 
 def test_a_tensor_counts_once_whatever_shows_it():
     cpu, values = torch.device("cpu"), torch.zeros(100)
-    assert held(cpu, {"a": [values, values[10:20]]}, (values.view(10, 10),)) == 400
-    assert held(torch.device("meta"), values) == 0
+    assert resident_bytes(cpu, {"a": [values, values[10:20]]}, (values.view(10, 10),)) == 400
+    assert resident_bytes(torch.device("meta"), values) == 0
 
 
 def gradient(rank: int, step: int, numel: int) -> torch.Tensor:
@@ -122,6 +122,6 @@ def test_buckets_of_a_stage_take_turns_with_their_memory():
     )
     first = large.scratch("wire", (4, 25), torch.float32)
     again = small.scratch("wire", (3, 10), torch.int64)
-    assert again.data_ptr() == first.data_ptr() and held(CPU, large, small) == 400
+    assert again.data_ptr() == first.data_ptr() and resident_bytes(CPU, large, small) == 400
     assert large.buffer("mask", (5,), torch.float32).data_ptr() != small.buffer("mask", (5,), torch.float32).data_ptr()
-    assert large.scratch("wire", (101,), torch.float32).numel() == 101 and held(CPU, arena) == 404
+    assert large.scratch("wire", (101,), torch.float32).numel() == 101 and resident_bytes(CPU, arena) == 404

@@ -1,4 +1,4 @@
-"""A rehearsal tells what is sent and launched on any number of ranks, without any, and the kernels are compiled."""
+"""A dry run tells what is sent and launched on any number of ranks, without any, and the kernels are compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.methods import TABLE, Method, resolve
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.ops import quant
-from thinwire.plan.rehearsal import Rehearsal, apart, compile_kernels, rehearse, stand_in
+from thinwire.plan.dry_run import DryRun, compile_kernels, dry_run, separate_buffers, stand_in_run
 from thinwire.proof.ranks import parameters_for, plan_of, road_of
 
 SHAPES = {"a": (512, 256), "b": (384, 512), "c": (64,)}
@@ -25,12 +25,12 @@ def exchange_of(kind: str, size: int, per_node: int = 8) -> Exchange:
     return AllReduce(comm) if kind == "ddp" else ReduceScatter(comm)
 
 
-def rehearsed(method: Method, kind: str, size: int) -> Rehearsal:
+def run_dry(method: Method, kind: str, size: int) -> DryRun:
     exchange = exchange_of(kind, size)
     parameters = parameters_for(exchange, SHAPES).values()
-    run = stand_in(method, parameters, exchange)
+    run = stand_in_run(method, parameters, exchange)
     road = road_of(method, parameters, exchange)
-    return rehearse(apart(parameters, road, None), road, run)
+    return dry_run(separate_buffers(parameters, road, None), road, run)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -39,7 +39,7 @@ def test_any_number_of_ranks(name):
     method = resolve(name)
     for kind in set(method.engines) - {"hsdp"}:
         for size in dealt([1, 2, 8, 3, 16384, 1024], NAMES.index(name) % 2, range(2)):
-            found = rehearsed(method, kind, size)
+            found = run_dry(method, kind, size)
             assert sum(found.parameters.values()) == pytest.approx(sum(found.sent.values()))
             assert (sum(found.sent.values()) == 0) == (size == 1 or name == "none")
             assert bool(found.collectives) == (size > 1 and name != "none")
@@ -59,14 +59,14 @@ def test_what_grows_with_the_ranks_is_declared_and_told(name):
     """Four times as many ranks: as many bytes, but for what is gathered."""
     method = resolve(name)
     if name != "none":
-        few, many = (rehearsed(method, "ddp", size).parameters["b"] for size in (8, 32))
+        few, many = (run_dry(method, "ddp", size).parameters["b"] for size in (8, 32))
         assert (many > 3 * few) == (method.gathers or name == "tagc")  # whose united masks grow until they are full
     plan = plan_of(method, parameters_for(exchange_of("ddp", 8), SHAPES).values(), exchange_of("ddp", 8))
     assert (plan.dense_from is not None) == method.gathers
     if method.gathers:
         dense = resolve("dense")
         for size in (plan.dense_from - 1, plan.dense_from):
-            sent, by_dense = (rehearsed(of, "ddp", size).parameters["b"] for of in (method, dense))
+            sent, by_dense = (run_dry(of, "ddp", size).parameters["b"] for of in (method, dense))
             assert (sent > by_dense) == (size == plan.dense_from)
         assert f"from {plan.dense_from} on, dense sends less" in " ".join(str(plan).split())
 
@@ -98,7 +98,7 @@ def test_buckets_are_as_small_as_messages_allow():
 
 def test_links_and_collectives_of_int8():
     """Counted by hand: 8 bits and a scale of 4 bytes per 128 values, to every peer, twice on DDP."""
-    found = rehearsed(resolve("int8(smallest=0, send='*')"), "ddp", 16)
+    found = run_dry(resolve("int8(smallest=0, send='*')"), "ddp", 16)
     rows = [-(-numel // 16 // 128) * 128 for numel in (512 * 256, 384 * 512, 64 * 16)]
     each = sum(width + width // 128 * 4 for width in rows)
     assert found.sent == {"intra": 2 * 7 * each, "inter": 2 * 8 * each}
@@ -109,8 +109,8 @@ def test_links_and_collectives_of_int8():
 
 def test_a_period_is_averaged():
     """Radius: one dense step in T, the others at the mask."""
-    dense, radius = rehearsed(resolve("fp32"), "fsdp2", 4), resolve("radius(T=10, density=0.25, smallest=0, send='*')")
-    share = sum(rehearsed(radius, "fsdp2", 4).sent.values()) / sum(dense.sent.values())
+    dense, radius = run_dry(resolve("fp32"), "fsdp2", 4), resolve("radius(T=10, density=0.25, smallest=0, send='*')")
+    share = sum(run_dry(radius, "fsdp2", 4).sent.values()) / sum(dense.sent.values())
     assert share == pytest.approx(0.1 + 0.9 * 0.25 + 0.1 / 32, rel=1e-3)
 
 
@@ -127,7 +127,7 @@ def test_kernels_are_compiled_by_the_same_steps(name):
     method = resolve(name)
     exchange = exchange_of("ddp", 4)
     parameters = parameters_for(exchange, SHAPES).values()
-    run = stand_in(method, parameters, exchange)
+    run = stand_in_run(method, parameters, exchange)
     before = dict(vars(method))
     compile_kernels(road_of(method, parameters, exchange), run, torch.device("cpu"))
     assert vars(method) == before
@@ -135,14 +135,14 @@ def test_kernels_are_compiled_by_the_same_steps(name):
 
 @pytest.mark.parametrize("refresh", [1, 2, 5])
 def test_weights_at_a_mask_are_planned_as_such_however_long_the_mask_is_used(refresh):
-    """The density's share of them, not the whole gather that follows where a rehearsal leaves out steps."""
+    """The density's share of them, not the whole gather that follows where a dry run leaves out steps."""
     method, exchange = resolve(f"scape(refresh={refresh}, smallest=0, density=0.01)"), exchange_of("fsdp2", 4)
     parameters = parameters_for(exchange, {"a": (512, 256)})
     n = parameters["a"].local
     shard = Shard((Piece("a", 0, n),), (), n, torch.float32)
     layout = Layout([(Piece("a", 0, 4 * n, 4, n),)], [torch.float32], [shard], exchange.comm)
-    run = stand_in(method, parameters.values(), exchange)
-    assert rehearse(layout, road_of(method, parameters.values(), exchange), run).weights == 3 * 4 * int(0.01 * n)
+    run = stand_in_run(method, parameters.values(), exchange)
+    assert dry_run(layout, road_of(method, parameters.values(), exchange), run).weights == 3 * 4 * int(0.01 * n)
 
 
 def test_each_buffer_has_the_dtype_of_its_parameters():
@@ -168,5 +168,5 @@ def test_kernels_of_both_hops_are_compiled(monkeypatch):
     method = resolve("sdp4bit(smallest=0)")
     parameters = parameters_for(intra, SHAPES).values()
     road = road_of(method, parameters, intra, inter, intra=method.intra())
-    compile_kernels(road, stand_in(method, parameters, inter), torch.device("cpu"))
+    compile_kernels(road, stand_in_run(method, parameters, inter), torch.device("cpu"))
     assert seen == {4, 8}

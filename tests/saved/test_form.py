@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.core.method import Parameter
-from thinwire.saved.format import About, Form, check_finite, from_dcp, own_of, split, trim
+from thinwire.saved.format import Form, Header, check_finite, from_dcp, own_of, split, trim
 
-ABOUT = About(
+ABOUT = Header(
     1, 4, "ddp", False, ((1, 4, False),), "topk", {"density": "0.01", "smallest": "None"}, None, 0, 10.0,
     {"w": ((3, 4), 12), "v": ((5,), 5)}, ("w",),
 )  # fmt: skip
@@ -58,8 +58,8 @@ def test_it_is_read_as_it_was_written_and_nothing_else_is():
     """In whole pages of 4096 bytes. What is damaged anywhere is refused by its key, and so is another format."""
     for about in (ABOUT, *(dataclasses.replace(ABOUT, **{field: value}) for field, (value, _) in OTHERS.items())):
         dumped = about.dump()
-        assert dumped.dtype == torch.uint8 and dumped.shape == (4096,) and About.load("key", dumped) == about
-        assert About.load("key", dumped.view(2, -1)) == about
+        assert dumped.dtype == torch.uint8 and dumped.shape == (4096,) and Header.load("key", dumped) == about
+        assert Header.load("key", dumped.view(2, -1)) == about
     many = dataclasses.replace(ABOUT, parameters={f"w{i}": ((i,), i) for i in range(300)}).dump()
     assert len(many) % 4096 == 0 and len(many) > 4096
     fields = json.loads(bytes(ABOUT.dump().tolist()))
@@ -67,12 +67,12 @@ def test_it_is_read_as_it_was_written_and_nothing_else_is():
         others = {key: of for key, of in fields.items() if key != name}
         text = json.dumps(others if value is ... else {**others, name: value})
         with pytest.raises(ThinwireError, match="'key' is damaged: take an older checkpoint"):
-            About.load("key", torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+            Header.load("key", torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
     for bad in (ABOUT.dump().float(), torch.zeros(4096, dtype=torch.uint8), ABOUT.dump()[:99], ABOUT.dump().int()):
         with pytest.raises(ThinwireError, match="'key' is damaged"):
-            About.load("key", bad)
+            Header.load("key", bad)
     with pytest.raises(ThinwireError, match="the state has format 9, this version reads 1"):
-        About.load("key", dataclasses.replace(ABOUT, format=9).dump())
+        Header.load("key", dataclasses.replace(ABOUT, format=9).dump())
 
 
 def test_what_it_says_of_a_run():
@@ -84,14 +84,14 @@ def test_what_it_says_of_a_run():
     }
     parameters = [Parameter(name, (3, 4), 12, "matrix", torch.float32, 8) for name in "ba"]
     inside = methods.resolve("int8")
-    about = About.of(2, 8, "hsdp", [hop, hop], parameters, methods.resolve("topk"), inside=inside, weights=weights)
+    about = Header.of(2, 8, "hsdp", [hop, hop], parameters, methods.resolve("topk"), inside=inside, weights=weights)
     assert (about.rank, about.ranks, about.engine, about.levels) == (2, 8, "hsdp", False)
     assert about.hops == ((1, 4, True),) * 2 and about.inside == str(inside) and about.across == ("b",)
     assert about.parameters == {"a": ((3, 4), 8), "b": ((3, 4), 8)} and (about.seed, about.bound) == (0, None)
     assert about.method == "topk" and about.knobs["density"] == str(methods.resolve("topk").density)
-    plain = About.of(0, 1, "ddp", [hop], [], methods.resolve("fp32"), levels=True, seed=3, bound=2.0)
+    plain = Header.of(0, 1, "ddp", [hop], [], methods.resolve("fp32"), levels=True, seed=3, bound=2.0)
     assert (plain.levels, plain.inside, plain.seed, plain.bound, plain.across) == (True, None, 3, 2.0, ())
-    assert plain.prefix == "rank-0000-of-0001" and About.load("key", about.dump()) == about
+    assert plain.prefix == "rank-0000-of-0001" and Header.load("key", about.dump()) == about
 
 
 @pytest.mark.parametrize(

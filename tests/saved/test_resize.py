@@ -23,10 +23,10 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
 from thinwire.core.state import dump_state, load_state
 from thinwire.methods import TABLE
-from thinwire.plan.rehearsal import kept
+from thinwire.plan.dry_run import largest_state
 from thinwire.proof.played import Rank, Where, gradient, small
 from thinwire.proof.ranks import Threads
-from thinwire.saved.format import About, Form, entries, from_dcp
+from thinwire.saved.format import Form, Header, entries, from_dcp
 from thinwire.saved.resize import move
 
 U = 2.0**-24
@@ -54,11 +54,12 @@ class Ranks:
         self.where, self.world = where, Threads(where.size)
         self.ranks = [Rank(partial(make, cls), where, self.world, number) for number in range(where.size)]
         first = self.ranks[0]
-        shapes = kept(Layout([first.engine.pieces], [torch.float32]), first.road, first.method.run)  # all ranks' are
+        layout = Layout([first.engine.pieces], [torch.float32])
+        shapes = largest_state(layout, first.road, first.method.run)  # all ranks' are
         self.forms = []
         for number, rank in enumerate(self.ranks):
             engine, method = rank.engine, rank.method
-            about = About.of(
+            about = Header.of_run(
                 number, where.size, where.engine, engine.hops, engine.parameters.values(), method,
                 levels=engine.levels is not None,
             )  # fmt: skip

@@ -24,7 +24,7 @@ from thinwire.core.state import find_entries
 from thinwire.engines.fsdp2 import param_groups
 from thinwire.methods import TABLE, LocalSteps, resolve
 from thinwire.proof.played import small
-from thinwire.saved.format import About, entries
+from thinwire.saved.format import Header, entries
 
 TOPK = "topk(feedback='gradient', smallest=100, density=0.1)"
 
@@ -233,4 +233,5 @@ def test_entries_are_known_without_their_rank():
 def test_an_outer_methods_settings_are_saved_too():
     """So that another default of its is noticed, whatever was written."""
     inner, outer = resolve("radius"), LocalSteps(outer="radius")
-    assert About.of(0, 1, "ddp", (), (), outer).knobs.items() >= {("radius's T", str(inner.T)), ("outer", "radius")}
+    knobs = Header.of_run(0, 1, "ddp", (), (), outer).knobs
+    assert knobs.items() >= {("radius's T", str(inner.T)), ("outer", "radius")}

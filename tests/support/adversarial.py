@@ -35,7 +35,7 @@ Random = np.random.Generator
 AGAIN = 3
 """Every third case is played twice."""
 PLANNED = 4
-"""The bytes of every fourth case are held against its plan, whose rehearsal takes longer than the case."""
+"""The bytes of every fourth case are held against its plan, whose dry run takes longer than the case."""
 SPARE = 2
 """Steps that a run is said to have more than are taken: one is taken back, one is only looked at."""
 

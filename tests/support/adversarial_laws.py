@@ -63,7 +63,7 @@ class Taken:
 class Played:
     """A case that was played: by turn the step's number, how it ended and the inputs; by rank what it had then.
 
-    ``spans``: of each tensor, columns without and with padding. ``rows``: of the bucket. ``plan``: rehearses a step and
+    ``spans``: of each tensor, columns without and with padding. ``rows``: of the bucket. ``plan``: dry-runs a step and
     returns its bytes; None: they are not looked at.
     """
 

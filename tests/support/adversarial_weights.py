@@ -19,7 +19,7 @@ from thinwire.core.state import State
 from thinwire.core.weights import Replica
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.plan.rehearsal import rehearse
+from thinwire.plan.dry_run import dry_run
 from thinwire.proof.ranks import LockStep, exchange_on, parameters_for
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Owner:
         layout = Layout((), (), [Shard(self.pieces, (), numel, torch.float32)], self.comm)
         dense = self.method.dense_among(self.parameters.values())
         road = Road([Stage(self.method, dense, self.method.run.exchange, Guard([], False), Ledger())])
-        return rehearse(layout, road, self.method.run).weights
+        return dry_run(layout, road, self.method.run).weights
 
 
 def problems_of(case: Case, make: Callable[[], Method], masters: list[Array]) -> list[str]:

@@ -38,14 +38,14 @@ def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method 
             "Accelerator(cpu=True), or use_cpu=True in TrainingArguments"
         )
     wire = compress_model(model, optimizer, method, scaler=accelerator.scaler, **options)
-    theirs = accelerator.clip_grad_norm_
-    all_of_it = {id(parameter) for parameter in model.parameters()}
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    original_clip = accelerator.clip_grad_norm_
+    all_ids = {id(parameter) for parameter in model.parameters()}
+    trained_ids = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if not trained <= {id(parameter) for parameter in parameters} <= all_of_it:
-            return theirs(parameters, max_norm, norm_type)
+        if not trained_ids <= {id(parameter) for parameter in parameters} <= all_ids:
+            return original_clip(parameters, max_norm, norm_type)
         accelerator.unscale_gradients()
         return wire.clip_grad_norm_(max_norm, norm_type)
 

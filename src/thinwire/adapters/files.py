@@ -1,4 +1,4 @@
-"""What a wire keeps, beside a framework's own checkpoint: a file per rank, without pickle.
+"""The state of a wire beside a framework's own checkpoint: a file per rank, without pickle.
 
     FOLDER/rank-0000.safetensors   rank-0001.safetensors ...
 

@@ -56,7 +56,7 @@ def attach(trainer: Trainer, method: Method | str = "int8", **options: Any) -> T
 
 
 class Thinwire(TrainerCallback):
-    """What ``attach`` adds. It holds the trainer, because callbacks are handed the model without DDP.
+    """The callback that ``attach`` adds, with the trainer, because callbacks are handed the model without DDP.
 
     Attributes:
         wire: of the model that is trained; None before.
@@ -98,10 +98,10 @@ class Thinwire(TrainerCallback):
         if self.wire is None or logs is None or "loss" not in logs:
             return
         last = self.wire.last_step()
-        more = {
+        added = {
             "wire_mb": round(sum(last["wire_bytes_per_step"].values()) / 1e6, 3),
             "exposed_ms": round(last["exposed_ms"], 2),
             "skipped_steps": self.wire.skipped,
         }
-        logs.update(more)
-        state.log_history[-1].update(more)
+        logs.update(added)
+        state.log_history[-1].update(added)

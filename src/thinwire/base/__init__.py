@@ -1,1 +1,1 @@
-"""What everything stands on: errors, devices, random numbers, knobs, optional packages."""
+"""The foundation of all packages: errors, devices, random numbers, knobs, optional packages."""

@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def padded(span: int, group: int) -> int:
-    """``span`` rounded up to a multiple of ``group``."""
+    """Round ``span`` up to a multiple of ``group``."""
     return -(-span // group) * group
 
 
 def viewable(wire: Tensor) -> Tensor:
-    """``wire`` (R, m) for view() to a wider dtype, which looks at the stride of a single row, too, and that is any."""
+    """Return ``wire`` (R, m) ready for view() to a wider dtype, which looks even at the stride of a single row."""
     return wire.as_strided(wire.shape, (wire.shape[1], 1)) if len(wire) == 1 or not wire.numel() else wire

@@ -36,28 +36,28 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-    place = dist.PrefixStore(f"thinwire/{meet(store, rank, size, timeout)}", store)
-    dist.init_process_group(backend, timeout=timeout, store=place, rank=rank, world_size=size)
+    attempt_store = dist.PrefixStore(f"thinwire/{meet(store, rank, size, timeout)}", store)
+    dist.init_process_group(backend, timeout=timeout, store=attempt_store, rank=rank, world_size=size)
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
-    """A name that the ranks of this attempt share, and none of an earlier one knew. Collective.
+    """Agree on a name that the ranks of this attempt share, and none of an earlier one knew. Collective.
 
-    Each writes a word that is new. Rank 0 publishes its own as the name, with the words that it finds, until all have
-    found theirs beside it: what an earlier attempt has left holds none of them.
+    Each rank writes a token that is new. Rank 0 publishes its own as the name, with the tokens that it finds, until all
+    ranks have found theirs beside it: the entries of an earlier attempt hold none of them.
     """
-    word, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    store.set(f"thinwire/word/{rank}", word)
+    token, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    store.set(f"thinwire/word/{rank}", token)
     while time.monotonic() < deadline:
         if rank == 0:
-            words = [word, *(store.get(f"thinwire/word/{other}").decode() for other in range(1, size))]
-            store.set("thinwire/attempt", " ".join(words))
-            if size == 1 or store.check([f"thinwire/seen/{word}/{other}" for other in range(1, size)]):
-                return word
+            tokens = [token, *(store.get(f"thinwire/word/{peer}").decode() for peer in range(1, size))]
+            store.set("thinwire/attempt", " ".join(tokens))
+            if size == 1 or store.check([f"thinwire/seen/{token}/{peer}" for peer in range(1, size)]):
+                return token
         else:
-            words = store.get("thinwire/attempt").decode().split()
-            if words[rank : rank + 1] == [word]:
-                store.set(f"thinwire/seen/{words[0]}/{rank}", "")
-                return words[0]
+            tokens = store.get("thinwire/attempt").decode().split()
+            if tokens[rank : rank + 1] == [token]:
+                store.set(f"thinwire/seen/{tokens[0]}/{rank}", "")
+                return tokens[0]
         time.sleep(POLL_S)
     raise dist.DistStoreError(f"rank {rank} timed out: not all of the {size} ranks of this attempt have come")

@@ -7,61 +7,72 @@ from contextlib import contextmanager
 
 
 class ThinwireError(Exception):
-    """What was asked for is not possible. The message is one line: what is wrong, and what to do instead.
+    """A request cannot be met. The message is one line: what is wrong, and what to do instead.
 
     Attributes:
-        status: what the ``thinwire`` program ends with.
+        status: with which the ``thinwire`` program ends.
     """
 
     status = 2
 
 
-class LostRank(ThinwireError):
+class FailedExchange(ThinwireError):
+    """An exchange with other ranks has failed.
+
+    Attributes:
+        rank: this one's number in the job. verb: the collective that failed.
+        step: the optimizer step under way, from 1, skipped ones included; None: outside of one.
+        exchanged: "the exchange of gradients of ..."; "" where that is not known.
+    """
+
+    rank: int
+    verb: str
+    step: int | None = None
+    exchanged = ""
+
+    @property
+    def _collective(self) -> str:
+        return f"{self.exchanged or 'a collective'} ({self.verb})"
+
+    @property
+    def _location(self) -> str:
+        return f"rank {self.rank}" + ("" if self.step is None else f", step {self.step}")
+
+
+class LostRank(FailedExchange):
     """Another rank has ended, or has not come within the group's timeout: this one cannot go on.
 
     gloo says so here. With NCCL, torch's watchdog ends the process by itself.
 
     Attributes:
-        rank: this one's number in the job. lost: those of whom one at least is lost; all it may be, where the network
-            does not tell.
-        verb: the collective that failed. seconds: it had waited. cause: in the network's own words.
-        step: the optimizer step under way, from 1, skipped ones included; None: outside of one.
-        what: was exchanged; "" where that is not known.
+        lost: the ranks of which one at least is lost; all it may be, where the network does not tell.
+        seconds: that the collective had waited. cause: in the network's own words.
     """
 
     def __init__(self, rank: int, lost: Sequence[int], verb: str, seconds: float, cause: str) -> None:
         super().__init__(rank, tuple(lost), verb, seconds, cause)
         self.rank, self.lost, self.verb, self.seconds, self.cause = rank, tuple(lost), verb, seconds, cause
-        self.step: int | None = None
-        self.what = ""
 
     def __str__(self) -> str:
-        when = "" if self.step is None else f", step {self.step}"
-        whom = f"rank {self.lost[0]}" if len(self.lost) == 1 else f"one of ranks {_listed(self.lost)}"
-        what = f"{self.what or 'a collective'} ({self.verb})"
-        return f"rank {self.rank}{when}: waited {self.seconds:.1f} s for {whom} in {what}: {self.cause}"
+        awaited = f"rank {self.lost[0]}" if len(self.lost) == 1 else f"one of ranks {_listed(self.lost)}"
+        return f"{self._location}: waited {self.seconds:.1f} s for {awaited} in {self._collective}: {self.cause}"
 
 
-class DamagedMessage(ThinwireError):
-    """What another rank sent is not what has arrived here: its checksum does not fit.
+class DamagedMessage(FailedExchange):
+    """A message of another rank has arrived damaged: its checksum does not fit.
 
     Attributes:
-        rank: this one's number in the job. sender: the other's. verb: the collective.
-        step, what: as :class:`LostRank` has them.
+        sender: the other rank's number in the job.
     """
 
     def __init__(self, rank: int, sender: int, verb: str) -> None:
         super().__init__(rank, sender, verb)
         self.rank, self.sender, self.verb = rank, sender, verb
-        self.step: int | None = None
-        self.what = ""
 
     def __str__(self) -> str:
-        when = "" if self.step is None else f", step {self.step}"
         return (
-            f"rank {self.rank}{when}: what rank {self.sender} sent in {self.what or 'a collective'} ({self.verb}) "
-            "arrived damaged, as its checksum shows: go back to a checkpoint, and look at the memory and the link of "
-            "these two"
+            f"{self._location}: what rank {self.sender} sent in {self._collective} arrived damaged, as its checksum "
+            "shows: go back to a checkpoint, and look at the memory and the link of these two"
         )
 
 
@@ -70,16 +81,16 @@ class ThinwireWarning(UserWarning):
 
 
 @contextmanager
-def doing(step: int, what: Callable[[], str]) -> Iterator[None]:
-    """Tell a rank that is lost inside, or a damaged message, in which step it was, and ``what`` was exchanged."""
+def name_exchange(step: int, describe: Callable[[], str]) -> Iterator[None]:
+    """Tell an exchange that fails inside in which step it was, and by ``describe`` what was exchanged."""
     try:
         yield
-    except (LostRank, DamagedMessage) as error:
-        if not error.what:
-            error.step, error.what = step, what()
+    except FailedExchange as error:
+        if not error.exchanged:
+            error.step, error.exchanged = step, describe()
         raise
 
 
-def _listed(ranks: Sequence[int], most: int = 8) -> str:
-    more = f" and {len(ranks) - most} others" if len(ranks) > most else ""
-    return ", ".join(map(str, ranks[:most])) + more
+def _listed(ranks: Sequence[int], limit: int = 8) -> str:
+    suffix = f" and {len(ranks) - limit} others" if len(ranks) > limit else ""
+    return ", ".join(map(str, ranks[:limit])) + suffix

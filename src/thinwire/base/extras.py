@@ -44,7 +44,7 @@ def load(module: str) -> ModuleType:
 
 
 def missing(error: ModuleNotFoundError) -> Exception:
-    """What to raise in place of ``error``: one line with a command, if an extra brings what is not there."""
+    """Return the exception to raise for ``error``: one line with a command, if an extra brings the package."""
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         return error
@@ -52,7 +52,7 @@ def missing(error: ModuleNotFoundError) -> Exception:
 
 
 def save_file(tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """safetensors' ``save_file``, and who may read the file is as with any other: theirs are for their owner alone."""
+    """Call safetensors' ``save_file`` with the usual permissions: its own files are for their owner alone."""
     path.touch()
     mode = path.stat().st_mode
     load("safetensors.torch").save_file(tensors, path, metadata=metadata)

@@ -41,30 +41,30 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    origin, parts = get_origin(hint), get_args(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
     if origin in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
+        return any(_fits(value, argument) for argument in arguments)
     if origin is Literal:
-        return any(type(value) is type(part) and value == part for part in parts)
+        return any(type(value) is type(argument) and value == argument for argument in arguments)
     if origin is tuple:
-        if parts[-1] is Ellipsis:
-            parts = parts[:1] * len(value) if isinstance(value, tuple) else ()
-        return isinstance(value, tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
+        if arguments[-1] is Ellipsis:
+            arguments = arguments[:1] * len(value) if isinstance(value, tuple) else ()
+        return isinstance(value, tuple) and len(value) == len(arguments) and all(map(_fits, value, arguments))
     if hint is float:
         return _fits(value, int) or (isinstance(value, float) and math.isfinite(value))
     return isinstance(value, origin or hint) and not (hint is int and isinstance(value, bool))
 
 
 def _words(hint: Any) -> str:
-    origin, parts = get_origin(hint), get_args(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return " or ".join(map(_words, parts))
+        return " or ".join(map(_words, arguments))
     if origin is Literal:
-        return " or ".join(map(str, parts)) if len(parts) < 3 else f"one of {', '.join(map(str, parts))}"
-    if origin is tuple and parts[-1] is Ellipsis:
-        return f"{_words(parts[0])} or several"
+        return " or ".join(map(str, arguments)) if len(arguments) < 3 else f"one of {', '.join(map(str, arguments))}"
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"{_words(arguments[0])} or several"
     if origin is tuple:
-        return f"{len(parts)} values, each {_words(parts[0])}"
+        return f"{len(arguments)} values, each {_words(arguments[0])}"
     return _WORDS.get(hint) or (f"a {hint.__name__.lower()}" if isinstance(hint, type) else str(hint))

@@ -49,21 +49,21 @@ def interface_bytes(interface: str | None = None, pid: int | str = "self") -> By
 
 
 def free_port() -> int:
-    """One that nobody uses on this machine's loopback now."""
+    """Return a port that nobody uses on this machine's loopback now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def die_with_parent() -> None:
-    """Linux ends this process when the one that started it is gone, even by SIGKILL."""
+    """Have Linux end this process when its parent is gone, even by SIGKILL."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def wait(
     ranks: Sequence[subprocess.Popen[Any]], deadline: float | None = None, check: Callable[[], None] = lambda: None
 ) -> tuple[int, int] | None:
-    """Until all ranks have ended well (None), or one has not: its number and exit status.
+    """Wait until all ranks have ended well (None), or one has failed: its number and exit status.
 
     Raises:
         ThinwireError: it is later than ``deadline``, by the monotonic clock; or what ``check`` raises.

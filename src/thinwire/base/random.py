@@ -1,4 +1,4 @@
-"""Where randomness comes from: (seed, parameter name, step), the same on every rank, never a global generator.
+"""Random numbers from (seed, parameter name, step), the same on every rank, never from a global generator.
 
 The numbers are a function of a counter (splitmix64, Steele et al. 2014), in integer arithmetic that CPU and CUDA do
 alike: ranks with different devices draw the same signs and orders, and normal values equal to rounding.
@@ -20,86 +20,89 @@ from thinwire.base.device import streams, upload
 
 
 def seed_of(seed: int, name: str, step: int = 0) -> int:
-    """63 bits for one parameter (or any other ``name``) at one step: unrelated for any two different arguments."""
+    """Return 63 bits for one parameter (or any other ``name``) at one step: unrelated for different arguments."""
     digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def key_of(seed: int) -> int:
-    """``seed`` folded to 32 bits, as a signed integer: what kernels make of it."""
+    """Fold ``seed`` to 32 bits, as a signed integer: the key that kernels use."""
     key = (seed ^ seed >> 32) & 0xFFFFFFFF
     return key - 2**32 if key >= 2**31 else key
 
 
 class Pool:
     """The seeds of one step, of everything that draws in it: a GPU gets them all at once, not for each encoding anew.
+
+    Attributes:
+        seeds: in the order in which they were given. indices: name -> index into ``seeds``.
     """
 
     def __init__(self, seeds: Mapping[str, int]) -> None:
         self.seeds = tuple(seeds.values())
-        self.places = {name: place for place, name in enumerate(seeds)}
+        self.indices = {name: index for index, name in enumerate(seeds)}
         self._keys: dict[object, Tensor] = {}
 
     @functools.cached_property
     def next(self) -> Pool:
-        """Those of the next encodings in the same exchanges, which draw other bits."""
-        return Pool({name: _following(seed, 1) for name, seed in zip(self.places, self.seeds, strict=True)})
+        """The pool of the next encodings in the same exchanges, which draw other bits."""
+        return Pool({name: _following(seed, 1) for name, seed in zip(self.indices, self.seeds, strict=True)})
 
     def keys(self, device: torch.device) -> Tensor:
-        """(m,) int32 on ``device``: in the order of ``seeds``."""
-        there = streams(device)  # what one stream has copied is not there for another
-        on = device if there is None else there.current_stream(device)
-        if on not in self._keys:
-            self._keys[on] = upload([key_of(seed) for seed in self.seeds], device)
-        return self._keys[on]
+        """Return the keys (m,) int32 on ``device``, in the order of ``seeds``."""
+        backend = streams(device)  # what one stream has copied is not there for another
+        stream = device if backend is None else backend.current_stream(device)
+        if stream not in self._keys:
+            self._keys[stream] = upload([key_of(seed) for seed in self.seeds], device)
+        return self._keys[stream]
 
 
 class Drawn(NamedTuple):
-    """Where the random bits of a row come from: of columns beside each other, multiples of the group, from 0 to n.
+    """The seeds of a row's random bits: for ranges of columns that adjoin, multiples of the group, from 0 to n.
 
     Attributes:
-        parts: (first column, last column, seed). places: of each part's seed in ``pool``, if they are of one.
+        ranges: (first column, last column, seed). indices: of each range's seed in ``pool``, if there is one.
     """
 
-    parts: list[tuple[int, int, int]]
-    places: tuple[int, ...] = ()
+    ranges: list[tuple[int, int, int]]
+    indices: tuple[int, ...] = ()
     pool: Pool | None = None
 
     def keys(self, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
-        """Keys (m,) int32 on ``device``, and of each part the place of its own."""
+        """Return keys (m,) int32 on ``device``, and for each range the index of its key."""
         if self.pool is not None:
-            return self.pool.keys(device), self.places
-        return upload([key_of(seed) for _, _, seed in self.parts], device), tuple(range(len(self.parts)))
+            return self.pool.keys(device), self.indices
+        return upload([key_of(seed) for _, _, seed in self.ranges], device), tuple(range(len(self.ranges)))
 
 
 @dataclass(frozen=True)
 class Seeds:
-    """Where the random bits of one encoding come from: of each parameter apart, wherever it lies in a row.
+    """The seeds of one encoding's random bits: one for each parameter, wherever it lies in a row.
 
-    ``parts``: (first column, last column, seed) of each parameter, or, with a ``pool``, (first, last, place in it). In
-    rows that are longer the parameters come again, with seeds of their own. The same seed rounds the same places the
-    same way: take others for every step and rank.
+    ``ranges``: (first column, last column, seed) of each parameter, or, with a ``pool``, (first, last, index into it).
+    In longer rows the parameters come again, with seeds of their own. The same seed rounds the same columns the same
+    way: take others for every step and rank.
     """
 
-    parts: tuple[tuple[int, int, int], ...]
+    ranges: tuple[tuple[int, int, int], ...]
     pool: Pool | None = None
 
     def next(self) -> Seeds:
-        """Those of the next encoding in the same exchange, which draws other bits."""
+        """Return the seeds of the next encoding in the same exchange, which draws other bits."""
         if self.pool is not None:
-            return Seeds(self.parts, self.pool.next)
-        return Seeds(tuple((first, last, _following(seed, 1)) for first, last, seed in self.parts))
+            return Seeds(self.ranges, self.pool.next)
+        return Seeds(tuple((first, last, _following(seed, 1)) for first, last, seed in self.ranges))
 
     def over(self, n: int) -> Drawn | None:
-        """Of all ``n`` columns of a row; None if the parameters do not fill it."""
-        length = self.parts[-1][1] if self.parts else 0
+        """Return the seeds of all ``n`` columns of a row; None if the parameters do not fill it."""
+        length = self.ranges[-1][1] if self.ranges else 0
         if not length or n % length:
             return None
-        seeds = self.parts
+        seeds = self.ranges
         if self.pool is not None:
-            seeds = tuple((first, last, self.pool.seeds[place]) for first, last, place in self.parts)
+            seeds = tuple((first, last, self.pool.seeds[index]) for first, last, index in self.ranges)
             if n == length:
-                return Drawn(list(seeds), tuple(place for _, _, place in self.parts), self.pool)
+                return Drawn(list(seeds), tuple(index for _, _, index in self.ranges), self.pool)
         return Drawn([
             (first + start, last + start, _following(seed, start // length * 0x9E3779B97F4A7C15))
             for start in range(0, n, length)
@@ -107,23 +110,23 @@ class Seeds:
         ])  # fmt: skip
 
 
-def _following(seed: int, by: int) -> int:
-    """Another seed, unrelated in the 32 bits that the kernels make of it."""
-    return seed_of(seed, str(by)) if by else seed
+def _following(seed: int, number: int) -> int:
+    """Derive another seed, unrelated in the 32 bits that the kernels make of it."""
+    return seed_of(seed, str(number)) if number else seed
 
 
 def _signed(value: int) -> int:
-    """64 bits as torch's int64 holds them."""
+    """Return 64 bits as torch's int64 holds them."""
     return value - 2**64 if value >= 2**63 else value
 
 
 def shifted(words: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right: torch's own copies the sign."""
+    """Shift to the right with zeros: torch's own shift copies the sign."""
     return (words >> bits) & (2 ** (64 - bits) - 1)
 
 
 def hash_of(seed: int, counters: Tensor) -> Tensor:
-    """64 random bits for every value of ``counters`` (int64): splitmix64's output at that place of its stream."""
+    """Return 64 random bits for every value of ``counters`` (int64): splitmix64's output at that position."""
     words = (counters + 1) * _signed(0x9E3779B97F4A7C15) + seed
     words = (words ^ shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
     words = (words ^ shifted(words, 27)) * _signed(0x94D049BB133111EB)
@@ -131,22 +134,22 @@ def hash_of(seed: int, counters: Tensor) -> Tensor:
 
 
 def random_bits(seed: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """``count`` independent words of 64 random bits, int64."""
+    """Draw ``count`` independent words of 64 random bits, int64."""
     return hash_of(seed, torch.arange(count, dtype=torch.int64, device=device))
 
 
 def random_signs(seed: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """``count`` values -1 or 1, float32."""
+    """Draw ``count`` values -1 or 1, float32."""
     return (random_bits(seed, count, device) & 1).mul_(2).sub_(1).float()
 
 
 def random_order(seed: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """A permutation of 0 .. ``count`` - 1, int64."""
+    """Draw a permutation of 0 .. ``count`` - 1, int64."""
     return random_bits(seed, count, device).argsort(stable=True)
 
 
 def random_normal(seed: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """``count`` standard normal values, float32 (Box and Muller 1958), equal on all devices to float32 rounding."""
+    """Draw ``count`` standard normal float32 values (Box and Muller 1958), equal on all devices to float32 rounding."""
     pairs = -(-count // 2)
     words = random_bits(seed, 2 * pairs, device).view(2, pairs)
     uniform = shifted(words, 11).double().add_(0.5).mul_(2.0**-53)  # in (0, 1)

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def help_of(command: str) -> str:
-    """What ``thinwire COMMAND --help`` prints."""
+    """Return the text that ``thinwire COMMAND --help`` prints."""
     from thinwire.cli import program as cli
 
     printed, words = io.StringIO(), [command, *filter(None, [SECOND.get(command)]), "--help"]
@@ -47,7 +47,7 @@ def help_of(command: str) -> str:
 
 
 def options(text: str) -> dict[str, list[str]]:
-    """The flags in a ``--help``, and the words that each takes, where it names them."""
+    """Find the flags in a ``--help``, and the words that each takes, where it names them."""
     return {
         flag: [word for word in words.split(",") if word and word != "None"]
         for flags, words in FLAGS.findall(text)
@@ -56,21 +56,21 @@ def options(text: str) -> dict[str, list[str]]:
 
 
 def script(shell: str) -> str:
-    """For bash; zsh takes the same through its ``bashcompinit``."""
+    """Write the script for bash; zsh takes the same through its ``bashcompinit``."""
     from thinwire.cli.program import COMMANDS
     from thinwire.methods import names
     from thinwire.train.shapes import PRESETS
 
-    known = {"--method": names(), "--methods": names(), "--intra": names(), "--preset": list(PRESETS)}
-    after, flags = [f'"completion completion") words="{" ".join(SHELLS)}" ;;'], []
+    choices = {"--method": names(), "--methods": names(), "--intra": names(), "--preset": list(PRESETS)}
+    word_cases, flag_cases = [f'"completion completion") words="{" ".join(SHELLS)}" ;;'], []
     for command in COMMANDS:
         if command in SECOND:
-            after.append(f'"{command} {command}") words="{SECOND[command]}" ;;')
-        found = options(help_of(command)) if command != "completion" else {}
-        flags.append(f'{command}) words="{" ".join(found)}" ;;')
-        for flag, named in found.items():
-            if words := known.get(flag, named):
-                after.append(f'"{command} {flag}") words="{" ".join(words)}" ;;')
+            word_cases.append(f'"{command} {command}") words="{SECOND[command]}" ;;')
+        flag_words = options(help_of(command)) if command != "completion" else {}
+        flag_cases.append(f'{command}) words="{" ".join(flag_words)}" ;;')
+        for flag, listed in flag_words.items():
+            if words := choices.get(flag, listed):
+                word_cases.append(f'"{command} {flag}") words="{" ".join(words)}" ;;')
     lines = [
         *(["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []),
         "_thinwire() {",
@@ -78,9 +78,9 @@ def script(shell: str) -> str:
         '    if [ "$COMP_CWORD" -eq 1 ]; then',
         f'        words="{" ".join(COMMANDS)}"',
         '    else case "${COMP_WORDS[1]} $before" in',
-        *(f"        {line}" for line in after),
+        *(f"        {line}" for line in word_cases),
         '        *) [[ "$word" == -* ]] && case "${COMP_WORDS[1]}" in',
-        *(f"            {line}" for line in flags),
+        *(f"            {line}" for line in flag_cases),
         "            esac ;;",
         "    esac; fi",
         '    COMPREPLY=($(compgen -W "$words" -- "$word"))',

@@ -30,7 +30,7 @@ thinwire lab run --help shows the options. Nothing needs cleaning up: the kernel
 
 @dataclass
 class Network:
-    """What is emulated."""
+    """The emulated network."""
 
     nodes: int = 2
     """Emulated nodes, each with a link of its own."""
@@ -109,8 +109,8 @@ def lab_main(argv: list[str]) -> int:
         return 0 if argv else 2
     if argv[0] != "run":
         raise ThinwireError(f"unknown word '{argv[0]}' after 'thinwire lab'; there is: run")
-    own, command = split(argv[1:])
-    settings = parse(LabRun, own, "thinwire lab run")
+    options, command = split(argv[1:])
+    settings = parse(LabRun, options, "thinwire lab run")
     if not command:
         raise ThinwireError("no command to run: write it after --, for example  thinwire lab run -- python train.py")
     with open_cluster(settings.nodes, settings.ranks_per_node, settings.parsed()) as cluster:
@@ -119,8 +119,8 @@ def lab_main(argv: list[str]) -> int:
             status = f"exit status {outcome.returncode}"
             say(f"thinwire: rank {outcome.failed_rank} failed with {status}; all ranks were ended")
         link = ", ".join(filter(None, (cluster.link.text, cluster.link.distance)))
-        where = f"{cluster.nodes} nodes x {cluster.ranks_per_node}, link {link}"
-        say(f"lab: {outcome.seconds:.1f} s on {where}")
+        network = f"{cluster.nodes} nodes x {cluster.ranks_per_node}, link {link}"
+        say(f"lab: {outcome.seconds:.1f} s on {network}")
         for node, traffic in enumerate(outcome.traffic or []):
             say(f"lab: node {node} sent {traffic.tx:,} B, received {traffic.rx:,} B")
         if cluster.delayed_by is not None:
@@ -130,23 +130,23 @@ def lab_main(argv: list[str]) -> int:
 
 def compare_main(argv: list[str]) -> int:
     """``thinwire compare ... [-- flags of thinwire train]``. Returns the exit status."""
-    own, extra = split(argv)
-    settings = parse(Compare, own, "thinwire compare")
+    options, extra = split(argv)
+    settings = parse(Compare, options, "thinwire compare")
     methods = method_names(settings.methods)
     if settings.seeds < 1:
         raise ThinwireError(f"--seeds is the number of runs of each method, 1 or more, got {settings.seeds}")
     limit = settings.fail_if_loss_worse_than
     above = None if limit is None else share(limit, "--fail-if-loss-worse-than, of dense's loss,")
     first = check_flags(settings, methods, extra)
-    from thinwire.lab.compare import compare
+    from thinwire.lab.compare import Comparison, compare
 
-    return compare(
+    return compare(Comparison(
         methods, settings.preset, settings.steps, settings.out,
         nodes=settings.nodes, ranks_per_node=settings.ranks_per_node, link=settings.parsed(),
         limit_s=60 * settings.limit_minutes, extra=extra, fail_above=above,
         seeds=range(first, first + settings.seeds) if settings.seeds > 1 else (),
         command=shlex.join(["thinwire", "compare", *argv]),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def check_flags(settings: Compare, methods: Sequence[str], extra: Sequence[str]) -> int:
@@ -159,13 +159,13 @@ def check_flags(settings: Compare, methods: Sequence[str], extra: Sequence[str])
     from thinwire.train.config import from_arguments
 
     entries = [Entry.parse(method) for method in methods]
-    for where, words in (("after --", extra), *((f"of {entry.method}", entry.flags) for entry in entries)):
+    for source, words in (("after --", extra), *((f"of {entry.method}", entry.flags) for entry in entries)):
         for word in words:
             flag = word.partition("=")[0].replace("_", "-")
             if flag in OURS:
-                raise ThinwireError(f"{flag} {where} is the comparison's own: {OURS[flag]}")
+                raise ThinwireError(f"{flag} {source} is the comparison's own: {OURS[flag]}")
             if flag == "--seed" and words is not extra:
-                raise ThinwireError(f"--seed {where}: every method has the same seeds; write --seed after --")
+                raise ThinwireError(f"--seed {source}: every method has the same seeds; write --seed after --")
     common = ["--preset", settings.preset, "--steps", str(settings.steps)]
     for entry in entries:
         from_arguments([*common, "--method", entry.method, *entry.arguments(extra)]).check()
@@ -173,7 +173,7 @@ def check_flags(settings: Compare, methods: Sequence[str], extra: Sequence[str])
 
 
 def delayed(cluster: Cluster) -> str:
-    """Who delayed the packets; of our own forwarder, also what became of them and whether it kept up."""
+    """Say what delayed the packets; of our own forwarder, also what became of them and whether it kept up."""
     counts = cluster.forwarded()
     if counts is None:
         return "delayed by the kernel (netem)"
@@ -189,10 +189,10 @@ def say(line: str) -> None:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before the first ``--``, and what after."""
+    """Split the words at the first ``--``."""
     words = list(argv)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
+    separator = words.index("--") if "--" in words else len(words)
+    return words[:separator], words[separator + 1 :]
 
 
 def parse(kind: type[Settings], argv: list[str], program: str) -> Settings:

@@ -44,13 +44,13 @@ def main(argv: list[str] | None = None) -> int:
 
         print(version("thinwire"))
         return 0
-    word, rest = argv[0], argv[1:]
+    word, arguments = argv[0], argv[1:]
     try:
         if word not in COMMANDS:
             raise ThinwireError(f"unknown command '{word}'; there are: {', '.join(COMMANDS)}")
         module, function = COMMANDS[word][0].split(":")
         try:
-            return getattr(importlib.import_module(module), function)(rest)
+            return getattr(importlib.import_module(module), function)(arguments)
         except ModuleNotFoundError as error:
             raise extras.missing(error) from None
     except ThinwireError as error:

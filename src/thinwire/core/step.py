@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.base.errors import ThinwireError, ThinwireWarning, doing
+from thinwire.base.errors import ThinwireError, ThinwireWarning, name_exchange
 from thinwire.core.engine import Engine, all_zero
 from thinwire.core.fingerprint import WeightWatch
 from thinwire.core.method import Run, Step
@@ -127,11 +127,11 @@ class Turn:
 
     def exchanging(self, what: str, names: Iterable[str]) -> AbstractContextManager[None]:
         """Inside, ``what`` of the parameters ``names`` is exchanged: so says the error of a rank that is lost there."""
-        return doing(self.number, lambda: f"the exchange of {what} of {_some(list(names))}")
+        return name_exchange(self.number, lambda: f"the exchange of {what} of {_some(list(names))}")
 
     def inside(self, call: str) -> AbstractContextManager[None]:
         """This rank is inside a ``call`` of the user's, to which all ranks come."""
-        return doing(self.number, lambda: call)
+        return name_exchange(self.number, lambda: call)
 
     @property
     def open(self) -> bool:
@@ -342,7 +342,7 @@ class Turn:
     def _look(self, number: int) -> None:
         """Step ``number`` is over."""
         if self._replicas is not None:
-            with doing(number, lambda: "the comparison of replicas"):
+            with name_exchange(number, lambda: "the comparison of replicas"):
                 self._replicas.look(number)
 
     def _diverged(self, number: int) -> str:

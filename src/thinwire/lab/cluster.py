@@ -73,12 +73,12 @@ class Cluster:
 
     @property
     def emulated(self) -> bool:
-        """Whether there is a network of our own, as opposed to plain loopback."""
+        """Whether the cluster has a network of its own, as opposed to plain loopback."""
         return not self.link.loopback
 
     @property
     def delayed_by(self) -> str | None:
-        """Who delays and loses packets: "netem" (the kernel), "forwarder" (a process of ours), or None: nobody."""
+        """The source of delay and loss: "netem" (the kernel), "forwarder" (a process of ours), or None."""
         if not self.link.distant:
             return None
         return "netem" if self._forwarder is None else "forwarder"
@@ -104,8 +104,8 @@ class Cluster:
 
     def close(self) -> None:
         """End every process of the lab; its namespaces and interfaces go with them."""
-        ours = () if self._forwarder is None else (self._forwarder.stdin, self._forwarder.stdout)
-        for pipe in (self._pipe, *ours):
+        forwarder_pipes = () if self._forwarder is None else (self._forwarder.stdin, self._forwarder.stdout)
+        for pipe in (self._pipe, *forwarder_pipes):
             if pipe is not None:
                 pipe.close()
         for process in self._processes:
@@ -129,8 +129,8 @@ class Cluster:
         options = {"stdin": subprocess.DEVNULL, "start_new_session": True} | options
         if self.emulated:
             # Joining a mount namespace moves to its root; env goes back to where we are.
-            here = str(options.pop("cwd", None) or os.getcwd())
-            command = [*self._enter[node], "env", f"--chdir={here}", *command]
+            directory = str(options.pop("cwd", None) or os.getcwd())
+            command = [*self._enter[node], "env", f"--chdir={directory}", *command]
         else:
             options["preexec_fn"] = die_with_parent  # an emulated one has its pipe
         process = subprocess.Popen(command, **options)
@@ -138,7 +138,7 @@ class Cluster:
         return process
 
     def environment(self, rank: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What torchrun would set for ``rank``, gloo bound to the node's interface, one thread per rank."""
+        """Return what torchrun would set for ``rank``, with gloo bound to the node's interface and one thread."""
         local = self.ranks_per_node
         return dict(os.environ if base is None else base) | {
             "RANK": str(rank),
@@ -166,14 +166,14 @@ class Cluster:
         return 29500 + self._runs if self.emulated else self._free_port
 
     def counters(self) -> list[Bytes] | None:
-        """Bytes that each node's interface has sent and received since it was made; None on loopback."""
+        """Return the bytes that each node's interface has sent and received since it was made; None on loopback."""
         if not self.emulated:
             return None
         counts = [interface_bytes(INTERFACE, holder) for holder in self._holders]
         return [count for count in counts if count is not None]
 
     def forwarded(self) -> dict[str, float] | None:
-        """What the forwarder did so far, by ``Forwarder.counts``; None where there is none.
+        """Ask the forwarder for its ``Forwarder.counts`` so far; None where there is no forwarder.
 
         Raises:
             ThinwireError: it has ended, and no packet arrives any more.
@@ -238,20 +238,20 @@ class Cluster:
             self._call(enter, [sys.executable, "-I", "-S", str(script), INTERFACE, *checksums])
             if self.link.rate is not None:
                 self._call(enter, ["tc", "qdisc", "add", "dev", INTERFACE, "root", *self.link.tbf().split()])
-            for place, queue in self._queues(netem):
-                self._call(join, ["tc", "qdisc", "add", "dev", f"port{node}", *place.split(), *queue.split()])
+            for position, queue in self._queues(netem):
+                self._call(join, ["tc", "qdisc", "add", "dev", f"port{node}", *position.split(), *queue.split()])
         if forwards:
             self._forwarder = self._forward(join)
 
     def _queues(self, netem: bool) -> list[tuple[str, str]]:
-        """What a port hands to its node: delayed and thinned out first, then by the rate. Each with its place."""
+        """Return the queues before a node, each with its position: delay and loss first, then the rate."""
         queues = [self.link.netem(self.nodes)] if netem else []
         queues += [self.link.tbf()] if self.link.rate is not None else []
         return list(zip(("root handle 1:", "parent 1:1 handle 2:"), queues, strict=False))
 
     @staticmethod
     def _knows_netem(join: list[str]) -> bool:
-        """Whether this kernel has netem, tried on the switch's own loopback, which nothing uses."""
+        """Tell whether this kernel has netem, tried on the switch's own loopback, which nothing uses."""
         probe = [*join, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
         return subprocess.run(probe, capture_output=True, timeout=LIMIT_S).returncode == 0
 
@@ -276,10 +276,10 @@ class Cluster:
 
     def _keeper(self) -> tuple[int, bool]:
         """Start the lab's first process, which holds the switch. Returns its pid, and whether in a user namespace."""
-        alone = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        as_user = [*alone, "--user", "--map-root-user"]
-        why = ""
-        for command in ([alone] if os.geteuid() == 0 else []) + [as_user]:
+        as_root = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        as_user = [*as_root, "--user", "--map-root-user"]
+        reason = ""
+        for command in ([as_root] if os.geteuid() == 0 else []) + [as_user]:
             process = subprocess.Popen(
                 [*command, "sh", "-c", "echo up; exec cat > /dev/null"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
@@ -293,10 +293,10 @@ class Cluster:
                 self._processes.append(process)
                 return only_child(process), command is as_user
             process.stdin.close()
-            why = process.stderr.read().decode(errors="replace").strip().splitlines()[-1]
+            reason = process.stderr.read().decode(errors="replace").strip().splitlines()[-1]
             process.stderr.close()
             process.wait()
-        raise NoNamespaces(f"no network namespaces may be made here ({why}): run as root, or use --link loopback")
+        raise NoNamespaces(f"no network namespaces may be made here ({reason}): run as root, or use --link loopback")
 
     def _hold(self, join: list[str]) -> int:
         process = subprocess.Popen(
@@ -313,7 +313,7 @@ class Cluster:
 
     @staticmethod
     def _inner_pid(pid: int) -> int:
-        """The process id as the lab's own processes see it."""
+        """Return the process id as the lab's own processes see it."""
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("NSpid:"):
                 return int(line.split()[-1])
@@ -324,19 +324,20 @@ class Cluster:
 
     @staticmethod
     def _call(enter: list[str], command: list[str], text: str = "") -> None:
-        done = subprocess.run([*enter, *command], input=text, capture_output=True, text=True, timeout=LIMIT_S)
-        if done.returncode:
-            why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
-            raise NoNamespaces(f"the emulated network could not be made ('{command[0]}': {why}): use --link loopback")
+        result = subprocess.run([*enter, *command], input=text, capture_output=True, text=True, timeout=LIMIT_S)
+        if result.returncode:
+            reason = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[0]
+            failure = f"'{command[0]}': {reason}"
+            raise NoNamespaces(f"the emulated network could not be made ({failure}): use --link loopback")
 
 
 def ethernet(node: int) -> str:
-    """A node's Ethernet address, of those that anyone may give."""
+    """Return a node's Ethernet address, a locally administered one."""
     return f"02:00:0a:00:00:{node + 1:02x}"
 
 
 def only_child(process: subprocess.Popen[Any]) -> int:
-    """The one child of ``process``, by the process ids seen from here."""
+    """Find the one child of ``process``, by the process ids of this namespace."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         for entry in Path("/proc").iterdir():

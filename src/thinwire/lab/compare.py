@@ -26,21 +26,22 @@ from thinwire.lab.verdict import DENSE, SILENT, Run
 
 FAILED, LOSS_TOO_HIGH = 1, 3
 """Exit statuses: a method has failed; a method's loss is above the limit."""
+SLOW_LINK = Link.parse("200mbit")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One method of a comparison, with flags of ``thinwire train`` for it alone."""
+    """A method of a comparison, with flags of ``thinwire train`` for it alone."""
 
     method: str
     flags: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Entry:
-        """``"topk(density=0.1) --lr 1e-3"``: the method, then its flags."""
-        method, *rest = re.split(r"\s+(?=--)", text.strip(), maxsplit=1)
+        """Read ``"topk(density=0.1) --lr 1e-3"``: the method, then its flags."""
+        method, *flags = re.split(r"\s+(?=--)", text.strip(), maxsplit=1)
         try:
-            return cls(method, tuple(shlex.split(rest[0])) if rest else ())
+            return cls(method, tuple(shlex.split(flags[0])) if flags else ())
         except ValueError as error:
             raise ThinwireError(f"cannot read the flags of '{text}': {error}") from None
 
@@ -49,120 +50,160 @@ class Entry:
         return " ".join((self.method, *self.flags))
 
     def arguments(self, extra: Sequence[str]) -> list[str]:
-        """``extra``, the flags of all methods, and then its own; with the optimizer that the method is made for."""
+        """Return ``extra``, the flags of all methods, then its own; with the optimizer that the method is made for."""
         from thinwire.methods import resolve
 
-        needs = resolve(self.method).OPTIMIZER.__name__.lower()
-        said = any(word.partition("=")[0] == "--optimizer" for word in (*extra, *self.flags))
-        return [*extra, *([] if said or needs == "adamw" else ["--optimizer", needs]), *self.flags]
+        optimizer = resolve(self.method).OPTIMIZER.__name__.lower()
+        chosen = any(word.partition("=")[0] == "--optimizer" for word in (*extra, *self.flags))
+        return [*extra, *([] if chosen or optimizer == "adamw" else ["--optimizer", optimizer]), *self.flags]
 
 
-def compare(
-    methods: Sequence[str],
-    preset: str,
-    steps: int,
-    out: Path,
-    *,
-    nodes: int = 2,
-    ranks_per_node: int = 1,
-    link: str | Link = "200mbit",
-    limit_s: float | None = None,
-    seeds: Sequence[int] = (),
-    fail_above: float | None = None,
-    command: str = "",
-    extra: Sequence[str] = (),
-    program: Sequence[str] = ("thinwire", "train", "--no-checkpoints"),
-) -> int:
-    """Run ``program`` per seed and method in one cluster, one after the other; write the reports and the pictures.
+@dataclass(frozen=True)
+class Comparison:
+    """The settings of :func:`compare`.
 
-    A method that fails gets a row that says why, and the others go on.
-
-    Args:
+    Attributes:
         methods: names as ``thinwire.methods.resolve`` takes them, each with flags of its own behind it or not (see
             ``Entry``); "none" is run first in any case.
         preset, steps, extra: handed to the training program.
         out: a directory that does not exist yet, or is empty.
+        nodes, ranks_per_node, link: the emulated network.
         limit_s: for each run.
         seeds: the same for every method; none: one run of each, with the program's own.
         fail_above: share above dense's loss from which a method's loss fails the comparison (lower: stricter).
         command: how this was called, for the reports.
         program: the training program; it keeps the contract of ``thinwire train`` (metrics.jsonl, summary.json).
+    """
+
+    methods: Sequence[str]
+    preset: str
+    steps: int
+    out: Path
+    nodes: int = 2
+    ranks_per_node: int = 1
+    link: Link = SLOW_LINK
+    limit_s: float | None = None
+    seeds: Sequence[int] = ()
+    fail_above: float | None = None
+    command: str = ""
+    extra: Sequence[str] = ()
+    program: Sequence[str] = ("thinwire", "train", "--no-checkpoints")
+
+    def entries(self) -> dict[str, Entry]:
+        """Return the entries by label, the silent run first.
+
+        Raises:
+            ThinwireError: a setting that cannot be.
+        """
+        from thinwire.methods import resolve
+
+        Cluster(self.nodes, self.ranks_per_node, self.link)  # refuses what cannot be; nothing is made yet
+        entries = {entry.label: entry for entry in map(Entry.parse, [SILENT, *self.methods])}
+        for entry in entries.values():
+            resolve(entry.method)
+        if self.steps < 1:
+            raise ThinwireError(f"{self.steps} steps cannot be compared: choose 1 or more (5 for usable times)")
+        if self.limit_s is not None and not 0 < self.limit_s < math.inf:
+            raise ThinwireError(f"a limit of {self.limit_s / 60:g} minutes ends nothing in time: choose one above 0")
+        if self.fail_above is not None and DENSE not in entries:
+            raise ThinwireError("--fail-if-loss-worse-than compares with dense: add it to --methods")
+        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise ThinwireError(f"{self.out} is not empty: choose a new directory with --out")
+        return entries
+
+    def flags(self, entry: Entry, seed: int | None, directory: Path) -> list[str]:
+        """Return the program's flags for one run."""
+        flags = ["--preset", self.preset, "--method", entry.method, "--steps", str(self.steps), "--out", str(directory)]
+        flags += entry.arguments(self.extra) + ([] if seed is None else ["--seed", str(seed)])
+        # Nothing is exchanged on DDP only: sharded weights must be gathered. It is the floor for all engines.
+        return flags + (["--engine", "ddp"] if entry.label == SILENT else [])
+
+
+def compare(settings: Comparison) -> int:
+    """Train per seed and method in one cluster, one after the other; write the reports and the pictures.
+
+    A method that fails gets a row that says why, and the others go on.
 
     Returns:
         0; ``FAILED`` where a method has failed, otherwise ``LOSS_TOO_HIGH`` where one's loss is above the limit.
     """
-    from thinwire.methods import resolve
-
-    link = Link.parse(link) if isinstance(link, str) else link
-    Cluster(nodes, ranks_per_node, link)  # refuses what cannot be; nothing is made yet
-    entries = {entry.label: entry for entry in map(Entry.parse, [SILENT, *methods])}
-    for entry in entries.values():
-        resolve(entry.method)
-    if steps < 1:
-        raise ThinwireError(f"{steps} steps cannot be compared: choose 1 or more (5 for usable times)")
-    if limit_s is not None and not 0 < limit_s < math.inf:
-        raise ThinwireError(f"a limit of {limit_s / 60:g} minutes ends nothing in time: choose one above 0")
-    if fail_above is not None and DENSE not in entries:
-        raise ThinwireError("--fail-if-loss-worse-than compares with dense: add it to --methods")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ThinwireError(f"{out} is not empty: choose a new directory with --out")
-    out.mkdir(parents=True, exist_ok=True)
-
-    parts: dict[str, list[Run]] = {label: [] for label in entries}
-    failed: dict[str, str] = {}
-    with open_cluster(nodes, ranks_per_node, link) as cluster:
-        for seed in seeds or (None,):
-            for label, entry in entries.items():
-                if label in failed:
-                    continue
-                of_seed = "" if seed is None else f"seed {seed}"
-                print(f"compare: {' '.join(filter(None, (label, of_seed)))} ...", end=" ", file=sys.stderr, flush=True)
-                directory = out / directory_name(f"{label} {of_seed}")
-                flags = ["--preset", preset, "--method", entry.method, "--steps", str(steps), "--out", str(directory)]
-                flags += entry.arguments(extra) + ([] if seed is None else ["--seed", str(seed)])
-                # Nothing is exchanged on DDP only: sharded weights must be gathered. It is the floor for all engines.
-                flags += ["--engine", "ddp"] if label == SILENT else []
-                try:
-                    part = train([*program, *flags], directory, cluster, limit_s)
-                    part["seed"] = seed
-                    parts[label].append(part)
-                    print(f"{part['seconds']:.1f} s", file=sys.stderr)
-                except ThinwireError as error:
-                    failed[label] = f"{of_seed}: {error}" if of_seed else str(error)
-                    print("failed", file=sys.stderr)
-                    say(f"method {label}: {failed[label]}; its output is in {log_of(directory)}")
-        report = {
-            "verdict": "",
-            "command": command,
-            "machine": machine(),
-            "preset": preset,
-            "steps": steps,
-            "nodes": nodes,
-            "ranks_per_node": ranks_per_node,
-            "link": link.text,
-            "mtu": link.mtu,
-            "distance": cluster.link.distance,
-            "delay_s": cluster.link.delay,
-            "jitter_s": cluster.link.jitter,
-            "loss_share": cluster.link.loss,
-            "reorder_share": cluster.link.reorder,
-            "delayed_by": cluster.delayed_by,
-            "forwarded": cluster.forwarded(),
-            "rate_bits_per_s": cluster.link.rate,
-            "emulated_network": cluster.emulated,
-            "seeds": list(seeds),
-            "fail_above": fail_above,
-            "extra": list(extra),
+    entries = settings.entries()
+    settings.out.mkdir(parents=True, exist_ok=True)
+    with open_cluster(settings.nodes, settings.ranks_per_node, settings.link) as cluster:
+        runs, failed = _train_all(settings, entries, cluster)
+        report = _facts(settings, cluster) | {
             "runs": [
-                joined(entry, entry.arguments(extra)[len(extra) :], parts[label], failed.get(label), ranks_per_node)
+                joined(entry, entry.arguments(settings.extra)[len(settings.extra) :], runs[label], failed.get(label),
+                       settings.ranks_per_node)
                 for label, entry in entries.items()
             ],
-        }
+        }  # fmt: skip
     measure(report)
     report["verdict"] = verdict.line(report)
-    (out / "report.json").write_text(json.dumps(for_json(report), indent=1) + "\n")
+    _write(report, settings.out)
+    too_high: list[str] = []
+    if settings.fail_above is not None and (too_high := verdict.worse(report, settings.fail_above)):
+        say(f"loss is more than {100 * settings.fail_above:g}% above dense's: {', '.join(too_high)}")
+    return FAILED if failed else LOSS_TOO_HIGH if too_high else 0
+
+
+def _train_all(
+    settings: Comparison, entries: dict[str, Entry], cluster: Cluster
+) -> tuple[dict[str, list[Run]], dict[str, str]]:
+    """Return each entry's runs by label, one per seed, and why an entry has failed."""
+    runs: dict[str, list[Run]] = {label: [] for label in entries}
+    failed: dict[str, str] = {}
+    for seed in settings.seeds or (None,):
+        for label, entry in entries.items():
+            if label in failed:
+                continue
+            seed_text = "" if seed is None else f"seed {seed}"
+            print(f"compare: {' '.join(filter(None, (label, seed_text)))} ...", end=" ", file=sys.stderr, flush=True)
+            directory = settings.out / directory_name(f"{label} {seed_text}")
+            command = [*settings.program, *settings.flags(entry, seed, directory)]
+            try:
+                run = train(command, directory, cluster, settings.limit_s)
+                runs[label].append(run | {"seed": seed})
+                print(f"{run['seconds']:.1f} s", file=sys.stderr)
+            except ThinwireError as error:
+                failed[label] = f"{seed_text}: {error}" if seed_text else str(error)
+                print("failed", file=sys.stderr)
+                say(f"method {label}: {failed[label]}; its output is in {log_of(directory)}")
+    return runs, failed
+
+
+def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
+    """Return the report's entries beside its runs; the verdict is to come."""
+    return {
+        "verdict": "",
+        "command": settings.command,
+        "machine": machine(),
+        "preset": settings.preset,
+        "steps": settings.steps,
+        "nodes": settings.nodes,
+        "ranks_per_node": settings.ranks_per_node,
+        "link": settings.link.text,
+        "mtu": settings.link.mtu,
+        "distance": cluster.link.distance,
+        "delay_s": cluster.link.delay,
+        "jitter_s": cluster.link.jitter,
+        "loss_share": cluster.link.loss,
+        "reorder_share": cluster.link.reorder,
+        "delayed_by": cluster.delayed_by,
+        "forwarded": cluster.forwarded(),
+        "rate_bits_per_s": cluster.link.rate,
+        "emulated_network": cluster.emulated,
+        "seeds": list(settings.seeds),
+        "fail_above": settings.fail_above,
+        "extra": list(settings.extra),
+    }
+
+
+def _write(report: dict[str, Any], out: Path) -> None:
+    """Write the reports and the pictures to ``out``; print the verdict, the table and the notes."""
     from thinwire.lab.plots import draw
 
+    (out / "report.json").write_text(json.dumps(for_json(report), indent=1) + "\n")
     pictures = draw(report, out)
     (out / "report.md").write_text(markdown(report, pictures))
     (out / "report.html").write_text(page(report, pictures))
@@ -172,10 +213,6 @@ def compare(
     for note in notes(report):
         print(f"* {note}")
     print(f"{out / 'report.html'}, report.md, report.json and {len(pictures)} pictures")
-    too_high: list[str] = []
-    if fail_above is not None and (too_high := verdict.worse(report, fail_above)):
-        say(f"loss is more than {100 * fail_above:g}% above dense's: {', '.join(too_high)}")
-    return FAILED if failed else LOSS_TOO_HIGH if too_high else 0
 
 
 def say(line: str) -> None:
@@ -183,7 +220,7 @@ def say(line: str) -> None:
 
 
 def directory_name(label: str) -> str:
-    """``int8(group=64)`` -> ``int8-group-64``."""
+    """Return ``int8-group-64`` for ``int8(group=64)``."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-")
 
 
@@ -192,7 +229,7 @@ def log_of(directory: Path) -> Path:
 
 
 def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: float | None) -> Run:
-    """One run: its files, and the kernel's bytes of each node over the whole of it.
+    """Run ``command``; return what its files hold, and the kernel's bytes of each node over the whole run.
 
     Raises:
         ThinwireError: it has failed, took longer than ``limit_s``, left no readable files, or its loss is not finite.
@@ -202,10 +239,10 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
     if outcome.failed_rank is not None:
         lines = log.read_text(errors="replace").splitlines()
         print("\n".join(["", *lines[-12:]]), file=sys.stderr)
-        told = [line.partition("thinwire: ")[2] for line in lines if "thinwire: " in line] or lines
+        messages = [line.partition("thinwire: ")[2] for line in lines if "thinwire: " in line] or lines
         status = f"rank {outcome.failed_rank} failed with exit status {outcome.returncode}"
-        why = [re.sub(r"^\[rank ?\d+\]:? ", "", line) for line in told[-1:]]
-        raise ThinwireError(": ".join([status, *why]))
+        reason = [re.sub(r"^\[rank ?\d+\]:? ", "", line) for line in messages[-1:]]
+        raise ThinwireError(": ".join([status, *reason]))
     try:
         summary = json.loads((directory / "summary.json").read_text())
         rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -222,22 +259,22 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
     }
 
 
-def joined(entry: Entry, flags: Sequence[str], parts: Sequence[Run], failed: str | None, ranks_per_node: int) -> Run:
-    """A method's runs, one per seed, as one: means of what their summaries say, and of their losses at each step."""
+def joined(entry: Entry, flags: Sequence[str], runs: Sequence[Run], failed: str | None, ranks_per_node: int) -> Run:
+    """Join a method's runs, one per seed, to one: means of their summaries, and of their losses at each step."""
     return {
         "method": entry.label,
         "flags": list(flags),
         "failed": failed,
-        "directory": parts[0]["directory"] if parts else "",
-        "seconds": sum(part["seconds"] for part in parts),
-        "summary": None if failed else mean([part["summary"] for part in parts]),
-        "rows": [] if failed else curve(parts, ranks_per_node),
-        "parts": list(parts),
+        "directory": runs[0]["directory"] if runs else "",
+        "seconds": sum(run["seconds"] for run in runs),
+        "summary": None if failed else mean([run["summary"] for run in runs]),
+        "rows": [] if failed else curve(runs, ranks_per_node),
+        "parts": list(runs),
     }
 
 
 def mean(values: Sequence[Any]) -> Any:
-    """Of numbers, and of those in dictionaries; of anything else the first."""
+    """Average numbers, and those in dictionaries; of anything else return the first."""
     first = values[0]
     if isinstance(first, dict):
         return {key: mean([value[key] for value in values]) for key in first}
@@ -245,38 +282,38 @@ def mean(values: Sequence[Any]) -> Any:
     return statistics.fmean(values) if numbers and len(values) > 1 else first
 
 
-def curve(parts: Sequence[Run], ranks_per_node: int) -> list[dict[str, Any]]:
-    """For each step: mean loss, its least and largest of all seeds, mean seconds and bytes sent by a node so far."""
+def curve(runs: Sequence[Run], ranks_per_node: int) -> list[dict[str, Any]]:
+    """Return for each step the mean, least and largest loss of all seeds, mean seconds, and a node's bytes so far."""
     rows = []
-    sent = 0.0
-    for step in zip(*([row for row in part["rows"] if "loss" in row] for part in parts), strict=True):
+    sent_bytes = 0.0
+    for step in zip(*([row for row in run["rows"] if "loss" in row] for run in runs), strict=True):
         losses = [row["loss"] for row in step]
-        sent += statistics.fmean(row["wire_bytes"]["inter"] for row in step) * ranks_per_node
+        sent_bytes += statistics.fmean(row["wire_bytes"]["inter"] for row in step) * ranks_per_node
         rows.append({
             "step": step[0]["step"], "loss": statistics.fmean(losses), "least": min(losses), "largest": max(losses),
-            "wall_s": statistics.fmean(row["wall_s"] for row in step), "sent": sent,
+            "wall_s": statistics.fmean(row["wall_s"] for row in step), "sent": sent_bytes,
         })  # fmt: skip
     return rows
 
 
 def measure(report: dict[str, Any]) -> None:
     """Fill in each run's ratios, its bytes by the kernel's count, the use of the link, and when it had dense's loss."""
-    done = {run["method"]: run for run in report["runs"] if not run["failed"]}
-    silent, dense = done.get(SILENT), done.get(DENSE)
+    finished = {run["method"]: run for run in report["runs"] if not run["failed"]}
+    silent, dense = finished.get(SILENT), finished.get(DENSE)
     unknown = ("step_to_dense", "step_to_none", "faster", "final", "loss_gap", "bytes_per_step", "link_use", "to_dense")
     for run in report["runs"]:
         run |= dict.fromkeys(unknown)
-    for run in done.values():
+    for run in finished.values():
         summary = run["summary"]
         if dense:
             run["step_to_dense"] = summary["step_ms"] / dense["summary"]["step_ms"]
             run["faster"], run["loss_gap"] = verdict.faster(run, dense), verdict.above(run, dense)
             run["to_dense"] = [
-                _point(verdict.reached(part["rows"], verdict.target(theirs["rows"])))
-                for part, theirs in zip(run["parts"], dense["parts"], strict=True)
+                _point(verdict.reached(seed_run["rows"], verdict.target(seed_dense["rows"])))
+                for seed_run, seed_dense in zip(run["parts"], dense["parts"], strict=True)
             ]
         run["step_to_none"] = summary["step_ms"] / silent["summary"]["step_ms"] if silent else None
-        run["final"] = verdict.interval([verdict.final_loss(part["summary"]) for part in run["parts"]])
+        run["final"] = verdict.interval([verdict.final_loss(seed_run["summary"]) for seed_run in run["parts"]])
         payload = summary["wire_bytes_per_step"]["inter"] * report["ranks_per_node"]
         framed = framing.frames(round(payload), report["mtu"])
         exchanges = run is not silent and payload > 0  # the silent run sends a flag of a few bytes, no gradients
@@ -298,27 +335,27 @@ def _point(row: dict[str, Any] | None) -> dict[str, Any] | None:
     return row and {key: row[key] for key in ("step", "wall_s", "tokens")}
 
 
-def kernel_bytes(part: Run, silent: Run | None, steps: int) -> tuple[Bytes | None, str]:
-    """Node 0's bytes per step by the interface's counters, and how they were had.
+def kernel_bytes(run: Run, silent: Run | None, steps: int) -> tuple[Bytes | None, str]:
+    """Return node 0's bytes per step by the interface's counters, and their source.
 
     Best are the cumulative counters that the run itself noted at each step (``link_tx_bytes``): last minus first, over
     the steps between. Otherwise the node's total over the run less that of the silent run, which has the same set-up
     and evaluation and exchanges nothing.
     """
     keys = ("link_tx_bytes", "link_rx_bytes")
-    noted = [row for row in part["rows"] if "loss" in row and all(row.get(key) is not None for key in keys)]
+    noted = [row for row in run["rows"] if "loss" in row and all(row.get(key) is not None for key in keys)]
     if len(noted) > 1:
         first, last = noted[0], noted[-1]
         tx, rx = ((last[key] - first[key]) / (last["step"] - first["step"]) for key in keys)
         return Bytes(round(tx), round(rx)), "counters noted at each step"
-    if silent and part["node_totals"] and silent["node_totals"]:
-        more = Bytes(**part["node_totals"][0]) - Bytes(**silent["node_totals"][0])
-        return Bytes(round(more.tx / steps), round(more.rx / steps)), "whole run less the silent run"
+    if silent and run["node_totals"] and silent["node_totals"]:
+        extra = Bytes(**run["node_totals"][0]) - Bytes(**silent["node_totals"][0])
+        return Bytes(round(extra.tx / steps), round(extra.rx / steps)), "whole run less the silent run"
     return None, "no counters"
 
 
 def for_json(value: Any) -> Any:
-    """The report without the copies of metrics.jsonl; intervals with the names of their ends."""
+    """Return the report without the copies of metrics.jsonl; intervals with the names of their ends."""
     if isinstance(value, dict):
         return {key: for_json(item) for key, item in value.items() if key != "rows"}
     if hasattr(value, "_asdict"):

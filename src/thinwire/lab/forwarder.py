@@ -30,7 +30,7 @@ LATE_S = 0.001
 
 
 class Port:
-    """One node's end of the switch."""
+    """The switch's port of one node."""
 
     def __init__(self, name: str, seed: int) -> None:
         self.draw = random.Random(seed).random
@@ -48,7 +48,7 @@ class Port:
 
 
 class Forwarder:
-    """The ports, by who is behind them, and what is on its way.
+    """The ports by the nodes behind them, and the frames on their way.
 
     Args:
         ports: an interface for each node, by the node's Ethernet address. Frames to any other are dropped.
@@ -69,44 +69,44 @@ class Forwarder:
             bytes.fromhex(address.replace(":", "")): port for address, port in zip(ports, self.ports, strict=True)
         }
         self.flying: list[tuple[float, int, Port, bytes]] = []  # due, number, receiver
-        self.number = self.lost = self.overtook = self.full = self.refused = self.missed = self.late = 0
-        self.latest = 0.0
+        self.number = self.lost = self.overtook = self.full = self.refused = self.missed = self.late_frames = 0
+        self.max_lateness = 0.0
 
     def run(self) -> None:
-        """Until standard input ends."""
-        answers = {port.socket.fileno(): port for port in self.ports}
+        """Forward frames until standard input ends."""
+        ports = {port.socket.fileno(): port for port in self.ports}
         poll = select.epoll()
-        for descriptor in (0, *answers):
+        for descriptor in (0, *ports):
             poll.register(descriptor, select.EPOLLIN)
         while True:
             wait = max(0.0, self.flying[0][0] - time.monotonic()) if self.flying else None
             select.select([poll], [], [], wait)  # epoll's own timeout counts whole milliseconds
             for descriptor, _ in poll.poll(0):
-                if descriptor in answers:
-                    self.take(answers[descriptor])
+                if descriptor in ports:
+                    self.receive(ports[descriptor])
                 elif not os.read(0, 4096):
                     return
                 else:
                     print(json.dumps(self.counts()), flush=True)
-            self.leave()
+            self.send_due()
 
-    def take(self, port: Port) -> None:
+    def receive(self, port: Port) -> None:
         """Read what has come in at a port, and draw the fate of each frame."""
-        receive, size = port.socket.recvmsg, self.frame
-        now, wall = time.monotonic(), time.time()
+        recvmsg, size = port.socket.recvmsg, self.frame
+        monotonic_now, wall_now = time.monotonic(), time.time()
         for _ in range(BATCH):
             try:
-                frame, ancillary, _, _ = receive(size, ANCILLARY)
+                frame, ancillary, _, _ = recvmsg(size, ANCILLARY)
             except BlockingIOError:
                 return
             seconds, nanoseconds = STAMP.unpack(ancillary[0][2])
-            age = wall - (seconds + 1e-9 * nanoseconds)
-            came = now - age if -1 < age < 1 else now  # somebody has set the clock
+            age = wall_now - (seconds + 1e-9 * nanoseconds)
+            arrival = monotonic_now - age if -1 < age < 1 else monotonic_now  # somebody has set the clock
             receiver = self.behind.get(frame[:6])
             if receiver is not None:
-                self.send_off(frame, came, receiver)
+                self.send_off(frame, arrival, receiver)
 
-    def send_off(self, frame: bytes, came: float, port: Port) -> None:
+    def send_off(self, frame: bytes, arrival: float, port: Port) -> None:
         draw = port.draw
         self.number += 1
         if self.loss and draw() < self.loss:
@@ -115,43 +115,43 @@ class Forwarder:
         if port.waiting + len(frame) > self.room:
             self.full += 1
             return
-        due = came
+        departure = arrival
         if self.reorder and draw() < self.reorder:
             self.overtook += 1
         else:
-            due += self.delay
+            departure += self.delay
             if self.jitter:
-                due += self.jitter * (2 * draw() - 1)
+                departure += self.jitter * (2 * draw() - 1)
         port.waiting += len(frame)
-        heapq.heappush(self.flying, (due, self.number, port, frame))
+        heapq.heappush(self.flying, (departure, self.number, port, frame))
 
-    def leave(self) -> None:
+    def send_due(self) -> None:
         """Write all frames that are due to the ports of their receivers."""
         flying, clock, pop = self.flying, time.monotonic, heapq.heappop
         while flying:
-            late = clock() - flying[0][0]
-            if late < 0:
+            lateness = clock() - flying[0][0]
+            if lateness < 0:
                 return
             _, _, port, frame = pop(flying)
             port.waiting -= len(frame)
-            if late > LATE_S:
-                self.late += 1
-                self.latest = max(self.latest, late)
+            if lateness > LATE_S:
+                self.late_frames += 1
+                self.max_lateness = max(self.max_lateness, lateness)
             try:
                 port.socket.send(frame)
             except OSError:  # its queue is full, as a switch's may be; or its node has cut the link
                 self.refused += 1
 
     def counts(self) -> dict[str, float]:
-        """What became of the frames so far, and the processor time that it took."""
+        """Count what became of the frames so far, and the processor time that it took."""
         for port in self.ports:
-            seen = port.socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, STATISTICS.size)  # since it was asked last
-            self.missed += STATISTICS.unpack(seen)[1]
+            counts = port.socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, STATISTICS.size)  # since the last call
+            self.missed += STATISTICS.unpack(counts)[1]
         used = os.times()
         return {
             "packets": self.number, "lost": self.lost, "overtook": self.overtook, "no_room": self.full,
-            "missed": self.missed, "queue_full": self.refused, "late": self.late, "latest_ms": 1000 * self.latest,
-            "cpu_s": used.user + used.system,
+            "missed": self.missed, "queue_full": self.refused, "late": self.late_frames,
+            "latest_ms": 1000 * self.max_lateness, "cpu_s": used.user + used.system,
         }  # fmt: skip
 
 

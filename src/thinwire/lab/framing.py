@@ -1,4 +1,4 @@
-"""From payload to what the wire carries: TCP/IPv4 over Ethernet, as the kernel counts it. At an MTU of 1500 bytes:
+"""The bytes of a payload on the wire: TCP/IPv4 over Ethernet, as the kernel counts it. At an MTU of 1500 bytes:
 
     14 Ethernet + 20 IPv4 + 32 TCP (20, and 12 of the timestamp option) + 1448 payload = 1514 bytes per full frame
 
@@ -15,25 +15,25 @@ SEGMENTS_PER_ACK = 2
 
 
 def segment(mtu: int = 1500) -> int:
-    """Payload bytes of a full frame."""
+    """Return the payload bytes of a full frame."""
     return mtu - 20 - 32
 
 
 def frame(mtu: int = 1500) -> int:
-    """Bytes of a full frame."""
+    """Return the bytes of a full frame."""
     return segment(mtu) + HEADERS
 
 
 def efficiency(mtu: int = 1500) -> float:
-    """The share of a full link that payload can have: 0.956 at 1500, 0.993 at 9000."""
+    """Return the share of a full link that payload can have: 0.956 at 1500, 0.993 at 9000."""
     return segment(mtu) / frame(mtu)
 
 
 def frames(payload: float, mtu: int = 1500) -> float:
-    """Bytes on the wire in the direction of the data."""
+    """Return the bytes on the wire in the direction of the data."""
     return payload / efficiency(mtu)
 
 
 def acks(payload: float, mtu: int = 1500) -> float:
-    """Bytes on the wire in the other direction, at most (traffic one way)."""
+    """Return the bytes on the wire in the other direction, at most (traffic one way)."""
     return payload / segment(mtu) / SEGMENTS_PER_ACK * HEADERS

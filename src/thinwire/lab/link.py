@@ -1,4 +1,4 @@
-"""A link: its rate (``200mbit``, ``1.5gbit``, ``unlimited``), its frames, and how late and how surely they arrive."""
+"""The link of a node: its rate (``200mbit``, ``1.5gbit``, ``unlimited``), its frames, their delay and loss."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SLOWEST, FASTEST = 64e3, 40e9  # bit/s
 SMALLEST, LARGEST = 576, 9000  # bytes
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-LONGEST = 10.0  # s: beyond it no handshake comes about
-MOST = 0.5  # of the packets: beyond it hardly one connection does
+MAX_DELAY = 10.0  # s: beyond it no handshake comes about
+MAX_LOSS = 0.5  # of the packets: beyond it hardly one connection does
 AT_ONCE, AT_ONCE_S = 1 << 20, 0.005  # bytes that a node may send faster than its rate, and time: more than its burst
 UNLIMITED = 1e9  # bit/s: so much is kept on its way on a distant link without a rate
 
 
 @dataclass(frozen=True)
 class Link:
-    """What each node's network interface carries, in each direction.
+    """The capacity of each node's network interface, in each direction.
 
     Attributes:
         text: as the user wrote it.
@@ -48,19 +48,19 @@ class Link:
     def parse(
         cls, text: str, mtu: int = 1500, delay: str = "0ms", jitter: str = "0ms", loss: str = "0%", reorder: str = "0%"
     ) -> Link:
-        """``"200mbit"`` (also kbit, gbit, and decimals), ``"unlimited"`` or ``"loopback"``; ``"30ms"``; ``"1%"``."""
-        late, uneven = duration(delay, "a link's delay"), duration(jitter, "a link's jitter")
-        lost, early = share(loss, "a link's loss"), share(reorder, "a link's reorder")
-        link = replace(cls._of_rate(text, mtu), delay=late, jitter=uneven, loss=lost, reorder=early)
+        """Read ``"200mbit"`` (also kbit, gbit, and decimals), ``"unlimited"`` ``"loopback"``; ``"30ms"``; ``"1%"``."""
+        delay_s, jitter_s = duration(delay, "a link's delay"), duration(jitter, "a link's jitter")
+        loss_share, reorder_share = share(loss, "a link's loss"), share(reorder, "a link's reorder")
+        link = replace(cls._of_rate(text, mtu), delay=delay_s, jitter=jitter_s, loss=loss_share, reorder=reorder_share)
         if link.loopback and link.distant:
             raise ThinwireError("delay, jitter, loss and reorder are a link's: on loopback leave them out")
-        if late > LONGEST:
-            raise ThinwireError(f"a delay of {delay} is not to be had: choose at most {LONGEST:g}s")
-        if uneven > late:
+        if delay_s > MAX_DELAY:
+            raise ThinwireError(f"a delay of {delay} is not to be had: choose at most {MAX_DELAY:g}s")
+        if jitter_s > delay_s:
             raise ThinwireError(f"a jitter of {jitter} is more than the delay, {delay}: choose at most the delay")
-        if lost > MOST:
-            raise ThinwireError(f"a loss of {loss} leaves no connection: choose at most {MOST:.0%}")
-        if early and not late:
+        if loss_share > MAX_LOSS:
+            raise ThinwireError(f"a loss of {loss} leaves no connection: choose at most {MAX_LOSS:.0%}")
+        if reorder_share and not delay_s:
             raise ThinwireError(f"reorder {reorder} without a delay changes nothing: choose a delay too")
         return link
 
@@ -88,14 +88,14 @@ class Link:
 
     @property
     def distance(self) -> str:
-        """``delay 30ms ± 5ms, loss 1%``; empty where there is none."""
+        """The delay and loss as text: ``delay 30ms ± 5ms, loss 1%``; "" where there is none."""
         delay = f"delay {1000 * self.delay:g}ms" + (f" ± {1000 * self.jitter:g}ms" if self.jitter else "")
         loss = f"loss {100 * self.loss:g}%" if self.loss else ""
         reorder = f"reorder {100 * self.reorder:g}%" if self.reorder else ""
         return ", ".join(filter(None, (delay if self.delay else "", loss, reorder)))
 
     def tbf(self) -> str:
-        """The ``tc`` arguments of a token bucket with this rate.
+        """Return the ``tc`` arguments of a token bucket with this rate.
 
         burst: at least one 64 KiB super-packet, so that none is cut up in the queue, and 1 ms of the rate, so that a
         late timer loses nothing. limit: 25 ms of queue, deep enough for TCP to keep the link busy after a drop, short
@@ -107,11 +107,11 @@ class Link:
         return f"tbf rate {int(self.rate)}bit burst {burst} limit {limit}"
 
     def room(self, nodes: int) -> int:
-        """Bytes that may be on their way to one node: what all others can send in that time, and what comes at once."""
+        """Return the bytes that may be on their way to one node: what its peers send in a delay, and bursts."""
         return nodes * (int((self.rate or UNLIMITED) / 8 * (self.delay + self.jitter + AT_ONCE_S)) + AT_ONCE)
 
     def netem(self, nodes: int) -> str:
-        """The ``tc`` arguments of the kernel's own delay and loss. Its limit is in packets, which may all be small."""
+        """Return the ``tc`` arguments of the kernel's own delay and loss. Its limit is in packets, of any size."""
         words = ["netem", "limit", str(self.room(nodes) // 66)]
         if self.delay:
             words += ["delay", f"{self.delay * 1e6:.0f}us", f"{self.jitter * 1e6:.0f}us"]
@@ -122,21 +122,21 @@ class Link:
         return " ".join(words)
 
 
-def duration(text: str, what: str) -> float:
-    """``"30ms"`` (also us, s, and decimals), in seconds. ``what``: whose it is, for the error."""
+def duration(text: str, label: str) -> float:
+    """Read ``"30ms"`` (also us, s, and decimals), in seconds. ``label``: its name in the error."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())
     if match is None:
-        raise ThinwireError(f"{what} is a duration, as 30ms, 200us or 0.2s, got '{text}'")
+        raise ThinwireError(f"{label} is a duration, as 30ms, 200us or 0.2s, got '{text}'")
     return float(match[1]) * SECONDS[match[2]]
 
 
-def share(text: str, what: str) -> float:
-    """``"1%"`` or ``"0.01"``, as 0.01. ``what``: whose it is, for the error."""
-    number, _, rest = text.strip().partition("%")
+def share(text: str, label: str) -> float:
+    """Read ``"1%"`` or ``"0.01"``, as 0.01. ``label``: its name in the error."""
+    number, _, suffix = text.strip().partition("%")
     try:
         value = float(number) / (100 if "%" in text else 1)
     except ValueError:
         value = math.nan
-    if rest or not 0 <= value < 1:
-        raise ThinwireError(f"{what} is a share, as 1% or 0.01, got '{text}'")
+    if suffix or not 0 <= value < 1:
+        raise ThinwireError(f"{label} is a share, as 1% or 0.01, got '{text}'")
     return value

@@ -37,9 +37,9 @@ COLOURS = {
     "trickle": "#B22222", "sign": "#117733", "local-steps": "#44AA99",
 }  # fmt: skip
 DASHES = ("-", "--", ":", "-.")
-"""Of the first, second, ... run in one colour."""
-MOST = 8
-"""Curves in one panel. More runs take more panels, each with the grey ones for comparison."""
+"""Line styles of the first, second, ... run in one colour."""
+PANEL_CURVES = 8
+"""Curves in one panel, at most. More runs take more panels, each with the grey ones for comparison."""
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -58,12 +58,12 @@ STYLE: dict[Any, Any] = {
 
 
 def colour(method: str) -> str:
-    """Of a method as it is written on the command line; a method of the user's own is black."""
+    """Choose the colour of ``method``, as the command line writes it; a method of the user's own is black."""
     return COLOURS.get(plain(method), "#000000")
 
 
 def plain(method: str) -> str:
-    """The name of ``method`` without knobs and flags."""
+    """Return the name of ``method`` without knobs and flags."""
     return re.split(r"[(: ]", method.strip(), maxsplit=1)[0]
 
 
@@ -103,19 +103,19 @@ def save(figure: Figure, path: Path, text: Mapping[str, str] | None = None) -> N
 
 
 def loss(report: dict[str, Any], x: str, label: str) -> Figure:
-    """Training loss of every method; names stand to the right. Earlier lines are wider, so that equal ones all show.
+    """Draw the training loss of every method; names stand to the right. Earlier lines are wider: equal ones all show.
 
     Several seeds: their mean, and a band from the least to the largest. Against bytes ("sent") the run that exchanges
     nothing has no place.
     """
     runs = [run for run in report["runs"] if run["rows"] and (x != "sent" or run["method"] != "none")]
     grey = [run for run in runs if run["method"] in ("none", "dense")]
-    rest = [run for run in runs if run not in grey]
-    room = MOST - len(grey)
-    panels = [grey + rest[at : at + room] for at in range(0, max(len(rest), 1), room)]
-    figure, several = plt.subplots(len(panels), sharex=True, figsize=(8.5, 4.8 * len(panels)), squeeze=False)
+    coloured = [run for run in runs if run not in grey]
+    capacity = PANEL_CURVES - len(grey)
+    panels = [grey + coloured[first : first + capacity] for first in range(0, max(len(coloured), 1), capacity)]
+    figure, axes_grid = plt.subplots(len(panels), sharex=True, figsize=(8.5, 4.8 * len(panels)), squeeze=False)
     ends = []
-    for axes, panel in zip(several[:, 0], panels, strict=True):
+    for axes, panel in zip(axes_grid[:, 0], panels, strict=True):
         ends.append(curves(axes, panel, x))
         axes.set_ylabel("training loss, mean over ranks\n(nats per token)")
         axes.margins(x=0.02)
@@ -125,29 +125,29 @@ def loss(report: dict[str, Any], x: str, label: str) -> Figure:
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     seeds = f"\nmean and range of {len(report['seeds'])} seeds" if len(report["seeds"]) > 1 else ""
-    several[0, 0].set_title(f"Training loss: {subtitle(report)}{seeds}", pad=12)
-    several[-1, 0].set_xlabel(label)
-    for axes, spots in zip(several[:, 0], ends, strict=True):  # now that no limit moves any more
+    axes_grid[0, 0].set_title(f"Training loss: {subtitle(report)}{seeds}", pad=12)
+    axes_grid[-1, 0].set_xlabel(label)
+    for axes, spots in zip(axes_grid[:, 0], ends, strict=True):  # now that no limit moves any more
         label_ends(axes, spots)
     return figure
 
 
 def curves(axes: Axes, runs: Sequence[dict[str, Any]], x: str) -> list[tuple[float, float, str, str]]:
-    """One panel of :func:`loss`; returns what ``label_ends`` takes."""
+    """Draw one panel of :func:`loss`. Returns for each curve its end (x, y), name and colour."""
     ends: list[tuple[float, float, str, str]] = []
-    seen: list[str] = []
-    for at, run in enumerate(runs):
+    tints: list[str] = []
+    for index, run in enumerate(runs):
         rows, unit = run["rows"], 1e6 if x == "sent" else 1
         xs, ys = [row[x] / unit for row in rows], [row["loss"] for row in rows]
         tint, silent = colour(run["method"]), run["method"] == "none"
-        dashes = "--" if silent else DASHES[seen.count(tint) % len(DASHES)]
-        seen.append(tint)
-        width = 1.4 if silent else 1.6 + 0.35 * (len(runs) - 1 - at) if x == "step" else 2.0
+        dashes = "--" if silent else DASHES[tints.count(tint) % len(DASHES)]
+        tints.append(tint)
+        width = 1.4 if silent else 1.6 + 0.35 * (len(runs) - 1 - index) if x == "step" else 2.0
         axes.plot(xs, ys, color=tint, linewidth=width, linestyle=dashes, zorder=3 - 0.01 * width)
         axes.plot(xs[-1], ys[-1], "o", color=tint, markersize=4 + width, zorder=3 - 0.01 * width)
-        least, largest = ([row[end] for row in rows] for end in ("least", "largest"))
-        if least != largest:
-            axes.fill_between(xs, least, largest, color=tint, alpha=0.12, linewidth=0)
+        lowest, largest = ([row[end] for row in rows] for end in ("least", "largest"))
+        if lowest != largest:
+            axes.fill_between(xs, lowest, largest, color=tint, alpha=0.12, linewidth=0)
         name = "none (no exchange)" if silent else run["method"]
         total = {"wall_s": f", {xs[-1]:.3g} s", "sent": f", {human(unit * xs[-1])}"}.get(x, "")
         ends.append((xs[-1], ys[-1], name + total, tint))
@@ -155,49 +155,49 @@ def curves(axes: Axes, runs: Sequence[dict[str, Any]], x: str) -> list[tuple[flo
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Names to the right of the axes, at their lines' heights, moved apart where they would overlap.
+    """Write names to the right of the axes, at their lines' heights, moved apart where they would overlap.
 
     A thin line leads to the end of a curve that reaches the right edge; the others are told by colour.
     """
     axes.figure.canvas.draw()
-    height = axes.get_window_extent().height
-    apart = 19 * axes.figure.dpi / 72 / height  # of the axes' height, one line of text
+    axes_height = axes.get_window_extent().height
+    line_height = 19 * axes.figure.dpi / 72 / axes_height  # of the axes' height, one line of text
     spots = []
     for x, y, name, colour in ends:
         across, up = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
         spots.append([up, across, up, name, colour])
     spots.sort(key=lambda spot: (spot[0], -spot[1]))
     for low, high in pairwise(spots):
-        high[0] = max(high[0], low[0] + apart)
-    over = max(0.0, spots[-1][0] - 1.0) if spots else 0.0
+        high[0] = max(high[0], low[0] + line_height)
+    excess = max(0.0, spots[-1][0] - 1.0) if spots else 0.0
     for spot in spots:
-        spot[0] -= over
+        spot[0] -= excess
     for high, low in pairwise(reversed(spots)):
-        low[0] = min(low[0], high[0] - apart)
-    for at, across, up, name, colour in spots:
+        low[0] = min(low[0], high[0] - line_height)
+    for height, across, up, name, colour in spots:
         leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "alpha": 0.5, "shrinkA": 2, "shrinkB": 4}
         axes.annotate(
-            name, xy=(across, up), xytext=(1.05, at), xycoords="axes fraction", textcoords="axes fraction",
+            name, xy=(across, up), xytext=(1.05, height), xycoords="axes fraction", textcoords="axes fraction",
             color=colour, va="center", fontweight="bold", annotation_clip=False,
             arrowprops=leader | {"relpos": (0, 0.5)} if across > 0.9 else None,
         )  # fmt: skip
 
 
 def traffic(report: dict[str, Any]) -> Figure:
-    """Bytes that node 0 sent per step: the ledger's payload as bars, the kernel's count as a mark."""
+    """Draw the bytes that node 0 sent per step: the ledger's payload as bars, the kernel's count as a mark."""
     runs = [run for run in report["runs"] if run["method"] != "none"]
     figure, axes = bars(len(runs))
     counts = [run["bytes_per_step"] for run in runs]
     kernel = [(count["kernel"] or {}).get("tx") for count in counts]
     top = max([count["ledger"] for count in counts] + [value or 0 for value in kernel] + [1])
     unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if top >= u)
-    for at, (count, seen) in enumerate(zip(counts, kernel, strict=True)):
-        axes.barh(at, count["ledger"] / unit, color=colour(runs[at]["method"]), height=0.6)
-        if seen is not None:
-            axes.plot([seen / unit] * 2, [at - 0.38, at + 0.38], color=INK, linewidth=2, solid_capstyle="butt")
-        end = max(count["ledger"], seen or 0) / unit
-        text = f"{count['ledger'] / unit:.3g}" + (f"  (kernel {seen / unit:.3g})" if seen is not None else "")
-        axes.annotate(text, (end, at), xytext=(8, 0), textcoords="offset points", va="center", color=INK)
+    for index, (count, sent) in enumerate(zip(counts, kernel, strict=True)):
+        axes.barh(index, count["ledger"] / unit, color=colour(runs[index]["method"]), height=0.6)
+        if sent is not None:
+            axes.plot([sent / unit] * 2, [index - 0.38, index + 0.38], color=INK, linewidth=2, solid_capstyle="butt")
+        end = max(count["ledger"], sent or 0) / unit
+        text = f"{count['ledger'] / unit:.3g}" + (f"  (kernel {sent / unit:.3g})" if sent is not None else "")
+        axes.annotate(text, (end, index), xytext=(8, 0), textcoords="offset points", va="center", color=INK)
     names(axes, [run["method"] for run in runs])
     axes.set_xlim(0, top / unit * 1.3)
     legend = ": payload (bar), and the kernel's count with headers (mark)" if any(kernel) else ""
@@ -207,20 +207,20 @@ def traffic(report: dict[str, Any]) -> Figure:
 
 
 def step_time(report: dict[str, Any]) -> Figure:
-    """A step's time: computation, and communication that computation did not hide."""
+    """Draw a step's time: computation, and communication that computation did not hide."""
     runs = report["runs"]
     figure, axes = bars(len(runs))
     totals = [run["summary"]["step_ms"] for run in runs]
     top = max(totals)
-    for at, run in enumerate(runs):
+    for index, run in enumerate(runs):
         total = run["summary"]["step_ms"]
-        hidden_out = min(run["summary"]["exposed_ms"], total)
-        parts = ((0.0, total - hidden_out, COMPUTE, INK), (total - hidden_out, hidden_out, EXPOSED, "white"))
-        for start, width, colour, ink in parts:
-            axes.barh(at, width, left=start, color=colour, height=0.6)
+        exposed = min(run["summary"]["exposed_ms"], total)
+        spans = ((0.0, total - exposed, COMPUTE, INK), (total - exposed, exposed, EXPOSED, "white"))
+        for start, width, colour, ink in spans:
+            axes.barh(index, width, left=start, color=colour, height=0.6)
             if width > 0.07 * top:
-                axes.text(start + width / 2, at, f"{width:.0f}", ha="center", va="center", color=ink)
-        axes.annotate(f"{total:.0f} ms", (total, at), xytext=(8, 0), textcoords="offset points", va="center",
+                axes.text(start + width / 2, index, f"{width:.0f}", ha="center", va="center", color=ink)
+        axes.annotate(f"{total:.0f} ms", (total, index), xytext=(8, 0), textcoords="offset points", va="center",
                       color=INK, fontweight="bold")  # fmt: skip
     for silent in (run for run in runs if run["method"] == "none"):
         axes.axvline(silent["summary"]["step_ms"], color=GREY, linestyle="--", linewidth=1.2, zorder=0.5)
@@ -242,14 +242,14 @@ def bars(count: int) -> tuple[Figure, Axes]:
 
 
 def names(axes: Axes, methods: Sequence[str]) -> None:
-    """Methods down the left, the first on top."""
+    """Write the methods down the left, the first on top."""
     axes.set_yticks(range(len(methods)), methods)
     axes.set_ylim(len(methods) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
 
 
 def subtitle(report: dict[str, Any]) -> str:
-    where = "plain loopback, NO rate limit"
+    network = "plain loopback, NO rate limit"
     if report["emulated_network"]:
-        where = ", ".join(filter(None, (f"{report['link']} per node", report.get("distance"))))
-    return f"{report['preset']}, {report['nodes']} nodes x {report['ranks_per_node']}, {where}"
+        network = ", ".join(filter(None, (f"{report['link']} per node", report.get("distance"))))
+    return f"{report['preset']}, {report['nodes']} nodes x {report['ranks_per_node']}, {network}"

@@ -20,7 +20,7 @@ from thinwire.plan import plan
 
 
 def network(report: dict[str, Any]) -> str:
-    """One line that says what the runs ran on."""
+    """Describe in one line the network of the runs."""
     world = f"{report['nodes']} nodes x {report['ranks_per_node']}"
     if not report["emulated_network"]:
         return f"{world}, plain loopback, NO rate limit"
@@ -30,7 +30,7 @@ def network(report: dict[str, Any]) -> str:
 
 
 def machine() -> str:
-    """Processor, operating system and Python, for whoever reads the times."""
+    """Describe processor, operating system and Python, for readers of the times."""
     model = platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -41,7 +41,7 @@ def machine() -> str:
 
 
 def human(count: float | None) -> str:
-    """Bytes in decimal units, as link rates are."""
+    """Write bytes in decimal units, as link rates are."""
     return "-" if count is None else plan.human(count)
 
 
@@ -70,16 +70,16 @@ def _spread(run: Run, span: Span | None, digits: str) -> str:
 
 
 def _when(key: str, show: Callable[[float], str]) -> Callable[[Run], str]:
-    """Where a run had dense's final loss: the mean over the seeds, or how many of them got there."""
+    """Make the cell of the ``key`` at which a run had dense's final loss: the mean over seeds, or their number."""
 
     def cell(run: Run) -> str:
         points = run["to_dense"]
-        there = [point for point in points or () if point]
+        reached = [point for point in points or () if point]
         if run["method"] == SILENT or not points:
             return "-"
-        if len(there) < len(points):
-            return "not reached" if not there else f"{len(there)} of {len(points)} seeds"
-        return show(sum(point[key] for point in there) / len(there))
+        if len(reached) < len(points):
+            return "not reached" if not reached else f"{len(reached)} of {len(points)} seeds"
+        return show(sum(point[key] for point in reached) / len(reached))
 
     return cell
 
@@ -110,7 +110,7 @@ ALL = tuple(name for name, _ in COLUMNS)
 
 
 def cells(run: Run, columns: Sequence[str]) -> list[str]:
-    """A method's row; of one that failed there are no numbers."""
+    """Return a method's row, without numbers if the method failed."""
     if run["failed"]:
         return [run["method"], "failed", *["-"] * (len(columns) - 2)]
     return [cell(run) for name, cell in COLUMNS if name in columns]
@@ -132,20 +132,20 @@ def table(report: dict[str, Any], terminal: bool = False) -> Table:
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """What the numbers do not show: flags of a method's own, a large part that stays dense and why."""
-    found = []
+    """List what the numbers do not show: flags of a method's own, a large share that stays dense and why."""
+    lines = []
     for run in report["runs"]:
         method = run["method"]
         if run["flags"]:
-            found.append(f"{method}: trained with {' '.join(run['flags'])}, which dense was not")
+            lines.append(f"{method}: trained with {' '.join(run['flags'])}, which dense was not")
         note = None if run["failed"] else run["summary"].get("note")
         if note:
-            found.append(note if note.startswith(method) else f"{method}: {note}")
-    return found
+            lines.append(note if note.startswith(method) else f"{method}: {note}")
+    return lines
 
 
 def explained(report: dict[str, Any]) -> list[str]:
-    """What the columns mean."""
+    """Explain the columns."""
     sources = [run["bytes_per_step"]["kernel_source"] for run in report["runs"] if not run["failed"]]
     return [
         "step: median milliseconds per optimizer step. x none, x dense: against the run that exchanges nothing "
@@ -170,12 +170,12 @@ def explained(report: dict[str, Any]) -> list[str]:
 
 
 def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
-    """report.md: the verdict, the table, what its columns mean, the pictures."""
+    """Write report.md: the verdict, the table, what its columns mean, the pictures."""
 
     def row(run: Run) -> str:
-        method, first, *rest = cells(run, ALL)
-        why = f": {run['failed']}".replace("|", "\\|") if run["failed"] else ""
-        return "| " + " | ".join([method, first + why, *rest]) + " |"
+        method, second, *columns = cells(run, ALL)
+        reason = f": {run['failed']}".replace("|", "\\|") if run["failed"] else ""
+        return "| " + " | ".join([method, second + reason, *columns]) + " |"
 
     lines = [f"# {title(report)}", "", f"**{report['verdict']}**", ""]
     if not report["emulated_network"]:
@@ -226,18 +226,18 @@ $explained
 
 
 def page(report: dict[str, Any], pictures: Sequence[Path]) -> str:
-    """report.html: the same as one file, pictures included."""
+    """Write report.html: the same as one file, pictures included."""
 
-    def each(tag: str, texts: Sequence[str], between: str = "") -> str:
-        return between.join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+    def tagged(tag: str, texts: Sequence[str], separator: str = "") -> str:
+        return separator.join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
 
     def grid(columns: Sequence[str]) -> str:
-        lines = [f"<tr>{each('th', columns)}</tr>"]
+        lines = [f"<tr>{tagged('th', columns)}</tr>"]
         for run in report["runs"]:
-            row = each("td", cells(run, columns))
+            row = tagged("td", cells(run, columns))
             if run["failed"]:
-                why = html.escape(f"failed: {run['failed']}")
-                row = f'{each("td", [run["method"]])}<td class="why" colspan="{len(columns) - 1}">{why}</td>'
+                reason = html.escape(f"failed: {run['failed']}")
+                row = f'{tagged("td", [run["method"]])}<td class="why" colspan="{len(columns) - 1}">{reason}</td>'
             lines.append(f"<tr>{row}</tr>")
         return "\n".join(["<table>", *lines, "</table>"])
 
@@ -248,13 +248,13 @@ def page(report: dict[str, Any], pictures: Sequence[Path]) -> str:
         warning="" if report["emulated_network"] else f"<p><strong>{warning}</strong></p>",
         short=grid(SHORT),
         all=grid(ALL),
-        notes=each("li", notes(report), "\n"),
+        notes=tagged("li", notes(report), "\n"),
         pictures="\n".join(
             f'<img alt="{html.escape(path.stem.replace("_", " "))}" '
             f'src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
             for path in pictures
         ),
-        explained=each("li", explained(report), "\n"),
+        explained=tagged("li", explained(report), "\n"),
         command=html.escape(report["command"]),
         machine=html.escape(report["machine"]),
     )

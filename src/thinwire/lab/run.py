@@ -23,7 +23,7 @@ GRACE_S = 5.0  # between asking ranks to end and ending them
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         returncode: 0, or what the first rank to fail ended with (128 + signal where a signal ended it).
@@ -40,7 +40,7 @@ class Outcome:
 
 @contextmanager
 def open_cluster(nodes: int, ranks_per_node: int, link: Link) -> Iterator[Cluster]:
-    """A cluster; on a machine that allows no namespaces, plain loopback, and says so on stderr."""
+    """Open a cluster; on a machine that allows no namespaces, plain loopback, with a line on stderr that says so."""
     cluster = Cluster(nodes, ranks_per_node, link)
     try:
         cluster.__enter__()
@@ -80,7 +80,7 @@ def launch(
     if command[0] == "thinwire":
         command = [sys.executable, "-m", "thinwire", *command[1:]]
     cluster.new_port()
-    before = cluster.counters()
+    begin = cluster.counters()
     start = time.monotonic()
     ranks: list[subprocess.Popen[bytes]] = []
     copiers: list[threading.Thread] = []
@@ -96,8 +96,8 @@ def launch(
             for copier in copiers:
                 copier.join(0.5)  # something that left its session may hold the pipe open
     seconds = time.monotonic() - start
-    after = cluster.counters()
-    traffic = None if before is None or after is None else [b - a for a, b in zip(before, after, strict=True)]
+    end = cluster.counters()
+    traffic = None if begin is None or end is None else [b - a for a, b in zip(begin, end, strict=True)]
     if failed is None:
         return Outcome(0, None, seconds, traffic)
     rank, code = failed
@@ -129,7 +129,7 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 
 class _Sink:
-    """Where the ranks' output goes: our own streams, or a file."""
+    """The target of the ranks' output: our own streams, or a file."""
 
     def __init__(self, log: Path | None) -> None:
         self.log = log
@@ -148,19 +148,19 @@ class _Sink:
     def copy(self, process: subprocess.Popen[bytes], rank: int) -> list[threading.Thread]:
         threads = []
         prefix = f"[rank {rank}] ".encode() if rank else b""
-        for source, ours in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             if source is not None:
-                threads.append(threading.Thread(target=self._pump, args=(source, ours, prefix), daemon=True))
+                threads.append(threading.Thread(target=self._pump, args=(source, target, prefix), daemon=True))
                 threads[-1].start()
         return threads
 
-    def _pump(self, source: IO[bytes], ours: IO[str], prefix: bytes) -> None:
+    def _pump(self, source: IO[bytes], target: IO[str], prefix: bytes) -> None:
         with source:
             for line in source:
                 with self._lock:
                     if self.file is None:
-                        ours.write((prefix + line).decode(errors="replace"))
-                        ours.flush()
+                        target.write((prefix + line).decode(errors="replace"))
+                        target.flush()
                     elif not self.file.closed:
                         self.file.write(prefix + line)
                         self.file.flush()

@@ -1,4 +1,4 @@
-"""What a comparison has shown, in one line: how much faster each method is than dense, and what it costs in loss."""
+"""The verdict of a comparison in one line: how much faster each method is than dense, and what it costs in loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> Span:
-    """Of one value or more; of one there is no interval, and all three are that value."""
+    """Return the mean of one value or more with its interval; of one value, all three are that value."""
     mean = statistics.fmean(values)
     if len(values) == 1:
         return Span(mean, mean, mean)
@@ -46,23 +46,23 @@ def interval(values: Sequence[float]) -> Span:
 
 
 def final_loss(summary: dict[str, Any]) -> float:
-    """On held-out text where there was an evaluation, otherwise the training loss."""
+    """Return the loss on held-out text where there was an evaluation, otherwise the training loss."""
     return summary["train_loss"] if summary.get("valid_loss") is None else summary["valid_loss"]
 
 
 def faster(run: Run, base: Run) -> Span:
-    """A step of ``base`` over one of ``run``, seed by seed: above 1 where ``run`` is faster.
+    """Divide a step of ``base`` by one of ``run``, seed by seed: above 1 where ``run`` is faster.
 
-    Of one seed, between which quartiles of its steps the ratio lies.
+    With one seed, the interval is that of the quartiles of its steps.
     """
     ratios = [
-        theirs["summary"]["step_ms"] / ours["summary"]["step_ms"]
-        for ours, theirs in zip(run["parts"], base["parts"], strict=True)
+        seed_base["summary"]["step_ms"] / seed_run["summary"]["step_ms"]
+        for seed_run, seed_base in zip(run["parts"], base["parts"], strict=True)
     ]
     if len(ratios) > 1:
         return interval(ratios)
-    ours, theirs = (_quartiles(each["parts"][0]["rows"]) for each in (run, base))
-    return Span(ratios[0], theirs[0] / ours[1], theirs[1] / ours[0])
+    (fast, slow), (base_fast, base_slow) = (_quartiles(runs["parts"][0]["rows"]) for runs in (run, base))
+    return Span(ratios[0], base_fast / slow, base_slow / fast)
 
 
 def _quartiles(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
@@ -73,15 +73,15 @@ def _quartiles(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
 
 
 def above(run: Run, base: Run) -> Span:
-    """By how much the final loss of ``run`` is above that of ``base``, as a share of it, seed by seed."""
+    """Return how far the final loss of ``run`` is above that of ``base``, as a share of it, seed by seed."""
     return interval([
-        final_loss(ours["summary"]) / final_loss(theirs["summary"]) - 1
-        for ours, theirs in zip(run["parts"], base["parts"], strict=True)
+        final_loss(seed_run["summary"]) / final_loss(seed_base["summary"]) - 1
+        for seed_run, seed_base in zip(run["parts"], base["parts"], strict=True)
     ])  # fmt: skip
 
 
 def worse(report: dict[str, Any], limit: float) -> list[str]:
-    """The methods whose loss is more than ``limit`` above dense's, each with its number."""
+    """List the methods whose loss is more than ``limit`` above dense's, each with its number."""
     gaps = {run["method"]: run["loss_gap"] for run in report["runs"] if run["loss_gap"] and run["method"] != SILENT}
     return [f"{method} {percent(gap.mean)}" for method, gap in gaps.items() if gap.mean > limit]
 
@@ -92,19 +92,19 @@ def percent(share: float) -> str:
 
 
 def line(report: dict[str, Any]) -> str:
-    """One line, from ``report`` after ``compare.measure``."""
+    """Sum up ``report``, after ``compare.measure``, in one line."""
     runs = {run["method"]: run for run in report["runs"]}
-    others = [run for run in report["runs"] if run["method"] not in (SILENT, DENSE)]
+    compared = [run for run in report["runs"] if run["method"] not in (SILENT, DENSE)]
     failed = [f"{run['method']} failed: {run['failed']}" for run in report["runs"] if run["failed"]]
     dense = runs.get(DENSE)
     if dense is None or dense["failed"]:
-        why = "failed" if dense else "is not among the methods"
-        return "; ".join([f"no verdict: dense, which the others are measured against, {why}", *failed])
+        reason = "failed" if dense else "is not among the methods"
+        return "; ".join([f"no verdict: dense, which the others are measured against, {reason}", *failed])
     limit = WORSE if report["fail_above"] is None else report["fail_above"]
     seeds = len(dense["parts"])
     good: list[str] = []
     bad: list[str] = []
-    for run in others:
+    for run in compared:
         if run["failed"]:
             continue
         speed, gap = run["faster"], run["loss_gap"]
@@ -145,20 +145,20 @@ def _loss_words(gap: Span, seeds: int) -> str:
 
 
 def target(rows: Sequence[dict[str, Any]]) -> float:
-    """Dense's training loss at the end, to which the others' times are taken."""
+    """Return dense's training loss at the end: the target of the other methods' times."""
     return _smooth(rows)[-1]["loss"]
 
 
 def reached(rows: Sequence[dict[str, Any]], loss: float) -> dict[str, Any] | None:
-    """The first row of a run whose training loss, averaged over the last steps, is down at ``loss``."""
+    """Find the first row of a run whose training loss, averaged over the last steps, is down at ``loss``."""
     return next((row for row in _smooth(rows) if row["loss"] <= loss), None)
 
 
 def _smooth(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of steps, with the mean loss of the last tenth of the run's steps in place of each step's own."""
+    """Return rows of steps, with the mean loss of the last tenth of the run's steps in place of each step's own."""
     steps = [row for row in rows if "loss" in row]
     width = max(1, len(steps) // 10)
     losses = [row["loss"] for row in steps]
     return [
-        steps[at] | {"loss": statistics.fmean(losses[at + 1 - width : at + 1])} for at in range(width - 1, len(steps))
+        steps[end - 1] | {"loss": statistics.fmean(losses[end - width : end])} for end in range(width, len(steps) + 1)
     ]

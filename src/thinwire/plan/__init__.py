@@ -1,1 +1,1 @@
-"""What will be sent, and what memory and time that takes, before the run."""
+"""The plan: what will be sent, and what memory that takes, before the run."""

@@ -23,7 +23,7 @@ REGIMES = {"scratch": "from scratch", "long": "from scratch", "going-on": "going
 
 @dataclass(frozen=True)
 class MeasuredLoss:
-    """One method's loss in one setting, each side at its best learning rate.
+    """The loss of one method in one setting, each side at its best learning rate.
 
     Attributes:
         method: as it was run. regime: "scratch", "long", "going-on" or "finetune". ranks: that averaged gradients.
@@ -49,7 +49,7 @@ class MeasuredLoss:
 
 @functools.cache
 def read_measured() -> tuple[MeasuredLoss, ...]:
-    """All rows of ``measured.csv``."""
+    """Read all rows of ``measured.csv``."""
     text = files("thinwire.plan").joinpath("measured.csv").read_text()
     numbers = {"ranks": int, "parameters": int, "steps": int, "seeds": int, "gap_percent": float}
     return tuple(
@@ -60,7 +60,7 @@ def read_measured() -> tuple[MeasuredLoss, ...]:
 
 @functools.cache
 def _knobs_of(spec: str) -> dict[str, Any] | None:
-    """The knobs of a method as it was run; None: this version has not that method, or not that knob."""
+    """Return the knobs of a method as it was run; None: this version has not that method, or not that knob."""
     try:
         return knobs_of(resolve(spec))
     except ThinwireError:
@@ -68,19 +68,20 @@ def _knobs_of(spec: str) -> dict[str, Any] | None:
 
 
 def knobs_of(method: Method) -> dict[str, Any]:
-    """The values of all knobs that say how ``method`` compresses, and its name."""
+    """Return the values of all knobs that say how ``method`` compresses, and its name."""
     return {"name": method.name} | {
         knob.name: getattr(method, knob.name) for knob in method.knobs() if knob.name not in CHOOSE
     }
 
 
 def nearest_measured(method: Method, ranks: int, count: int = 2) -> list[MeasuredLoss]:
-    """Up to ``count`` rows of ``method`` with the fewest other knobs, each of another text; "scratch" first."""
-    mine = knobs_of(method)
+    """Find up to ``count`` rows of ``method`` with the fewest other knobs, each of another text; "scratch" first."""
+    own_knobs = knobs_of(method)
+    measured = [(row, _knobs_of(row.method) or {}) for row in read_measured()]
     differing = {
-        row: sum(knobs[knob] != value for knob, value in mine.items())
-        for row in read_measured()
-        if (knobs := _knobs_of(row.method)) is not None and knobs["name"] == method.name
+        row: sum(knobs[knob] != value for knob, value in own_knobs.items())
+        for row, knobs in measured
+        if knobs.get("name") == method.name
     }
 
     def distance(row: MeasuredLoss) -> tuple[bool, bool, int, int]:
@@ -95,7 +96,7 @@ def nearest_measured(method: Method, ranks: int, count: int = 2) -> list[Measure
 
 
 def describe_measured(method: Method, ranks: int) -> str:
-    """One line for a plan: the nearest measured runs, or that there are none."""
+    """Write the line for a plan: the nearest measured runs, or that there are none."""
     rows = nearest_measured(method, ranks)
     if not rows:
         return f"loss: no run of {method.name} has been compared with dense; compare one of your own"

@@ -1,4 +1,4 @@
-"""What a method costs in memory: what it holds now. What it will take is found out by a rehearsal."""
+"""The memory of a method: the bytes that it holds now. A dry run finds out how many it will need."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from thinwire.ops.moments import Moments
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device beyond what engine, model and optimizer take, on one rank, in the steady state.
+    """Bytes on the device of one rank in the steady state, beyond those of engine, model and optimizer.
 
-    ``held``: from step to step. ``peak``: with what comes and goes inside a step, at its largest.
+    ``resident``: from step to step. ``peak``: with all that comes and goes inside a step, at its largest.
     """
 
-    held: int
+    resident: int
     peak: int
 
 
-def held(device: torch.device, *roots: object) -> int:
-    """Bytes of all tensors on ``device`` that can be reached from ``roots`` by attributes and containers.
+def resident_bytes(device: torch.device, *roots: object) -> int:
+    """Add up the bytes of all tensors on ``device`` that can be reached from ``roots`` by attributes and containers.
 
     Each storage counts once. What belongs to others is not entered: models, optimizers and process groups.
     """
@@ -34,20 +34,20 @@ def held(device: torch.device, *roots: object) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def _tensors(thing: object, seen: set[int]) -> Iterator[Tensor]:
-    if id(thing) in seen:
+def _tensors(owner: object, visited: set[int]) -> Iterator[Tensor]:
+    if id(owner) in visited:
         return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        yield thing
-    elif isinstance(thing, dict):
-        for key, value in thing.items():
-            yield from _tensors(key, seen)
-            yield from _tensors(value, seen)
-    elif isinstance(thing, tuple | list | set):
-        for value in thing:
-            yield from _tensors(value, seen)
-    elif isinstance(thing, Run | Comm | Ledger | Moments | type):
+    visited.add(id(owner))
+    if isinstance(owner, Tensor):
+        yield owner
+    elif isinstance(owner, dict):
+        for key, value in owner.items():
+            yield from _tensors(key, visited)
+            yield from _tensors(value, visited)
+    elif isinstance(owner, tuple | list | set):
+        for value in owner:
+            yield from _tensors(value, visited)
+    elif isinstance(owner, Run | Comm | Ledger | Moments | type):
         return
-    elif isinstance(thing, Method) or type(thing).__module__.startswith("thinwire."):
-        yield from _tensors(getattr(thing, "__dict__", {}), seen)
+    elif isinstance(owner, Method) or type(owner).__module__.startswith("thinwire."):
+        yield from _tensors(getattr(owner, "__dict__", {}), visited)

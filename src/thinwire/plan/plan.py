@@ -1,4 +1,4 @@
-"""What is sent how: per parameter, decided once, shown to the user, and compared with what really happened."""
+"""The plan: how each parameter is sent, decided once, shown to the user, and compared with what really happened."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from thinwire.core.road import Road, Stage
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
+from thinwire.plan.dry_run import DryRun, dry_run, separate_buffers, stand_in_run
 from thinwire.plan.measured import describe_measured
 from thinwire.plan.memory import Memory
-from thinwire.plan.rehearsal import Rehearsal, apart, rehearse, stand_in
 
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter's line in the plan. Bytes are sent per step and rank."""
+    """A parameter's line in the plan. Bytes are sent per step and rank."""
 
     parameter: Parameter
     why_dense: str | None
@@ -37,15 +37,15 @@ class Row:
 
 
 MB = 2**20
-"""As torch counts a bucket's."""
+"""The unit of torch's ``bucket_cap_mb``."""
 BUCKETS = 16
 """In how many buckets the gradients come, if not in more of the size that torch gives them. The last one's exchange
 begins when the backward pass ends, so what is left then is 1 / BUCKETS of the exchange, or of the backward pass where
 that is the shorter one. Higher => less is left, more and smaller messages."""
-LEAST_SENT = 0.5e6
+MIN_SENT = 0.5e6
 """Bytes that a rank sends of a bucket, at least: 4 ms at 1 Gbit/s, while starting an exchange takes up to one. Lower =>
 smaller buckets of what is compressed most."""
-MOST_MB = 25.0
+MAX_MB = 25.0
 """torch's own bucket: of a large model, larger ones gain nothing."""
 _HELP = {
     "small": "lower smallest, or name them in send=",
@@ -87,7 +87,7 @@ class Plan:
         layout: Callable[[], Layout] | None = None,
         guards: Sequence[Comm] = (),
     ) -> None:
-        """What the table says of bytes and memory is rehearsed when it is asked for.
+        """Make the plan. Bytes and memory are found by a dry run when they are asked for.
 
         Args:
             run: what the method was told. wire_dtype: of the engine's buffers; None: as the parameters.
@@ -99,9 +99,9 @@ class Plan:
         self._road, self._run, self._wire_dtype, self._layout, self._guards = road, run, wire_dtype, layout, guards
         self.ranks = math.prod(stage.exchange.ranks for stage in road.stages)
         self._parameters = list(run.parameters.values())
-        self._why = {parameter.name: method.keep_dense(parameter) for parameter in self._parameters}
+        self._reasons = {parameter.name: method.keep_dense(parameter) for parameter in self._parameters}
         stages = list(reversed(road.stages))
-        self._unmatched = next(filter(None, (stage.method.unmatched(self._why) for stage in stages)), None)
+        self._unmatched = next(filter(None, (stage.method.unmatched(self._reasons) for stage in stages)), None)
         self._speaks = next((stage for stage in stages if self._share(stage) is not None), road.last)
         self.compressed = self._share(self._speaks)
         losses = [stage.method.promise.lost for stage in stages if self._sent(stage)]
@@ -109,16 +109,16 @@ class Plan:
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """One for each trainable parameter."""
-        sent = self._apart.parameters
+        """The rows, one for each trainable parameter."""
+        sent = self._by_parameter.parameters
         return [
-            Row(p, self._why[p.name], sent[p.name], self._road.dense_bytes(p, self._wire_dtype or p.dtype))
+            Row(p, self._reasons[p.name], sent[p.name], self._road.dense_bytes(p, self._wire_dtype or p.dtype))
             for p in self._parameters
         ]
 
     @functools.cached_property
     def wire_bytes(self) -> float:
-        return sum(self._apart.sent.values())
+        return sum(self._by_parameter.sent.values())
 
     @functools.cached_property
     def dense_bytes(self) -> float:
@@ -134,14 +134,14 @@ class Plan:
         if self.engine != "ddp" or self.compressed is None or not self._road.last.method.rank_equal:
             return None
         gradients = sum(p.numel * (self._wire_dtype or p.dtype).itemsize for p in self._parameters)
-        least = LEAST_SENT * gradients / self.wire_bytes if self.wire_bytes else math.inf
-        return max(round(min(max(gradients / BUCKETS, least) / MB, MOST_MB), 1), 0.1)
+        minimum = MIN_SENT * gradients / self.wire_bytes if self.wire_bytes else math.inf
+        return max(round(min(max(gradients / BUCKETS, minimum) / MB, MAX_MB), 1), 0.1)
 
     @functools.cached_property
     def weight_bytes(self) -> float:
         if self._layout is None:
             return 0.0
-        return self.rehearsal.weights if self._road.last.method.encodes_weights else self.dense_weight_bytes
+        return self.dry_run.weights if self._road.last.method.encodes_weights else self.dense_weight_bytes
 
     @functools.cached_property
     def dense_weight_bytes(self) -> float:
@@ -151,48 +151,48 @@ class Plan:
         return sum((layout.comm.size - 1) * numel * dtype.itemsize for _, _, numel, dtype in layout.shards)
 
     @functools.cached_property
-    def rehearsal(self) -> Rehearsal:
-        """With the buffers that the engine will hand out: memory, collectives, kernels.
+    def dry_run(self) -> DryRun:
+        """The dry run with the buffers that the engine will hand out: memory, collectives, kernels.
 
         Raises:
             ThinwireError: the engine's layout is not known.
         """
         if self._layout is None:
-            raise ThinwireError("a plan without an engine's layout has no rehearsal of its buffers")
-        return rehearse(self._layout(), self._road, self._run, self._guards)
+            raise ThinwireError("a plan without an engine's layout has no dry run of its buffers")
+        return dry_run(self._layout(), self._road, self._run, self._guards)
 
     @functools.cached_property
-    def _apart(self) -> Rehearsal:
-        """With a buffer for each parameter."""
-        layout = apart(self._parameters, self._road, self._wire_dtype)
-        return rehearse(layout, self._road, self._run, self._guards, watched=False)
+    def _by_parameter(self) -> DryRun:
+        """The dry run with a buffer for each parameter."""
+        layout = separate_buffers(self._parameters, self._road, self._wire_dtype)
+        return dry_run(layout, self._road, self._run, self._guards, watched=False)
 
     @functools.cached_property
     def dense_from(self) -> int | None:
-        """From so many ranks on the engine's dense exchange sends less, by the largest parameter; None: never.
+        """The number of ranks from which the engine's dense exchange sends less, by the largest parameter; None: never.
 
-        A message m to all costs (N - 1) m, a ring of D bytes 2 (N - 1) / N D. Two N tell m N and 2 D (``of``) apart.
+        A message m to all costs (N - 1) m, a ring of D bytes 2 (N - 1) / N D. ``largest_bytes`` at two N tells m and D.
         """
         last, sent = self._road.last, self._sent(self._road.last)
         if not last.method.gathers or last.exchange.owner or len(self._road.stages) > 1 or self.ranks == 1 or not sent:
             return None
         largest, ranks = max(sent, key=lambda parameter: parameter.numel), self.ranks
-        layout = apart([largest], self._road, self._wire_dtype)
+        layout = separate_buffers([largest], self._road, self._wire_dtype)
 
-        def of(size: int) -> float:
-            on = on_comm(last.exchange, CountingComm(0, size, range(size), Ledger()))
-            found = rehearse(layout, Road([replace(last, exchange=on)]), self._run, self._guards, watched=False)
-            return found.parameters[largest.name] * size / (size - 1)
+        def largest_bytes(size: int) -> float:
+            exchange = on_comm(last.exchange, CountingComm(0, size, range(size), Ledger()))
+            dry = dry_run(layout, Road([replace(last, exchange=exchange)]), self._run, self._guards, watched=False)
+            return dry.parameters[largest.name] * size / (size - 1)
 
-        one, two = of(ranks), of(2 * ranks)
+        single, double = largest_bytes(ranks), largest_bytes(2 * ranks)
         dense = self._road.dense_bytes(largest, self._wire_dtype or largest.dtype) * ranks / (ranks - 1)
-        return max(int((dense - 2 * one + two) / (two - one) * ranks) + 1, 2)
+        return max(int((dense - 2 * single + double) / (double - single) * ranks) + 1, 2)
 
     @property
     def _grows(self) -> str | None:
         if self.dense_from is None:
             return None
-        instead = f"; {of} does not grow" if (of := self._road.last.method.at_scale) else ""
+        instead = f"; {at_scale} does not grow" if (at_scale := self._road.last.method.at_scale) else ""
         return f"what {self.method} sends grows with the ranks: from {self.dense_from} on, dense sends less{instead}"
 
     @property
@@ -201,7 +201,7 @@ class Plan:
 
     @property
     def warning(self) -> str | None:
-        """What has to be said at once: half of the values stay dense, a pattern of names matches none (``note``), or
+        """The warning to give at once: half of the values stay dense, a pattern of names matches none (``note``), or
         so many ranks send more than dense."""
         little = self.compressed is not None and self.compressed < 0.5
         many = self._grows if self.dense_from is not None and self.ranks >= self.dense_from else None
@@ -209,33 +209,33 @@ class Plan:
 
     @property
     def memory(self) -> Memory | None:
-        return None if self._layout is None else self.rehearsal.memory
+        return None if self._layout is None else self.dry_run.memory
 
     @property
     def memory_bytes(self) -> int | None:
-        """What this rank needs for the method at its peak in the steady state, beyond the stock engine. In bytes."""
+        """The bytes that the method needs on this rank at its peak in the steady state, beyond the stock engine."""
         return None if self.memory is None else self.memory.peak
 
     def why_dense(self, name: str) -> str | None:
-        """Why the parameter stays dense, or None if it is compressed."""
-        return self._why[name]
+        """Return the reason why the parameter stays dense, or None if it is compressed."""
+        return self._reasons[name]
 
     def _share(self, stage: Stage) -> float | None:
-        """``compressed``, of ``stage`` itself."""
+        """Return ``compressed`` of ``stage`` itself."""
         carrier = stage.method.carrier
         if carrier.native or not carrier.rank_equal or isinstance(carrier, Fp32):
             return None
         return sum(p.numel for p in self._sent(stage)) / self._values
 
     def _sent(self, stage: Stage) -> list[Parameter]:
-        """What the method of ``stage`` compresses."""
+        """Return the parameters that the method of ``stage`` compresses."""
         return [parameter for parameter in self._parameters if stage.method.keep_dense(parameter) is None]
 
     @functools.cached_property
     def _little(self) -> str | None:
-        """Where what stays dense is half of the values or of the bytes: the reason that keeps most, and its knob."""
+        """Name the reason that keeps most values dense, and its knob, if half of the values or of the bytes stay so."""
         method, share = self._speaks.method, self.compressed
-        why_dense = {p.name: why for p in self._parameters if (why := method.keep_dense(p)) is not None}
+        why_dense = {p.name: reason for p in self._parameters if (reason := method.keep_dense(p)) is not None}
         if share is None or not why_dense:
             return None
         dense = [row for row in self.rows if row.parameter.name in why_dense]
@@ -244,15 +244,15 @@ class Plan:
         values: Counter[str] = Counter()
         for row in dense:
             values[why_dense[row.parameter.name]] += row.parameter.numel
-        why, most = values.most_common(1)[0]
-        rows = [row for row in dense if why_dense[row.parameter.name] == why]
-        kept = f"{most / self._values:.1%} of the values"
+        reason, count = values.most_common(1)[0]
+        rows = [row for row in dense if why_dense[row.parameter.name] == reason]
+        share_text = f"{count / self._values:.1%} of the values"
         if self.wire_bytes:
-            kept += f" and {sum(row.wire_bytes for row in rows) / self.wire_bytes:.1%} of the bytes"
-        helps = next((knob for begins, knob in _HELP.items() if why.startswith(begins)), "name them in send=")
+            share_text += f" and {sum(row.wire_bytes for row in rows) / self.wire_bytes:.1%} of the bytes"
+        remedy = next((knob for begins, knob in _HELP.items() if reason.startswith(begins)), "name them in send=")
         return (
-            f"{method.name} compresses {len(self._why) - len(dense)} of {len(self._why)} tensors ({share:.1%} of the "
-            f"values): {why} keeps {len(rows)} tensors, {kept}, dense: {helps}"
+            f"{method.name} compresses {len(self.rows) - len(dense)} of {len(self.rows)} tensors ({share:.1%} of "
+            f"the values): {reason} keeps {len(rows)} tensors, {share_text}, dense: {remedy}"
         )
 
     @property
@@ -267,10 +267,10 @@ class Plan:
         for column in ("wire", "dense"):
             table.add_column(column, justify="right")
         for row in self.rows:
-            how = self.method.split("(")[0] if row.why_dense is None else f"dense: {row.why_dense}"
+            encoding = self.method.split("(")[0] if row.why_dense is None else f"dense: {row.why_dense}"
             shape = "x".join(map(str, row.parameter.shape))
             sent, dense = human(row.wire_bytes), human(row.dense_bytes)
-            table.add_row(row.parameter.name, shape, row.parameter.role, how, sent, dense)
+            table.add_row(row.parameter.name, shape, row.parameter.role, encoding, sent, dense)
         share = self.wire_bytes / self.dense_bytes if self.dense_bytes else 1.0
         table.caption = f"{human(self.wire_bytes)} of {human(self.dense_bytes)} ({share:.1%}) for gradients"
         if self.weight_bytes < self.dense_weight_bytes:
@@ -293,35 +293,35 @@ class Plan:
 
 
 def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Plan:
-    """The plan of ``method`` on the last of ``exchanges``, and of ``intra`` on the one before, if there are two.
+    """Make the plan of ``method`` on the last of ``exchanges``, and of ``intra`` on the one before, if there are two.
 
     As ``compress()`` makes it, for a method that may or may not have begun; without an engine and its layout.
     """
-    known = list(parameters)
-    run = method.run if hasattr(method, "run") else stand_in(method, known, exchanges[-1])
-    return Plan(road_of(method, known, *exchanges, intra=intra), run, "ddp" if intra is None else "hsdp")
+    parameters = list(parameters)
+    run = method.run if hasattr(method, "run") else stand_in_run(method, parameters, exchanges[-1])
+    return Plan(road_of(method, parameters, *exchanges, intra=intra), run, "ddp" if intra is None else "hsdp")
 
 
 def road_of(
     method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None
 ) -> Road:
-    """The road of ``method`` and, if there is one, of ``intra``; arguments as for :func:`plan_of`."""
-    known, made = list(parameters), [method] if intra is None else [intra, method]
+    """Make the road of ``method`` and, if there is one, of ``intra``; arguments as for :func:`plan_of`."""
+    parameters, methods = list(parameters), [method] if intra is None else [intra, method]
     return Road([
-        Stage(of, of.dense_among(known), exchange, Guard([], False), Ledger())
-        for of, exchange in zip(made, exchanges, strict=True)
+        Stage(stage_method, stage_method.dense_among(parameters), exchange, Guard([], False), Ledger())
+        for stage_method, exchange in zip(methods, exchanges, strict=True)
     ])  # fmt: skip
 
 
 def in_text(table: Any, width: int) -> str:
-    """A rich ``table`` as plain text, so many characters wide."""
+    """Print a rich ``table`` as plain text, ``width`` characters wide."""
     out = io.StringIO()
     extras.load("rich.console").Console(file=out, width=width, color_system=None).print(table)
     return out.getvalue().rstrip()
 
 
 def human(nbytes: float) -> str:
-    """12345678 -> '12.3 MB' (decimal units, as link rates are)."""
+    """Write 12345678 as '12.3 MB' (decimal units, as link rates are)."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 1000 or unit == "GB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""What was sent and where the time went, as a table beside the plan."""
+"""The report of a run: bytes sent and where the time went, beside the plan."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Report:
         table.add_column("per step (times: median)", justify="right")
         sent = sum(stats["wire_bytes_per_step"].values())
         for link in LINKS:
-            where = "across nodes" if link == "inter" else "inside the node"
-            table.add_row(f"sent {where}", human(stats["wire_bytes_per_step"][link]))
+            label = "across nodes" if link == "inter" else "inside the node"
+            table.add_row(f"sent {label}", human(stats["wire_bytes_per_step"][link]))
         if stats["weight_bytes_per_step"]:
             table.add_row("  of that for weights", human(stats["weight_bytes_per_step"]))
         dense = stats["dense_bytes_per_step"]

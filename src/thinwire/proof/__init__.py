@@ -1,1 +1,1 @@
-"""What holds methods to their word: laws, ranks as threads, and a double of NCCL."""
+"""Proofs that methods keep their word: the laws, and ranks as threads."""

@@ -1,9 +1,9 @@
-"""What ``wire.state_dict()`` gives, what it says about itself, and what is refused when it is loaded.
+"""The form of ``wire.state_dict()``, its header, and the checks when it is loaded.
 
 A saved state is a flat dict of tensors. Every key begins with the rank that it belongs to, so that no rank's state can
 be taken for another's, whoever saves it, ``torch.distributed.checkpoint`` included:
 
-    rank-0003-of-0004/about            uint8 (b,): JSON, see :class:`About`
+    rank-0003-of-0004/about            uint8 (b,): JSON, see :class:`Header`
     rank-0003-of-0004/step             int64: steps taken; "skipped"; "flush", the step that delivers all, or -1
     rank-0003-of-0004/residual/w       float32 (R, span): what a method keeps in the form of a bucket's rows
     rank-0003-of-0004/=mask/w          what else it keeps, of any shape and dtype
@@ -37,8 +37,8 @@ _KEY = re.compile(r"(rank-(\d+)-of-(\d+))/(.+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class About:
-    """What a saved state was made by. All of it must agree where the state is loaded.
+class Header:
+    """The run that a saved state comes from. All of it must agree where the state is loaded.
 
     Attributes:
         rank, ranks: of the whole job, which with tensor or pipeline parallelism is more than the data-parallel ranks.
@@ -66,7 +66,7 @@ class About:
     format: int = FORMAT
 
     @classmethod
-    def of(
+    def of_run(
         cls,
         rank: int,
         ranks: int,
@@ -80,35 +80,35 @@ class About:
         seed: int = 0,
         bound: float | None = None,
         weights: Mapping[str, Tensor] | None = None,
-    ) -> About:
-        """Of this rank of a run. ``weights``: the trained parameters, of which DTensors know how they are sharded."""
+    ) -> Header:
+        """Describe this rank of a run. ``weights``: the trained parameters, of which DTensors know their sharding."""
         return cls(
             rank, ranks, engine, levels, tuple((hop.rank, hop.ranks, hop.owner) for hop in hops), method.name,
             _knobs(method),
             None if inside is None else str(inside), seed, bound,
-            {of.name: (of.shape, of.local) for of in sorted(parameters, key=lambda of: of.name)},
+            {p.name: (p.shape, p.local) for p in sorted(parameters, key=lambda p: p.name)},
             tuple(sorted(name for name, weight in (weights or {}).items() if _across(weight))),
         )  # fmt: skip
 
     @property
     def shard(self) -> tuple[int, int]:
-        """(which, of how many) of the shards that a hop inside the node leaves; where each rank owns a row: all."""
+        """(index, number) of the shard that a hop inside the node leaves; where each rank owns a row: all."""
         rank, rows, _ = self.hops[0]
         return (0, 1) if len(self.hops) == 1 or self.hops[-1][2] else (rank, rows)
 
     @property
     def prefix(self) -> str:
-        """Of the keys of this rank."""
+        """The beginning of this rank's keys."""
         return f"rank-{self.rank:04d}-of-{self.ranks:04d}"
 
     def dump(self) -> Tensor:
-        """(b,) uint8: JSON, filled up with spaces to whole pages."""
+        """Return (b,) uint8: JSON, filled up with spaces to whole pages."""
         text = json.dumps(asdict(self), sort_keys=True).encode()
         return torch.frombuffer(bytearray(text.ljust(-(-len(text) // PAGE) * PAGE)), dtype=torch.uint8)
 
     @classmethod
-    def load(cls, key: str, saved: Tensor) -> About:
-        """What ``dump`` gave.
+    def load(cls, key: str, saved: Tensor) -> Header:
+        """Read the result of ``dump``.
 
         Raises:
             ThinwireError: it is damaged, or of another format.
@@ -116,44 +116,44 @@ class About:
         try:
             if saved.dtype != torch.uint8:
                 raise ValueError
-            found = json.loads(bytes(saved.cpu().contiguous().view(-1).tolist()).decode())
-            if found["format"] != FORMAT:
-                raise ThinwireError(f"the state has format {found['format']}, this version reads {FORMAT}")
-            found["hops"] = tuple((int(rank), int(rows), bool(owner)) for rank, rows, owner in found["hops"])
-            found["parameters"] = {
-                name: (tuple(map(int, shape)), int(local)) for name, (shape, local) in found["parameters"].items()
+            entries = json.loads(bytes(saved.cpu().contiguous().view(-1).tolist()).decode())
+            if entries["format"] != FORMAT:
+                raise ThinwireError(f"the state has format {entries['format']}, this version reads {FORMAT}")
+            entries["hops"] = tuple((int(rank), int(rows), bool(owner)) for rank, rows, owner in entries["hops"])
+            entries["parameters"] = {
+                name: (tuple(map(int, shape)), int(local)) for name, (shape, local) in entries["parameters"].items()
             }
-            found["across"] = tuple(map(str, found["across"]))
-            return cls(**{field.name: found[field.name] for field in fields(cls)})
+            entries["across"] = tuple(map(str, entries["across"]))
+            return cls(**{field.name: entries[field.name] for field in fields(cls)})
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ThinwireError(f"'{key}' is damaged: take an older checkpoint") from None
 
-    def unlike(self, saved: About) -> str | None:
-        """The first thing in which ``saved`` differs from this run, and what it is here."""
+    def unlike(self, saved: Header) -> str | None:
+        """Name the first difference of ``saved`` from this run, with both values; None: there is none."""
         return self.unlike_place(saved) or self.unlike_run(saved)
 
-    def unlike_place(self, saved: About) -> str | None:
-        """The same of ranks and engine."""
+    def unlike_place(self, saved: Header) -> str | None:
+        """Name the first difference in ranks and engine."""
         if saved.engine != self.engine or saved.levels != self.levels:
-            return f"it was saved on {_engine(saved)}, this run is on {_engine(self)}"
+            return f"it was saved on {_describe_engine(saved)}, this run is on {_describe_engine(self)}"
         if saved.hops != self.hops:
-            return f"it was saved by {_place(saved)}, this is {_place(self)}"
+            return f"it was saved by {_describe_ranks(saved)}, this is {_describe_ranks(self)}"
         if saved.inside != self.inside:
             return f"it was saved with intra={saved.inside}, this run has intra={self.inside}"
         for name, (_, local) in self.parameters.items():
-            there = saved.parameters.get(name, ((), local))[1]
-            if there != local and saved.parameters[name][0] == self.parameters[name][0]:
-                return f"{name} had {there} elements on this rank, and has {local} in this run"
+            saved_local = saved.parameters.get(name, ((), local))[1]
+            if saved_local != local and saved.parameters[name][0] == self.parameters[name][0]:
+                return f"{name} had {saved_local} elements on this rank, and has {local} in this run"
         return None
 
-    def unlike_run(self, saved: About) -> str | None:
-        """The same of all else."""
+    def unlike_run(self, saved: Header) -> str | None:
+        """Name the first difference in all else."""
         if saved.method != self.method:
             return f"it was saved with method {saved.method}, this run has {self.method}"
         for knob in sorted({*saved.knobs, *self.knobs}):
-            theirs, ours = saved.knobs.get(knob, "no such knob"), self.knobs.get(knob, "no such knob")
-            if theirs != ours:
-                return f"it was saved with {knob}={theirs} of {self.method}, this run has {knob}={ours}"
+            saved_value, value = saved.knobs.get(knob, "no such knob"), self.knobs.get(knob, "no such knob")
+            if saved_value != value:
+                return f"it was saved with {knob}={saved_value} of {self.method}, this run has {knob}={value}"
         for name in ("seed", "bound"):
             if getattr(saved, name) != getattr(self, name):
                 return f"it was saved with {name}={getattr(saved, name)}, this run has {name}={getattr(self, name)}"
@@ -162,62 +162,62 @@ class About:
                 return f"it knows nothing of {name}, which this run trains"
             if saved.parameters[name][0] != shape:
                 return f"{name} was {saved.parameters[name][0]}, and is {shape} in this run"
-        more = [name for name in saved.parameters if name not in self.parameters]
-        return f"it holds {more[0]}, which this run does not train" if more else None
+        extra = [name for name in saved.parameters if name not in self.parameters]
+        return f"it holds {extra[0]}, which this run does not train" if extra else None
 
 
 def _knobs(method: Method) -> dict[str, str]:
-    known = {knob.name: str(getattr(method, knob.name)) for knob in method.knobs()}
+    knobs = {knob.name: str(getattr(method, knob.name)) for knob in method.knobs()}
     if method.carrier is not method:
-        known |= {f"{method.carrier.name}'s {knob}": value for knob, value in _knobs(method.carrier).items()}
-    return known
+        knobs |= {f"{method.carrier.name}'s {knob}": value for knob, value in _knobs(method.carrier).items()}
+    return knobs
 
 
 def _across(weight: Tensor) -> bool:
     return any(placement.is_shard() and placement.dim != 0 for placement in getattr(weight, "placements", ()))
 
 
-def _engine(about: About) -> str:
-    return f"{about.engine} on two levels" if about.levels else about.engine
+def _describe_engine(header: Header) -> str:
+    return f"{header.engine} on two levels" if header.levels else header.engine
 
 
-def _place(about: About) -> str:
-    return " and ".join(f"rank {rank} of {rows}" for rank, rows, _ in about.hops)
+def _describe_ranks(header: Header) -> str:
+    return " and ".join(f"rank {rank} of {rows}" for rank, rows, _ in header.hops)
 
 
 class Form:
     """The keys, shapes and dtypes of one rank's saved state, the same in every step.
 
     Attributes:
-        about: of this rank. shapes: key, without the rank -> tensors without storage, of every key but ``about`` and
+        header: of this rank. shapes: key, without the rank -> tensors without storage, of every key but ``about`` and
             ``lengths``.
     """
 
-    def __init__(self, about: About, shapes: Mapping[str, Tensor]) -> None:
-        self.about = about
+    def __init__(self, header: Header, shapes: Mapping[str, Tensor]) -> None:
+        self.header = header
         self.shapes = dict(sorted(shapes.items()))
         self._small = [key for key in self.shapes if key.startswith(SMALL)]
 
     def pack(self, values: Mapping[str, Tensor], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """``values``, by key without the rank, in this form: zeros for what is not there, which are made on ``device``.
+        """Bring ``values``, by key without the rank, into this form, with zeros made on ``device`` for missing ones.
 
         Where the last dimension of a value may be longer in other steps, zeros follow.
         """
-        found = {"about": self.about.dump()}
+        entries = {"about": self.header.dump()}
         if self._small:
             lengths = [-1 if key not in values else _last(values[key]) for key in self._small]
-            found["lengths"] = torch.tensor(lengths)
+            entries["lengths"] = torch.tensor(lengths)
         for key, like in self.shapes.items():
             value = values.get(key)
             if value is None:
                 value = torch.zeros(like.shape, dtype=like.dtype, device=device)
             elif value.shape != like.shape and value.shape[:-1] == like.shape[:-1]:
                 value = torch.nn.functional.pad(value, (0, like.shape[-1] - value.shape[-1]))
-            found[key] = value
-        return {f"{self.about.prefix}/{key}": value for key, value in {**values, **found}.items()}
+            entries[key] = value
+        return {f"{self.header.prefix}/{key}": value for key, value in {**values, **entries}.items()}
 
     def unpack(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values that were packed. Nothing of ``state`` is left out.
+        """Return the values that were packed. Nothing of ``state`` is left out.
 
         Raises:
             ThinwireError: ``state`` is another rank's, was saved by another run than this one could go on from, lacks
@@ -225,49 +225,49 @@ class Form:
                 finite.
         """
         self._check_owner(state)
-        mine = {_KEY.fullmatch(key)[4]: value for key, value in state.items()}  # type: ignore[index]
-        prefix = self.about.prefix
-        if "about" not in mine:
+        own_values = {_KEY.fullmatch(key)[4]: value for key, value in state.items()}  # type: ignore[index]
+        prefix = self.header.prefix
+        if "about" not in own_values:
             raise ThinwireError(f"the state has no '{prefix}/about': it was not made by wire.state_dict()")
-        unlike = self.about.unlike(About.load(f"{prefix}/about", mine.pop("about")))
+        unlike = self.header.unlike(Header.load(f"{prefix}/about", own_values.pop("about")))
         if unlike:
             raise ThinwireError(f"the state does not fit this run: {unlike}")
         shapes = dict(self.shapes)
         if self._small:
             shapes["lengths"] = torch.empty(len(self._small), dtype=torch.int64, device="meta")
-        _check_keys(prefix, mine, shapes)
-        for key, value in mine.items():
+        _check_keys(prefix, own_values, shapes)
+        for key, value in own_values.items():
             check_finite(f"{prefix}/{key}", value)
-        return trim(mine)
+        return trim(own_values)
 
     def _check_owner(self, state: Mapping[str, Tensor]) -> None:
-        """Is all of ``state`` this rank's?"""
-        about, owners = self.about, split(state)
-        here = f"this is rank {about.rank} of {about.ranks}"
+        """Refuse a ``state`` that is not all this rank's."""
+        header, owners = self.header, split(state)
+        this_rank = f"this is rank {header.rank} of {header.ranks}"
         if not owners:
-            raise ThinwireError(f"the state is empty, and {here}: each rank loads what its own state_dict() gave")
+            raise ThinwireError(f"the state is empty, and {this_rank}: each rank loads what its own state_dict() gave")
         for rank, ranks in owners:
-            if ranks != about.ranks:
+            if ranks != header.ranks:
                 raise ThinwireError(
-                    f"the state is that of rank {rank} of {ranks}, and {here}: hand in the states of all {ranks} ranks "
-                    "in one dict, with resize='flush', 'redistribute' or 'reset'"
+                    f"the state is that of rank {rank} of {ranks}, and {this_rank}: hand in the states of all {ranks} "
+                    "ranks in one dict, with resize='flush', 'redistribute' or 'reset'"
                 )
-            if rank != about.rank:
+            if rank != header.rank:
                 raise ThinwireError(
-                    f"the state is that of rank {rank} of {ranks}, and {here}: each rank saves and loads its own"
+                    f"the state is that of rank {rank} of {ranks}, and {this_rank}: each rank saves and loads its own"
                 )
 
 
 def trim(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One rank's ``values`` without what was not there, and without the zeros behind a value."""
-    found = {key: value for key, value in sorted(values.items()) if key != "lengths"}
-    small = [key for key in found if key.startswith(SMALL)]
+    """Return a rank's ``values`` without entries that stand for none, and without the zeros behind a value."""
+    trimmed = {key: value for key, value in sorted(values.items()) if key != "lengths"}
+    small = [key for key in trimmed if key.startswith(SMALL)]
     for key, length in zip(small, values["lengths"].tolist() if small else (), strict=True):
         if length < 0:
-            del found[key]
-        elif found[key].dim():
-            found[key] = found[key][..., :length]
-    return found
+            del trimmed[key]
+        elif trimmed[key].dim():
+            trimmed[key] = trimmed[key][..., :length]
+    return trimmed
 
 
 def _last(value: Tensor) -> int:
@@ -277,10 +277,10 @@ def _last(value: Tensor) -> int:
 def _check_keys(prefix: str, values: Mapping[str, Tensor], shapes: Mapping[str, Tensor]) -> None:
     missing = [key for key in shapes if key not in values]
     if missing:
-        raise ThinwireError(f"the state lacks '{prefix}/{missing[0]}'{_more(missing)}, which this run keeps")
+        raise ThinwireError(f"the state lacks '{prefix}/{missing[0]}'{_and_others(missing)}, which this run keeps")
     unknown = [key for key in values if key not in shapes]
     if unknown:
-        raise ThinwireError(f"this run keeps no '{prefix}/{unknown[0]}'{_more(unknown)}, which the state holds")
+        raise ThinwireError(f"this run keeps no '{prefix}/{unknown[0]}'{_and_others(unknown)}, which the state holds")
     for key, like in shapes.items():
         value = values[key]
         if value.shape != like.shape or value.dtype != like.dtype:
@@ -290,7 +290,7 @@ def _check_keys(prefix: str, values: Mapping[str, Tensor], shapes: Mapping[str, 
             )
 
 
-def _more(keys: Sequence[str]) -> str:
+def _and_others(keys: Sequence[str]) -> str:
     return f" and {len(keys) - 1} other entries" if keys[1:] else ""
 
 
@@ -304,34 +304,34 @@ def check_finite(key: str, values: Tensor) -> None:
 
 
 def split(state: Iterable[str]) -> dict[tuple[int, int], list[str]]:
-    """(rank, ranks) -> its keys, of those of ``state``.
+    """Group the keys of ``state`` by (rank, ranks).
 
     Raises:
         ThinwireError: a key is no entry of a state.
     """
     owners: dict[tuple[int, int], list[str]] = {}
     for key in state:
-        found = _KEY.fullmatch(key)
-        if found is None:
+        match = _KEY.fullmatch(key)
+        if match is None:
             raise ThinwireError(
                 f"'{key}' is no entry of a state: those are named 'rank-0000-of-0001/...', as wire.state_dict() does; "
                 "or an earlier version of Thinwire saved it"
             )
-        owners.setdefault((int(found[2]), int(found[3])), []).append(key)
+        owners.setdefault((int(match[2]), int(match[3])), []).append(key)
     return owners
 
 
-def own_of(state: Mapping[str, Tensor], about: About) -> dict[str, Tensor] | None:
-    """The entries of the rank ``about`` in ``state``, if it was saved by the same ranks on the same engine."""
-    own = split(state).get((about.rank, about.ranks))
-    key = f"{about.prefix}/about"
-    if own is None or key not in own or about.unlike_place(About.load(key, state[key])):
+def own_of(state: Mapping[str, Tensor], header: Header) -> dict[str, Tensor] | None:
+    """Return the entries of the rank of ``header`` in ``state``, if the same ranks saved it on the same engine."""
+    own_keys = split(state).get((header.rank, header.ranks))
+    key = f"{header.prefix}/about"
+    if own_keys is None or key not in own_keys or header.unlike_place(Header.load(key, state[key])):
         return None
-    return {key: state[key] for key in own}
+    return {key: state[key] for key in own_keys}
 
 
 def from_dcp(checkpoint: str | os.PathLike, name: str = "wire") -> dict[str, Tensor]:
-    """The states of all ranks that ``dcp.save({name: wire})`` wrote to the folder ``checkpoint``, on the CPU.
+    """Read the states of all ranks that ``dcp.save({name: wire})`` wrote to the folder ``checkpoint``, on the CPU.
 
     For ``wire.load_state_dict(..., resize=...)`` on other ranks; on the same ones ``dcp.load({name: wire})`` is enough.
     Not collective.
@@ -341,17 +341,17 @@ def from_dcp(checkpoint: str | os.PathLike, name: str = "wire") -> dict[str, Ten
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     reader = dcp.FileSystemReader(checkpoint)
-    found = {
-        key: torch.empty(of.size, dtype=of.properties.dtype)
-        for key, of in reader.read_metadata().state_dict_metadata.items()
-        if key.startswith(f"{name}.rank-") and isinstance(of, TensorStorageMetadata)
+    state = {
+        key: torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        for key, metadata in reader.read_metadata().state_dict_metadata.items()
+        if key.startswith(f"{name}.rank-") and isinstance(metadata, TensorStorageMetadata)
     }
-    if not found:
+    if not state:
         raise ThinwireError(f"{checkpoint} holds no state of a wire under the name '{name}'")
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    return {key.removeprefix(f"{name}."): value for key, value in found.items()}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return {key.removeprefix(f"{name}."): value for key, value in state.items()}
 
 
 def entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` by key without the rank: ``"residual/w"``."""
-    return {found[4] if (found := _KEY.fullmatch(key)) else key: value for key, value in state.items()}
+    """Return ``state`` by key without the rank: ``"residual/w"``."""
+    return {match[4] if (match := _KEY.fullmatch(key)) else key: value for key, value in state.items()}

@@ -1,4 +1,4 @@
-"""How a saved state moves to other ranks: another number of them, or another engine.
+"""Moving a saved state to other ranks: another number of them, or another engine.
 
 What arrives of a step is the mean over the ranks that exchange, so what waits on rank n enters it as e_n / N. That is
 what has to be kept: the *contribution*
@@ -28,14 +28,14 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.method import Method
-from thinwire.saved.format import About, Form, check_finite, split, trim
+from thinwire.saved.format import Form, Header, check_finite, split, trim
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """One rank's part of a saved state: what made it, and its values, which are looked up once each."""
+    """The part of one rank in a saved state: its header, and its values, which are looked up once each."""
 
-    about: About
+    header: Header
     keys: Mapping[str, str]
     state: Mapping[str, Tensor]
 
@@ -46,7 +46,7 @@ class _Saved:
 
 
 def move(state: Mapping[str, Tensor], form: Form, method: Method, *, drop: bool) -> tuple[dict[str, Tensor], float]:
-    """What the rank of ``form`` goes on from, by key without the rank, and the norm of what was dropped of C.
+    """Return the state of the rank of ``form``, by key without the rank, and the norm of what was dropped of C.
 
     Args:
         state: of all ranks that saved, merged. method: of the run that goes on. drop: what waits.
@@ -58,49 +58,49 @@ def move(state: Mapping[str, Tensor], form: Form, method: Method, *, drop: bool)
     ranks = _read(state, form)
     rows, lost = _rows(ranks, form, method, drop)
     counts = {key: ranks[0][key] for key in ("step", "skipped", "flush")}
-    return {**counts, **_usual(ranks, form), **rows, **_small(ranks, form, method)}, lost
+    return {**counts, **_usual_norms(ranks, form), **rows, **_rowless(ranks, form, method)}, lost
 
 
 def _read(state: Mapping[str, Tensor], form: Form) -> list[_Saved]:
-    found = split(state)
-    sizes = {ranks for _, ranks in found}
+    keys_by_rank = split(state)
+    sizes = {ranks for _, ranks in keys_by_rank}
     if len(sizes) != 1:
-        given = " and ".join(map(str, sorted(sizes))) or "no"
-        raise ThinwireError(f"resize needs the states of one run, and was given those of {given} ranks")
+        counts = " and ".join(map(str, sorted(sizes))) or "no"
+        raise ThinwireError(f"resize needs the states of one run, and was given those of {counts} ranks")
     size = sizes.pop()
-    if missing := [rank for rank in range(size) if (rank, size) not in found]:
+    if missing := [rank for rank in range(size) if (rank, size) not in keys_by_rank]:
         raise ThinwireError(f"resize needs the states of all {size} ranks that saved: rank {missing[0]}'s is missing")
     ranks = []
     for rank in range(size):
-        keys = {key.partition("/")[2]: key for key in found[rank, size]}
+        keys = {key.partition("/")[2]: key for key in keys_by_rank[rank, size]}
         if "about" not in keys:
             raise ThinwireError(f"the state of rank {rank} has no 'about': it was not made by wire.state_dict()")
-        ranks.append(_Saved(About.load(keys["about"], state[keys["about"]]), keys, state))
+        ranks.append(_Saved(Header.load(keys["about"], state[keys["about"]]), keys, state))
         if ranks[-1].keys.keys() != ranks[0].keys.keys():
-            other = sorted(ranks[-1].keys.keys() ^ ranks[0].keys.keys())[0]
-            raise ThinwireError(f"'{other}' is not in the states of all ranks: one of them is not whole")
-    for of in (*(saved.about for saved in ranks), form.about):
-        unlike = form.about.unlike_run(of)
+            key = sorted(ranks[-1].keys.keys() ^ ranks[0].keys.keys())[0]
+            raise ThinwireError(f"'{key}' is not in the states of all ranks: one of them is not whole")
+    for header in (*(saved.header for saved in ranks), form.header):
+        unlike = form.header.unlike_run(header)
         if unlike:
             raise ThinwireError(f"the state does not fit this run: {unlike}")
-        if math.prod(rows for _, rows, _ in of.hops) != of.ranks:
+        if math.prod(rows for _, rows, _ in header.hops) != header.ranks:
             raise ThinwireError("resize is for data parallelism alone, not beside tensor or pipeline parallelism")
-        if of.across:
-            raise ThinwireError(f"resize: {of.across[0]} is sharded along another dimension than the first")
+        if header.across:
+            raise ThinwireError(f"resize: {header.across[0]} is sharded along another dimension than the first")
     return ranks
 
 
-def _usual(ranks: list[_Saved], form: Form) -> dict[str, Tensor]:
-    """The bound's usual norms: of the whole gradient the mean square over ranks, a shard's an equal part of it."""
-    found = {}
+def _usual_norms(ranks: list[_Saved], form: Form) -> dict[str, Tensor]:
+    """Move the bound's usual norms: of the whole gradient the mean square over ranks, a shard's an equal part of it."""
+    norms = {}
     for key, like in form.shapes.items():
         if key.startswith("bound/usual norm/"):
             squares = sum(float(saved[key]) ** 2 for saved in ranks) / len(ranks)
-            ratio = ranks[0].about.shard[1] / form.about.shard[1]
-            found[key] = torch.tensor(math.sqrt(squares * ratio), dtype=like.dtype)
+            ratio = ranks[0].header.shard[1] / form.header.shard[1]
+            norms[key] = torch.tensor(math.sqrt(squares * ratio), dtype=like.dtype)
         elif key.startswith("bound/"):
-            found[key] = torch.zeros(like.shape, dtype=like.dtype)  # what was cut on this rank
-    return found
+            norms[key] = torch.zeros(like.shape, dtype=like.dtype)  # what was cut on this rank
+    return norms
 
 
 # What has rows.
@@ -110,14 +110,14 @@ def _rows(ranks: list[_Saved], form: Form, method: Method, drop: bool) -> tuple[
     on_wire, waits = method.carrier.on_wire, method.promise.waits
     new = {key: torch.zeros(like.shape, dtype=like.dtype) for key, like in form.shapes.items() if _has_rows(key)}
     squares = 0.0
-    for name, (shape, _) in form.about.parameters.items():
-        there = _kinds(form.shapes, name)
+    for name, (shape, _) in form.header.parameters.items():
+        kinds = _kinds(form.shapes, name)
         whole = {
-            kind: _whole(ranks, kind, name, math.prod(shape), on_wire) for kind in _kinds(ranks[0].keys, name)
+            kind: _contribution(ranks, kind, name, math.prod(shape), on_wire) for kind in _kinds(ranks[0].keys, name)
         }
-        for kind in [kind for kind in whole if kind in waits and (drop or kind not in there)]:
+        for kind in [kind for kind in whole if kind in waits and (drop or kind not in kinds)]:
             waiting = whole.pop(kind)
-            home = next((kind for kind in waits if kind in there), None)
+            home = next((kind for kind in waits if kind in kinds), None)
             if drop:
                 squares += float((waits[kind] * waiting).square().sum())
             elif home is not None:  # a server's error has no server any more: it joins what waits on all
@@ -125,7 +125,7 @@ def _rows(ranks: list[_Saved], form: Form, method: Method, drop: bool) -> tuple[
                 whole[home] = waiting if home not in whole else whole[home] + waiting
             elif waiting.any():
                 raise ThinwireError(f"{kind} of {name} waits, and {name} stays dense in this run: pass resize='reset'")
-        for kind in there:
+        for kind in kinds:
             if kind in whole:
                 new[f"{kind}/{name}"] = _cut(whole[kind], form, kind, name, on_wire)
     return new, math.sqrt(squares)
@@ -139,46 +139,46 @@ def _kinds(keys: Mapping[str, object], name: str) -> list[str]:
     return [key.partition("/")[0] for key in keys if _has_rows(key) and key.partition("/")[2] == name]
 
 
-def _whole(ranks: list[_Saved], kind: str, name: str, numel: int, on_wire: bool) -> Tensor:
-    """C of ``kind`` of parameter ``name``: (numel,) float64."""
-    total = torch.zeros(_length(ranks[0].about, name), dtype=torch.float64)
+def _contribution(ranks: list[_Saved], kind: str, name: str, numel: int, on_wire: bool) -> Tensor:
+    """Return C of ``kind`` of parameter ``name``: (numel,) float64."""
+    total = torch.zeros(_length(ranks[0].header, name), dtype=torch.float64)
     for saved in ranks:
         values = saved[f"{kind}/{name}"].double().cpu()
-        served = _is_served(saved.about, len(values), on_wire)
-        share = 1.0 if served else 1 / saved.about.hops[-1][1]
-        for row, at, count in _places(saved.about, name, values.shape, served):
-            total[at : at + count] += share * values[row, :count]
+        served = _is_served(saved.header, len(values), on_wire)
+        share = 1.0 if served else 1 / saved.header.hops[-1][1]
+        for row, start, count in _row_spans(saved.header, name, values.shape, served):
+            total[start : start + count] += share * values[row, :count]
     return total[:numel]
 
 
 def _cut(whole: Tensor, form: Form, kind: str, name: str, on_wire: bool) -> Tensor:
-    """``whole`` (numel,) as the rank of ``form`` keeps it: (R, span) float32."""
-    about, shape = form.about, form.shapes[f"{kind}/{name}"].shape
-    padded = torch.nn.functional.pad(whole, (0, _length(about, name) - len(whole)))
+    """Cut ``whole`` (numel,) as the rank of ``form`` keeps it: (R, span) float32."""
+    header, shape = form.header, form.shapes[f"{kind}/{name}"].shape
+    padded = torch.nn.functional.pad(whole, (0, _length(header, name) - len(whole)))
     values = torch.zeros(shape, dtype=torch.float32)
-    for row, at, count in _places(about, name, shape, _is_served(about, shape[0], on_wire)):
-        values[row, :count] = padded[at : at + count]
+    for row, start, count in _row_spans(header, name, shape, _is_served(header, shape[0], on_wire)):
+        values[row, :count] = padded[start : start + count]
     return values
 
 
-def _is_served(about: About, rows: int, on_wire: bool) -> bool:
-    """Is a kind with so many ``rows`` the owner's of one row, where a bucket has one for each rank?"""
-    _, of, owner = about.hops[-1]
-    return rows == 1 < of and (owner or not on_wire)
+def _is_served(header: Header, rows: int, on_wire: bool) -> bool:
+    """Tell whether a kind with so many ``rows`` is the owner's of one row, where a bucket has one for each rank."""
+    _, ranks, owner = header.hops[-1]
+    return rows == 1 < ranks and (owner or not on_wire)
 
 
-def _length(about: About, name: str) -> int:
-    """Values of the parameter as all shards or rows hold it together, with their padding."""
-    _, of, owner = about.hops[-1]
-    shards = about.hops[0][1] if len(about.hops) == 2 else 1
-    return about.parameters[name][1] * shards * (of if owner else 1)
+def _length(header: Header, name: str) -> int:
+    """Count the values of the parameter in all shards or rows together, with their padding."""
+    _, ranks, owner = header.hops[-1]
+    shards = header.hops[0][1] if len(header.hops) == 2 else 1
+    return header.parameters[name][1] * shards * (ranks if owner else 1)
 
 
-def _places(about: About, name: str, shape: tuple[int, ...], served: bool) -> Iterator[tuple[int, int, int]]:
-    """(row, where its values lie in the padded whole, how many) of a kind of ``shape`` (R, span) on one rank."""
-    (rows, span), local = shape, about.parameters[name][1]
-    rank, _, owner = about.hops[-1]
-    inside, shards = about.hops[0][:2] if len(about.hops) == 2 else (0, 1)
+def _row_spans(header: Header, name: str, shape: tuple[int, ...], served: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield (row, start in the padded whole, number of values) of a kind of ``shape`` (R, span) on one rank."""
+    (rows, span), local = shape, header.parameters[name][1]
+    rank, _, owner = header.hops[-1]
+    inside, shards = header.hops[0][:2] if len(header.hops) == 2 else (0, 1)
     for row in range(rows):
         number = rank if served else row
         if owner:  # of node ``number`` the row that the rank with this place in its node owns
@@ -190,30 +190,30 @@ def _places(about: About, name: str, shape: tuple[int, ...], served: bool) -> It
 # What has none.
 
 
-def _small(ranks: list[_Saved], form: Form, method: Method) -> dict[str, Tensor]:
-    there = [_trimmed(saved) for saved in ranks]
-    found = {}
-    for key in there[0]:
+def _rowless(ranks: list[_Saved], form: Form, method: Method) -> dict[str, Tensor]:
+    by_rank = [_trimmed(saved) for saved in ranks]
+    moved = {}
+    for key in by_rank[0]:
         kind, _, name = key.removeprefix("=").partition("/")
-        word = next((word for pattern, word in method.resized.items() if fnmatchcase(kind, pattern)), None)
-        if word is None:
+        rule = next((rule for pattern, rule in method.resized.items() if fnmatchcase(kind, pattern)), None)
+        if rule is None:
             raise ThinwireError(f"{method.name} does not say what becomes of its state '{kind}' on other ranks")
-        if word == "anew" or (word == "equal" and key not in form.shapes):
+        if rule == "anew" or (rule == "equal" and key not in form.shapes):
             continue
-        value = there[0][key]
-        if word in ("shard", "mean"):
-            of = _same_shard(ranks, form, kind)
-            if word == "shard" and not all(torch.equal(there[rank][key], there[of[0]][key]) for rank in of):
+        value = by_rank[0][key]
+        if rule in ("shard", "mean"):
+            values = [by_rank[rank][key] for rank in _same_shard(ranks, form, kind)]
+            if rule == "shard" and not all(torch.equal(shard, values[0]) for shard in values):
                 raise ThinwireError(
                     f"{method.name}: '{kind}' of {name} differs between ranks: go on from a state that was saved at "
                     "the end of a round, where all ranks hold the same weights"
                 )
-            value = torch.stack([there[rank][key].double() for rank in of]).mean(0).to(there[of[0]][key].dtype)
+            value = torch.stack([value.double() for value in values]).mean(0).to(values[0].dtype)
         if key not in form.shapes or value.shape != form.shapes[key].shape:
-            raise ThinwireError(f"{method.name}: '{kind}' of {name} cannot be moved from {ranks[0].about.engine} to "
-                                f"{form.about.engine} with its shape {tuple(value.shape)}")  # fmt: skip
-        found[key] = value
-    return found
+            raise ThinwireError(f"{method.name}: '{kind}' of {name} cannot be moved from {ranks[0].header.engine} to "
+                                f"{form.header.engine} with its shape {tuple(value.shape)}")  # fmt: skip
+        moved[key] = value
+    return moved
 
 
 def _trimmed(saved: _Saved) -> dict[str, Tensor]:
@@ -222,12 +222,12 @@ def _trimmed(saved: _Saved) -> dict[str, Tensor]:
 
 
 def _same_shard(ranks: list[_Saved], form: Form, kind: str) -> list[int]:
-    """The ranks that hold the shard of the rank of ``form``."""
-    inside, shards = form.about.shard
-    before = ranks[0].about.shard[1]
-    if before != shards or (shards > 1 and ranks[0].about.engine != form.about.engine):
+    """List the ranks that hold the shard of the rank of ``form``."""
+    inside, shards = form.header.shard
+    saved_shards = ranks[0].header.shard[1]
+    if saved_shards != shards or (shards > 1 and ranks[0].header.engine != form.header.engine):
         raise ThinwireError(
-            f"'{kind}' belongs to one of {before} shards on {ranks[0].about.engine}, and this run has {shards} on "
-            f"{form.about.engine}: keep as many"
+            f"'{kind}' belongs to one of {saved_shards} shards on {ranks[0].header.engine}, and this run has {shards} "
+            f"on {form.header.engine}: keep as many"
         )
-    return [rank for rank, saved in enumerate(ranks) if saved.about.shard[0] == inside]
+    return [rank for rank, saved in enumerate(ranks) if saved.header.shard[0] == inside]

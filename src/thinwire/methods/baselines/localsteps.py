@@ -136,7 +136,7 @@ class LocalSteps(Method):
         self.must(0 < self.decay <= 1, "decay", "is a share, above 0 and up to 1")
         if not self.start:
             self.refuse_idle("start=0", "start_bits")
-        self._outer = replace(resolve(self.outer))  # another object than the user's, which a rehearsal would share
+        self._outer = replace(resolve(self.outer))  # another object than the user's, which a dry run would share
         self._check_outer()
         self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count

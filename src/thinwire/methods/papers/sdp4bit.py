@@ -193,7 +193,7 @@ class SDP4Bit(Method):
             seeds = {name: seed_of(self.run.seed, f"{stream}/{name}", bucket.step) for name in self._sent}
             self._pool = (stream, bucket.step), Pool(seeds)
         pool = self._pool[1]
-        return Seeds(tuple((of.start, of.start + of.width, pool.places[of.name]) for of in bucket.segments), pool)
+        return Seeds(tuple((of.start, of.start + of.width, pool.indices[of.name]) for of in bucket.segments), pool)
 
     @property
     def encodes_weights(self) -> bool:

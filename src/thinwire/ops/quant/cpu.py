@@ -456,7 +456,7 @@ def requantize(
     bits, group = format.bits, format.group
     kernel = REQUANTIZE[bits == 4, drawn is not None, format.hadamard]
     factor = np.float32(scale * NORM if format.hadamard else scale)
-    for first, last, seed in [(0, scales.shape[1] * group, 0)] if drawn is None else drawn.parts:
+    for first, last, seed in [(0, scales.shape[1] * group, 0)] if drawn is None else drawn.ranges:
         at, groups = slice(first * bits // 8, last * bits // 8), slice(first // group, last // group)
         (result, _), (result_scales, _) = flat(codes_out[:, at].view(torch.uint8)), flat(scales_out[:, groups])
         kernel(

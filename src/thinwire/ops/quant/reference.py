@@ -117,7 +117,7 @@ def quantize_parts(
 ) -> None:  # fmt: skip
     """One part after the other, ``by`` this or another backend's ``quantize``."""
     bits, group = format.bits, format.group
-    for first, last, seed in drawn.parts:
+    for first, last, seed in drawn.ranges:
         at, groups = slice(first * bits // 8, last * bits // 8), slice(first // group, last // group)
         by(rows[:, first:last], format, codes[:, at], scales[:, groups], seed)
 

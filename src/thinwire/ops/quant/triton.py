@@ -283,7 +283,7 @@ def quantize_parts(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, 
 def _tables(drawn: Drawn, format: Format, block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Programs, parts and keys of a kernel that draws."""
     keys, places = drawn.keys(device)
-    groups = tuple((first // format.group, (last - first) // format.group) for first, last, _ in drawn.parts)
+    groups = tuple((first // format.group, (last - first) // format.group) for first, last, _ in drawn.ranges)
     return *_table(groups, places, block, device), keys
 
 

@@ -1,6 +1,6 @@
-"""What a method will send, hold and launch: its own code on tensors without storage, over a network that only counts.
+"""A dry run tells what a method will send, hold and launch: its own code without storage, over a counting network.
 
-No method says what it needs. A rehearsal plays steps of its steady state: its own code, buckets, state and codecs, on
+No method says what it needs. A dry run plays steps of its steady state: its own code, buckets, state and codecs, on
 tensors that have a shape and no storage (torch's "meta" device), over groups whose size is a number. Nothing is
 computed and nothing is sent; what would be is read off the ledger. On a real device, with one small parameter, the same
 steps compile the kernels.
@@ -8,14 +8,12 @@ steps compile the kernels.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,29 +23,29 @@ from thinwire.core.bucket import Bucket, Layout, Piece, Shard
 from thinwire.core.exchange import Exchange, on_comm
 from thinwire.core.method import Method, Parameter, Run, Step
 from thinwire.core.road import Road, Stage
-from thinwire.core.state import State, dump_state
+from thinwire.core.state import dump_state
 from thinwire.core.weights import Ahead, Replica
 from thinwire.network.comm import Comm, CountingComm, local
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Account, Ledger
 from thinwire.ops.backends import every_variant
+from thinwire.plan.doubles import CountedState, Watch, optimizer_like, step_once, zeros_like
 from thinwire.plan.memory import Memory
-from thinwire.plan.watch import Watch
 
 META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """One rank's steady state, per optimizer step: the average over the method's ``cycle``.
+class DryRun:
+    """The steady state of one rank, per optimizer step: the average over the method's ``cycle``.
 
     Attributes:
         sent: bytes by link ("inter", "intra"), of gradients and all that goes with them (masks, the guard's flag).
         parameters: the same by parameter; what belongs to none alone is shared out by size.
         weights: bytes sent for one gathering of the weights, where the engine shards them.
         collectives: calls by kind, without those for the weights.
-        launches: kernels by name: "aten.add_", "thinwire.ops.mask.topk_mask". What only makes a view is none.
-        memory: see :class:`Memory`; None where only what is sent was asked for, and no kernel was counted either.
+        launches: kernels by name: "aten.add_", "thinwire.ops.mask.topk_mask"; a view is none.
+        memory: see :class:`Memory`; None where only bytes sent were asked for, and no kernel was counted either.
     """
 
     sent: Mapping[str, float]
@@ -58,15 +56,15 @@ class Rehearsal:
     memory: Memory | None
 
 
-def rehearse(
+def dry_run(
     layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), *, watched: bool = True
-) -> Rehearsal:
-    """What the method of ``road`` needs in its steady state. Nothing of that size is allocated.
+) -> DryRun:
+    """Play the method of ``road`` in its steady state. Nothing of that size is allocated.
 
     Args:
-        layout: the buffers that will come; what is sent is told by parameter where each holds one (:func:`apart`).
+        layout: the buffers that will come; bytes are told by parameter where each holds one (:func:`separate_buffers`).
         guards: the groups on which ranks agree whether a step counts.
-        watched: False: only what is sent, in a quarter of the time: neither kernels nor memory.
+        watched: False: only bytes sent, in a quarter of the time: neither kernels nor memory.
 
     Raises:
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
@@ -78,9 +76,9 @@ def rehearse(
         for comm in comms:
             CountingComm.like(comm, ledger).all_reduce(torch.empty(1, device=META), "max")
 
-    play = _Play(layout, road, run, ledger, watch, None if on_cpu else watch, agree=lambda: agree(guards))
+    play = _Playback(layout, road, run, ledger, watch, None if on_cpu else watch, agree=lambda: agree(guards))
     method, average, peak = play.method, _Average(), 0
-    launching = _launching(method)
+    launch_shares = _launch_shares(method)
     with torch.no_grad(), nullcontext() if watch is None else watch.counting():
         play.open()
         if watch is not None:
@@ -94,7 +92,7 @@ def rehearse(
             play.step(number)
             average.add(method.cycle.get(number, 0.0), gradients, weights, parameters)
             if watch is not None:
-                average.launch(launching.get(number, 0.0), watch.launches)
+                average.launch(launch_shares.get(number, 0.0), watch.launches)
                 peak = max(peak, watch.peak) if number >= method.steady else 0
                 watch.peak = watch.live
                 watch.launches.clear()
@@ -106,17 +104,17 @@ def rehearse(
         return average.result(sizes, None if watch is None else Memory(watch.live, peak))
 
 
-def kept(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
-    """What the state of ``road``'s method will hold at its largest: key -> a tensor without storage, but for counters,
-    which live on the host.
+def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
+    """Return the state of ``road``'s method at its largest: key -> a tensor without storage, but for counters, which
+    live on the host.
 
     Raises:
         ThinwireError: the method refuses one of the parameters, or reads values on the host.
     """
-    method, found = road.last.method, dict[str, Tensor]()
+    method, state = road.last.method, dict[str, Tensor]()
     if not method.keeps_state and not method.encodes_weights:
-        return found
-    play = _Play(layout, road, run, Ledger(), None, None)
+        return state
+    play = _Playback(layout, road, run, Ledger(), None, None)
     try:
         with torch.no_grad():
             if method.alone(method.steady):  # its state holds what differs by rank, of the user's optimizers too
@@ -127,14 +125,14 @@ def kept(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
                 play.exchange(number)
                 play.step(number)
                 for key, value in dump_state(play.method.state).items():
-                    if key not in found or value.numel() > found[key].numel():
-                        found[key] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                    if key not in state or value.numel() > state[key].numel():
+                        state[key] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     except NotImplementedError:
         raise ThinwireError(
             f"{method.name} reads values on the host, so nobody knows what its state will be: it cannot be "
             "saved"
         ) from None
-    return found
+    return state
 
 
 def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
@@ -147,23 +145,26 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     if method.native or not sent:
         return
     dense = [parameter for parameter in run.parameters.values() if method.keep_dense(parameter) is not None]
-    least = [min(of, key=lambda parameter: (parameter.local, parameter.name)) for of in (sent, dense) if of]
-    names = [parameter.name for parameter in least]
-    only = replace(run, parameters=dict(zip(names, least, strict=True)), weights={n: run.weights[n] for n in names})
+    smallest = [min(group, key=lambda parameter: (parameter.local, parameter.name)) for group in (sent, dense) if group]
+    names = [parameter.name for parameter in smallest]
+    weights = {name: run.weights[name] for name in names}
+    small_run = replace(run, parameters=dict(zip(names, smallest, strict=True)), weights=weights)
     # Groups of one rank: others would have to choose masks and scales that fit.
     ledger = Ledger()
 
     def lone(comm: Comm) -> Comm:
-        one = CountingComm(0, 1, [0], ledger)
-        one.one_node = comm.one_node  # a method may send something else inside a node
-        return one
+        counting = CountingComm(0, 1, [0], ledger)
+        counting.one_node = comm.one_node  # a method may send something else inside a node
+        return counting
 
-    alone = Road([replace(stage, exchange=on_comm(stage.exchange, lone(stage.exchange.comm))) for stage in road.stages])
-    end = [*itertools.accumulate((of.local for of in least), initial=0)]
-    own = tuple(Piece(of.name, first, of.local) for of, first in zip(least, end, strict=False))
-    shards = [Shard(own, (), end[-1], dtype) for dtype in run.gathers]
-    layout = replace(apart(least, alone, torch.float32), shards=shards, comm=CountingComm(0, 1, [0], ledger))
-    play = _Play(layout, alone, only, ledger, None, None, device)
+    stages = [replace(stage, exchange=on_comm(stage.exchange, lone(stage.exchange.comm))) for stage in road.stages]
+    lone_road = Road(stages)
+    offsets = [*itertools.accumulate((parameter.local for parameter in smallest), initial=0)]
+    pieces = tuple(Piece(p.name, first, p.local) for p, first in zip(smallest, offsets, strict=False))
+    shards = [Shard(pieces, (), offsets[-1], dtype) for dtype in run.gathers]
+    layout = separate_buffers(smallest, lone_road, torch.float32)
+    layout = replace(layout, shards=shards, comm=CountingComm(0, 1, [0], ledger))
+    play = _Playback(layout, lone_road, small_run, ledger, None, None, device)
     token = every_variant.set(True)
     try:
         with torch.no_grad():
@@ -188,45 +189,45 @@ def _move(device: torch.device) -> None:
         bucket.copies.unpack(rows, flat)
 
 
-def apart(parameters: Iterable[Parameter], road: Road, dtype: torch.dtype | None) -> Layout:
-    """A layout with one buffer for each of ``parameters``, as the engine would hand them out.
+def separate_buffers(parameters: Iterable[Parameter], road: Road, dtype: torch.dtype | None) -> Layout:
+    """Make a layout with one buffer for each of ``parameters``, as the engine would hand them out.
 
     ``dtype``: of all buffers; None: as the parameters.
     """
-    known = list(parameters)
-    return Layout([(road.piece(of),) for of in known], [dtype or of.dtype for of in known])
+    pairs = [(road.piece(parameter), dtype or parameter.dtype) for parameter in parameters]
+    return Layout([(piece,) for piece, _ in pairs], [buffer_dtype for _, buffer_dtype in pairs])
 
 
-def stand_in(method: Method, parameters: Iterable[Parameter], exchange: Exchange, steps: int = 10_000) -> Run:
-    """A run of ``method`` for plans without a user's model and optimizer: N can be any number in it."""
-    known = {parameter.name: parameter for parameter in parameters}
+def stand_in_run(method: Method, parameters: Iterable[Parameter], exchange: Exchange, steps: int = 10_000) -> Run:
+    """Make a run of ``method`` for plans without a user's model and optimizer: N can be any number in it."""
+    by_name = {parameter.name: parameter for parameter in parameters}
     weights = {
         name: nn.Parameter(torch.empty(parameter.local, dtype=parameter.dtype, device=META))
-        for name, parameter in known.items()
+        for name, parameter in by_name.items()
     }
     optimizers = (method.OPTIMIZER(list(weights.values()), lr=1e-3),) if weights else ()
-    return Run(known, exchange, steps, optimizers=optimizers, weights=weights)
+    return Run(by_name, exchange, steps, optimizers=optimizers, weights=weights)
 
 
 def _steps(method: Method, *, watched: bool = True) -> list[int]:
-    """The last step before the steady state, its first, those that stand for all; before each of them the last one.
+    """List the last step before the steady state, its first, those of ``cycle``, and the step before each of them.
 
     A method may do more after a gap: SCAPE's message brings the weights from one step to the next, and no further.
     ``watched``: two steps more, in which memory may peak.
     """
     first = method.steady
     opening = range(first, first + (3 if watched else 1))
-    due = (*method.cycle, *_launching(method)) if watched else tuple(method.cycle)
-    return sorted({max(first - 1, 0), *opening, *due, *(max(n - 1, 0) for n in method.cycle)})
+    chosen = (*method.cycle, *_launch_shares(method)) if watched else tuple(method.cycle)
+    return sorted({max(first - 1, 0), *opening, *chosen, *(max(n - 1, 0) for n in method.cycle)})
 
 
-def _launching(method: Method) -> Mapping[int, float]:
-    """``cycle``, for what is launched: where all steps are alike, the second, which finds memory and weights there."""
+def _launch_shares(method: Method) -> Mapping[int, float]:
+    """Return ``cycle`` for launches: where all steps are alike, the second, which finds memory and weights ready."""
     return {number + 1: share for number, share in method.cycle.items()} if len(method.cycle) == 1 else method.cycle
 
 
 class _Average:
-    """Adds up accounts by their share of all steps."""
+    """A sum of accounts, by their share of all steps."""
 
     def __init__(self) -> None:
         self._sent: Counter[str] = Counter()
@@ -236,10 +237,10 @@ class _Average:
         self._weights = 0.0
 
     def add(self, share: float, account: Account, weights: Account, parameters: dict[str, float]) -> None:
-        for total, part in (
+        for total, counts in (
             (self._sent, account.bytes), (self._collectives, account.calls), (self._parameters, parameters),
         ):  # fmt: skip
-            for key, value in part.items():
+            for key, value in counts.items():
                 total[key] += share * value  # type: ignore[assignment]
         self._weights = sum(weights.bytes.values())  # the first of all gathers everything, the last is as all others
 
@@ -247,16 +248,16 @@ class _Average:
         for name, count in kernels.items() if share else ():
             self._launches[name] += share * count  # type: ignore[assignment]
 
-    def result(self, sizes: Mapping[str, int], memory: Memory | None) -> Rehearsal:
-        rest = sum(self._sent.values()) - sum(self._parameters.values())
+    def result(self, sizes: Mapping[str, int], memory: Memory | None) -> DryRun:
+        unassigned = sum(self._sent.values()) - sum(self._parameters.values())
         values = max(sum(sizes.values()), 1)
-        parameters = {name: self._parameters[name] + rest * size / values for name, size in sizes.items()}
+        parameters = {name: self._parameters[name] + unassigned * size / values for name, size in sizes.items()}
         calls = {kind: count for kind, count in self._collectives.items() if count}
-        return Rehearsal(dict(self._sent), parameters, self._weights, calls, dict(self._launches), memory)
+        return DryRun(dict(self._sent), parameters, self._weights, calls, dict(self._launches), memory)
 
 
-class _Play:
-    """Doubles of a road, buffers, weights and optimizers, on which steps are played."""
+class _Playback:
+    """Doubles of a road, buffers, weights and optimizers, and steps on them."""
 
     def __init__(
         self,
@@ -269,34 +270,34 @@ class _Play:
         device: torch.device = META,
         agree: Callable[[], object] = lambda: None,
     ) -> None:
-        """``watch`` is told what is the engine's own; ``offloads`` also what state lives elsewhere than on the device.
+        """Make the doubles. ``watch`` is told of the engine's own; ``offloads`` also of state off the device.
 
         ``agree``: all ranks agree on a flag beside a step's own.
         """
         self._layout, self._watch, self._device, self._ledger, self._agree = layout, watch, device, ledger, agree
         self._weights = {
-            name: nn.Parameter(_zeros_like(local(weight), device)) for name, weight in run.weights.items()
+            name: nn.Parameter(zeros_like(local(weight), device)) for name, weight in run.weights.items()
         }
-        known = {id(weight): self._weights[name] for name, weight in run.weights.items()}
-        self._optimizers = tuple(_optimizer_like(optimizer, known) for optimizer in run.optimizers)
-        self._gradients = {name: _zeros_like(weight) for name, weight in self._weights.items()}
+        doubles = {id(weight): self._weights[name] for name, weight in run.weights.items()}
+        self._optimizers = tuple(optimizer_like(optimizer, doubles) for optimizer in run.optimizers)
+        self._gradients = {name: zeros_like(weight) for name, weight in self._weights.items()}
         self._lend(*self._weights.values(), *self._gradients.values())
         for optimizer in self._optimizers:
             for moments in optimizer.state.values():
                 self._lend(*moments.values())
         self._road = self._double(road, run, offloads)
         self.method = self._road.last.method
-        self._buffers = [self._buffer(*of) for of in zip(layout.buffers, layout.dtypes, strict=True)]
+        self._buffers = [self._buffer(*pair) for pair in zip(layout.buffers, layout.dtypes, strict=True)]
         self._gathers: list[tuple[Replica, Tensor]] = []  # and where it puts everybody's weights
         self._ahead = Ahead()
 
     def own_moments(self, run: Run) -> None:
-        """The optimizers keep what the user's do, instead of what any Adam does."""
+        """Have the optimizers keep what the user's do, instead of what any Adam does."""
         for double, original in zip(self._optimizers, run.optimizers, strict=True):
-            _step_once(double, original)
+            step_once(double, original)
 
     def open(self) -> None:
-        """What the engine keeps for the method's sake."""
+        """Make the replicas of weights that the engine keeps for the method."""
         if not self.method.encodes_weights or self._layout.comm is None:
             return
         comm = CountingComm.like(self._layout.comm, self._ledger)
@@ -309,7 +310,7 @@ class _Play:
             self._gathers.append((replica, out))
 
     def gather(self, number: int) -> None:
-        """One gathering of all weights in step ``number``."""
+        """Gather all weights once, in step ``number``."""
         for replica, out in self._gathers:
             self._ahead.asks(replica, functools.partial(self._send, replica, out))
             replica.gather(out, number)
@@ -319,12 +320,12 @@ class _Play:
         """Write a message of each module, and read it: a rank without peers might have none to read."""
         for replica, out in self._gathers:
             rows = out.view(replica.comm.size, -1)
-            held = rows[0].clone() if replica.message.resident and not replica.message.exact else None
-            message = replica.message.write(rows[0], held, number)
-            replica.message.read(slice(0, 1), message.view(1, -1), rows[:1], held)
+            resident = rows[0].clone() if replica.message.resident and not replica.message.exact else None
+            message = replica.message.write(rows[0], resident, number)
+            replica.message.read(slice(0, 1), message.view(1, -1), rows[:1], resident)
 
     def ahead(self, number: int) -> None:
-        """What leaves of the weights before step ``number`` gathers them."""
+        """Send the weights that leave before step ``number`` gathers them."""
         self._ahead.begin(number)
 
     @staticmethod
@@ -333,17 +334,17 @@ class _Play:
             replica.send(out.view(replica.comm.size, -1)[replica.comm.rank].clone(), number)
 
     def exchange(self, number: int) -> dict[str, float]:
-        """All buffers take the road: bytes sent, by the first parameter of each."""
-        found: dict[str, float] = defaultdict(float)
+        """Carry all buffers over the road. Returns the bytes sent, by the first parameter of each."""
+        sent: dict[str, float] = defaultdict(float)
         self._road.step = number
         for flat, out, pieces in self._buffers:
-            before = sum(self._ledger.now.bytes.values())
+            sent_before = sum(self._ledger.now.bytes.values())
             self._road.carry(flat, pieces, out)
-            found[pieces[0].name] += sum(self._ledger.now.bytes.values()) - before
-        return found
+            sent[pieces[0].name] += sum(self._ledger.now.bytes.values()) - sent_before
+        return sent
 
     def step(self, number: int) -> None:
-        """What the wire does around an optimizer's step."""
+        """Call the method as the wire does around an optimizer's step."""
         method = self.method
 
         def agree(values: Iterable[Tensor]) -> bool:
@@ -372,7 +373,7 @@ class _Play:
         stages = []
         for hop, stage in enumerate(road.stages, 1):
             method, exchange = replace(stage.method), on_comm(stage.exchange, double(stage.exchange.comm))
-            method.state = _State(method.offloads, offloads)
+            method.state = CountedState(method.offloads, offloads)
             method.begin(
                 replace(run, exchange=exchange, weights=self._weights, optimizers=self._optimizers, hop=hop)
             )
@@ -380,60 +381,9 @@ class _Play:
         return Road(stages, None if road.levels is None else road.levels.on(double))
 
     def _buffer(self, pieces: tuple[Piece, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Piece, ...]]:
-        """A buffer of the engine's, where the means of it go, and what is in it."""
+        """Make a buffer of the engine's and one for its means; return them with its pieces."""
         device = self._device
         flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=device)
         out = torch.zeros(pieces[0].stride, dtype=dtype, device=device) if pieces[0].stride else flat
         self._lend(flat, out)
         return flat, out, pieces
-
-
-class _State(State):
-    """The state of a rehearsal. What it keeps elsewhere than on the device does not count."""
-
-    def __init__(self, offload: Collection[str], watch: Watch | None) -> None:
-        super().__init__(offload)
-        self._watch = watch
-
-    def _new(self, kind: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        values = torch.zeros(shape, dtype=torch.float32, device=device)
-        if kind in self._offload and self._watch is not None:
-            self._watch.lend(values)
-        return values
-
-
-def _zeros_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """As torch's, which on the meta device takes fifty times as long."""
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
-    return empty if empty.is_meta else empty.zero_()
-
-
-def _optimizer_like(original: torch.optim.Optimizer, known: dict[int, nn.Parameter]) -> Any:
-    """One of the user's class that holds the doubles ``known`` and Adam's moments of them, and is never stepped."""
-    double: Any = object.__new__(type(original))
-    double.__dict__.update({name: copy.copy(v) if isinstance(v, dict) else v for name, v in vars(original).items()})
-    double.param_groups = [
-        {**group, "params": [known[id(weight)] for weight in group["params"] if id(weight) in known]}
-        for group in original.param_groups
-    ]
-    moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    double.state = {
-        weight: {"step": torch.tensor(1.0), **{name: _zeros_like(weight) for name in moments}}
-        for group in double.param_groups
-        for weight in group["params"]
-    }
-    return double
-
-
-def _step_once(double: Any, original: torch.optim.Optimizer) -> None:
-    """Leave in ``double`` what ``original`` keeps after a step, if it can be found out without values."""
-    double._optimizer_step_pre_hooks, double._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    stand_in, double.state = double.state, defaultdict(dict)
-    for group in double.param_groups:
-        group.update({knob: False for knob in ("foreach", "fused", "capturable") if knob in group})
-        for weight in group["params"]:
-            weight.grad = _zeros_like(weight)
-    try:
-        double.step()
-    except Exception:  # somebody's own optimizer, which reads values
-        double.state = stand_in

@@ -1,11 +1,11 @@
 """A stand-in for NCCL on a machine without a GPU: gloo underneath, as strict as NCCL, and every call is remembered.
 
-    import thinwire.proof.nccl_double                                # knows the backend "strict" from now on
+    from support import nccl_double                       # knows the backend "strict" from now on
     torch.distributed.init_process_group("strict")
     ...                                                   # some steps of any training
     everybody = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everybody, thinwire.proof.nccl_double.calls())
-    thinwire.proof.nccl_double.check(everybody)
+    torch.distributed.all_gather_object(everybody, nccl_double.calls())
+    nccl_double.check(everybody)
 
 What NCCL lacks is refused where it is asked for: reductions of bits, dtypes, tensors that are not contiguous or not on
 the group's device (here the CPU plays that part), buffers that overlap. :func:`check` then compares what the ranks
@@ -34,9 +34,9 @@ DTYPES = frozenset({
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
 })  # fmt: skip
-"""What NCCL carries."""
+"""Dtypes that NCCL carries."""
 SUMMED = DTYPES - {torch.bool, torch.float8_e4m3fn, torch.float8_e5m2}
-"""What it reduces on every GPU."""
+"""Dtypes that NCCL reduces on every GPU."""
 _REDUCTIONS = (
     (dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "mean"), (dist.ReduceOp.MAX, "max"), (dist.ReduceOp.MIN, "min"),
     (dist.ReduceOp.PRODUCT, "product"),
@@ -45,11 +45,11 @@ _REDUCTIONS = (
 
 @dataclass(frozen=True)
 class Call:
-    """One collective, as one rank called it.
+    """A collective, as one rank called it.
 
     Attributes:
         group: torch's name of the group, the same on all of its ranks. ranks: of the job, that belong to it.
-        verb: "allreduce", ... dtype, numel: of what this rank hands in. how: the reduction, and the root, if any.
+        verb: "allreduce", ... dtype, numel: of what this rank hands in. options: the reduction, and the root, if any.
     """
 
     group: str
@@ -57,10 +57,10 @@ class Call:
     verb: str
     dtype: str
     numel: int
-    how: str
+    options: str
 
     def __str__(self) -> str:
-        return " ".join(filter(None, [self.verb, self.how, f"of {self.numel} {self.dtype}"]))
+        return " ".join(filter(None, [self.verb, self.options, f"of {self.numel} {self.dtype}"]))
 
 
 _calls: list[Call] = []
@@ -68,60 +68,61 @@ _lock = threading.Lock()
 
 
 def calls() -> list[Call]:
-    """What this process has called since the last :func:`forget`, in order, whatever the thread."""
+    """Return the collectives of this process since the last :func:`forget`, in order, whatever the thread."""
     with _lock:
         return list(_calls)
 
 
 def forget() -> None:
-    """Start :func:`calls` anew."""
+    """Start the record of :func:`calls` anew."""
     with _lock:
         _calls.clear()
 
 
-def check(everybody: Sequence[Sequence[Call]]) -> None:
-    """Would NCCL have come through? ``everybody``: the :func:`calls` of each rank of the job, in rank order.
+def check(by_rank: Sequence[Sequence[Call]]) -> None:
+    """Refuse calls on which NCCL would hang. ``by_rank``: the :func:`calls` of each rank of the job, in rank order.
 
     Raises:
         ThinwireError: a group's ranks called different things; or two groups can wait for each other.
     """
     by_group: dict[str, dict[int, list[Call]]] = {}
-    for rank, of_rank in enumerate(everybody):
-        for call in of_rank:
-            by_group.setdefault(call.group, {other: [] for other in call.ranks})[rank].append(call)
-    for name, of_group in by_group.items():
-        _compare(name, of_group)
-    _order(everybody)
+    for rank, rank_calls in enumerate(by_rank):
+        for call in rank_calls:
+            by_group.setdefault(call.group, {member: [] for member in call.ranks})[rank].append(call)
+    for name, group_calls in by_group.items():
+        _compare(name, group_calls)
+    _order(by_rank)
 
 
-def _compare(group: str, of_group: dict[int, list[Call]]) -> None:
-    first, *others = of_group
-    for rank in others:
-        for at, (here, there) in enumerate(zip_longest(of_group[first], of_group[rank], fillvalue="nothing")):
-            if here != there:
+def _compare(group: str, calls_by_rank: dict[int, list[Call]]) -> None:
+    first, *peers = calls_by_rank
+    for rank in peers:
+        pairs = zip_longest(calls_by_rank[first], calls_by_rank[rank], fillvalue="nothing")
+        for index, (expected, call) in enumerate(pairs):
+            if expected != call:
                 raise ThinwireError(
-                    f"call {at} of group {group} is {here} on rank {first}, and {there} on rank {rank}: they would "
-                    "wait for each other for ever"
+                    f"call {index} of group {group} is {expected} on rank {first}, and {call} on rank {rank}: they "
+                    "would wait for each other for ever"
                 )
 
 
-def _order(everybody: Sequence[Sequence[Call]]) -> None:
-    """Is there one order of all calls that every rank keeps to?"""
-    before: dict[tuple[str, int], set[tuple[str, int]]] = {}
-    what: dict[tuple[str, int], tuple[Call, int]] = {}  # and a rank that called it
-    for rank, of_rank in enumerate(everybody):
+def _order(by_rank: Sequence[Sequence[Call]]) -> None:
+    """Refuse calls of which no one order is kept by every rank."""
+    predecessors: dict[tuple[str, int], set[tuple[str, int]]] = {}
+    call_of: dict[tuple[str, int], Call] = {}
+    for rank_calls in by_rank:
         count: dict[str, int] = {}
         last = None
-        for call in of_rank:
+        for call in rank_calls:
             node = call.group, count.get(call.group, 0)
             count[call.group] = node[1] + 1
-            what[node] = call, rank
-            before.setdefault(node, set()).update([] if last is None else [last])
+            call_of[node] = call
+            predecessors.setdefault(node, set()).update([] if last is None else [last])
             last = node
     try:
-        TopologicalSorter(before).prepare()
+        TopologicalSorter(predecessors).prepare()
     except CycleError as error:
-        circle = "; ".join(f"call {node[1]} of group {node[0]}, {what[node][0]}" for node in error.args[1][:-1])
+        circle = "; ".join(f"call {node[1]} of group {node[0]}, {call_of[node]}" for node in error.args[1][:-1])
         raise ThinwireError(
             f"groups can wait for each other, because their ranks call them in different orders: {circle}"
         ) from None
@@ -160,14 +161,14 @@ class StrictGroup(dist.ProcessGroup):
         """Refuse, or write down, a call of ``verb``."""
         tensors, options = list(_tensors(arguments)), cast(Any, arguments[-1] if arguments else None)
         op = getattr(options, "reduceOp", None)
-        reduction = next((name for known, name in _REDUCTIONS if op == known), "")
+        reduction = next((name for reduce_op, name in _REDUCTIONS if op == reduce_op), "")
         if op is not None and not reduction:
             raise ThinwireError(f"{verb}: NCCL reduces by sum, mean, max, min and product, not by {op.op}")
         self._refuse(verb, tensors, SUMMED if reduction else DTYPES)
         root = f"root {options.rootRank}" if hasattr(options, "rootRank") else ""
-        how = " ".join(filter(None, [reduction, root]))
         sent = tensors[-1] if tensors else torch.empty(0)
-        call = Call(self.group_name, self._ranks, verb, str(sent.dtype).removeprefix("torch."), sent.numel(), how)
+        dtype, reduction = str(sent.dtype).removeprefix("torch."), " ".join(filter(None, [reduction, root]))
+        call = Call(self.group_name, self._ranks, verb, dtype, sent.numel(), reduction)
         with _lock:
             _calls.append(call)
 
@@ -179,13 +180,13 @@ class StrictGroup(dist.ProcessGroup):
                 raise ThinwireError(f"{verb}: NCCL takes contiguous tensors, got strides {tensor.stride()}")
             if tensor.device.type != self._device.type or tensor.layout != torch.strided:
                 raise ThinwireError(f"{verb}: a {tensor.layout} tensor on {tensor.device} in a group on {self._device}")
-        for i, one in enumerate(tensors):
-            for other in tensors[i + 1 :]:
-                if _overlap(one, other) and not self._is_own_row(one, other):
+        for i, first in enumerate(tensors):
+            for second in tensors[i + 1 :]:
+                if _overlap(first, second) and not self._is_own_row(first, second):
                     raise ThinwireError(f"{verb}: what is read overlaps what is written")
 
     def _is_own_row(self, whole: Tensor, row: Tensor) -> bool:
-        """Of a gather or scatter in place, which NCCL has."""
+        """Tell whether ``row`` is that of a gather or scatter in place, which NCCL has."""
         if whole.numel() == row.numel():
             return whole.data_ptr() == row.data_ptr() and self.size() == 1
         if whole.numel() < row.numel():
@@ -203,9 +204,10 @@ def _tensors(arguments: Any) -> Iterator[Tensor]:
             yield from _tensors(argument)
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    first, second = one.data_ptr(), other.data_ptr()
-    return first < second + other.nbytes and second < first + one.nbytes and min(one.numel(), other.numel()) > 0
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    start, second_start = first.data_ptr(), second.data_ptr()
+    apart = start >= second_start + second.nbytes or second_start >= start + first.nbytes
+    return not apart and min(first.numel(), second.numel()) > 0
 
 
 def _verb(name: str) -> Callable[..., Any]:

@@ -1,0 +1,141 @@
+"""Doubles for a dry run on tensors without storage, and a count of the kernels and bytes that real ones would take."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from thinwire.core.state import State
+from thinwire.ops.backends import launches
+
+
+class Watch(TorchDispatchMode):
+    """Counts kernels, and adds up the storages of meta tensors that are made while it is on, while each lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.launches: Counter[str] = Counter()
+        self._sizes: dict[int, int] = {}
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count torch's operations and ours in the body."""
+        token = launches.set(self.launches)
+        try:
+            with self:
+                yield
+        finally:
+            launches.reset(token)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        result = args[0] if _in_place(function) and args[0].is_meta else function(*args, **kwargs)
+        without_storage = _without_storage(result)
+        for tensor in without_storage:
+            self._note(tensor, tensor.untyped_storage().nbytes())
+        if not _is_free(function) and (without_storage or _without_storage(args)):
+            self.launches[f"aten.{function.overloadpacket.__name__}"] += 1
+        return result
+
+    def lend(self, *tensors: Tensor) -> None:
+        """Leave out ``tensors``, which are the engine's."""
+        for tensor in tensors:
+            self._note(tensor, 0)
+            key = tensor.untyped_storage()._cdata
+            if key in self._sizes:
+                self.live, self._sizes[key] = self.live - self._sizes[key], 0
+
+    def _note(self, tensor: Tensor, nbytes: int) -> None:
+        storage = tensor.untyped_storage()
+        storage_key = storage._cdata
+        if storage_key not in self._sizes:
+            self._sizes[storage_key] = nbytes
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._release, storage_key)
+
+    def _release(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+
+def _without_storage(values: Any) -> list[Tensor]:
+    leaves = [values] if isinstance(values, Tensor) else tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta]
+
+
+@functools.cache
+def _in_place(function: Any) -> bool:
+    """Tell whether a torch operation only changes the values of its first argument. Torch may take 1 ms over it."""
+    schema = function._schema
+    written = [result.alias_info is not None and result.alias_info.is_write for result in schema.returns]
+    return schema.name.endswith("_") and written == [True] and torch.Tag.inplace_view not in function.tags
+
+
+@functools.cache
+def _is_free(function: Any) -> bool:
+    """Tell whether a torch operation launches no kernel: it makes memory, or another view of it."""
+    schema = function._schema
+    views = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
+    return views or schema.name.removeprefix("aten::").startswith(("empty", "new_empty", "detach", "_unsafe_view"))
+
+
+class CountedState(State):
+    """The state of a dry run. Tensors that it keeps elsewhere than on the device do not count."""
+
+    def __init__(self, offload: Collection[str], watch: Watch | None) -> None:
+        super().__init__(offload)
+        self._watch = watch
+
+    def _new(self, kind: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        values = torch.zeros(shape, dtype=torch.float32, device=device)
+        if kind in self._offload and self._watch is not None:
+            self._watch.lend(values)
+        return values
+
+
+def zeros_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return zeros as torch's function does, which on the meta device takes fifty times as long."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
+    return empty if empty.is_meta else empty.zero_()
+
+
+def optimizer_like(original: torch.optim.Optimizer, doubles: dict[int, nn.Parameter]) -> Any:
+    """Return an optimizer of the user's class over the doubles of its weights (by id), with Adam's moments of them."""
+    double: Any = object.__new__(type(original))
+    double.__dict__.update({name: copy.copy(v) if isinstance(v, dict) else v for name, v in vars(original).items()})
+    double.param_groups = [
+        {**group, "params": [doubles[id(weight)] for weight in group["params"] if id(weight) in doubles]}
+        for group in original.param_groups
+    ]
+    moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    double.state = {
+        weight: {"step": torch.tensor(1.0), **{name: zeros_like(weight) for name in moments}}
+        for group in double.param_groups
+        for weight in group["params"]
+    }
+    return double
+
+
+def step_once(double: Any, original: torch.optim.Optimizer) -> None:
+    """Leave in ``double`` the state that ``original`` has after a step, if it can be found out without values."""
+    double._optimizer_step_pre_hooks, double._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    stand_in, double.state = double.state, defaultdict(dict)
+    for group in double.param_groups:
+        group.update({knob: False for knob in ("foreach", "fused", "capturable") if knob in group})
+        for weight in group["params"]:
+            weight.grad = zeros_like(weight)
+    try:
+        double.step()
+    except Exception:  # somebody's own optimizer, which reads values
+        double.state = stand_in
