@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from thinwire.train.data import pieces
+from thinwire.train.data.corpus import pieces
 
 
 def run(*words: str) -> tuple[float, float]:

@@ -39,10 +39,10 @@ from thinwire.methods import TABLE as CLASSES
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 from thinwire.train.config import Config
-from thinwire.train.data import Windows
+from thinwire.train.data.windows import Windows
+from thinwire.train.job.setup import Ranks, make_optimizer, wrap
 from thinwire.train.loop import settle_buckets
-from thinwire.train.models import Decoder
-from thinwire.train.setup import Ranks, make_optimizer, wrap
+from thinwire.train.model.decoder import Decoder
 
 WORLD, STEPS, HALF, LIMIT_S = 4, 40, 20, 300
 ENGINES = ("ddp", "fsdp2", "hsdp")

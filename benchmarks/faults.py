@@ -37,7 +37,7 @@ import thinwire
 from forked import Job, log_of
 from thinwire.base.errors import ThinwireError
 from thinwire.lab.cluster import Cluster
-from thinwire.train import stored
+from thinwire.train.checkpoint import format as stored
 
 TIMEOUT = 8
 """Seconds that a rank waits for another; everything has to end within ten more."""
@@ -201,7 +201,7 @@ def slow(box: Path) -> Got:
     good = done(saved)
 
     def slow_bpe(rank: int) -> None:
-        from thinwire.train.data import Tokenizer
+        from thinwire.train.data.tokenizer import Tokenizer
 
         bpe = Tokenizer._bpe
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import ranks
 import regimes
 import thinwire
-from thinwire.train.models import Decoder
+from thinwire.train.model.decoder import Decoder
 
 METHODS = ("trickle", "trickle:shared", "topk", "tagc", "powersgd")
 WAYS = ("nothing", "flush", "next", "redistribute", "reset")

@@ -43,7 +43,9 @@ from regime_tables import markdown, read, rows
 from thinwire.base.processes import die_with_parent
 from thinwire.methods import resolve
 from thinwire.train.config import Config, from_arguments
-from thinwire.train.data import Tokenizer, Windows, batches, read_corpus
+from thinwire.train.data.corpus import read_corpus
+from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.train.data.windows import Windows, batches
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "data" / "regimes.jsonl"

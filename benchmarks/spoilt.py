@@ -49,9 +49,10 @@ def train(rank: int, world: int, method: str, optimizer: str, spoilt: bool, boun
     from torch.nn.parallel import DistributedDataParallel
 
     import thinwire
-    from thinwire.train.data import Windows, read_corpus
-    from thinwire.train.models import Decoder
-    from thinwire.train.shapes import ModelConfig
+    from thinwire.train.data.corpus import read_corpus
+    from thinwire.train.data.windows import Windows
+    from thinwire.train.model.decoder import Decoder
+    from thinwire.train.model.shapes import ModelConfig
 
     warnings.simplefilter("ignore")
     torch.manual_seed(0)

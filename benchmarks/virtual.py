@@ -33,9 +33,9 @@ from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import LockStep, ThreadComm
 from thinwire.train.config import Config
-from thinwire.train.data import Windows, batches
-from thinwire.train.models import Decoder
-from thinwire.train.setup import make_optimizer
+from thinwire.train.data.windows import Windows, batches
+from thinwire.train.job.setup import make_optimizer
+from thinwire.train.model.decoder import Decoder
 
 FIRST_BUCKET, BUCKET = 1024 * 1024, 25 * 1024 * 1024
 """Bytes of DDP's first bucket, and of the others."""

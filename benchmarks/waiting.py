@@ -19,7 +19,7 @@ from torch import Tensor
 
 import regimes
 import virtual
-from thinwire.train.data import batches
+from thinwire.train.data.windows import batches
 
 STEPS, SAMPLE = 800, 64
 

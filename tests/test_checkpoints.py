@@ -30,21 +30,27 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ranks
+from thinwire.base import files
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadComm, Threads
-from thinwire.train import checkpoint, differences, folder, loop, resumed, setup, stored, together, trained
-from thinwire.train.checkpoint import Checkpoints, obsolete
+from thinwire.train import loop
+from thinwire.train.checkpoint import format as stored
+from thinwire.train.checkpoint import run_settings, trained_model
+from thinwire.train.checkpoint import state as resumed
+from thinwire.train.checkpoint import store as checkpoint
+from thinwire.train.checkpoint.format import read_meta, read_tensors
+from thinwire.train.checkpoint.store import Checkpoints, obsolete
 from thinwire.train.config import Config, from_arguments
-from thinwire.train.data import Windows
-from thinwire.train.display import Display, cut
-from thinwire.train.folder import Folder, opened
-from thinwire.train.signals import Signals
-from thinwire.train.stored import read_meta, read_tensors
-from thinwire.train.together import Together
+from thinwire.train.data.windows import Windows
+from thinwire.train.job import collective, run_folder, setup
+from thinwire.train.job.collective import Together
+from thinwire.train.job.progress import Display, cut
+from thinwire.train.job.run_folder import Folder, opened
+from thinwire.train.job.signals import Signals
 from thinwire.wire import Wire
 
 
@@ -89,7 +95,7 @@ def test_an_error_that_nobody_foresaw_is_told_to_the_others_too():
 
 @pytest.mark.parametrize("size", [0, 5, 8, 21])
 def test_a_file_travels_in_chunks(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(together, "CHUNK", 8)
+    monkeypatch.setattr(collective, "CHUNK", 8)
     data = bytes(range(size))
     (tmp_path / "1").write_bytes(data)
     on(3, lambda ranks: ranks.copy(1, tmp_path / "1", tmp_path / "2" if ranks.rank == 2 else None))
@@ -119,7 +125,7 @@ def test_a_disk_that_fails_while_a_file_travels_is_told_by_all(tmp_path, monkeyp
 
 def test_a_disk_that_is_full_while_text_is_written_names_the_file(tmp_path):
     with mock.patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")):
-        said = str(on(1, lambda ranks: ranks.do(lambda: folder.write(tmp_path / "plan.txt", "x")))[0])
+        said = str(on(1, lambda ranks: ranks.do(lambda: files.write(tmp_path / "plan.txt", "x")))[0])
     assert said == f"cannot use {tmp_path}/plan.txt: No space left on device"
 
 
@@ -140,7 +146,7 @@ def test_ranks_find_out_whether_their_folders_are_one(tmp_path):
 
 
 def test_a_second_run_in_a_folder_is_refused_by_the_name_of_the_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.0)
 
     def second(ranks: Together) -> None:
         with opened(tmp_path, ranks):
@@ -385,7 +391,7 @@ def test_a_host_that_has_nothing_gets_its_part(tmp_path):
 def test_a_disk_that_fails_on_one_host_is_not_damage_of_which_an_older_one_is_taken(tmp_path):
     hosts = [tmp_path / "a", tmp_path / "new"]
     run_on([tmp_path / "a"] * 2, lambda run: run.save(4, 8))
-    failing = mock.patch.object(together.os, "replace", side_effect=OSError(5, "Input/output error", "x"))
+    failing = mock.patch.object(os, "replace", side_effect=OSError(5, "Input/output error", "x"))
 
     def body(run: Run) -> Any:
         run.checkpoints.together.tell(0)  # the folders are open
@@ -598,7 +604,7 @@ def test_a_kill_at_any_moment_leaves_every_visible_checkpoint_whole(tmp_path, st
                 with contextlib.ExitStack() as stack:
                     for of, name in (
                         (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (stored, "save_file"),
-                        (folder, "sync"), (os, "unlink"), (os, "rmdir"), (os, "fsync"),
+                        (files, "sync"), (os, "unlink"), (os, "rmdir"), (os, "fsync"),
                     ):  # fmt: skip
                         stack.enter_context(mock.patch.object(of, name, counted(getattr(of, name))))
                     run.save(step)
@@ -630,7 +636,7 @@ def test_a_disk_that_is_full_is_told_by_all_and_older_checkpoints_stay(tmp_path,
     def body(run: Run) -> Any:
         run.save(4)
         before = names(tmp_path)
-        of, name = (stored, "write_tensors") if at == "save_file" else (folder, "write")
+        of, name = (stored, "write_tensors") if at == "save_file" else (files, "write")
         if run.checkpoints.together.rank == 0:
             real = getattr(of, name)
 
@@ -669,15 +675,15 @@ INDIFFERENT = {
 
 def described(**changes: Any) -> dict[str, Any]:
     config = dataclasses.replace(Config(preset="tiny"), **changes)
-    return differences.about(
+    return run_settings.about(
         config, config.shape(256), tokens=("a", "b"), world_size=4, per_node=2, device="cpu", dtype="fp32"
     )
 
 
 def test_every_setting_is_compared_or_known_not_to_matter():
     fields = {field.name for field in dataclasses.fields(Config)}
-    assert fields - set(differences.TABLE) == INDIFFERENT
-    assert described().keys() == differences.TABLE.keys()
+    assert fields - set(run_settings.TABLE) == INDIFFERENT
+    assert described().keys() == run_settings.TABLE.keys()
     assert json.loads(json.dumps(described())) == described()
 
 
@@ -695,28 +701,28 @@ def test_every_setting_is_compared_or_known_not_to_matter():
 )
 def test_what_cannot_go_on_is_refused_by_name(changes, words):
     with pytest.raises(ThinwireError) as caught:
-        differences.compare(described(), described(**changes))
+        run_settings.compare(described(), described(**changes))
     assert words in str(caught.value)
 
 
 def test_other_data_need_a_word_and_other_rates_are_told():
     told = "seed 0 there and 1 here"
-    assert differences.compare(described(), described(seed=1), anyway=True) == told
-    assert differences.compare(described(), described(lr=1.0, threads=2)) == (
+    assert run_settings.compare(described(), described(seed=1), anyway=True) == told
+    assert run_settings.compare(described(), described(lr=1.0, threads=2)) == (
         "lr 0.002 there and 1.0 here, threads 1 there and 2 here"
     )
-    assert differences.compare(described(), described()) == ""
+    assert run_settings.compare(described(), described()) == ""
     with pytest.raises(ThinwireError, match="layers"):
-        differences.compare(described(), described(layers=1), anyway=True)
+        run_settings.compare(described(), described(layers=1), anyway=True)
     same = {"method": "topk(density=0.01 )"}, {"method": "topk( density=0.01)"}
-    assert differences.compare(*(described(**written) for written in same)) == ""
+    assert run_settings.compare(*(described(**written) for written in same)) == ""
     assert from_arguments([]).resize == "redistribute"  # what delivers all at once does harm in mid-run (docs/state.md)
     fewer = described() | {"world_size": 2, "mesh": "1 x 2", "layers": 3}
     with pytest.raises(ThinwireError, match=r"made by 2 ranks, this run has 4; .* with --resize redistribute"):
-        differences.compare(fewer, described())
+        run_settings.compare(fewer, described())
     with pytest.raises(ThinwireError, match=r"such a run: layers 3 there and 2 here$"):
-        differences.compare(fewer, described(), resize="flush")
-    assert "world_size 2 there" in differences.compare(fewer | {"layers": 2}, described(), resize="flush")
+        run_settings.compare(fewer, described(), resize="flush")
+    assert "world_size 2 there" in run_settings.compare(fewer | {"layers": 2}, described(), resize="flush")
 
 
 # --- whole runs of one rank -------------------------------------------------------------------------------------------
@@ -851,13 +857,13 @@ def test_a_run_that_diverges_ends_and_its_last_good_checkpoint_stays(tmp_path, o
 
 def test_a_model_is_read_from_the_newest_checkpoint_that_is_whole(tmp_path, one_rank, capsys):
     one_rank("--steps", "4", "--checkpoint-every", "2")
-    assert trained.read(tmp_path / "run").step == 4
+    assert trained_model.read(tmp_path / "run").step == 4
     path = tmp_path / "run/checkpoints/step-000004"
     HARMS["model truncated"](path)
-    assert trained.read(tmp_path / "run").step == 2
+    assert trained_model.read(tmp_path / "run").step == 2
     assert f"thinwire: {path}/model.safetensors is damaged or foreign: " in capsys.readouterr().err
     with pytest.raises(stored.Damaged):
-        trained.read(path)
+        trained_model.read(path)
 
 
 @pytest.mark.parametrize(
@@ -956,7 +962,7 @@ def test_a_first_signal_is_held_back_inside_the_block_alone():
 
 BLOCKED = """
 import contextlib, ctypes, sys
-from thinwire.train.signals import Signals, end_at_once
+from thinwire.train.job.signals import Signals, end_at_once
 
 end_at_once()
 with Signals() if sys.argv[1:] else contextlib.nullcontext():

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from ranks import run
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
-from thinwire.train import loop, setup
+from thinwire.train import loop
 from thinwire.train.config import from_arguments
+from thinwire.train.job import setup
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import regime_tables

@@ -14,8 +14,8 @@ def main(argv: list[str]) -> int:
     # Before torch is imported: its sockets print stack traces of their own beside our one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from thinwire.train.config import from_arguments
-    from thinwire.train.launch import start_ranks, under_torchrun
-    from thinwire.train.scheduler import forgotten_srun, torchrun_variables
+    from thinwire.train.job.launch import start_ranks, under_torchrun
+    from thinwire.train.job.scheduler import forgotten_srun, torchrun_variables
 
     config = from_arguments(argv).check()
     if not under_torchrun():
@@ -28,8 +28,8 @@ def main(argv: list[str]) -> int:
         if ranks % per_node:
             raise ThinwireError(f"--ranks-per-node {per_node} does not divide the {ranks} ranks")
         return start_ranks(argv, ranks, per_node)
+    from thinwire.train.job.signals import end_at_once
     from thinwire.train.loop import train
-    from thinwire.train.signals import end_at_once
 
     end_at_once()
     warnings.formatwarning = _one_line

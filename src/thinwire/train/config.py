@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import tyro
 import yaml
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import check_types
-from thinwire.train.shapes import PRESETS, ModelConfig
-
-T = TypeVar("T")
+from thinwire.base.options import parsed
+from thinwire.train.model.shapes import PRESETS, ModelConfig
 
 COUNTS = (
     "steps", "batch_size", "accumulate", "threads", "keep", "ranks", "ranks_per_node", "shard_size", "seq_len",
@@ -226,7 +223,7 @@ class Config:
         # Torch from here on: what can be refused without it has been.
         from thinwire.methods import resolve
         from thinwire.optim import AdamS
-        from thinwire.train import trackers
+        from thinwire.train.job import trackers
 
         method = resolve(self.method)
         if method.OPTIMIZER is AdamS and self.stepper != "adams":
@@ -335,17 +332,6 @@ def _words(name: str, value: Any) -> list[str]:
     return [_flag(name), str(value)]
 
 
-@dataclass
-class _Caught:
-    lines: list[str] = field(default_factory=list)
-
-    def write(self, text: str) -> int:
-        self.lines.append(text)
-        return len(text)
-
-    def flush(self) -> None: ...
-
-
 def from_arguments(arguments: list[str], where: str = "") -> Config:
     """The configuration on a command line; ``--config FILE`` is read first, what follows overrides it."""
     arguments = list(arguments)
@@ -359,27 +345,3 @@ def from_arguments(arguments: list[str], where: str = "") -> Config:
             del arguments[i : i + (1 if "=" in word else 2)]
             break
     return parsed(Config, arguments, "thinwire train", default=default, where=where)
-
-
-def parsed(kind: type[T], arguments: list[str], program: str, *, default: T | None = None, where: str = "") -> T:
-    """The options of ``program``, a dataclass ``kind``, from its command line.
-
-    Raises:
-        ThinwireError: one line in place of tyro's box.
-    """
-    caught, given = _Caught(), {} if default is None else {"default": default}
-    cli: Any = tyro.cli
-    try:
-        with contextlib.redirect_stderr(caught):  # type: ignore[type-var]
-            return cli(kind, args=arguments, prog=program, **given)
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise ThinwireError((where + ": " if where else "") + _one_line("".join(caught.lines))) from None
-
-
-def _one_line(printed: str) -> str:
-    """tyro's boxed explanation as one line."""
-    words = " ".join(line.strip("│╭╮╰╯─ \n") for line in printed.splitlines())
-    words = " ".join(words.split())
-    return words.removeprefix("Parsing error ").removeprefix("Unrecognized options ") or "cannot read the command line"

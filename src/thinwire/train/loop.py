@@ -19,19 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.files import write
 from thinwire.base.processes import interface_bytes
 from thinwire.network.comm import is_of_the_network, local, network_words
-from thinwire.train import differences, pretrained
-from thinwire.train.checkpoint import Checkpoints
+from thinwire.train.checkpoint import run_settings as differences
+from thinwire.train.checkpoint.run_settings import hash_of
+from thinwire.train.checkpoint.store import Checkpoints
 from thinwire.train.config import Config
-from thinwire.train.data import IGNORED, Windows, batches
-from thinwire.train.differences import hash_of
-from thinwire.train.display import Display
-from thinwire.train.folder import Folder, opened, write
-from thinwire.train.models import Decoder
-from thinwire.train.setup import Ranks, joined, make_optimizer, text_windows, wrap
-from thinwire.train.signals import Signals, Stopped
-from thinwire.train.together import Together
+from thinwire.train.data.windows import IGNORED, Windows, batches
+from thinwire.train.job.collective import Together
+from thinwire.train.job.progress import Display
+from thinwire.train.job.run_folder import Folder, opened
+from thinwire.train.job.setup import Ranks, joined, make_optimizer, text_windows, wrap
+from thinwire.train.job.signals import Signals, Stopped
+from thinwire.train.model import pretrained
+from thinwire.train.model.decoder import Decoder
 from thinwire.wire import Wire, compress
 
 

@@ -13,8 +13,8 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.agreement import version
 from thinwire.methods import resolve
 from thinwire.train.config import Config
-from thinwire.train.data import TokenSequence
-from thinwire.train.shapes import ModelConfig
+from thinwire.train.data.windows import TokenSequence
+from thinwire.train.model.shapes import ModelConfig
 
 FITS = "fits"
 """Weights, moments or the method's state would not fit: always refused."""

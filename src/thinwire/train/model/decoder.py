@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.train.shapes import ModelConfig
+from thinwire.train.model.shapes import ModelConfig
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

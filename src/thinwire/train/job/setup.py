@@ -25,10 +25,14 @@ from thinwire.network.comm import CountingComm, GroupComm
 from thinwire.network.ledger import Ledger
 from thinwire.optim import AdamS
 from thinwire.plan.plan import plan_of
-from thinwire.train import instructions, pretrained, tokens
 from thinwire.train.config import Config
-from thinwire.train.data import Tokenizer, Windows, read_corpus, spans, split, tokenizer_file
-from thinwire.train.folder import Folder
+from thinwire.train.data import instruction_rows as instructions
+from thinwire.train.data import token_files as tokens
+from thinwire.train.data.corpus import read_corpus, spans, split
+from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
+from thinwire.train.data.windows import Windows
+from thinwire.train.job.run_folder import Folder
+from thinwire.train.model import pretrained
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from thinwire.train.models import Decoder
-from thinwire.train.pretrained import Pretrained
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.pretrained import Pretrained
 
 
 def tokens(

@@ -12,13 +12,17 @@ import tyro
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.train import pretrained, resumed, sample, stored
-from thinwire.train.config import Config, from_yaml, parsed
-from thinwire.train.data import Tokenizer
-from thinwire.train.export import export
-from thinwire.train.models import Decoder
-from thinwire.train.shapes import ModelConfig
-from thinwire.train.stored import Checkpoint
+from thinwire.base.options import parsed
+from thinwire.train.checkpoint import format as stored
+from thinwire.train.checkpoint import state as resumed
+from thinwire.train.checkpoint.format import Checkpoint
+from thinwire.train.config import Config, from_yaml
+from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.train.model import generation as sample
+from thinwire.train.model import pretrained
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.hf_export import export
+from thinwire.train.model.shapes import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any, TextIO
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.files import write
 from thinwire.train.config import Config
-from thinwire.train.folder import write
-from thinwire.train.trackers import Tracker, opened
+from thinwire.train.job.trackers import Tracker, opened
 
 
 def cut(path: Path, step: int) -> tuple[float, int]:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.train.data import HELD_OUT, Windows, is_held_out, paths_of
+from thinwire.train.data.corpus import HELD_OUT, is_held_out, paths_of
+from thinwire.train.data.windows import Windows
 
 Part = tuple[str, bool]
 """Some text, and whether it is learnt."""

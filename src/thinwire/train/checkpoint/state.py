@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from thinwire.base.errors import ThinwireError
 from thinwire.core.names import bare_name
 from thinwire.network.comm import local
-from thinwire.train.stored import MODEL, WIRE, Checkpoint, Damaged, States, rank_file, read_tensors
+from thinwire.train.checkpoint.format import MODEL, WIRE, Checkpoint, Damaged, States, rank_file, read_tensors
 from thinwire.wire import Wire
 
 Resize = Literal["flush", "redistribute", "reset"]

@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from thinwire.base import files
 from thinwire.base.errors import ThinwireError
 from thinwire.base.extras import save_file
-from thinwire.train import folder as files
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Checkpoint:
 
     Attributes:
         meta: format, run and save (what tells two runs, and two saves, apart), step, sequences, good, world_size,
-            files {name: bytes}, about (what the run is: :mod:`thinwire.train.differences`).
+            files {name: bytes}, about (what the run is: :mod:`thinwire.train.checkpoint.run_settings`).
     """
 
     path: Path

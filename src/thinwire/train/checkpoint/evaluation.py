@@ -20,9 +20,10 @@ import tyro
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
-from thinwire.train import pretrained, trained
-from thinwire.train.config import parsed
-from thinwire.train.folder import write
+from thinwire.base.files import write
+from thinwire.base.options import parsed
+from thinwire.train.checkpoint import trained_model as trained
+from thinwire.train.model import pretrained
 
 
 @dataclass(frozen=True)

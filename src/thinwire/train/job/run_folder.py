@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import IO
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.train.together import Together, naming
+from thinwire.base.files import remove
+from thinwire.train.job.collective import Together
 
 LOCK_WAIT_S = 3.0
 """A rank that was killed a moment ago may still hold its lock."""
@@ -148,32 +149,3 @@ def _sweep(path: Path) -> None:
                     shutil.rmtree(left, ignore_errors=True)  # a rank of the killed run may be at its end still
                 else:
                     left.unlink(missing_ok=True)
-
-
-def remove(path: Path) -> None:
-    """Remove a folder so that a kill at any moment leaves it whole, or out of sight."""
-    away = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
-    path.rename(away)
-    sync(path.parent)
-    shutil.rmtree(away)
-
-
-def write(path: Path, text: str) -> None:
-    """``path`` holds all of ``text``, or what it held before, whatever happens."""
-    partial = path.with_name(f".{path.name}.partial")
-    with naming(path), partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """What was written to a file, or renamed in a folder, survives a crash of the machine."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        with naming(path):
-            os.fsync(handle)
-    finally:
-        os.close(handle)

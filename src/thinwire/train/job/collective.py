@@ -6,13 +6,14 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 
 from thinwire.base.errors import LostRank, ThinwireError
+from thinwire.base.files import in_one_line, naming
 from thinwire.network.comm import Comm
 
 T = TypeVar("T")
@@ -130,21 +131,3 @@ class Together:
 def _close(file: BinaryIO) -> None:
     with contextlib.suppress(OSError):  # what the disk says of a file that is not finished has been said
         file.close()
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """An OSError from inside names ``path``, where the system, which knows a number only, has named nothing."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-
-
-def in_one_line(error: Exception) -> Exception:
-    """What the disk says as one clear line; anything else as it is."""
-    if not isinstance(error, OSError):
-        return error
-    where = f" {error.filename}" if error.filename else " a file"
-    return ThinwireError(f"cannot use{where}: {error.strerror or error}")

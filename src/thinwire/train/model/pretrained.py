@@ -71,7 +71,7 @@ class Pretrained(nn.Module):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What :mod:`thinwire.train.differences` calls the model's shape."""
+        """What :mod:`thinwire.train.checkpoint.run_settings` calls the model's shape."""
         config = self.hub.config
         names = {
             "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",

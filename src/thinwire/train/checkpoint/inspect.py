@@ -16,8 +16,8 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.plan.plan import human
-from thinwire.train.differences import TABLE, between
-from thinwire.train.stored import Checkpoint, Damaged, NoCheckpoint, of, read_tensors
+from thinwire.train.checkpoint.format import Checkpoint, Damaged, NoCheckpoint, of, read_tensors
+from thinwire.train.checkpoint.run_settings import TABLE, between
 
 USAGE = """usage: thinwire inspect CHECKPOINT [OTHER]
 

@@ -29,9 +29,10 @@ import tyro
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.train.config import parsed
-from thinwire.train.data import HELD_OUT, SPAN, Tokenizer, is_held_out, paths_of, pieces, spans, split, tokenizer_file
-from thinwire.train.folder import write
+from thinwire.base.files import write
+from thinwire.base.options import parsed
+from thinwire.train.data.corpus import HELD_OUT, SPAN, is_held_out, paths_of, pieces, spans, split
+from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
 
 FORMAT, ABOUT, PARTS = 1, "tokens.json", ("train", "valid")
 DTYPES: dict[str, Any] = {"uint8": np.uint8, "uint16": np.uint16, "int32": np.int32}

@@ -26,12 +26,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire.base import files
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.train import differences, stored
-from thinwire.train import folder as files
-from thinwire.train.folder import Folder
-from thinwire.train.resumed import Resize, Resumed, tensors_of
-from thinwire.train.stored import Checkpoint, Damaged, rank_file, read_meta, read_tensors, steps_in
+from thinwire.train.checkpoint import format as stored
+from thinwire.train.checkpoint import run_settings as differences
+from thinwire.train.checkpoint.format import Checkpoint, Damaged, rank_file, read_meta, read_tensors, steps_in
+from thinwire.train.checkpoint.state import Resize, Resumed, tensors_of
+from thinwire.train.job.run_folder import Folder
 from thinwire.wire import Wire
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.extras import save_file
-from thinwire.train.shapes import ModelConfig
+from thinwire.train.model.shapes import ModelConfig
 
 EPSILON, ROPE_THETA = 1e-5, 10000.0
 

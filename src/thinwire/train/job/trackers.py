@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.train.folder import write
+from thinwire.base.files import write
 
 if TYPE_CHECKING:
     from thinwire.train.config import Config
