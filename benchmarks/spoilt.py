@@ -64,7 +64,7 @@ def train(rank: int, world: int, method: str, optimizer: str, spoilt: bool, boun
     windows = Windows(torch.tensor(list(read_corpus(["stdlib"])[:200_000].encode())), 32)
     losses = torch.zeros(steps)
     for step in range(steps):
-        inputs, targets = windows.take((step * world + rank) * 4, 4)
+        inputs, targets = windows.batch((step * world + rank) * 4, 4)
         loss = model(inputs, targets)
         (loss * (FACTOR if spoilt and step == SPOILT else 1.0)).backward()
         wire.clip_grad_norm_(1.0)

@@ -451,7 +451,7 @@ def train(
     shared = method.rank_equal and not acts_in_steps(method)
     replicas = [Replica(config, vocabulary, start) for _ in range(1 if shared else size)]
     model = replicas[0].model
-    gradients = Gradients(size, model, buckets_of(model, *windows.take(0, batch)))
+    gradients = Gradients(size, model, buckets_of(model, *windows.batch(0, batch)))
     world = World(size)
     ranks = [
         Rank(world, rank, config.method, replicas[0 if shared else rank], gradients, config) for rank in range(size)
@@ -468,7 +468,7 @@ def train(
         """This rank's gradients, or everybody's if nobody has taken them yet."""
         if turn not in tokens:
             tokens.clear()
-            tokens[turn] = windows.take(turn * size * batch, size * batch)
+            tokens[turn] = windows.batch(turn * size * batch, size * batch)
             if together is not None:
                 losses[turn].fill_(together.take(*tokens[turn]))
         if together is None:

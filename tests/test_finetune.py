@@ -25,7 +25,7 @@ from thinwire.cli import program as cli
 from thinwire.train.checkpoint import trained_model
 from thinwire.train.config import Config
 from thinwire.train.data.corpus import read_corpus, split
-from thinwire.train.data.token_files import find as tokens_of
+from thinwire.train.data.token_files import find_token_files
 from thinwire.train.data.windows import IGNORED, batches
 from thinwire.train.job.setup import make_optimizer
 
@@ -111,7 +111,7 @@ def test_a_run_on_text_resumes_exactly_is_sampled_and_exported_with_equal_logits
 
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hub").chat_template == pretrained_models.CHAT
     text = read_corpus([str(place / "text.txt")])
-    files = tokens_of([f"{tmp_path}/tokens"], (), "bytes", model=(found.tokenizer, 304))
+    files = find_token_files([f"{tmp_path}/tokens"], (), "bytes", model=(found.tokenizer, 304))
     assert files is not None
     for part, read in zip(split(text), (files.train, files.valid), strict=True):
         assert torch.equal(found.tokenizer.encode(part).long(), read[0 : len(read)])
@@ -133,13 +133,13 @@ def test_a_step_is_the_mean_over_the_answers_of_all_ranks_and_micro_batches(plac
     words = ["--init", str(place / "llama"), "--data", str(place / "rows.jsonl"), *SMALL, "--accumulate", "2"]
     train(2, *words, "--steps", "2", "--lr", "0.001", "--out", f"{tmp_path}/run")
     config = Config(init=str(place / "llama"), lr=0.001, steps=2)
-    model = pretrained.load(config)
-    tokenizer = pretrained.tokenizer_of(place / "llama")
-    rows, held = instruction_rows.read([str(place / "rows.jsonl")], (), tokenizer, 24, 0, tell=False)
+    model = pretrained.load(config.init, config.adapters)
+    tokenizer = pretrained.load_tokenizer(place / "llama")
+    rows, held = instruction_rows.read_rows([str(place / "rows.jsonl")], (), tokenizer, 24, 0, warns=False)
     optimizer = make_optimizer(model, config)
     for step in range(2):
-        inputs, targets = rows.take(8 * step, 8)
-        assert rows.learnt(8 * step, 8) == int((targets != IGNORED).sum())
+        inputs, targets = rows.batch(8 * step, 8)
+        assert rows.count_learnt(8 * step, 8) == int((targets != IGNORED).sum())
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = config.learning_rate(step)
         model(inputs, targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -212,15 +212,15 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
     from thinwire.train.data import instruction_rows
     from thinwire.train.model import pretrained
 
-    tokenizer = pretrained.tokenizer_of(place / "llama")
+    tokenizer = pretrained.load_tokenizer(place / "llama")
 
-    def rows(*objects: object, length: int = 60) -> instruction_rows.Examples:
+    def rows(*objects: object, length: int = 60) -> instruction_rows.InstructionRows:
         (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, objects)) + "\n\n")
         name = [str(tmp_path / "a.jsonl")]
-        return instruction_rows.read(name, name, tokenizer, length, 0, tell=True)[0]
+        return instruction_rows.read_rows(name, name, tokenizer, length, 0, warns=True)[0]
 
-    def learnt(examples: instruction_rows.Examples, index: int = 0) -> tuple[str, str]:
-        row = examples.at(index).tolist()
+    def learnt(examples: instruction_rows.InstructionRows, index: int = 0) -> tuple[str, str]:
+        row = examples.window(index).tolist()
         return tuple(
             tokenizer.decode([token if token >= 0 else ~token for token in row if (token >= 0) == which])
             for which in (False, True)
@@ -234,8 +234,8 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
     assert learnt(rows({"messages": talk})) == (asked, "is 6<|end|>is 9<|end|>")
 
     both = rows(plain, {"prompt": "1", "completion": "1"})
-    inputs, targets = batches([both.at(0), both.at(1)], 2)[0]
-    short = len(both.at(1)) - 1
+    inputs, targets = batches([both.window(0), both.window(1)], 2)[0]
+    short = len(both.window(1)) - 1
     assert (targets[1, short:] == IGNORED).all() and (targets[1, :short] != IGNORED).sum() == 2  # 1 and </s>
     assert (inputs >= 0).all()
 
@@ -253,7 +253,7 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
             rows(row)
     (tmp_path / "b.jsonl").write_text("{")
     with pytest.raises(ThinwireError, match="is not JSONL"):
-        instruction_rows.read([str(tmp_path / "b.jsonl")], (), tokenizer, 20, 0, tell=False)
+        instruction_rows.read_rows([str(tmp_path / "b.jsonl")], (), tokenizer, 20, 0, warns=False)
     tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "loop.length|string + m['content']")
     with pytest.raises(ThinwireError, match="writes earlier turns anew"):
         rows({"messages": talk})
@@ -294,7 +294,7 @@ def test_without_transformers_the_command_that_installs_it_is_said(tmp_path, mon
     monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ThinwireError, match=r"pip install 'thinwire\[hf\]'"):
-        pretrained.load(Config(init=str(tmp_path)))
+        pretrained.load(str(tmp_path), None)
 
 
 @needs_hub
@@ -304,7 +304,7 @@ def test_folders_that_hold_no_such_model_are_refused(place, tmp_path):
     from thinwire.train.model import pretrained
 
     with pytest.raises(ThinwireError, match=r"has no config\.json"):
-        pretrained.load(Config(init=str(tmp_path)))
+        pretrained.load(str(tmp_path), None)
     broken = shutil.copytree(place / "llama", tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
     from safetensors.torch import save_file
@@ -312,11 +312,11 @@ def test_folders_that_hold_no_such_model_are_refused(place, tmp_path):
     weights.pop("model.norm.weight")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ThinwireError, match=r"has no weights for model.norm.weight \(1 are missing\)"):
-        pretrained.load(Config(init=str(broken)))
+        pretrained.load(str(broken), None)
     (broken / "model.safetensors").unlink()
     with pytest.raises(ThinwireError, match="cannot load the model"):
-        pretrained.load(Config(init=str(broken)))
+        pretrained.load(str(broken), None)
     ours = Tokenizer(f"folder:{place / 'llama'}", (), tmp_path / "kept")
     token_files.tokenize([str(place / "text.txt")], "bytes", tmp_path / "bytes")
     with pytest.raises(ThinwireError, match="was tokenized with bytes, not as --init does"):
-        token_files.find([str(tmp_path / "bytes")], (), "bytes", model=(ours, 304))
+        token_files.find_token_files([str(tmp_path / "bytes")], (), "bytes", model=(ours, 304))

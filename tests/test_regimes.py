@@ -57,7 +57,7 @@ def test_virtual_ranks_have_the_bits_of_processes(text: Path, tmp_path: Path) ->
     outs = {config: tmp_path / str(at) for at, config in enumerate(configs)}
     run(trained_on_processes, 2, [regimes.arguments(config, str(text), out) for config, out in outs.items()])
     for config, out in outs.items():
-        windows = regimes.windows_of(text.parent, text.name, config.sequence, config.seed)
+        windows = regimes.windows_of(text.parent, text.name, config.sequence_length, config.seed)
         real = regimes.finished(out, config.steps)
         found = virtual.train(config, windows)
         assert len(found.losses) == 3 and regimes.differs(found, real) == "equal", config.method

@@ -29,13 +29,13 @@ def test_files_hold_what_the_text_is_tokenized_to(length, tokenizer, tmp_path):
     corpus = tmp_path / "text.txt"
     corpus.write_text(text)
     token_files.tokenize([str(corpus)], tokenizer, tmp_path / "out")
-    found = token_files.find([str(tmp_path / "out")], (), "bytes")
+    found = token_files.find_token_files([str(tmp_path / "out")], (), "bytes")
     train, valid = split(read_corpus([str(corpus)]))
     made = Tokenizer(tokenizer, spans([train]), tmp_path)
     for part, files in ((train, found.train), (valid, found.valid)):
         assert torch.equal(files[0 : len(files)], made.encode(part).long())
     windows, files = Windows(made.encode(train), 32, seed=3), Windows(found.train, 32, seed=3)
-    for ours, theirs in zip(windows.take(5, 9), files.take(5, 9), strict=True):
+    for ours, theirs in zip(windows.batch(5, 9), files.batch(5, 9), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -49,11 +49,11 @@ def test_nanogpt_and_numpy_files_are_read_as_they_are(tmp_path):
     for shard, part in enumerate(np.array_split(numbers, 3)):
         part.astype("<u2").tofile(tmp_path / f"train-{shard}.bin")
     np.save(tmp_path / "valid.npy", numbers[:700].astype(np.int32))
-    found = token_files.find([str(tmp_path / "train-*.bin")], [str(tmp_path / "valid.npy")], "ids:50257")
+    found = token_files.find_token_files([str(tmp_path / "train-*.bin")], [str(tmp_path / "valid.npy")], "ids:50257")
     assert found.train[0:5000].tolist() == numbers.tolist() and len(found.train) == 5000
     assert found.train[1600:1700].tolist() == numbers[1600:1700].tolist()  # across two files
     assert found.valid[0:700].tolist() == numbers[:700].tolist()
-    held = token_files.find([str(tmp_path / "train-*.bin")], (), "ids:50257")
+    held = token_files.find_token_files([str(tmp_path / "train-*.bin")], (), "ids:50257")
     assert [*held.train[0:5000].tolist(), *held.valid[0:5000].tolist()] == numbers.tolist() and len(held.valid) == 250
     assert found.train.digest() != held.train.digest()
 
@@ -71,17 +71,17 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path):
         ([str(tmp_path / "none-*.bin")], "ids:9", "no file matches"),
     ):
         with pytest.raises(ThinwireError, match=why):
-            token_files.find(corpora, (), tokenizer)
+            token_files.find_token_files(corpora, (), tokenizer)
     with pytest.raises(ThinwireError, match="holds token files already"):
         token_files.tokenize([str(corpus)], "bytes", out)
     np.array([1, 2, 9], "<u2").tofile(tmp_path / "a.bin")
     with pytest.raises(ThinwireError, match="token 9, and the tokenizer has 9"):
-        token_files.find([str(tmp_path / "a.bin")], (), "ids:9").train[0:3]
+        token_files.find_token_files([str(tmp_path / "a.bin")], (), "ids:9").train[0:3]
     (out / "train.bin").write_bytes(b"short")
     with pytest.raises(ThinwireError, match="is damaged: it has 5 bytes"):
-        token_files.find([str(out)], (), "bytes")
+        token_files.find_token_files([str(out)], (), "bytes")
     (out / "tokens.json").write_text(json.dumps([1]))
     with pytest.raises(ThinwireError, match="is damaged: tokenize the text anew"):
-        token_files.find([str(out)], (), "bytes")
+        token_files.find_token_files([str(out)], (), "bytes")
     with pytest.raises(ThinwireError, match="numbers only"):
         Tokenizer("ids:9", (), tmp_path).decode([1])

@@ -97,14 +97,14 @@ def test_batches_are_a_function_of_the_place_and_repeat_nothing_within_an_epoch(
     monkeypatch.setattr(window_module, "DRAWN", drawn)
     windows = Windows(torch.arange(1001), 10, seed=3)
     assert windows.count == 100
-    inputs, targets = windows.take(0, 100)
+    inputs, targets = windows.batch(0, 100)
     assert torch.equal(targets, inputs + 1)
     assert inputs[:, 0].unique().numel() == 100
     again = Windows(torch.arange(1001), 10, seed=3)
-    assert torch.equal(again.take(37, 5)[0], inputs[37:42])
-    assert not torch.equal(windows.take(100, 100)[0], inputs)
-    assert windows.take(95, 10)[0].shape == (10, 10)
-    assert not torch.equal(Windows(torch.arange(1001), 10, seed=4).take(0, 100)[0], inputs)
+    assert torch.equal(again.batch(37, 5)[0], inputs[37:42])
+    assert not torch.equal(windows.batch(100, 100)[0], inputs)
+    assert windows.batch(95, 10)[0].shape == (10, 10)
+    assert not torch.equal(Windows(torch.arange(1001), 10, seed=4).batch(0, 100)[0], inputs)
 
 
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 1000])
@@ -372,8 +372,8 @@ def test_bad_settings_are_refused_before_a_rank_is_started(tmp_path, monkeypatch
 )
 def test_a_method_brings_its_optimizer(method, optimizer):
     config = Config(method=method).check()
-    assert config.stepper == optimizer and config.optimizer is None
-    assert Config(method=method, optimizer="adams").check().stepper == "adams"
+    assert config.optimizer_name == optimizer and config.optimizer is None
+    assert Config(method=method, optimizer="adams").check().optimizer_name == "adams"
 
 
 def test_the_plan_says_which_optimizer_was_chosen(tmp_path, text):

@@ -14,14 +14,14 @@ from thinwire.base.errors import ThinwireError
 
 def remove(path: Path) -> None:
     """Remove a folder so that a kill at any moment leaves it whole, or out of sight."""
-    away = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
-    path.rename(away)
+    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
+    path.rename(hidden)
     sync(path.parent)
-    shutil.rmtree(away)
+    shutil.rmtree(hidden)
 
 
 def write(path: Path, text: str) -> None:
-    """``path`` holds all of ``text``, or what it held before, whatever happens."""
+    """Write ``text``: whatever happens, ``path`` holds all of it, or what it held before."""
     partial = path.with_name(f".{path.name}.partial")
     with naming(path), partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -32,7 +32,7 @@ def write(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """What was written to a file, or renamed in a folder, survives a crash of the machine."""
+    """Make what was written to a file, or renamed in a folder, survive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -43,7 +43,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError from inside names ``path``, where the system, which knows a number only, has named nothing."""
+    """Let an OSError from inside name ``path``, where the system, which knows a number only, has named nothing."""
     try:
         yield
     except OSError as error:
@@ -52,8 +52,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def in_one_line(error: Exception) -> Exception:
-    """What the disk says as one clear line; anything else as it is."""
+    """Give an OSError as one clear line; any other error as it is."""
     if not isinstance(error, OSError):
         return error
-    where = f" {error.filename}" if error.filename else " a file"
-    return ThinwireError(f"cannot use{where}: {error.strerror or error}")
+    return ThinwireError(f"cannot use {error.filename or 'a file'}: {error.strerror or error}")

@@ -13,11 +13,11 @@ from thinwire.base.errors import ThinwireError
 T = TypeVar("T")
 
 
-def parsed(kind: type[T], arguments: list[str], program: str, *, default: T | None = None, where: str = "") -> T:
+def read_options(kind: type[T], arguments: list[str], program: str, *, default: T | None = None, source: str = "") -> T:
     """Read the options of ``program``, a dataclass ``kind``, from its command line.
 
     Args:
-        where: the file that the options stand in, which an error then names.
+        source: the file that the options stand in, which an error then names.
 
     Raises:
         ThinwireError: one line in place of tyro's box.
@@ -30,7 +30,7 @@ def parsed(kind: type[T], arguments: list[str], program: str, *, default: T | No
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise ThinwireError((where + ": " if where else "") + _unboxed(printed.getvalue())) from None
+        raise ThinwireError((f"{source}: " if source else "") + _unboxed(printed.getvalue())) from None
 
 
 def _unboxed(printed: str) -> str:

@@ -1,4 +1,4 @@
-"""``thinwire train``."""
+"""The command ``thinwire train``: starts ranks, or is one of them."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-_usual = warnings.formatwarning
+_format_usually = warnings.formatwarning
 
 
 def _one_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Ours without the place, which is in our own code; others as ever."""
+    """Format our warnings without file and line, which are in our own code; others as ever."""
     if issubclass(category, ThinwireWarning):
         return f"thinwire: {message}\n"
-    return _usual(message, category, filename, lineno, line)
+    return _format_usually(message, category, filename, lineno, line)
 
 
 def _default_ranks(device: str) -> int:
-    """One rank per GPU; without one, two if there are two cores."""
+    """Choose one rank per GPU; without a GPU, two if there are two cores."""
     import torch
 
     if device != "cpu" and torch.cuda.is_available():

@@ -28,17 +28,29 @@ from torch import nn
 
 from thinwire.base import files
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.train.checkpoint import format as stored
-from thinwire.train.checkpoint import run_settings as differences
-from thinwire.train.checkpoint.format import Checkpoint, Damaged, rank_file, read_meta, read_tensors, steps_in
-from thinwire.train.checkpoint.state import Resize, Resumed, tensors_of
-from thinwire.train.job.run_folder import Folder
+from thinwire.train.checkpoint import format, run_settings
+from thinwire.train.checkpoint.format import (
+    MODEL,
+    Checkpoint,
+    Damaged,
+    checkpoint_names,
+    rank_file,
+    read_meta,
+    read_tensors,
+    step_of,
+)  # fmt: skip
+from thinwire.train.checkpoint.state import Resize, ResumedState, collect_tensors
+from thinwire.train.job.run_folder import RunFolder
 from thinwire.wire import Wire
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A checkpoint as all ranks together see it: who of them holds which of its files."""
+class Candidate:
+    """A checkpoint as all ranks together see it.
+
+    Attributes:
+        holders: file -> the ranks that see it whole.
+    """
 
     name: str
     meta: dict[str, Any]
@@ -58,13 +70,14 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Folder, about: dict[str, Any], *, keep: int, anyway: bool = False, resize: Resize | None = None
-    ) -> None:
-        """``about``: what the run is. ``anyway``, ``resize``: which differences are let pass when it goes on."""
-        self.folder, self.together, self.keep = folder, folder.together, keep
-        self.about, self.anyway, self.resize = about, anyway, resize
+        self, folder: RunFolder, description: dict[str, Any], *, keep: int, resume_anyway: bool = False,
+        resize: Resize | None = None,
+    ) -> None:  # fmt: skip
+        """``description``: the run's. ``resume_anyway``, ``resize``: which differences are let pass when it goes on."""
+        self.folder, self.collective, self.keep = folder, folder.collective, keep
+        self.description, self.resume_anyway, self.resize = description, resume_anyway, resize
         self.path = folder.path / "checkpoints"
-        self.run = self.together.tell(uuid.uuid4().hex)[0]
+        self.run = self.collective.share(uuid.uuid4().hex)[0]
         self.latest = ""
 
     def save(
@@ -80,25 +93,31 @@ class Checkpoints:
         Raises:
             ThinwireError: on all ranks, with what kept one of them from writing. Older checkpoints are as they were.
         """
-        together, rank = self.together, self.together.rank
+        collective, folder = self.collective, self.folder
         final = self.path / f"step-{step:06d}"
         partial = self.path / f".{final.name}.partial"
-        if not good and any(together.gather(lambda: stored.is_good(final))):
+        if not good and any(collective.gather(lambda: format.is_good(final))):
             return final
-        own, common = tensors_of(model, optimizer, wire)
+        of_rank, common = collect_tensors(model, optimizer, wire)
+
+        def begin() -> None:
+            if partial.exists():
+                files.remove(partial)
+            partial.mkdir(parents=True)
 
         def write() -> dict[str, int]:
-            wrote = {rank_file(rank): own} | ({stored.MODEL: common} if common and self.folder.first else {})
-            for name, tensors in wrote.items():
-                stored.write_tensors(tensors, partial / name)
-            return {name: (partial / name).stat().st_size for name in wrote}
+            tensors = {rank_file(collective.rank): of_rank} | ({MODEL: common} if common and folder.is_keeper else {})
+            for name in tensors:
+                format.write_tensors(tensors[name], partial / name)
+            return {name: (partial / name).stat().st_size for name in tensors}
 
         def seal() -> None:
             meta = {
-                "format": stored.FORMAT, "run": self.run, "save": save, "step": step, "sequences": sequences,
-                "good": good, "world_size": together.size, "files": dict(sorted(sizes.items())), "about": self.about,
+                "format": format.FORMAT, "run": self.run, "save": save, "step": step, "sequences": sequences,
+                "good": good, "world_size": collective.size, "files": dict(sorted(sizes.items())),
+                "about": self.description,
             }  # fmt: skip
-            stored.write_meta(partial, meta)
+            format.write_meta(partial, meta)
 
         def publish() -> None:
             if final.exists():
@@ -107,196 +126,194 @@ class Checkpoints:
             files.sync(self.path)
 
         try:
-            self.folder.by_first(lambda: _fresh(partial))
-            sizes = {name: size for wrote in together.gather(write) for name, size in wrote.items()}
-            save = together.tell(uuid.uuid4().hex)[0]
-            self.folder.by_first(seal)
+            folder.do_once(begin)
+            sizes = {name: size for written in collective.gather(write) for name, size in written.items()}
+            save = collective.share(uuid.uuid4().hex)[0]
+            folder.do_once(seal)
         except BaseException:
-            if self.folder.first and partial.exists():
+            if folder.is_keeper and partial.exists():
                 files.remove(partial)
             raise
-        self.folder.by_first(publish)
-        self.folder.by_first(lambda: self._tidy(final.name, good))  # when all hosts have theirs
+        folder.do_once(publish)
+        folder.do_once(lambda: self._tidy(final.name, good))  # when all hosts have theirs
         self.latest = final.name if good else self.latest
         return final
 
     def _tidy(self, newest: str, good: bool) -> None:
+        """Let ``latest`` name the newest good checkpoint, and remove this run's obsolete ones from this folder."""
         if good:
             files.write(self.path / "latest", newest + "\n")
-        there = {}
-        for name in steps_in(self.path):
-            with contextlib.suppress(Damaged):  # of which nobody can tell whose it is: it stays
+        of_this_run = {}
+        for name in checkpoint_names(self.path):
+            with contextlib.suppress(Damaged):  # nobody can tell whose it is: it stays
                 meta = read_meta(self.path / name).meta
                 if meta["run"] == self.run:
-                    there[name] = meta["good"]
-        for old in obsolete(there, newest, self._pointer(), self.keep):
-            files.remove(self.path / old)
+                    of_this_run[name] = meta["good"]
+        for name in obsolete(of_this_run, newest, self._read_latest(), self.keep):
+            files.remove(self.path / name)
 
-    def find(self, resume: str) -> Resumed | None:
-        """What ``--resume`` means: "auto", "latest" or a checkpoint's folder; its files are read. None: start afresh.
+    def find(self, resume: str) -> ResumedState | None:
+        """Read what ``--resume`` means: "auto", "latest" or a checkpoint's folder. None: start afresh.
 
-        "auto" and "latest" take the newest that is whole where what ``latest`` names is not, and say so. What else is
-        another than in the checkpoint, and may be, is said too.
+        "auto" and "latest" take the newest that is whole where the one that ``latest`` names is not, and say so. What
+        else is another than in the checkpoint, and may be, is said too.
 
         Raises:
-            ThinwireError: there is no such checkpoint, nothing that is there can be used, or it is not of such a run.
+            ThinwireError: there is no such checkpoint, none can be used, or it is not of such a run.
         """
         newest = resume in ("auto", "latest")
-        ours = newest or any(self.together.gather(lambda: Path(resume).parent.resolve() == self.path.resolve()))
-        if not ours:  # before a host that lacks the checkpoint gets a copy
+        in_this_folder = newest or any(
+            self.collective.gather(lambda: Path(resume).parent.resolve() == self.path.resolve())
+        )
+        if not in_this_folder:  # before a host that lacks the checkpoint gets a copy
             self.folder.check_free()
-        resumed = self._newest(resume) if newest else self._given(Path(resume))
-        if resumed is not None:
-            if ours:
-                self.run, self.latest = resumed.checkpoint.meta["run"], resumed.checkpoint.path.name
-            differ = differences.compare(resumed.checkpoint.meta["about"], self.about, anyway=True, resize=self.resize)
-            if differ and self.together.rank == 0:
-                line = f"going on, but not bit for bit as the run would have: {differ}"
-                warnings.warn(line, ThinwireWarning, stacklevel=2)
-        return resumed
+        state = self._find_newest(resume) if newest else self._read_named(Path(resume))
+        if state is not None:
+            meta = state.checkpoint.meta
+            if in_this_folder:
+                self.run, self.latest = meta["run"], state.checkpoint.path.name
+            difference = run_settings.compare(meta["about"], self.description, resume_anyway=True, resize=self.resize)
+            if difference:
+                self._warn(f"going on, but not bit for bit as the run would have: {difference}")
+        return state
 
-    def _given(self, path: Path) -> Resumed:
-        found, wrong = self._look(lambda: [path])
-        damaged = [line for line in wrong if line != stored.no_meta(path)]
-        if damaged or not found:
-            raise Damaged([*damaged, *wrong][0])
-        if len(found) > 1:
+    def _warn(self, line: str) -> None:
+        if self.collective.rank == 0:
+            warnings.warn(line, ThinwireWarning, stacklevel=3)
+
+    def _read_named(self, path: Path) -> ResumedState:
+        candidates, errors = self._list_candidates(lambda: [path])
+        damaged = [line for line in errors if line != format.no_meta(path)]
+        if damaged or not candidates:
+            raise Damaged([*damaged, *errors][0])
+        if len(candidates) > 1:
             raise ThinwireError(f"{path} is not the same checkpoint on all ranks")
-        return self._read(found[0], path)
+        return self._read(candidates[0], path)
 
-    def _newest(self, resume: str) -> Resumed | None:
-        found, wrong = self._look(lambda: [self.path / name for name in steps_in(self.path)])
-        pointers = self.together.gather(self._pointer)
-        wrong += [
+    def _find_newest(self, resume: str) -> ResumedState | None:
+        candidates, errors = self._list_candidates(lambda: [self.path / name for name in checkpoint_names(self.path)])
+        latest = self.collective.gather(self._read_latest)
+        errors += [
             f"{self.path / 'latest'} names {name}, which is not there"
-            for name in sorted({name for name in pointers if name} - {seen.name for seen in found})
+            for name in sorted({name for name in latest if name} - {candidate.name for candidate in candidates})
         ]
-        if None in pointers:
-            wrong.append(f"{self.path / 'latest'} is damaged")
-        good = [seen for seen in found if seen.meta["good"]]
-        # What ``latest`` names comes first: beyond it may be a future that the run has gone back from.
-        for seen in sorted(good, key=lambda seen: (seen.name in pointers, seen.step), reverse=True):
+        if None in latest:
+            errors.append(f"{self.path / 'latest'} is damaged")
+        good = [candidate for candidate in candidates if candidate.meta["good"]]
+        # The one that ``latest`` names comes first: beyond it may be a future that the run has gone back from.
+        for candidate in sorted(good, key=lambda candidate: (candidate.name in latest, candidate.step), reverse=True):
             try:
-                resumed = self._read(seen, self.path / seen.name)
+                state = self._read(candidate, self.path / candidate.name)
             except Damaged as error:
-                wrong.append(str(error))
+                errors.append(str(error))
                 continue
-            if wrong and self.together.rank == 0:
-                line = f"{'; '.join(wrong)}: going on from {resumed.checkpoint.path}"
-                warnings.warn(line, ThinwireWarning, stacklevel=2)
-            return resumed
-        if wrong:
-            raise ThinwireError(f"no checkpoint in {self.path} can be used: {'; '.join(wrong)}")
-        if resume == "auto" and not found:
+            if errors:
+                self._warn(f"{'; '.join(errors)}: going on from {state.checkpoint.path}")
+            return state
+        if errors:
+            raise ThinwireError(f"no checkpoint in {self.path} can be used: {'; '.join(errors)}")
+        if resume == "auto" and not candidates:
             return None
-        why = " but such as were taken while the run diverged; --overwrite starts afresh" if found else ""
-        raise ThinwireError(f"there is no checkpoint in {self.path} to resume from{why}")
+        but = " but such as were taken while the run diverged; --overwrite starts afresh" if candidates else ""
+        raise ThinwireError(f"there is no checkpoint in {self.path} to resume from{but}")
 
-    def _look(self, paths: Callable[[], Iterable[Path]]) -> tuple[list[Seen], list[str]]:
-        """What all ranks see of the checkpoints in ``paths()``, and what is wrong with the others."""
+    def _list_candidates(self, paths: Callable[[], Iterable[Path]]) -> tuple[list[Candidate], list[str]]:
+        """List the checkpoints in ``paths()`` that any rank sees, and what is wrong with the others."""
 
-        def look() -> dict[str, list[Any]]:
-            there: dict[str, list[Any]] = {"found": [], "wrong": []}
+        def look() -> tuple[list[Any], list[str]]:
+            seen, errors = [], []
             for path in sorted(paths()):
                 try:
                     checkpoint = read_meta(path)
-                    there["found"].append([path.name, checkpoint.meta, checkpoint.here])
+                    seen.append([path.name, checkpoint.meta, checkpoint.complete_files])
                 except Damaged as error:
-                    there["wrong"].append(str(error))
-            return there
+                    errors.append(str(error))
+            return seen, errors
 
-        found: dict[str, Seen] = {}
-        wrong: dict[str, None] = {}
-        for rank, there in enumerate(self.together.gather(look)):
-            wrong.update(dict.fromkeys(there["wrong"]))
-            for name, meta, here in there["found"]:
-                seen = found.setdefault(meta["save"], Seen(name, meta, {file: [] for file in meta["files"]}))
-                for file in here:
-                    seen.holders[file].append(rank)
-        return list(found.values()), list(wrong)
+        candidates: dict[str, Candidate] = {}
+        all_errors: dict[str, None] = {}
+        for rank, (seen, errors) in enumerate(self.collective.gather(look)):
+            all_errors.update(dict.fromkeys(errors))
+            for name, meta, complete in seen:
+                candidate = candidates.setdefault(
+                    meta["save"], Candidate(name, meta, {file: [] for file in meta["files"]})
+                )
+                for file in complete:
+                    candidate.holders[file].append(rank)
+        return list(candidates.values()), list(all_errors)
 
-    def _read(self, seen: Seen, path: Path) -> Resumed:
-        """This rank's part of a checkpoint, from ``path``, where what this folder lacks is brought from other ranks."""
-        together, rank = self.together, self.together.rank
-        differences.compare(seen.meta["about"], self.about, anyway=self.anyway, resize=self.resize)
-        resize = self.resize if differences.moved(seen.meta["about"], self.about) else None
-        lost = [file for file, holders in seen.holders.items() if not holders]
+    def _read(self, candidate: Candidate, path: Path) -> ResumedState:
+        """Read this rank's tensors of a checkpoint in ``path``, for which missing files come from other ranks."""
+        collective, saved, holders = self.collective, candidate.meta["about"], candidate.holders
+        run_settings.compare(saved, self.description, resume_anyway=self.resume_anyway, resize=self.resize)
+        resize = self.resize if run_settings.layout_differs(saved, self.description) else None
+        lost = [file for file in holders if not holders[file]]
         if lost:
             raise Damaged(f"{path} is not whole: {lost[0]} is missing or has another size")
-        own, common = rank_file(rank), [stored.MODEL] if stored.MODEL in seen.holders else []
-        path = self._fetch(seen, path, list(seen.holders) if resize else [own, *common])
-        checkpoint = Checkpoint(path, seen.meta)
+        own_file, common_files = rank_file(collective.rank), [MODEL] if MODEL in holders else []
+        needed = list(holders) if resize else [own_file, *common_files]
+        checkpoint = Checkpoint(self._fetch(candidate, path, needed), candidate.meta)
 
-        def read() -> Resumed:
-            if resize:
-                for file in seen.holders:
-                    deque(read_tensors(path / file), maxlen=0)  # for the checksums' sake
-                return Resumed(checkpoint, {}, {}, resize)
-            tensors = {file: dict(read_tensors(path / file)) for file in [own, *common]}
-            return Resumed(checkpoint, tensors[own], tensors.get(stored.MODEL, {}))
-
-        def tried() -> Resumed | Damaged:
+        def read() -> ResumedState | Damaged:
             try:
-                return read()
+                if resize:
+                    for file in needed:
+                        deque(read_tensors(checkpoint.path / file), maxlen=0)  # for the checksums' sake
+                    return ResumedState(checkpoint, {}, {}, resize)
+                tensors = {file: dict(read_tensors(checkpoint.path / file)) for file in needed}
+                return ResumedState(checkpoint, tensors[own_file], tensors.get(MODEL, {}))
             except Damaged as error:
                 return error
 
-        found = together.do(tried)
-        # Damage, of which all take an older one, is told apart from other trouble by all ranks or none.
-        for rank, line in enumerate(together.tell(str(found) if isinstance(found, Damaged) else "")):
+        result = collective.do(read)
+        # Damage, for which all take an older one, is told apart from other trouble by all ranks or none.
+        for rank, line in enumerate(collective.share(str(result) if isinstance(result, Damaged) else "")):
             if line:
-                raise found if isinstance(found, Damaged) else Damaged(f"rank {rank}: {line}")
-        assert isinstance(found, Resumed)
-        return found
+                raise result if isinstance(result, Damaged) else Damaged(f"rank {rank}: {line}")
+        assert isinstance(result, ResumedState)
+        return result
 
-    def _fetch(self, seen: Seen, path: Path, needed: list[str]) -> Path:
-        """Bring what the ranks of this folder need and it has not from ranks that have it. The folder that has it."""
-        together, rank, homes = self.together, self.together.rank, self.folder.homes
-        lacking = together.gather(lambda: [file for file in needed if rank not in seen.holders[file]])
-        wanted = {(homes[rank], file) for rank, files in enumerate(lacking) for file in files}
+    def _fetch(self, candidate: Candidate, path: Path, needed: list[str]) -> Path:
+        """Bring files that this folder's ranks need and it lacks from ranks that have them; return their folder."""
+        collective, rank, homes, holders = self.collective, self.collective.rank, self.folder.homes, candidate.holders
+        lacking = collective.gather(lambda: [file for file in needed if rank not in holders[file]])
+        wanted = {(homes[rank], file) for rank, names in enumerate(lacking) for file in names}
         if not wanted:
             return path
-        mine = sorted(file for home, file in wanted if home == rank)
-        target = self.path / f".{seen.name}.partial" if mine and not path.exists() else path
-        together.do(lambda: target.mkdir(parents=True, exist_ok=True) if mine else None)
+        to_write = sorted(file for home, file in wanted if home == rank)
+        target = self.path / f".{candidate.name}.partial" if to_write and not path.exists() else path
+        collective.do(lambda: target.mkdir(parents=True, exist_ok=True) if to_write else None)
         for file in sorted({file for _, file in wanted}):
-            together.copy(min(seen.holders[file]), path / file, target / file if file in mine else None)
+            collective.copy(min(holders[file]), path / file, target / file if file in to_write else None)
 
         def publish() -> None:
             if target != path:
-                stored.write_meta(target, seen.meta)
-                target.rename(self.path / seen.name)
+                format.write_meta(target, candidate.meta)
+                target.rename(self.path / candidate.name)
                 files.sync(self.path)
 
-        together.do(publish)
-        return path if path.exists() else self.path / seen.name
+        collective.do(publish)
+        return path if path.exists() else self.path / candidate.name
 
-    def _pointer(self) -> str | None:
-        """The name in ``latest``; "" where there is none, None where it is damaged."""
+    def _read_latest(self) -> str | None:
+        """Read the name in ``latest``; "" where there is none, None where it is damaged."""
         try:
             name = (self.path / "latest").read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return ""
         except (OSError, ValueError):
             return None
-        return name if stored.NAME.fullmatch(name) else None
+        return name if format.NAME.fullmatch(name) else None
 
 
-def _fresh(path: Path) -> None:
-    if path.exists():
-        files.remove(path)
-    path.mkdir(parents=True)
+def obsolete(checkpoints: dict[str, bool], newest: str, latest: str | None, keep: int) -> list[str]:
+    """List the checkpoints of a run to remove after ``newest`` was written: all but the ``keep`` newest good ones.
 
-
-def obsolete(there: dict[str, bool], newest: str, latest: str | None, keep: int) -> list[str]:
-    """Which checkpoints of a run to remove after ``newest`` was written: all but the ``keep`` newest good ones.
-
-    ``there``: for each name, is it good? What is beyond ``newest`` belongs to a future that the run has gone back
-    from, and goes once something good replaces it. Of those that are not good only ``newest`` stays. What ``latest``
-    names always stays.
+    ``checkpoints``: for each name, is it good? Those beyond ``newest`` belong to a future that the run has gone back
+    from, and go once something good replaces it. Of those that are not good only ``newest`` stays. The one that
+    ``latest`` names always stays.
     """
-    at = stored.number_in(newest)
-    past = sorted((name for name, good in there.items() if good and stored.number_in(name) <= at), key=stored.number_in)
-    beyond = [name for name, good in there.items() if good and stored.number_in(name) > at]
-    kept = {newest, latest, *past[-keep:], *([] if there.get(newest) else beyond)}
-    return [name for name in there if name not in kept]
+    good = sorted((name for name, is_good in checkpoints.items() if is_good), key=step_of)
+    past = [name for name in good if step_of(name) <= step_of(newest)]
+    future = [] if checkpoints.get(newest) else good[len(past) :]
+    return [name for name in checkpoints if name not in {newest, latest, *past[-keep:], *future}]

@@ -1,1 +1,1 @@
-"""Text and what becomes of it: corpora, tokens, windows and batches."""
+"""Text on its way into a run: corpora, tokenizers, token files, windows and batches."""

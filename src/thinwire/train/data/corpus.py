@@ -22,51 +22,51 @@ PIECE = 1 << 22
 
 
 def read_corpus(names: Sequence[str]) -> str:
-    """The text of files and globs (plain, .xz or .gz), of ``stdlib``, or of a hub data set ``hub:NAME``, in order.
+    """Read the text of files and globs (plain, .xz or .gz), of ``stdlib``, or of a hub data set ``hub:NAME``, in order.
 
     Raises:
         ThinwireError: a name matches nothing, cannot be read, or the text is empty.
     """
-    text = "".join(pieces(names))
+    text = "".join(read_pieces(names))
     if not text.strip():
         raise ThinwireError(f"the corpus {', '.join(names)} has no text in it")
     return text
 
 
-def pieces(names: Sequence[str]) -> Iterator[str]:
-    """``read_corpus`` in pieces of at most ``PIECE`` characters, read as they are asked for."""
-    between = ""
+def read_pieces(names: Sequence[str]) -> Iterator[str]:
+    """Read what ``read_corpus`` reads, in pieces of at most ``PIECE`` characters, as they are asked for."""
+    separator = ""
     for name in names:
         for document in _documents(name):
-            yield between
+            yield separator
             yield from document
-            between = "\n"
+            separator = "\n"
 
 
 def spans(text: Iterable[str]) -> Iterator[str]:
-    """A ``text`` in pieces of any size, cut into spans: ``SPAN`` characters each, the last one what is left."""
-    kept = ""
+    """Cut a ``text`` that comes in pieces into spans of ``SPAN`` characters; the last one is shorter."""
+    pending = ""
     for piece in text:
-        kept += piece
-        whole = len(kept) - len(kept) % SPAN
-        yield from (kept[start : start + SPAN] for start in range(0, whole, SPAN))
-        kept = kept[whole:]
-    if kept:
-        yield kept
+        pending += piece
+        whole = len(pending) - len(pending) % SPAN
+        yield from (pending[start : start + SPAN] for start in range(0, whole, SPAN))
+        pending = pending[whole:]
+    if pending:
+        yield pending
 
 
 def _documents(name: str) -> Iterator[Iterable[str]]:
-    """The texts that ``name`` stands for, each in pieces; a line's end goes between two of them."""
+    """Yield the texts that ``name`` stands for, each in pieces; a line's end goes between two of them."""
     if name == "stdlib":
         yield from map(_read_file, _standard_library())
     elif name.startswith("hub:"):
-        yield from ((text,) for text in _hub(name.removeprefix("hub:")))
+        yield from ((text,) for text in _read_hub(name.removeprefix("hub:")))
     else:
-        yield from map(_read_file, paths_of(name))
+        yield from map(_read_file, match_paths(name))
 
 
-def paths_of(name: str) -> list[Path]:
-    """The files that a name or a glob stands for, in order.
+def match_paths(name: str) -> list[Path]:
+    """List the files that a name or a glob stands for, in order.
 
     Raises:
         ThinwireError: none matches.
@@ -89,7 +89,7 @@ def _read_file(path: Path) -> Iterator[str]:
 
 
 def _standard_library() -> list[Path]:
-    """The source of Python's own standard library, without its tests: about 10 MB of real text on every machine."""
+    """List the source of Python's own standard library, without its tests: about 10 MB of text on every machine."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
     files = sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
@@ -98,7 +98,7 @@ def _standard_library() -> list[Path]:
     return files
 
 
-def _hub(name: str) -> Iterable[str]:
+def _read_hub(name: str) -> Iterable[str]:
     if importlib.util.find_spec("datasets") is None:
         raise ThinwireError(f"the corpus hub:{name} needs the 'datasets' package: pip install 'thinwire[hub]'")
     from datasets import load_dataset
@@ -114,14 +114,14 @@ def _hub(name: str) -> Iterable[str]:
 
 
 def split(text: str) -> tuple[str, str]:
-    """(train, valid): every 20th span of 32 Ki characters is held out; a short text gives up its last 20th."""
+    """Return (train, valid): every 20th span of 32 Ki characters is held out; a short text gives up its last 20th."""
     if len(text) <= (HELD_OUT - 1) * SPAN:
         cut = len(text) - len(text) // HELD_OUT
         return text[:cut], text[cut:]
-    cut_up = list(spans([text]))
-    return "".join(span for i, span in enumerate(cut_up) if not is_held_out(i)), "".join(
-        span for i, span in enumerate(cut_up) if is_held_out(i)
-    )
+    sides: tuple[list[str], list[str]] = [], []
+    for number, span in enumerate(spans([text])):
+        sides[is_held_out(number)].append(span)
+    return "".join(sides[False]), "".join(sides[True])
 
 
 def is_held_out(span: int) -> bool:

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.train.data.corpus import HELD_OUT, is_held_out, paths_of
+from thinwire.train.data.corpus import HELD_OUT, is_held_out, match_paths
 from thinwire.train.data.windows import Windows
 
-Part = tuple[str, bool]
+Passage = tuple[str, bool]
 """Some text, and whether it is learnt."""
 
 
-class Examples(Windows):
+class InstructionRows(Windows):
     """Rows in an order per epoch. A row is (n,) int32 with n up to ``length`` + 1."""
 
     def __init__(self, rows: Sequence[Tensor], length: int, seed: int = 0) -> None:
@@ -39,68 +39,73 @@ class Examples(Windows):
 
     def __post_init__(self) -> None:
         self.count = len(self._starts) - 1
-        self.each = (len(self.tokens) - self.count) / self.count
+        self.targets_per_window = (len(self.tokens) - self.count) / self.count
         self._epoch, self._order = -1, torch.empty(0)
 
-    def at(self, index: int) -> Tensor:
+    def window(self, index: int) -> Tensor:
         return self.tokens[self._starts[index] : self._starts[index + 1]]
 
-    def learnt(self, first: int, count: int) -> int:
-        return sum(int((self.at(index)[1:] >= 0).sum()) for index in self.places(first, count))
+    def count_learnt(self, first: int, count: int) -> int:
+        return sum(int((self.window(index)[1:] >= 0).sum()) for index in self.indices(first, count))
 
 
-def read(names: Sequence[str], valid: Sequence[str], tokenizer: Any, length: int, seed: int, *, tell: bool) -> tuple[
-    Examples, Examples
-]:  # fmt: skip
-    """The rows to train on, and those to evaluate on: of ``valid``, or every 20th (of fewer than 20 the last).
+def read_rows(
+    names: Sequence[str], valid: Sequence[str], tokenizer: Any, length: int, seed: int, *, warns: bool
+) -> tuple[InstructionRows, InstructionRows]:
+    """Read the rows to train on, and those to evaluate on: of ``valid``, or every 20th (of fewer than 20 the last).
 
     Args:
         names, valid: files or globs.
         tokenizer: transformers'.
         length: tokens of a row that are trained on, at most; what is longer is cut.
-        tell: warn of rows that were cut.
+        warns: warn of rows that were cut.
 
     Raises:
         ThinwireError: a file cannot be read, a row is neither of the two kinds, or no row is left.
     """
-    train = list(_rows(names, tokenizer))
+    train = list(_tokenized(names, tokenizer))
     if valid:
-        held = list(_rows(valid, tokenizer))
+        held_out = list(_tokenized(valid, tokenizer))
     elif len(train) < HELD_OUT:
-        train, held = train[:-1], train[-1:]
+        train, held_out = train[:-1], train[-1:]
     else:
-        held = [row for i, row in enumerate(train) if is_held_out(i)]
+        held_out = [row for i, row in enumerate(train) if is_held_out(i)]
         train = [row for i, row in enumerate(train) if not is_held_out(i)]
-    found = []
-    for rows, what in ((train, "--data"), (held, "--valid")):
-        cut = [row[: length + 1] for row in rows]
-        kept = [row for row in cut if (row[1:] >= 0).any()]
-        longer = sum(len(row) > length + 1 for row in rows)
-        if longer and tell:
-            line = (f"{longer} of {len(rows)} rows of {what} are longer than --seq-len {length} and are cut; "
-                    f"{len(rows) - len(kept)} are left out, because nothing of their answer is left")  # fmt: skip
-            warnings.warn(line, ThinwireWarning, stacklevel=2)
-        if not kept:
-            raise ThinwireError(f"there is no row to {'train' if what == '--data' else 'evaluate'} on in {what}")
-        found.append(Examples(kept, length, seed if what == "--data" else 0))
-    return found[0], found[1]
+    return _cut(train, length, seed, "--data", warns), _cut(held_out, length, 0, "--valid", warns)
 
 
-def _rows(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
-    plain = tokenizer("a")["input_ids"]
-    begins = [tokenizer.bos_token_id] if tokenizer.bos_token_id in plain[:1] else []
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for where, row in _objects(names):
-        parts, chat = _parts(row, tokenizer, where)
-        tokens = [] if chat else [~token for token in begins]
-        for text, learnt in parts:
-            found = tokenizer(text, add_special_tokens=False)["input_ids"]
-            tokens += found if learnt else [~token for token in found]
-        yield torch.tensor(tokens if chat else [*tokens, *ends], dtype=torch.int32)
+def _cut(rows: Sequence[Tensor], length: int, seed: int, option: str, warns: bool) -> InstructionRows:
+    """Cut rows to ``length`` + 1 tokens, and leave out those that then have nothing to learn."""
+    learnt = [row for row in (row[: length + 1] for row in rows) if (row[1:] >= 0).any()]
+    longer = sum(len(row) > length + 1 for row in rows)
+    if longer and warns:
+        line = (
+            f"{longer} of {len(rows)} rows of {option} are longer than --seq-len {length} and are cut; "
+            f"{len(rows) - len(learnt)} are left out, because nothing of their answer is left"
+        )
+        warnings.warn(line, ThinwireWarning, stacklevel=3)
+    if not learnt:
+        raise ThinwireError(f"there is no row to {'train' if option == '--data' else 'evaluate'} on in {option}")
+    return InstructionRows(learnt, length, seed)
 
 
-def _objects(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    for path in (path for name in names for path in paths_of(name)):
+def _tokenized(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
+    """Yield the tokens of each row, (n,) int32; those that are not learnt as ``~token``."""
+    begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
+    for source, row in _read_objects(names):
+        passages, chat = _passages(row, tokenizer, source)
+        tokens = [] if chat or not begins else [~tokenizer.bos_token_id]
+        for text, learnt in passages:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            tokens += ids if learnt else [~token for token in ids]
+        if not chat and tokenizer.eos_token_id is not None:
+            tokens.append(tokenizer.eos_token_id)
+        yield torch.tensor(tokens, dtype=torch.int32)
+
+
+def _read_objects(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield each JSON object, and the file and line that it stands in."""
+    for path in (path for name in names for path in match_paths(name)):
         try:
             with path.open(encoding="utf-8") as file:
                 for number, line in enumerate(file, 1):
@@ -112,37 +117,37 @@ def _objects(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
             raise ThinwireError(f"{path} is not JSONL: each line holds one JSON object") from None
 
 
-def _parts(row: Any, tokenizer: Any, where: str) -> tuple[list[Part], bool]:
-    """A row's text in parts, and whether a chat template wrote it."""
+def _passages(row: Any, tokenizer: Any, source: str) -> tuple[list[Passage], bool]:
+    """Divide a row's text into passages, and say whether a chat template wrote it."""
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        return list(_turns(row["messages"], tokenizer, where)), True
+        return list(_chat_passages(row["messages"], tokenizer, source)), True
     if isinstance(row, dict) and all(isinstance(row.get(name), str) for name in ("prompt", "completion")):
         return [(row["prompt"], False), (row["completion"], True)], False
-    raise ThinwireError(f"{where}: a row has 'prompt' and 'completion' (text), or 'messages' (a list)")
+    raise ThinwireError(f"{source}: a row has 'prompt' and 'completion' (text), or 'messages' (a list)")
 
 
-def _turns(messages: list[Any], tokenizer: Any, where: str) -> Iterator[Part]:
-    """Each answer as the template writes it behind what comes before it."""
+def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator[Passage]:
+    """Yield each answer as the template writes it, behind the text that comes before it."""
     if not getattr(tokenizer, "chat_template", None):
-        raise ThinwireError(f"{where} has 'messages', the tokenizer no chat template: use prompt and completion")
+        raise ThinwireError(f"{source} has 'messages', the tokenizer no chat template: use prompt and completion")
 
     def written(count: int, asks: bool) -> str:
         return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks)
 
-    done = ""
+    text = ""
     for turn, message in enumerate(messages):
         if not isinstance(message, dict) or not {"role", "content"} <= {*message}:
-            raise ThinwireError(f"{where}: a message has a 'role' and a 'content'")
+            raise ThinwireError(f"{source}: a message has a 'role' and a 'content'")
         if message["role"] != "assistant":
             continue
         try:
-            before, after = written(turn, True), written(turn + 1, False)
+            prompt, answered = written(turn, True), written(turn + 1, False)
         except Exception as error:  # whatever the template raises
-            raise ThinwireError(f"{where}: the chat template refuses it: {str(error).splitlines()[0]}") from None
-        if not (before.startswith(done) and after.startswith(before)):
-            raise ThinwireError(f"{where}: the chat template writes earlier turns anew: give each answer its own row")
-        yield before[len(done) :], False
-        yield after[len(before) :], True
-        done = after
-    if not done:
-        raise ThinwireError(f"{where}: no message has the role 'assistant'")
+            raise ThinwireError(f"{source}: the chat template refuses it: {str(error).splitlines()[0]}") from None
+        if not (prompt.startswith(text) and answered.startswith(prompt)):
+            raise ThinwireError(f"{source}: the chat template writes earlier turns anew: give each answer its own row")
+        yield prompt[len(text) :], False
+        yield answered[len(prompt) :], True
+        text = answered
+    if not text:
+        raise ThinwireError(f"{source}: no message has the role 'assistant'")

@@ -27,7 +27,7 @@ class TokenSequence(Protocol):
     def __getitem__(self, wanted: slice) -> Tensor: ...
 
     def digest(self) -> str:
-        """A hash of the tokens."""
+        """Give a hash of the tokens."""
 
 
 @dataclass
@@ -37,7 +37,9 @@ class Windows:
     Within an epoch no window comes twice; each epoch has an order of its own.
 
     Attributes:
-        count: of the windows. each: targets in one, on average.
+        tokens: (T,) integers, on the CPU or in files.
+        count: number of windows.
+        targets_per_window: on average.
     """
 
     tokens: Tensor | TokenSequence
@@ -46,7 +48,7 @@ class Windows:
 
     def __post_init__(self) -> None:
         self.count = (len(self.tokens) - 1) // self.length
-        self.each: float = self.length
+        self.targets_per_window: float = self.length
         self._epoch, self._order = -1, torch.empty(0)
         if self.count < 1:
             raise ThinwireError(
@@ -56,64 +58,70 @@ class Windows:
 
     @property
     def order(self) -> str | None:
-        """How the order of an epoch comes about; None: it is drawn at once."""
+        """Name of the way in which the order of an epoch comes about; None: it is drawn at once."""
         return "permuted" if self.count > DRAWN else None
 
-    def at(self, index: int) -> Tensor:
-        """Window number ``index`` of the text, (length + 1,)."""
+    def digest(self) -> str:
+        """Give a hash of the tokens."""
+        if not isinstance(self.tokens, Tensor):
+            return self.tokens.digest()
+        return hashlib.blake2b(self.tokens.numpy().data, digest_size=8).hexdigest()
+
+    def window(self, index: int) -> Tensor:
+        """Give window number ``index`` of the text, (length + 1,)."""
         start = index * self.length
         return self.tokens[start : start + self.length + 1]
 
-    def take(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """(inputs, targets), (count, length) int64 each: places ``first`` ... of the endless shuffled order."""
-        return _inputs_and_targets([self.at(index) for index in self.places(first, count)])
+    def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Give (inputs, targets), (count, length) int64 each, from number ``first`` of the endless order on."""
+        return _inputs_and_targets([self.window(index) for index in self.indices(first, count)])
 
-    def learnt(self, first: int, count: int) -> int:
-        """How many targets there are in those places that are learnt."""
+    def count_learnt(self, first: int, count: int) -> int:
+        """Count the targets that are learnt in ``count`` windows from number ``first`` of the order on."""
         return count * self.length
 
-    def places(self, first: int, count: int) -> Iterator[int]:
-        """The windows in places ``first`` ... of the order."""
-        for place in range(first, first + count):
-            epoch, within = divmod(place, self.count)
+    def indices(self, first: int, count: int) -> Iterator[int]:
+        """Yield the index of each of ``count`` windows from number ``first`` of the endless shuffled order on."""
+        for number in range(first, first + count):
+            epoch, position = divmod(number, self.count)
             seed = self.seed * 1_000_003 + epoch
             if self.order == "permuted":
-                yield permuted(within, self.count, seed)
+                yield permuted(position, self.count, seed)
                 continue
             if epoch != self._epoch:
                 generator = torch.Generator().manual_seed(seed)
                 self._epoch, self._order = epoch, torch.randperm(self.count, generator=generator)
-            yield int(self._order[within])
+            yield int(self._order[position])
 
     def spread(self, number: int) -> list[Tensor]:
-        """``number`` windows spread evenly over the text: always the same."""
-        return [self.at(i * self.count // number) for i in range(number)]
+        """Give ``number`` windows spread evenly over the text: always the same."""
+        return [self.window(i * self.count // number) for i in range(number)]
 
 
 def permuted(index: int, count: int, seed: int) -> int:
-    """Where a permutation of ``range(count)`` puts ``index``, without its being kept anywhere.
+    """Compute where a permutation of ``range(count)`` puts ``index``, without its being kept anywhere.
 
     A Feistel network of four rounds permutes the numbers of as many bits; a number beyond ``count`` is put through it
     again (Black and Rogaway, 2002: "cycle walking").
     """
     half = (count.bit_length() + 1) // 2
     while True:
-        left, right = divmod(index, 1 << half)
+        high, low = divmod(index, 1 << half)
         for turn in range(4):
-            drawn = hashlib.blake2b(f"{seed} {turn} {right}".encode(), digest_size=8).digest()
-            left, right = right, left ^ int.from_bytes(drawn) % (1 << half)
-        index = (left << half) + right
+            drawn = hashlib.blake2b(f"{seed} {turn} {low}".encode(), digest_size=8).digest()
+            high, low = low, high ^ int.from_bytes(drawn) % (1 << half)
+        index = (high << half) + low
         if index < count:
             return index
 
 
 def _inputs_and_targets(windows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Shorter ones are padded at the end; what is not learnt, a token's complement, is a token and no target."""
+    """Pad shorter windows at the end; what is not learnt, a token's complement, is a token and no target."""
     block = pad_sequence([window.long() for window in windows], batch_first=True, padding_value=~0)
     inputs, targets = block[:, :-1], block[:, 1:]
     return torch.where(inputs < 0, ~inputs, inputs).contiguous(), targets.masked_fill(targets < 0, IGNORED)
 
 
 def batches(windows: Sequence[Tensor], size: int) -> list[tuple[Tensor, Tensor]]:
-    """Windows in batches of ``size``, as (inputs, targets)."""
+    """Put windows into batches of ``size``, as (inputs, targets)."""
     return [_inputs_and_targets(windows[i : i + size]) for i in range(0, len(windows), size)]

@@ -19,23 +19,23 @@ from typing import IO
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.files import remove
-from thinwire.train.job.collective import Together
+from thinwire.train.job.collective import Collective
 
 LOCK_WAIT_S = 3.0
 """A rank that was killed a moment ago may still hold its lock."""
 _RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml")
-_OWN = "|".join(map(re.escape, _RUN_FILES))
-_OLD = r"\.[0-9a-f]{8}\.old"
-_LEFT = {
-    ".": rf"\.({_OWN}|tokenizer(-bpe-\d+)?\.json)\.partial|\.checkpoints{_OLD}|\.rank-[0-9a-f]{{32}}-\d+",
-    "checkpoints": rf"\.(latest|step-\d+)\.partial|\.(step-\d+|\.step-\d+\.partial){_OLD}",
-    "checkpoints/step-*": r"\.(meta\.json|(model|rank-\d+)\.safetensors)\.partial",
+_RUN_FILE = "|".join(map(re.escape, _RUN_FILES))
+_REMOVED = r"\.[0-9a-f]{8}\.old"
+_UNFINISHED = {
+    ".*": rf"\.({_RUN_FILE}|tokenizer(-bpe-\d+)?\.json)\.partial|\.checkpoints{_REMOVED}|\.rank-[0-9a-f]{{32}}-\d+",
+    "checkpoints/.*": rf"\.(latest|step-\d+)\.partial|\.(step-\d+|\.step-\d+\.partial){_REMOVED}",
+    "checkpoints/step-*/.*": r"\.(meta\.json|(model|rank-\d+)\.safetensors)\.partial",
 }
-"""By place in the folder: the hidden names that are made here. --out may be a folder that holds more than the run."""
+"""The hidden names that are made here, by glob: --out may be a folder that holds more than the run."""
 
 
 @dataclass(frozen=True)
-class Folder:
+class RunFolder:
     """``--out`` of a run, locked for it.
 
     Attributes:
@@ -44,21 +44,21 @@ class Folder:
 
     path: Path
     homes: tuple[int, ...]
-    together: Together
+    collective: Collective
 
     @property
-    def first(self) -> bool:
+    def is_keeper(self) -> bool:
         """Does this rank keep the folder's common files? One rank per folder does."""
-        return self.homes[self.together.rank] == self.together.rank
+        return self.homes[self.collective.rank] == self.collective.rank
 
-    def by_first(self, work: Callable[[], None]) -> None:
-        """``work()`` once per folder, before any rank goes on. Collective."""
-        self.together.do(work if self.first else lambda: None)
+    def do_once(self, work: Callable[[], None]) -> None:
+        """Do ``work()`` once per folder, before any rank goes on. Collective."""
+        self.collective.do(work if self.is_keeper else lambda: None)
 
     def check_free(self) -> None:
         """Refuse to start another run where one has been. (A folder that was refused before a first step has none.)"""
-        there = (self.path / "metrics.jsonl").exists() or any((self.path / "checkpoints").glob("step-*"))
-        if any(self.together.gather(lambda: there)):
+        in_use = (self.path / "metrics.jsonl").exists() or any((self.path / "checkpoints").glob("step-*"))
+        if any(self.collective.share(in_use)):
             raise ThinwireError(
                 f"--out {self.path} holds a run already: --resume auto goes on with it, --overwrite removes it; "
                 "or choose another --out"
@@ -73,56 +73,58 @@ class Folder:
             if (self.path / "checkpoints").exists():
                 remove(self.path / "checkpoints")
 
-        self.by_first(work)
+        self.do_once(work)
 
 
 @contextlib.contextmanager
-def opened(path: Path, together: Together) -> Iterator[Folder]:
-    """``path`` for this run alone until the end of the block, or of this process. Collective.
+def open_run_folder(path: Path, collective: Collective) -> Iterator[RunFolder]:
+    """Hold ``path`` for this run alone until the end of the block, or of this process. Collective.
 
     Raises:
         ThinwireError: it cannot be written to, or another run is using it.
     """
-    homes = _homes(path, together)
-    folder = Folder(path, tuple(homes), together)
+    folder = RunFolder(path, tuple(_find_homes(path, collective)), collective)
     lock: IO[str] | None = None
     try:
-        lock = together.do(lambda: _locked(path) if folder.first else None)
-        folder.by_first(lambda: _sweep(path))
+        lock = collective.do(lambda: _lock(path) if folder.is_keeper else None)
+        folder.do_once(lambda: _sweep(path))
         yield folder
     finally:
         if lock is not None:
             lock.close()
 
 
-def _homes(path: Path, together: Together) -> list[int]:
-    token = together.tell(uuid.uuid4().hex)[0]
-    mark = [path / f".rank-{token}-{rank}" for rank in range(together.size)]
+def _find_homes(path: Path, collective: Collective) -> list[int]:
+    """Let each rank leave a mark in its folder, and see whose marks are there too."""
+    token = collective.share(uuid.uuid4().hex)[0]
+    marks = [path / f".rank-{token}-{rank}" for rank in range(collective.size)]
 
-    def leave() -> None:
+    def leave_mark() -> None:
         if path.exists() and not path.is_dir():
             raise ThinwireError(f"--out {path} is a file: name a folder")
         path.mkdir(parents=True, exist_ok=True)
-        mark[together.rank].touch()
+        marks[collective.rank].touch()
 
     try:
-        together.do(leave)
-        return together.gather(lambda: next((rank for rank, left in enumerate(mark) if left.exists()), together.rank))
+        collective.do(leave_mark)
+        return collective.gather(
+            lambda: next((rank for rank, mark in enumerate(marks) if mark.exists()), collective.rank)
+        )
     finally:
         with contextlib.suppress(OSError):
-            mark[together.rank].unlink()
+            marks[collective.rank].unlink()
 
 
-def _locked(path: Path) -> IO[str]:
-    """The folder's lock, which the kernel lets go of when this process ends."""
+def _lock(path: Path) -> IO[str]:
+    """Take the folder's lock, which the kernel lets go of when this process ends."""
     lock = (path / ".lock").open("a+")
-    until = time.monotonic() + LOCK_WAIT_S
+    deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            if time.monotonic() < until:
+            if time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue
             lock.seek(0)
@@ -130,8 +132,7 @@ def _locked(path: Path) -> IO[str]:
             lock.close()
             raise ThinwireError(f"--out {path} is in use by {holder}: choose another, or wait for its end") from None
         except OSError as error:
-            reason = error.strerror
-            line = f"--out {path} cannot be locked ({reason}): start no second run in it"
+            line = f"--out {path} cannot be locked ({error.strerror}): start no second run in it"
             warnings.warn(line, ThinwireWarning, stacklevel=2)
             break
     lock.truncate(0)
@@ -142,10 +143,10 @@ def _locked(path: Path) -> IO[str]:
 
 def _sweep(path: Path) -> None:
     """Remove what a run that was killed left half made or half removed."""
-    for where, names in _LEFT.items():
-        for left in path.glob(f"{where}/.*" if where != "." else ".*"):
-            if re.fullmatch(names, left.name):
-                if left.is_dir():
-                    shutil.rmtree(left, ignore_errors=True)  # a rank of the killed run may be at its end still
+    for pattern, names in _UNFINISHED.items():
+        for leftover in path.glob(pattern):
+            if re.fullmatch(names, leftover.name):
+                if leftover.is_dir():
+                    shutil.rmtree(leftover, ignore_errors=True)  # a rank of the killed run may be at its end still
                 else:
-                    left.unlink(missing_ok=True)
+                    leftover.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""What is trained: decoders in plain torch, Hugging Face's models, and what is made of them."""
+"""Models that are trained: decoders in plain torch and Hugging Face's, their export and text from them."""
