@@ -34,7 +34,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from thinwire.methods import TABLE
-from thinwire.train import differences
+from thinwire.train.checkpoint import run_settings as differences
 
 HERE = Path(__file__).resolve().parent
 DATA, ROOT = HERE / "data", HERE.parent

@@ -24,8 +24,8 @@ from thinwire.methods import TABLE, Listed, Method, listed
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import plan_of
-from thinwire.train.models import Decoder
-from thinwire.train.shapes import PRESETS
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.shapes import PRESETS
 
 HERE = Path(__file__).resolve().parent
 PRESET = figures.setting(figures.SPEED[0])["preset"]

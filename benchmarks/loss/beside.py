@@ -36,7 +36,7 @@ def main() -> None:
         for clip in args.clip:
             job = regimes.Job("scratch", args.text, args.model, 4, method, args.lr, 0, 800, "")
             config = replace(job.config(), clip=clip)
-            names, length = regimes.TEXTS[args.text], config.sequence
+            names, length = regimes.TEXTS[args.text], config.sequence_length
             text, held_out = (regimes.windows_of(args.corpora, name, length, config.seed) for name in names)
             trained = virtual.train(config, text, batched=True)
             sequences = regimes.batches(held_out.spread(regimes.EVALUATED), 16)

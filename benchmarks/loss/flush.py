@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 import ranks
 import regimes
 import thinwire
-from thinwire.train.models import Decoder
+from thinwire.train.model.decoder import Decoder
 
 METHODS = ("trickle", "trickle:merged", "topk", "tagc", "powersgd")
 WAYS = ("nothing", "flush", "next", "redistribute", "reset")
@@ -65,7 +65,7 @@ class Life:
 
     def __init__(self, rank: int, job: regimes.Job, corpora: Path, schedule: str, method: str, steps: int) -> None:
         self.config, self.rank, self.schedule, self.steps = job.config(), rank, schedule, steps
-        names, length = regimes.TEXTS[job.text], self.config.sequence
+        names, length = regimes.TEXTS[job.text], self.config.sequence_length
         self.text, held_out = (regimes.windows_of(corpora, name, length, self.config.seed) for name in names)
         self.held_out = held_out.spread(regimes.EVALUATED)
         torch.manual_seed(self.config.seed)

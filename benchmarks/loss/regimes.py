@@ -43,7 +43,9 @@ from regime_tables import markdown, read, rows
 from thinwire.base.processes import die_with_parent
 from thinwire.methods import resolve
 from thinwire.train.config import Config, from_arguments
-from thinwire.train.data import Tokenizer, Windows, batches, read_corpus
+from thinwire.train.data.corpus import read_corpus
+from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.train.data.windows import Windows, batches
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "data" / "regimes.jsonl"
@@ -199,7 +201,7 @@ def _train(job: Job, place: Place) -> dict[str, Any]:
     start = None if before is None else checkpoint(before, place)
     if job.regime == "finetune" and start is not None:
         start = {key: values for key, values in start.items() if key.startswith("model/")}
-    train, valid = (windows_of(place.corpora, name, config.sequence, config.seed) for name in TEXTS[job.text])
+    train, valid = (windows_of(place.corpora, name, config.sequence_length, config.seed) for name in TEXTS[job.text])
     found = virtual.train(config, train, valid, batched=place.batched, start=start, sequences=EVALUATED // 4)
     first = found.ranks[0]
     loss = virtual.evaluate(first.replica.model, batches(valid.spread(EVALUATED), 16))
@@ -261,7 +263,7 @@ def check(method: str, args: argparse.Namespace, place: Place, steps: int = 20) 
     """A short run here, and on processes: "equal", or what differs first."""
     job = Job("check", args.text, args.model, args.ranks, method, args.lrs[0], args.seeds[0], steps)
     config = job.config()
-    train = windows_of(place.corpora, TEXTS[args.text][0], config.sequence, config.seed)
+    train = windows_of(place.corpora, TEXTS[args.text][0], config.sequence_length, config.seed)
     found = virtual.train(config, train)
     out = place.out / "check" / job.name
     return differs(found, on_processes(config, str(place.corpora / TEXTS[args.text][0]), out))
@@ -284,7 +286,7 @@ def on_processes(config: Config, text: str, out: Path) -> tuple[list[float], dic
 def arguments(config: Config, text: str, out: Path) -> list[str]:
     """Of ``thinwire train``, for the run that ``config`` is here."""
     given = {name: getattr(config, name) for name in SHAPE if getattr(config, name) is not None} | {
-        "seq_len": config.sequence, "ranks_per_node": 1, "eval_sequences": 0, "checkpoint_every": config.steps,
+        "seq_len": config.sequence_length, "ranks_per_node": 1, "eval_sequences": 0, "checkpoint_every": config.steps,
         "corpus": text, "valid": text, "device": "cpu", "out": out,
     }  # fmt: skip
     words = [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))]

@@ -33,9 +33,9 @@ from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import LockStep, ThreadComm
 from thinwire.train.config import Config
-from thinwire.train.data import Windows, batches
-from thinwire.train.models import Decoder
-from thinwire.train.setup import make_optimizer
+from thinwire.train.data.windows import Windows, batches
+from thinwire.train.job.setup import make_optimizer
+from thinwire.train.model.decoder import Decoder
 
 FIRST_BUCKET, BUCKET = 1024 * 1024, 25 * 1024 * 1024
 """Bytes of DDP's first bucket, and of the others."""
@@ -452,7 +452,7 @@ def train(
     shared = method.rank_equal and not acts_in_steps(method)
     replicas = [Replica(config, vocabulary, start) for _ in range(1 if shared else size)]
     model = replicas[0].model
-    gradients = Gradients(size, model, buckets_of(model, *windows.take(0, batch)))
+    gradients = Gradients(size, model, buckets_of(model, *windows.batch(0, batch)))
     world = World(size)
     ranks = [
         Rank(world, rank, config.method, replicas[0 if shared else rank], gradients, config) for rank in range(size)
@@ -469,7 +469,7 @@ def train(
         """This rank's gradients, or everybody's if nobody has taken them yet."""
         if turn not in tokens:
             tokens.clear()
-            tokens[turn] = windows.take(turn * size * batch, size * batch)
+            tokens[turn] = windows.batch(turn * size * batch, size * batch)
             if together is not None:
                 losses[turn].fill_(together.take(*tokens[turn]))
         if together is None:

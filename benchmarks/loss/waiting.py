@@ -19,7 +19,7 @@ from torch import Tensor
 
 import regimes
 import virtual
-from thinwire.train.data import batches
+from thinwire.train.data.windows import batches
 
 STEPS, SAMPLE = 800, 64
 
@@ -101,7 +101,7 @@ def train(of: Variant, args: argparse.Namespace) -> list[float]:
     job = regimes.Job("scratch", args.text, args.model, args.ranks, "dense", args.lr, args.seed, STEPS)
     config = job.config()
     texts, held_out = (
-        regimes.windows_of(args.corpora, name, config.sequence, config.seed) for name in regimes.TEXTS[args.text]
+        regimes.windows_of(args.corpora, name, config.sequence_length, config.seed) for name in regimes.TEXTS[args.text]
     )
     model = virtual.Replica(config, 256, None).model
     gradients = virtual.Gradients(args.ranks, model, virtual.buckets_of(model, *texts.take(0, config.batch_size)))

@@ -39,10 +39,10 @@ from thinwire.methods import TABLE as CLASSES
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 from thinwire.train.config import Config
-from thinwire.train.data import Windows
-from thinwire.train.loop import settle_buckets
-from thinwire.train.models import Decoder
-from thinwire.train.setup import Ranks, make_optimizer, wrap
+from thinwire.train.data.windows import Windows
+from thinwire.train.job.setup import Ranks, make_optimizer, wrap
+from thinwire.train.loop import rebuild_buckets
+from thinwire.train.model.decoder import Decoder
 
 WORLD, STEPS, HALF, LIMIT_S = 4, 40, 20, 300
 ENGINES = ("ddp", "fsdp2", "hsdp")
@@ -126,7 +126,7 @@ def _loop(name: str, engine: str, box: Path, resumes: bool) -> str:
     model: Any = wrap(Decoder(config.shape(256)), config, ranks, False)
     optimizer = make_optimizer(model, config)
     if engine == "ddp":
-        settle_buckets(model, windows, config, ranks, lambda: torch.autocast("cpu", enabled=False))
+        rebuild_buckets(model, windows, config, ranks, lambda: torch.autocast("cpu", enabled=False))
     wire = thinwire.compress(model, optimizer, config.method, steps=STEPS)
 
     def parts() -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _loop(name: str, engine: str, box: Path, resumes: bool) -> str:
     for step in range(HALF if resumes else 0, STEPS):
         if step == HALF and not resumes:
             dcp.save({**parts(), "wire": wire}, checkpoint_id=str(box))
-        inputs, targets = windows.take((step * comm.size + comm.rank) * 2, 2)
+        inputs, targets = windows.batch((step * comm.size + comm.rank) * 2, 2)
         with wire.accumulate():
             model(inputs, targets).backward()
         wire.clip_grad_norm_(1.0)

@@ -37,7 +37,7 @@ import thinwire
 from forked import Job, log_of
 from thinwire.base.errors import ThinwireError
 from thinwire.lab.cluster import Cluster
-from thinwire.train import stored
+from thinwire.train.checkpoint import format as checkpoint_format
 
 TIMEOUT = 8
 """Seconds that a rank waits for another; everything has to end within ten more."""
@@ -188,20 +188,20 @@ def other_rate(box: Path) -> Got:
 @row("15", "a save that takes longer than --timeout; BPE training likewise", "the other ranks wait")
 def slow(box: Path) -> Got:
     def slow_write(rank: int) -> None:
-        write = stored.write_tensors
+        write = checkpoint_format.write_tensors
 
         def slowly(*args: Any, **how: Any) -> Any:
             if rank == 0:
                 time.sleep(TIMEOUT + 4)
             return write(*args, **how)
 
-        stored.write_tensors = slowly
+        checkpoint_format.write_tensors = slowly
 
     saved = train("--steps 4 --checkpoint-every 4", 2, box / "save", first=slow_write)
     good = done(saved)
 
     def slow_bpe(rank: int) -> None:
-        from thinwire.train.data import Tokenizer
+        from thinwire.train.data.tokenizer import Tokenizer
 
         bpe = Tokenizer._bpe
 

@@ -49,9 +49,10 @@ def train(rank: int, world: int, method: str, optimizer: str, spoilt: bool, boun
     from torch.nn.parallel import DistributedDataParallel
 
     import thinwire
-    from thinwire.train.data import Windows, read_corpus
-    from thinwire.train.models import Decoder
-    from thinwire.train.shapes import ModelConfig
+    from thinwire.train.data.corpus import read_corpus
+    from thinwire.train.data.windows import Windows
+    from thinwire.train.model.decoder import Decoder
+    from thinwire.train.model.shapes import ModelConfig
 
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -63,7 +64,7 @@ def train(rank: int, world: int, method: str, optimizer: str, spoilt: bool, boun
     windows = Windows(torch.tensor(list(read_corpus(["stdlib"])[:200_000].encode())), 32)
     losses = torch.zeros(steps)
     for step in range(steps):
-        inputs, targets = windows.take((step * world + rank) * 4, 4)
+        inputs, targets = windows.batch((step * world + rank) * 4, 4)
         loss = model(inputs, targets)
         (loss * (FACTOR if spoilt and step == SPOILT else 1.0)).backward()
         wire.clip_grad_norm_(1.0)

@@ -32,8 +32,8 @@ from thinwire.network.ledger import Ledger
 from thinwire.ops import dry
 from thinwire.plan.dry_run import dry_run, stand_in_run
 from thinwire.proof.ranks import Shapes, road_of
-from thinwire.train.models import Decoder
-from thinwire.train.shapes import PRESETS
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.shapes import PRESETS
 
 METHODS = (
     "dense", "bf16", "int8", "sdp4bit", "radius", "scape", "topk", "trickle", "separate", "powersgd", "onebit-adam",

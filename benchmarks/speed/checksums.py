@@ -22,7 +22,7 @@ import ranks
 import thinwire
 from thinwire.network.checksum import seal, unseal
 from thinwire.train.config import from_arguments
-from thinwire.train.models import Decoder
+from thinwire.train.model.decoder import Decoder
 
 METHODS = ("int8(smallest=1024)", "sdp4bit(smallest=1024)", "trickle", "topk")
 ROUNDS, STEPS = 6, 4

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from thinwire.train.data import pieces
+from thinwire.train.data.corpus import read_pieces
 
 
 def run(*words: str) -> tuple[float, float]:
@@ -38,7 +38,7 @@ def main() -> None:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="thinwire-corpus-") as folder:
         box = Path(folder)
-        copy = "".join(pieces(["stdlib"])).encode()
+        copy = "".join(read_pieces(["stdlib"])).encode()
         with (box / "text.txt").open("wb") as file:
             number = 0
             while file.tell() < chosen.mb * 1_000_000:

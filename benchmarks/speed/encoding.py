@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.base.processes import free_port
 from thinwire.network.ledger import Ledger
-from thinwire.train.models import Decoder
-from thinwire.train.shapes import PRESETS
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.shapes import PRESETS
 
 UNTIMED = 2
 

@@ -41,8 +41,8 @@ def measure(rank: int, store: str, engine: str, method: str, stock: bool, option
     from torch.nn.parallel import DistributedDataParallel
 
     import thinwire
-    from thinwire.train.models import Decoder
-    from thinwire.train.shapes import PRESETS
+    from thinwire.train.model.decoder import Decoder
+    from thinwire.train.model.shapes import PRESETS
 
     torch.set_num_threads(1)
     cuda = options.device == "cuda"
@@ -148,7 +148,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.update({**MALLOC, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "thinwire", "thinwire.train.models"])
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "thinwire", "thinwire.train.model.decoder"])
     print(
         "| method | engine | held | planned peak | measured peak | measured / planned |\n|---|---|---:|---:|---:|---:|"
     )

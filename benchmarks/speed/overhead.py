@@ -49,8 +49,8 @@ def rank(steps: int, every: int, method: str) -> None:
     import thinwire
     from thinwire.core.agreement import Agreement
     from thinwire.network.ledger import Ledger
-    from thinwire.train.models import Decoder
-    from thinwire.train.shapes import ModelConfig
+    from thinwire.train.model.decoder import Decoder
+    from thinwire.train.model.shapes import ModelConfig
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -30,8 +30,8 @@ from thinwire.proof import ranks as testing
 from thinwire.proof.ranks import Threads, exchange_on
 from thinwire.train import cli as train_cli
 from thinwire.train.config import Config, from_arguments, from_yaml
-from thinwire.train.models import Decoder
-from thinwire.train.shapes import PRESETS
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.shapes import PRESETS
 
 KNOBS = [(cls, knob.name) for cls in TABLE for knob in cls.knobs()]
 NAMED = [f"{cls.name}-{knob}" for cls, knob in KNOBS]

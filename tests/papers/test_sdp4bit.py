@@ -30,8 +30,8 @@ from thinwire.methods.papers import sdp4bit
 from thinwire.network.ledger import Ledger
 from thinwire.plan.plan import Plan
 from thinwire.proof.ranks import ThreadComm, ThreadEngine, Threads, exchange_on, parameters_for, reduce_on_threads
-from thinwire.train.models import Decoder
-from thinwire.train.shapes import PRESETS
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.shapes import PRESETS
 
 GROUP = 128
 

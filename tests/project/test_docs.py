@@ -24,10 +24,10 @@ from thinwire.cli.lab import Compare, LabRun, method_names
 from thinwire.cli.program import COMMANDS
 from thinwire.lab.compare import Entry
 from thinwire.methods import TABLE, resolve
+from thinwire.train.checkpoint.evaluation import Options as EvalOptions
+from thinwire.train.checkpoint.trained_model import ExportOptions, SampleOptions
 from thinwire.train.config import Config
-from thinwire.train.evaluation import Options as EvalOptions
-from thinwire.train.tokens import Options as TokenizeOptions
-from thinwire.train.trained import ExportOptions, SampleOptions
+from thinwire.train.data.token_files import Options as TokenizeOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

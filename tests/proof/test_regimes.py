@@ -16,8 +16,9 @@ import torch.distributed as dist
 from ranks import run
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
-from thinwire.train import loop, setup
+from thinwire.train import loop
 from thinwire.train.config import from_arguments
+from thinwire.train.job import setup
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "loss"))
 import regime_tables
@@ -56,7 +57,7 @@ def test_virtual_ranks_have_the_bits_of_processes(text: Path, tmp_path: Path) ->
     outs = {config: tmp_path / str(at) for at, config in enumerate(configs)}
     run(trained_on_processes, 2, [regimes.arguments(config, str(text), out) for config, out in outs.items()])
     for config, out in outs.items():
-        windows = regimes.windows_of(text.parent, text.name, config.sequence, config.seed)
+        windows = regimes.windows_of(text.parent, text.name, config.sequence_length, config.seed)
         real = regimes.finished(out, config.steps)
         found = virtual.train(config, windows)
         assert len(found.losses) == 3 and regimes.differs(found, real) == "equal", config.method

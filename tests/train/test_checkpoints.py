@@ -30,31 +30,34 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ranks
+from thinwire.base import files
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadComm, Threads
-from thinwire.train import checkpoint, differences, folder, loop, resumed, setup, stored, together, trained
-from thinwire.train.checkpoint import Checkpoints, obsolete
+from thinwire.train import loop
+from thinwire.train.checkpoint import format, run_settings, state, store, trained_model
+from thinwire.train.checkpoint.format import read_meta, read_tensors
+from thinwire.train.checkpoint.store import Checkpoints, obsolete
 from thinwire.train.config import Config, from_arguments
-from thinwire.train.data import Windows
-from thinwire.train.display import Display, cut
-from thinwire.train.folder import Folder, opened
-from thinwire.train.signals import Signals
-from thinwire.train.stored import read_meta, read_tensors
-from thinwire.train.together import Together
+from thinwire.train.data.windows import Windows
+from thinwire.train.job import collective, run_folder, setup
+from thinwire.train.job.collective import Collective
+from thinwire.train.job.progress import Display, cut_metrics
+from thinwire.train.job.run_folder import RunFolder, open_run_folder
+from thinwire.train.job.signals import Signals
 from thinwire.wire import Wire
 
 
-def on(world: int, body: Callable[[Together], Any]) -> list[Any]:
+def on(world: int, body: Callable[[Collective], Any]) -> list[Any]:
     """``body`` on ranks that are threads: what each returned, or the ThinwireError or OSError that it raised."""
     threads = Threads(world)
 
     def rank_body(rank: int) -> Any:
         try:
-            return body(Together(ThreadComm(threads, rank, Ledger())))
+            return body(Collective(ThreadComm(threads, rank, Ledger())))
         except (ThinwireError, ValueError) as error:
             return error
 
@@ -65,7 +68,7 @@ def on(world: int, body: Callable[[Together], Any]) -> list[Any]:
 
 
 def test_trouble_on_one_rank_is_raised_on_all_with_its_name():
-    def body(ranks: Together) -> str:
+    def body(ranks: Collective) -> str:
         def work() -> str:
             if ranks.rank == 1:
                 raise OSError(28, "No space left on device", "/full/file")
@@ -80,7 +83,7 @@ def test_trouble_on_one_rank_is_raised_on_all_with_its_name():
 
 
 def test_an_error_that_nobody_foresaw_is_told_to_the_others_too():
-    def body(ranks: Together) -> None:
+    def body(ranks: Collective) -> None:
         ranks.do(lambda: int("x") if ranks.rank == 0 else 0)
 
     mine, others = on(2, body)
@@ -89,7 +92,7 @@ def test_an_error_that_nobody_foresaw_is_told_to_the_others_too():
 
 @pytest.mark.parametrize("size", [0, 5, 8, 21])
 def test_a_file_travels_in_chunks(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(together, "CHUNK", 8)
+    monkeypatch.setattr(collective, "CHUNK", 8)
     data = bytes(range(size))
     (tmp_path / "1").write_bytes(data)
     on(3, lambda ranks: ranks.copy(1, tmp_path / "1", tmp_path / "2" if ranks.rank == 2 else None))
@@ -119,7 +122,7 @@ def test_a_disk_that_fails_while_a_file_travels_is_told_by_all(tmp_path, monkeyp
 
 def test_a_disk_that_is_full_while_text_is_written_names_the_file(tmp_path):
     with mock.patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")):
-        said = str(on(1, lambda ranks: ranks.do(lambda: folder.write(tmp_path / "plan.txt", "x")))[0])
+        said = str(on(1, lambda ranks: ranks.do(lambda: files.write(tmp_path / "plan.txt", "x")))[0])
     assert said == f"cannot use {tmp_path}/plan.txt: No space left on device"
 
 
@@ -128,8 +131,8 @@ def test_a_disk_that_is_full_while_text_is_written_names_the_file(tmp_path):
 
 def test_ranks_find_out_whether_their_folders_are_one(tmp_path):
     def homes(*names: str) -> tuple[int, ...]:
-        def body(ranks: Together) -> tuple[int, ...]:
-            with opened(tmp_path / names[ranks.rank], ranks) as place:
+        def body(ranks: Collective) -> tuple[int, ...]:
+            with open_run_folder(tmp_path / names[ranks.rank], ranks) as place:
                 return place.homes
 
         return on(len(names), body)[0]
@@ -140,14 +143,14 @@ def test_ranks_find_out_whether_their_folders_are_one(tmp_path):
 
 
 def test_a_second_run_in_a_folder_is_refused_by_the_name_of_the_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.0)
 
-    def second(ranks: Together) -> None:
-        with opened(tmp_path, ranks):
+    def second(ranks: Collective) -> None:
+        with open_run_folder(tmp_path, ranks):
             pass
 
-    def first(ranks: Together) -> list[Any]:
-        with opened(tmp_path, ranks):
+    def first(ranks: Collective) -> list[Any]:
+        with open_run_folder(tmp_path, ranks):
             return on(2, second)
 
     mine, other = on(1, first)[0]
@@ -159,8 +162,8 @@ def test_a_folder_that_cannot_be_used_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
 
     def said(path: Path) -> str:
-        def body(ranks: Together) -> None:
-            with opened(path, ranks):
+        def body(ranks: Collective) -> None:
+            with open_run_folder(path, ranks):
                 pass
 
         return str(on(1, body)[0])
@@ -184,8 +187,8 @@ def test_what_a_killed_run_left_is_removed_at_the_next_start(tmp_path):
         (tmp_path / f"{name}.partial").touch()
     (tmp_path / f".rank-{'a' * 32}-3").touch()
 
-    def body(ranks: Together) -> list[str]:
-        with opened(tmp_path, ranks):
+    def body(ranks: Collective) -> list[str]:
+        with open_run_folder(tmp_path, ranks):
             return [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
 
     assert {*on(1, body)[0]} == {".lock", *mine}
@@ -239,14 +242,16 @@ SEEDED = threading.Lock()
 class Run:
     """One rank's model, and its checkpoints in ``path`` (of the ranks' folders where there are several)."""
 
-    def __init__(self, place: Folder, keep: int = 2, seed: int = 0, about: dict[str, Any] | None = None, **how) -> None:
+    def __init__(
+        self, place: RunFolder, keep: int = 2, seed: int = 0, about: dict[str, Any] | None = None, **how
+    ) -> None:
         with SEEDED:
             torch.manual_seed(seed)
             self.model: Any = nn.Linear(3, 2)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.model(torch.ones(1, 3)).sum().backward()
         self.optimizer.step()
-        self.wire: Any = Stub(place.together.rank)
+        self.wire: Any = Stub(place.collective.rank)
         about = {"mesh": "1 x 1", "method": "int8"} | (about or {"seed": 0})
         self.checkpoints = Checkpoints(place, about, keep=keep, **how)
 
@@ -260,7 +265,7 @@ class Run:
         found = self.checkpoints.find(how)
         if found is None:
             return None
-        found.put_back(model=self.model, optimizer=self.optimizer, wire=self.wire)
+        found.restore(model=self.model, optimizer=self.optimizer, wire=self.wire)
         return found.checkpoint.step
 
     def weights(self) -> list[float]:
@@ -270,8 +275,8 @@ class Run:
 def run_on(paths: list[Path], body: Callable[[Run], Any], **how: Any) -> list[Any]:
     """``body`` of a run whose ranks have these folders."""
 
-    def rank_body(ranks: Together) -> Any:
-        with opened(paths[ranks.rank], ranks) as place:
+    def rank_body(ranks: Collective) -> Any:
+        with open_run_folder(paths[ranks.rank], ranks) as place:
             return body(Run(place, **how))
 
     with warnings.catch_warnings():
@@ -315,7 +320,7 @@ def test_a_future_that_the_run_has_gone_back_from_is_not_taken_for_the_newest(tm
     def body(run: Run) -> int | None:
         run.save(5, 10)
         run.resume(str(tmp_path / "checkpoints/step-000005"))
-        with mock.patch.object(checkpoint, "obsolete", return_value=[]):  # as if killed before that is removed
+        with mock.patch.object(store, "obsolete", return_value=[]):  # as if killed before that is removed
             run.save(7)
         return run.resume()
 
@@ -385,10 +390,10 @@ def test_a_host_that_has_nothing_gets_its_part(tmp_path):
 def test_a_disk_that_fails_on_one_host_is_not_damage_of_which_an_older_one_is_taken(tmp_path):
     hosts = [tmp_path / "a", tmp_path / "new"]
     run_on([tmp_path / "a"] * 2, lambda run: run.save(4, 8))
-    failing = mock.patch.object(together.os, "replace", side_effect=OSError(5, "Input/output error", "x"))
+    failing = mock.patch.object(os, "replace", side_effect=OSError(5, "Input/output error", "x"))
 
     def body(run: Run) -> Any:
-        run.checkpoints.together.tell(0)  # the folders are open
+        run.checkpoints.collective.share(0)  # the folders are open
         return run.resume()
 
     with failing:
@@ -409,18 +414,18 @@ def test_what_no_host_has_is_named(tmp_path):
 def test_a_host_that_lacks_the_checkpoint_of_another_run_begins_a_run_of_its_own_too(tmp_path, monkeypatch):
     run_on([tmp_path / "a"] * 2, lambda run: run.save(4))
     given, host = tmp_path / "a/checkpoints/step-000004", threading.local()
-    read, exists = stored.read_meta, Path.exists
+    read, exists = format.read_meta, Path.exists
 
     def read_meta_(path: Path) -> Any:
         if path == given and host.rank:
-            raise stored.Damaged(stored.no_meta(path))
+            raise format.Damaged(format.no_meta(path))
         return read(path)
 
     def resume(run: Run) -> Any:
-        host.rank = run.checkpoints.together.rank
+        host.rank = run.checkpoints.collective.rank
         return run.resume(str(given)), run.weights()[-1], run.checkpoints.run == read(given).meta["run"]
 
-    monkeypatch.setattr(checkpoint, "read_meta", read_meta_)
+    monkeypatch.setattr(store, "read_meta", read_meta_)
     monkeypatch.setattr(Path, "exists", lambda path: exists(path) and not (path == given and host.rank))
     host.rank = 0
     hosts = [tmp_path / "b", tmp_path / "c"]
@@ -434,7 +439,7 @@ def test_a_host_that_lacks_the_checkpoint_of_another_run_begins_a_run_of_its_own
 
 def test_another_number_of_ranks_gets_the_weights_and_the_states_of_all_that_were(tmp_path):
     def save(run: Run) -> list[float]:
-        rank = run.checkpoints.together.rank
+        rank = run.checkpoints.collective.rank
         run.wire.state = {f"rank-{rank:04d}-of-0002/residual/weight": torch.full((4,), rank + 1.0)}
         run.save(4)
         return run.model.weight.flatten().tolist()
@@ -449,7 +454,7 @@ def test_another_number_of_ranks_gets_the_weights_and_the_states_of_all_that_wer
     refused = run_on([tmp_path] * 3, resume, about=three, seed=1)
     assert all("made by 2 ranks, this run has 3" in str(error) for error in refused)
     given = {"resize": "flush", "keys": [f"rank-000{rank}-of-0002/residual/weight" for rank in range(2)]}
-    with mock.patch.object(checkpoint.warnings, "warn") as warn:
+    with mock.patch.object(store.warnings, "warn") as warn:
         found = run_on([tmp_path] * 2 + [tmp_path / "new"], resume, about=three, seed=1, resize="flush")
     assert found == [(4, weights, given)] * 3
     assert "world_size 2 there and 3 here" in warn.call_args[0][0]
@@ -461,9 +466,9 @@ def test_shards_are_put_side_by_side(tmp_path):
     weight, step = torch.arange(12.0).view(4, 3), torch.tensor(7.0)
     for rank, part in enumerate(weight.split([2, 1, 1, 0]) * 2):  # two copies of four shards
         tensors = {"model/w": part, "optimizer/w/exp_avg": part + 1, "optimizer/w/step": step, "wire/x": step + 1}
-        stored.write_tensors(tensors, tmp_path / stored.rank_file(rank))
-    meta = {"files": {stored.rank_file(rank): 0 for rank in range(8)}, "about": {"mesh": "4 x 2"}}
-    found = dict(resumed.whole(stored.Checkpoint(tmp_path, meta)))
+        format.write_tensors(tensors, tmp_path / format.rank_file(rank))
+    meta = {"files": {format.rank_file(rank): 0 for rank in range(8)}, "about": {"mesh": "4 x 2"}}
+    found = dict(state.read_whole_tensors(format.Checkpoint(tmp_path, meta)))
     assert found.keys() == {"model/w", "optimizer/w/exp_avg", "optimizer/w/step"}
     assert torch.equal(found["model/w"], weight) and torch.equal(found["optimizer/w/exp_avg"], weight + 1)
     assert torch.equal(found["optimizer/w/step"], step)
@@ -513,7 +518,7 @@ def test_damage_is_named_and_the_newest_whole_checkpoint_taken(tmp_path, harm):
 
         return run_on([tmp_path] * 2, body)
 
-    with warnings.catch_warnings(record=True), mock.patch.object(checkpoint.warnings, "warn") as warn:
+    with warnings.catch_warnings(record=True), mock.patch.object(store.warnings, "warn") as warn:
         found = resume("auto")
     assert found == ([8, 8] if latest else [4, 4])
     assert warn.call_count == 1
@@ -547,7 +552,7 @@ def test_a_foreign_file_is_refused(tmp_path):
 def test_every_dtype_and_shape_comes_back(tmp_path, dtype):
     given = {"a": torch.arange(6).view(2, 3), "b": torch.ones(()), "c": torch.zeros(0, 4)}
     tensors = {name: tensor.to(dtype) for name, tensor in given.items()}
-    stored.write_tensors(tensors, tmp_path / "x.safetensors")
+    format.write_tensors(tensors, tmp_path / "x.safetensors")
     found = dict(read_tensors(tmp_path / "x.safetensors"))
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) and found[name].dtype == dtype for name in tensors)
@@ -597,8 +602,8 @@ def test_a_kill_at_any_moment_leaves_every_visible_checkpoint_whole(tmp_path, st
             try:
                 with contextlib.ExitStack() as stack:
                     for of, name in (
-                        (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (stored, "save_file"),
-                        (folder, "sync"), (os, "unlink"), (os, "rmdir"), (os, "fsync"),
+                        (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (format, "save_file"),
+                        (files, "sync"), (os, "unlink"), (os, "rmdir"), (os, "fsync"),
                     ):  # fmt: skip
                         stack.enter_context(mock.patch.object(of, name, counted(getattr(of, name))))
                     run.save(step)
@@ -609,10 +614,10 @@ def test_a_kill_at_any_moment_leaves_every_visible_checkpoint_whole(tmp_path, st
         killed = run_on([path], body)[0]
         for found in (path / "checkpoints").glob("step-*"):
             seen = read_meta(found)
-            assert seen.here == list(seen.meta["files"]), f"{changes}: {found}"
-            for name in seen.here:
+            assert seen.complete_files == list(seen.meta["files"]), f"{changes}: {found}"
+            for name in seen.complete_files:
                 list(read_tensors(found / name))
-        with mock.patch.object(checkpoint.warnings, "warn") as warn:
+        with mock.patch.object(store.warnings, "warn") as warn:
             assert run_on([path], lambda run: run.resume())[0] in (8, step), changes
         assert step == 12 or not warn.called
         return killed
@@ -630,8 +635,8 @@ def test_a_disk_that_is_full_is_told_by_all_and_older_checkpoints_stay(tmp_path,
     def body(run: Run) -> Any:
         run.save(4)
         before = names(tmp_path)
-        of, name = (stored, "write_tensors") if at == "save_file" else (folder, "write")
-        if run.checkpoints.together.rank == 0:
+        of, name = (format, "write_tensors") if at == "save_file" else (files, "write")
+        if run.checkpoints.collective.rank == 0:
             real = getattr(of, name)
 
             def once(*args: Any) -> Any:
@@ -646,7 +651,7 @@ def test_a_disk_that_is_full_is_told_by_all_and_older_checkpoints_stay(tmp_path,
         except ThinwireError as error:
             return str(error), names(tmp_path) == before, list((tmp_path / "checkpoints").glob(".*"))
         finally:
-            if run.checkpoints.together.rank == 0:
+            if run.checkpoints.collective.rank == 0:
                 setattr(of, name, real)
 
     found = run_on([tmp_path] * 2, body)
@@ -669,15 +674,15 @@ INDIFFERENT = {
 
 def described(**changes: Any) -> dict[str, Any]:
     config = dataclasses.replace(Config(preset="tiny"), **changes)
-    return differences.about(
+    return run_settings.describe_run(
         config, config.shape(256), tokens=("a", "b"), world_size=4, per_node=2, device="cpu", dtype="fp32"
     )
 
 
 def test_every_setting_is_compared_or_known_not_to_matter():
     fields = {field.name for field in dataclasses.fields(Config)}
-    assert fields - set(differences.TABLE) == INDIFFERENT
-    assert described().keys() == differences.TABLE.keys()
+    assert fields - set(run_settings.TABLE) == INDIFFERENT
+    assert described().keys() == run_settings.TABLE.keys()
     assert json.loads(json.dumps(described())) == described()
 
 
@@ -695,28 +700,28 @@ def test_every_setting_is_compared_or_known_not_to_matter():
 )
 def test_what_cannot_go_on_is_refused_by_name(changes, words):
     with pytest.raises(ThinwireError) as caught:
-        differences.compare(described(), described(**changes))
+        run_settings.compare(described(), described(**changes))
     assert words in str(caught.value)
 
 
 def test_other_data_need_a_word_and_other_rates_are_told():
     told = "seed 0 there and 1 here"
-    assert differences.compare(described(), described(seed=1), anyway=True) == told
-    assert differences.compare(described(), described(lr=1.0, threads=2)) == (
+    assert run_settings.compare(described(), described(seed=1), resume_anyway=True) == told
+    assert run_settings.compare(described(), described(lr=1.0, threads=2)) == (
         "lr 0.002 there and 1.0 here, threads 1 there and 2 here"
     )
-    assert differences.compare(described(), described()) == ""
+    assert run_settings.compare(described(), described()) == ""
     with pytest.raises(ThinwireError, match="layers"):
-        differences.compare(described(), described(layers=1), anyway=True)
+        run_settings.compare(described(), described(layers=1), resume_anyway=True)
     same = {"method": "topk(density=0.01 )"}, {"method": "topk( density=0.01)"}
-    assert differences.compare(*(described(**written) for written in same)) == ""
+    assert run_settings.compare(*(described(**written) for written in same)) == ""
     assert from_arguments([]).resize == "redistribute"  # what delivers all at once does harm in mid-run (docs/state.md)
     fewer = described() | {"world_size": 2, "mesh": "1 x 2", "layers": 3}
     with pytest.raises(ThinwireError, match=r"made by 2 ranks, this run has 4; .* with --resize redistribute"):
-        differences.compare(fewer, described())
+        run_settings.compare(fewer, described())
     with pytest.raises(ThinwireError, match=r"such a run: layers 3 there and 2 here$"):
-        differences.compare(fewer, described(), resize="flush")
-    assert "world_size 2 there" in differences.compare(fewer | {"layers": 2}, described(), resize="flush")
+        run_settings.compare(fewer, described(), resize="flush")
+    assert "world_size 2 there" in run_settings.compare(fewer | {"layers": 2}, described(), resize="flush")
 
 
 # --- whole runs of one rank -------------------------------------------------------------------------------------------
@@ -776,17 +781,17 @@ def ended_after(last: int) -> Any:
 @contextlib.contextmanager
 def spoilt_from(step: int) -> Iterator[None]:
     """From this step on the loss is not a number."""
-    take, cross_entropy = Windows.take, torch.nn.functional.cross_entropy
+    batch, cross_entropy = Windows.batch, torch.nn.functional.cross_entropy
 
     def spoil(self: Windows, first: int, count: int) -> Any:
-        inputs, targets = take(self, first, count)
+        inputs, targets = batch(self, first, count)
         return inputs, targets if first < 2 * (step - 1) else targets.fill_(-1_000_000)
 
     def loss(*given: Any) -> torch.Tensor:
         good = bool((given[1] >= 0).all())
         return cross_entropy(given[0], given[1].clamp(min=0)) * (1.0 if good else float("nan"))
 
-    with mock.patch.object(Windows, "take", spoil), mock.patch("torch.nn.functional.cross_entropy", loss):
+    with mock.patch.object(Windows, "batch", spoil), mock.patch("torch.nn.functional.cross_entropy", loss):
         yield
 
 
@@ -831,7 +836,7 @@ def test_a_run_goes_on_on_another_engine(tmp_path, one_rank):
                 one_rank(*words, "--steps", steps, "--engine", engine, "--resize", "reset")
     for step in (2, 4, 6):
         folders = [tmp_path / name / f"checkpoints/step-{step:06d}" for name in ("whole", "run")]
-        ours, theirs = (dict(resumed.whole(read_meta(folder))) for folder in folders)
+        ours, theirs = (dict(state.read_whole_tensors(read_meta(folder))) for folder in folders)
         assert ours.keys() == theirs.keys()
         for name in ours:
             torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0, msg=f"{step}: {name}")
@@ -851,13 +856,13 @@ def test_a_run_that_diverges_ends_and_its_last_good_checkpoint_stays(tmp_path, o
 
 def test_a_model_is_read_from_the_newest_checkpoint_that_is_whole(tmp_path, one_rank, capsys):
     one_rank("--steps", "4", "--checkpoint-every", "2")
-    assert trained.read(tmp_path / "run").step == 4
+    assert trained_model.read(tmp_path / "run").step == 4
     path = tmp_path / "run/checkpoints/step-000004"
     HARMS["model truncated"](path)
-    assert trained.read(tmp_path / "run").step == 2
+    assert trained_model.read(tmp_path / "run").step == 2
     assert f"thinwire: {path}/model.safetensors is damaged or foreign: " in capsys.readouterr().err
-    with pytest.raises(stored.Damaged):
-        trained.read(path)
+    with pytest.raises(format.Damaged):
+        trained_model.read(path)
 
 
 @pytest.mark.parametrize(
@@ -871,7 +876,7 @@ def test_a_model_is_read_from_the_newest_checkpoint_that_is_whole(tmp_path, one_
 )
 def test_what_a_stopped_run_says_of_its_checkpoint_is_so(tmp_path, one_rank, bad, finite, kept):
     words = ["--steps", "6", "--checkpoint-every", "2", "--eval-sequences", "0"]
-    weights = mock.patch.object(loop, "_finite", lambda model: finite)
+    weights = mock.patch.object(loop, "_is_finite", lambda model: finite)
     with ended_after(4), spoilt_from(bad), weights, pytest.raises(ThinwireError) as caught:
         one_rank(*words)
     assert str(caught.value) == f"ended by SIGTERM after step 4: {kept}"
@@ -881,9 +886,9 @@ def test_what_a_stopped_run_says_of_its_checkpoint_is_so(tmp_path, one_rank, bad
 
 def test_weights_that_are_not_finite_are_seen():
     model = nn.Linear(2, 2)
-    assert loop._finite(model)
+    assert loop._is_finite(model)
     model.bias.data[1] = float("inf")
-    assert not loop._finite(model)
+    assert not loop._is_finite(model)
 
 
 def test_a_metrics_file_that_cannot_be_written_ends_the_run_in_one_line(tmp_path, one_rank):
@@ -956,7 +961,7 @@ def test_a_first_signal_is_held_back_inside_the_block_alone():
 
 BLOCKED = """
 import contextlib, ctypes, sys
-from thinwire.train.signals import Signals, end_at_once
+from thinwire.train.job.signals import Signals, end_at_once
 
 end_at_once()
 with Signals() if sys.argv[1:] else contextlib.nullcontext():
@@ -992,9 +997,10 @@ def test_a_second_signal_ends_a_process_that_waits_in_a_library_and_before_the_f
 
 
 def test_ranks_wait_longer_for_files_than_for_each_other(one_rank):
-    with mock.patch.object(loop, "opened", side_effect=InterruptedError) as opened_, pytest.raises(InterruptedError):
+    opening = mock.patch.object(loop, "open_run_folder", side_effect=InterruptedError)
+    with opening as open_, pytest.raises(InterruptedError):
         one_rank("--timeout", "5", "--file-timeout", "77")
-    assert opened_.call_args[0][1]._comm.timeout == timedelta(seconds=77)
+    assert open_.call_args[0][1]._comm.timeout == timedelta(seconds=77)
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -1006,12 +1012,12 @@ def test_metrics_are_cut_back_to_one_row_per_step(tmp_path):
     rows += [{"step": step, "loss": 4.0, "wall_s": step / 2} for step in range(1, 8)]
     rows.insert(5, {"step": 4, "valid_loss": 3.0, "wall_s": 2.0})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 8, "lo')
-    assert cut(path, 4)[0] == 2.0
+    assert cut_metrics(path, 4)[0] == 2.0
     left = [json.loads(line) for line in path.read_text().splitlines()]
     assert left == [row for row in rows if row["step"] < 4 or (row["step"] == 4 and "loss" in row)]
-    assert cut(tmp_path / "none", 4) == (0.0, -1)
+    assert cut_metrics(tmp_path / "none", 4) == (0.0, -1)
     path.write_bytes(b"\xff\xfe\n[]\n3\n")
-    assert cut(path, 4)[0] == 0.0 and path.read_text() == ""
+    assert cut_metrics(path, 4)[0] == 0.0 and path.read_text() == ""
 
 
 # --- thinwire inspect -------------------------------------------------------------------------------------------------
@@ -1067,7 +1073,7 @@ ODD = [None, -1, 0, 1e308, "x", [], {}, "../../outside", True, [1, 2], {"../x.sa
 def test_metadata_whose_checksum_fits_and_whose_fields_do_not_are_told_in_a_line(tmp_path):
     """Written by a tool that edited them, or by a bug: every reader takes them, or says what is wrong."""
     meta = {
-        "format": stored.FORMAT, "run": "a", "save": "b", "step": 4, "sequences": 64, "good": True, "world_size": 2,
+        "format": format.FORMAT, "run": "a", "save": "b", "step": 4, "sequences": 64, "good": True, "world_size": 2,
         "files": {"model.safetensors": 5, "rank-0000.safetensors": 7},
         "about": {"mesh": "1 x 2", "method": "int8", "layers": 2, "engine": "ddp"},
     }  # fmt: skip
@@ -1080,10 +1086,11 @@ def test_metadata_whose_checksum_fits_and_whose_fields_do_not_are_told_in_a_line
             del place[key]
         else:
             place[key] = generator.choice(ODD)
-        stored.write_meta(tmp_path, changed)
+        format.write_meta(tmp_path, changed)
         try:
-            checkpoint = stored.read_meta(tmp_path)
-            assert checkpoint.here == [] and checkpoint.step >= 0 and stored.is_good(tmp_path) in (True, False)
+            checkpoint = format.read_meta(tmp_path)
+            assert checkpoint.complete_files == [] and checkpoint.step >= 0
+            assert format.is_good(tmp_path) in (True, False)
             assert checkpoint.meta["world_size"] + 0 and checkpoint.meta["run"] is not None
             about = checkpoint.meta["about"]
             assert "mesh" not in about or (about["mesh"].split()[0] and about["method"] is not None)

@@ -11,11 +11,11 @@ import torch
 
 import pretrained_models
 from thinwire.cli import program as cli
-from thinwire.train import evaluation
-from thinwire.train.data import Tokenizer
-from thinwire.train.export import export
-from thinwire.train.models import Decoder
-from thinwire.train.shapes import ModelConfig
+from thinwire.train.checkpoint import evaluation
+from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.hf_export import export
+from thinwire.train.model.shapes import ModelConfig
 
 needs_harness = pytest.mark.skipif(
     find_spec("lm_eval") is None or find_spec("transformers") is None, reason="lm_eval or transformers is not installed"
@@ -101,7 +101,7 @@ def test_a_run_is_evaluated_as_its_export_is(task, tmp_path, monkeypatch):
             exported.append(folder)
             pretrained_models.make(folder)
 
-    monkeypatch.setattr(evaluation.trained, "read", lambda place: Run())
+    monkeypatch.setattr(evaluation.trained_model, "read", lambda place: Run())
     both = [
         evaluation.evaluate(evaluation.Options(tmp_path / name, ("sevens",), include=tmp_path / "tasks", limit=4))
         for name in ("run", "hub")

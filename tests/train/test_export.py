@@ -14,11 +14,14 @@ import ranks
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
-from thinwire.train import sample, tokens, trained
-from thinwire.train.data import Tokenizer, Windows, batches
-from thinwire.train.export import export
-from thinwire.train.models import Decoder
-from thinwire.train.shapes import ModelConfig
+from thinwire.train.checkpoint import trained_model
+from thinwire.train.data import token_files
+from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.train.data.windows import Windows, batches
+from thinwire.train.model import generation
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.hf_export import export
+from thinwire.train.model.shapes import ModelConfig
 
 SHAPES = {
     "gpt": ModelConfig(layers=2, width=48, heads=4, hidden=100, context=24),
@@ -59,13 +62,13 @@ def test_a_folder_that_holds_a_model_and_a_shape_without_counterpart_are_refused
 
 def test_tokens_are_drawn_as_asked():
     model, prompt = decoder("gpt"), torch.tensor([1, 2, 3])
-    likeliest = list(sample.tokens(model, prompt, 40, temperature=0))  # beyond the context of 24
+    likeliest = list(generation.generate(model, prompt, 40, temperature=0))  # beyond the context of 24
     assert likeliest[0] == int(model(prompt[None])[0, -1].argmax()) and len(likeliest) == 40
-    assert list(sample.tokens(model, prompt, 40, top_k=1)) == likeliest
-    drawn = [list(sample.tokens(model, prompt, 20, seed=seed)) for seed in (0, 0, 1)]
+    assert list(generation.generate(model, prompt, 40, top_k=1)) == likeliest
+    drawn = [list(generation.generate(model, prompt, 20, seed=seed)) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     allowed = set(model(prompt[None])[0, -1].topk(5).indices.tolist())
-    assert {next(sample.tokens(model, prompt, 1, top_k=5, seed=seed)) for seed in range(30)} <= allowed
+    assert {next(generation.generate(model, prompt, 1, top_k=5, seed=seed)) for seed in range(30)} <= allowed
 
 
 def _train(rank: int, world: int, port: int, words: list[str]) -> int:
@@ -85,8 +88,8 @@ def test_a_run_on_token_files_is_read_back_sampled_and_exported(family, engine, 
         "--engine", engine, "--out", str(out),
     ]  # fmt: skip
     assert ranks.run(_train, 2, free_port(), words, LOCAL_WORLD_SIZE="2") == [0, 0]
-    found = trained.read(out)
-    windows = Windows(tokens.find([str(tmp_path / "tokens")], (), "bytes").valid, 16)
+    found = trained_model.read(out)
+    windows = Windows(token_files.find_token_files([str(tmp_path / "tokens")], (), "bytes").valid, 16)
     with torch.no_grad():
         loss = torch.stack([found.model()(*pair) for pair in batches(windows.spread(8), 8)]).mean()
     torch.testing.assert_close(float(loss), json.loads((out / "summary.json").read_text())["valid_loss"])

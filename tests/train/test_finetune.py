@@ -22,11 +22,12 @@ from breadth import ALL
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
-from thinwire.train import trained
+from thinwire.train.checkpoint import trained_model
 from thinwire.train.config import Config
-from thinwire.train.data import IGNORED, batches, read_corpus, split
-from thinwire.train.setup import make_optimizer
-from thinwire.train.tokens import find as tokens_of
+from thinwire.train.data.corpus import read_corpus, split
+from thinwire.train.data.token_files import find_token_files
+from thinwire.train.data.windows import IGNORED, batches
+from thinwire.train.job.setup import make_optimizer
 
 needs_hub = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
@@ -99,7 +100,7 @@ def test_a_run_on_text_resumes_exactly_is_sampled_and_exported_with_equal_logits
     summary = json.loads((tmp_path / "whole/summary.json").read_text())
     assert summary["valid_loss"] < summary["first_valid_loss"]
 
-    found = trained.read(tmp_path / "whole")
+    found = trained_model.read(tmp_path / "whole")
     tokens = torch.arange(5, 60)[None]
     assert cli.main(["export", f"{tmp_path}/whole", f"{tmp_path}/hub"]) == 0
     with torch.no_grad():
@@ -110,7 +111,7 @@ def test_a_run_on_text_resumes_exactly_is_sampled_and_exported_with_equal_logits
 
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hub").chat_template == pretrained_models.CHAT
     text = read_corpus([str(place / "text.txt")])
-    files = tokens_of([f"{tmp_path}/tokens"], (), "bytes", model=(found.tokenizer, 304))
+    files = find_token_files([f"{tmp_path}/tokens"], (), "bytes", model=(found.tokenizer, 304))
     assert files is not None
     for part, read in zip(split(text), (files.train, files.valid), strict=True):
         assert torch.equal(found.tokenizer.encode(part).long(), read[0 : len(read)])
@@ -126,24 +127,25 @@ def test_a_run_on_text_resumes_exactly_is_sampled_and_exported_with_equal_logits
 @needs_hub
 def test_a_step_is_the_mean_over_the_answers_of_all_ranks_and_micro_batches(place, tmp_path):
     """Held against one process that sees all rows of a step at once; sums of fp32 in another order: rtol 1e-4."""
-    from thinwire.train import instructions, pretrained
+    from thinwire.train.data import instruction_rows
+    from thinwire.train.model import pretrained
 
     words = ["--init", str(place / "llama"), "--data", str(place / "rows.jsonl"), *SMALL, "--accumulate", "2"]
     train(2, *words, "--steps", "2", "--lr", "0.001", "--out", f"{tmp_path}/run")
     config = Config(init=str(place / "llama"), lr=0.001, steps=2)
-    model = pretrained.load(config)
-    tokenizer = pretrained.tokenizer_of(place / "llama")
-    rows, held = instructions.read([str(place / "rows.jsonl")], (), tokenizer, 24, 0, tell=False)
+    model = pretrained.load(config.init, config.adapters)
+    tokenizer = pretrained.load_tokenizer(place / "llama")
+    rows, held = instruction_rows.read_rows([str(place / "rows.jsonl")], (), tokenizer, 24, 0, warns=False)
     optimizer = make_optimizer(model, config)
     for step in range(2):
-        inputs, targets = rows.take(8 * step, 8)
-        assert rows.learnt(8 * step, 8) == int((targets != IGNORED).sum())
+        inputs, targets = rows.batch(8 * step, 8)
+        assert rows.count_learnt(8 * step, 8) == int((targets != IGNORED).sum())
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = config.learning_rate(step)
         model(inputs, targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    weights = trained.read(tmp_path / "run").weights
+    weights = trained_model.read(tmp_path / "run").weights
     for name, weight in model.named_parameters():
         torch.testing.assert_close(weights[name], weight.detach(), rtol=1e-4, atol=1e-6)
     inputs, targets = batches(held.spread(4), 4)[0]
@@ -164,7 +166,7 @@ def test_adapters_alone_are_trained_saved_and_merged(place, tmp_path, capsys):
     middle, last = tmp_path / "whole/checkpoints/step-000002", "checkpoints/step-000004"
     train(2, *words, "--resume", str(middle), "--out", f"{tmp_path}/again")
     same_bits(tmp_path / "whole" / last, tmp_path / "again" / last)
-    found = trained.read(tmp_path / "whole")
+    found = trained_model.read(tmp_path / "whole")
     assert found.weights and all(".lora_" in name for name in found.weights)
     assert any(bool(value.any()) for name, value in found.weights.items() if ".lora_B" in name)
 
@@ -207,17 +209,18 @@ def test_adapters_are_too_small_for_a_method_s_default_which_is_said(place, tmp_
 
 @needs_hub
 def test_answers_are_learnt_and_nothing_else(place, tmp_path):
-    from thinwire.train import instructions, pretrained
+    from thinwire.train.data import instruction_rows
+    from thinwire.train.model import pretrained
 
-    tokenizer = pretrained.tokenizer_of(place / "llama")
+    tokenizer = pretrained.load_tokenizer(place / "llama")
 
-    def rows(*objects: object, length: int = 60) -> instructions.Examples:
+    def rows(*objects: object, length: int = 60) -> instruction_rows.InstructionRows:
         (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, objects)) + "\n\n")
         name = [str(tmp_path / "a.jsonl")]
-        return instructions.read(name, name, tokenizer, length, 0, tell=True)[0]
+        return instruction_rows.read_rows(name, name, tokenizer, length, 0, warns=True)[0]
 
-    def learnt(examples: instructions.Examples, index: int = 0) -> tuple[str, str]:
-        row = examples.at(index).tolist()
+    def learnt(examples: instruction_rows.InstructionRows, index: int = 0) -> tuple[str, str]:
+        row = examples.window(index).tolist()
         return tuple(
             tokenizer.decode([token if token >= 0 else ~token for token in row if (token >= 0) == which])
             for which in (False, True)
@@ -231,8 +234,8 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
     assert learnt(rows({"messages": talk})) == (asked, "is 6<|end|>is 9<|end|>")
 
     both = rows(plain, {"prompt": "1", "completion": "1"})
-    inputs, targets = batches([both.at(0), both.at(1)], 2)[0]
-    short = len(both.at(1)) - 1
+    inputs, targets = batches([both.window(0), both.window(1)], 2)[0]
+    short = len(both.window(1)) - 1
     assert (targets[1, short:] == IGNORED).all() and (targets[1, :short] != IGNORED).sum() == 2  # 1 and </s>
     assert (inputs >= 0).all()
 
@@ -250,7 +253,7 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
             rows(row)
     (tmp_path / "b.jsonl").write_text("{")
     with pytest.raises(ThinwireError, match="is not JSONL"):
-        instructions.read([str(tmp_path / "b.jsonl")], (), tokenizer, 20, 0, tell=False)
+        instruction_rows.read_rows([str(tmp_path / "b.jsonl")], (), tokenizer, 20, 0, warns=False)
     tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "loop.length|string + m['content']")
     with pytest.raises(ThinwireError, match="writes earlier turns anew"):
         rows({"messages": talk})
@@ -273,7 +276,7 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
 )
 def test_settings_that_do_not_go_together(words, line, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
-    monkeypatch.setattr("thinwire.train.launch.start_ranks", None)
+    monkeypatch.setattr("thinwire.train.job.launch.start_ranks", None)
     assert cli.main(["train", "--out", f"{tmp_path}/run", *words]) == 2
     error = capsys.readouterr().err
     assert line in error and error.count("\n") == 1
@@ -286,21 +289,22 @@ def test_the_learning_rate_is_one_for_what_is_trained():
 
 
 def test_without_transformers_the_command_that_installs_it_is_said(tmp_path, monkeypatch):
-    from thinwire.train import pretrained
+    from thinwire.train.model import pretrained
 
     monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ThinwireError, match=r"pip install 'thinwire\[hf\]'"):
-        pretrained.load(Config(init=str(tmp_path)))
+        pretrained.load(str(tmp_path), None)
 
 
 @needs_hub
 def test_folders_that_hold_no_such_model_are_refused(place, tmp_path):
-    from thinwire.train import pretrained, tokens
-    from thinwire.train.data import Tokenizer
+    from thinwire.train.data import token_files
+    from thinwire.train.data.tokenizer import Tokenizer
+    from thinwire.train.model import pretrained
 
     with pytest.raises(ThinwireError, match=r"has no config\.json"):
-        pretrained.load(Config(init=str(tmp_path)))
+        pretrained.load(str(tmp_path), None)
     broken = shutil.copytree(place / "llama", tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
     from safetensors.torch import save_file
@@ -308,11 +312,11 @@ def test_folders_that_hold_no_such_model_are_refused(place, tmp_path):
     weights.pop("model.norm.weight")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ThinwireError, match=r"has no weights for model.norm.weight \(1 are missing\)"):
-        pretrained.load(Config(init=str(broken)))
+        pretrained.load(str(broken), None)
     (broken / "model.safetensors").unlink()
     with pytest.raises(ThinwireError, match="cannot load the model"):
-        pretrained.load(Config(init=str(broken)))
+        pretrained.load(str(broken), None)
     ours = Tokenizer(f"folder:{place / 'llama'}", (), tmp_path / "kept")
-    tokens.tokenize([str(place / "text.txt")], "bytes", tmp_path / "bytes")
+    token_files.tokenize([str(place / "text.txt")], "bytes", tmp_path / "bytes")
     with pytest.raises(ThinwireError, match="was tokenized with bytes, not as --init does"):
-        tokens.find([str(tmp_path / "bytes")], (), "bytes", model=(ours, 304))
+        token_files.find_token_files([str(tmp_path / "bytes")], (), "bytes", model=(ours, 304))

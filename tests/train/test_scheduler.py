@@ -11,7 +11,7 @@ import pytest
 
 from thinwire.base.errors import ThinwireError
 from thinwire.cli import program as cli
-from thinwire.train.scheduler import first_host, forgotten_srun, tasks_per_node, torchrun_variables
+from thinwire.train.job.scheduler import first_host, forgotten_srun, tasks_per_node, torchrun_variables
 
 SBATCH = """
 SLURM_JOB_ID=200505 SLURM_JOBID=200505 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_NTASKS_PER_NODE=2 SLURM_TASKS_PER_NODE=2(x2)
@@ -98,7 +98,7 @@ def test_srun_with_pmi_is_srun():
 )
 def test_what_is_not_clear_is_one_line(text, line, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
-    monkeypatch.setattr("thinwire.train.launch.start_ranks", None)
+    monkeypatch.setattr("thinwire.train.job.launch.start_ranks", None)
     for name, value in variables(text).items():
         monkeypatch.setenv(name, value)
     assert cli.main(["train", "--out", f"{tmp_path}/run"]) == 2

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from thinwire.base.errors import ThinwireError
-from thinwire.train import tokens
-from thinwire.train.data import SPAN, Tokenizer, Windows, read_corpus, spans, split
+from thinwire.train.data import token_files
+from thinwire.train.data.corpus import SPAN, read_corpus, spans, split
+from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.train.data.windows import Windows
 
 LONG = "".join(f"{i} times {i % 7} is {i * (i % 7)}: grüß Ω.\n" for i in range(30_000))
 assert len(LONG) > 22 * SPAN
@@ -26,14 +28,14 @@ def test_files_hold_what_the_text_is_tokenized_to(length, tokenizer, tmp_path):
     text = (f"{LONG[:2000]}\n" * 400 if few_words else LONG)[:length]
     corpus = tmp_path / "text.txt"
     corpus.write_text(text)
-    tokens.tokenize([str(corpus)], tokenizer, tmp_path / "out")
-    found = tokens.find([str(tmp_path / "out")], (), "bytes")
+    token_files.tokenize([str(corpus)], tokenizer, tmp_path / "out")
+    found = token_files.find_token_files([str(tmp_path / "out")], (), "bytes")
     train, valid = split(read_corpus([str(corpus)]))
     made = Tokenizer(tokenizer, spans([train]), tmp_path)
     for part, files in ((train, found.train), (valid, found.valid)):
         assert torch.equal(files[0 : len(files)], made.encode(part).long())
     windows, files = Windows(made.encode(train), 32, seed=3), Windows(found.train, 32, seed=3)
-    for ours, theirs in zip(windows.take(5, 9), files.take(5, 9), strict=True):
+    for ours, theirs in zip(windows.batch(5, 9), files.batch(5, 9), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -47,11 +49,11 @@ def test_nanogpt_and_numpy_files_are_read_as_they_are(tmp_path):
     for shard, part in enumerate(np.array_split(numbers, 3)):
         part.astype("<u2").tofile(tmp_path / f"train-{shard}.bin")
     np.save(tmp_path / "valid.npy", numbers[:700].astype(np.int32))
-    found = tokens.find([str(tmp_path / "train-*.bin")], [str(tmp_path / "valid.npy")], "ids:50257")
+    found = token_files.find_token_files([str(tmp_path / "train-*.bin")], [str(tmp_path / "valid.npy")], "ids:50257")
     assert found.train[0:5000].tolist() == numbers.tolist() and len(found.train) == 5000
     assert found.train[1600:1700].tolist() == numbers[1600:1700].tolist()  # across two files
     assert found.valid[0:700].tolist() == numbers[:700].tolist()
-    held = tokens.find([str(tmp_path / "train-*.bin")], (), "ids:50257")
+    held = token_files.find_token_files([str(tmp_path / "train-*.bin")], (), "ids:50257")
     assert [*held.train[0:5000].tolist(), *held.valid[0:5000].tolist()] == numbers.tolist() and len(held.valid) == 250
     assert found.train.digest() != held.train.digest()
 
@@ -59,7 +61,7 @@ def test_nanogpt_and_numpy_files_are_read_as_they_are(tmp_path):
 def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path):
     corpus, out = tmp_path / "text.txt", tmp_path / "out"
     corpus.write_text(LONG[:SPAN])
-    tokens.tokenize([str(corpus)], "bpe:300", out)
+    token_files.tokenize([str(corpus)], "bpe:300", out)
     (tmp_path / "a.bin").write_bytes(bytes(100))
     for corpora, tokenizer, why in (
         ([str(tmp_path)], "bytes", "no token files are there"),
@@ -69,17 +71,17 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path):
         ([str(tmp_path / "none-*.bin")], "ids:9", "no file matches"),
     ):
         with pytest.raises(ThinwireError, match=why):
-            tokens.find(corpora, (), tokenizer)
+            token_files.find_token_files(corpora, (), tokenizer)
     with pytest.raises(ThinwireError, match="holds token files already"):
-        tokens.tokenize([str(corpus)], "bytes", out)
+        token_files.tokenize([str(corpus)], "bytes", out)
     np.array([1, 2, 9], "<u2").tofile(tmp_path / "a.bin")
     with pytest.raises(ThinwireError, match="token 9, and the tokenizer has 9"):
-        tokens.find([str(tmp_path / "a.bin")], (), "ids:9").train[0:3]
+        token_files.find_token_files([str(tmp_path / "a.bin")], (), "ids:9").train[0:3]
     (out / "train.bin").write_bytes(b"short")
     with pytest.raises(ThinwireError, match="is damaged: it has 5 bytes"):
-        tokens.find([str(out)], (), "bytes")
+        token_files.find_token_files([str(out)], (), "bytes")
     (out / "tokens.json").write_text(json.dumps([1]))
     with pytest.raises(ThinwireError, match="is damaged: tokenize the text anew"):
-        tokens.find([str(out)], (), "bytes")
+        token_files.find_token_files([str(out)], (), "bytes")
     with pytest.raises(ThinwireError, match="numbers only"):
         Tokenizer("ids:9", (), tmp_path).decode([1])

@@ -11,7 +11,7 @@ import pytest
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.train.config import Config
-from thinwire.train.display import Display
+from thinwire.train.job.progress import Display
 
 STAND_IN = {
     # wandb/sdk/wandb_init.py and wandb_run.py of 0.21

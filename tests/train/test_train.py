@@ -29,11 +29,14 @@ from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
-from thinwire.train import data, setup
 from thinwire.train.config import Config, from_arguments, from_yaml
-from thinwire.train.data import Tokenizer, Windows, read_corpus, spans, split
-from thinwire.train.models import Decoder, parameter_count
-from thinwire.train.shapes import PRESETS, ModelConfig
+from thinwire.train.data import windows as window_module
+from thinwire.train.data.corpus import read_corpus, spans, split
+from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.train.data.windows import Windows
+from thinwire.train.job import setup
+from thinwire.train.model.decoder import Decoder, parameter_count
+from thinwire.train.model.shapes import PRESETS, ModelConfig
 
 SIZES = {
     "gpt-125m": 124e6,
@@ -89,26 +92,26 @@ def test_shapes_that_do_not_fit(shape, words):
         shape.check()
 
 
-@pytest.mark.parametrize("drawn", [data.DRAWN, 50], ids=["drawn at once", "one by one"])
+@pytest.mark.parametrize("drawn", [window_module.DRAWN, 50], ids=["drawn at once", "one by one"])
 def test_batches_are_a_function_of_the_place_and_repeat_nothing_within_an_epoch(drawn, monkeypatch):
-    monkeypatch.setattr(data, "DRAWN", drawn)
+    monkeypatch.setattr(window_module, "DRAWN", drawn)
     windows = Windows(torch.arange(1001), 10, seed=3)
     assert windows.count == 100
-    inputs, targets = windows.take(0, 100)
+    inputs, targets = windows.batch(0, 100)
     assert torch.equal(targets, inputs + 1)
     assert inputs[:, 0].unique().numel() == 100
     again = Windows(torch.arange(1001), 10, seed=3)
-    assert torch.equal(again.take(37, 5)[0], inputs[37:42])
-    assert not torch.equal(windows.take(100, 100)[0], inputs)
-    assert windows.take(95, 10)[0].shape == (10, 10)
-    assert not torch.equal(Windows(torch.arange(1001), 10, seed=4).take(0, 100)[0], inputs)
+    assert torch.equal(again.batch(37, 5)[0], inputs[37:42])
+    assert not torch.equal(windows.batch(100, 100)[0], inputs)
+    assert windows.batch(95, 10)[0].shape == (10, 10)
+    assert not torch.equal(Windows(torch.arange(1001), 10, seed=4).batch(0, 100)[0], inputs)
 
 
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 1000])
 def test_an_order_without_memory_has_everything_once_and_looks_like_chance(count):
-    order = [data.permuted(index, count, 7) for index in range(count)]
+    order = [window_module.permuted(index, count, 7) for index in range(count)]
     assert sorted(order) == list(range(count))
-    assert count < 63 or order != [data.permuted(index, count, 8) for index in range(count)]
+    assert count < 63 or order != [window_module.permuted(index, count, 8) for index in range(count)]
     if count == 1000:  # neighbours of a random order are a third of it apart; 0.02 is 2.8 standard deviations
         apart = [abs(one - other) for one, other in itertools.pairwise(order)]
         assert sum(apart) / len(apart) / count == pytest.approx(1 / 3, abs=0.02)
@@ -359,7 +362,7 @@ def test_bad_input_gets_one_line_and_a_status(tmp_path, text):
 )
 def test_bad_settings_are_refused_before_a_rank_is_started(tmp_path, monkeypatch, capsys, words, line):
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # the program sets it where it is not
-    monkeypatch.setattr("thinwire.train.launch.start_ranks", None)
+    monkeypatch.setattr("thinwire.train.job.launch.start_ranks", None)
     status = cli.main(["train", "--preset", "tiny", "--ranks", "2", "--out", f"{tmp_path}/run", *words])
     assert refused([(status, capsys.readouterr().err)], line)
 
@@ -369,8 +372,8 @@ def test_bad_settings_are_refused_before_a_rank_is_started(tmp_path, monkeypatch
 )
 def test_a_method_brings_its_optimizer(method, optimizer):
     config = Config(method=method).check()
-    assert config.stepper == optimizer and config.optimizer is None
-    assert Config(method=method, optimizer="adams").check().stepper == "adams"
+    assert config.optimizer_name == optimizer and config.optimizer is None
+    assert Config(method=method, optimizer="adams").check().optimizer_name == "adams"
 
 
 def test_the_plan_says_which_optimizer_was_chosen(tmp_path, text):
@@ -428,7 +431,7 @@ def _ranks_of(launcher: int) -> list[int]:
 
 SLEEPING = """
 import sys
-from thinwire.train.launch import start_ranks
+from thinwire.train.job.launch import start_ranks
 sys.executable = sys.argv[1]
 sys.exit(start_ranks([], 2, 2))
 """

@@ -59,7 +59,7 @@ def script(shell: str) -> str:
     """Write the script for bash; zsh takes the same through its ``bashcompinit``."""
     from thinwire.cli.program import COMMANDS
     from thinwire.methods import names
-    from thinwire.train.shapes import PRESETS
+    from thinwire.train.model.shapes import PRESETS
 
     choices = {"--method": names(), "--methods": names(), "--intra": names(), "--preset": list(PRESETS)}
     word_cases, flag_cases = [f'"completion completion") words="{" ".join(SHELLS)}" ;;'], []

@@ -15,13 +15,16 @@ from thinwire.base.errors import ThinwireError
 
 COMMANDS = {
     "train": ("thinwire.train.cli:main", "train a language model, on ranks of this machine, torchrun, srun or mpirun"),
-    "inspect": ("thinwire.train.inspect:main", "show what a checkpoint holds and whether it is whole, or compare two"),
+    "inspect": (
+        "thinwire.train.checkpoint.inspect:main",
+        "show what a checkpoint holds and whether it is whole, or compare two",
+    ),
     "compare": ("thinwire.cli.lab:compare_main", "train with several methods on an emulated network: a verdict"),
     "lab": ("thinwire.cli.lab:lab_main", "run any torchrun-style command on an emulated cluster"),
-    "tokenize": ("thinwire.train.tokens:main", "tokenize text once, for `thinwire train --corpus FOLDER`"),
-    "sample": ("thinwire.train.trained:sample_main", "print text that a trained model goes on with"),
-    "export": ("thinwire.train.trained:export_main", "write a trained model as a Hugging Face folder"),
-    "eval": ("thinwire.train.evaluation:main", "run tasks of lm-evaluation-harness on a trained model"),
+    "tokenize": ("thinwire.train.data.token_files:main", "tokenize text once, for `thinwire train --corpus FOLDER`"),
+    "sample": ("thinwire.train.checkpoint.trained_model:sample_main", "print text that a trained model goes on with"),
+    "export": ("thinwire.train.checkpoint.trained_model:export_main", "write a trained model as a Hugging Face folder"),
+    "eval": ("thinwire.train.checkpoint.evaluation:main", "run tasks of lm-evaluation-harness on a trained model"),
     "methods": ("thinwire.methods:main", "list the methods and their knobs"),
     "completion": ("thinwire.cli.completion:main", "print a script that completes commands and flags, for bash or zsh"),
 }

@@ -1,4 +1,4 @@
-"""``thinwire train``."""
+"""The command ``thinwire train``: starts ranks, or is one of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def main(argv: list[str]) -> int:
     # Before torch is imported: its sockets print stack traces of their own beside our one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from thinwire.train.config import from_arguments
-    from thinwire.train.launch import start_ranks, under_torchrun
-    from thinwire.train.scheduler import forgotten_srun, torchrun_variables
+    from thinwire.train.job.launch import start_ranks, under_torchrun
+    from thinwire.train.job.scheduler import forgotten_srun, torchrun_variables
 
     config = from_arguments(argv).check()
     if not under_torchrun():
@@ -28,8 +28,8 @@ def main(argv: list[str]) -> int:
         if ranks % per_node:
             raise ThinwireError(f"--ranks-per-node {per_node} does not divide the {ranks} ranks")
         return start_ranks(argv, ranks, per_node)
+    from thinwire.train.job.signals import end_at_once
     from thinwire.train.loop import train
-    from thinwire.train.signals import end_at_once
 
     end_at_once()
     warnings.formatwarning = _one_line
@@ -37,20 +37,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-_usual = warnings.formatwarning
+_format_usually = warnings.formatwarning
 
 
 def _one_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Ours without the place, which is in our own code; others as ever."""
+    """Format our warnings without file and line, which are in our own code; others as ever."""
     if issubclass(category, ThinwireWarning):
         return f"thinwire: {message}\n"
-    return _usual(message, category, filename, lineno, line)
+    return _format_usually(message, category, filename, lineno, line)
 
 
 def _default_ranks(device: str) -> int:
-    """One rank per GPU; without one, two if there are two cores."""
+    """Choose one rank per GPU; without a GPU, two if there are two cores."""
     import torch
 
     if device != "cpu" and torch.cuda.is_available():

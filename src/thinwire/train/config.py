@@ -1,23 +1,23 @@
-"""One configuration: a YAML file, the command line and a Python object are three ways to write the same thing."""
+"""The settings of a run: a YAML file, the command line and a Python object are three ways to write the same thing."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import importlib.util
+import json
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import tyro
 import yaml
 
+from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import check_types
-from thinwire.train.shapes import PRESETS, ModelConfig
-
-T = TypeVar("T")
+from thinwire.base.options import read_options
+from thinwire.train.model.shapes import PRESETS, AdapterConfig, ModelConfig
 
 COUNTS = (
     "steps", "batch_size", "accumulate", "threads", "keep", "ranks", "ranks_per_node", "shard_size", "seq_len",
@@ -27,12 +27,14 @@ COUNTS = (
 NOT_NEGATIVE = (
     "eval_every", "eval_sequences", "checkpoint_every", "max_skipped", "check_every", "clip", "weight_decay", "lr",
 )  # fmt: skip
+SHAPE = ("family", "layers", "width", "heads", "kv_heads", "hidden")
+"""Settings that override the preset's shape."""
 LARGEST_BUCKET_MB = 1_000_000
 LONGEST_S = 1_000_000_000
 LARGEST_RATE = 1e15
-"""Of lr and weight_decay: optimizers multiply them, or divide by 1 - beta, and the result has to be a float32."""
+"""Limit of lr and weight_decay: optimizers multiply them, or divide by 1 - beta, and the result has to be a float32."""
 LARGEST_SEED = 2**43
-"""Of each epoch's shuffle the seed is about a million times as large, and torch takes 64 bits."""
+"""Limit of the seed: that of an epoch's shuffle is about a million times as large, and torch takes 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,13 @@ class Config:
     """Names of modules that get adapters. Default: all linear ones but the head."""
 
     method: str = "dense"
-    """How gradients are exchanged, with knobs in parentheses: "int8(group=64)". `thinwire methods` lists them."""
+    """Method that exchanges gradients, with knobs in parentheses: "int8(group=64)". `thinwire methods` lists all."""
     engine: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
     """torch's engine for data parallelism."""
     two_level: bool | None = None
     """Reduce inside each node first, then between nodes of several ranks. Default: if the method was made for it."""
     intra: str | None = None
-    """What the hop inside a node sends, on HSDP or with two levels: dense, bf16, int8, ... Default: dense."""
+    """Method of the hop inside a node, on HSDP or with two levels: dense, bf16, int8, ... Default: dense."""
     guard: bool = True
     """Skip a step on all ranks when any gradient is not finite."""
     bucket_mb: float | None = None
@@ -126,8 +128,8 @@ class Config:
     ranks_per_node: int | None = None
     """Treat the ranks started here as nodes of this many ranks (to try two levels). Default: all on one node."""
     track: tuple[Literal["csv", "wandb", "trackio"], ...] = ()
-    """Where rank 0 sends the numbers of metrics.jsonl too: csv (metrics.csv in --out), wandb (Weights & Biases),
-    trackio. One or more."""
+    """Trackers to which rank 0 sends the numbers of metrics.jsonl too: csv (metrics.csv in --out), wandb (Weights &
+    Biases), trackio. One or more."""
     track_project: str = "thinwire"
     """The project's name there."""
     eval_every: int = 100
@@ -146,7 +148,7 @@ class Config:
     resume_anyway: bool = False
     """Continue although the text, its order or the batch is another than the checkpoint's."""
     resize: Literal["flush", "redistribute", "reset", "refuse"] = "redistribute"
-    """When the run continues on other ranks than the checkpoint's, or another engine: what its ranks had yet to send is
+    """If the run continues on other ranks than the checkpoint's, or another engine: what its ranks had yet to send is
     handed to the new ranks (redistribute), lost (reset), or delivered by the next step, which is dense (flush: in the
     middle of a run at a high rate that step is far too large). Refuse: it does not continue there."""
     overwrite: bool = False
@@ -170,23 +172,19 @@ class Config:
     """Seconds to wait for a rank that reads text, trains a tokenizer, or reads or writes a checkpoint."""
 
     def shape(self, vocabulary: int) -> ModelConfig:
-        """The model's shape: the preset with what was overridden."""
-        changed = {
-            name: getattr(self, name)
-            for name in ("family", "layers", "width", "heads", "kv_heads", "hidden")
-            if getattr(self, name) is not None
-        }
+        """Give the model's shape: the preset with what was overridden."""
+        changed = {name: getattr(self, name) for name in SHAPE if getattr(self, name) is not None}
         base = PRESETS[self.preset]
-        return dataclasses.replace(base, **changed, context=self.sequence, vocabulary=vocabulary).check()
+        return dataclasses.replace(base, **changed, context=self.sequence_length, vocabulary=vocabulary).check()
 
     @property
-    def sequence(self) -> int:
+    def sequence_length(self) -> int:
         """Tokens per sequence."""
         return self.seq_len or (512 if self.init else PRESETS[self.preset].context)
 
     @property
-    def stepper(self) -> str:
-        """The optimizer that steps: as named, or the method's own."""
+    def optimizer_name(self) -> str:
+        """Name of the optimizer that steps: as set, or the method's own."""
         from thinwire.methods import resolve
 
         return self.optimizer or resolve(self.method).OPTIMIZER.__name__.lower()
@@ -202,20 +200,22 @@ class Config:
         return 2e-3 if width <= 256 else 0.256 / width
 
     @property
-    def alpha(self) -> float:
-        """Of the adapters."""
-        return self.lora_alpha or 2.0 * (self.lora or 0)
+    def adapters(self) -> AdapterConfig | None:
+        """Adapters that are trained in place of the model's weights, if there are any."""
+        if not self.lora:
+            return None
+        return AdapterConfig(self.lora, self.lora_alpha or 2.0 * self.lora, self.lora_targets, self.seed)
 
     def learning_rate(self, step: int) -> float:
-        """Rises linearly over the warm-up, then half a cosine down to ``lr_end`` * ``lr``. ``step`` counts from 0."""
-        rising = max(1, round(self.warmup * self.steps))
-        if step < rising:
-            return self.top_lr * (step + 1) / rising
-        done = (step - rising) / max(1, self.steps - rising)
-        return self.top_lr * (self.lr_end + (1 - self.lr_end) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+        """Rise linearly over the warm-up, then half a cosine down to ``lr_end`` * ``lr``. ``step`` counts from 0."""
+        warmup = max(1, round(self.warmup * self.steps))
+        if step < warmup:
+            return self.top_lr * (step + 1) / warmup
+        progress = min((step - warmup) / max(1, self.steps - warmup), 1.0)
+        return self.top_lr * (self.lr_end + (1 - self.lr_end) * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def check(self) -> Config:
-        """Refuse what cannot be, in one line."""
+        """Refuse settings that cannot be, in one line; return these."""
         check_types(self, _flag)
         if self.preset not in PRESETS:
             raise ThinwireError(f"unknown preset '{self.preset}'; there are: {', '.join(PRESETS)}")
@@ -226,23 +226,24 @@ class Config:
         # Torch from here on: what can be refused without it has been.
         from thinwire.methods import resolve
         from thinwire.optim import AdamS
-        from thinwire.train import trackers
 
         method = resolve(self.method)
-        if method.OPTIMIZER is AdamS and self.stepper != "adams":
+        if method.OPTIMIZER is AdamS and self.optimizer_name != "adams":
             raise ThinwireError(
                 f"--method {method.name} is built on AdamS: leave --optimizer {self.optimizer} out, or name adams"
             )
         if self.intra is not None:
             resolve(self.intra)
         if os.environ.get("RANK", "0") == "0":
-            trackers.check(self.track)
+            for name in self.track:
+                if name != "csv" and importlib.util.find_spec(name) is None:
+                    raise extras.missing(ModuleNotFoundError(name=name))
         return self
 
     def _check_ranges(self) -> None:
-        def must(good: bool, name: str, be: str) -> None:
+        def must(good: bool, name: str, rule: str) -> None:
             if not good:
-                raise ThinwireError(f"{_flag(name)} {be}, got {getattr(self, name)}")
+                raise ThinwireError(f"{_flag(name)} {rule}, got {getattr(self, name)}")
 
         for name in COUNTS:
             must(getattr(self, name) is None or getattr(self, name) >= 1, name, "must be 1 or more")
@@ -264,11 +265,11 @@ class Config:
             must(self.engine == "ddp", "bucket_mb", f"is for --engine ddp, not {self.engine}")
 
     def _check_init(self) -> None:
-        """Of --init, what goes with it and what does not."""
+        """Refuse what does not go with --init, or needs it."""
         for name in ("data", "lora", "lora_alpha", "lora_targets"):
             if getattr(self, name) and not self.init:
                 raise ThinwireError(f"{_flag(name)} is for fine-tuning: name a model with --init FOLDER")
-        for name in ("family", "layers", "width", "heads", "kv_heads", "hidden"):
+        for name in SHAPE:
             if self.init and getattr(self, name) is not None:
                 raise ThinwireError(f"{_flag(name)} does not go with --init, whose model has a shape")
         if self.init and self.tokenizer != "bytes":
@@ -279,28 +280,20 @@ class Config:
             raise ThinwireError("--lora-alpha and --lora-targets need --lora RANK")
 
     def to_yaml(self) -> str:
-        """As a YAML file that ``--config`` reads."""
+        """Write all settings as a YAML file that ``--config`` reads."""
         return yaml.safe_dump(self.plain(), sort_keys=False)
 
     def plain(self) -> dict[str, Any]:
-        """All settings, as YAML and JSON can say them."""
-        return _plain(dataclasses.asdict(self))
+        """Give all settings as YAML and JSON can say them."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
-
-
 def from_yaml(path: Path) -> Config:
-    """The configuration in a YAML file: a mapping of this class's fields, any of them.
+    """Read the configuration in a YAML file: a mapping of this class's fields, any of them.
 
     Raises:
         ThinwireError: no such file, not a mapping, a field that does not exist or has a value of another type.
@@ -313,21 +306,21 @@ def from_yaml(path: Path) -> Config:
         raise ThinwireError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(read, dict | None):
         raise ThinwireError(f"{path} must hold 'name: value' lines, got {type(read).__name__}")
-    known = {field.name: field for field in dataclasses.fields(Config)}
+    settings = {field.name: field for field in dataclasses.fields(Config)}
     words: list[str] = []
     for name, value in (read or {}).items():
-        if name not in known:
+        if name not in settings:
             raise ThinwireError(f"{path}: there is no setting '{name}'; see thinwire train --help")
         if value is None:
-            if known[name].default is not None:
+            if settings[name].default is not None:
                 raise ThinwireError(f"{path}: {name} needs a value")
             continue
         words += _words(name, value)
-    return from_arguments(words, where=str(path))
+    return from_arguments(words, source=str(path))
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """A YAML value as the command line writes it: one parser for both, so both accept the same."""
+    """Write a YAML value as on the command line: one parser for both, so both accept the same."""
     if isinstance(value, bool) and getattr(Config, name) is not None:  # one with a default of its own is a flag
         return [_flag(name) if value else _flag("no_" + name)]
     if isinstance(value, list | tuple):
@@ -335,19 +328,8 @@ def _words(name: str, value: Any) -> list[str]:
     return [_flag(name), str(value)]
 
 
-@dataclass
-class _Caught:
-    lines: list[str] = field(default_factory=list)
-
-    def write(self, text: str) -> int:
-        self.lines.append(text)
-        return len(text)
-
-    def flush(self) -> None: ...
-
-
-def from_arguments(arguments: list[str], where: str = "") -> Config:
-    """The configuration on a command line; ``--config FILE`` is read first, what follows overrides it."""
+def from_arguments(arguments: list[str], source: str = "") -> Config:
+    """Read the configuration on a command line; ``--config FILE`` is read first, the other words override it."""
     arguments = list(arguments)
     default = Config()
     for i, word in enumerate(arguments):
@@ -358,28 +340,4 @@ def from_arguments(arguments: list[str], where: str = "") -> Config:
             default = from_yaml(Path(name))
             del arguments[i : i + (1 if "=" in word else 2)]
             break
-    return parsed(Config, arguments, "thinwire train", default=default, where=where)
-
-
-def parsed(kind: type[T], arguments: list[str], program: str, *, default: T | None = None, where: str = "") -> T:
-    """The options of ``program``, a dataclass ``kind``, from its command line.
-
-    Raises:
-        ThinwireError: one line in place of tyro's box.
-    """
-    caught, given = _Caught(), {} if default is None else {"default": default}
-    cli: Any = tyro.cli
-    try:
-        with contextlib.redirect_stderr(caught):  # type: ignore[type-var]
-            return cli(kind, args=arguments, prog=program, **given)
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise ThinwireError((where + ": " if where else "") + _one_line("".join(caught.lines))) from None
-
-
-def _one_line(printed: str) -> str:
-    """tyro's boxed explanation as one line."""
-    words = " ".join(line.strip("│╭╮╰╯─ \n") for line in printed.splitlines())
-    words = " ".join(words.split())
-    return words.removeprefix("Parsing error ").removeprefix("Unrecognized options ") or "cannot read the command line"
+    return read_options(Config, arguments, "thinwire train", default=default, source=source)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -13,64 +12,34 @@ import signal
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.files import write
 from thinwire.base.processes import interface_bytes
 from thinwire.core.safety import Safety
 from thinwire.network.comm import is_of_the_network, local, network_words
-from thinwire.train import differences, pretrained
-from thinwire.train.checkpoint import Checkpoints
+from thinwire.train.checkpoint.run_settings import describe_run
+from thinwire.train.checkpoint.state import ResumedState
+from thinwire.train.checkpoint.store import Checkpoints
 from thinwire.train.config import Config
-from thinwire.train.data import IGNORED, Windows, batches
-from thinwire.train.differences import hash_of
-from thinwire.train.display import Display
-from thinwire.train.folder import Folder, opened, write
-from thinwire.train.models import Decoder
-from thinwire.train.setup import Ranks, joined, make_optimizer, text_windows, wrap
-from thinwire.train.signals import Signals, Stopped
-from thinwire.train.together import Together
-from thinwire.wire import Wire, compress
+from thinwire.train.data.windows import IGNORED, Windows, batches
+from thinwire.train.job.collective import Collective
+from thinwire.train.job.progress import Display
+from thinwire.train.job.run_folder import RunFolder, open_run_folder
+from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizer, read_inputs, wrap
+from thinwire.train.job.signals import Signals, Stopped
+from thinwire.train.model.decoder import Decoder
+from thinwire.wire import compress
 
-
-def evaluate(model: Any, windows: Windows, config: Config, ranks: Ranks, cast) -> float:
-    """Mean loss over what is learnt of held-out sequences, always the same ones, shared out between the ranks."""
-    comm = ranks.comm
-    chosen = windows.spread(max(1, config.eval_sequences // comm.size) * comm.size)
-    total = torch.zeros(1, device=ranks.device)
-    model.eval()
-    with torch.no_grad():
-        for inputs, targets in batches(chosen[comm.rank :: comm.size], config.batch_size):
-            with cast():
-                loss = model(inputs.to(ranks.device), targets.to(ranks.device)).float()
-            total += loss * (_learnt(targets) / config.sequence)
-    model.train()
-    comm.all_reduce(total)
-    return float(total) / (sum(int((window[1:] >= 0).sum()) for window in chosen) / config.sequence)
-
-
-def _learnt(targets: Tensor) -> int:
-    return int((targets != IGNORED).sum())
-
-
-def settle_buckets(model: nn.Module, windows: Windows, config: Config, ranks: Ranks, cast) -> None:
-    """A throw-away backward pass, so that DDP has rebuilt its buckets before the first step.
-
-    The order of a ring's sum depends on the buckets: without this, a resumed dense run on more than two ranks would
-    differ from an uninterrupted one in the last bits of its first step.
-    """
-    inputs, targets = windows.take(0, config.batch_size)
-    with cast():
-        loss = model(inputs.to(ranks.device), targets.to(ranks.device))
-    loss.backward()
-    model.zero_grad(set_to_none=True)
+TIMES = ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Train as one rank of the job; returns what summary.json holds, {} where nothing was left to do. Collective.
+    """Train as one rank of the job; return what summary.json holds, {} where nothing was left to do. Collective.
 
     Raises:
         ThinwireError: for input that cannot be used, or (LostRank, where one of ours has noticed) when another rank is
@@ -78,299 +47,375 @@ def train(config: Config) -> dict[str, Any]:
     """
     config.check()
     try:
-        with joined(config) as ranks:
+        with join_ranks(config) as ranks:
             return _train(config, ranks)
-    except RuntimeError as error:  # of a collective that is torch's own
+    except RuntimeError as error:  # raised by torch's own collectives
         if is_of_the_network(error):
             raise ThinwireError(f"rank {os.environ['RANK']} lost another rank: {network_words(error)}") from None
         raise
 
 
 def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
-    together = Together(ranks.comm.patient(config.file_timeout))
-    with opened(config.out, together) as folder:
+    collective = Collective(ranks.comm.patient(config.file_timeout))
+    with open_run_folder(config.out, collective) as folder:
         return _run(config, ranks, folder)
 
 
-def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
-    comm, device, together = ranks.comm, ranks.device, folder.together
+def _run(config: Config, ranks: Ranks, folder: RunFolder) -> dict[str, Any]:
+    """Read what the run is made of, find the checkpoint that it goes on from, and train."""
     if not config.resume and not config.overwrite:
         folder.check_free()
-    base = together.do(lambda: pretrained.load(config)) if config.init else None
-    tokenizer, train_windows, valid_windows = text_windows(config, folder, base.vocabulary if base else None)
-    shape = base.shape if base else config.shape(tokenizer.vocabulary)
-    bf16 = config.dtype == "bf16" or (config.dtype == "auto" and device.type == "cuda")
-    by_autocast = bf16 and config.engine == "ddp"  # FSDP2 has its own mixed precision
-    about = differences.about(
-        config, shape, tokens=_same_text(together, train_windows, valid_windows), world_size=comm.size,
-        per_node=ranks.per_node, device=device.type, dtype="bf16" if bf16 else "fp32",
-        init=_same_model(together, base) if base else None, order=train_windows.order,
+    inputs = read_inputs(config, folder)
+    bf16 = config.dtype == "bf16" or (config.dtype == "auto" and ranks.device.type == "cuda")
+    description = describe_run(
+        config, inputs.shape, tokens=inputs.text_hashes(folder.collective), world_size=ranks.comm.size,
+        per_node=ranks.per_node, device=ranks.device.type, dtype="bf16" if bf16 else "fp32",
+        init=inputs.model_hash(folder.collective), order=inputs.train.order,
     )  # fmt: skip
     checkpoints = Checkpoints(
-        folder, about, keep=config.keep, anyway=config.resume_anyway,
+        folder, description, keep=config.keep, resume_anyway=config.resume_anyway,
         resize=None if config.resize == "refuse" else config.resize,
     )  # fmt: skip
     resumed = checkpoints.find(config.resume) if config.resume else None
-    start, sequences = (resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]) if resumed else (0, 0)
-    if start >= config.steps:
-        line = f"the checkpoint is at step {start}, the run ends at {config.steps}: nothing is left to do"
+    if resumed is not None and (step := resumed.checkpoint.step) >= config.steps:
+        line = f"the checkpoint is at step {step}, the run ends at {config.steps}: nothing is left to do"
         if config.resume != "auto":
             raise ThinwireError(f"{line}; raise --steps")
-        if comm.rank == 0:  # a scheduler that starts the run until it has ended need not be told to stop
+        if ranks.comm.rank == 0:  # a scheduler that starts the run until it has ended need not be told to stop
             print(line, flush=True)
         return {}
-
-    def cast():
-        return torch.autocast(device.type, torch.bfloat16, enabled=by_autocast)
-
-    torch.manual_seed(config.seed)
-    net = (base or Decoder(config.shape(tokenizer.vocabulary))).to(device)
-    parameters = sum(parameter.numel() for parameter in net.parameters())
-    trained = sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
-    model = wrap(net, config, ranks, bf16)
-    optimizer = make_optimizer(model, config)
-    if config.engine == "ddp":
-        settle_buckets(model, train_windows, config, ranks, cast)
-    wire = compress(
-        model,
-        optimizer,
-        config.method,
-        two_level=config.two_level,
-        intra=config.intra,
-        steps=config.steps,
-        seed=config.seed,
-        # Skipped steps are counted here, together with losses that are not finite.
-        safety=Safety(guard=config.guard, max_skipped=None, check_every=config.check_every or None),
-    )
-    runner: Any = torch.compile(model) if config.compile else model
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "wire": wire}
-    if resumed:
-        together.do(functools.partial(resumed.put_back, **state))
+    trainer = Trainer(config, ranks, inputs, checkpoints, bf16)
+    if resumed is not None:
+        trainer.restore(resumed)
         resumed = None  # its tensors are as large as the model's
     else:
         folder.clear()
+    return trainer.run()
 
-    per_step = comm.size * config.batch_size * config.accumulate
-    tokens_per_step = round(per_step * train_windows.each)
-    losses: list[float] = []
-    times: list[float] = []
-    first_valid, valid = math.nan, math.nan
-    streak = 0  # steps in a row that were skipped, or had a loss that is not finite
 
-    chosen = config.optimizer is None and config.stepper != "adamw"
-    by = config.stepper + f", for which {wire.method.name} is made" * chosen
+class StepOutcome(NamedTuple):
+    """Outcome of a step that all ranks know: means over the ranks, of the loss and of flags that are 0 or 1 on each."""
 
-    def describe() -> None:
-        known = dataclasses.replace(config, tokenizer=tokenizer.name)
-        if config.init:
-            known = dataclasses.replace(config, init=str(Path(config.init).resolve()))
-        write(config.out / "config.yaml", known.to_yaml())
-        write(config.out / "plan.txt", f"{wire.plan}\noptimizer: {by}\n")
+    loss: float
+    skipped: float
+    stopped: float
+    write_failed: float
 
-    together.do(describe if comm.rank == 0 else lambda: None)
-    with contextlib.ExitStack() as stack:
-        display = Display(config, comm.rank, start)
-        together.do(lambda: stack.enter_context(display))
-        signals = stack.enter_context(Signals())
-        wall = display.wall
-        display.say(
-            f"{about['family']} {config.init or config.preset}: {parameters:,} parameters, "
-            + (f"{trained:,} of them trained, " if trained < parameters else "")
-            + f"{config.method} on {config.engine}, "
-            f"{config.stepper}, {comm.size} ranks on {ranks.nodes} node{'s' * (ranks.nodes > 1)}, {device.type}, "
-            f"{tokens_per_step:,} tokens per step, steps {start + 1} to {config.steps}"
+
+class Trainer:
+    """The run of one rank: the model and what trains it, and how far it has come.
+
+    Attributes:
+        step: optimizer steps that are done.
+        sequences: sequences of the shuffled text that all ranks together have trained on.
+        streak: steps in a row that were skipped, or had a loss that is not finite.
+        losses, step_seconds: of each step since the process began: the mean loss of all ranks, and this rank's time.
+        wall_s: seconds of all steps, those before the checkpoint included.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, inputs: Inputs, checkpoints: Checkpoints, bf16: bool) -> None:
+        self.config, self.ranks, self.inputs, self.checkpoints = config, ranks, inputs, checkpoints
+        self.collective = checkpoints.collective
+        self.autocasts = bf16 and config.engine == "ddp"  # FSDP2 has its own mixed precision
+        torch.manual_seed(config.seed)
+        net = (inputs.pretrained or Decoder(config.shape(inputs.tokenizer.vocabulary))).to(ranks.device)
+        self.parameters = sum(parameter.numel() for parameter in net.parameters())
+        self.trained_parameters = sum(weight.numel() for weight in net.parameters() if weight.requires_grad)
+        self.model = wrap(net, config, ranks, bf16)
+        self.optimizer = make_optimizer(self.model, config)
+        if config.engine == "ddp":
+            rebuild_buckets(self.model, inputs.train, config, ranks, self.cast)
+        self.wire = compress(
+            self.model,
+            self.optimizer,
+            config.method,
+            two_level=config.two_level,
+            intra=config.intra,
+            steps=config.steps,
+            seed=config.seed,
+            # Skipped steps are counted here, together with losses that are not finite.
+            safety=Safety(guard=config.guard, max_skipped=None, check_every=config.check_every or None),
         )
+        self.runner: Any = torch.compile(self.model) if config.compile else self.model
+        self.sequences_per_step = ranks.comm.size * config.batch_size * config.accumulate
+        self.tokens_per_step = round(self.sequences_per_step * inputs.train.targets_per_window)
+        self.step, self.sequences, self.streak, self.wall_s = 0, 0, 0, 0.0
+        self.losses: list[float] = []
+        self.step_seconds: list[float] = []
 
-        def look(step: int) -> float:
-            if not config.eval_sequences:
-                return math.nan
-            loss = evaluate(runner, valid_windows, config, ranks, cast)
-            display.evaluation({"step": step, "valid_loss": loss, "wall_s": wall})
-            return loss
+    def cast(self) -> torch.autocast:
+        """Give the context in which the model computes: bf16 by autocast, or as it is."""
+        return torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.autocasts)
 
-        first_valid = valid = look(start)
-        # Evaluation may have gathered sharded weights: those bytes belong to no step.
-        wire.ledger.close_step()
-        wire.reset_stats()
-        for step in range(start, config.steps):
-            began = time.perf_counter()
-            for group in optimizer.param_groups:
-                group["lr"] = config.learning_rate(step)
-            loss = torch.zeros(1, device=device)
-            learnt = train_windows.learnt(sequences, per_step)
-            for micro in range(config.accumulate):
-                inputs, targets = train_windows.take(sequences + comm.rank * config.batch_size, config.batch_size)
-                if base:  # a pretrained model may have dropout: what it draws depends on the place alone
-                    torch.manual_seed(config.seed * 1_000_003 + sequences + comm.rank * config.batch_size)
-                sequences += comm.size * config.batch_size
-                share = _learnt(targets) * per_step / (learnt * config.batch_size)  # 1 where every token is learnt
-                with wire.accumulate(last=micro == config.accumulate - 1):
-                    with cast():
-                        part = runner(inputs.to(device), targets.to(device)) * share / config.accumulate
-                    part.backward()
-                loss += part.detach()
-            norm = wire.clip_grad_norm_(config.clip or math.inf)
-            skipped = wire.skipped
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            # What any rank has to say to all rides on the loss.
-            flags = [wire.skipped > skipped, signals.number > 0, bool(display.trouble)]
-            told = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=device)])
-            mean, any_skipped, stopped, trouble = comm.all_reduce(told, "mean").tolist()
-            # Behind it: what leaves ahead of the next forward pass travels beside.
-            seconds = time.perf_counter() - began
-            wall += seconds
-            times.append(seconds)
-            losses.append(mean)
-            streak = streak + 1 if any_skipped or not math.isfinite(mean) else 0
-            seen = round(sequences * train_windows.each)
-            display.step(
-                _row(wire, step + 1, mean, float(norm), optimizer, seconds, wall, seen, skipped),
-                tokens_per_step / seconds,
+    def restore(self, resumed: ResumedState) -> None:
+        """Take weights, moments, the method's state and the place in the text from a checkpoint. Collective."""
+        self.collective.do(
+            lambda: resumed.restore(model=self.model, optimizer=self.optimizer, wire=self.wire)
+        )
+        self.step, self.sequences = resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step; return the summary. Collective.
+
+        Raises:
+            ThinwireError: the run diverges, was stopped by a signal, or its files cannot be written.
+        """
+        config = self.config
+        self.collective.do(self._write_plan if self.ranks.comm.rank == 0 else lambda: None)
+        with contextlib.ExitStack() as stack:
+            self.display = Display(config, self.ranks.comm.rank, self.step)
+            self.collective.do(lambda: stack.enter_context(self.display))
+            signals = stack.enter_context(Signals())
+            self.wall_s = self.display.wall_s
+            self.display.say(self._headline())
+            first_loss = self.evaluate()
+            # Evaluation may have gathered sharded weights: those bytes belong to no step.
+            self.wire.ledger.close_step()
+            self.wire.reset_stats()
+            while self.step < config.steps:
+                outcome = self.train_step(signals)
+                self._check(outcome)
+                if config.eval_every and self.step % config.eval_every == 0 and self.step < config.steps:
+                    self.evaluate()
+                    self.wire.ledger.now = type(self.wire.ledger.now)()
+                self._save_checkpoint(outcome)
+                if outcome.stopped and self.step < config.steps:
+                    self._stop(max(self.collective.share(signals.number)))
+            summary = self._conclude(first_loss)
+        self.wire.close()
+        return summary
+
+    def evaluate(self) -> float:
+        """Compute the mean loss over held-out text, show and log it; NaN where there is no evaluation. Collective."""
+        if not self.config.eval_sequences:
+            return math.nan
+        loss = evaluate(self.runner, self.inputs.valid, self.config, self.ranks, self.cast)
+        self.display.evaluation({"step": self.step, "valid_loss": loss, "wall_s": self.wall_s})
+        return loss
+
+    def train_step(self, signals: Signals) -> StepOutcome:
+        """Take one optimizer step, count it and log it. Collective."""
+        began, wire = time.perf_counter(), self.wire
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate(self.step)
+        loss = self._accumulate_gradients()
+        norm = wire.clip_grad_norm_(self.config.clip or math.inf)
+        skipped_before = wire.skipped
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        skipped = wire.skipped > skipped_before
+        # What any rank has to say to all rides on the loss.
+        flags = [skipped, signals.number > 0, bool(self.display.write_error)]
+        row = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
+        outcome = StepOutcome(*self.ranks.comm.all_reduce(row, "mean").tolist())
+        # Measured behind it: what leaves ahead of the next forward pass travels beside.
+        seconds = time.perf_counter() - began
+        self.step += 1
+        self.wall_s += seconds
+        self.step_seconds.append(seconds)
+        self.losses.append(outcome.loss)
+        self.streak = self.streak + 1 if outcome.skipped or not math.isfinite(outcome.loss) else 0
+        self.display.step(self._row(outcome.loss, float(norm), seconds, skipped), self.tokens_per_step / seconds)
+        return outcome
+
+    def _accumulate_gradients(self) -> Tensor:
+        """Run forward and backward passes over this rank's micro-batches; return the loss, (1,) fp32."""
+        config, comm, device, windows = self.config, self.ranks.comm, self.ranks.device, self.inputs.train
+        loss = torch.zeros(1, device=device)
+        learnt = windows.count_learnt(self.sequences, self.sequences_per_step)
+        for micro in range(config.accumulate):
+            first = self.sequences + comm.rank * config.batch_size
+            inputs, targets = windows.batch(first, config.batch_size)
+            if self.inputs.pretrained:  # it may have dropout: what that draws depends on the place in the text alone
+                torch.manual_seed(config.seed * 1_000_003 + first)
+            self.sequences += comm.size * config.batch_size
+            # 1 where every token is learnt
+            share = _count_learnt(targets) * self.sequences_per_step / (learnt * config.batch_size)
+            with self.wire.accumulate(last=micro == config.accumulate - 1):
+                with self.cast():
+                    micro_loss = self.runner(inputs.to(device), targets.to(device)) * share / config.accumulate
+                micro_loss.backward()
+            loss += micro_loss.detach()
+        return loss
+
+    def _check(self, outcome: StepOutcome) -> None:
+        """End the run where a rank cannot write its files, or no step has counted for a while. Collective."""
+        if outcome.write_failed:
+            self.collective.do(self.display.check)
+        if self.config.max_skipped and self.streak >= self.config.max_skipped:
+            first, latest = self.step - self.streak + 1, self.checkpoints.latest
+            raise ThinwireError(
+                f"the run diverges: steps {first} to {self.step} were skipped, or had a loss that is not finite; "
+                f"{_last_good(latest)}. A lower --lr may help; --max-skipped 0 goes on"
             )
-            if trouble:
-                together.do(display.check)
-            if config.max_skipped and streak >= config.max_skipped:
-                raise Diverged(step + 1, streak, checkpoints.latest)
-            if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
-                valid = look(step + 1)
-                wire.ledger.now = type(wire.ledger.now)()
-            due = config.checkpoint_every and (step + 1) % config.checkpoint_every == 0
-            last = stopped or step + 1 == config.steps
-            if config.checkpoints and (due or last):
-                # One skipped step has left all as the step before did. At the end there is no better one to come;
-                # before, a run that diverges would put it in the place of an earlier one.
-                as_before = last and streak == 1 and any_skipped == 1 and all(together.gather(lambda: _finite(model)))
-                checkpoints.save(step + 1, sequences, **state, good=streak == 0 or as_before)
-            if stopped and step + 1 < config.steps:
-                raise _stopped(step + 1, max(together.tell(signals.number)), config, checkpoints.latest)
-        stats = wire.stats()
-        valid = look(config.steps)
-        summary = _summary(config, ranks, parameters, losses, times, wall, tokens_per_step, stats, wire)
-        if config.eval_sequences:
-            summary |= {"first_valid_loss": first_valid, "valid_loss": valid}
 
-        def conclude() -> None:
-            display.check()
-            if comm.rank == 0:
+    def _save_checkpoint(self, outcome: StepOutcome) -> None:
+        """Save a checkpoint where one is due, at the end and before a stop. Collective."""
+        config = self.config
+        scheduled = config.checkpoint_every and self.step % config.checkpoint_every == 0
+        final = bool(outcome.stopped) or self.step == config.steps
+        if not config.checkpoints or not (scheduled or final):
+            return
+        # One skipped step has left all as the step before did. At the end there is no better one to come; before, a run
+        # that diverges would put it in the place of an earlier one.
+        unchanged = (
+            final and self.streak == 1 and outcome.skipped == 1
+            and all(self.collective.gather(lambda: _is_finite(self.model)))
+        )  # fmt: skip
+        self.checkpoints.save(
+            self.step, self.sequences, model=self.model, optimizer=self.optimizer, wire=self.wire,
+            good=self.streak == 0 or unchanged,
+        )  # fmt: skip
+
+    def _stop(self, number: int) -> NoReturn:
+        """End the run after signal ``number`` with a line that says what is saved."""
+        latest, saved = self.checkpoints.latest, "nothing is saved"
+        if self.config.checkpoints and latest == f"step-{self.step:06d}":
+            saved = f"{latest} is saved, --resume auto goes on from it"
+        elif self.config.checkpoints:
+            saved = f"its loss, or a gradient, was not finite; {_last_good(latest)}"
+        raise Stopped(number, f"ended by {signal.Signals(number).name} after step {self.step}: {saved}")
+
+    def _conclude(self, first_loss: float) -> dict[str, Any]:
+        """Evaluate, write summary.json and report.txt, and say what came of the run; return the summary. Collective."""
+        config = self.config
+        stats = self.wire.stats()
+        losses = {"first_valid_loss": first_loss, "valid_loss": self.evaluate()}
+        summary = self._summary(stats) | (losses if config.eval_sequences else {})
+
+        def write_summary() -> None:
+            self.display.check()
+            if self.ranks.comm.rank == 0:
                 write(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
-                write(config.out / "report.txt", f"{wire.report()}\n")
+                write(config.out / "report.txt", f"{self.wire.report()}\n")
 
-        together.do(conclude)
-        losses_said = f"validation loss {first_valid:.4f} -> {valid:.4f}, " if config.eval_sequences else ""
-        display.say(
-            f"{losses_said}{summary['tokens_per_s']:,.0f} tokens/s, "
+        self.collective.do(write_summary)
+        line = f"validation loss {first_loss:.4f} -> {summary['valid_loss']:.4f}, " if config.eval_sequences else ""
+        self.display.say(
+            f"{line}{summary['tokens_per_s']:,.0f} tokens/s, "
             f"{summary['step_ms']:.0f} ms per step of which {summary['exposed_ms']:.0f} ms waiting for the network"
         )
-        kept = [f"checkpoints/{checkpoints.latest}"] if checkpoints.latest else []
-        display.say(f"files: {config.out}/ {', '.join(summary['files'] + kept)}")
-    wire.close()
-    return summary
+        saved = [f"checkpoints/{self.checkpoints.latest}"] if self.checkpoints.latest else []
+        self.display.say(f"files: {config.out}/ {', '.join(summary['files'] + saved)}")
+        return summary
 
+    def _write_plan(self) -> None:
+        config = dataclasses.replace(self.config, tokenizer=self.inputs.tokenizer.name)
+        if config.init:
+            config = dataclasses.replace(config, init=str(Path(config.init).resolve()))
+        write(config.out / "config.yaml", config.to_yaml())
+        by_method = config.optimizer is None and config.optimizer_name != "adamw"
+        optimizer = config.optimizer_name + f", for which {self.wire.method.name} is made" * by_method
+        write(config.out / "plan.txt", f"{self.wire.plan}\noptimizer: {optimizer}\n")
 
-class Diverged(ThinwireError):
-    """No step has counted for a while."""
-
-    def __init__(self, step: int, streak: int, latest: str) -> None:
-        super().__init__(
-            f"the run diverges: steps {step - streak + 1} to {step} were skipped, or had a loss that is not finite; "
-            f"{_last_good(latest)}. A lower --lr may help; --max-skipped 0 goes on"
+    def _headline(self) -> str:
+        config, ranks = self.config, self.ranks
+        adapters = self.trained_parameters < self.parameters
+        return (
+            f"{self.checkpoints.description['family']} {config.init or config.preset}: {self.parameters:,} parameters, "
+            + (f"{self.trained_parameters:,} of them trained, " if adapters else "")
+            + f"{config.method} on {config.engine}, {config.optimizer_name}, {ranks.comm.size} ranks on {ranks.nodes} "
+            f"node{'s' * (ranks.nodes > 1)}, {ranks.device.type}, {self.tokens_per_step:,} tokens per step, "
+            f"steps {self.step + 1} to {config.steps}"
         )
+
+    def _row(self, loss: float, norm: float, seconds: float, skipped: bool) -> dict[str, Any]:
+        """Make the step's row of metrics.jsonl."""
+        last = self.wire.last_step()
+        row = {
+            "step": self.step,
+            "loss": loss,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "grad_norm": norm,
+            "step_ms": 1e3 * seconds,
+            "wall_s": self.wall_s,
+            "tokens": round(self.sequences * self.inputs.train.targets_per_window),
+            "wire_bytes": last["wire_bytes_per_step"],
+            **{kind: last[kind] for kind in TIMES},
+            "skipped": skipped,
+            "facts": last["method"],
+        }
+        kernel = interface_bytes()
+        return row if kernel is None else row | {"link_tx_bytes": kernel.tx, "link_rx_bytes": kernel.rx}
+
+    def _summary(self, stats: dict[str, Any]) -> dict[str, Any]:
+        """Make what summary.json holds. Collective."""
+        config, cuda, times = self.config, self.ranks.device.type == "cuda", self.step_seconds
+        step_ms = 1e3 * statistics.median(times[2:] if len(times) > 4 else times)
+        if cuda:
+            peak_mb = torch.cuda.max_memory_allocated() / 1e6
+        else:
+            peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+        highest: Tensor = self.ranks.comm.all_reduce(torch.tensor([peak_mb], device=self.ranks.device), "max")
+        return {
+            "method": config.method,
+            "engine": config.engine,
+            "preset": config.preset,
+            "parameters": self.parameters,
+            "world_size": self.ranks.comm.size,
+            "nodes": self.ranks.nodes,
+            "steps": config.steps,
+            "train_loss": statistics.fmean(self.losses[-10:]),
+            "first_valid_loss": None,
+            "valid_loss": None,
+            "tokens_per_s": self.tokens_per_step * len(times) / sum(times),
+            "step_ms": step_ms,
+            "wire_bytes_per_step": stats["wire_bytes_per_step"],
+            "dense_bytes_per_step": stats["dense_bytes_per_step"],
+            "compressed_values": self.wire.plan.compressed,
+            "note": self.wire.plan.note,
+            **{kind: stats[kind] for kind in TIMES},
+            "compute_ms": step_ms - stats["exposed_ms"],
+            "peak_memory_mb": float(highest),
+            **{kind: stats[kind] for kind in ("memory_bytes", "memory_planned_bytes")},
+            "skipped_steps": self.wire.skipped,
+            "facts": stats["method"],
+            "wall_s": self.wall_s,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if cuda else "cpu",
+            "files": [
+                "summary.json", "metrics.jsonl", *["metrics.csv"] * ("csv" in config.track), "config.yaml", "plan.txt",
+                "report.txt",
+            ],
+        }  # fmt: skip
+
+
+def evaluate(model: Any, windows: Windows, config: Config, ranks: Ranks, cast) -> float:
+    """Compute the mean loss over what is learnt of held-out sequences, always the same ones, dealt out to the ranks."""
+    comm = ranks.comm
+    held_out = windows.spread(max(1, config.eval_sequences // comm.size) * comm.size)
+    total = torch.zeros(1, device=ranks.device)
+    model.eval()
+    with torch.no_grad():
+        for inputs, targets in batches(held_out[comm.rank :: comm.size], config.batch_size):
+            with cast():
+                loss = model(inputs.to(ranks.device), targets.to(ranks.device)).float()
+            total += loss * (_count_learnt(targets) / config.sequence_length)
+    model.train()
+    comm.all_reduce(total)
+    return float(total) / (sum(int((window[1:] >= 0).sum()) for window in held_out) / config.sequence_length)
+
+
+def rebuild_buckets(model: nn.Module, windows: Windows, config: Config, ranks: Ranks, cast) -> None:
+    """Run a throw-away backward pass, so that DDP has rebuilt its buckets before the first step.
+
+    The order of a ring's sum depends on the buckets: without this, a resumed dense run on more than two ranks would
+    differ from an uninterrupted one in the last bits of its first step.
+    """
+    inputs, targets = windows.batch(0, config.batch_size)
+    with cast():
+        loss = model(inputs.to(ranks.device), targets.to(ranks.device))
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+def _count_learnt(targets: Tensor) -> int:
+    return int((targets != IGNORED).sum())
+
+
+def _is_finite(model: nn.Module) -> bool:
+    return all(bool(local(parameter).detach().isfinite().all()) for parameter in model.parameters())
 
 
 def _last_good(latest: str) -> str:
     return f"the last good checkpoint is {latest}" if latest else "there is no good checkpoint"
-
-
-def _finite(model: nn.Module) -> bool:
-    return all(bool(local(parameter).detach().isfinite().all()) for parameter in model.parameters())
-
-
-def _stopped(step: int, number: int, config: Config, latest: str) -> Stopped:
-    kept = "nothing is saved"
-    if config.checkpoints and latest == f"step-{step:06d}":
-        kept = f"{latest} is saved, --resume auto goes on from it"
-    elif config.checkpoints:
-        kept = f"its loss, or a gradient, was not finite; {_last_good(latest)}"
-    return Stopped(number, f"ended by {signal.Signals(number).name} after step {step}: {kept}")
-
-
-def _same_model(together: Together, base: pretrained.Pretrained) -> str:
-    """A hash of the weights, which have to be every rank's."""
-    told = together.tell(base.digest)
-    for rank, digest in enumerate(told):
-        if digest != told[0]:
-            raise ThinwireError(f"rank {rank} has another model than rank 0: --init must be the same")
-    return told[0]
-
-
-def _same_text(together: Together, train: Windows, valid: Windows) -> tuple[str, str]:
-    """Hashes of the tokens, which have to be every rank's."""
-    told = together.gather(lambda: [hash_of(windows.tokens) for windows in (train, valid)])
-    for rank, hashes in enumerate(told):
-        if hashes != told[0]:
-            raise ThinwireError(f"rank {rank} reads another text than rank 0: --corpus and --valid must be the same")
-    return told[0][0], told[0][1]
-
-
-def _row(wire: Wire, step, loss, norm, optimizer, seconds, wall, tokens, skipped) -> dict[str, Any]:
-    last = wire.last_step()
-    row = {
-        "step": step,
-        "loss": loss,
-        "lr": optimizer.param_groups[0]["lr"],
-        "grad_norm": norm,
-        "step_ms": 1e3 * seconds,
-        "wall_s": wall,
-        "tokens": tokens,
-        "wire_bytes": last["wire_bytes_per_step"],
-        **{kind: last[kind] for kind in ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")},
-        "skipped": wire.skipped > skipped,
-        "facts": last["method"],
-    }
-    kernel = interface_bytes()
-    if kernel is not None:
-        row |= {"link_tx_bytes": kernel.tx, "link_rx_bytes": kernel.rx}
-    return row
-
-
-def _summary(config, ranks, parameters, losses, times, wall, tokens_per_step, stats, wire) -> dict[str, Any]:
-    settled = times[2:] if len(times) > 4 else times
-    step_ms = 1e3 * statistics.median(settled)
-    if ranks.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated() / 1e6
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    highest: Tensor = ranks.comm.all_reduce(torch.tensor([peak], device=ranks.device), "max")
-    kinds = ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")
-    return {
-        "method": config.method,
-        "engine": config.engine,
-        "preset": config.preset,
-        "parameters": parameters,
-        "world_size": ranks.comm.size,
-        "nodes": ranks.nodes,
-        "steps": config.steps,
-        "train_loss": statistics.fmean(losses[-10:]),
-        "first_valid_loss": None,
-        "valid_loss": None,
-        "tokens_per_s": tokens_per_step * len(times) / sum(times),
-        "step_ms": step_ms,
-        "wire_bytes_per_step": stats["wire_bytes_per_step"],
-        "dense_bytes_per_step": stats["dense_bytes_per_step"],
-        "compressed_values": wire.plan.compressed,
-        "note": wire.plan.note,
-        **{kind: stats[kind] for kind in kinds},
-        "compute_ms": step_ms - stats["exposed_ms"],
-        "peak_memory_mb": float(highest),
-        **{kind: stats[kind] for kind in ("memory_bytes", "memory_planned_bytes")},
-        "skipped_steps": wire.skipped,
-        "facts": stats["method"],
-        "wall_s": wall,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
-        "files": [
-            "summary.json", "metrics.jsonl", *["metrics.csv"] * ("csv" in config.track), "config.yaml", "plan.txt",
-            "report.txt",
-        ],
-    }

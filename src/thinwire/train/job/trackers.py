@@ -1,4 +1,4 @@
-"""Where a run's numbers go besides metrics.jsonl: metrics.csv, TensorBoard, Weights & Biases, Trackio."""
+"""Trackers, to which a run's numbers go besides metrics.jsonl: metrics.csv, TensorBoard, Weights & Biases, Trackio."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import importlib.util
 import json
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.train.folder import write
-
-if TYPE_CHECKING:
-    from thinwire.train.config import Config
+from thinwire.base.files import write
+from thinwire.train.config import Config
 
 CSV = "metrics.csv"
 IDENTITY = "tracked.json"
@@ -24,38 +22,31 @@ COLUMNS = (
     "step", "loss", "valid_loss", "lr", "grad_norm", "step_ms", "exposed_ms", "encode_ms", "wire_ms", "decode_ms",
     "wire_bytes_inter", "wire_bytes_intra", "skipped", "tokens", "wall_s",
 )  # fmt: skip
-"""Of metrics.csv. An evaluation's row has step, valid_loss and wall_s alone."""
+"""Columns of metrics.csv. An evaluation's row has step, valid_loss and wall_s alone."""
 
 
 class Tracker(Protocol):
     def log(self, row: dict[str, Any]) -> None:
-        """One row of metrics.jsonl, of a step or of an evaluation."""
+        """Take one row of metrics.jsonl, of a step or of an evaluation."""
 
     def close(self, failed: bool) -> None: ...
 
 
-def check(names: Sequence[str]) -> None:
-    """Refuse a tracker that is not installed, with the command that installs it."""
-    for name in names:
-        if name != "csv" and importlib.util.find_spec(name) is None:
-            raise extras.missing(ModuleNotFoundError(name=name))
-
-
-def opened(config: Config, start: int, seen: int) -> Iterator[Tracker]:
-    """Those that ``config`` names, and TensorBoard where it is installed.
+def open_trackers(config: Config, start: int, last_step: int) -> Iterator[Tracker]:
+    """Open the trackers that ``config`` names, and TensorBoard where it is installed.
 
     Args:
         start: the run goes on after this step, to which its metrics.jsonl has been cut back already.
-        seen: the last step in it before it was cut.
+        last_step: the last one in it before it was cut.
     """
     if importlib.util.find_spec("tensorboard") is not None:
         yield Board(config.out, start)
     for name in dict.fromkeys(config.track):
-        yield Table(config.out, start) if name == "csv" else Service(name, config, start, seen)
+        yield Table(config.out, start) if name == "csv" else Service(name, config, start, last_step)
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
-    """What a row of metrics.jsonl counts: bytes by link, a skipped step as 1."""
+    """Flatten the numbers in a row of metrics.jsonl: bytes by link, a skipped step as 1."""
     flat = row | {f"wire_bytes_{link}": count for link, count in row.get("wire_bytes", {}).items()}
     return {name: +value for name, value in flat.items() if isinstance(value, int | float)}
 
@@ -101,39 +92,39 @@ class Service:
     a second time. An error of the service ends the tracking with a warning, not the training.
     """
 
-    def __init__(self, name: str, config: Config, start: int, seen: int) -> None:
+    def __init__(self, name: str, config: Config, start: int, last_step: int) -> None:
         api: Any = extras.load(name)
-        kept, folder = config.out / IDENTITY, config.out
-        known = json.loads(kept.read_text()) if start and kept.exists() else {}
-        self.name, self._sent = name, seen if name in known else -1
-        if name not in known:
-            known[name] = uuid.uuid4().hex[:8]
-            write(kept, json.dumps(known) + "\n")
-        how: dict[str, Any] = {"project": config.track_project, "config": config.plain(), "resume": "allow"}
+        path, folder = config.out / IDENTITY, config.out
+        run_ids = json.loads(path.read_text()) if start and path.exists() else {}
+        self.name, self._last_sent = name, last_step if name in run_ids else -1
+        if name not in run_ids:
+            run_ids[name] = uuid.uuid4().hex[:8]
+            write(path, json.dumps(run_ids) + "\n")
+        options: dict[str, Any] = {"project": config.track_project, "config": config.plain(), "resume": "allow"}
         if name == "wandb":
-            how |= {"id": known[name], "name": folder.name, "dir": str(folder)}
+            options |= {"id": run_ids[name], "name": folder.name, "dir": str(folder)}
         else:
-            how |= {"name": f"{folder.name}-{known[name]}"}
+            options |= {"name": f"{folder.name}-{run_ids[name]}"}
         try:
-            self._run: Any = api.init(**how)
+            self._run: Any = api.init(**options)
         except Exception as error:
             raise ThinwireError(f"--track {name}: {_one_line(error)}") from None
 
     def log(self, row: dict[str, Any]) -> None:
-        told = numbers(row)
-        step = int(told.pop("step"))
-        if step > self._sent:
-            self._try(lambda run: run.log(told, step=step))
+        values = numbers(row)
+        step = int(values.pop("step"))
+        if step > self._last_sent:
+            self._try(lambda run: run.log(values, step=step))
 
     def close(self, failed: bool) -> None:
-        how = {"exit_code": int(failed)} if self.name == "wandb" else {}
-        self._try(lambda run: run.finish(**how))
+        options = {"exit_code": int(failed)} if self.name == "wandb" else {}
+        self._try(lambda run: run.finish(**options))
 
-    def _try(self, tell: Any) -> None:
+    def _try(self, call: Callable[[Any], None]) -> None:
         if self._run is None:
             return
         try:
-            tell(self._run)
+            call(self._run)
         except Exception as error:
             self._run = None
             line = f"--track {self.name} has ended, the run goes on: {_one_line(error)}"

@@ -1,4 +1,4 @@
-"""One checkpoint on the disk: its ``meta.json``, and files of tensors with a checksum each."""
+"""The format of a checkpoint on the disk: its ``meta.json``, and files of tensors with a checksum each."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from thinwire.base import files
 from thinwire.base.errors import ThinwireError
 from thinwire.base.extras import save_file
-from thinwire.train import folder as files
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ FILE = re.compile(r"[\w-]+\.safetensors")
 
 
 def rank_file(rank: int) -> str:
-    """The file of what rank ``rank`` alone has."""
+    """Name the file of what rank ``rank`` alone has."""
     return f"rank-{rank:04d}.safetensors"
 
 
@@ -43,11 +43,11 @@ class NoCheckpoint(Damaged):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is there, by its meta.json.
+    """A checkpoint that exists, by its meta.json.
 
     Attributes:
         meta: format, run and save (what tells two runs, and two saves, apart), step, sequences, good, world_size,
-            files {name: bytes}, about (what the run is: :mod:`thinwire.train.differences`).
+            files {name: bytes}, about (what the run is: :mod:`thinwire.train.checkpoint.run_settings`).
     """
 
     path: Path
@@ -58,14 +58,14 @@ class Checkpoint:
         return self.meta["step"]
 
     @property
-    def here(self) -> list[str]:
-        """Those of its files that this folder has, and has whole."""
+    def complete_files(self) -> list[str]:
+        """Names of its files that this folder has, and has whole."""
         sizes = {path.name: path.stat().st_size for path in self.path.glob("*.safetensors")}
         return [name for name, size in self.meta["files"].items() if sizes.get(name) == size]
 
 
-def _is_count(value: Any, least: int = 0) -> bool:
-    return type(value) is int and least <= value < 2**63
+def _is_count(value: Any, minimum: int = 0) -> bool:
+    return type(value) is int and minimum <= value < 2**63
 
 
 def _is_list_of_files(value: Any) -> bool:
@@ -73,8 +73,8 @@ def _is_list_of_files(value: Any) -> bool:
     return bool(names) and all(FILE.fullmatch(name) and _is_count(size) for name, size in names.items())
 
 
-def _is_about(value: Any) -> bool:
-    """Of a run. What readers look into is text; what else there is they compare, and show."""
+def _is_description(value: Any) -> bool:
+    """Is this the description of a run? The entries that readers look into are text; others they compare and show."""
     if not isinstance(value, dict):
         return False
     mesh, method = value.get("mesh"), value.get("method")
@@ -89,17 +89,17 @@ FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "good": (lambda value: isinstance(value, bool), "yes or no"),
     "world_size": (lambda value: _is_count(value, 1), "number of ranks"),
     "files": (_is_list_of_files, "list of files and their sizes"),
-    "about": (_is_about, "description of a run"),
+    "about": (_is_description, "description of a run"),
 }
-"""What meta.json holds, and how it is told: a tool that edited it, or a bug, may have written something else."""
+"""Fields of meta.json, a check of each and its name: a tool that edited it, or a bug, may have written others."""
 
 
 def read_meta(path: Path) -> Checkpoint:
-    """The checkpoint in ``path``.
+    """Read the meta.json of the checkpoint in ``path``.
 
     Raises:
         NoCheckpoint: there is none.
-        Damaged: its meta.json is damaged, or of another format.
+        Damaged: the meta.json is damaged, or of another format.
     """
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
@@ -116,9 +116,9 @@ def read_meta(path: Path) -> Checkpoint:
         raise Damaged(f"{path} was made by {maker} version of Thinwire, in format {written}; this one reads {FORMAT}")
     if meta.pop("crc32", None) != _crc_of_meta(meta):
         raise Damaged(f"{path / 'meta.json'} is damaged: its checksum does not fit")
-    for field, (fits, what) in FIELDS.items():
+    for field, (fits, kind) in FIELDS.items():
         if field not in meta or not fits(meta[field]):
-            raise Damaged(f"{path / 'meta.json'} is not as Thinwire writes it: {field} is no {what}")
+            raise Damaged(f"{path / 'meta.json'} is not as Thinwire writes it: {field} is no {kind}")
     return Checkpoint(path, meta)
 
 
@@ -129,37 +129,38 @@ def is_good(path: Path) -> bool:
         return False
 
 
-def number_in(name: str) -> int:
-    found = NAME.fullmatch(name)
-    return int(found[1]) if found else -1
+def step_of(name: str) -> int:
+    match = NAME.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
-def steps_in(path: Path) -> list[str]:
-    """The names of the checkpoints in ``path``, by step."""
-    return sorted((found.name for found in path.glob("step-*") if NAME.fullmatch(found.name)), key=number_in)
+def checkpoint_names(path: Path) -> list[str]:
+    """List the names of the checkpoints in ``path``, by step."""
+    return sorted((folder.name for folder in path.glob("step-*") if NAME.fullmatch(folder.name)), key=step_of)
 
 
-def of(place: Path, read: Callable[[Checkpoint], T]) -> tuple[T, list[str]]:
-    """``read`` of the checkpoint in the folder ``place``, or of the newest good one of the run that is there.
+def read_newest(path: Path, read: Callable[[Checkpoint], T]) -> tuple[T, list[str]]:
+    """``read`` the checkpoint in the folder ``path``, or the newest good one of the run in it.
 
-    Of a run's those that are damaged are passed over: with what is wrong with each, a line.
+    Returns:
+        what ``read`` does, and a line for each damaged checkpoint of the run, which was passed over.
 
     Raises:
         NoCheckpoint: there is none.
-        Damaged: nothing that is there can be read.
+        Damaged: no checkpoint can be read.
     """
-    wrong: list[Damaged] = []
-    for folder in (place / "checkpoints", place):
-        for name in reversed(steps_in(folder)):
+    errors: list[Damaged] = []
+    for folder in (path / "checkpoints", path):
+        for name in reversed(checkpoint_names(folder)):
             try:
-                found = read_meta(folder / name)
-                if found.meta["good"]:
-                    return read(found), [str(error) for error in wrong]
+                checkpoint = read_meta(folder / name)
+                if checkpoint.meta["good"]:
+                    return read(checkpoint), [str(error) for error in errors]
             except Damaged as error:
-                wrong.append(error)
-    if wrong:
-        raise wrong[0]
-    return read(read_meta(place)), []
+                errors.append(error)
+    if errors:
+        raise errors[0]
+    return read(read_meta(path)), []
 
 
 def no_meta(path: Path) -> str:
@@ -175,9 +176,9 @@ def _crc_of_meta(meta: dict[str, Any]) -> int:
 
 
 def _crc(name: str, tensor: Tensor) -> int:
-    """Of a CPU tensor's name, dtype, shape and bytes."""
-    about = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, about)
+    """Compute the checksum of a CPU tensor's name, dtype, shape and bytes."""
+    start = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, start)
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -192,7 +193,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[tuple[Any, dict[str, int]]]:
-    """A file of tensors, and their checksums by name. Raises Damaged for what goes wrong in the block, too."""
+    """Open a file of tensors, and give their checksums by name. Raises Damaged for errors inside the block, too."""
     try:
         with safe_open(path, "pt") as file:
             sums = json.loads((file.metadata() or {}).get("crc32", "null"))
@@ -207,14 +208,14 @@ def _open(path: Path) -> Iterator[tuple[Any, dict[str, int]]]:
         raise Damaged(f"{path} is damaged or foreign: {' '.join(str(error).split())[:100]}") from None
 
 
-def read_tensors(path: Path, begins: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in ``path`` whose name ``begins`` so, one by one, on the CPU, with their checksums compared.
+def read_tensors(path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in ``path`` whose name has this ``prefix``, on the CPU, with their checksums compared.
 
     Raises:
         Damaged: the file is missing, truncated, foreign, or one of these tensors is not what was written.
     """
     with _open(path) as (file, sums):
-        for name in sorted(name for name in sums if name.startswith(begins)):
+        for name in sorted(name for name in sums if name.startswith(prefix)):
             yield name, _checked(path, name, file.get_tensor(name), sums)
 
 

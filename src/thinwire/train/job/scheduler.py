@@ -1,4 +1,4 @@
-"""One rank of a job that ``srun`` or ``mpirun`` started: torchrun's variables, from what these say.
+"""Jobs that ``srun`` or ``mpirun`` started: torchrun's variables for one of their ranks, derived from theirs.
 
 | | rank | ranks | on this node | where rank 0 is |
 |---|---|---|---|---|
@@ -27,30 +27,30 @@ MPI = (
 )
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-"""What tells two jobs on the same machine apart, the same on all ranks of one: their ports differ by it."""
+"""Variables that tell two jobs on the same machine apart, the same on all ranks of one: their ports differ by them."""
 FIRST_PORT, PORTS = 15000, 15000
-"""Below those that Linux gives away by itself (from 32768)."""
+"""Ports below those that Linux gives away by itself (from 32768)."""
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; {}: no job of several tasks.
+    """Derive RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; {}: no job of several tasks.
 
-    Those of them that are there already stay as they are.
+    Variables that are set already stay as they are.
 
     Raises:
         ThinwireError: the job is one, and how its ranks lie, or where the first is, cannot be told.
     """
-    found = _by_mpi(environment) or _by_slurm(environment)
-    if not found:
+    position = _by_mpi(environment) or _by_slurm(environment)
+    if not position:
         return {}
-    rank, size, local, per_node = found
-    if size % per_node or rank % per_node != local:
+    rank, size, local_rank, per_node = position
+    if size % per_node or rank % per_node != local_rank:
         raise ThinwireError(
-            f"rank {rank} of {size} is number {local} of {per_node} on its node: as many ranks are needed on each "
+            f"rank {rank} of {size} is number {local_rank} of {per_node} on its node: as many ranks are needed on each "
             "node, and neighbours on one (srun --distribution=block, mpirun --map-by core)"
         )
     derived = {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(per_node),
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(per_node),
         "MASTER_PORT": _port(environment),
     }  # fmt: skip
     if size == per_node:
@@ -58,8 +58,8 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     elif "MASTER_ADDR" in environment:
         derived["MASTER_ADDR"] = environment["MASTER_ADDR"]
     else:
-        nodes = next((environment[name] for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-                      if environment.get(name)), "")  # fmt: skip
+        variables = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        nodes = next(filter(None, map(environment.get, variables)), "")
         if not nodes:
             raise ThinwireError(
                 "mpirun does not say on which host rank 0 is: mpirun -x MASTER_ADDR=HOST ... (Open MPI), or "
@@ -70,7 +70,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def forgotten_srun(environment: Mapping[str, str]) -> str | None:
-    """A line for a job of several tasks in which this process is alone, because ``srun`` has not started it."""
+    """Write a line for a job of several tasks in which this process is alone, as ``srun`` has not started it."""
     tasks = environment.get("SLURM_NTASKS", "1")
     alone = "SLURM_JOB_ID" in environment and environment.get("SLURM_STEP_NUM_TASKS", "1") == "1"
     if not alone or tasks == "1":
@@ -79,23 +79,23 @@ def forgotten_srun(environment: Mapping[str, str]) -> str | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a Slurm list of nodes: "gpu[08-11,20],login" -> "gpu08".
+    """Read the first of a Slurm list of nodes: "gpu[08-11,20],login" -> "gpu08".
 
     Raises:
         ThinwireError: it is not such a list.
     """
-    found = re.match(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)", nodes)
-    if found is None or (found[2] is not None and not re.match(r"\d+", found[2])):
+    match = re.match(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)", nodes)
+    if match is None or (match[2] is not None and not re.match(r"\d+", match[2])):
         raise ThinwireError(f"cannot read Slurm's list of nodes '{nodes}': set MASTER_ADDR to the host of rank 0")
-    number = re.match(r"\d+", found[2] or "")
-    return found[1] + (number[0] if number else "") + found[3]
+    number = re.match(r"\d+", match[2] or "")
+    return match[1] + (number[0] if number else "") + match[3]
 
 
 def _by_mpi(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:
     for names in MPI:
         if all(name in environment for name in names):
-            rank, size, local, per_node = (_number(environment, name) for name in names)
-            return (rank, size, local, per_node) if size > 1 else None
+            rank, size, local_rank, per_node = (_number(environment, name) for name in names)
+            return (rank, size, local_rank, per_node) if size > 1 else None
     started = "PMI_RANK" in environment and "SLURM_STEP_NUM_TASKS" not in environment
     if started and "SLURM_JOB_ID" not in environment and _number(environment, "PMI_SIZE") > 1:
         raise ThinwireError(
@@ -108,29 +108,29 @@ def _by_mpi(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:
 def _by_slurm(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:
     if environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return None
-    rank, size, local = (_number(environment, name) for name in SLURM)
+    rank, size, local_rank = (_number(environment, name) for name in SLURM)
     by_node = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE", "")
     counts = tasks_per_node(by_node)
     if len(set(counts)) > 1:
         raise ThinwireError(f"srun has put {by_node} tasks on the nodes: each needs as many (--ntasks-per-node)")
-    return rank, size, local, counts[0]
+    return rank, size, local_rank, counts[0]
 
 
-def tasks_per_node(said: str) -> list[int]:
-    """Slurm's "2(x3),1" -> [2, 2, 2, 1].
+def tasks_per_node(text: str) -> list[int]:
+    """Read Slurm's number of tasks on each node: "2(x3),1" -> [2, 2, 2, 1].
 
     Raises:
         ThinwireError: it is not such a list.
     """
     counts: list[int] = []
-    for part in said.split(","):
-        found = re.fullmatch(r"([1-9]\d*)(?:\(x(\d+)\))?", part)
-        if found is None:
+    for entry in text.split(","):
+        match = re.fullmatch(r"([1-9]\d*)(?:\(x(\d+)\))?", entry)
+        if match is None:
             raise ThinwireError(
-                f"srun does not say how many tasks are on a node (SLURM_STEP_TASKS_PER_NODE is '{said}'): "
+                f"srun does not say how many tasks are on a node (SLURM_STEP_TASKS_PER_NODE is '{text}'): "
                 "set LOCAL_WORLD_SIZE, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
             )
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 

@@ -1,4 +1,4 @@
-"""``thinwire sample``: text from a trained model."""
+"""Generation of text by a trained model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from thinwire.train.models import Decoder
-from thinwire.train.pretrained import Pretrained
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.pretrained import Pretrained
 
 
-def tokens(
+def generate(
     model: Decoder | Pretrained, prompt: Tensor, count: int, *, temperature: float = 1.0, top_k: int = 0, seed: int = 0,
     end: int | None = None,
 ) -> Iterator[int]:  # fmt: skip
-    """``count`` tokens that follow ``prompt``, (T,) int64 with T >= 1, one by one; fewer if ``end`` is one of them.
+    """Yield ``count`` tokens that follow ``prompt``, (T,) int64 with T >= 1; fewer if ``end`` is one of them.
 
     Each is drawn given as many tokens before it as the model's context holds.
 
@@ -40,6 +40,6 @@ def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Gener
     if temperature == 0:
         return int(logits.argmax())
     if top_k:
-        least = logits.topk(min(top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < least, float("-inf"))
+        threshold = logits.topk(min(top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
     return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))

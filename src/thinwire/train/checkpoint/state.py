@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and how a run takes it back."""
+"""The state that a checkpoint holds of a run, and how a run takes it back."""
 
 from __future__ import annotations
 
@@ -13,63 +13,69 @@ from torch.distributed.tensor import DTensor, Replicate
 from thinwire.base.errors import ThinwireError
 from thinwire.core.names import bare_name
 from thinwire.network.comm import local
-from thinwire.train.stored import MODEL, WIRE, Checkpoint, Damaged, States, rank_file, read_tensors
+from thinwire.train.checkpoint.format import MODEL, WIRE, Checkpoint, Damaged, States, rank_file, read_tensors
 from thinwire.wire import Wire
 
 Resize = Literal["flush", "redistribute", "reset"]
 
 
-def tensors_of(
+def collect_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What this rank alone has, and what all have alike. Collective: the optimizer gets the moments of all that the
-    method steps in its place, so that the checkpoint is one to go on from without the method, too."""
+    """Collect the tensors of this rank alone, and those that all ranks have alike. Collective.
+
+    The optimizer gets the moments of all that the method steps in its place, so that the checkpoint is one to go on
+    from without the method, too.
+    """
     wire.hand_over()
-    own = {WIRE + key: value for key, value in wire.state_dict().items()}
+    of_rank = {WIRE + key: value for key, value in wire.state_dict().items()}
     tensors: dict[str, Tensor] = {}
-    for key, parameter in _named(model).items():
+    for key, parameter in _trained(model).items():
         tensors[f"model/{key}"] = local(parameter)
         for kind, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer/{key}/{kind}"] = local(value)
-    return (own, tensors) if wire.engine.kind == "ddp" else (own | tensors, {})
+    return (of_rank, tensors) if wire.engine.kind == "ddp" else (of_rank | tensors, {})
 
 
-def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Those that are trained: others are what the run began with."""
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name the parameters that are trained: others are what the run began with."""
     return {bare_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 @dataclass
-class Resumed:
-    """A checkpoint to go on from, and what of it this rank takes: its own tensors, and those that all have alike.
+class ResumedState:
+    """A checkpoint to go on from, and the tensors that this rank takes of it.
 
     Attributes:
+        of_rank, common: this rank's own tensors, and those that all ranks have alike; {} with ``resize``, where nothing
+            is read before ``restore``.
         resize: what becomes of what waits on the ranks of the checkpoint, where they are not those of this run; None:
-            they are. Then nothing is read before ``put_back``.
+            they are.
     """
 
     checkpoint: Checkpoint
-    own: dict[str, Tensor]
+    of_rank: dict[str, Tensor]
     common: dict[str, Tensor]
     resize: Resize | None = None
 
-    def put_back(self, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire) -> None:
-        """Weights, moments and the method's state are as they were.
+    def restore(self, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire) -> None:
+        """Make weights, moments and the method's state what they were.
 
         Raises:
-            ThinwireError: they are not those of this model.
+            ThinwireError: the checkpoint is not of this model.
         """
-        path, named = self.checkpoint.path, _named(model)
-        missing = set(named)
+        path, parameters = self.checkpoint.path, _trained(model)
+        missing = set(parameters)
+        tensors = read_whole_tensors(self.checkpoint) if self.resize else (self.common or self.of_rank).items()
         with torch.no_grad():
-            for name, saved in whole(self.checkpoint) if self.resize else (self.common or self.own).items():
+            for name, saved in tensors:
                 kind, _, key = name.partition("/")
                 if kind == "wire":
                     continue
                 key, _, moment = key.rpartition("/") if kind == "optimizer" else (key, "", "")
-                if key not in named:
+                if key not in parameters:
                     raise ThinwireError(f"{path} holds {key}, which this model has not")
-                parameter = named[key]
+                parameter = parameters[key]
                 if kind == "optimizer":
                     optimizer.state[parameter][moment] = self._like(saved, parameter)
                     continue
@@ -86,18 +92,19 @@ class Resumed:
             ranks = range(self.checkpoint.meta["world_size"])
             wire.load_state_dict(States(path / rank_file(rank) for rank in ranks), resize=self.resize)
             return
-        own = {name.removeprefix(WIRE): value for name, value in self.own.items() if name.startswith(WIRE)}
-        wire.load_state_dict(own)
+        wire.load_state_dict(
+            {name.removeprefix(WIRE): value for name, value in self.of_rank.items() if name.startswith(WIRE)}
+        )
 
     def _like(self, saved: Tensor, parameter: nn.Parameter) -> Tensor:
-        """A weight or a moment as ``parameter`` is held; a scalar (AdamW's step count) stays on the CPU."""
+        """Lay out a weight or a moment as ``parameter`` is; a scalar (AdamW's step count) stays on the CPU."""
         if saved.dim() == 0:
             return saved
         saved = saved.to(parameter.device)
         if not isinstance(parameter, DTensor):
             return saved
         mesh, placements = parameter.device_mesh, parameter.placements
-        if self.resize:  # each rank has all of it, and keeps its part
+        if self.resize:  # each rank has all of it, and keeps its shard
             return DTensor.from_local(saved, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
                 placements=placements
             )
@@ -106,20 +113,20 @@ class Resumed:
         )
 
 
-def whole(
+def read_whole_tensors(
     checkpoint: Checkpoint, kinds: Iterable[str] = ("model/", "optimizer/")
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Weights ("model/NAME") and moments ("optimizer/NAME/KIND"), one by one, whatever engine they were sharded by.
+    """Yield weights ("model/NAME") and moments ("optimizer/NAME/KIND"), whatever engine they were sharded by.
 
     Shards of FSDP2 lie side by side along dim 0; of HSDP's copies the first is read.
     """
     files = [checkpoint.path / MODEL]
     if MODEL not in checkpoint.meta["files"]:
-        share = int(checkpoint.meta["about"]["mesh"].split()[0])
-        files = [checkpoint.path / rank_file(rank) for rank in range(share)]
-    for begins in kinds:
-        for parts in zip(*(read_tensors(path, begins) for path in files), strict=True):
-            (name, first), *rest = parts
-            if any(other != name for other, _ in rest):
+        sharing = int(checkpoint.meta["about"]["mesh"].split()[0])
+        files = [checkpoint.path / rank_file(rank) for rank in range(sharing)]
+    for prefix in kinds:
+        for tensors in zip(*(read_tensors(path, prefix) for path in files), strict=True):
+            names, shards = zip(*tensors, strict=True)
+            if len({*names}) > 1:
                 raise Damaged(f"{checkpoint.path}: the ranks' files do not hold the same tensors")
-            yield name, torch.cat([first, *(part for _, part in rest)]) if rest and first.dim() else first
+            yield names[0], torch.cat(shards) if len(shards) > 1 and shards[0].dim() else shards[0]

@@ -20,9 +20,10 @@ import tyro
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
-from thinwire.train import pretrained, trained
-from thinwire.train.config import parsed
-from thinwire.train.folder import write
+from thinwire.base.files import write
+from thinwire.base.options import read_options
+from thinwire.train.checkpoint import trained_model
+from thinwire.train.model import pretrained
 
 
 @dataclass(frozen=True)
@@ -49,21 +50,21 @@ class Options:
 
 def main(argv: list[str]) -> int:
     """``thinwire eval RUN --tasks NAME ...``."""
-    options: Any = parsed(Options, argv, "thinwire eval")
+    options: Any = read_options(Options, argv, "thinwire eval")
     if min(options.batch_size, options.limit or 1) < 1 or (options.fewshot or 0) < 0:
         raise ThinwireError("--batch-size and --limit must be 1 or more, --fewshot must not be negative")
     results = evaluate(options)
     print(extras.load("lm_eval.utils").make_table(results))
     if options.out is not None:
-        parts = ("results", "groups", "versions", "n-shot", "n-samples")
-        kept = {name: results[name] for name in parts if name in results}
+        sections = ("results", "groups", "versions", "n-shot", "n-samples")
+        selected = {name: results[name] for name in sections if name in results}
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        write(options.out, json.dumps(kept, indent=2, default=str) + "\n")
+        write(options.out, json.dumps(selected, indent=2, default=str) + "\n")
     return 0
 
 
 def evaluate(options: Options) -> dict[str, Any]:
-    """The harness's results.
+    """Run the harness; return its results.
 
     Raises:
         ThinwireError: there is no such model or task, or lm_eval is not installed.
@@ -76,7 +77,7 @@ def evaluate(options: Options) -> dict[str, Any]:
     with _hub_folder(options.run) as folder:
         manager = _manager(options)
         harness = extras.load("lm_eval.models.huggingface")
-        tokenizer = pretrained.tokenizer_of(folder)
+        tokenizer = pretrained.load_tokenizer(folder)
         if tokenizer.eos_token is None:
             line_end = tokenizer("\n", add_special_tokens=False)["input_ids"][0]
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(line_end)
@@ -86,20 +87,20 @@ def evaluate(options: Options) -> dict[str, Any]:
             pretrained=str(folder), tokenizer=tokenizer, device=options.device, batch_size=options.batch_size,
             dtype="float32",
         )  # fmt: skip
-        found = lm_eval.simple_evaluate(
+        results = lm_eval.simple_evaluate(
             model=model, tasks=list(options.tasks), num_fewshot=options.fewshot, limit=options.limit,
             task_manager=manager, apply_chat_template=options.chat, log_samples=False, bootstrap_iters=1000,
         )  # fmt: skip
-    if found is None:
+    if results is None:
         raise ThinwireError("lm-evaluation-harness returned no results")
-    return dict(found)
+    return dict(results)
 
 
 def _manager(options: Options) -> Any:
-    """What knows the tasks. The harness's own, of which there are thousands, are looked through only if need be."""
-    where, unknown = options.include and str(options.include), ""
+    """Make the harness's index of tasks; its own, of which there are thousands, are looked through only if need be."""
+    folder, unknown = options.include and str(options.include), ""
     for defaults in (False, True):
-        manager = extras.load("lm_eval.tasks").TaskManager(include_path=where, include_defaults=defaults)
+        manager = extras.load("lm_eval.tasks").TaskManager(include_path=folder, include_defaults=defaults)
         unknown = next((name for name in options.tasks if not _is_known(name, manager)), "")
         if not unknown:
             return manager
@@ -111,12 +112,12 @@ def _is_known(name: str, manager: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _hub_folder(place: Path) -> Iterator[Path]:
-    """A Hugging Face folder of what is in ``place``."""
-    if (place / "config.json").exists():
-        yield place
+def _hub_folder(path: Path) -> Iterator[Path]:
+    """Give a Hugging Face folder of the model in ``path``: that itself, or an export."""
+    if (path / "config.json").exists():
+        yield path
         return
-    model = trained.read(place)
+    model = trained_model.read(path)
     with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as folder:
         model.export(Path(folder))
         print(f"{model.path} (step {model.step})", file=sys.stderr)

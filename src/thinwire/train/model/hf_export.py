@@ -1,4 +1,4 @@
-"""``thinwire export``: a trained model as a Hugging Face folder, which transformers loads with the same logits.
+"""Export of a decoder as a Hugging Face folder, which transformers loads with the same logits.
 
     FOLDER/config.json   model.safetensors   tokenizer.json   tokenizer_config.json
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.extras import save_file
-from thinwire.train.shapes import ModelConfig
+from thinwire.train.model.shapes import ModelConfig
 
 EPSILON, ROPE_THETA = 1e-5, 10000.0
 
@@ -43,8 +43,8 @@ def export(shape: ModelConfig, weights: dict[str, Tensor], tokenizer: Any, folde
         contiguous = {name: weight.contiguous() for name, weight in renamed.items()}
         save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save(str(folder / "tokenizer.json"))
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": shape.context}
-        (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+        tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": shape.context}
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
         (folder / "config.json").write_text(json.dumps(config | common, indent=2) + "\n")
     except OSError as error:
         raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
@@ -70,28 +70,28 @@ def _llama_config(shape: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _gpt_weights(shape: ModelConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """GPT-2 keeps its matrices transposed, and queries, keys and values in one."""
-    found = {
-        "transformer.wte.weight": ours["embedding.weight"],
-        "transformer.wpe.weight": ours["positions.weight"],
-        "transformer.ln_f.weight": ours["norm.weight"],
-        "transformer.ln_f.bias": ours["norm.bias"],
+def _gpt_weights(shape: ModelConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename weights: GPT-2 keeps its matrices transposed, and queries, keys and values in one."""
+    renamed = {
+        "transformer.wte.weight": weights["embedding.weight"],
+        "transformer.wpe.weight": weights["positions.weight"],
+        "transformer.ln_f.weight": weights["norm.weight"],
+        "transformer.ln_f.bias": weights["norm.bias"],
     }
     for layer in range(shape.layers):
-        here, there = f"blocks.{layer}", f"transformer.h.{layer}"
+        block = f"blocks.{layer}"
         for kind in ("weight", "bias"):
-            joined = torch.cat([ours[f"{here}.attention.{part}.{kind}"] for part in ("query", "key", "value")])
-            parts = {
-                "ln_1": ours[f"{here}.attention_norm.{kind}"],
-                "ln_2": ours[f"{here}.mlp_norm.{kind}"],
+            joined = torch.cat([weights[f"{block}.attention.{role}.{kind}"] for role in ("query", "key", "value")])
+            tensors = {
+                "ln_1": weights[f"{block}.attention_norm.{kind}"],
+                "ln_2": weights[f"{block}.mlp_norm.{kind}"],
                 "attn.c_attn": joined.t(),
-                "attn.c_proj": ours[f"{here}.attention.output.{kind}"].t(),
-                "mlp.c_fc": ours[f"{here}.mlp.up.{kind}"].t(),
-                "mlp.c_proj": ours[f"{here}.mlp.output.{kind}"].t(),
+                "attn.c_proj": weights[f"{block}.attention.output.{kind}"].t(),
+                "mlp.c_fc": weights[f"{block}.mlp.up.{kind}"].t(),
+                "mlp.c_proj": weights[f"{block}.mlp.output.{kind}"].t(),
             }  # a vector is its own transpose
-            found |= {f"{there}.{name}.{kind}": value for name, value in parts.items()}
-    return found
+            renamed |= {f"transformer.h.{layer}.{name}.{kind}": tensor for name, tensor in tensors.items()}
+    return renamed
 
 
 _LLAMA_NAMES = {
@@ -107,13 +107,13 @@ _LLAMA_NAMES = {
 }
 
 
-def _llama_weights(shape: ModelConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {
-        "model.embed_tokens.weight": ours["embedding.weight"],
-        "model.norm.weight": ours["norm.weight"],
-        "lm_head.weight": ours["head.weight"],
+def _llama_weights(shape: ModelConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    renamed = {
+        "model.embed_tokens.weight": weights["embedding.weight"],
+        "model.norm.weight": weights["norm.weight"],
+        "lm_head.weight": weights["head.weight"],
     }
     for layer in range(shape.layers):
-        for name, theirs in _LLAMA_NAMES.items():
-            found[f"model.layers.{layer}.{theirs}.weight"] = ours[f"blocks.{layer}.{name}.weight"]
-    return found
+        for name, llama_name in _LLAMA_NAMES.items():
+            renamed[f"model.layers.{layer}.{llama_name}.weight"] = weights[f"blocks.{layer}.{name}.weight"]
+    return renamed

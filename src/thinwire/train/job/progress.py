@@ -1,4 +1,4 @@
-"""What a run shows and writes while it goes, on rank 0: progress, metrics.jsonl, and the trackers."""
+"""Progress of a run, which rank 0 shows and writes while it goes: a bar, metrics.jsonl, and the trackers."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from typing import Any, TextIO
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.files import write
 from thinwire.train.config import Config
-from thinwire.train.folder import write
-from thinwire.train.trackers import Tracker, opened
+from thinwire.train.job.trackers import Tracker, open_trackers
 
 
-def cut(path: Path, step: int) -> tuple[float, int]:
-    """Leave of a metrics.jsonl what a run at ``step`` had written.
+def cut_metrics(path: Path, step: int) -> tuple[float, int]:
+    """Cut a metrics.jsonl back to the rows that a run at ``step`` had written.
 
     The evaluation at ``step`` goes too: a run that goes on from there makes it again.
 
     Returns:
         the seconds that it had run then, and the last step in the file as it was (-1: none).
     """
-    kept, wall, seen = [], 0.0, -1
+    rows, wall_s, last_step = [], 0.0, -1
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
-            seen = max(seen, row["step"])
+            last_step = max(last_step, row["step"])
             if row["step"] > step - ("valid_loss" in row):
                 continue
-            wall = float(row["wall_s"])
+            wall_s = float(row["wall_s"])
         except (ValueError, TypeError, KeyError):  # half a line, of a run that was killed
             continue
-        kept.append(line + "\n")
-    write(path, "".join(kept))
-    return wall, seen
+        rows.append(line + "\n")
+    write(path, "".join(rows))
+    return wall_s, last_step
 
 
 class Display:
@@ -47,8 +47,8 @@ class Display:
     On a terminal: a progress bar. Elsewhere: a line at the start, per evaluation and at the end.
 
     Attributes:
-        wall: seconds that the run had taken when it was interrupted, where it goes on.
-        trouble: why a row could not be written; "" while all is well.
+        wall_s: seconds that the run had taken when it was interrupted, where it goes on.
+        write_error: why a row could not be written; "" while all is well.
     """
 
     def __init__(self, config: Config, rank: int, start: int) -> None:
@@ -57,17 +57,17 @@ class Display:
         self._trackers: list[Tracker] = []
         self._progress: Progress | None = None
         self._task: Any = None
-        self.wall, self.trouble = 0.0, ""
+        self.wall_s, self.write_error = 0.0, ""
 
     def __enter__(self) -> Display:
         if self.rank != 0:
             return self
         metrics = self.config.out / "metrics.jsonl"
-        seen = -1
+        last_step = -1
         if self.start:
-            self.wall, seen = cut(metrics, self.start)
+            self.wall_s, last_step = cut_metrics(metrics, self.start)
         self._file = metrics.open("a" if self.start else "w", buffering=1)
-        self._trackers += opened(self.config, self.start, seen)
+        self._trackers += open_trackers(self.config, self.start, last_step)
         # Open MPI gives each rank a terminal of 80 columns, wherever its output really goes.
         if sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ:
             self._progress = Progress(
@@ -90,7 +90,7 @@ class Display:
                 self._file.close()
 
     def say(self, line: str) -> None:
-        """A line for the user."""
+        """Show a line to the user."""
         if self.rank != 0:
             return
         if self._progress is not None:
@@ -99,20 +99,20 @@ class Display:
             print(line, flush=True)
 
     def step(self, row: dict[str, Any], rate: float) -> None:
-        """One optimizer step's row of metrics.jsonl."""
+        """Write one optimizer step's row of metrics.jsonl."""
         self._write(row)
         if self._progress is not None:
             self._progress.update(self._task, completed=row["step"], loss=row["loss"], rate=rate)
 
     def evaluation(self, row: dict[str, Any]) -> None:
-        """One evaluation's row of metrics.jsonl."""
+        """Write one evaluation's row of metrics.jsonl."""
         self._write(row)
         self.say(f"step {row['step']:>6}  validation loss {row['valid_loss']:.4f}")
 
     def check(self) -> None:
-        """Raises ThinwireError where a row could not be written."""
-        if self.trouble:
-            raise ThinwireError(self.trouble)
+        """Raise ThinwireError where a row could not be written."""
+        if self.write_error:
+            raise ThinwireError(self.write_error)
 
     def _write(self, row: dict[str, Any]) -> None:
         try:
@@ -121,4 +121,4 @@ class Display:
             for tracker in self._trackers:
                 tracker.log(row)
         except OSError as error:
-            self.trouble = f"cannot write {self.config.out / 'metrics.jsonl'}: {error.strerror}"
+            self.write_error = f"cannot write {self.config.out / 'metrics.jsonl'}: {error.strerror}"

@@ -1,4 +1,4 @@
-"""``thinwire train --init FOLDER``: a causal language model of Hugging Face's is what is trained, whole or by adapters.
+"""Fine-tuning (``thinwire train --init FOLDER``) of a causal language model of Hugging Face's, whole or by adapters.
 
     OUT/hf/   config.json, the tokenizer and its chat template: with a checkpoint's weights, all of the model
 
@@ -22,10 +22,10 @@ from torch.nn import functional as F
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
-from thinwire.train.config import Config
+from thinwire.train.model.shapes import AdapterConfig
 
-KEPT = "hf"
-"""The folder in --out of what is no tensor."""
+HUB_FOLDER = "hf"
+"""Folder in --out of what is no tensor."""
 GENERATION = "generation_config.json"
 
 
@@ -54,10 +54,10 @@ class Pretrained(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The decoder's layers, by the class that transformers says must not be split."""
         classes = {name for module in self.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-        found = [module for module in self.modules() if type(module).__name__ in classes]
-        if not found:
+        blocks = [module for module in self.modules() if type(module).__name__ in classes]
+        if not blocks:
             raise ThinwireError(f"{type(self.hub).__name__} does not say what its layers are: take --engine ddp")
-        return found
+        return blocks
 
     @property
     def vocabulary(self) -> int:
@@ -71,93 +71,91 @@ class Pretrained(nn.Module):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What :mod:`thinwire.train.differences` calls the model's shape."""
+        """The model's shape, by the names of :mod:`thinwire.train.checkpoint.run_settings`."""
         config = self.hub.config
         names = {
             "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
             "kv_heads": "num_key_value_heads", "hidden": "intermediate_size",
         }  # fmt: skip
-        found = {name: getattr(config, theirs, None) for name, theirs in names.items()}
-        return found | {"family": config.model_type, "vocabulary": self.vocabulary, "context": 0}
+        sizes = {name: getattr(config, hub_name, None) for name, hub_name in names.items()}
+        return sizes | {"family": config.model_type, "vocabulary": self.vocabulary, "context": 0}
 
 
-def load(config: Config) -> Pretrained:
-    """The model in ``config.init``, in fp32, with new adapters where ``config.lora`` asks for them.
+def load(init: str, adapters: AdapterConfig | None) -> Pretrained:
+    """Load the model in the folder ``init``, in fp32, with new ``adapters`` where there are to be any.
 
     Raises:
         ThinwireError: there is none, it lacks weights, or has none of the modules that adapters are for.
     """
-    assert config.init is not None
-    folder = Path(config.init)
+    folder = Path(init)
     if not (folder / "config.json").is_file():
         raise ThinwireError(f"--init {folder} is no Hugging Face folder: it has no config.json")
     with _quiet(f"cannot load the model in {folder}"):
-        hub, about = extras.load("transformers").AutoModelForCausalLM.from_pretrained(
+        hub, report = extras.load("transformers").AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
-    if lacking := sorted(about["missing_keys"]):
+    if lacking := sorted(report["missing_keys"]):
         raise ThinwireError(f"--init {folder} has no weights for {lacking[0]} ({len(lacking)} are missing)")
     digest = _digest(hub)
-    return Pretrained(_adapted(hub, config), digest)
+    return Pretrained(hub if adapters is None else _add_adapters(hub, adapters), digest)
 
 
-def _adapted(hub: Any, config: Config) -> Any:
-    if not config.lora:
-        return hub
+def _add_adapters(hub: Any, adapters: AdapterConfig) -> Any:
     peft = extras.load("peft")
     settings = peft.LoraConfig(
-        r=config.lora, lora_alpha=config.alpha, target_modules=list(config.lora_targets) or "all-linear",
+        r=adapters.rank, lora_alpha=adapters.alpha, target_modules=list(adapters.targets) or "all-linear",
         task_type="CAUSAL_LM",
     )  # fmt: skip
-    torch.manual_seed(config.seed)  # the same adapters on all ranks
+    torch.manual_seed(adapters.seed)  # the same adapters on all ranks
     with _quiet("--lora"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # GPT-2's transposed matrices, which peft notices
         warnings.simplefilter("ignore", FutureWarning)  # peft's use of transformers, which no user can change
         return peft.get_peft_model(hub, settings)
 
 
-def keep(config: Config, folder: Path) -> None:
-    """Write what a run needs beside its checkpoints, ``folder``/hf."""
-    transformers, kept = extras.load("transformers"), folder / KEPT
-    with _quiet(f"cannot load the tokenizer in {config.init}"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(config.init, local_files_only=True)
-        kept.mkdir(parents=True, exist_ok=True)
-        tokenizer.save_pretrained(kept)
-        transformers.AutoConfig.from_pretrained(config.init, local_files_only=True).save_pretrained(kept)
-    assert config.init is not None
-    if (source := Path(config.init, GENERATION)).exists():
-        shutil.copyfile(source, kept / GENERATION)
-    if not (kept / "tokenizer.json").exists():
-        raise ThinwireError(f"the tokenizer in {config.init} has no tokenizer.json, nor can one be made")
+def save_hub_files(init: str, run: Path) -> None:
+    """Write what a run needs of the folder ``init`` beside its checkpoints to ``run``/hf."""
+    transformers, folder = extras.load("transformers"), run / HUB_FOLDER
+    with _quiet(f"cannot load the tokenizer in {init}"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(init, local_files_only=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save_pretrained(folder)
+        transformers.AutoConfig.from_pretrained(init, local_files_only=True).save_pretrained(folder)
+    if (source := Path(init, GENERATION)).exists():
+        shutil.copyfile(source, folder / GENERATION)
+    if not (folder / "tokenizer.json").exists():
+        raise ThinwireError(f"the tokenizer in {init} has no tokenizer.json, nor can one be made")
 
 
-def tokenizer_of(folder: Path) -> Any:
-    """transformers' tokenizer of a run's ``folder``/hf, or of a Hugging Face folder."""
+def load_tokenizer(folder: Path) -> Any:
+    """Load transformers' tokenizer of a run's ``folder``/hf, or of a Hugging Face folder."""
     with _quiet(f"cannot load the tokenizer in {folder}"):
         return extras.load("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def rebuilt(config: Config, run: Path, digest: str, weights: Mapping[str, Tensor]) -> Pretrained:
-    """The model with a checkpoint's ``weights``; what they lack (all but the adapters) is the --init folder's.
+def rebuild(
+    init: str, adapters: AdapterConfig | None, run: Path, digest: str, weights: Mapping[str, Tensor]
+) -> Pretrained:
+    """Build the model with a checkpoint's ``weights``; what they lack (all but the adapters) is the --init folder's.
 
     Raises:
         ThinwireError: that folder is gone, or holds another model than the run began with.
     """
-    with _quiet(f"cannot read {run / KEPT}"):
+    with _quiet(f"cannot read {run / HUB_FOLDER}"):
         transformers = extras.load("transformers")
-        about = transformers.AutoConfig.from_pretrained(run / KEPT, local_files_only=True)
-        if not config.lora:
-            model = Pretrained(transformers.AutoModelForCausalLM.from_config(about, dtype=torch.float32))
-    if config.lora or any(name not in weights for name, _ in model.named_parameters()):
-        model = load(config)
+        config = transformers.AutoConfig.from_pretrained(run / HUB_FOLDER, local_files_only=True)
+        if adapters is None:
+            model = Pretrained(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    if adapters is not None or any(name not in weights for name, _ in model.named_parameters()):
+        model = load(init, adapters)
         if model.digest != digest:
-            raise ThinwireError(f"{config.init} does not hold the weights that the run began with")
-    named = dict(model.named_parameters())
-    if unknown := sorted({*weights} - {*named}):
+            raise ThinwireError(f"{init} does not hold the weights that the run began with")
+    parameters = dict(model.named_parameters())
+    if unknown := sorted({*weights} - {*parameters}):
         raise ThinwireError(f"{run} holds {unknown[0]}, which the model has not")
     with torch.no_grad():
-        for name, value in weights.items():
-            named[name].copy_(value)
+        for name, weight in weights.items():
+            parameters[name].copy_(weight)
     return model.eval()
 
 
@@ -177,36 +175,36 @@ def export(model: Pretrained, run: Path, folder: Path, *, adapter: bool) -> None
         with _quiet("cannot export"):
             whole = model.hub if adapter or not merges else model.hub.merge_and_unload()
             whole.save_pretrained(folder)
-            tokenizer_of(run / KEPT).save_pretrained(folder)
-            if not adapter and (run / KEPT / GENERATION).exists():
-                shutil.copyfile(run / KEPT / GENERATION, folder / GENERATION)
+            load_tokenizer(run / HUB_FOLDER).save_pretrained(folder)
+            if not adapter and (source := run / HUB_FOLDER / GENERATION).exists():
+                shutil.copyfile(source, folder / GENERATION)
     except OSError as error:
         raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
 
 
 def _digest(hub: nn.Module) -> str:
-    """A hash of all weights, on the CPU."""
-    found = hashlib.blake2b(digest_size=8)
+    """Hash all weights, which are on the CPU."""
+    digest = hashlib.blake2b(digest_size=8)
     for name, weight in hub.named_parameters():
-        found.update(f"{name} {tuple(weight.shape)}".encode())
-        found.update(weight.detach().contiguous().numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(weight.detach().contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
-def _quiet(what: str) -> Iterator[None]:
-    """transformers draws no bars and tells no stories in here; its errors are one line that begins with ``what``."""
-    told = extras.load("transformers").utils.logging
-    level, bars = told.get_verbosity(), told.is_progress_bar_enabled()
-    told.set_verbosity_error()
-    told.disable_progress_bar()
+def _quiet(trouble: str) -> Iterator[None]:
+    """Let transformers draw no bars and log nothing; its errors become one line that begins with ``trouble``."""
+    logging = extras.load("transformers").utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     except (ThinwireError, ModuleNotFoundError):
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise ThinwireError(f"{what}: {next(iter(str(error).strip().splitlines()), type(error).__name__)}") from None
+        raise ThinwireError(f"{trouble}: {next(iter(str(error).strip().splitlines()), type(error).__name__)}") from None
     finally:
-        told.set_verbosity(level)
+        logging.set_verbosity(level)
         if bars:
-            told.enable_progress_bar()
+            logging.enable_progress_bar()

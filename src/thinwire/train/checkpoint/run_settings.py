@@ -1,20 +1,18 @@
-"""What a run is, and what of it may be another when it goes on: each difference is refused or warned of by name."""
+"""Settings that describe a run, and which may differ when it goes on: differences are refused or warned of by name."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.agreement import version
 from thinwire.methods import resolve
 from thinwire.train.config import Config
-from thinwire.train.data import TokenSequence
-from thinwire.train.shapes import ModelConfig
+from thinwire.train.model.shapes import ModelConfig
 
 FITS = "fits"
 """Weights, moments or the method's state would not fit: always refused."""
@@ -66,18 +64,16 @@ TABLE: dict[str, tuple[str, str]] = {
     "torch": (EXACT, "version"),
     "thinwire": (EXACT, "version"),
 }
-"""For each entry of what a run is: what becomes of a difference, and what the entry says."""
-
-
+"""For each entry of a run's description: what becomes of a difference, and what the entry says."""
 LAYOUT = ("engine", "mesh", "world_size", "two_level", "intra")
-"""How weights and the method's state lie on the ranks: these may be others, unless --resize refuse says no."""
+"""Entries that say how weights and state lie on the ranks: these may be others, unless --resize refuse says no."""
 
 
-def about(
-    config: Config, shape: ModelConfig | dict[str, Any], *, tokens: tuple[str, str], world_size: int, per_node: int,
+def describe_run(
+    config: Config, shape: ModelConfig | dict[str, Any], *, tokens: Sequence[str], world_size: int, per_node: int,
     device: str, dtype: str, init: str | None = None, order: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the run is, by the names of ``TABLE``.
+    """Describe the run, by the names of ``TABLE``.
 
     Args:
         shape: a dict where the model is not one of ours.
@@ -87,70 +83,62 @@ def about(
     """
     if isinstance(shape, ModelConfig):
         shape = dataclasses.asdict(shape) | {"context": shape.context if shape.family == "gpt" else 0}
-    places = " ".join(config.lora_targets) or "all-linear"
-    lora = config.lora and f"rank {config.lora}, alpha {config.alpha:g}, {places}"
-    names = {name for name in TABLE if name in {field.name for field in dataclasses.fields(config)}}
-    share = {"ddp": 1, "fsdp2": world_size, "hsdp": config.shard_size or per_node}[config.engine]
-    found = {
-        **{name: getattr(config, name) for name in names}, **shape, "sequence": config.sequence, "init": init,
-        "order": order,
-        "lora": lora, "lr": config.top_lr, "method": str(resolve(config.method)),
-        "intra": config.intra and str(resolve(config.intra)), "mesh": f"{share} x {world_size // share}",
-        "optimizer": config.stepper,
+    adapters, lora = config.adapters, None
+    if adapters is not None:
+        lora = f"rank {adapters.rank}, alpha {adapters.alpha:g}, {' '.join(adapters.targets) or 'all-linear'}"
+    sharing = {"ddp": 1, "fsdp2": world_size, "hsdp": config.shard_size or per_node}[config.engine]
+    settings = {
+        **vars(config), **shape, "sequence": config.sequence_length, "init": init, "order": order, "lora": lora,
+        "lr": config.top_lr, "method": str(resolve(config.method)), "optimizer": config.optimizer_name,
+        "intra": config.intra and str(resolve(config.intra)), "mesh": f"{sharing} x {world_size // sharing}",
         "world_size": world_size, "nodes": -(-world_size // per_node), "text": tokens[0], "valid_text": tokens[1],
         "device": device, "dtype": dtype, "torch": torch.__version__, "thinwire": version(),
     }  # fmt: skip
-    return {name: list(value) if isinstance(value := found[name], tuple) else value for name in TABLE}
+    return {name: list(value) if isinstance(value := settings[name], tuple) else value for name in TABLE}
 
 
-def hash_of(tokens: Tensor | TokenSequence) -> str:
-    """Of (T,) tokens on the CPU, or in files."""
-    if not isinstance(tokens, Tensor):
-        return tokens.digest()
-    return hashlib.blake2b(tokens.numpy().data, digest_size=8).hexdigest()
+def differing(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """List the names of ``TABLE`` by which two runs differ."""
+    return [name for name in TABLE if saved.get(name) != current.get(name)]
 
 
-def between(saved: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """The names of ``TABLE`` by which two runs differ."""
-    return [name for name in TABLE if saved.get(name) != ours.get(name)]
-
-
-def moved(saved: dict[str, Any], ours: dict[str, Any]) -> bool:
+def layout_differs(saved: dict[str, Any], current: dict[str, Any]) -> bool:
     """Do weights and state lie otherwise on the ranks than they did?"""
-    return bool({*LAYOUT} & {*between(saved, ours)})
+    return not {*LAYOUT}.isdisjoint(differing(saved, current))
 
 
-def compare(saved: dict[str, Any], ours: dict[str, Any], *, anyway: bool = False, resize: str | None = None) -> str:
-    """A line about the differences with which the run goes on; "" if there are none.
+def compare(
+    saved: dict[str, Any], current: dict[str, Any], *, resume_anyway: bool = False, resize: str | None = None
+) -> str:
+    """Write a line about the differences with which the run goes on; "" if there are none.
 
     Raises:
-        ThinwireError: it cannot go on, or must not without ``anyway`` or ``resize``; with both values of each
+        ThinwireError: it cannot go on, or must not without ``resume_anyway`` or ``resize``; with both values of each
             difference.
     """
-    differ = between(saved, ours)
 
-    def told(*levels: str) -> str:
+    def describe(*levels: str) -> str:
         return ", ".join(
-            f"{name} {_shown(saved.get(name))} there and {_shown(ours.get(name))} here"
-            for name in differ
+            f"{name} {_shown(saved.get(name))} there and {_shown(current.get(name))} here"
+            for name in differing(saved, current)
             if (EXACT if resize and name in LAYOUT else TABLE[name][0]) in levels
         )
 
-    if moved(saved, ours) and not resize:
-        what = told(FITS)
-        if "world_size" in differ:
-            what = f"made by {saved.get('world_size')} ranks, this run has {ours.get('world_size')}"
+    if layout_differs(saved, current) and not resize:
+        line = describe(FITS)
+        if saved.get("world_size") != current.get("world_size"):
+            line = f"made by {saved.get('world_size')} ranks, this run has {current.get('world_size')}"
         raise ThinwireError(
-            f"the checkpoint is not of such a run: {what}; make it one, or say with --resize redistribute that its "
+            f"the checkpoint is not of such a run: {line}; make it one, or say with --resize redistribute that its "
             "ranks may be others"
         )
-    if told(FITS):
-        raise ThinwireError(f"the checkpoint is not of such a run: {told(FITS)}")
-    if told(DATA) and not anyway:
+    if line := describe(FITS):
+        raise ThinwireError(f"the checkpoint is not of such a run: {line}")
+    if (line := describe(DATA)) and not resume_anyway:
         raise ThinwireError(
-            f"the checkpoint's run has other data or another order: {told(DATA)}; --resume-anyway goes on all the same"
+            f"the checkpoint's run has other data or another order: {line}; --resume-anyway goes on all the same"
         )
-    return told(DATA, EXACT)
+    return describe(DATA, EXACT)
 
 
 def _shown(value: Any) -> str:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.train.shapes import ModelConfig
+from thinwire.train.model.shapes import ModelConfig
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021), halves form: x (B, H, T, D), cos and sin (T, D / 2)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    """Apply rotary positions (Su et al. 2021), halves form: x (B, H, T, D), cos and sin (T, D / 2)."""
+    real, imaginary = x.chunk(2, dim=-1)
+    return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], dim=-1)
 
 
 class Attention(nn.Module):
@@ -132,6 +132,6 @@ class Decoder(nn.Module):
 
 
 def parameter_count(shape: ModelConfig) -> int:
-    """Parameters of the model, tied ones once. Allocates nothing."""
+    """Count the parameters of the model, tied ones once. Allocates nothing."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Decoder(shape).parameters())

@@ -1,4 +1,4 @@
-"""Ranks of our own on this machine: one process each, under torchrun's environment, none left behind."""
+"""Ranks that are started on this machine: one process each, under torchrun's environment, none left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
 def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
     """Run ``thinwire train`` with these arguments on ``ranks`` ranks, said to be ``per_node`` on a node.
 
-    Returns the exit status of the first that fails (128 + signal where a signal ended it), or 0.
+    Returns:
+        the exit status of the first that fails (128 + signal where a signal ended it), or 0.
 
     A first SIGTERM or Ctrl-C is passed on to the ranks, which save and end; a second one ends them. When one fails or
     this process ends, however it ends, the others are ended too. A line that several ranks print to standard error is
@@ -33,13 +34,13 @@ def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
     port = str(free_port())
     command = [sys.executable, "-m", "thinwire", "train", *arguments]
     processes: list[subprocess.Popen[str]] = []
-    relays, shown = [], _Shown()
-    passed_on: list[int] = []
+    relays, printer = [], _OncePrinter()
+    signals: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
-        if passed_on:
+        if signals:
             raise KeyboardInterrupt  # the ranks are ended on the way out
-        passed_on.append(number)
+        signals.append(number)
         for process in processes:
             process.send_signal(number)
 
@@ -63,7 +64,7 @@ def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
                 preexec_fn=die_with_parent, start_new_session=True,  # a terminal's Ctrl-C reaches them from here alone
             )  # fmt: skip
             processes.append(process)
-            relays.append(threading.Thread(target=shown.relay, args=(process.stderr,), daemon=True))
+            relays.append(threading.Thread(target=printer.relay, args=(process.stderr,), daemon=True))
             relays[-1].start()
         return _wait(processes)
     finally:
@@ -85,7 +86,7 @@ def _wait(processes: list[subprocess.Popen[str]]) -> int:
     for rank, process in enumerate(processes):
         if (state := process.poll()) is not None and state < 0:
             print(f"thinwire: rank {rank} was ended by {signal.Signals(-state).name}", file=sys.stderr)
-    # The others notice by themselves and may say why; then they are ended.
+    # The other ranks notice by themselves and may say why; then they are ended.
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
         time.sleep(POLL_S)
@@ -93,8 +94,8 @@ def _wait(processes: list[subprocess.Popen[str]]) -> int:
     return code if code > 0 else 128 - code
 
 
-class _Shown:
-    """Passes lines on, each of our own messages once."""
+class _OncePrinter:
+    """Relays lines to standard error, each of our own messages once."""
 
     def __init__(self) -> None:
         self._lines: set[str] = set()

@@ -1,4 +1,4 @@
-"""A trained model, read back from a run's folder without ranks: for ``thinwire sample`` and ``thinwire export``."""
+"""A trained model, read back from a run's folder without ranks: ``thinwire sample`` and ``thinwire export``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ import tyro
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.train import pretrained, resumed, sample, stored
-from thinwire.train.config import Config, from_yaml, parsed
-from thinwire.train.data import Tokenizer
-from thinwire.train.export import export
-from thinwire.train.models import Decoder
-from thinwire.train.shapes import ModelConfig
-from thinwire.train.stored import Checkpoint
+from thinwire.base.options import read_options
+from thinwire.train.checkpoint.format import Checkpoint, read_newest
+from thinwire.train.checkpoint.state import read_whole_tensors
+from thinwire.train.config import Config, from_yaml
+from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.train.model import pretrained
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.generation import generate
+from thinwire.train.model.hf_export import export
+from thinwire.train.model.shapes import ModelConfig
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a checkpoint holds of the model.
+class TrainedModel:
+    """The model that a checkpoint holds.
 
     Attributes:
         run: the run's folder, with config.yaml and the tokenizer.
@@ -41,9 +44,10 @@ class Trained:
     tokenizer: Tokenizer
 
     def model(self) -> Decoder | pretrained.Pretrained:
-        """The model with its weights."""
+        """Build the model with its weights."""
         if self.shape is None:
-            return pretrained.rebuilt(self.config, self.run, self.init, self.weights)
+            init, adapters = self.config.init or "", self.config.adapters
+            return pretrained.rebuild(init, adapters, self.run, self.init, self.weights)
         with torch.device("meta"):
             model = Decoder(self.shape)
         missing, unknown = model.load_state_dict(self.weights, strict=False, assign=True)
@@ -55,12 +59,12 @@ class Trained:
         return model
 
     @property
-    def end(self) -> int | None:
+    def end_token(self) -> int | None:
         """The token after which a text has ended, if there is one."""
-        return None if self.shape else pretrained.tokenizer_of(self.run / pretrained.KEPT).eos_token_id
+        return None if self.shape else pretrained.load_tokenizer(self.run / pretrained.HUB_FOLDER).eos_token_id
 
     def export(self, folder: Path, *, adapter: bool = False) -> None:
-        """Write it as a Hugging Face folder. ``adapter``: of a run with --lora, the adapter alone.
+        """Write the model as a Hugging Face folder. ``adapter``: of a run with --lora, the adapter alone.
 
         Raises:
             ThinwireError: ``folder`` holds a model already, or this cannot be one.
@@ -75,31 +79,32 @@ class Trained:
             export(self.shape, self.weights, self.tokenizer.as_hub(), folder)
 
 
-def read(place: Path) -> Trained:
-    """The model of a run's folder (its newest good checkpoint that is whole), or of a checkpoint's.
+def read(path: Path) -> TrainedModel:
+    """Read the model of a run's folder (its newest good checkpoint that is whole), or of a checkpoint's.
 
     Raises:
         ThinwireError: there is none, it is damaged, or the run's config.yaml or tokenizer is gone.
     """
-    trained, damaged = stored.of(place, _read)
+    model, damaged = read_newest(path, _read)
     for line in damaged:
         print(f"thinwire: {line}: passed over", file=sys.stderr)
-    return trained
+    return model
 
 
-def _read(found: Checkpoint) -> Trained:
-    about = found.meta["about"]
-    run = found.path.parent.parent
+def _read(checkpoint: Checkpoint) -> TrainedModel:
+    description = checkpoint.meta["about"]
+    run, init = checkpoint.path.parent.parent, description.get("init") or ""
     config = from_yaml(run / "config.yaml")
     shape = None
-    if about.get("init"):
-        tokenizer = Tokenizer(f"folder:{config.init}", (), run / pretrained.KEPT, trains=False)
+    if init:
+        tokenizer = Tokenizer(f"folder:{config.init}", (), run / pretrained.HUB_FOLDER, trains=False)
     else:
         tokenizer = Tokenizer(config.tokenizer, (), run, trains=False)
-        known = {field.name: about[field.name] for field in fields(ModelConfig)}
-        shape = ModelConfig(**{**known, "context": config.sequence}).check()  # a llama's is no part of what a run is
-    weights = {name.removeprefix("model/"): value for name, value in resumed.whole(found, ["model/"])}
-    return Trained(found.path, found.step, run, config, shape, about.get("init") or "", weights, tokenizer)
+        sizes = {field.name: description[field.name] for field in fields(ModelConfig)}
+        # The context of a llama is no part of a run's description.
+        shape = ModelConfig(**{**sizes, "context": config.sequence_length}).check()
+    weights = {name.removeprefix("model/"): weight for name, weight in read_whole_tensors(checkpoint, ["model/"])}
+    return TrainedModel(checkpoint.path, checkpoint.step, run, config, shape, init, weights, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class SampleOptions:
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of a run, or of one of its checkpoints."""
     prompt: str = "\n"
-    """What the text begins with."""
+    """Beginning of the text."""
     tokens: int = 300
     """Tokens to add."""
     temperature: float = 0.8
@@ -128,33 +133,34 @@ class ExportOptions:
     folder: Annotated[Path, tyro.conf.Positional]
     """The folder to write."""
     adapter: bool = False
-    """Of a run with --lora: write peft's adapter alone, in place of the model with the adapter merged into it."""
+    """After --lora: write peft's adapter alone, in place of the model with the adapter merged into it."""
 
 
 def sample_main(argv: list[str]) -> int:
     """``thinwire sample RUN``."""
-    options: Any = parsed(SampleOptions, argv, "thinwire sample")
+    options: Any = read_options(SampleOptions, argv, "thinwire sample")
     if options.tokens < 0 or options.temperature < 0 or options.top_k < 0:
         raise ThinwireError("--tokens, --temperature and --top-k must not be negative")
     trained = read(options.run)
-    prompt = trained.tokenizer.encode(options.prompt)
+    tokenizer = trained.tokenizer
+    prompt = tokenizer.encode(options.prompt)
     if not len(prompt):
         raise ThinwireError("--prompt must not be empty: the model goes on from something")
-    drawn = sample.tokens(
+    tokens = generate(
         trained.model(), prompt.long(), options.tokens, temperature=options.temperature, top_k=options.top_k,
-        seed=options.seed, end=trained.end,
+        seed=options.seed, end=trained.end_token,
     )  # fmt: skip
-    print(trained.tokenizer.decode([*prompt.tolist(), *drawn]))
+    print(tokenizer.decode([*prompt.tolist(), *tokens]))
     return 0
 
 
 def export_main(argv: list[str]) -> int:
     """``thinwire export RUN FOLDER``."""
-    options: Any = parsed(ExportOptions, argv, "thinwire export")
+    options: Any = read_options(ExportOptions, argv, "thinwire export")
     trained = read(options.run)
     trained.export(options.folder, adapter=options.adapter)
-    loads = f"transformers.AutoModelForCausalLM.from_pretrained('{options.folder}')"
-    if options.adapter:
-        loads = f"peft.AutoPeftModelForCausalLM.from_pretrained('{options.folder}')"
-    print(f"{trained.path} (step {trained.step}) is in {options.folder}: {loads}")
+    loader = "peft.AutoPeftModelForCausalLM" if options.adapter else "transformers.AutoModelForCausalLM"
+    print(
+        f"{trained.path} (step {trained.step}) is in {options.folder}: {loader}.from_pretrained('{options.folder}')"
+    )
     return 0

@@ -24,7 +24,7 @@ class Stopped(ThinwireError):
 
 
 def end_at_once() -> None:
-    """From now on a first Ctrl-C ends the process, whatever it waits for; SIGTERM does so from the start."""
+    """Let a first Ctrl-C end the process from now on, whatever it waits for; SIGTERM does so from the start."""
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -39,37 +39,37 @@ class Signals:
 
     def __init__(self) -> None:
         self.number = 0
-        self._before: dict[int, Any] = {}
-        self._told, self._told_before = -1, -1
+        self._old_handlers: dict[int, Any] = {}
+        self._wakeup_fd, self._old_wakeup_fd = -1, -1
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # Python hands signals to no other
-            hears, self._told = os.pipe()
-            os.set_blocking(self._told, False)
-            self._told_before = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
+            reader, self._wakeup_fd = os.pipe()
+            os.set_blocking(self._wakeup_fd, False)
+            self._old_wakeup_fd = signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
             for number in (signal.SIGTERM, signal.SIGINT):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background jobs ignore SIGINT
-                    self._before[number] = signal.signal(number, self._note)
-            threading.Thread(target=self._watch, args=(hears, frozenset(self._before)), daemon=True).start()
+                    self._old_handlers[number] = signal.signal(number, self._note)
+            threading.Thread(target=self._watch, args=(reader, frozenset(self._old_handlers)), daemon=True).start()
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
 
     @staticmethod
-    def _watch(hears: int, numbers: frozenset[int]) -> None:
+    def _watch(reader: int, numbers: frozenset[int]) -> None:
         """End the process at the second byte that is one of ``numbers``; return at the end of the block."""
-        came = 0
-        while byte := os.read(hears, 1):
-            came += byte[0] in numbers
-            if came > 1:
+        count = 0
+        while byte := os.read(reader, 1):
+            count += byte[0] in numbers
+            if count > 1:
                 os._exit(128 + byte[0])
-        os.close(hears)
+        os.close(reader)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        while self._before:
-            number, before = self._before.popitem()
-            signal.signal(number, before)
-        if self._told >= 0:
-            signal.set_wakeup_fd(self._told_before)
-            os.close(self._told)
+        while self._old_handlers:
+            number, handler = self._old_handlers.popitem()
+            signal.signal(number, handler)
+        if self._wakeup_fd >= 0:
+            signal.set_wakeup_fd(self._old_wakeup_fd)
+            os.close(self._wakeup_fd)

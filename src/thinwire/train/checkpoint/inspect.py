@@ -1,4 +1,4 @@
-"""``thinwire inspect``: what a checkpoint is, whether it is whole, and what waits in it; or how two of them differ."""
+"""``thinwire inspect``: the contents of a checkpoint, whether it is whole, and what waits in it; or how two differ."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.plan.plan import human
-from thinwire.train.differences import TABLE, between
-from thinwire.train.stored import Checkpoint, Damaged, NoCheckpoint, of, read_tensors
+from thinwire.train.checkpoint.format import Checkpoint, Damaged, NoCheckpoint, read_newest, read_tensors
+from thinwire.train.checkpoint.run_settings import TABLE, differing
 
 USAGE = """usage: thinwire inspect CHECKPOINT [OTHER]
 
@@ -29,7 +29,7 @@ The exit status is 0; 1 where a file is damaged, or the two differ; 2 for what i
 MOST_RANKS = 8
 """Columns of the table by rank; beyond that it shows the least, the median and the largest of them."""
 MOST_TENSORS = 20
-_OF_A_RANK = re.compile(r"rank-\d+-of-\d+/")
+_RANK_PREFIX = re.compile(r"rank-\d+-of-\d+/")
 
 
 def main(argv: list[str]) -> int:
@@ -41,17 +41,20 @@ def main(argv: list[str]) -> int:
         raise ThinwireError(f"'thinwire inspect' takes one checkpoint or two, got {len(argv)}")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     try:
-        each = [of(Path(word), lambda checkpoint: checkpoint) for word in argv]
+        results = [read_newest(Path(word), lambda checkpoint: checkpoint) for word in argv]
     except NoCheckpoint:
         raise
     except Damaged as error:
         print(f"thinwire: {error}", file=sys.stderr)
         return 1
-    found = [checkpoint for checkpoint, _ in each]
-    damaged = [line for _, wrong in each for line in wrong]
+    checkpoints = [checkpoint for checkpoint, _ in results]
+    damaged = [line for _, lines in results for line in lines]
     for line in damaged:
         print(f"thinwire: {line}: passed over", file=sys.stderr)
-    status = show(found[0], console) if len(found) == 1 else show_differences(found[0], found[1], console)
+    if len(checkpoints) == 1:
+        status = show(checkpoints[0], console)
+    else:
+        status = show_differences(checkpoints[0], checkpoints[1], console)
     return status or int(bool(damaged))
 
 
@@ -60,11 +63,11 @@ def show(checkpoint: Checkpoint, console: Console) -> int:
     meta = checkpoint.meta
     word = "" if meta["good"] else ", NOT GOOD (taken while steps were skipped, or the loss was not finite)"
     console.print(f"{checkpoint.path}: step {checkpoint.step} of run {meta['run'][:12]}{word}", soft_wrap=True)
-    about = _table("setting", "value")
+    settings = _table("setting", "value")
     for name in TABLE:
         if meta["about"].get(name) is not None:
-            about.add_row(name, str(meta["about"][name]))
-    console.print(about)
+            settings.add_row(name, str(meta["about"][name]))
+    console.print(settings)
 
     files = _table("file", "size", "tensors", "checksums")
     norms: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
@@ -87,16 +90,16 @@ def show(checkpoint: Checkpoint, console: Console) -> int:
     for line in damaged:
         console.print(line, soft_wrap=True)
     for kind in sorted({kind for kind, _ in norms}):
-        console.print(_by_rank(kind, {name: by_rank for (other, name), by_rank in norms.items() if other == kind}))
+        console.print(_by_rank(kind, {name: by_rank for (key, name), by_rank in norms.items() if key == kind}))
     return int(bool(damaged))
 
 
 def _waits(key: str, tensor: Tensor) -> tuple[str, str] | None:
-    """The kind of state and the parameter, of a tensor that a method keeps for one."""
-    owner, _, rest = key.partition("/")
-    kind, _, name = _OF_A_RANK.sub("", rest).partition("/")
-    kept = owner == "wire" and kind != "bound" and name and tensor.is_floating_point() and tensor.dim()
-    return (kind.lstrip("="), name) if kept else None
+    """Give the kind of state and the parameter, of a tensor that a method keeps for one."""
+    owner, _, state_key = key.partition("/")
+    kind, _, name = _RANK_PREFIX.sub("", state_key).partition("/")
+    is_state = owner == "wire" and kind != "bound" and name and tensor.is_floating_point() and tensor.dim()
+    return (kind.lstrip("="), name) if is_state else None
 
 
 def _rank(file: str) -> int:
@@ -115,25 +118,28 @@ def _by_rank(kind: str, norms: dict[str, dict[int, float]]) -> Table:
     return table
 
 
-def show_differences(one: Checkpoint, other: Checkpoint, console: Console) -> int:
+def show_differences(first: Checkpoint, second: Checkpoint, console: Console) -> int:
     """Print how two checkpoints differ. 1 if they do, or one is damaged."""
-    console.print(f"{one.path} and {other.path}", soft_wrap=True)
+    console.print(f"{first.path} and {second.path}", soft_wrap=True)
     settings = _table("setting", "one", "the other")
-    ours, theirs = one.meta["about"], other.meta["about"]
-    rows = [(name, str(ours.get(name)), str(theirs.get(name))) for name in between(ours, theirs)]
-    rows += [(name, str(one.meta[name]), str(other.meta[name])) for name in ("step", "good", "run")
-             if one.meta[name] != other.meta[name]]  # fmt: skip
+    left, right = (checkpoint.meta["about"] for checkpoint in (first, second))
+    rows = [(name, str(left.get(name)), str(right.get(name))) for name in differing(left, right)]
+    rows += [
+        (name, str(first.meta[name]), str(second.meta[name]))
+        for name in ("step", "good", "run")
+        if first.meta[name] != second.meta[name]
+    ]
     for row in rows:
         settings.add_row(*row)
     if rows:
         console.print(settings)
 
     table = _table("tensor", "largest difference", "relative")
-    names = sorted({*one.meta["files"], *other.meta["files"]})
+    names = sorted({*first.meta["files"], *second.meta["files"]})
     equal, differ = 0, []
     for name in names:
         try:
-            for key, distance, relative in _distances(one.path / name, other.path / name):
+            for key, distance, relative in _distances(first.path / name, second.path / name):
                 if distance == 0:
                     equal += 1
                 else:
@@ -144,30 +150,30 @@ def show_differences(one: Checkpoint, other: Checkpoint, console: Console) -> in
         table.add_row(key, f"{distance:.4g}", f"{relative:.4g}")
     if differ:
         console.print(table)
-    more = f", of which {MOST_TENSORS} are shown" if len(differ) > MOST_TENSORS else ""
-    console.print(f"{equal} tensors are equal bit for bit, {len(differ)} are not{more}")
+    shown = f", of which {MOST_TENSORS} are shown" if len(differ) > MOST_TENSORS else ""
+    console.print(f"{equal} tensors are equal bit for bit, {len(differ)} are not{shown}")
     return int(bool(differ or rows))
 
 
-def _distances(one: Path, other: Path) -> Iterator[tuple[str, float, float]]:
-    """(name, largest difference, norm of the difference by that of the first) of each tensor; inf: they do not pair."""
-    ours = dict(read_tensors(one))
-    for key, theirs in read_tensors(other):
-        mine = ours.pop(key, None)
-        if mine is None or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+def _distances(first: Path, second: Path) -> Iterator[tuple[str, float, float]]:
+    """Yield (name, largest difference, norm of the difference by that of the first) of each tensor; inf: no pair."""
+    tensors = dict(read_tensors(first))
+    for key, right in read_tensors(second):
+        left = tensors.pop(key, None)
+        if left is None or left.shape != right.shape or left.dtype != right.dtype:
             yield key, float("inf"), float("inf")
-        elif torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
+        elif torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)):
             yield key, 0.0, 0.0
         else:
-            gap = (mine.double() - theirs.double()).abs()
-            yield key, float(gap.max()), float(gap.norm() / mine.double().norm())
-    for key in ours:
+            difference = (left.double() - right.double()).abs()
+            yield key, float(difference.max()), float(difference.norm() / left.double().norm())
+    for key in tensors:
         yield key, float("inf"), float("inf")
 
 
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE)
     for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if name.startswith(("rank", "size", "least", "med", "larg", "rel"))
-                         else "left", no_wrap=number == 0)  # fmt: skip
+        number_column = name.startswith(("rank", "size", "least", "med", "larg", "rel"))
+        table.add_column(name, justify="right" if number_column else "left", no_wrap=number == 0)
     return table

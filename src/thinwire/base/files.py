@@ -1,0 +1,58 @@
+"""Files that are whole or not there, whatever happens, and errors of the disk that name the file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from thinwire.base.errors import ThinwireError
+
+
+def remove(path: Path) -> None:
+    """Remove a folder so that a kill at any moment leaves it whole, or out of sight."""
+    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
+    path.rename(hidden)
+    sync(path.parent)
+    shutil.rmtree(hidden)
+
+
+def write(path: Path, text: str) -> None:
+    """Write ``text``: whatever happens, ``path`` holds all of it, or what it held before."""
+    partial = path.with_name(f".{path.name}.partial")
+    with naming(path), partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Make what was written to a file, or renamed in a folder, survive a crash of the machine."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with naming(path):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError from inside name ``path``, where the system, which knows a number only, has named nothing."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def in_one_line(error: Exception) -> Exception:
+    """Give an OSError as one clear line; any other error as it is."""
+    if not isinstance(error, OSError):
+        return error
+    return ThinwireError(f"cannot use {error.filename or 'a file'}: {error.strerror or error}")

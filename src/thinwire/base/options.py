@@ -1,0 +1,40 @@
+"""Command lines: a dataclass of options is read by tyro, whose boxed errors become one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any, TypeVar
+
+import tyro
+
+from thinwire.base.errors import ThinwireError
+
+T = TypeVar("T")
+
+
+def read_options(kind: type[T], arguments: list[str], program: str, *, default: T | None = None, source: str = "") -> T:
+    """Read the options of ``program``, a dataclass ``kind``, from its command line.
+
+    Args:
+        source: the file that the options stand in, which an error then names.
+
+    Raises:
+        ThinwireError: one line in place of tyro's box.
+    """
+    printed, defaults = io.StringIO(), {} if default is None else {"default": default}
+    cli: Any = tyro.cli
+    try:
+        with contextlib.redirect_stderr(printed):
+            return cli(kind, args=arguments, prog=program, **defaults)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ThinwireError((f"{source}: " if source else "") + _unboxed(printed.getvalue())) from None
+
+
+def _unboxed(printed: str) -> str:
+    """Give tyro's boxed explanation as one line."""
+    words = " ".join(line.strip("│╭╮╰╯─ \n") for line in printed.splitlines())
+    words = " ".join(words.split())
+    return words.removeprefix("Parsing error ").removeprefix("Unrecognized options ") or "cannot read the command line"

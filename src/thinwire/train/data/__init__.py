@@ -1,0 +1,1 @@
+"""Text on its way into a run: corpora, tokenizers, token files, windows and batches."""

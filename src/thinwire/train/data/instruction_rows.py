@@ -1,0 +1,153 @@
+"""Instruction data: JSONL files of questions and answers, of which the answers are learnt.
+
+    {"prompt": "2 + 2 = ", "completion": "4"}
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+
+A row is one sequence: no other row's text is in it. In a batch, shorter rows are padded behind their end to the
+longest, where no token of theirs sees the padding. A token that is not learnt is written ``~token``, which is negative.
+
+Prompt and answer are tokenized apart, as they will be when the answer is generated. After a completion comes the
+tokenizer's end-of-text token, before the prompt its begin-of-text token if it puts one there; a chat template writes
+both itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.train.data.corpus import HELD_OUT, is_held_out, match_paths
+from thinwire.train.data.windows import Windows
+
+Passage = tuple[str, bool]
+"""Some text, and whether it is learnt."""
+
+
+class InstructionRows(Windows):
+    """Rows in an order per epoch. A row is (n,) int32 with n up to ``length`` + 1."""
+
+    def __init__(self, rows: Sequence[Tensor], length: int, seed: int = 0) -> None:
+        self._starts = [0, *itertools.accumulate(map(len, rows))]
+        super().__init__(torch.cat(list(rows)), length, seed)
+
+    def __post_init__(self) -> None:
+        self.count = len(self._starts) - 1
+        self.targets_per_window = (len(self.tokens) - self.count) / self.count
+        self._epoch, self._order = -1, torch.empty(0)
+
+    def window(self, index: int) -> Tensor:
+        return self.tokens[self._starts[index] : self._starts[index + 1]]
+
+    def count_learnt(self, first: int, count: int) -> int:
+        return sum(int((self.window(index)[1:] >= 0).sum()) for index in self.indices(first, count))
+
+
+def read_rows(
+    names: Sequence[str], valid: Sequence[str], tokenizer: Any, length: int, seed: int, *, warns: bool
+) -> tuple[InstructionRows, InstructionRows]:
+    """Read the rows to train on, and those to evaluate on: of ``valid``, or every 20th (of fewer than 20 the last).
+
+    Args:
+        names, valid: files or globs.
+        tokenizer: transformers'.
+        length: tokens of a row that are trained on, at most; what is longer is cut.
+        warns: warn of rows that were cut.
+
+    Raises:
+        ThinwireError: a file cannot be read, a row is neither of the two kinds, or no row is left.
+    """
+    train = list(_tokenized(names, tokenizer))
+    if valid:
+        held_out = list(_tokenized(valid, tokenizer))
+    elif len(train) < HELD_OUT:
+        train, held_out = train[:-1], train[-1:]
+    else:
+        held_out = [row for i, row in enumerate(train) if is_held_out(i)]
+        train = [row for i, row in enumerate(train) if not is_held_out(i)]
+    return _cut(train, length, seed, "--data", warns), _cut(held_out, length, 0, "--valid", warns)
+
+
+def _cut(rows: Sequence[Tensor], length: int, seed: int, option: str, warns: bool) -> InstructionRows:
+    """Cut rows to ``length`` + 1 tokens, and leave out those that then have nothing to learn."""
+    learnt = [row for row in (row[: length + 1] for row in rows) if (row[1:] >= 0).any()]
+    longer = sum(len(row) > length + 1 for row in rows)
+    if longer and warns:
+        line = (
+            f"{longer} of {len(rows)} rows of {option} are longer than --seq-len {length} and are cut; "
+            f"{len(rows) - len(learnt)} are left out, because nothing of their answer is left"
+        )
+        warnings.warn(line, ThinwireWarning, stacklevel=3)
+    if not learnt:
+        raise ThinwireError(f"there is no row to {'train' if option == '--data' else 'evaluate'} on in {option}")
+    return InstructionRows(learnt, length, seed)
+
+
+def _tokenized(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
+    """Yield the tokens of each row, (n,) int32; those that are not learnt as ``~token``."""
+    begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
+    for source, row in _read_objects(names):
+        passages, chat = _passages(row, tokenizer, source)
+        tokens = [] if chat or not begins else [~tokenizer.bos_token_id]
+        for text, learnt in passages:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            tokens += ids if learnt else [~token for token in ids]
+        if not chat and tokenizer.eos_token_id is not None:
+            tokens.append(tokenizer.eos_token_id)
+        yield torch.tensor(tokens, dtype=torch.int32)
+
+
+def _read_objects(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield each JSON object, and the file and line that it stands in."""
+    for path in (path for name in names for path in match_paths(name)):
+        try:
+            with path.open(encoding="utf-8") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield f"{path}, line {number}", json.loads(line)
+        except OSError as error:
+            raise ThinwireError(f"cannot read {path}: {error.strerror}") from None
+        except ValueError:
+            raise ThinwireError(f"{path} is not JSONL: each line holds one JSON object") from None
+
+
+def _passages(row: Any, tokenizer: Any, source: str) -> tuple[list[Passage], bool]:
+    """Divide a row's text into passages, and say whether a chat template wrote it."""
+    if isinstance(row, dict) and isinstance(row.get("messages"), list):
+        return list(_chat_passages(row["messages"], tokenizer, source)), True
+    if isinstance(row, dict) and all(isinstance(row.get(name), str) for name in ("prompt", "completion")):
+        return [(row["prompt"], False), (row["completion"], True)], False
+    raise ThinwireError(f"{source}: a row has 'prompt' and 'completion' (text), or 'messages' (a list)")
+
+
+def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator[Passage]:
+    """Yield each answer as the template writes it, behind the text that comes before it."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ThinwireError(f"{source} has 'messages', the tokenizer no chat template: use prompt and completion")
+
+    def written(count: int, asks: bool) -> str:
+        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks)
+
+    text = ""
+    for turn, message in enumerate(messages):
+        if not isinstance(message, dict) or not {"role", "content"} <= {*message}:
+            raise ThinwireError(f"{source}: a message has a 'role' and a 'content'")
+        if message["role"] != "assistant":
+            continue
+        try:
+            prompt, answered = written(turn, True), written(turn + 1, False)
+        except Exception as error:  # whatever the template raises
+            raise ThinwireError(f"{source}: the chat template refuses it: {str(error).splitlines()[0]}") from None
+        if not (prompt.startswith(text) and answered.startswith(prompt)):
+            raise ThinwireError(f"{source}: the chat template writes earlier turns anew: give each answer its own row")
+        yield prompt[len(text) :], False
+        yield answered[len(prompt) :], True
+        text = answered
+    if not text:
+        raise ThinwireError(f"{source}: no message has the role 'assistant'")

@@ -1,0 +1,290 @@
+"""``thinwire tokenize``, and the token files that it writes: text that is tokenized once, and read as it is needed.
+
+    FOLDER/train.bin      tokens one behind the other, little endian, and nothing else: as nanoGPT writes them (uint16)
+    FOLDER/valid.bin
+    FOLDER/tokens.json    the tokenizer, dtype, number of tokens and a hash of each file
+    FOLDER/tokenizer-bpe-SIZE.json
+
+``--corpus FOLDER`` trains on such a folder. Files without a ``tokens.json``, nanoGPT's and NumPy's ``.npy``, are
+``--corpus "train-*.bin" --tokenizer ids:50304``. Memory does not grow with the corpus.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor
+
+from thinwire.base.errors import ThinwireError
+from thinwire.base.files import write
+from thinwire.base.options import read_options
+from thinwire.train.data.corpus import HELD_OUT, SPAN, is_held_out, match_paths, read_pieces, spans, split
+from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
+
+FORMAT, META, SIDES = 1, "tokens.json", ("train", "valid")
+DTYPES: dict[str, Any] = {"uint8": np.uint8, "uint16": np.uint16, "int32": np.int32}
+CHUNK = 1 << 22
+"""Tokens that are hashed at a time."""
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Some tokens of a file: from byte ``first`` on, ``count`` tokens of ``dtype``."""
+
+    path: Path
+    first: int
+    count: int
+    dtype: np.dtype
+
+
+class TokenFiles:
+    """The tokens of some files, one behind the other, like a 1-D tensor: it has a length, and slices are read.
+
+    Read, not mapped: the pages of a map that have been touched once count as this process's memory.
+    """
+
+    def __init__(self, ranges: Sequence[FileRange], vocabulary: int, digest: str | None = None) -> None:
+        """``digest``: of all tokens, where it is known."""
+        self._vocabulary = vocabulary
+        self._files = [(os.open(file.path, os.O_RDONLY), file.first, file.dtype) for file in ranges]
+        self._starts = [0, *itertools.accumulate(file.count for file in ranges)]
+        self._digest = digest
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, wanted: slice) -> Tensor:
+        start, stop, _ = wanted.indices(len(self))
+        arrays, file = [np.empty(0, np.int64)], bisect.bisect_right(self._starts, start) - 1
+        while start < stop:
+            end = min(stop, self._starts[file + 1])
+            arrays.append(self._read(file, start - self._starts[file], end - start))
+            start, file = end, file + 1
+        return torch.from_numpy(np.concatenate(arrays))
+
+    def _read(self, file: int, first: int, count: int) -> np.ndarray:
+        handle, start, dtype = self._files[file]
+        data = os.pread(handle, count * dtype.itemsize, start + first * dtype.itemsize)
+        if len(data) != count * dtype.itemsize:
+            raise ThinwireError("a token file has become shorter since the run began")
+        tokens = np.frombuffer(data, dtype).astype(np.int64)
+        if count and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
+            worst = tokens.max() if tokens.min() >= 0 else tokens.min()
+            raise ThinwireError(f"the corpus holds token {worst}, and the tokenizer has {self._vocabulary} of them")
+        return tokens
+
+    def digest(self) -> str:
+        """Give a hash of all tokens."""
+        if self._digest is None:
+            digest = hashlib.blake2b(digest_size=8)
+            for start in range(0, len(self), CHUNK):
+                digest.update(self[start : start + CHUNK].numpy().data)
+            self._digest = digest.hexdigest()
+        return self._digest
+
+
+@dataclass(frozen=True)
+class TokenCorpus:
+    """A corpus of token files. ``folder``: of its ``tokens.json``, where its tokenizer is too; None: it has none."""
+
+    tokenizer: str
+    train: TokenFiles
+    valid: TokenFiles
+    folder: Path | None
+
+
+def find_token_files(
+    corpus: Sequence[str], valid: Sequence[str], tokenizer: str, model: tuple[Tokenizer, int] | None = None
+) -> TokenCorpus | None:  # fmt: skip
+    """Open the token files that ``--corpus``, ``--valid`` and ``--tokenizer`` mean; None: it is text.
+
+    ``model``: the tokenizer and the vocabulary of a model that has them already; files must be made with that.
+
+    Raises:
+        ThinwireError: they are damaged, or do not fit each other.
+    """
+    if len(corpus) == 1 and Path(corpus[0]).is_dir():
+        return _open_folder(Path(corpus[0]), valid, tokenizer, model)
+    are_tokens = [name.endswith((".bin", ".npy")) for name in (*corpus, *valid)]
+    if not any(are_tokens):
+        return None
+    if not all(are_tokens):
+        raise ThinwireError("--corpus and --valid are token files (.bin, .npy) or text, not both")
+    if model is not None:
+        tokenizer = f"ids:{model[1]}"
+    if not tokenizer.startswith("ids:"):
+        raise ThinwireError(
+            f"token files hold numbers: say how many there are with --tokenizer ids:SIZE (nanoGPT: ids:50304), "
+            f"not {tokenizer}"
+        )
+    size = Tokenizer(tokenizer, (), Path()).vocabulary
+    train, held_out = _ranges(corpus), _ranges(valid)
+    if not valid:  # the end of the last file is held out
+        last = train[-1]
+        count = min(sum(file.count for file in train) // HELD_OUT, last.count)
+        train[-1] = replace(last, count=last.count - count)
+        held_out = [replace(last, first=last.first + train[-1].count * last.dtype.itemsize, count=count)]
+    return TokenCorpus(tokenizer, TokenFiles(train, size), TokenFiles(held_out, size), None)
+
+
+def _open_folder(
+    folder: Path, valid: Sequence[str], tokenizer: str, model: tuple[Tokenizer, int] | None
+) -> TokenCorpus:
+    try:
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        name, dtype, size = str(meta["tokenizer"]), np.dtype(DTYPES[meta["dtype"]]), int(meta["vocabulary"])
+        sides = {side: (int(meta[side]["tokens"]), str(meta[side]["hash"])) for side in SIDES}
+        if meta["format"] != FORMAT:
+            raise ThinwireError(f"{folder / META} has format {meta['format']}, this version reads {FORMAT}")
+    except OSError as error:
+        reason = f"{META}: {error.strerror}"
+        raise ThinwireError(f"--corpus {folder} is a folder, and no token files are there ({reason})") from None
+    except (ValueError, KeyError, TypeError):
+        raise ThinwireError(f"{folder / META} is damaged: tokenize the text anew") from None
+    if valid:
+        raise ThinwireError(f"--corpus {folder} has its own held-out text: leave --valid out")
+    if tokenizer not in ("bytes", name):
+        raise ThinwireError(f"--corpus {folder} was tokenized with {name}: leave --tokenizer {tokenizer} out")
+    files = {}
+    for side, (count, digest) in sides.items():
+        path = folder / f"{side}.bin"
+        actual, needed = path.stat().st_size if path.exists() else 0, count * dtype.itemsize
+        if actual != needed:
+            raise ThinwireError(f"{path} is damaged: it has {actual} bytes in place of {needed}")
+        files[side] = TokenFiles([FileRange(path, 0, count, dtype)], size, digest)
+    if model is not None:
+        made_with = Tokenizer(name, (), folder, trains=False).as_hub()
+        if model[0].as_hub().get_vocab() != made_with.get_vocab():
+            raise ThinwireError(
+                f"--corpus {folder} was tokenized with {name}, not as --init does: "
+                f"thinwire tokenize --tokenizer {model[0].name}"
+            )
+    return TokenCorpus(name, files["train"], files["valid"], folder)
+
+
+def _ranges(names: Sequence[str]) -> list[FileRange]:
+    return [_whole_file(path) for name in names for path in match_paths(name)]
+
+
+def _whole_file(path: Path) -> FileRange:
+    """Find where the tokens of a file begin, how many there are, and their dtype."""
+    try:
+        if path.suffix == ".bin":
+            return FileRange(path, 0, path.stat().st_size // 2, np.dtype("<u2"))
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(file)
+            if len(shape) != 1 or dtype.kind not in "iu":
+                raise ThinwireError(f"{path} holds {dtype} {shape}: tokens are integers in one dimension")
+            return FileRange(path, file.tell(), shape[0], dtype)
+    except OSError as error:
+        raise ThinwireError(f"cannot read the token file {path}: {error.strerror}") from None
+    except ValueError:
+        raise ThinwireError(f"{path} is no .npy file") from None
+
+
+def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, Any]:
+    """Write the token files of a ``corpus`` (see ``read_corpus``) to ``folder``; return what tokens.json holds.
+
+    The same text is held out, and the tokens are the same, as where ``thinwire train`` reads the text itself.
+
+    Raises:
+        ThinwireError: the text cannot be read or is empty, the folder cannot be written to, or holds token files.
+    """
+    if (folder / META).exists():
+        raise ThinwireError(f"{folder} holds token files already: name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        train = (text for side, text in _split_spans(corpus) if side == "train")
+        encoder = Tokenizer(tokenizer, train, folder)
+        dtype = next(name for name, kind in DTYPES.items() if encoder.vocabulary - 1 <= np.iinfo(kind).max)
+        with ExitStack() as stack:
+            writers = {
+                side: _Writer(stack.enter_context((folder / f"{side}.bin").open("wb")), dtype) for side in SIDES
+            }
+            for side, run in itertools.groupby(_split_spans(corpus), lambda pair: pair[0]):
+                for tokens in encoder.encode_spans(text for _, text in run):
+                    writers[side].write(tokens)
+        meta = {
+            "format": FORMAT, "tokenizer": tokenizer, "vocabulary": encoder.vocabulary, "dtype": dtype,
+            **{side: writers[side].meta() for side in SIDES},
+        }  # fmt: skip
+        write(folder / META, json.dumps(meta, indent=2) + "\n")
+    except OSError as error:
+        raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
+    return meta
+
+
+def _split_spans(corpus: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (side, span) for each span of a corpus; ``split`` divides a text in memory likewise."""
+    text = spans(read_pieces(corpus))
+    start = list(itertools.islice(text, HELD_OUT))
+    if sum(map(len, start)) <= (HELD_OUT - 1) * SPAN:
+        whole = "".join(start)
+        if not whole.strip():
+            raise ThinwireError(f"the corpus {', '.join(corpus)} has no text in it")
+        for side, side_text in zip(SIDES, split(whole), strict=True):
+            yield from ((side, span) for span in spans([side_text]))
+        return
+    for number, span in enumerate(itertools.chain(start, text)):
+        yield SIDES[is_held_out(number)], span
+
+
+class _Writer:
+    """A token file that is being written."""
+
+    def __init__(self, file: BinaryIO, dtype: str) -> None:
+        self._file, self._dtype, self._tokens, self._hash = file, dtype, 0, hashlib.blake2b(digest_size=8)
+
+    def write(self, tokens: np.ndarray) -> None:
+        data = tokens.astype(np.dtype(DTYPES[self._dtype]).newbyteorder("<")).data
+        self._file.write(data)
+        self._hash.update(data)
+        self._tokens += len(tokens)
+
+    def meta(self) -> dict[str, Any]:
+        return {"tokens": self._tokens, "hash": self._hash.hexdigest()}
+
+
+def copy_tokenizer(corpus: TokenCorpus, run: Path) -> None:
+    """Put the tokenizer of a corpus beside the run that trains on it."""
+    source = None if corpus.folder is None else tokenizer_file(corpus.tokenizer, corpus.folder)
+    if source is not None:
+        shutil.copyfile(source, run / source.name)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Tokenize text once, for `thinwire train --corpus FOLDER`."""
+
+    corpus: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Files or globs (.xz and .gz too), "stdlib" or "hub:NAME"."""
+    out: Path
+    """The folder to write."""
+    tokenizer: str = "bytes"
+    """bytes, bpe:SIZE (trained on the text), folder:PATH (of a Hugging Face model, for --init) or hub:NAME."""
+
+
+def main(argv: list[str]) -> int:
+    """``thinwire tokenize CORPUS ... --out FOLDER``."""
+    options: Any = read_options(Options, argv, "thinwire tokenize")
+    meta = tokenize(options.corpus, options.tokenizer, options.out)
+    print(
+        f"{meta['train']['tokens']:,} tokens to train on and {meta['valid']['tokens']:,} held out, "
+        f"{meta['dtype']}, vocabulary {meta['vocabulary']:,}: thinwire train --corpus {options.out}"
+    )
+    return 0

@@ -1,0 +1,127 @@
+"""Windows of tokens, and batches of them: a step's batch is a function of (seed, step, rank) alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from thinwire.base.errors import ThinwireError
+
+IGNORED = -100
+"""In place of a target that is not learnt: torch's cross entropy leaves it out."""
+DRAWN = 1 << 20
+"""Windows up to which the order of an epoch is drawn at once, and kept: 8 bytes each."""
+
+
+class TokenSequence(Protocol):
+    """Token ids of any length, of which a slice is a tensor: files that are read as they are needed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, wanted: slice) -> Tensor: ...
+
+    def digest(self) -> str:
+        """Give a hash of the tokens."""
+
+
+@dataclass
+class Windows:
+    """Windows of ``length`` + 1 tokens, each starting where the last one's targets ended, in an order per epoch.
+
+    Within an epoch no window comes twice; each epoch has an order of its own.
+
+    Attributes:
+        tokens: (T,) integers, on the CPU or in files.
+        count: number of windows.
+        targets_per_window: on average.
+    """
+
+    tokens: Tensor | TokenSequence
+    length: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.count = (len(self.tokens) - 1) // self.length
+        self.targets_per_window: float = self.length
+        self._epoch, self._order = -1, torch.empty(0)
+        if self.count < 1:
+            raise ThinwireError(
+                f"the corpus is too short: {len(self.tokens)} tokens, one sequence needs {self.length + 1}: "
+                "name more text with --corpus, or a shorter --seq-len"
+            )
+
+    @property
+    def order(self) -> str | None:
+        """Name of the way in which the order of an epoch comes about; None: it is drawn at once."""
+        return "permuted" if self.count > DRAWN else None
+
+    def digest(self) -> str:
+        """Give a hash of the tokens."""
+        if not isinstance(self.tokens, Tensor):
+            return self.tokens.digest()
+        return hashlib.blake2b(self.tokens.numpy().data, digest_size=8).hexdigest()
+
+    def window(self, index: int) -> Tensor:
+        """Give window number ``index`` of the text, (length + 1,)."""
+        start = index * self.length
+        return self.tokens[start : start + self.length + 1]
+
+    def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Give (inputs, targets), (count, length) int64 each, from number ``first`` of the endless order on."""
+        return _inputs_and_targets([self.window(index) for index in self.indices(first, count)])
+
+    def count_learnt(self, first: int, count: int) -> int:
+        """Count the targets that are learnt in ``count`` windows from number ``first`` of the order on."""
+        return count * self.length
+
+    def indices(self, first: int, count: int) -> Iterator[int]:
+        """Yield the index of each of ``count`` windows from number ``first`` of the endless shuffled order on."""
+        for number in range(first, first + count):
+            epoch, position = divmod(number, self.count)
+            seed = self.seed * 1_000_003 + epoch
+            if self.order == "permuted":
+                yield permuted(position, self.count, seed)
+                continue
+            if epoch != self._epoch:
+                generator = torch.Generator().manual_seed(seed)
+                self._epoch, self._order = epoch, torch.randperm(self.count, generator=generator)
+            yield int(self._order[position])
+
+    def spread(self, number: int) -> list[Tensor]:
+        """Give ``number`` windows spread evenly over the text: always the same."""
+        return [self.window(i * self.count // number) for i in range(number)]
+
+
+def permuted(index: int, count: int, seed: int) -> int:
+    """Compute where a permutation of ``range(count)`` puts ``index``, without its being kept anywhere.
+
+    A Feistel network of four rounds permutes the numbers of as many bits; a number beyond ``count`` is put through it
+    again (Black and Rogaway, 2002: "cycle walking").
+    """
+    half = (count.bit_length() + 1) // 2
+    while True:
+        high, low = divmod(index, 1 << half)
+        for turn in range(4):
+            drawn = hashlib.blake2b(f"{seed} {turn} {low}".encode(), digest_size=8).digest()
+            high, low = low, high ^ int.from_bytes(drawn) % (1 << half)
+        index = (high << half) + low
+        if index < count:
+            return index
+
+
+def _inputs_and_targets(windows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Pad shorter windows at the end; what is not learnt, a token's complement, is a token and no target."""
+    block = pad_sequence([window.long() for window in windows], batch_first=True, padding_value=~0)
+    inputs, targets = block[:, :-1], block[:, 1:]
+    return torch.where(inputs < 0, ~inputs, inputs).contiguous(), targets.masked_fill(targets < 0, IGNORED)
+
+
+def batches(windows: Sequence[Tensor], size: int) -> list[tuple[Tensor, Tensor]]:
+    """Put windows into batches of ``size``, as (inputs, targets)."""
+    return [_inputs_and_targets(windows[i : i + size]) for i in range(0, len(windows), size)]

@@ -1,0 +1,152 @@
+"""A run's folder: is it one for all ranks, or one per host; who keeps it; what was there before."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.base.files import remove
+from thinwire.train.job.collective import Collective
+
+LOCK_WAIT_S = 3.0
+"""A rank that was killed a moment ago may still hold its lock."""
+_RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml")
+_RUN_FILE = "|".join(map(re.escape, _RUN_FILES))
+_REMOVED = r"\.[0-9a-f]{8}\.old"
+_UNFINISHED = {
+    ".*": rf"\.({_RUN_FILE}|tokenizer(-bpe-\d+)?\.json)\.partial|\.checkpoints{_REMOVED}|\.rank-[0-9a-f]{{32}}-\d+",
+    "checkpoints/.*": rf"\.(latest|step-\d+)\.partial|\.(step-\d+|\.step-\d+\.partial){_REMOVED}",
+    "checkpoints/step-*/.*": r"\.(meta\.json|(model|rank-\d+)\.safetensors)\.partial",
+}
+"""The hidden names that are made here, by glob: --out may be a folder that holds more than the run."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """``--out`` of a run, locked for it.
+
+    Attributes:
+        homes: for each rank, the first of the ranks that see the same folder; all 0 where the folder is shared.
+    """
+
+    path: Path
+    homes: tuple[int, ...]
+    collective: Collective
+
+    @property
+    def is_keeper(self) -> bool:
+        """Does this rank keep the folder's common files? One rank per folder does."""
+        return self.homes[self.collective.rank] == self.collective.rank
+
+    def do_once(self, work: Callable[[], None]) -> None:
+        """Do ``work()`` once per folder, before any rank goes on. Collective."""
+        self.collective.do(work if self.is_keeper else lambda: None)
+
+    def check_free(self) -> None:
+        """Refuse to start another run where one has been. (A folder that was refused before a first step has none.)"""
+        in_use = (self.path / "metrics.jsonl").exists() or any((self.path / "checkpoints").glob("step-*"))
+        if any(self.collective.share(in_use)):
+            raise ThinwireError(
+                f"--out {self.path} holds a run already: --resume auto goes on with it, --overwrite removes it; "
+                "or choose another --out"
+            )
+
+    def clear(self) -> None:
+        """Remove what an earlier run left, checkpoints last: what is visible of those is always whole."""
+
+        def work() -> None:
+            for name in _RUN_FILES:
+                (self.path / name).unlink(missing_ok=True)
+            if (self.path / "checkpoints").exists():
+                remove(self.path / "checkpoints")
+
+        self.do_once(work)
+
+
+@contextlib.contextmanager
+def open_run_folder(path: Path, collective: Collective) -> Iterator[RunFolder]:
+    """Hold ``path`` for this run alone until the end of the block, or of this process. Collective.
+
+    Raises:
+        ThinwireError: it cannot be written to, or another run is using it.
+    """
+    folder = RunFolder(path, tuple(_find_homes(path, collective)), collective)
+    lock: IO[str] | None = None
+    try:
+        lock = collective.do(lambda: _lock(path) if folder.is_keeper else None)
+        folder.do_once(lambda: _sweep(path))
+        yield folder
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _find_homes(path: Path, collective: Collective) -> list[int]:
+    """Let each rank leave a mark in its folder, and see whose marks are there too."""
+    token = collective.share(uuid.uuid4().hex)[0]
+    marks = [path / f".rank-{token}-{rank}" for rank in range(collective.size)]
+
+    def leave_mark() -> None:
+        if path.exists() and not path.is_dir():
+            raise ThinwireError(f"--out {path} is a file: name a folder")
+        path.mkdir(parents=True, exist_ok=True)
+        marks[collective.rank].touch()
+
+    try:
+        collective.do(leave_mark)
+        return collective.gather(
+            lambda: next((rank for rank, mark in enumerate(marks) if mark.exists()), collective.rank)
+        )
+    finally:
+        with contextlib.suppress(OSError):
+            marks[collective.rank].unlink()
+
+
+def _lock(path: Path) -> IO[str]:
+    """Take the folder's lock, which the kernel lets go of when this process ends."""
+    lock = (path / ".lock").open("a+")
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            lock.seek(0)
+            holder = " ".join(lock.read(300).split()) or "another run"
+            lock.close()
+            raise ThinwireError(f"--out {path} is in use by {holder}: choose another, or wait for its end") from None
+        except OSError as error:
+            line = f"--out {path} cannot be locked ({error.strerror}): start no second run in it"
+            warnings.warn(line, ThinwireWarning, stacklevel=2)
+            break
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+    lock.flush()
+    return lock
+
+
+def _sweep(path: Path) -> None:
+    """Remove what a run that was killed left half made or half removed."""
+    for pattern, names in _UNFINISHED.items():
+        for leftover in path.glob(pattern):
+            if re.fullmatch(names, leftover.name):
+                if leftover.is_dir():
+                    shutil.rmtree(leftover, ignore_errors=True)  # a rank of the killed run may be at its end still
+                else:
+                    leftover.unlink(missing_ok=True)

@@ -1,0 +1,229 @@
+"""Setup of a training run: the ranks that meet, the text's windows, the wrapped model and its optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.base.elastic import init_process_group
+from thinwire.base.errors import LostRank, ThinwireError
+from thinwire.core.exchange import AllReduce
+from thinwire.core.names import describe
+from thinwire.methods import resolve
+from thinwire.network.comm import CountingComm, GroupComm
+from thinwire.network.ledger import Ledger
+from thinwire.optim import AdamS
+from thinwire.plan.plan import plan_of
+from thinwire.train.config import Config
+from thinwire.train.data.corpus import read_corpus, spans, split
+from thinwire.train.data.instruction_rows import read_rows
+from thinwire.train.data.token_files import copy_tokenizer, find_token_files
+from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
+from thinwire.train.data.windows import Windows
+from thinwire.train.job.collective import Collective
+from thinwire.train.job.run_folder import RunFolder
+from thinwire.train.model import pretrained
+from thinwire.train.model.pretrained import Pretrained
+from thinwire.train.model.shapes import ModelConfig
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks, and this one's place: ``comm`` reaches all (its bytes are not counted as the method's)."""
+
+    comm: GroupComm
+    local_rank: int
+    per_node: int
+    device: torch.device
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.comm.size // self.per_node)
+
+
+@contextlib.contextmanager
+def join_ranks(config: Config) -> Iterator[Ranks]:
+    """Join the other ranks, as torchrun's environment says; part from them at the end."""
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    if cuda and not torch.cuda.is_available():
+        raise ThinwireError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(config.threads)
+    try:
+        init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
+        assert dist.group.WORLD is not None
+        comm = GroupComm(dist.group.WORLD, Ledger(), device=device)
+        # A rank with nothing to do would leave before the others have reached it.
+        comm.all_reduce(torch.zeros(1, device=device))
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise ThinwireError(
+            f"rank {rank} could not reach the other {int(os.environ['WORLD_SIZE']) - 1} ranks at {address} within "
+            f"{config.timeout:g} s ({type(error).__name__}): are all of them started, and is the address right?"
+        ) from None
+    lost = False
+    try:
+        yield Ranks(comm, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
+    except (LostRank, RuntimeError):
+        lost = True  # without one of its ranks, taking a group down may wait as long as its collectives did
+        raise
+    finally:
+        if not lost:
+            dist.destroy_process_group()
+
+
+def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
+    """Put the model under torch's engine for data parallelism."""
+    if config.engine == "ddp":
+        return DistributedDataParallel(
+            model, device_ids=[ranks.device] if ranks.device.type == "cuda" else None, gradient_as_bucket_view=True,
+            bucket_cap_mb=bucket_mb(model, config, ranks),
+        )  # fmt: skip
+    size = ranks.comm.size
+    if config.engine == "fsdp2":
+        mesh = init_device_mesh(ranks.device.type, (size,))
+    else:
+        shard = config.shard_size or ranks.per_node
+        if size % shard:
+            raise ThinwireError(f"--shard-size {shard} does not divide {size} ranks")
+        mesh = init_device_mesh(ranks.device.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy)
+
+
+def bucket_mb(model: nn.Module, config: Config, ranks: Ranks) -> float | None:
+    """Choose the size of DDP's buckets: as the config says, else as suits the method; None: as torch has it."""
+    method = resolve(config.method)
+    if config.bucket_mb is not None or method.native:
+        return config.bucket_mb
+    exchange = AllReduce(CountingComm.like(ranks.comm, Ledger()))
+    return plan_of(method, describe(model).values(), exchange).bucket_cap_mb
+
+
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Make the optimizer that the config names; weight decay is on tensors of two or more dimensions only."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    if config.optimizer_name == "sgd":
+        return torch.optim.SGD(groups, lr=config.top_lr)
+    kind = AdamS if config.optimizer_name == "adams" else torch.optim.AdamW
+    return kind(groups, lr=config.top_lr, betas=config.betas)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs that are read before a run: its text, and the model that it fine-tunes.
+
+    Attributes:
+        pretrained: the model of --init; None: one is made from scratch.
+        shape: the model's; a dict where it is not one of ours.
+        train, valid: windows to train on, and to evaluate on.
+    """
+
+    pretrained: Pretrained | None
+    shape: ModelConfig | dict[str, Any]
+    tokenizer: Tokenizer
+    train: Windows
+    valid: Windows
+
+    def text_hashes(self, collective: Collective) -> list[str]:
+        """Hash the tokens of both texts, which have to be every rank's. Collective."""
+        line = "reads another text than rank 0: --corpus and --valid must be the same"
+        return _same_on_all(collective, lambda: [windows.digest() for windows in (self.train, self.valid)], line)
+
+    def model_hash(self, collective: Collective) -> str | None:
+        """Give the hash of the weights of --init, which have to be every rank's; None: there are none. Collective."""
+        if self.pretrained is None:
+            return None
+        digest = self.pretrained.digest
+        return _same_on_all(collective, lambda: digest, "has another model than rank 0: --init must be the same")
+
+
+def _same_on_all(collective: Collective, work: Callable[[], Any], line: str) -> Any:
+    values = collective.gather(work)
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise ThinwireError(f"rank {rank} {line}")
+    return values[0]
+
+
+def read_inputs(config: Config, folder: RunFolder) -> Inputs:
+    """Read the model of --init, the tokenizer and the text. Collective."""
+    collective = folder.collective
+    if config.init:
+        init = config.init
+        model = collective.do(lambda: pretrained.load(init, config.adapters))
+        folder.do_once(lambda: pretrained.save_hub_files(init, folder.path))
+        texts = collective.do(lambda: _read_pretrained_text(config, folder, model.vocabulary))
+        return Inputs(model, model.shape, *texts)
+    tokenizer, train, valid = _read_text(config, folder)
+    return Inputs(None, config.shape(tokenizer.vocabulary), tokenizer, train, valid)
+
+
+def _read_text(config: Config, folder: RunFolder) -> tuple[Tokenizer, Windows, Windows]:
+    """Read token files, or text, for which rank 0 trains a tokenizer where one is asked for. Collective."""
+    collective = folder.collective
+    corpus = collective.do(lambda: find_token_files(config.corpus, config.valid, config.tokenizer))
+    if corpus is not None:
+        folder.do_once(lambda: copy_tokenizer(corpus, folder.path))
+        tokenizer = collective.do(lambda: Tokenizer(corpus.tokenizer, (), folder.path, trains=False))
+        return tokenizer, *_windows(config, corpus.train, corpus.valid)
+
+    def make_tokenizer(trains: bool) -> Tokenizer:
+        return Tokenizer(config.tokenizer, spans([train_text]), folder.path, trains=trains, anew=config.overwrite)
+
+    train_text, valid_text = collective.do(lambda: _texts(config))
+    collective.do(lambda: make_tokenizer(True) if collective.rank == 0 else None)
+    if path := tokenizer_file(config.tokenizer, folder.path):
+        collective.copy(0, path, path if folder.is_keeper and collective.rank else None)
+    return collective.do(lambda: _encode(config, make_tokenizer(False), train_text, valid_text))
+
+
+def _read_pretrained_text(config: Config, folder: RunFolder, vocabulary: int) -> tuple[Tokenizer, Windows, Windows]:
+    """Read instructions, token files or text, with the tokenizer of --init."""
+    hub_files = folder.path / pretrained.HUB_FOLDER
+    tokenizer = Tokenizer(f"folder:{config.init}", (), hub_files, trains=False)
+    if (size := tokenizer.vocabulary) > vocabulary:
+        raise ThinwireError(f"--init {config.init}: its tokenizer has {size} tokens, its model {vocabulary}")
+    if config.data:
+        return tokenizer, *read_rows(
+            config.data, config.valid, pretrained.load_tokenizer(hub_files), config.sequence_length, config.seed,
+            warns=folder.collective.rank == 0,
+        )  # fmt: skip
+    corpus = find_token_files(config.corpus, config.valid, config.tokenizer, model=(tokenizer, vocabulary))
+    if corpus is not None:
+        return tokenizer, *_windows(config, corpus.train, corpus.valid)
+    return _encode(config, tokenizer, *_texts(config))
+
+
+def _texts(config: Config) -> tuple[str, str]:
+    """Read the text to train on, and that to evaluate on."""
+    text = read_corpus(config.corpus)
+    return (text, read_corpus(config.valid)) if config.valid else split(text)
+
+
+def _encode(config: Config, tokenizer: Tokenizer, train: str, valid: str) -> tuple[Tokenizer, Windows, Windows]:
+    return tokenizer, *_windows(config, tokenizer.encode(train), tokenizer.encode(valid))
+
+
+def _windows(config: Config, train: Any, valid: Any) -> tuple[Windows, Windows]:
+    return Windows(train, config.sequence_length, config.seed), Windows(valid, config.sequence_length)

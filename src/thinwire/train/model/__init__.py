@@ -1,0 +1,1 @@
+"""Models that are trained: decoders in plain torch and Hugging Face's, their export and text from them."""
