@@ -15,12 +15,12 @@ from thinwire.codecs.base import Residual
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import Positions, TopKIntegers
 from thinwire.ops import mask, sparse
-from thinwire.ops.sparse import Part, cpu, reference
+from thinwire.ops.sparse import ListSegment, cpu, reference
 
 POISON = -77
 
 
-def parts_of(*shapes: tuple[int, int], group: int = 8) -> tuple[Part, ...]:
+def parts_of(*shapes: tuple[int, int], group: int = 8) -> tuple[ListSegment, ...]:
     """Of (width, k) of each."""
     return Positions(shapes, group).lists
 
@@ -38,10 +38,11 @@ FEEDBACK = (None, "apart", "over the rows", "over the old")
 
 
 def check(
-    fast: ModuleType, parts: tuple[Part, ...], kind: str | None = None, device: str = "cpu", ways: tuple = FEEDBACK
-) -> None:
+    fast: ModuleType, parts: tuple[ListSegment, ...], kind: str | None = None, device: str = "cpu",
+    ways: tuple = FEEDBACK,
+) -> None:  # fmt: skip
     """All operations on rows that lie apart, into poisoned memory: nothing is written beside what is theirs."""
-    n, m = parts[-1].start + parts[-1].width, parts[-1].place + -(-parts[-1].k // 64) * 64
+    n, m = parts[-1].start + parts[-1].width, parts[-1].list_start + -(-parts[-1].k // 64) * 64
     wide = gaussian(4, n + 128, seed=n).to(device)
     if kind is not None:
         SPECIAL[kind](wide[:2])
@@ -84,11 +85,11 @@ MIXED = parts_of(
 """Of both kinds, some of them just below and above where they meet; with 40 of 64 * 37 both take the same."""
 
 
-def check_packing(fast: ModuleType, parts: tuple[Part, ...], device: str = "cpu") -> None:
+def check_packing(fast: ModuleType, parts: tuple[ListSegment, ...], device: str = "cpu") -> None:
     """Positions that anybody may have chosen: ``fast`` writes what the reference writes, and both read it."""
     n, size = parts[-1].start + parts[-1].width, sparse.packed_bytes(parts)
     generator = torch.Generator().manual_seed(n)
-    found = torch.full((3, parts[-1].place + parts[-1].k), -1, dtype=torch.int32)
+    found = torch.full((3, parts[-1].list_start + parts[-1].k), -1, dtype=torch.int32)
     for row in found:
         for start, width, k, place in parts:
             row[place : place + k] = start + torch.randperm(width, generator=generator)[:k].sort().values
@@ -112,7 +113,7 @@ def test_positions_of_any_density(width):
 
 
 def test_parts_of_both_kinds_in_a_row():
-    assert [part.low for part in MIXED] == [8, 4, 8, 8, 8, 4, 8, 8, 4, 4, 8, 4]
+    assert [part.low_bits for part in MIXED] == [8, 4, 8, 8, 8, 4, 8, 8, 4, 4, 8, 4]
     check_packing(cpu, MIXED)
 
 
@@ -123,9 +124,9 @@ def test_the_size_of_positions():
             sizes = {
                 low: 8 * (math.ceil((k + math.ceil(width / 2**low)) / 64) + math.ceil(k * low / 64)) for low in (8, 4)
             }
-            part = Part(0, width, k, 0)
-            assert part.low == (8 if sizes[8] <= sizes[4] else 4)
-            assert part.nbytes == min(sizes.values()) and part.string % 8 == 0
+            part = ListSegment(0, width, k, 0)
+            assert part.low_bits == (8 if sizes[8] <= sizes[4] else 4)
+            assert part.nbytes == min(sizes.values()) and part.high_bytes % 8 == 0
             if width == 1 << 20 and k:
                 bits = min(9 + width / (256 * k), 5 + width / (16 * k))
                 assert 0 <= 8 * part.nbytes - k * bits < 128
@@ -181,7 +182,7 @@ def test_what_no_packing_says_is_refused():
 
 def test_what_no_packing_says_is_refused_with_four_bits():
     parts = parts_of((128, 40), (64, 21), group=1)
-    assert [part.low for part in parts] == [4, 4] and parts[0].nbytes == 32
+    assert [part.low_bits for part in parts] == [4, 4] and parts[0].nbytes == 32
     found = torch.cat([torch.arange(88, 128), torch.arange(128, 170, 2)])[None].int()
     wire = sparse.pack(found, parts, torch.empty(1, sparse.packed_bytes(parts), dtype=torch.uint8))
     assert torch.equal(sparse.unpack(wire, parts, torch.empty_like(found)), found)

@@ -39,7 +39,7 @@ def chosen(parts: Parts, rows: int, seed: int, holes: bool = False) -> tuple[Ten
     h = torch.randn(rows, n, generator=torch.Generator().manual_seed(seed))
     found = torch.empty(rows, parts.k, dtype=torch.int32)
     sent = torch.empty(rows, parts.k)
-    listed = tuple(sparse.Part(part.start, part.width, part.k, part.place) for part in parts)
+    listed = tuple(sparse.ListSegment(part.start, part.width, part.k, part.place) for part in parts)
     sparse.largest(h, None, listed, h.clone(), found, sent)
     words = mask.from_indices(found, torch.empty(rows, n // mask.WORD, dtype=torch.int64))
     if holes:

@@ -41,6 +41,8 @@ MODULES = (adams, direction, mask, moments, projection, quant, packing, shards, 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 NAMES = """
+*fp32  next_moment residual_out v_out
+*i32   bit_offsets positions segments shifts slots
 i64    seed
 fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
 *fp32  rows total old payload new out signs scales shares gradient residual moment values mean
@@ -99,7 +101,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._from_lists, {}, {"BLOCK": mask.WORDS}
     yield mask._pack, {}, {"BLOCK": 64} | aligned
     yield mask._unpack, {}, block | aligned
-    of = {"parts": "*i64"}
+    of = {"parts": "*i64", "segments": "*i64"}
     counted = {"BLOCK": sparse.COUNTED} | aligned
     for number, (_, bins) in enumerate(sparse.DIGITS):
         first = number == 0

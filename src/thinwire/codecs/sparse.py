@@ -40,11 +40,11 @@ class Positions:
     group: int = 1
 
     @functools.cached_property
-    def lists(self) -> tuple[sparse.Part, ...]:
+    def lists(self) -> tuple[sparse.ListSegment, ...]:
         """Where the positions of each part stand in a row of all of them."""
         found, start, place = [], 0, 0
         for width, k in self.parts:
-            found.append(sparse.Part(start, width, k, place))
+            found.append(sparse.ListSegment(start, width, k, place))
             start, place = start + width, place + padded(k, self.group)
         return tuple(found)
 

@@ -149,7 +149,7 @@ class TAGC(ErrorFeedback):
 
         Where all of a tensor is sent, this is still what its sketch would be sized from.
         """
-        listed = tuple(sparse.Part(part.start, part.width, part.k, part.place) for part in parts)
+        listed = tuple(sparse.ListSegment(part.start, part.width, part.k, part.place) for part in parts)
         sparse.largest(rows, old, listed, h, found, sent)
         masks.from_indices(found, words)
 

@@ -129,7 +129,7 @@ class Masks:
         self._places: tuple[float, Places, int] | None = None
         self._bits, self._length = self._place(0)  # as bits: one for each score
         self._scores: Tensor | None = None  # what this rank chooses by, its chunks side by side
-        self._first: tuple[tuple[sparse.Part, ...], Tensor] | None = None  # see ``_starts``
+        self._first: tuple[tuple[sparse.ListSegment, ...], Tensor] | None = None  # see ``_starts``
         self._index: tuple[list[tuple[int, int]], Tensor] | None = None  # see ``_joined``
         self._message: Tensor | None = None  # what this rank has chosen for the next step
         self._work: Work | None = None  # everybody's messages, under way
@@ -167,7 +167,7 @@ class Masks:
         if self._message is None or len(self._message) < length:
             self._message = torch.zeros(length, dtype=torch.uint8, device=scores.device)
         parts = sorted(
-            sparse.Part(8 * bits.start, chunk.width, self._schedule.k(chunk.span, step), at.start // 4)
+            sparse.ListSegment(8 * bits.start, chunk.width, self._schedule.k(chunk.span, step), at.start // 4)
             for name, chunks in self._chunks.items()
             for chunk, (choosers, bits), (_, at) in zip(chunks, self._bits[name], places[name], strict=True)
             if self._exchange.rank in range(choosers.start, choosers.stop)
@@ -178,7 +178,7 @@ class Masks:
         if not listed:
             sparse.marked(rows, tuple(parts), self._message[: rows.shape[1] // 8].view(torch.int64).view(1, -1))
             return self._message[:length]
-        ends = [*(part.place for part in parts[1:]), parts[-1].place + padded(parts[-1].k, 2)]
+        ends = [*(part.list_start for part in parts[1:]), parts[-1].list_start + padded(parts[-1].k, 2)]
         found = self._message[: 4 * ends[-1]].view(torch.int32).view(1, -1)
         sparse.largest(rows, None, tuple(parts), None, found, torch.empty_like(found, dtype=torch.float32))
         # Positions travel as those of their own chunk; the padding, which travels and is saved, is 0.
@@ -286,11 +286,11 @@ class Masks:
             places[name].append((slice(least * rows, (least + 1) * rows), slice(first, ends[least])))
         return places, max(ends)
 
-    def _starts(self, parts: tuple[sparse.Part, ...], ends: tuple[int, ...]) -> Tensor:
+    def _starts(self, parts: tuple[sparse.ListSegment, ...], ends: tuple[int, ...]) -> Tensor:
         """(m,) int32: of each position in a list of all ``parts`` the first column of its own."""
         if self._first is None or self._first[0] != parts:
             assert self._scores is not None
-            widths = torch.tensor([end - part.place for part, end in zip(parts, ends, strict=True)])
+            widths = torch.tensor([end - part.list_start for part, end in zip(parts, ends, strict=True)])
             starts = torch.tensor([part.start for part in parts], dtype=torch.int32)
             self._first = parts, starts.repeat_interleave(widths).to(self._scores.device)
         return self._first[1]

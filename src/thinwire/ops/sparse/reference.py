@@ -14,72 +14,74 @@ from thinwire.ops.mask import reference as masks
 from thinwire.ops.mask import topk_mask
 
 if TYPE_CHECKING:
-    from thinwire.ops.sparse import Part
+    from thinwire.ops.sparse import ListSegment
 
 
 def largest(
-    rows: Tensor, old: Tensor | None, parts: tuple[Part, ...], new: Tensor | None, found: Tensor, payload: Tensor
-) -> None:
-    total = rows if old is None else rows + old
-    if new is not None:
-        new.copy_(total)
-    found.fill_(-1)
-    for start, width, k, place in parts:
+    rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
+    positions: Tensor, payload: Tensor,
+) -> None:  # fmt: skip
+    total = rows if residual is None else rows + residual
+    if total_out is not None:
+        total_out.copy_(total)
+    positions.fill_(-1)
+    for start, width, k, list_start in segments:
         words = torch.empty(len(rows), width // masks.WORD, dtype=torch.int64, device=rows.device)
         masks.topk_mask(total[:, start : start + width], k, words)
-        masks.indices(words, found[:, place : place + k])
-        found[:, place : place + k] += start
-    payload.copy_(total.gather(1, found.clamp(min=0).long()).masked_fill_(found < 0, 0))
+        masks.indices(words, positions[:, list_start : list_start + k])
+        positions[:, list_start : list_start + k] += start
+    payload.copy_(total.gather(1, positions.clamp(min=0).long()).masked_fill_(positions < 0, 0))
 
 
-def marked(rows: Tensor, parts: tuple[Part, ...], words: Tensor) -> None:
+def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
     words.zero_()
-    for start, width, k, _ in parts:
+    for start, width, k, _ in segments:
         topk_mask(rows[:, start : start + width], k, words[:, start // masks.WORD : (start + width) // masks.WORD])
 
 
 NOT_A_WIRE = "a wire of positions does not hold as many as it should, or one beyond its columns, or out of order"
 
 
-def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> None:
+def pack(positions: Tensor, segments: tuple[ListSegment, ...], wire: Tensor) -> None:
     wire.zero_()
-    for part, string, low in _places(parts, wire):
-        at = found[:, part.place : part.place + part.k] - part.start
-        bits = torch.zeros(len(wire), 8 * part.string, dtype=torch.int32, device=wire.device)
-        _write(bits.scatter_(1, ((at >> part.low) + _count(at)).long(), 1), 1, string)
-        lower = at.new_zeros(len(wire), 8 * low.shape[1] // part.low)
-        lower[:, : part.k] = at & (1 << part.low) - 1
-        _write(lower, part.low, low)
+    for segment, high, low in _split_wire(segments, wire):
+        columns = positions[:, segment.list_start : segment.list_start + segment.k] - segment.start
+        bits = torch.zeros(len(wire), 8 * segment.high_bytes, dtype=torch.int32, device=wire.device)
+        _write(bits.scatter_(1, ((columns >> segment.low_bits) + _count(columns)).long(), 1), 1, high)
+        entries = columns.new_zeros(len(wire), 8 * low.shape[1] // segment.low_bits)
+        entries[:, : segment.k] = columns & (1 << segment.low_bits) - 1
+        _write(entries, segment.low_bits, low)
 
 
-def unpack(wire: Tensor, parts: tuple[Part, ...], found: Tensor) -> None:
-    found.fill_(-1)
-    for part, string, low in _places(parts, wire):
-        bits, seen = _read(string, 1), devices.streams(wire.device) is None  # a GPU is not waited for
-        if seen and bool((bits.sum(1) != part.k).any()):
+def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -> None:
+    positions.fill_(-1)
+    for segment, high, low in _split_wire(segments, wire):
+        bits, is_checked = _read(high, 1), devices.streams(wire.device) is None  # a GPU is not waited for
+        if is_checked and bool((bits.sum(1) != segment.k).any()):
             raise ThinwireError(NOT_A_WIRE)
-        at = bits.nonzero()[:, 1].view(len(wire), part.k).int()
-        columns = (at - _count(at) << part.low) + _read(low, part.low)[:, : part.k]
-        if seen and bool((columns >= part.width).any() or (columns[:, 1:] <= columns[:, :-1]).any()):
+        ones = bits.nonzero()[:, 1].view(len(wire), segment.k).int()
+        columns = (ones - _count(ones) << segment.low_bits) + _read(low, segment.low_bits)[:, : segment.k]
+        if is_checked and bool((columns >= segment.width).any() or (columns[:, 1:] <= columns[:, :-1]).any()):
             raise ThinwireError(NOT_A_WIRE)
-        found[:, part.place : part.place + part.k] = columns + part.start
+        positions[:, segment.list_start : segment.list_start + segment.k] = columns + segment.start
 
 
-def put(payload: Tensor, found: Tensor, out: Tensor) -> None:
-    for row, values, at in zip(out, payload, found, strict=True):
-        row[at[at >= 0].long()] = values[at >= 0]
+def put(payload: Tensor, positions: Tensor, out: Tensor) -> None:
+    for row, values, columns in zip(out, payload, positions, strict=True):
+        row[columns[columns >= 0].long()] = values[columns >= 0]
 
 
-def sum_at(payload: Tensor, found: Tensor, parts: tuple[Part, ...], out: Tensor, scale: float) -> None:
+def sum_at(payload: Tensor, positions: Tensor, segments: tuple[ListSegment, ...], out: Tensor, scale: float) -> None:
     out.zero_()
-    for values, at in zip(payload, found, strict=True):
-        out[at[at >= 0].long()] += values[at >= 0]
+    for values, columns in zip(payload, positions, strict=True):
+        out[columns[columns >= 0].long()] += values[columns >= 0]
     if scale != 1.0:
         out.mul_(scale)
 
 
-def _count(at: Tensor) -> Tensor:
-    return torch.arange(at.shape[1], dtype=torch.int32, device=at.device)
+def _count(entries: Tensor) -> Tensor:
+    """Count the entries of a row: (k,) int32."""
+    return torch.arange(entries.shape[1], dtype=torch.int32, device=entries.device)
 
 
 def _write(entries: Tensor, bits: int, octets: Tensor) -> None:
@@ -89,14 +91,14 @@ def _write(entries: Tensor, bits: int, octets: Tensor) -> None:
 
 
 def _read(octets: Tensor, bits: int) -> Tensor:
-    """The entries, int32."""
+    """Read the entries (R, 8 m / bits), int32, of ``octets`` (R, m)."""
     return (octets.int().unsqueeze(2) >> torch.arange(0, 8, bits, device=octets.device) & (1 << bits) - 1).flatten(1)
 
 
-def _places(parts: tuple[Part, ...], wire: Tensor) -> Iterator[tuple[Part, Tensor, Tensor]]:
-    """Of each part its string and its lower bits, views of ``wire``."""
+def _split_wire(segments: tuple[ListSegment, ...], wire: Tensor) -> Iterator[tuple[ListSegment, Tensor, Tensor]]:
+    """Split ``wire`` into each segment's high and lower bits, views of it."""
     first = 0
-    for part in parts:
-        low, end = first + part.string, first + part.nbytes
-        yield part, wire[:, first:low], wire[:, low:end]
+    for segment in segments:
+        middle, end = first + segment.high_bytes, first + segment.nbytes
+        yield segment, wire[:, first:middle], wire[:, middle:end]
         first = end

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Triton kernels for CUDA tensors (and CPU tensors under ``TRITON_INTERPRET=1``), the same bits as ``reference``.
 
-One launch per stage for all parts of all rows. The k-th size of each part is found digit by digit, from the highest:
-how many values have which digit is counted, and the digit is the one among whose values the k-th is; from then on only
-values with that digit count. What is chosen knows its place in the list from the chosen in the blocks before its own.
+One launch per stage for all segments of all rows. The k-th size of each segment is found digit by digit, from the
+highest: how many values have which digit is counted, and the digit is the one among whose values the k-th is; from then
+on only values with that digit count. A chosen column's index in the list is the number of those chosen before it.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from thinwire.ops.mask.triton import _place, directory, from_indices
 from thinwire.ops.programs import programs_of
 
 if TYPE_CHECKING:
-    from thinwire.ops.sparse import Part
+    from thinwire.ops.sparse import ListSegment
 
 BLOCK = 512
 """Columns, or entries of a list, of one program."""
 COUNTED = 4096
 """Columns of which one program counts the digits."""
 DIGITS = ((20, 1 << 11), (9, 1 << 11), (0, 1 << 9))
-"""The lowest bit of each, and how many there are: of the 31 bits of a size."""
+"""The lowest bit of each digit of a size, which has 31 bits, and how many values it has."""
 
 NAN = tl.constexpr(0x7F800001)
 """Any NaN, as a size: all are equal, and larger than infinity."""
 
 
 @triton.jit
-def _part_of(programs, parts, COLUMNS: tl.constexpr):
-    """This program's row, the number of its part, and what ``parts`` says of that from its second column on."""
+def _segment_of(programs, segments, COLUMNS: tl.constexpr):
+    """Find this program's row, the number of its segment, and the address of that segment's fields."""
     number = tl.load(programs + tl.program_id(0)).to(tl.int64)
-    return tl.program_id(1).to(tl.int64), number, parts + number * COLUMNS
+    return tl.program_id(1).to(tl.int64), number, segments + number * COLUMNS
 
 
 @triton.jit
@@ -50,70 +50,74 @@ def _size(values):
 
 @kernel
 def _count(
-    rows, stride, old, old_stride, new, new_stride, programs, parts, state, counts, count_parts, shift,
-    FIRST: tl.constexpr, FEEDBACK: tl.constexpr, KEEP: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, stride, residual, residual_stride, total, total_stride, programs, segments, state, counts, segment_count,
+    shift, FIRST: tl.constexpr, FEEDBACK: tl.constexpr, KEEP: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """``counts`` of the digit at ``shift`` among the sizes that begin with the digits in ``state``; first h -> new."""
-    row, number, part = _part_of(programs, parts, 8)
-    at = (tl.program_id(0) - tl.load(part + 4)) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.load(part + 1) // 16 * 16
-    start = tl.load(part)
-    values = tl.load(row_of(rows + start, stride, row, ALIGN) + at, mask=inside, other=0)
+    """Add up ``counts`` of the digit at ``shift`` among the sizes that begin with the digits in ``state``.
+
+    The first launch makes ``total`` = ``rows`` + ``residual``.
+    """
+    row, number, segment = _segment_of(programs, segments, 8)
+    column = (tl.program_id(0) - tl.load(segment + 4)) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < tl.load(segment + 1) // 16 * 16
+    start = tl.load(segment)
+    values = tl.load(row_of(rows + start, stride, row, ALIGN) + column, mask=inside, other=0)
     if FEEDBACK:
-        values += tl.load(row_of(old + start, old_stride, row, ALIGN) + at, mask=inside, other=0)
+        values += tl.load(row_of(residual + start, residual_stride, row, ALIGN) + column, mask=inside, other=0)
     if KEEP:
-        tl.store(row_of(new + start, new_stride, row, ALIGN) + at, values, mask=inside)
-    size, which = _size(values), row * count_parts + number
+        tl.store(row_of(total + start, total_stride, row, ALIGN) + column, values, mask=inside)
+    size, entry = _size(values), row * segment_count + number
     if not FIRST:
-        known = tl.load(state + which * 2)
-        inside = inside & ((size >> shift) // BINS == (known >> shift) // BINS)
-    found = tl.histogram((size >> shift) % BINS, BINS, mask=inside)
-    to = counts + which * BINS + tl.arange(0, BINS)
-    tl.atomic_add(to, found, mask=found > 0, sem="relaxed")
+        digits = tl.load(state + entry * 2)
+        inside = inside & ((size >> shift) // BINS == (digits >> shift) // BINS)
+    histogram = tl.histogram((size >> shift) % BINS, BINS, mask=inside)
+    target = counts + entry * BINS + tl.arange(0, BINS)
+    tl.atomic_add(target, histogram, mask=histogram > 0, sem="relaxed")
 
 
 @kernel
-def _digit(parts, state, counts, count_parts, shift, FIRST: tl.constexpr, BINS: tl.constexpr):
-    """The next digit of the k-th size -> ``state``: the digits so far, and how many values with them are chosen.
+def _digit(segments, state, counts, segment_count, shift, FIRST: tl.constexpr, BINS: tl.constexpr):
+    """Write the next digit of the k-th size to ``state``: the digits so far, and how many values with them are chosen.
 
     ``counts`` become zeros.
     """
     row, number = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
-    state += (row * count_parts + number) * 2
+    state += (row * segment_count + number) * 2
     if FIRST:
-        known, left = 0, tl.load(parts + number * 8 + 2).to(tl.int32)
+        digits, remaining = 0, tl.load(segments + number * 8 + 2).to(tl.int32)
     else:
-        known, left = tl.load(state), tl.load(state + 1)
+        digits, remaining = tl.load(state), tl.load(state + 1)
     digit = tl.arange(0, BINS)
-    counts += (row * count_parts + number) * BINS + digit
+    counts += (row * segment_count + number) * BINS + digit
     count = tl.load(counts)
-    from_here = tl.cumsum(count, 0, reverse=True)
-    chosen = tl.maximum(tl.sum((from_here >= left).to(tl.int32), 0) - 1, 0)
-    tl.store(state, known | (chosen << shift))
-    tl.store(state + 1, left - tl.sum(tl.where(digit > chosen, count, 0), 0))
+    count_from = tl.cumsum(count, 0, reverse=True)
+    chosen = tl.maximum(tl.sum((count_from >= remaining).to(tl.int32), 0) - 1, 0)
+    tl.store(state, digits | (chosen << shift))
+    tl.store(state + 1, remaining - tl.sum(tl.where(digit > chosen, count, 0), 0))
     tl.store(counts, tl.zeros((BINS,), tl.int32))
 
 
 @triton.jit
-def _compared(total, stride, programs, parts, state, count_parts, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    """Of this program's columns: the part, their values, which are above the k-th size, which equal it."""
-    row, number, part = _part_of(programs, parts, 8)
-    at = (tl.program_id(0) - tl.load(part + 4)) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.load(part + 1) // 16 * 16
-    values = tl.load(row_of(total + tl.load(part), stride, row, ALIGN) + at, mask=inside, other=0)
-    state += (row * count_parts + number) * 2
+def _compared(total, stride, programs, segments, state, segment_count, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+    """Compare this program's columns with the k-th size: their segment, values, which are above it, which equal it."""
+    row, number, segment = _segment_of(programs, segments, 8)
+    column = (tl.program_id(0) - tl.load(segment + 4)) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < tl.load(segment + 1) // 16 * 16
+    values = tl.load(row_of(total + tl.load(segment), stride, row, ALIGN) + column, mask=inside, other=0)
+    state += (row * segment_count + number) * 2
     threshold = tl.load(state)
-    return part, at, values, inside & (_size(values) > threshold), inside & (_size(values) == threshold), state + 1
+    above, equal = inside & (_size(values) > threshold), inside & (_size(values) == threshold)
+    return segment, column, values, above, equal, state + 1
 
 
 @kernel
 def _tally(
-    total, stride, programs, parts, state, tallies, tallies_stride, count_parts, BLOCK: tl.constexpr,
+    total, stride, programs, segments, state, tallies, tallies_stride, segment_count, BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """``tallies`` (2 R, 1 + programs): how many are above the k-th size, and how many equal it; a zero before them."""
-    _, _, _, above, equal, _ = _compared(total, stride, programs, parts, state, count_parts, BLOCK, ALIGN)
+    """Count in ``tallies`` (2 R, 1 + programs), after a zero, those above the k-th size and those that equal it."""
+    _, _, _, above, equal, _ = _compared(total, stride, programs, segments, state, segment_count, BLOCK, ALIGN)
     tallies += 2 * tl.program_id(1).to(tl.int64) * tallies_stride
     first = tl.program_id(0) == 0
     tl.store(tallies, 0, mask=first)
@@ -124,70 +128,68 @@ def _tally(
 
 
 @triton.jit
-def _before(tallies, first, flags):
-    """Of each of this program's columns: how many of its part's ``flags`` are before it."""
+def _count_before(tallies, first, flags):
+    """Count for each of this program's columns how many of its segment's ``flags`` are before it."""
     bits = flags.to(tl.int32)
     return tl.load(tallies + tl.program_id(0)) - tl.load(tallies + first) + tl.cumsum(bits, 0) - bits
 
 
 @kernel
 def _list(
-    total, stride, programs, parts, state, tallies, tallies_stride, found, found_stride, payload, payload_stride,
-    count_parts, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    total, stride, programs, segments, state, tallies, tallies_stride, positions, positions_stride, payload,
+    payload_stride, segment_count, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    part, at, values, above, equal, ties = _compared(
-        total, stride, programs, parts, state, count_parts, BLOCK, ALIGN
-    )  # fmt: skip
+    segment, column, values, above, equal, ties = _compared(
+        total, stride, programs, segments, state, segment_count, BLOCK, ALIGN
+    )
     row = tl.program_id(1).to(tl.int64)
     tallies += 2 * row * tallies_stride
-    first, ties = tl.load(part + 4), tl.load(ties)
-    equals = _before(tallies + tallies_stride, first, equal)
-    place = tl.load(part + 3) + _before(tallies, first, above) + tl.minimum(equals, ties)
-    chosen = above | (equal & (equals < ties))
-    tl.store(found + row * found_stride + place, (tl.load(part) + at).to(tl.int32), mask=chosen)
-    tl.store(payload + row * payload_stride + place, values, mask=chosen)
+    first, ties = tl.load(segment + 4), tl.load(ties)
+    equals_before = _count_before(tallies + tallies_stride, first, equal)
+    list_index = tl.load(segment + 3) + _count_before(tallies, first, above) + tl.minimum(equals_before, ties)
+    chosen = above | (equal & (equals_before < ties))
+    tl.store(positions + row * positions_stride + list_index, (tl.load(segment) + column).to(tl.int32), mask=chosen)
+    tl.store(payload + row * payload_stride + list_index, values, mask=chosen)
 
 
 @triton.jit
-def _lower(words, part, i, bits):
-    """Where the lower bits of the i-th positions are: their words, which come after the string's, and the bit."""
-    bit = i * bits
-    return words + tl.load(part + 6) // 8 + bit // 64, bit % 64
+def _low_bits_of(words, segment, i, low_bits):
+    """Find the lower bits of the i-th positions: their words, which come after those of the high bits, and the bit."""
+    bit = i * low_bits
+    return words + tl.load(segment + 6) // 8 + bit // 64, bit % 64
 
 
 @kernel
-def _pack(
-    found, found_stride, words, words_stride, programs, parts, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``words`` are zeros: of each several programs may set bits."""
-    row, _, part = _part_of(programs, parts, 8)
-    i = (tl.program_id(0) - tl.load(part + 4)) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < tl.load(part + 2)
-    at = tl.load(found + row * found_stride + tl.load(part + 3) + i, mask=inside, other=0).to(tl.int64)
-    at -= tl.load(part)
-    inside = inside & (at >= 0) & (at < tl.load(part + 1))
-    bits = tl.load(part + 7)
-    words += row * words_stride + tl.load(part + 5) // 8
-    place, low = _lower(words, part, i, bits)
-    tl.atomic_or(place, (at & ((1 << bits) - 1)) << low, mask=inside, sem="relaxed")
-    bit = (at >> bits) + i
-    one = tl.full((BLOCK,), 1, tl.int64) << (bit & 63)
-    tl.atomic_or(words + (bit >> 6), one, mask=inside, sem="relaxed")
+def _pack(positions, positions_stride, words, words_stride, programs, segments, BLOCK: tl.constexpr):
+    """Set bits of ``words``, zeros before; several programs may share a word."""
+    row, _, segment = _segment_of(programs, segments, 8)
+    i = (tl.program_id(0) - tl.load(segment + 4)) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < tl.load(segment + 2)
+    column = tl.load(positions + row * positions_stride + tl.load(segment + 3) + i, mask=inside, other=0).to(tl.int64)
+    column -= tl.load(segment)
+    inside = inside & (column >= 0) & (column < tl.load(segment + 1))
+    low_bits = tl.load(segment + 7)
+    words += row * words_stride + tl.load(segment + 5) // 8
+    low_word, shift = _low_bits_of(words, segment, i, low_bits)
+    tl.atomic_or(low_word, (column & ((1 << low_bits) - 1)) << shift, mask=inside, sem="relaxed")
+    bit = (column >> low_bits) + i
+    bit_mask = tl.full((BLOCK,), 1, tl.int64) << (bit & 63)
+    tl.atomic_or(words + (bit >> 6), bit_mask, mask=inside, sem="relaxed")
 
 
 @triton.jit
-def _string(words, stride, programs, parts, BLOCK: tl.constexpr):
-    """Of this program's bits of a string: row, part, its words, their places, and which are ones."""
-    row, _, part = _part_of(programs, parts, 8)
-    bit = (tl.program_id(0) - tl.load(part + 4)) * BLOCK + tl.arange(0, BLOCK)
-    words += row * stride + tl.load(part + 5) // 8
-    word = tl.load(words + bit // 64, mask=bit < 8 * tl.load(part + 6), other=0)
-    return row, part, words, bit, ((word >> (bit % 64)) & 1) != 0
+def _high_bits(words, stride, programs, segments, BLOCK: tl.constexpr):
+    """Read this program's high bits: their row, segment, the segment's words, their numbers, and which are ones."""
+    row, _, segment = _segment_of(programs, segments, 8)
+    bit = (tl.program_id(0) - tl.load(segment + 4)) * BLOCK + tl.arange(0, BLOCK)
+    words += row * stride + tl.load(segment + 5) // 8
+    word = tl.load(words + bit // 64, mask=bit < 8 * tl.load(segment + 6), other=0)
+    return row, segment, words, bit, ((word >> (bit % 64)) & 1) != 0
 
 
 @kernel
-def _ones(words, words_stride, programs, parts, tallies, tallies_stride, BLOCK: tl.constexpr):
-    row, _, _, _, ones = _string(words, words_stride, programs, parts, BLOCK)
+def _ones(words, words_stride, programs, segments, tallies, tallies_stride, BLOCK: tl.constexpr):
+    row, _, _, _, ones = _high_bits(words, words_stride, programs, segments, BLOCK)
     tallies += row * tallies_stride
     tl.store(tallies, 0, mask=tl.program_id(0) == 0)
     tl.store(tallies + tl.program_id(0) + 1, tl.sum(ones.to(tl.int32), 0))
@@ -195,140 +197,142 @@ def _ones(words, words_stride, programs, parts, tallies, tallies_stride, BLOCK: 
 
 @kernel
 def _unpack(
-    words, words_stride, programs, parts, tallies, tallies_stride, found, found_stride, BLOCK: tl.constexpr,
+    words, words_stride, programs, segments, tallies, tallies_stride, positions, positions_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, part, words, bit, ones = _string(words, words_stride, programs, parts, BLOCK)
-    i = _before(tallies + row * tallies_stride, tl.load(part + 4), ones)
-    inside = ones & (i < tl.load(part + 2))
-    bits = tl.load(part + 7)
-    place, low = _lower(words, part, i, bits)
-    at = ((bit - i) << bits) + (tl.load(place, mask=inside, other=0) >> low & ((1 << bits) - 1))
-    to = found + row * found_stride + tl.load(part + 3) + i
-    tl.store(to, (tl.load(part) + at).to(tl.int32), mask=inside & (at < tl.load(part + 1)))
+    row, segment, words, bit, ones = _high_bits(words, words_stride, programs, segments, BLOCK)
+    i = _count_before(tallies + row * tallies_stride, tl.load(segment + 4), ones)
+    inside = ones & (i < tl.load(segment + 2))
+    low_bits = tl.load(segment + 7)
+    low_word, shift = _low_bits_of(words, segment, i, low_bits)
+    column = ((bit - i) << low_bits) + (tl.load(low_word, mask=inside, other=0) >> shift & ((1 << low_bits) - 1))
+    target = positions + row * positions_stride + tl.load(segment + 3) + i
+    tl.store(target, (tl.load(segment) + column).to(tl.int32), mask=inside & (column < tl.load(segment + 1)))
 
 
 @kernel
-def _put(payload, payload_stride, found, found_stride, out, stride, m, BLOCK: tl.constexpr):
+def _put(payload, payload_stride, positions, positions_stride, out, stride, m, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    at = tl.load(found + row * found_stride + i, mask=i < m, other=-1)
+    column = tl.load(positions + row * positions_stride + i, mask=i < m, other=-1)
     values = tl.load(payload + row * payload_stride + i, mask=i < m, other=0)
-    tl.store(out + row * stride + at, values, mask=at >= 0)
+    tl.store(out + row * stride + column, values, mask=column >= 0)
 
 
 @kernel
 def _sum_at(
-    payload, payload_stride, words, words_stride, before, before_stride, places, out, scale, peers, n, k,
+    payload, payload_stride, words, words_stride, bit_offsets, bit_offsets_stride, shifts, out, scale, peers, n, k,
     BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """``places``: of each 64 columns, how far the entries of their part are from where they would be in a list without
-    anything between the parts."""
+    """``shifts``: how far the entries of each 64 columns' segment lie behind where they would be in a list without
+    anything between the segments."""
     block = tl.program_id(0).to(tl.int64)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n // 16 * 16
-    shift = tl.load(places + at // 64, mask=inside, other=0)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < n // 16 * 16
+    shift = tl.load(shifts + column // 64, mask=inside, other=0)
     total = tl.zeros((BLOCK,), tl.float32)
     for peer in range(peers):
         row = tl.cast(peer, tl.int64)
-        on, place = _place(words + row * words_stride, before + row * before_stride + block, at, inside, k)
-        total += tl.load(payload + row * payload_stride + place + shift, mask=on, other=0.0)
-    tl.store(along(out, at, ALIGN), total * scale, mask=inside)
+        offset = bit_offsets + row * bit_offsets_stride + block
+        on_mask, index = _place(words + row * words_stride, offset, column, inside, k)
+        total += tl.load(payload + row * payload_stride + index + shift, mask=on_mask, other=0.0)
+    tl.store(along(out, column, ALIGN), total * scale, mask=inside)
 
 
 @functools.cache
-def _tables(parts: tuple[Part, ...], by: str, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(programs along a row,) int32, the part of each; (parts * 8,) int64: what a part says, its first program, where
-    its string is in a wire, the string's bytes, after which the lower bits come, and how many of these a position has.
-    ``by``: what programs divide of a part."""
-    sizes = {"columns": [of.width for of in parts], "lists": [of.k for of in parts]}
-    programs, firsts = programs_of(sizes.get(by, [8 * of.string for of in parts]), block)
-    table, place = [], 0
-    for part, first in zip(parts, firsts, strict=True):
-        table += [*part, first, place, part.string, part.low]
-        place += part.nbytes
+def _tables(segments: tuple[ListSegment, ...], size: str, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(programs along a row,) int32, the segment of each; (segments * 8,) int64: a segment's fields, first program and
+    first byte in a wire, the bytes of its high bits, which the lower ones follow, and how many of these a position has.
+    ``size``: the attribute of a segment that programs divide, ``block`` each."""
+    programs, firsts = programs_of((getattr(segment, size) for segment in segments), block)
+    table, wire_offset = [], 0
+    for segment, first in zip(segments, firsts, strict=True):
+        table += [*segment, first, wire_offset, segment.high_bytes, segment.low_bits]
+        wire_offset += segment.nbytes
     return (
         torch.tensor(programs, dtype=torch.int32, device=device), torch.tensor(table, dtype=torch.int64, device=device)
     )  # fmt: skip
 
 
 @functools.cache
-def _shifts(parts: tuple[Part, ...], device: torch.device) -> Tensor:
+def _shifts(segments: tuple[ListSegment, ...], device: torch.device) -> Tensor:
     """(n / 64,) int32: see ``_sum_at``."""
-    found: list[int] = []
-    before = 0
-    for part in parts:
-        found += [part.place - before] * (part.width // 64)
-        before += part.k
-    return torch.tensor(found, dtype=torch.int32, device=device)
+    shifts: list[int] = []
+    length = 0
+    for segment in segments:
+        shifts += [segment.list_start - length] * (segment.width // 64)
+        length += segment.k
+    return torch.tensor(shifts, dtype=torch.int32, device=device)
 
 
 def largest(
-    rows: Tensor, old: Tensor | None, parts: tuple[Part, ...], new: Tensor | None, found: Tensor, payload: Tensor
-) -> None:
-    count, total = len(rows), rows if new is None else new
-    before = rows if old is None else old
-    aligned = alignment(rows, before, total)
-    state = torch.empty(count * len(parts) * 2, dtype=torch.int32, device=rows.device)
-    counts = torch.zeros(count * len(parts) * DIGITS[0][1], dtype=torch.int32, device=rows.device)
-    programs, table = _tables(parts, "columns", COUNTED, rows.device)
+    rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
+    positions: Tensor, payload: Tensor,
+) -> None:  # fmt: skip
+    count, total = len(rows), rows if total_out is None else total_out
+    addend = rows if residual is None else residual
+    aligned = alignment(rows, addend, total)
+    state = torch.empty(count * len(segments) * 2, dtype=torch.int32, device=rows.device)
+    counts = torch.zeros(count * len(segments) * DIGITS[0][1], dtype=torch.int32, device=rows.device)
+    programs, table = _tables(segments, "width", COUNTED, rows.device)
     for shift, bins in DIGITS:
         first = (shift, bins) == DIGITS[0]
         source = rows if first else total
         launch(
-            _count, (len(programs), count), source, before, total, programs, table, state, counts, len(parts), shift,
-            FIRST=first, FEEDBACK=first and old is not None, KEEP=first and new is not None, BINS=bins,
+            _count, (len(programs), count), source, addend, total, programs, table, state, counts, len(segments), shift,
+            FIRST=first, FEEDBACK=first and residual is not None, KEEP=first and total_out is not None, BINS=bins,
             BLOCK=COUNTED, ALIGN=aligned,
         )  # fmt: skip
-        launch(_digit, (len(parts), count), table, state, counts, len(parts), shift, FIRST=first, BINS=bins)
-    found.fill_(-1)
+        launch(_digit, (len(segments), count), table, state, counts, len(segments), shift, FIRST=first, BINS=bins)
+    positions.fill_(-1)
     payload.zero_()
-    programs, table = _tables(parts, "columns", BLOCK, rows.device)
+    programs, table = _tables(segments, "width", BLOCK, rows.device)
     tallies = torch.empty((2 * count, 1 + len(programs)), dtype=torch.int32, device=rows.device)
     grid = (len(programs), count)
-    launch(_tally, grid, total, programs, table, state, tallies, len(parts), BLOCK=BLOCK, ALIGN=aligned)
+    launch(_tally, grid, total, programs, table, state, tallies, len(segments), BLOCK=BLOCK, ALIGN=aligned)
     launch(
-        _list, grid, total, programs, table, state, tallies.cumsum_(1), found, payload, len(parts), BLOCK=BLOCK,
+        _list, grid, total, programs, table, state, tallies.cumsum_(1), positions, payload, len(segments), BLOCK=BLOCK,
         ALIGN=aligned,
     )  # fmt: skip
 
 
-def marked(rows: Tensor, parts: tuple[Part, ...], words: Tensor) -> None:
-    size = max(part.place + part.k for part in parts)
-    found = torch.empty((len(rows), size), dtype=torch.int32, device=rows.device)
-    largest(rows, None, parts, None, found, torch.empty_like(found, dtype=torch.float32))
-    from_indices(found, words)
+def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
+    size = max(segment.list_start + segment.k for segment in segments)
+    positions = torch.empty((len(rows), size), dtype=torch.int32, device=rows.device)
+    largest(rows, None, segments, None, positions, torch.empty_like(positions, dtype=torch.float32))
+    from_indices(positions, words)
 
 
 def _words(wire: Tensor) -> Tensor:
     return viewable(wire).view(torch.int64)
 
 
-def pack(found: Tensor, parts: tuple[Part, ...], wire: Tensor) -> None:
+def pack(positions: Tensor, segments: tuple[ListSegment, ...], wire: Tensor) -> None:
     wire.zero_()
-    programs, table = _tables(parts, "lists", BLOCK, wire.device)
+    programs, table = _tables(segments, "k", BLOCK, wire.device)
     if len(programs):
-        launch(_pack, (len(programs), len(wire)), found, _words(wire), programs, table, BLOCK=BLOCK)
+        launch(_pack, (len(programs), len(wire)), positions, _words(wire), programs, table, BLOCK=BLOCK)
 
 
-def unpack(wire: Tensor, parts: tuple[Part, ...], found: Tensor) -> None:
-    found.fill_(-1)
+def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -> None:
+    positions.fill_(-1)
     words = _words(wire)
-    programs, table = _tables(parts, "strings", BLOCK, wire.device)
+    programs, table = _tables(segments, "high_bytes", BLOCK // 8, wire.device)
     tallies = torch.empty((len(wire), 1 + len(programs)), dtype=torch.int32, device=wire.device)
     grid = (len(programs), len(wire))
     launch(_ones, grid, words, programs, table, tallies, BLOCK=BLOCK)
-    launch(_unpack, grid, words, programs, table, tallies.cumsum_(1), found, BLOCK=BLOCK)
+    launch(_unpack, grid, words, programs, table, tallies.cumsum_(1), positions, BLOCK=BLOCK)
 
 
-def put(payload: Tensor, found: Tensor, out: Tensor) -> None:
-    grid = (triton.cdiv(found.shape[1], BLOCK), len(found))
-    launch(_put, grid, payload, found, out, found.shape[1], BLOCK=BLOCK)
+def put(payload: Tensor, positions: Tensor, out: Tensor) -> None:
+    grid = (triton.cdiv(positions.shape[1], BLOCK), len(positions))
+    launch(_put, grid, payload, positions, out, positions.shape[1], BLOCK=BLOCK)
 
 
-def sum_at(payload: Tensor, found: Tensor, parts: tuple[Part, ...], out: Tensor, scale: float) -> None:
-    words = torch.empty((len(found), out.numel() // 64), dtype=torch.int64, device=out.device)
-    from_indices(found, words)
+def sum_at(payload: Tensor, positions: Tensor, segments: tuple[ListSegment, ...], out: Tensor, scale: float) -> None:
+    words = torch.empty((len(positions), out.numel() // 64), dtype=torch.int64, device=out.device)
+    from_indices(positions, words)
     launch(
-        _sum_at, (triton.cdiv(out.numel(), BLOCK),), payload, words, directory(words), _shifts(parts, out.device), out,
-        scale, len(payload), out.numel(), sum(part.k for part in parts), BLOCK=BLOCK, ALIGN=alignment(out),
+        _sum_at, (triton.cdiv(out.numel(), BLOCK),), payload, words, directory(words), _shifts(segments, out.device),
+        out, scale, len(payload), out.numel(), sum(segment.k for segment in segments), BLOCK=BLOCK,
+        ALIGN=alignment(out),
     )  # fmt: skip
