@@ -23,15 +23,15 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning
 from thinwire.base.extras import load
-from thinwire.core.agreement import Agreement, host_facts, in_words, model_facts, optimizer_facts, version
+from thinwire.core.agreement import Agreement, describe_settings, host_facts, model_facts, optimizer_facts, version
 from thinwire.core.bucket import Bucket
 from thinwire.core.engine import Engine, Meet
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Run, held_by
-from thinwire.core.outliers import STEP, Bound
+from thinwire.core.method import Run, find_holders
+from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.state import State, dump_state, load_state
-from thinwire.core.step import Turn, unwrapped
+from thinwire.core.step import StepLoop, unwrapped
 from thinwire.engines.ddp import DDP
 from thinwire.engines.fsdp2 import FSDP2
 from thinwire.methods import Method, resolve
@@ -146,10 +146,11 @@ def compress(
             settings["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE")
         device = next(wrapped.parameters()).device.type
         host = host_facts(method, optimizers, device, "HSDP" if len(comms) > 1 else kind.__name__)
-        facts = host | in_words(settings) | model_facts(wrapped)
+        facts = host | describe_settings(settings) | model_facts(wrapped)
         facts |= optimizer_facts(optimizers, wrapped) | kind.facts(wrapped)
         ledger = Ledger()
-        engine = _engine(kind, wrapped, method, ledger, two_level, lambda: agreement.compare(facts, in_words(shared)))
+        meet = functools.partial(agreement.compare, facts, describe_settings(shared))
+        engine = _engine(kind, wrapped, method, ledger, two_level, meet)
         agreement.undo = engine.close
         if checksum:
             _seal(engine, device)
@@ -258,7 +259,7 @@ def _optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
 def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """The trained parameters by name, all of which the optimizers must hold."""
     found = {engine.parameters[id(p)].name: p for p in engine.model.parameters() if id(p) in engine.parameters}
-    held = held_by(optimizers, found)
+    held = find_holders(optimizers, found)
     twice = _held_twice(optimizers, found)
     if twice is not None:
         raise ThinwireError(f"two optimizers, or two groups of one, hold {twice}: let one step it")
@@ -283,7 +284,7 @@ def _held_twice(optimizers: Sequence[torch.optim.Optimizer], weights: Mapping[st
     return next((name for name, weight in weights.items() if counts[id(weight)] > 1), None)
 
 
-def _hook_on_all_optimizers(turn: Turn) -> RemovableHandle:
+def _hook_on_all_optimizers(turn: StepLoop) -> RemovableHandle:
     """Whatever optimizer of this process is about to step, ``turn`` looks whether it is one that it knows.
 
     torch's hook lives as long as the process: so it does not keep the model alive, and goes when that does.
@@ -345,14 +346,14 @@ class Wire:
         )  # fmt: skip
         if bound is not None:
             sizes = {parameter.name: parameter.local for parameter in run.parameters.values()}
-            usual = Bound(bound, sizes, leaves=None if method.promise.of == "gradients" else STEP)
+            usual = OutlierClip(bound, sizes, leaves=None if method.promise.of == "gradients" else STEP)
             compresses = len(self._stage.dense) < len(run.parameters)
             self._stage.bound = usual if method.bounded and compresses else None
         if scaler is not None and method.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
             compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
-        self._turn = Turn(engine, run, self._road, max_skipped=max_skipped, check_every=check_every)
+        self._turn = StepLoop(engine, run, self._road, max_skipped=max_skipped, check_every=check_every)
         self._hooks: list[RemovableHandle] = []
 
     def attach(self) -> None:

@@ -26,7 +26,7 @@ from thinwire.core.exchange import Exchange, on_comm
 from thinwire.core.method import Method, Parameter, Run, Step
 from thinwire.core.road import Road, Stage
 from thinwire.core.state import State, dump_state
-from thinwire.core.weights import Ahead, Replica
+from thinwire.core.weights import EarlySender, Replica
 from thinwire.network.comm import Comm, CountingComm, local
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Account, Ledger
@@ -85,10 +85,10 @@ def rehearse(
         play.open()
         if watch is not None:
             watch.launches.clear()
-        ledger.now = weights = Account()
+        ledger.current = weights = Account()
         for number in _steps(method, watched=watched):
             play.gather(number)
-            ledger.now = gradients = Account()
+            ledger.current = gradients = Account()
             parameters = play.exchange(number)
             agree([comm for comm in guards if comm is not road.last.exchange.comm] if method.alone(number) else guards)
             play.step(number)
@@ -98,7 +98,7 @@ def rehearse(
                 peak = max(peak, watch.peak) if number >= method.steady else 0
                 watch.peak = watch.live
                 watch.launches.clear()
-            ledger.now = weights = Account()
+            ledger.current = weights = Account()
             play.ahead(number + 1)
         if watch is not None:
             peak = max(peak, watch.peak)
@@ -288,7 +288,7 @@ class _Play:
         self.method = self._road.last.method
         self._buffers = [self._buffer(*of) for of in zip(layout.buffers, layout.dtypes, strict=True)]
         self._gathers: list[tuple[Replica, Tensor]] = []  # and where it puts everybody's weights
-        self._ahead = Ahead()
+        self._ahead = EarlySender()
 
     def own_moments(self, run: Run) -> None:
         """The optimizers keep what the user's do, instead of what any Adam does."""
@@ -337,9 +337,9 @@ class _Play:
         found: dict[str, float] = defaultdict(float)
         self._road.step = number
         for flat, out, pieces in self._buffers:
-            before = sum(self._ledger.now.bytes.values())
+            before = sum(self._ledger.current.bytes.values())
             self._road.carry(flat, pieces, out)
-            found[pieces[0].name] += sum(self._ledger.now.bytes.values()) - before
+            found[pieces[0].name] += sum(self._ledger.current.bytes.values()) - before
         return found
 
     def step(self, number: int) -> None:

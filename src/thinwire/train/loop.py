@@ -234,7 +234,7 @@ def _run(config: Config, ranks: Ranks, folder: Folder) -> dict[str, Any]:
                 raise Diverged(step + 1, streak, checkpoints.latest)
             if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
                 valid = look(step + 1)
-                wire.ledger.now = type(wire.ledger.now)()
+                wire.ledger.current = type(wire.ledger.current)()
             due = config.checkpoint_every and (step + 1) % config.checkpoint_every == 0
             last = stopped or step + 1 == config.steps
             if config.checkpoints and (due or last):
