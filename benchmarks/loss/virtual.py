@@ -24,7 +24,7 @@ from thinwire.core.bucket import Piece
 from thinwire.core.exchange import AllReduce
 from thinwire.core.method import Run, Step
 from thinwire.core.names import describe
-from thinwire.core.outliers import STEP, Bound
+from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage
 from thinwire.core.state import State
 from thinwire.methods import Method, resolve
@@ -337,10 +337,10 @@ class Rank:
         self.stage = Stage(
             self.method, self.method.dense_among(self.parameters.values()), run.exchange, self.guard, self.ledger
         )
-        self.bound: Bound | None = None
+        self.bound: OutlierClip | None = None
         if self.method.bounded and len(self.stage.dense) < len(self.parameters):
             leaves = None if self.method.promise.of == "gradients" else STEP
-            self.bound = self.stage.bound = Bound(
+            self.bound = self.stage.bound = OutlierClip(
                 10.0, {of.name: of.local for of in self.parameters.values()}, leaves=leaves
             )
         self.road = Road([self.stage])
@@ -353,9 +353,9 @@ class Rank:
         reduce = stage._side.reduce
 
         def counted(bucket, exchange):
-            before = sum(self.ledger.now.bytes.values())
+            before = sum(self.ledger.current.bytes.values())
             reduce(bucket, exchange)
-            self.side += sum(self.ledger.now.bytes.values()) - before
+            self.side += sum(self.ledger.current.bytes.values()) - before
 
         stage._side.reduce = counted  # type: ignore[method-assign]
 
@@ -387,8 +387,8 @@ class Rank:
                 self.bound.rollback()
             self.method.after_skip(step)
             self._commit()
-        self.sent += sum(self.ledger.now.bytes.values())
-        self.dense += self.ledger.now.dense_bytes
+        self.sent += sum(self.ledger.current.bytes.values())
+        self.dense += self.ledger.current.dense_bytes
         self.ledger.close_step(skipped=not finite)
         self.ledger.reset()
         return finite

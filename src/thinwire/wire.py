@@ -23,16 +23,16 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning
 from thinwire.base.extras import load
-from thinwire.core.agreement import Agreement, host_facts, in_words, model_facts, optimizer_facts, version
+from thinwire.core.agreement import Agreement, describe_settings, host_facts, model_facts, optimizer_facts, version
 from thinwire.core.bucket import Bucket
 from thinwire.core.engine import Engine, Meet
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Run, held_by
-from thinwire.core.outliers import STEP, Bound
+from thinwire.core.method import Run, find_holders
+from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
 from thinwire.core.state import State, dump_state, load_state
-from thinwire.core.step import Turn, unwrapped
+from thinwire.core.step import StepLoop, unwrapped
 from thinwire.engines.ddp import DDP
 from thinwire.engines.fsdp2 import FSDP2
 from thinwire.methods import Method, resolve
@@ -156,13 +156,13 @@ class Options:
             settings["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE")
         device = next(model.parameters()).device.type
         engine_name = "HSDP" if len(engine_class.process_groups(model)) > 1 else engine_class.__name__
-        facts = host_facts(self.method, self.optimizers, device, engine_name) | in_words(settings)
+        facts = host_facts(self.method, self.optimizers, device, engine_name) | describe_settings(settings)
         facts |= self.facts_of_stages() | model_facts(model)
         return facts | optimizer_facts(self.optimizers, model) | engine_class.facts(model)
 
     def facts_of_stages(self) -> dict[str, str]:
         """Describe what the stages of a pipeline must have in common, too, in words."""
-        return in_words(
+        return describe_settings(
             {
                 "guard": self.safety.guard, "max_skipped": self.safety.max_skipped, "steps": self.steps,
                 "thinwire": version(), "torch": torch.__version__,
@@ -284,7 +284,7 @@ def _optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
 def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Name the trained parameters. Raises ThinwireError unless the optimizers hold each of them once."""
     weights = {engine.parameters[id(p)].name: p for p in engine.model.parameters() if id(p) in engine.parameters}
-    stepped = held_by(optimizers, weights)
+    stepped = find_holders(optimizers, weights)
     counts = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     duplicate = next((name for name, weight in weights.items() if counts[id(weight)] > 1), None)
     if duplicate is not None:
@@ -303,7 +303,7 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
     return weights
 
 
-def _hook_on_all_optimizers(turn: Turn) -> RemovableHandle:
+def _hook_on_all_optimizers(turn: StepLoop) -> RemovableHandle:
     """Let ``turn`` see whatever optimizer of this process is about to step, and say whether it knows it.
 
     torch's hook lives as long as the process: so it does not keep the model alive, and goes when that does.
@@ -363,14 +363,14 @@ class Wire:
         )  # fmt: skip
         if bound is not None:
             sizes = {parameter.name: parameter.local for parameter in run.parameters.values()}
-            usual = Bound(bound, sizes, leaves=None if method.promise.of == "gradients" else STEP)
+            usual = OutlierClip(bound, sizes, leaves=None if method.promise.of == "gradients" else STEP)
             compresses = len(self._stage.dense) < len(run.parameters)
             self._stage.bound = usual if method.bounded and compresses else None
         if scaler is not None and method.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
             compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
-        self._turn = Turn(
+        self._turn = StepLoop(
             engine, run, self._road, max_skipped=safety.max_skipped, check_every=safety.check_every
         )
         self._hooks: list[RemovableHandle] = []

@@ -310,7 +310,7 @@ def _spoil(what: str | None, wire: thinwire.Wire) -> None:
         wire.method.finish()
         wire.method.state.get("mask", name).view(-1)[0] ^= 1
     elif what == "replica":
-        wire.engine.replicas[1].held[3] += 1e-3
+        wire.engine.replicas[1].resident[3] += 1e-3
 
 
 def test_replicas_that_differ_are_named_and_those_that_do_not_pass():

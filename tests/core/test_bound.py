@@ -10,18 +10,18 @@ import torch
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.core.bucket import Bucket, Piece
-from thinwire.core.outliers import MEMORY, WATCHED, Bound
+from thinwire.core.outliers import MEMORY, WATCHED, OutlierClip
 from thinwire.core.state import State, dump_state, next_exchange
 
 CPU = torch.device("cpu")
 PIECES = (Piece("a", 0, 30), Piece("b", 30, 70))
 
 
-def bound(times: float = 10.0) -> Bound:
-    return Bound(times, {"a": 30, "b": 70})
+def bound(times: float = 10.0) -> OutlierClip:
+    return OutlierClip(times, {"a": 30, "b": 70})
 
 
-def step(of: Bound, a: float, b: float) -> tuple[float, float]:
+def step(of: OutlierClip, a: float, b: float) -> tuple[float, float]:
     """One step that counts, with gradients of these norms; the norms that it lets through."""
     flat = torch.cat([torch.full((30,), a / math.sqrt(30)), torch.full((70,), b / math.sqrt(70))])
     of.apply(flat, PIECES)
@@ -134,7 +134,7 @@ def test_it_is_saved_by_parameter_and_goes_on_from_there():
 def test_shards_are_bounded_where_they_lie(dtype):
     """FSDP2: two ranks' rows of a (2, 5) buffer; the columns of the other parameter are not touched."""
     pieces = (Piece("a", 0, 6, 2, 5), Piece("b", 3, 4, 2, 5))
-    of = Bound(10.0, {"a": 3, "b": 2})
+    of = OutlierClip(10.0, {"a": 3, "b": 2})
     of.apply(torch.ones(10, dtype=dtype), pieces)
     of.commit()
     flat = torch.ones(2, 5, dtype=dtype)
@@ -224,7 +224,7 @@ def test_it_is_what_a_loop_over_parameters_says(rows, dtype, leaves):
         Piece(name, at, rows * span, rows, width) if rows > 1 else Piece(name, at, span)
         for name, at, span in (("a", 1, 3), ("b", 4, 5), ("nobody", 9, 2))
     )
-    of = Bound(times, sizes, leaves)
+    of = OutlierClip(times, sizes, leaves)
     usual = dict.fromkeys(sizes, 0.0)
     cut, norm, generator = 0, 0.0, torch.Generator().manual_seed(rows)
     left = times if leaves is None else min(leaves, times)
@@ -259,7 +259,7 @@ def test_it_is_what_a_loop_over_parameters_says(rows, dtype, leaves):
 
 def test_a_warning_says_how_many_of_how_many_and_of_whom_and_names_the_knob():
     """At the first look after it, once; a single cut is an accident."""
-    of = Bound(10.0, {"a": 30, "b": 70})
+    of = OutlierClip(10.0, {"a": 30, "b": 70})
     for number in range(1, 2 * WATCHED):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

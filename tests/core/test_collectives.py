@@ -99,7 +99,7 @@ def test_the_stock_engines_bytes_are_those_of_its_own_collective(size):
     for dtype in (torch.float32, torch.bfloat16):
         for exchange in [EXCHANGES[kind](ThreadComm(Threads(size), 0, Ledger())) for kind in ("before", "after")]:
             assert dense_bytes(exchange, 7, dtype) == pytest.approx(2 * share * 7 * dtype.itemsize)
-            assert not exchange.comm.ledger.now.bytes
+            assert not exchange.comm.ledger.current.bytes
         owner = ReduceScatter(ThreadComm(Threads(size), 0, Ledger()))
         assert dense_bytes(owner, 6, dtype) == pytest.approx(share * 6 * dtype.itemsize)
 

@@ -84,7 +84,7 @@ def test_a_stage_sees_what_comes_in_and_counts_it():
         engine.ledger.close_step()
         flat = torch.ones(engine.numel)
         stage.reduce(flat, engine.pieces, flat)
-        sent = engine.ledger.now.dense_bytes
+        sent = engine.ledger.current.dense_bytes
         assert sent == (4 * engine.numel if counts else 0) and not stage.guard._residues[-1].isnan()
         flat[3] = torch.nan
         stage.reduce(flat, engine.pieces, flat)
@@ -105,7 +105,7 @@ def test_no_bucket_keeps_the_engines_buffer_alive(name, way):
     del flat
     gc.collect()
     assert alive() is None and memory() is None
-    for _, bucket in stage._parts.once(engine.pieces, torch.float32, list)[0].buckets:
+    for _, bucket in stage._buckets.once(engine.pieces, torch.float32, list)[0].buckets:
         assert not bucket.rows.numel() and not bucket.mean.numel()
 
 
@@ -167,11 +167,11 @@ def test_what_was_made_for_older_buckets_of_a_parameter_is_freed_with_its_memory
     made: _Compositions[object] = _Compositions()
     a, b, c = (Piece(name, 0, 4) for name in "abc")
     first, other = made.once((a, b), torch.float32, object), made.once((c,), torch.float32, object)
-    made.arena.take("rows", (4,), torch.float32, CPU)
+    made.arena.borrow("rows", (4,), torch.float32, CPU)
     assert made.once((a, b), torch.float32, object) is first and made.once((c,), torch.float32, object) is other
-    assert made.arena._held
+    assert made.arena._memory
     made.once((b,), torch.float32, object)
-    assert made._made.keys() == {((c,), torch.float32), ((b,), torch.float32)} and not made.arena._held
+    assert made._cached.keys() == {((c,), torch.float32), ((b,), torch.float32)} and not made.arena._memory
     assert made.once((c,), torch.float32, object) is other and made.once((a, b), torch.float32, object) is not first
     half = made.once((c,), torch.bfloat16, object)
     assert half is not other and made.once((c,), torch.bfloat16, object) is half
@@ -187,18 +187,18 @@ def test_jobs_run_one_after_the_other_on_one_thread_beside():
         ran.append((number, threading.current_thread()))
         return torch.tensor(number)
 
-    worker.settle()  # there is nothing to wait for
+    worker.drain()  # there is nothing to wait for
     futures = [worker.submit(lambda n=n: job(n), CPU, last=False) for n in range(3)]
     assert not ran and not any(future.done() for future in futures)
     may.set()
-    worker.settle()
+    worker.drain()
     assert [int(future.wait()) for future in futures] == [0, 1, 2] == [number for number, _ in ran]
-    assert "exposed" not in ledger.now.seconds
+    assert "exposed" not in ledger.current.seconds
     began = time.perf_counter()
     worker.submit(lambda: time.sleep(0.02) or torch.tensor(0), CPU, last=True)
-    worker.settle()
+    worker.drain()
     worker.close()
-    assert 0.02 <= ledger.now.seconds["exposed"] <= time.perf_counter() - began
+    assert 0.02 <= ledger.current.seconds["exposed"] <= time.perf_counter() - began
     (thread,) = {thread for _, thread in ran}
     assert thread is not threading.current_thread() and not thread.is_alive()
     worker.close()
@@ -211,14 +211,14 @@ def test_what_a_job_raises_is_raised_where_it_is_waited_for_and_no_job_behind_it
     futures = [worker.submit(lambda: torch.tensor(1), CPU, last=False), worker.submit(lambda: 1 // 0, CPU, last=False)]
     futures += [worker.submit(lambda: ran.append(1), CPU, last=last) for last in (False, True)]
     with pytest.raises(ZeroDivisionError):
-        worker.settle()
+        worker.drain()
     assert int(futures[0].wait()) == 1 and not ran
     for future in futures[1:]:
         with pytest.raises(ZeroDivisionError):
             future.wait()
-    worker.settle()  # said once
+    worker.drain()  # said once
     assert int(worker.submit(lambda: torch.tensor(2), CPU, last=True).wait()) == 2
-    worker.settle()
+    worker.drain()
     worker.close()
 
 
@@ -250,8 +250,8 @@ def test_a_road_gives_the_mean_and_counts_what_dense_would_send(topology, size, 
             if mean is not (flat if out is None else out):
                 wrong.append("returned")
             sent = sum(road.dense_bytes(of, dtype) for of in engine.parameters.values())
-            if engine.ledger.now.dense_bytes != pytest.approx(sent) or not sent:
-                wrong.append(f"{dtype}: counted {engine.ledger.now.dense_bytes}, not {sent}")
+            if engine.ledger.current.dense_bytes != pytest.approx(sent) or not sent:
+                wrong.append(f"{dtype}: counted {engine.ledger.current.dense_bytes}, not {sent}")
             engine.ledger.close_step()
             if dtype == torch.float32:
                 found = given, mean.clone()

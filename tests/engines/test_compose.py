@@ -144,7 +144,7 @@ def _beside(rank, world, style, vocabulary, methods):
             "replicas equal": same_on(mesh.get_group("tp"), replicas(model)),
             "surprise": sent_beside_the_plan(wire),
             "share": wire.plan.wire_bytes / wire.plan.dense_bytes,
-            "rows": {row.parameter.name: (row.parameter.shape, row.parameter.part) for row in wire.plan.rows},
+            "rows": {row.parameter.name: (row.parameter.shape, row.parameter.rank_shape) for row in wire.plan.rows},
         }
         assert shown(wire)
         wire.close()

@@ -115,7 +115,7 @@ class Rank:
         self.rows = self.replica.allocate().view(SIZE, N)
         self.rows[self.comm.rank] = self.master
         self.replica.gather(self.rows.view(-1), step, unsettled=unsettled)
-        sent, message = sum(self.ledger.now.bytes.values()), (SIZE - 1) * N
+        sent, message = sum(self.ledger.current.bytes.values()), (SIZE - 1) * N
         self.ledger.close_step()
         names = {0: "nothing", 1: "message", 2: "twice", 4: "whole", 5: "both", 6: "all"}
         return names[sent // message]
@@ -200,7 +200,7 @@ class Module:
 def test_messages_leave_in_the_order_in_which_weights_were_asked_for():
     """As many as there is room for; the others when one is read; none twice, and none of a module that has its own."""
     left: list[Module] = []
-    ahead, (a, b, c, d) = replicas.Ahead(), (Module(8, 6, left) for _ in range(4))
+    ahead, (a, b, c, d) = replicas.EarlySender(), (Module(8, 6, left) for _ in range(4))
     for module in (c, a, d, b, a, c):
         ahead.asks(module, module.send)
     assert not left
@@ -369,23 +369,23 @@ def test_the_time_that_a_message_takes_is_counted_by_what_is_done(kind, ahead):
 @pytest.mark.parametrize("peers", [1, 3])
 def test_columns_hold_the_values_of_pieces_and_zeros(peers):
     """And give them back, or add them, where they were; all else stays. Also of rows wider than the pieces are."""
-    pieces, end = replicas.beside([(Piece("a", 1, 5), 8), (Piece("b", 7, 3), 4)], first=2)
+    pieces, end = replicas.lay_out([(Piece("a", 1, 5), 8), (Piece("b", 7, 3), 4)], start=2)
     assert pieces == [(Piece("a", 1, 5), 2, 8), (Piece("b", 7, 3), 10, 4)] and end == 14
     columns, n, m = replicas.Columns(pieces), 12, 16
     shards = torch.arange(float(peers * n)).view(peers, n) + 1
     rows, expected = torch.full((peers, m), -1.0), torch.full((peers, m), -1.0)
     expected[:, 2:14] = 0.0
     expected[:, 2:7], expected[:, 10:13] = shards[:, 1:6], shards[:, 7:10]
-    assert columns.take(shards, rows) is rows and torch.equal(rows, expected)
+    assert columns.pack(shards, rows) is rows and torch.equal(rows, expected)
     for add in (False, True):
         out, there = torch.full((peers, n), 100.0), torch.full((peers, n), 100.0)
         for place in (slice(1, 6), slice(7, 10)):
             there[:, place] = shards[:, place] + 100.0 * add
-        assert columns.give(rows, out, add=add) is out and torch.equal(out, there)
-    (part, _), (alone, _) = columns.places(CPU, peers=peers, n=n, m=m).parts, columns.places(CPU).parts
+        assert columns.unpack(rows, out, add=add) is out and torch.equal(out, there)
+    (part, _), (alone, _) = columns.copy_table(CPU, peers=peers, n=n, m=m).parts, columns.copy_table(CPU).parts
     assert (part.numel, part.rows, part.step, part.stride) == ((peers - 1) * n + 5, peers, n, m)
     assert (alone.numel, alone.rows, alone.step, alone.stride) == (5, 1, 5, 8)
-    assert columns.places(CPU) is columns.places(CPU) is not columns.places(CPU, peers=peers, n=n, m=m)
+    assert columns.copy_table(CPU) is columns.copy_table(CPU) is not columns.copy_table(CPU, peers=peers, n=n, m=m)
 
 
 METHODS = (

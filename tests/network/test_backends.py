@@ -72,4 +72,4 @@ def test_messages_side_by_side_do_not_count_twice_and_a_step_ends_between_them(m
     second.__exit__(None, None, None)  # 6
     with ledger.span("wire"):  # from 10 to 12
         pass
-    assert ledger.last.seconds["wire"] == 4 and ledger.now.seconds["wire"] == 2 + 2
+    assert ledger.last.seconds["wire"] == 4 and ledger.current.seconds["wire"] == 2 + 2

@@ -18,7 +18,7 @@ from models import flat, loss_of
 from thinwire import methods
 from thinwire import wire as wires
 from thinwire.base.errors import DamagedMessage, LostRank, ThinwireError
-from thinwire.network.comm import GroupComm, Then
+from thinwire.network.comm import ChainedWork, GroupComm
 from thinwire.proof.played import small
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("xxhash") is None, reason="needs xxhash")
@@ -87,7 +87,7 @@ def _damaged(rank, world, kind, name):
         def verb(self, out, row, *args, **more):
             work = original(self, out, row, *args, **more)
             if work is not None:
-                return Then(work, lambda: flip(out))
+                return ChainedWork(work, lambda: flip(out))
             flip(out)
             return None
 

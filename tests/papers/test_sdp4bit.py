@@ -114,7 +114,7 @@ def weights_on_threads(method_of, masters, *, size: int, steps: int, asks: int =
                 own = out[rank * n : (rank + 1) * n]
                 own.copy_(torch.from_numpy(masters(step)[rank * n : (rank + 1) * n]))
                 replica.gather(out, step)
-            found.append((out.clone(), sum(ledger.now.bytes.values())))
+            found.append((out.clone(), sum(ledger.current.bytes.values())))
             ledger.close_step()
         return found
 

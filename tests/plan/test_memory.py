@@ -103,7 +103,7 @@ def test_nothing_relies_on_what_was_in_scratch_memory(monkeypatch, name, topolog
         return [values for rank in found for step in rank for values in (step["mean"], *step["weights"].values())]
 
     def load(bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> None:
-        for memory in bucket._arena._held.values():
+        for memory in bucket._arena._memory.values():
             memory.fill_(255)  # a NaN of float32, -1 of integers
         original(bucket, flat, out)
 

@@ -444,7 +444,7 @@ class VirtualRank:
             self.method.undo()
         self.method.finish()
         taken = Taken(
-            counts, mean.numpy().copy(), float(sum(self.ledger.now.bytes.values())),
+            counts, mean.numpy().copy(), float(sum(self.ledger.current.bytes.values())),
             {key: value.numpy() for key, value in dump_state(self.state).items()}, self._held("exp_avg"),
             {name: weight.detach().numpy().copy() for name, weight in self.weights.items()},
         )  # fmt: skip

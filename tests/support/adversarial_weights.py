@@ -52,7 +52,7 @@ class Owner:
         work = self.replica.gather(self.out, step)
         if work is not None:
             work.wait()
-        sent = float(sum(self.ledger.now.bytes.values()))
+        sent = float(sum(self.ledger.current.bytes.values()))
         self.ledger.close_step()
         return self.out.view(self.comm.size, -1).numpy().copy(), sent
 

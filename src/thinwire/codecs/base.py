@@ -117,8 +117,8 @@ class Codec(ABC):
         space: Space | None = None,
     ) -> Tensor:
         """Write the wire of what ``decode_sum`` gives of ``wire`` (N, wire_numel(n)) to ``out`` (1, wire_numel(n))."""
-        for each in (wire, out):
-            self._check_wire(each, (len(each), n))
+        for tensor in (wire, out):
+            self._check_wire(tensor, (len(tensor), n))
         self._encode_sum(wire, out, n, scale, seed, _new_on(wire.device) if space is None else space)
         return out
 
@@ -128,7 +128,7 @@ class Codec(ABC):
     def _encode_and_keep(
         self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
     ) -> None:
-        """In general: decode what was encoded, and subtract it. A codec that knows it anyway takes one pass."""
+        """Decode what was encoded, and subtract it. A codec that knows the difference anyway takes one pass."""
         if residual.old is not None:
             rows.add_(residual.old)
         self._encode(rows, out, seed, space)
@@ -139,7 +139,7 @@ class Codec(ABC):
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None: ...
 
     def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
-        """In general: one peer after the other."""
+        """Decode and add one peer after the other."""
         row = space("one peer", (1, out.numel()), torch.float32)
         self._decode(wire[:1], out.unsqueeze(0), space)
         for peer in range(1, wire.shape[0]):
@@ -151,7 +151,7 @@ class Codec(ABC):
     def _encode_sum(
         self, wire: Tensor, out: Tensor, n: int, scale: float, seed: Seeds | None, space: Space
     ) -> None:
-        """In general: one after the other. A codec that can go from wire to wire takes one pass."""
+        """Decode the sum, then encode it. A codec that can go from wire to wire takes one pass."""
         if self.verbatim:
             self._decode_sum(wire, out[0], scale, space)
             return
@@ -160,7 +160,7 @@ class Codec(ABC):
         self._encode(total, out, seed, space)
 
     def part(self, wire: Tensor, n: int, columns: slice) -> Tensor:
-        """What ``wire`` (R, wire_numel(n)) of rows of ``n`` values says of ``columns``, a segment: a wire of its own.
+        """Cut the wire of ``columns``, a segment, out of ``wire`` (R, wire_numel(n)) of rows of ``n`` values.
 
         A new tensor. Not every codec's wire can be taken apart.
         """

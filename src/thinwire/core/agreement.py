@@ -1,4 +1,4 @@
-"""Do all ranks mean the same? Asked once, in ``compress()``, before anything is exchanged that depends on it.
+"""Agrees whether all ranks mean the same, once, in ``compress()``, before an exchange depends on it.
 
 Ranks that differ in a setting may send messages of equal size and read them as something else, and nobody would notice.
 So each rank writes down what must be the same on all, as text. A short fingerprint of it goes round first, and only if
@@ -38,7 +38,7 @@ from thinwire.network.comm import GroupComm
 from thinwire.ops.backends import cpu_kernels
 
 Facts = Mapping[str, str]
-"""What must be the same on all ranks: what it is -> how it is here. In the order in which differences are named."""
+"""Settings that must be the same on all ranks, by name, in the order in which differences are reported."""
 
 _FAILED = "error"
 
@@ -51,7 +51,7 @@ class Agreement:
     come to one verdict.
 
     Attributes:
-        undo: what is due where none goes on.
+        undo: called where no rank goes on.
     """
 
     def __init__(self, comms: Sequence[GroupComm], beside: GroupComm | None = None) -> None:
@@ -87,68 +87,68 @@ class Agreement:
         if rows is None:
             return
         self._over = True
-        for rank, said, _ in rows:
-            if _FAILED in said:
-                raise ThinwireError(f"rank {rank}: {said[_FAILED]}")
+        for rank, facts_of_rank, _ in rows:
+            if _FAILED in facts_of_rank:
+                raise ThinwireError(f"rank {rank}: {facts_of_rank[_FAILED]}")
         per_stage = len(rows) // (1 if self._beside is None else self._beside.size)
         for first in range(0, len(rows), per_stage):
-            _check([(rank, said) for rank, said, _ in rows[first : first + per_stage]])
-        _check([(rank, too) for rank, _, too in rows])
+            _check([(rank, facts_of_rank) for rank, facts_of_rank, _ in rows[first : first + per_stage]])
+        _check([(rank, shared_of_rank) for rank, _, shared_of_rank in rows])
 
     def _meet(self, facts: dict[str, str], shared: dict[str, str]) -> list[Any] | None:
-        """None where all are alike; else what each rank says: (rank, facts, shared)."""
+        """Return None where all are alike; else (rank, facts, shared) of each rank."""
         comm = self._comms[0]
         text = zlib.compress(json.dumps([comm.ranks[comm.rank], facts, shared]).encode())
-        digests = [hashlib.sha256(json.dumps(part).encode()).digest() for part in (facts, shared)]
-        about = torch.tensor([*b"".join(digests), *len(text).to_bytes(8, "big"), _FAILED in facts], dtype=torch.uint8)
-        everybody = self._gather(about)
-        stages = everybody.view(1 if self._beside is None else self._beside.size, -1, len(about))
-        alike = bool((stages[:, :, :32] == stages[:, :1, :32]).all() and (stages[..., 32:64] == about[32:64]).all())
-        if alike and not bool(everybody[:, -1].any()):
+        digests = [hashlib.sha256(json.dumps(named).encode()).digest() for named in (facts, shared)]
+        summary = torch.tensor([*b"".join(digests), *len(text).to_bytes(8, "big"), _FAILED in facts], dtype=torch.uint8)
+        summaries = self._gather(summary)
+        stages = summaries.view(1 if self._beside is None else self._beside.size, -1, len(summary))
+        alike = bool((stages[:, :, :32] == stages[:, :1, :32]).all() and (stages[..., 32:64] == summary[32:64]).all())
+        if alike and not bool(summaries[:, -1].any()):
             return None
-        longest = max(int.from_bytes(bytes(row[64:72].tolist()), "big") for row in everybody)
+        longest = max(int.from_bytes(bytes(row[64:72].tolist()), "big") for row in summaries)
         texts = self._gather(torch.tensor([*text, *bytes(longest - len(text))], dtype=torch.uint8))
         return [json.loads(zlib.decompressobj().decompress(bytes(row.tolist()))) for row in texts]
 
     def _gather(self, row: Tensor) -> Tensor:
-        """(N, m): the ``row`` (m,) of everybody in all groups, in the same order on all ranks."""
+        """Gather the ``row`` (m,) of all ranks in all groups: (N, m), in the same order on all ranks."""
         rows = row.view(1, -1)
         for comm in [*self._comms, *([] if self._beside is None else [self._beside])]:
-            mine = rows.reshape(-1).to(comm.device)
-            every = torch.empty((comm.size, mine.numel()), dtype=row.dtype, device=comm.device)
-            comm.all_gather(every, mine)
-            rows = every.cpu().view(-1, row.numel())
+            own_row = rows.reshape(-1).to(comm.device)
+            gathered = torch.empty((comm.size, own_row.numel()), dtype=row.dtype, device=comm.device)
+            comm.all_gather(gathered, own_row)
+            rows = gathered.cpu().view(-1, row.numel())
         return rows
 
 
 class Difference(NamedTuple):
-    """The first fact in which ranks differ: what it is on ``rank``, and what ``usual`` on ``others``, in words."""
+    """The first fact in which ranks differ: its ``value`` on ``rank``, and the ``usual`` one on ``other_ranks``."""
 
     name: str
     rank: int
     value: str
-    others: str
+    other_ranks: str
     usual: str
 
 
-def difference(rows: Sequence[tuple[int, Facts]]) -> Difference | None:
-    """The first in which ``rows``, of (rank, facts), differ; named is a rank that is not of the largest party."""
+def find_difference(rows: Sequence[tuple[int, Facts]]) -> Difference | None:
+    """Find the first fact in which ``rows`` of (rank, facts) differ, and a rank that is not of the largest party."""
     for name in dict.fromkeys(name for _, facts in rows for name in facts):
         values = [(rank, facts.get(name, "nothing")) for rank, facts in rows]
         usual, count = Counter(value for _, value in values).most_common(1)[0]
         if count == len(rows):
             continue
-        odd, value = next((rank, value) for rank, value in values if value != usual)
+        odd_rank, value = next((rank, value) for rank, value in values if value != usual)
         if len(rows) == 2:
-            others = next(f"rank {rank}" for rank, _ in values if rank != odd)
+            other_ranks = next(f"rank {rank}" for rank, _ in values if rank != odd_rank)
         else:
-            others = "the others" if count == len(rows) - 1 else f"{count} of {len(rows)} ranks"
-        return Difference(name, odd, value, others, usual)
+            other_ranks = "the others" if count == len(rows) - 1 else f"{count} of {len(rows)} ranks"
+        return Difference(name, odd_rank, value, other_ranks, usual)
     return None
 
 
 INSTRUCTIONS, KERNELS = "torch's CPU instructions", "Thinwire's CPU kernels"
-_OF_THE_HOST = {
+_ADVICE = {
     INSTRUCTIONS: "every rank steps weights that all hold, and these would drift apart: set ATEN_CPU_CAPABILITY to the "
     "least of them on all ranks (avx2, say), or shard weights with fully_shard",
     KERNELS: "their last bits differ, and ranks would drift apart: pip install 'thinwire[cpu]' on all hosts or on none",
@@ -156,35 +156,35 @@ _OF_THE_HOST = {
 
 
 def host_facts(method: Method, optimizers: Sequence[torch.optim.Optimizer], device: str, engine: str) -> dict[str, str]:
-    """What of this host can change bits that all ranks must have alike, where tensors are on a CPU.
+    """Read the facts of this host that change bits which all ranks must have alike, where tensors are on a CPU.
 
     tests/core/test_hosts.py tries all methods; numba's own instruction set changes none.
     """
     if device != "cpu":
         return {}
-    found = {}
+    facts = {}
     if engine != "FSDP2" or method.same_arithmetic:
-        found[INSTRUCTIONS] = torch.backends.cpu.get_cpu_capability()
+        facts[INSTRUCTIONS] = torch.backends.cpu.get_cpu_capability()
     if method.same_arithmetic or any(type(optimizer).__name__ == "AdamS" for optimizer in optimizers):
-        found[KERNELS] = cpu_kernels()
-    return found
+        facts[KERNELS] = cpu_kernels()
+    return facts
 
 
 def _check(rows: Sequence[tuple[int, Facts]]) -> None:
-    if found := difference(rows):
+    if difference := find_difference(rows):
         usual = "all ranks call compress() with the same model, optimizer and arguments"
         raise ThinwireError(
-            f"rank {found.rank} has {found.name} = {_short(found.value)}, but on {found.others} it is "
-            f"{_short(found.usual)}: {_OF_THE_HOST.get(found.name, usual)}"
+            f"rank {difference.rank} has {difference.name} = {_short(difference.value)}, but on "
+            f"{difference.other_ranks} it is {_short(difference.usual)}: {_ADVICE.get(difference.name, usual)}"
         )
 
 
-def _short(value: str, most: int = 120) -> str:
-    return value if len(value) <= most else value[: most - 3] + "..."
+def _short(value: str, longest: int = 120) -> str:
+    return value if len(value) <= longest else value[: longest - 3] + "..."
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:
-    """Where it is; of each parameter, in order: name, shape (as a whole, where it is sharded), dtype, is it trained?
+    """Describe the model's device and, in order, each parameter's name, whole shape, dtype, and whether it is trained.
 
     A method's left-overs may differ between a CPU and a GPU (``thinwire.ops.sketch``), and all ranks have to know them.
     """
@@ -196,36 +196,36 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 
 
 def optimizer_facts(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> dict[str, str]:
-    """Kinds, and of each group its settings, and which of the model's parameters it holds."""
+    """Describe the optimizers' kinds, and the settings and parameters of each of their groups."""
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-    found = {"optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
+    facts = {"optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
     for i, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__ + (f" {i}" if len(optimizers) > 1 else "")
         for number, group in enumerate(optimizer.param_groups):
-            where = f"({kind}, group {number})"
+            group_name = f"({kind}, group {number})"
             for setting, value in group.items():
                 if setting not in ("params", "param_names"):
-                    found[f"{setting} {where}"] = shown(value)
-            held = [numbers.get(id(parameter), -1) for parameter in group["params"]]
-            found[f"parameter numbers {where}"] = " ".join(map(str, held))
-    return found
+                    facts[f"{setting} {group_name}"] = describe_value(value)
+            members = [numbers.get(id(parameter), -1) for parameter in group["params"]]
+            facts[f"parameter numbers {group_name}"] = " ".join(map(str, members))
+    return facts
 
 
 @functools.cache  # reading it takes as long as a small model's step
 def version() -> str:
-    """Of Thinwire."""
+    """Read the version of Thinwire."""
     with suppress(PackageNotFoundError):
         return importlib.metadata.version("thinwire")
     return "from source"
 
 
-def in_words(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Each as ``shown``."""
-    return {name: shown(value) for name, value in settings.items()}
+def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Describe each setting's value."""
+    return {name: describe_value(value) for name, value in settings.items()}
 
 
-def shown(value: Any) -> str:
-    """``value`` in words that do not depend on where it lies in memory."""
+def describe_value(value: Any) -> str:
+    """Write ``value`` in words that do not depend on its address in memory."""
     if isinstance(value, Tensor):
         return repr(value.item()) if value.numel() == 1 else f"tensor of {value.numel()} values"
     return re.sub(r" at 0x[0-9a-f]+", "", str(value) if isinstance(value, Method) else repr(value))

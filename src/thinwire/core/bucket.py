@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Piece:
-    """Where one parameter lies in the engine's flat buffer.
+    """The place of one parameter in the engine's flat buffer.
 
     ``stride == 0``: ``numel`` consecutive elements from ``offset`` (DDP). Otherwise ``rows`` runs of ``numel // rows``
     elements, run r at ``offset + r * stride`` (FSDP2: run r is rank r's shard).
@@ -54,7 +54,7 @@ class Piece:
 
     @property
     def columns(self) -> slice:
-        """Its consecutive elements."""
+        """The parameter's consecutive elements."""
         return slice(self.offset, self.offset + self.numel)
 
     def strided(self, flat: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's columns ``[start, start + width)`` in every row; the first ``span`` of them hold values."""
+    """The columns ``[start, start + width)`` of one parameter in every row; the first ``span`` of them hold values."""
 
     name: str
     start: int
@@ -83,7 +83,7 @@ class Segment:
 
 
 class Rows(Protocol):
-    """What an exchange needs to know of a bucket."""
+    """A bucket as an exchange sees it."""
 
     rows: Tensor
     mean: Tensor
@@ -95,28 +95,28 @@ class Rows(Protocol):
 
 
 class Arena:
-    """Scratch memory for buckets that take turns, on one thread or stream: of each use, what the largest one needs."""
+    """Scratch memory for buckets that take turns, on one thread or stream: for each use, the largest one's need."""
 
     def __init__(self) -> None:
-        self._held: dict[object, Tensor] = {}
+        self._memory: dict[object, Tensor] = {}
 
-    def take(self, key: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the use ``key``, which holds whatever it held: the same for all who ask with that key."""
+    def borrow(self, key: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for the use ``key``, not cleared: the same for all who ask with that key."""
         size = math.prod(shape) * dtype.itemsize
-        held = self._held.get(key)
-        if held is None or held.numel() < size or held.device != device:
-            self._held.pop(key, None)  # before the next one is allocated
-            held = None
-            held = self._held[key] = torch.zeros(size, dtype=torch.uint8, device=device)
-        return held[:size].view(dtype).view(*shape)
+        memory = self._memory.get(key)
+        if memory is None or memory.numel() < size or memory.device != device:
+            self._memory.pop(key, None)  # before the next one is allocated
+            memory = None
+            memory = self._memory[key] = torch.zeros(size, dtype=torch.uint8, device=device)
+        return memory[:size].view(dtype).view(*shape)
 
     def clear(self) -> None:
-        """Free it all: it grows again to what is needed."""
-        self._held.clear()
+        """Free all memory: it grows again to what is needed."""
+        self._memory.clear()
 
 
 class Shard(NamedTuple):
-    """Where the parameters of one module of a sharded engine lie in a rank's shard of it.
+    """The places of one module's parameters in a rank's shard of it, on a sharded engine.
 
     Attributes:
         pieces: the trained ones. frozen: the others.
@@ -130,13 +130,13 @@ class Shard(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all parameters: by them a module is known."""
+        """The names of all its parameters: by them a module is known."""
         return tuple(piece.name for piece in (*self.pieces, *self.frozen))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What an engine will hand out, as far as it knows before the first step.
+    """The buffers that an engine will hand out, as far as it knows before the first step.
 
     Attributes:
         buffers: where the parameters lie in each flat buffer of a backward pass, in order. dtypes: of each.
@@ -189,43 +189,43 @@ class Bucket:
         self.copies = BucketCopies(self.segments, self.shape, device)
         self._arena = Arena() if arena is None else arena
         self._buffers: dict[object, Tensor] = {}
-        self._made: dict[object, tuple[tuple[object, ...], object]] = {}
+        self._cached: dict[object, tuple[tuple[object, ...], object]] = {}
 
     def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A workspace that lives as long as the bucket: the same tensor for the same ``key``, a use.
+        """Return a workspace that lives as long as the bucket: the same tensor for the same ``key``, a use.
 
         Zeros at first, and whenever it was asked for in another shape or dtype than before.
         """
-        known = self._buffers.get(key)
-        if known is None or known.shape != torch.Size(shape) or known.dtype != dtype:
+        memory = self._buffers.get(key)
+        if memory is None or memory.shape != torch.Size(shape) or memory.dtype != dtype:
             self._buffers.pop(key, None)  # before the next one is allocated
-            known = None
-            known = self._buffers[key] = torch.zeros(*shape, dtype=dtype, device=self.device)
-        return known
+            memory = None
+            memory = self._buffers[key] = torch.zeros(*shape, dtype=dtype, device=self.device)
+        return memory
 
     def scratch(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A workspace for the use ``key`` between ``load`` and ``release``. Others have it next: it is not zeros."""
-        return self._arena.take(key, shape, dtype, self.device)
+        """Lend a workspace for the use ``key`` between ``load`` and ``release``, not cleared: buckets share it."""
+        return self._arena.borrow(key, shape, dtype, self.device)
 
-    def once(self, key: object, make: Callable[[], T], *of: object) -> T:
-        """What ``make()`` gave, kept as long as the bucket lives and ``of``, which it depends on, stay the same.
+    def once(self, key: object, make: Callable[[], T], *dependencies: object) -> T:
+        """Return what ``make()`` gave, cached as long as the bucket lives and ``dependencies`` stay the same.
 
         Tensors are the same if they are one object: what a method puts into its state anew is another one.
         """
-        known = self._made.get(key)
-        if known is None or len(known[0]) != len(of) or not all(map(_same, known[0], of)):
-            known = self._made[key] = (of, make())
-        return cast(T, known[1])
+        entry = self._cached.get(key)
+        if entry is None or len(entry[0]) != len(dependencies) or not all(map(_same, entry[0], dependencies)):
+            entry = self._cached[key] = (dependencies, make())
+        return cast(T, entry[1])
 
     def clear_padding(self, values: Tensor) -> Tensor:
-        """Zeros in the columns of ``values`` (R, n) that stand for no parameter, where a codec may have written."""
+        """Zero the columns of ``values`` (R, n) that stand for no parameter, where a codec may have written."""
         for segment in self.segments:
             if segment.width > segment.span:
                 values[:, segment.columns][:, segment.span :].zero_()
         return values
 
     def load(self, flat: Tensor, out: Tensor) -> None:
-        """Take the gradients from the engine's buffer ``flat`` (1-D); without a copy where it already has our form.
+        """Take the gradients from the engine's buffer ``flat`` (1-D); without a copy where it has the form of rows.
 
         ``out``: where ``store`` will be asked to put the mean; this rank's row (1-D) if ``owner``, else ``flat``.
         """
@@ -374,12 +374,12 @@ class _Stack:
 
     def join(self, tables: Sequence[ops.Places]) -> ops.Places:
         """Join ``tables``, one for each shape alone, to one for the whole memory."""
-        parts = [
-            part._replace(start=start + part.start)
+        copies = [
+            copy._replace(start=start + copy.start)
             for start, table in zip(self._starts, tables, strict=True)
-            for part in table.parts
+            for copy in table.parts
         ]
-        return ops.Places(parts, tables[0].device)
+        return ops.Places(copies, tables[0].device)
 
 
 def _segments(pieces: Sequence[Piece], rows: int, group: int, spans: Sequence[int]) -> tuple[Segment, ...]:
@@ -398,6 +398,6 @@ def _same(a: object, b: object) -> bool:
 
 
 def same_memory(values: Tensor, out: Tensor) -> bool:
-    """Do they begin at one place of the same memory? (Tensors without storage have no address.)"""
-    alike = values.untyped_storage()._cdata == out.untyped_storage()._cdata
-    return alike and values.storage_offset() == out.storage_offset()
+    """Do ``values`` and ``out`` begin at one place of one memory? (Tensors without storage have no address.)"""
+    same_storage = values.untyped_storage()._cdata == out.untyped_storage()._cdata
+    return same_storage and values.storage_offset() == out.storage_offset()

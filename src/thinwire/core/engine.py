@@ -1,4 +1,4 @@
-"""What every engine offers, and what engines share."""
+"""The interface of every engine, and the functions that engines share."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class StepEvents(Protocol):
-    """What an engine tells the steps of its model, and asks them."""
+    """The steps of a model, as its engine sees them."""
 
     @property
     def open(self) -> bool:
         """Have some optimizers stepped, and others not yet?"""
 
     def enter(self, names: Sequence[str]) -> None:
-        """The gradients of ``names`` are about to be exchanged."""
+        """Note that the gradients of ``names`` are about to be exchanged."""
 
-    def exchanging(self, what: str, names: Iterable[str]) -> AbstractContextManager[None]:
-        """Inside, ``what`` of the parameters ``names`` is exchanged."""
+    def exchanging(self, payload: str, names: Iterable[str]) -> AbstractContextManager[None]:
+        """Inside, the ``payload`` of the parameters ``names`` is exchanged."""
 
     def seen(self, name: str) -> bool:
         """Has the parameter been exchanged since the last step?"""
 
     def exchanged(self) -> list[Tensor]:
-        """The parameters that have been exchanged since the last step."""
+        """Return the parameters that have been exchanged since the last step."""
 
 
 Meet = Callable[[], None]
@@ -46,11 +46,11 @@ Meet = Callable[[], None]
 class Engine:
     """PyTorch's own way to train in parallel, translated: what hands out gradients, and where their means go.
 
-    What does nothing here is for engines that gather weights, or keep gradients back.
+    Functions that do nothing here are for engines that gather weights, or keep gradients back.
 
     Attributes:
         kind: "ddp", "fsdp2" or "hsdp". model: the wrapped model.
-        parameters: id(parameter) -> what is known of it, of each that is trained.
+        parameters: each trained parameter's description, by id.
         hops: the exchanges of the road, first to last; the last one is the method's.
         levels: how a buffer goes through two hops; None: there is one, or torch calls each by itself (HSDP).
         chunk: see :class:`thinwire.core.method.Run`.
@@ -81,19 +81,19 @@ class Engine:
         """Are we called at all? Not where torch leaves out what a single rank would exchange with itself."""
         return True
 
-    def attach(self, turn: StepEvents, road: Road) -> None:
-        """Send every gradient down ``road``, and tell ``turn``."""
+    def attach(self, steps: StepEvents, road: Road) -> None:
+        """Send every gradient down ``road``, and tell ``steps``."""
 
     def layout(self) -> Layout:
-        """The buffers that will be handed out."""
+        """Return the buffers that will be handed out."""
         raise NotImplementedError
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """No exchange in this backward pass unless it is the ``last`` of the optimizer step."""
+        """Suppress the exchange in this backward pass unless it is the ``last`` of the optimizer step."""
         raise NotImplementedError
 
     def gradients(self) -> list[Tensor | None]:
-        """This rank's part of those of all trained parameters."""
+        """Return this rank's part of the gradients of all trained parameters."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.requires_grad]
 
     def accumulated(self) -> bool:
@@ -105,7 +105,7 @@ class Engine:
         return False
 
     def missing(self) -> str | None:
-        """A parameter without a gradient, where torch does not exchange those of others for want of it."""
+        """Name a parameter whose missing gradient keeps torch from exchanging those of others."""
         return None
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
@@ -116,30 +116,32 @@ class Engine:
         raise NotImplementedError
 
     def settled(self) -> None:
-        """The step is over."""
+        """Note that the step is over."""
 
     def stepping(self) -> None:
-        """An optimizer is about to give the weights new values."""
+        """Note that an optimizer is about to give the weights new values."""
 
     def stepped(self) -> None:
-        """It has done so."""
+        """Note that an optimizer has given the weights new values."""
 
     def ahead(self, step: int) -> None:
-        """All optimizers have stepped, ``step`` times so far: weights may leave before the next forward pass needs
-        them. Collective."""
+        """Let weights leave before the next forward pass needs them: optimizers have taken ``step`` steps.
+
+        Collective.
+        """
 
     def arrive(self) -> None:
-        """Wait for what has left."""
+        """Wait for the weights that have left."""
 
     def weights_changed(self) -> None:
-        """The weights were given other values than an optimizer's."""
+        """Note that the weights were given other values than an optimizer's."""
 
     def close(self) -> None:
         """End threads. Hooks stay, so that nothing is exchanged without a word, until ``renew``."""
 
     @staticmethod
     def renew(model: Any) -> None:
-        """If an engine that was closed has hooks on ``model``, take them away: another one comes."""
+        """Take away the hooks that a closed engine has left on ``model``: another one comes."""
 
 
 def all_zero(gradients: Iterable[Tensor | None], comms: Sequence[Comm] = ()) -> bool:
@@ -147,23 +149,23 @@ def all_zero(gradients: Iterable[Tensor | None], comms: Sequence[Comm] = ()) -> 
 
     Collective over ``comms`` unless all are None, because a rank may own nothing but zeros. Waits for the device.
     """
-    there = [local(gradient) for gradient in gradients if gradient is not None]
-    if not there:
+    present = [local(gradient) for gradient in gradients if gradient is not None]
+    if not present:
         return True
-    found = torch.stack([gradient.any() for gradient in there]).any().float().reshape(1)
+    any_nonzero = torch.stack([gradient.any() for gradient in present]).any().float().reshape(1)
     for comm in comms:
-        comm.all_reduce(found, "max")
-    return not bool(found)
+        comm.all_reduce(any_nonzero, "max")
+    return not bool(any_nonzero)
 
 
 def wants_two_levels(comm: Comm, method: Method, two_level: bool | None) -> bool:
-    """As the user says, else as the method does; in any case only where both levels have several ranks."""
+    """Follow the user, else the method; in any case only where both levels have several ranks."""
     nodes = len(set(comm.nodes))
     return (method.two_level if two_level is None else two_level) and 1 < nodes < comm.size
 
 
 def split_by_node(comm: GroupComm) -> tuple[GroupComm, GroupComm]:
-    """The ranks of this node, and the ranks with this local rank on every node. Collective over ``comm``."""
+    """Group the ranks of this node, and the ranks with this local rank on every node. Collective over ``comm``."""
     nodes = sorted(set(comm.nodes))
     members = {node: [rank for rank in range(comm.size) if comm.nodes[rank] == node] for node in nodes}
     sizes = {len(ranks) for ranks in members.values()}
@@ -171,9 +173,9 @@ def split_by_node(comm: GroupComm) -> tuple[GroupComm, GroupComm]:
         raise ThinwireError(
             f"two levels need as many ranks on every node, got {[len(members[n]) for n in nodes]}: pass two_level=False"
         )
-    flat = [rank for node in nodes for rank in members[node]]
-    if flat != list(range(comm.size)):
+    in_order = [rank for node in nodes for rank in members[node]]
+    if in_order != list(range(comm.size)):
         raise ThinwireError("two levels need the ranks of a node to be consecutive: pass two_level=False")
-    mine = members[comm.nodes[comm.rank]]
-    local = mine.index(comm.rank)
-    return comm.subset(mine), comm.subset([members[node][local] for node in nodes])
+    own_node = members[comm.nodes[comm.rank]]
+    local_rank = own_node.index(comm.rank)
+    return comm.subset(own_node), comm.subset([members[node][local_rank] for node in nodes])

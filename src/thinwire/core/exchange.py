@@ -206,7 +206,7 @@ class Exchange(ABC):
         return result
 
     def share(self, rows: Tensor) -> Tensor:
-        """Where each rank owns a row, give row r of every rank's ``rows`` (R, w) the values of rank r, in place."""
+        """Give row r of every rank's ``rows`` (R, w) the values of rank r, in place, where each rank owns a row."""
         if self.owner:
             comm = self.comm
             comm.all_gather(rows, rows[comm.rank].clone())
@@ -338,7 +338,7 @@ def dense_bytes(exchange: Exchange, numel: int, dtype: torch.dtype) -> float:
     values = torch.empty((rows, numel // rows), dtype=dtype, device="meta")
     payload = Payload(values, values[:1] if exchange.owner else values)
     on_comm(exchange, CountingComm.like(exchange.comm, ledger)).mean(payload)
-    return sum(ledger.now.bytes.values())
+    return sum(ledger.current.bytes.values())
 
 
 def on_comm(exchange: Exchange, comm: Comm) -> Exchange:

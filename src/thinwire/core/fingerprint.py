@@ -1,4 +1,4 @@
-"""A few samples of each weight, by which it is noticed that somebody else than an optimizer has changed weights.
+"""Notices by a few samples of each weight that somebody else than an optimizer has changed weights.
 
 torch counts changes in place (``_version``), but not those through ``.data``; and it does not tell a change that was
 taken back (averaged weights, put in for an evaluation) from one that stays.
@@ -17,7 +17,7 @@ from thinwire.base.errors import ThinwireWarning
 from thinwire.network.comm import local
 
 SAMPLES = 64
-"""Values of a weight that are looked at."""
+"""The number of values of a weight that are compared."""
 
 
 class Fingerprint:
@@ -26,16 +26,16 @@ class Fingerprint:
     def __init__(self, weights: Callable[[], Sequence[Tensor]]) -> None:
         """``weights``: gives the tensors (DTensors: this rank's part counts), the same ones in the same order."""
         self._weights = weights
-        self._known: Tensor | None = None
+        self._reference: Tensor | None = None
 
     def take(self) -> None:
-        """The weights are as they should be now."""
+        """Sample the weights: they are as they should be now."""
         with torch.no_grad():
-            self._known = self._samples()
+            self._reference = self._samples()
 
     def forget(self) -> None:
-        """Nothing is known until the next ``take``."""
-        self._known = None
+        """Forget the samples, until the next ``take``."""
+        self._reference = None
 
     def differs(self) -> bool:
         """Has any sample another value than when it was taken? Waits for the device."""
@@ -51,15 +51,15 @@ class Fingerprint:
         return sum(changed) / len(changed)
 
     def _differing(self) -> Tensor:
-        """(samples,) bool; empty where nothing is known."""
-        known = self._known
-        if known is None:
+        """Compare now with ``take``: (samples,) bool, empty where nothing was taken."""
+        expected = self._reference
+        if expected is None:
             return torch.zeros(0, dtype=torch.bool)
         with torch.no_grad():
-            now = self._samples()
-        if now.shape != known.shape or now.device != known.device:  # the model has moved: that is no new value
+            actual = self._samples()
+        if actual.shape != expected.shape or actual.device != expected.device:  # moved: no new value
             return torch.zeros(0, dtype=torch.bool)
-        return (now != known) & ~(now.isnan() & known.isnan())
+        return (actual != expected) & ~(actual.isnan() & expected.isnan())
 
     def _samples(self) -> Tensor:
         samples = [_samples_of(local(weight.detach())) for weight in self._weights()]
@@ -83,24 +83,27 @@ class WeightWatch:
         self._warned = False
 
     def trust(self) -> None:
-        """The weights of the next step are as they should be, whatever they were: somebody has said so."""
+        """Trust the weights of the next step, whatever they were: somebody has said so."""
         self._optimizer_loaded = False
         if self._fingerprint is not None:
             self._fingerprint.forget()
 
     def optimizer_was_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.load_state_dict()`` has been called."""
+        """Note that ``optimizer.load_state_dict()`` has been called."""
         self._optimizer_loaded = True
 
     def step_is_over(self) -> None:
-        """The weights are as the step has left them."""
+        """Sample the weights as the step has left them."""
         self._optimizer_loaded = False
         if self._fingerprint is not None:
             self._fingerprint.take()
             self._version = self._count_versions()
 
     def look(self, *, alone: bool) -> None:
-        """Another step begins. ``alone``: each rank by itself (then nothing is dropped, since others could differ)."""
+        """Look whether weights changed before another step.
+
+        ``alone``: each rank looks by itself, and drops nothing, since others could differ.
+        """
         fingerprint, loaded, self._optimizer_loaded = self._fingerprint, self._optimizer_loaded, False
         if fingerprint is None or self._drop_waiting is None:
             return
@@ -131,7 +134,7 @@ class WeightWatch:
 
 
 def _samples_of(weight: Tensor) -> Tensor:
-    """(up to ``SAMPLES``,) values at equal distances in memory: a view where the weight has no gaps."""
+    """Take up to ``SAMPLES`` values at equal distances in memory: a view where the weight has no gaps."""
     count = min(SAMPLES, weight.numel())
     if count and _fills_its_memory(weight):
         return weight.as_strided((count,), (weight.numel() // count,), weight.storage_offset())

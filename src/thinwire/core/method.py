@@ -23,11 +23,11 @@ from thinwire.core.promise import CONSERVES as CONSERVES
 from thinwire.core.promise import EXACT as EXACT
 from thinwire.core.promise import Promise as Promise
 from thinwire.core.promise import Rounding as Rounding
-from thinwire.core.run import Held as Held
+from thinwire.core.run import Holder as Holder
 from thinwire.core.run import Parameter as Parameter
 from thinwire.core.run import Run as Run
 from thinwire.core.run import Step as Step
-from thinwire.core.run import held_by as held_by
+from thinwire.core.run import find_holders as find_holders
 from thinwire.core.state import State, put_back, read_existing
 from thinwire.core.weights import Message
 

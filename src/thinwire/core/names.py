@@ -1,4 +1,4 @@
-"""What the parameters of a model are called, and what role each has: read from the model, without its wrappers."""
+"""The names and roles of a model's parameters: read from the model, without its wrappers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def clean_name(name: str) -> str:
-    """The parameter's name in the user's own model: without what compile and checkpoint wrappers put before it."""
+    """Return a parameter's name in the user's own model: without what compile and checkpoint wrappers put before it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def bare_name(name: str) -> str:
-    """``clean_name``, without what DDP puts before it either."""
+    """Return ``clean_name`` without what DDP puts before it either."""
     return clean_name(name).removeprefix("module.")
 
 
 def role_of(name: str, module: nn.Module | None, shape: Sequence[int]) -> str:
-    """matrix, embedding, head, router, norm or bias: from the module that holds the parameter, then from its name."""
+    """Tell matrix, embedding, head, router, norm or bias by the module that holds the parameter, then by its name."""
     last = name.rsplit(".", 1)[-1]
     owner = name.rsplit(".", 2)[-2] if name.count(".") else ""
     if isinstance(module, nn.Embedding):
@@ -47,13 +47,13 @@ Shape = tuple[int, ...]
 def describe(
     model: nn.Module, shards: Mapping[int, tuple[Shape, Shape]] | None = None, *, chunks: int = 1
 ) -> dict[int, Parameter]:
-    """id(parameter) -> what is known of it, for every trainable parameter; tied ones once, under their first name.
+    """Describe every trainable parameter by its id; tied ones once, under their first name.
 
     ``shards``: id(parameter) -> its shape on this rank before the engine shards it, and the shape of the engine's
     padded shard; without it, nothing is sharded, or only what travels: in so many ``chunks`` of dim 0.
     """
     modules = dict(model.named_modules())
-    found: dict[int, Parameter] = {}
+    described: dict[int, Parameter] = {}
     for full, tensor in model.named_parameters():
         if not tensor.requires_grad:
             continue
@@ -61,6 +61,6 @@ def describe(
         role = role_of(name, modules.get(full.rpartition(".")[0]), tensor.shape)
         shape: Shape = tuple(tensor.shape)
         chunk = (-(-shape[0] // chunks), *shape[1:]) if shape else ()
-        part, shard = (shards or {}).get(id(tensor), (shape, chunk))
-        found[id(tensor)] = Parameter(name, shape, tensor.numel(), role, tensor.dtype, math.prod(shard), part)
-    return found
+        rank_shape, shard = (shards or {}).get(id(tensor), (shape, chunk))
+        described[id(tensor)] = Parameter(name, shape, tensor.numel(), role, tensor.dtype, math.prod(shard), rank_shape)
+    return described

@@ -1,4 +1,4 @@
-"""What one step may put into a method's state: a spoilt batch must not rule the steps after it.
+"""The outlier clip of gradients that enter a method's state: a spoilt batch must not rule the steps after it.
 
 Dense training forgets a spoilt batch (a loss ten thousand times too large, once): clipping scales its gradient down,
 and the next step is an ordinary one. A method that keeps a residual or a momentum takes the gradient up *before* it is
@@ -25,16 +25,16 @@ from thinwire.core.bucket import Piece
 STEP = 2.0
 """Usual norms that a cut leaves where a gradient becomes a step or a momentum before it is averaged."""
 MEMORY = 0.9
-"""Of the usual norm: a norm counts for about ten steps."""
+"""The decay per step of the usual norm: a norm counts for about ten steps."""
 WATCHED = 200
 """Steps between two looks at how often gradients are cut; a look waits for the device."""
 OFTEN = 0.01
 """The share of a parameter's steps that may be cut without a word."""
 COMPOSITIONS = 256
-"""Compositions of buffers whose parameters' places are kept. A model of experts can have any number."""
+"""Compositions of buffers whose parameters' columns are cached. A model of experts can have any number."""
 
 
-class Bound:
+class OutlierClip:
     """Scales gradients that are more than ``times`` as large as usual for their parameter on this rank down to that.
 
     With r the running mean of a parameter's norms, R the norm of all r together, and s the parameter's share of all
@@ -50,8 +50,8 @@ class Bound:
     """
 
     def __init__(self, times: float, sizes: Mapping[str, int], leaves: float | None = None) -> None:
-        """``sizes``: name -> values on this rank, of all trained parameters. ``leaves``: of what is cut, in usual
-        norms, at most ``times``, which is what None means.
+        """``sizes``: values on this rank of each trained parameter, by name. ``leaves``: the norm that a cut leaves, in
+        usual norms, at most ``times``, which is what None means.
 
         Raises:
             ThinwireError: ``times`` is not a finite number from 1 on.
@@ -66,110 +66,112 @@ class Bound:
         shares = [math.sqrt(sizes[name] / total) for name in sorted(sizes)]
         self._shares = torch.tensor(shares, dtype=torch.float32)
         # By parameter: the usual norm, how many gradients were seen and how many cut, the sum of the norms cut off.
-        self._known = torch.zeros(4, len(sizes), dtype=torch.float32)
+        self._statistics = torch.zeros(4, len(sizes), dtype=torch.float32)
         self._next: Tensor | None = None
         self._cut_before = torch.zeros(2, dtype=torch.float32)  # gradients and norm, in the run that was resumed
         self._steps = 0
         self._warned = False
-        self._places: dict[tuple[Piece, ...], tuple[list[Piece], Tensor]] = {}
+        self._columns: dict[tuple[Piece, ...], tuple[list[Piece], Tensor]] = {}
 
     def apply(self, flat: Tensor, pieces: tuple[Piece, ...]) -> None:
         """Scale the parameters in ``flat`` (1-D) down where they exceed their bound.
 
         Where a norm is not finite nothing is scaled: such a step is the guard's.
         """
-        if self._known.device != flat.device:
-            self._shares, self._known = self._shares.to(flat.device), self._known.to(flat.device)
-        mine, places = self._find(pieces, flat.device)
-        if not mine:
+        if self._statistics.device != flat.device:
+            self._shares, self._statistics = self._shares.to(flat.device), self._statistics.to(flat.device)
+        bounded, columns = self._find(pieces, flat.device)
+        if not bounded:
             return
-        views = [_values(flat, piece) for piece in mine]
+        views = [_values(flat, piece) for piece in bounded]
         norms = torch.stack(torch._foreach_norm(views)).float()
         if self._next is None:
-            self._next = self._known.clone()
-        old = self._known[:, places]
-        before = old[0]
-        size = self.times * torch.maximum(before, self._shares[places] * torch.linalg.vector_norm(self._known[0]))
-        seen = norms.isfinite() & (norms > 0)
-        over = (norms > size) & (before > 0) & seen
-        left = self._share * size
-        factors = torch.where(over, left / norms, 1.0)
+            self._next = self._statistics.clone()
+        before_step = self._statistics[:, columns]
+        usual_before = before_step[0]
+        share_of_all = self._shares[columns] * torch.linalg.vector_norm(self._statistics[0])
+        largest = self.times * torch.maximum(usual_before, share_of_all)
+        counted = norms.isfinite() & (norms > 0)
+        exceeds = (norms > largest) & (usual_before > 0) & counted
+        cut_to = self._share * largest
+        factors = torch.where(exceeds, cut_to / norms, 1.0)
         # On CPU a look costs nothing and mostly saves a pass; on a GPU it would wait for the device.
-        if devices.streams(flat.device) is not None or bool(over.any()):
+        if devices.streams(flat.device) is not None or bool(exceeds.any()):
             torch._foreach_mul_(views, list(factors.to(flat.dtype).unbind()))
-        norm = torch.where(over, size, torch.where(seen, norms, before))
-        usual = torch.where(before > 0, MEMORY * before + (1 - MEMORY) * norm, norm)
-        counts = torch.stack([seen.float(), over.float(), torch.where(over, norms - left, 0.0)])
-        self._next[:, places] = torch.cat([usual.unsqueeze(0), old[1:] + counts])
+        norm = torch.where(exceeds, largest, torch.where(counted, norms, usual_before))
+        usual_after = torch.where(usual_before > 0, MEMORY * usual_before + (1 - MEMORY) * norm, norm)
+        counts = torch.stack([counted.float(), exceeds.float(), torch.where(exceeds, norms - cut_to, 0.0)])
+        self._next[:, columns] = torch.cat([usual_after.unsqueeze(0), before_step[1:] + counts])
 
     def commit(self) -> None:
-        """The step counts."""
+        """Keep the step's norms and counts: it counts."""
         if self._next is not None:
-            self._known, self._next = self._next, None
+            self._statistics, self._next = self._next, None
             self._steps += 1
             if self._steps % WATCHED == 0 and not self._warned:
                 self._warn()
 
     def rollback(self, names: Collection[str] | None = None) -> None:
-        """The step does not count; where ``names`` are given, for these parameters."""
+        """Forget the step's norms and counts; where ``names`` are given, those of these parameters."""
         if names is None:
             self._next = None
         elif self._next is not None:
             for i in (self._index[name] for name in names if name in self._index):
-                self._next[:, i] = self._known[:, i]
+                self._next[:, i] = self._statistics[:, i]
 
     def _warn(self) -> None:
-        """Say once whose gradients are cut often: they are no accident, and what is cut off is lost."""
-        _, seen, cut, _ = self._known.cpu()
-        often = [name for name, i in self._index.items() if cut[i] > max(OFTEN * seen[i], 1)]
+        """Warn once of gradients that are cut often: they are no accident, and what is cut off is lost."""
+        _, counted, cut, _ = self._statistics.cpu()
+        often = [name for name, i in self._index.items() if cut[i] > max(OFTEN * counted[i], 1)]
         if often:
             self._warned = True
             i = self._index[often[0]]
-            more = f", and those of {len(often) - 1} more parameters" if often[1:] else ""
+            also = f", and those of {len(often) - 1} more parameters" if often[1:] else ""
             warnings.warn(
-                f"{int(cut[i])} of {int(seen[i])} gradients of {often[0]} on this rank were more than {self.times:g} "
-                f"times as large as usual, and cut to that{more}: what is cut off is lost; give compress() a higher "
-                "outlier_clip=, or None, if gradients of that size are ordinary", ThinwireWarning, stacklevel=2,
+                f"{int(cut[i])} of {int(counted[i])} gradients of {often[0]} on this rank were more than "
+                f"{self.times:g} times as large as usual, and cut to that{also}: what is cut off is lost; give "
+                "compress() a higher outlier_clip=, or None, if gradients of that size are ordinary",
+                ThinwireWarning, stacklevel=2,
             )  # fmt: skip
 
     def facts(self) -> dict[str, float]:
-        """``cut``: gradients of parameters cut on this rank so far; ``norm``: the sum of the norms cut off."""
+        """Report ``cut``, the gradients of parameters cut on this rank, and ``norm``, the sum of the norms cut off."""
         count, norm = self._cut.tolist()
         return {"cut": int(count), "norm": norm}
 
     @property
     def _cut(self) -> Tensor:
-        """(2,): how many parameters' gradients were cut, and the norm cut off."""
-        return self._cut_before.to(self._known.device) + self._known[2:].sum(1)
+        """The number of parameters' gradients that were cut, and the norm cut off: (2,)."""
+        return self._cut_before.to(self._statistics.device) + self._statistics[2:].sum(1)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Usual norms by parameter, and what was cut."""
-        usual = {f"usual norm/{name}": self._known[0, i].clone() for name, i in self._index.items()}
+        """Return the usual norms by parameter, and what was cut."""
+        usual = {f"usual norm/{name}": self._statistics[0, i].clone() for name, i in self._index.items()}
         return {**usual, "cut": self._cut}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take what ``state_dict`` gave. A parameter that is not in it starts without a usual norm."""
         self._next = None
-        self._known.zero_()
+        self._statistics.zero_()
         for name, i in self._index.items():
             usual = state.get(f"usual norm/{name}")
-            self._known[0, i] = 0.0 if usual is None else usual
+            self._statistics[0, i] = 0.0 if usual is None else usual
         if "cut" in state:
             self._cut_before.copy_(state["cut"])
 
     def _find(self, pieces: tuple[Piece, ...], device: torch.device) -> tuple[list[Piece], Tensor]:
-        """Those of ``pieces`` that are bounded, and their numbers."""
-        if pieces not in self._places:
-            if len(self._places) >= COMPOSITIONS:
-                self._places.clear()
-            mine = [piece for piece in pieces if piece.name in self._index]
-            numbers: Sequence[int] = [self._index[piece.name] for piece in mine]
-            self._places[pieces] = mine, torch.tensor(numbers, dtype=torch.int64, device=device)
-        return self._places[pieces]
+        """Select the bounded ones of ``pieces``, with their columns in ``_statistics``, int64."""
+        if pieces not in self._columns:
+            if len(self._columns) >= COMPOSITIONS:
+                self._columns.clear()
+            bounded = [piece for piece in pieces if piece.name in self._index]
+            numbers: Sequence[int] = [self._index[piece.name] for piece in bounded]
+            self._columns[pieces] = bounded, torch.tensor(numbers, dtype=torch.int64, device=device)
+        return self._columns[pieces]
 
 
 def _values(flat: Tensor, piece: Piece) -> Tensor:
-    """A view of all of a parameter's values in an engine's buffer, in whatever order."""
+    """View all of a parameter's values in an engine's buffer, in whatever order."""
     if piece.stride:
         size, strides = (piece.rows, piece.numel // piece.rows), (piece.stride, 1)
         return flat.as_strided(size, strides, flat.storage_offset() + piece.offset)

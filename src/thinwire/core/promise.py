@@ -1,4 +1,4 @@
-"""What a method promises of the values that it is given: what is sent, what waits, and what is lost."""
+"""The promise of a method about the values that it is given: what is sent, what waits, and what is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far one encoding may be off, by its format alone.
+    """The largest error of one encoding, by its format alone.
 
     Each value is off by at most ``value`` of itself plus ``step`` of the largest of its group. Where ``block``
     neighbours are transformed together (by an orthogonal matrix), this holds of the lengths of such blocks instead:
@@ -31,7 +31,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Promise:
-    """What a method keeps of the values it is given. ``thinwire.proof.laws`` holds every method to it.
+    """A method's promise about the values it is given, to which ``thinwire.proof.laws`` holds it.
 
     Attributes:
         kind: "exact": the mean, bit for bit the stock engine's.

@@ -1,4 +1,4 @@
-"""Do ranks that must hold the same hold the same? Hashes of the raw bits, compared every so many steps.
+"""Compares, every so many steps, hashes of the raw bits that ranks must hold alike.
 
 Compared are the weights (DDP: on all ranks; HSDP: on those with the same shard), what a method promises to be equal of
 its state (``Method.alike``: masks), and what a sharded engine's ranks hold of each other's weights (``weights.py``).
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.agreement import Agreement, difference
+from thinwire.core.agreement import Agreement, find_difference
 from thinwire.core.state import find_entries
 from thinwire.network.comm import Comm, GroupComm, local
 
 
 class Compared(Protocol):
-    """Whose replicas are compared: the steps of a model, their engine, method and road."""
+    """The steps of a model whose replicas are compared: their engine, method and road."""
 
     engine: Any
     method: Any
@@ -38,7 +38,7 @@ AT_ONCE = 1024 * WIDTH
 
 
 def digest(values: Tensor) -> Tensor:
-    """A hash of the raw bits of ``values`` (any shape and dtype): 0-dim int64 on their device, without a host sync.
+    """Hash the raw bits of ``values`` (any shape and dtype) to a 0-dim int64 on their device, without a host sync.
 
     The sum of 32-bit words, each times an odd number of its place, modulo 2^64; of the sums of ``WIDTH`` words the
     same again. Integers: so it does not depend on the order of summing. It is no defence against an adversary.
@@ -57,7 +57,7 @@ def _sum(words: Tensor, odd: Tensor) -> Tensor:
 
 
 def _words(values: Tensor) -> Tensor:
-    """The bits of ``values`` as int32 (n,), zeros behind."""
+    """View the bits of ``values`` as int32 (n,), zeros behind."""
     flat = values.detach().reshape(-1).view(torch.uint8)
     if len(flat) % 4 or flat.storage_offset() % 4:
         flat = torch.cat([flat, flat.new_zeros(-len(flat) % 4)])
@@ -66,19 +66,19 @@ def _words(values: Tensor) -> Tensor:
 
 @functools.cache
 def _odd(device: torch.device) -> Tensor:
-    """(WIDTH,) int64, the same on all ranks."""
-    most = torch.iinfo(torch.int64)
-    numbers = torch.randint(most.min, most.max, (WIDTH,), generator=torch.Generator().manual_seed(0))
+    """Draw odd numbers, (WIDTH,) int64, the same on all ranks."""
+    limits = torch.iinfo(torch.int64)
+    numbers = torch.randint(limits.min, limits.max, (WIDTH,), generator=torch.Generator().manual_seed(0))
     return (numbers | 1).to(device)
 
 
-class Replicas:
-    """Compares them, every so many steps. All its calls are collective."""
+class ReplicaCheck:
+    """Compares the replicas of a model every so many steps. All its calls are collective."""
 
-    def __init__(self, turn: Compared, every: int) -> None:
+    def __init__(self, steps: Compared, every: int) -> None:
         """``every``: optimizer steps, skipped ones included; higher => cheaper, and noticed later."""
-        self._turn, self.every, self._last = turn, every, 0
-        self._comms = [_aside(comm) for comm in turn.engine.comms]
+        self._steps, self.every, self._last = steps, every, 0
+        self._comms = [_aside(comm) for comm in steps.engine.comms]
 
     def look(self, number: int) -> None:
         """Compare after step ``number``, if it is time to and the ranks are together.
@@ -86,75 +86,78 @@ class Replicas:
         Raises:
             ThinwireError: they are not the same. On all ranks; those that differ say what is first to differ.
         """
-        if number - self._last < self.every or not self._turn.method.rank_equal:
+        if number - self._last < self.every or not self._steps.method.rank_equal:
             return
         self._last = number
         with Agreement(self._comms), torch.no_grad():
             # All of them before one raises: other groups do not know yet, and their ranks go on to the next.
-            wrong = [self._compare(comm, tensors, number) for comm, tensors in self._held()]
+            wrong = [self._compare(comm, tensors, number) for comm, tensors in self._tensors()]
             for line in filter(None, wrong):
                 raise ThinwireError(line)
 
     def look_at_names(self, number: int, names: Sequence[str]) -> None:
-        """The gradients of ``names`` are about to be exchanged in step ``number``; none: the optimizers are about to
-        step. Compared if a look is due: parameters that some ranks use and others do not make buffers of unlike sizes.
+        """Compare ``names``, whose gradients are about to be exchanged in step ``number``, if a look is due.
+
+        No names: the optimizers are about to step. Parameters that some ranks use and others do not make buffers of
+        unlike sizes.
 
         Raises:
             ThinwireError: another rank exchanges others, on all ranks.
         """
-        if number - self._last < self.every or self._turn.engine.kind == "ddp":  # which exchanges all or none
+        if number - self._last < self.every or self._steps.engine.kind == "ddp":  # which exchanges all or none
             return
         comm = self._comms[0]
         words = hashlib.sha256("\n".join(names).encode()).digest()[:8]
-        hashes = _everybody(comm, torch.frombuffer(bytearray(words), dtype=torch.int64))
+        hashes = _gather(comm, torch.frombuffer(bytearray(words), dtype=torch.int64))
         if len(set(hashes.flatten().tolist())) > 1:
             raise ThinwireError(
                 f"step {number}: rank {comm.ranks[comm.rank]} has gradients of {', '.join(names) or 'nothing more'}, "
                 "and another rank has others: each rank must use the same parameters in a step"
             )
 
-    def _held(self) -> Iterator[tuple[GroupComm, dict[str, Tensor]]]:
-        """What must be the same within a group of ranks."""
-        turn = self._turn
-        engine, method, exchange = turn.engine, turn.method, turn.road.last.exchange
+    def _tensors(self) -> Iterator[tuple[GroupComm, dict[str, Tensor]]]:
+        """Yield groups of ranks, and the tensors that must be the same within each."""
+        steps = self._steps
+        engine, method, exchange = steps.engine, steps.method, steps.road.last.exchange
         if engine.kind != "fsdp2":
-            same = engine.comms[0] if engine.kind == "ddp" else exchange.comm
-            yield _aside(same), {f"the weights {name}": local(weight) for name, weight in turn.weights.items()}
+            comm = engine.comms[0] if engine.kind == "ddp" else exchange.comm
+            yield _aside(comm), {f"the weights {name}": local(weight) for name, weight in steps.weights.items()}
         if method.alike:
             method.finish()
-            kept = [found for kind in method.alike for found in find_entries(method.state, kind)]
-            kept.sort(key=lambda found: found[:2])
-            yield _aside(exchange.comm), {f"{kind} of {name}": value for kind, name, value in kept}
+            entries = [entry for kind in method.alike for entry in find_entries(method.state, kind)]
+            entries.sort(key=lambda entry: entry[:2])
+            yield _aside(exchange.comm), {f"{kind} of {name}": value for kind, name, value in entries}
         for replica in getattr(engine, "replicas", ()):
-            if replica.held is not None:
-                yield _aside(replica.comm), {f"the gathered weights {replica.shard.names[0]}": replica.held}
+            if replica.resident is not None:
+                yield _aside(replica.comm), {f"the gathered weights {replica.shard.names[0]}": replica.resident}
 
     @staticmethod
     def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], number: int) -> str:
-        """What differs, or "". First one hash of all goes round; only if two differ, one of each tensor."""
+        """Say what differs, or "". First one hash of all goes round; only if two differ, one of each tensor."""
         if not tensors:
             return ""
-        each = torch.stack([digest(values) for values in tensors.values()])
-        if len(set(_everybody(comm, digest(each).view(1)).flatten().tolist())) == 1:
+        hashes = torch.stack([digest(values) for values in tensors.values()])
+        if len(set(_gather(comm, digest(hashes).view(1)).flatten().tolist())) == 1:
             return ""
         rows = [
             (rank, dict(zip(tensors, map(str, row), strict=True)))
-            for rank, row in zip(comm.ranks, _everybody(comm, each).tolist(), strict=True)
+            for rank, row in zip(comm.ranks, _gather(comm, hashes).tolist(), strict=True)
         ]
-        found = difference(rows)
-        assert found is not None
+        difference = find_difference(rows)
+        assert difference is not None
         return (
-            f"after step {number}, {found.name} on rank {found.rank} are not those of {found.others}: go back to "
-            "a checkpoint, and look for what that rank does differently (its learning rate, its memory)"
+            f"after step {number}, {difference.name} on rank {difference.rank} are not those of "
+            f"{difference.other_ranks}: go back to a checkpoint, and look for what that rank does differently (its "
+            "learning rate, its memory)"
         )
 
 
-def _everybody(comm: GroupComm, hashes: Tensor) -> Tensor:
-    """(N, P): the ``hashes`` (P,) of all ranks."""
-    mine = hashes.to(comm.device).view(torch.uint8)
-    every = mine.new_empty((comm.size, len(mine)))
-    comm.all_gather(every, mine)
-    return every.cpu().view(torch.int64)
+def _gather(comm: GroupComm, hashes: Tensor) -> Tensor:
+    """Gather the ``hashes`` (P,) of all ranks: (N, P)."""
+    own_hashes = hashes.to(comm.device).view(torch.uint8)
+    gathered = own_hashes.new_empty((comm.size, len(own_hashes)))
+    comm.all_gather(gathered, own_hashes)
+    return gathered.cpu().view(torch.int64)
 
 
 def _aside(comm: Comm) -> GroupComm:

@@ -30,7 +30,7 @@ from thinwire.base import device as devices
 from thinwire.core.bucket import Arena, Bucket, BucketGroup, Piece
 from thinwire.core.exchange import Exchange, dense_bytes, on_comm
 from thinwire.core.method import Fp32, Method, Parameter
-from thinwire.core.outliers import Bound
+from thinwire.core.outliers import OutlierClip
 from thinwire.network.comm import Comm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
@@ -38,18 +38,19 @@ from thinwire.network.ledger import Ledger
 T = TypeVar("T")
 Pieces = tuple[Piece, ...]
 Carry = Callable[[Tensor, Pieces, Tensor], object]
-"""(flat, its pieces, where the means go): one stage."""
+"""A stage: a function of an engine's buffer, its pieces, and the tensor that receives the means."""
 
 
 @dataclass
 class Stage:
-    """One hop: a method, and the topology that it is handed.
+    """A hop: a method, and the topology that it is handed.
 
     Attributes:
         dense: names of the parameters that travel beside the compressed ones, in fp32.
         guard: told of every buffer. counts_dense: the engine by itself would send this buffer over this hop, too.
         bound: of what a step may put into the method's state, if it has any.
-        scale: what a GradScaler multiplies the gradients with now, 0-dim; None: nothing. The method sees them without.
+        scale: gives the factor, 0-dim, that a GradScaler has multiplied the gradients with, which the method sees
+            without; None: nothing has.
         step: optimizer steps taken so far; skipped ones do not count.
         flush_at: the step whose exchange is dense and delivers all that waits.
     """
@@ -60,13 +61,13 @@ class Stage:
     guard: Guard
     ledger: Ledger
     counts_dense: bool = True
-    bound: Bound | None = None
+    bound: OutlierClip | None = None
     scale: Callable[[torch.device], Tensor] | None = None
     step: int = 0
     flush_at: int | None = None
 
     def __post_init__(self) -> None:
-        self._parts: _Compositions[list[_Part]] = _Compositions()
+        self._buckets: _Compositions[list[_PackedBuckets]] = _Compositions()
         # What stays dense beside compressed parameters is summed in rank order too: then no bit depends on how the
         # engine happened to cut its buckets, and a resumed run is the same run.
         self._side = Fp32()
@@ -82,32 +83,32 @@ class Stage:
             self.guard.observe(flat)
             if self.counts_dense:
                 self.ledger.count_dense(self._dense_bytes(flat.numel(), flat.dtype))
-            scale = None if self.scale is None else self.scale(flat.device)
-            if scale is not None:
-                flat.div_(scale)
+            loss_scale = None if self.scale is None else self.scale(flat.device)
+            if loss_scale is not None:
+                flat.div_(loss_scale)
             if self.bound is not None:
                 self.bound.apply(flat, pieces)
             self.carry(flat, pieces, out)
-            if scale is not None:
-                out.mul_(scale)
+            if loss_scale is not None:
+                out.mul_(loss_scale)
 
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
-        """``reduce``, without what looks at the values and counts."""
-        for packed, buckets in self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
+        """Reduce without looking at the values, and without counting."""
+        for packed, buckets in self._buckets.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
             packed.load(flat, out)
             for method, bucket in buckets:
                 bucket.step = self.step
-                due = self.flush_at == self.step and method is self.method
-                (method.deliver if due else method.reduce)(bucket, self.exchange)
+                delivers = self.flush_at == self.step and method is self.method
+                (method.deliver if delivers else method.reduce)(bucket, self.exchange)
             packed.store(out)
             packed.release()
 
     def between_steps(
         self, flat: Tensor, pieces: Pieces, out: Tensor, send: Callable[[Bucket, Exchange], None]
     ) -> None:
-        """``carry`` of zeros, where ``send`` fills the method's buckets; what stays dense stays zero."""
-        parts = self._parts.once(pieces, flat.dtype, lambda: self._split(flat, pieces))
-        for method, bucket in itertools.chain.from_iterable(part.buckets for part in parts):
+        """Carry zeros, where ``send`` fills the method's buckets; what stays dense stays zero."""
+        groups = self._buckets.once(pieces, flat.dtype, lambda: self._split(flat, pieces))
+        for method, bucket in itertools.chain.from_iterable(group.buckets for group in groups):
             if method is self.method:
                 bucket.step = self.step
                 bucket.load(flat, out)
@@ -115,53 +116,53 @@ class Stage:
                 bucket.store(out)
                 bucket.release()
 
-    def _split(self, flat: Tensor, pieces: Pieces) -> list[_Part]:
-        """One bucket for what is compressed, one beside it for what stays dense."""
-        sent = [piece for piece in pieces if piece.name not in self.dense]
-        kept = [piece for piece in pieces if piece.name in self.dense]
-        parts = ((self.method, sent), (self._side, kept))
-        buckets = [(method, self._bucket(of, flat, method)) for method, of in parts if of]
+    def _split(self, flat: Tensor, pieces: Pieces) -> list[_PackedBuckets]:
+        """Make a bucket for what is compressed, and one beside it for what stays dense."""
+        compressed = [piece for piece in pieces if piece.name not in self.dense]
+        dense = [piece for piece in pieces if piece.name in self.dense]
+        by_method = ((self.method, compressed), (self._side, dense))
+        buckets = [(method, self._bucket(chosen, flat, method)) for method, chosen in by_method if chosen]
         if len(buckets) > 1 and len({bucket.dtype for _, bucket in buckets}) == 1:
-            return [_Part(BucketGroup([bucket for _, bucket in buckets]), buckets)]
-        return [_Part(bucket, [(method, bucket)]) for method, bucket in buckets]
+            return [_PackedBuckets(BucketGroup([bucket for _, bucket in buckets]), buckets)]
+        return [_PackedBuckets(bucket, [(method, bucket)]) for method, bucket in buckets]
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
         if method.native:  # the buffer goes out as it is
             pieces = [replace(piece, form=None) for piece in pieces]
         dtype = flat.dtype if method.native else torch.float32
-        return method.bucket_of(pieces, self.exchange, flat.device, self._parts.arena, dtype)
+        return method.bucket_of(pieces, self.exchange, flat.device, self._buckets.arena, dtype)
 
 
-class _Part(NamedTuple):
-    """Buckets of a buffer that are packed and unpacked together, and each with what reduces it."""
+class _PackedBuckets(NamedTuple):
+    """Buckets of a buffer that are packed and unpacked together, and each with the method that reduces it."""
 
     packed: Bucket | BucketGroup
     buckets: Sequence[tuple[Method, Bucket]]
 
 
 class _Compositions(Generic[T]):
-    """What is made once for each composition of a buffer, and the memory in which buffers take turns.
+    """A cache by the composition of a buffer, and the memory in which buffers take turns.
 
     ``arena``: a stage's buffers come one after the other, on one thread or stream.
     """
 
     def __init__(self) -> None:
         self.arena = Arena()
-        self._made: dict[tuple[Pieces, torch.dtype], T] = {}
+        self._cached: dict[tuple[Pieces, torch.dtype], T] = {}
 
     def once(self, pieces: Pieces, dtype: torch.dtype, make: Callable[[], T]) -> T:
-        """What ``make()`` gave for ``pieces`` in ``dtype``.
+        """Return what ``make()`` gave for ``pieces`` in ``dtype``.
 
         What was made for older compositions with any of these parameters is freed: DDP rebuilds its buckets once.
         """
         key = (pieces, dtype)
-        if key not in self._made:
+        if key not in self._cached:
             names = {piece.name for piece in pieces}
-            for old in [old for old in self._made if names & {piece.name for piece in old[0]}]:
-                del self._made[old]
+            for old in [old for old in self._cached if names & {piece.name for piece in old[0]}]:
+                del self._cached[old]
                 self.arena.clear()
-            self._made[key] = make()
-        return self._made[key]
+            self._cached[key] = make()
+        return self._cached[key]
 
 
 @dataclass
@@ -182,7 +183,7 @@ class Road:
 
     @property
     def entry(self) -> Exchange:
-        """What the engine takes the road for: its own buffers are of this form."""
+        """The exchange that the engine takes the road for: its own buffers are of this form."""
         return self.stages[0].exchange if self.levels is None else self.levels.stock
 
     @property
@@ -208,13 +209,13 @@ class Road:
         return out
 
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
-        """``reduce``, without what looks at the values and counts."""
+        """Reduce without looking at the values, and without counting."""
         self._through(flat, pieces, out, [stage.carry for stage in self.stages])
 
     def between_steps(
         self, flat: Tensor, pieces: Pieces, out: Tensor, send: Callable[[Bucket, Exchange], None]
     ) -> None:
-        """``carry`` of zeros ``flat``, and of what ``send`` puts into the buckets of the last stage."""
+        """Carry zeros ``flat``, and what ``send`` puts into the buckets of the last stage."""
 
         def last(flat: Tensor, pieces: Pieces, out: Tensor) -> None:
             self.last.between_steps(flat, pieces, out, send)
@@ -231,14 +232,14 @@ class Road:
             flat, pieces = out, shard_of(pieces)
 
     def piece(self, parameter: Parameter) -> Piece:
-        """``parameter`` in a buffer of its own, as the engine would hand it out."""
+        """Return ``parameter`` in a buffer of its own, as the engine would hand it out."""
         rows, name = self.entry.ranks, parameter.name
         if self.entry.owner:
             return Piece(name, 0, parameter.local * rows, rows, parameter.local)
-        return Piece(name, 0, math.prod(parameter.part))
+        return Piece(name, 0, math.prod(parameter.rank_shape))
 
     def dense_bytes(self, parameter: Parameter, dtype: torch.dtype) -> float:
-        """Bytes that the engine by itself would send of ``parameter``."""
+        """Count the bytes that the engine by itself would send of ``parameter``."""
         if self.levels is not None:
             return dense_bytes(self.levels.stock, self.piece(parameter).numel, dtype)
         hops = [stage.exchange for stage in self.stages]
@@ -246,12 +247,12 @@ class Road:
 
 
 def shard_of(pieces: Pieces) -> Pieces:
-    """Where the parameters lie in the row of ``pieces`` that a reduce-scatter leaves."""
+    """Return the parameters' pieces in the row of ``pieces`` that a reduce-scatter leaves."""
     return tuple(Piece(piece.name, piece.offset, piece.numel // piece.rows) for piece in pieces)
 
 
 class Levels(ABC):
-    """How an engine's buffer goes through two stages, and back.
+    """The way of an engine's buffer through two stages, and back.
 
     Attributes:
         stock: the exchange of the engine itself, in one hop over all ranks.
@@ -269,7 +270,7 @@ class Levels(ABC):
 
     @abstractmethod
     def on(self, double: Callable[[Comm], Comm]) -> Levels:
-        """The same on ``double`` of each group."""
+        """Return the same on ``double`` of each group."""
 
 
 class ScatterAndShare(Levels):
@@ -283,10 +284,10 @@ class ScatterAndShare(Levels):
         """``intra``: the ranks of this node. ``widths``: values of each parameter's shard, by name."""
         super().__init__(stock)
         self.intra, self.widths = intra, widths
-        self._made: _Compositions[tuple[Bucket, Pieces, Pieces]] = _Compositions()
+        self._compositions: _Compositions[tuple[Bucket, Pieces, Pieces]] = _Compositions()
 
     def through(self, flat, pieces, out, first, second, dtype):
-        bucket, inside, across = self._made.once(pieces, dtype, lambda: self._make(flat, pieces, dtype))
+        bucket, inside, across = self._compositions.once(pieces, dtype, lambda: self._make(flat, pieces, dtype))
         rows = bucket.scratch("rows", bucket.shape, dtype)
         shard = bucket.scratch("shard", (bucket.shape[1],), dtype)
         bucket.copies.pack(flat, rows)
@@ -299,14 +300,14 @@ class ScatterAndShare(Levels):
         return ScatterAndShare(on_comm(self.stock, double(self.stock.comm)), double(self.intra), self.widths)
 
     def _make(self, flat: Tensor, pieces: Pieces, dtype: torch.dtype) -> tuple[Bucket, Pieces, Pieces]:
-        """The bucket that packs ``flat`` as rows (L, n), the pieces of those, and of a shard."""
+        """Make the bucket that packs ``flat`` as rows (L, n), the pieces of those, and of a shard."""
         ranks, spans = self.intra.size, [self.widths[piece.name] for piece in pieces]
         bucket = Bucket(
             pieces, rows=ranks, owner=False, group=1, dtype=dtype, device=flat.device, spans=spans,
-            arena=self._made.arena,
+            arena=self._compositions.arena,
         )  # fmt: skip
         n = bucket.shape[1]
-        inside = tuple(Piece(of.name, of.start, of.span * ranks, ranks, n) for of in bucket.segments)
+        inside = tuple(Piece(s.name, s.start, s.span * ranks, ranks, n) for s in bucket.segments)
         return bucket, inside, shard_of(inside)
 
 
@@ -319,37 +320,37 @@ class Regroup(Levels):
     def __init__(self, stock: Exchange, local: int, nodes: int) -> None:
         super().__init__(stock)
         self._local, self._nodes = local, nodes
-        self._made: _Compositions[tuple[Pieces, Pieces]] = _Compositions()
+        self._compositions: _Compositions[tuple[Pieces, Pieces]] = _Compositions()
 
     def through(self, flat, pieces, out, first, second, dtype):
         local, nodes = self._local, self._nodes
-        inside, across = self._made.once(pieces, dtype, lambda: self._make(flat, pieces))
+        inside, across = self._compositions.once(pieces, dtype, lambda: self._make(flat, pieces))
         n = flat.numel() // (local * nodes)
-        rows, row, apart = (
-            self._made.arena.take(use, shape, dtype, flat.device)
+        rows, row, node_rows = (
+            self._compositions.arena.borrow(use, shape, dtype, flat.device)
             for use, shape in (("rows", (local, nodes * n)), ("row", (nodes * n,)), ("apart", (nodes, n)))
         )
         spans = [(piece.offset, piece.numel // piece.rows) for piece in pieces]
-        for at, span in spans:
-            source = flat.view(nodes, local, -1)[:, :, at : at + span]
-            rows[:, nodes * at : nodes * (at + span)].view(local, nodes, span).copy_(source.transpose(0, 1))
+        for offset, span in spans:
+            source = flat.view(nodes, local, -1)[:, :, offset : offset + span]
+            rows[:, nodes * offset : nodes * (offset + span)].view(local, nodes, span).copy_(source.transpose(0, 1))
         first(rows.view(-1), inside, row)
-        for at, span in spans:
-            apart[:, at : at + span].copy_(row[nodes * at : nodes * (at + span)].view(nodes, span))
-        second(apart.view(-1), across, out)
+        for offset, span in spans:
+            node_rows[:, offset : offset + span].copy_(row[nodes * offset : nodes * (offset + span)].view(nodes, span))
+        second(node_rows.view(-1), across, out)
 
     def on(self, double):
         return Regroup(on_comm(self.stock, double(self.stock.comm)), self._local, self._nodes)
 
     def _make(self, flat: Tensor, pieces: Pieces) -> tuple[Pieces, Pieces]:
-        """Where the parameters lie in the first stage's rows (L, M * n), and in the second one's (M, n)."""
+        """Return the parameters' pieces in the first stage's rows (L, M * n), and in the second one's (M, n)."""
         local, nodes = self._local, self._nodes
         n = flat.numel() // (local * nodes)
         inside, across = [], []
         for piece in pieces:
-            at, span = piece.offset, piece.numel // piece.rows
-            inside.append(Piece(piece.name, nodes * at, nodes * span * local, local, nodes * n))
-            across.append(Piece(piece.name, at, span * nodes, nodes, n))
+            offset, span = piece.offset, piece.numel // piece.rows
+            inside.append(Piece(piece.name, nodes * offset, nodes * span * local, local, nodes * n))
+            across.append(Piece(piece.name, offset, span * nodes, nodes, n))
         return tuple(inside), tuple(across)
 
 
@@ -369,9 +370,9 @@ class Worker:
         self._failed: BaseException | None = None
 
     def submit(self, job: Callable[[], Tensor], device: torch.device, *, last: bool) -> torch.futures.Future:
-        """A future of ``job()``. ``last``: no more jobs in this step; from now on the engine waits (exposed time)."""
-        if (there := devices.streams(device)) is not None:
-            return self._enqueue(there, job, device, last)
+        """Return a future of ``job()``. ``last``: no more jobs in this step, the engine waits (exposed time)."""
+        if (streams := devices.streams(device)) is not None:
+            return self._enqueue(streams, job, device, last)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="thinwire")
             self._thread.start()
@@ -380,8 +381,8 @@ class Worker:
         self._jobs.put((job, future, time.perf_counter() if last else None))
         return future
 
-    def settle(self) -> None:
-        """Wait for what was submitted. Raises what a job has raised; the jobs behind it were not run."""
+    def drain(self) -> None:
+        """Wait for all that was submitted. Raises what a job has raised; the jobs behind it were not run."""
         try:
             if self._last is not None:
                 self._last.wait()
@@ -389,7 +390,7 @@ class Worker:
             self._last = self._failed = None
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread."""
+        """Finish all that was submitted and end the thread."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -411,14 +412,14 @@ class Worker:
             future.set_result(result)
 
     def _enqueue(
-        self, there: Any, job: Callable[[], Tensor], device: torch.device, last: bool
+        self, streams: Any, job: Callable[[], Tensor], device: torch.device, last: bool
     ) -> torch.futures.Future:
         if self._stream is None:
-            self._stream = there.Stream(device)
+            self._stream = streams.Stream(device)
         start = devices.mark(device)
-        self._stream.wait_stream(there.current_stream(device))
+        self._stream.wait_stream(streams.current_stream(device))
         future = devices.future(device)
-        with there.stream(self._stream):
+        with streams.stream(self._stream):
             result = job()
             if last:
                 self._ledger.between("exposed", start, devices.mark(device))

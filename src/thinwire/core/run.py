@@ -1,4 +1,4 @@
-"""What a method is told: of the parameters, of the run, and of each optimizer step."""
+"""The facts that a method is told: about parameters, the run, and each optimizer step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from thinwire.core.exchange import Exchange
 
 @dataclass(frozen=True)
 class Parameter:
-    """What is known of a parameter when it is decided how it travels.
+    """A trained parameter, as known when it is decided how it travels.
 
     ``local`` is the number of elements of its shard with the engine's padding (``numel`` where nothing is sharded).
-    ``part`` is its shape on this rank before data parallelism shards it: ``shape``, or what tensor parallelism leaves.
+    ``rank_shape`` is its shape on this rank before data parallelism shards it: ``shape``, or a tensor-parallel part.
     """
 
     name: str
@@ -27,25 +27,25 @@ class Parameter:
     role: str
     dtype: torch.dtype
     local: int
-    part: tuple[int, ...] = ()
+    rank_shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.part:
-            object.__setattr__(self, "part", self.shape)
+        if not self.rank_shape:
+            object.__setattr__(self, "rank_shape", self.shape)
 
 
-class Held(NamedTuple):
+class Holder(NamedTuple):
     """The optimizer that steps a parameter, and the parameter's group there."""
 
     optimizer: torch.optim.Optimizer
     group: dict[str, Any]
 
 
-def held_by(optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor]) -> dict[str, Held]:
-    """For each of ``weights`` that one of ``optimizers`` holds: which, and in which group."""
+def find_holders(optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor]) -> dict[str, Holder]:
+    """Find which of ``optimizers`` steps each of ``weights``, and in which group."""
     names = {id(weight): name for name, weight in weights.items()}
     return {
-        names[id(weight)]: Held(optimizer, group)
+        names[id(weight)]: Holder(optimizer, group)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for weight in group["params"]
@@ -53,33 +53,33 @@ def held_by(optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, T
     }
 
 
-class Holders:
-    """``held_by``, found anew when an optimizer's groups are others than at the last look, and only then."""
+class HolderCache:
+    """Caches ``find_holders`` until an optimizer's groups are others than at the last look."""
 
     def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...], weights: Mapping[str, Tensor]) -> None:
         self._optimizers, self._weights = optimizers, weights
         self._groups: list[tuple[dict[str, Any], list[Tensor], int]] = []  # alive, so that no new one has their address
-        self._held: dict[str, Held] = {}
+        self._cached: dict[str, Holder] = {}
 
-    def look(self) -> dict[str, Held]:
-        """By whom each weight is stepped now."""
+    def look(self) -> dict[str, Holder]:
+        """Return the holder of each weight now."""
         groups = [
             (group, group["params"], len(group["params"]))
             for optimizer in self._optimizers
             for group in optimizer.param_groups
         ]
-        same = len(groups) == len(self._groups) and all(
+        unchanged = len(groups) == len(self._groups) and all(
             group is old_group and params is old_params and count == old_count
             for (group, params, count), (old_group, old_params, old_count) in zip(groups, self._groups, strict=True)
         )
-        if not same:
-            self._groups, self._held = groups, held_by(self._optimizers, self._weights)
-        return self._held
+        if not unchanged:
+            self._groups, self._cached = groups, find_holders(self._optimizers, self._weights)
+        return self._cached
 
 
 @dataclass(frozen=True)
 class Run:
-    """What ``compress()`` tells a method once.
+    """The facts that ``compress()`` tells a method once.
 
     Attributes:
         parameters: the trainable parameters by name. exchange: the topology that ``reduce`` will be handed.
@@ -108,8 +108,8 @@ class Run:
     gathers: frozenset[torch.dtype] = frozenset()
 
     @property
-    def held(self) -> dict[str, Held]:
-        """By whom each of ``weights`` is stepped, in the groups as they are now.
+    def holders(self) -> dict[str, Holder]:
+        """The optimizer that steps each of ``weights``, in its groups as they are now.
 
         No one may keep a group over a step: ``optimizer.load_state_dict()`` puts new dicts in place of the groups, and
         schedulers change those from then on.
@@ -117,11 +117,11 @@ class Run:
         return self._holders.look()
 
     @functools.cached_property
-    def _holders(self) -> Holders:
-        return Holders(self.optimizers, self.weights)
+    def _holders(self) -> HolderCache:
+        return HolderCache(self.optimizers, self.weights)
 
     def travels(self, name: str, values: Tensor) -> Tensor:
-        """Of this rank's ``values`` (1-D) of parameter ``name``, those that its exchange is about."""
+        """Select, of this rank's ``values`` (1-D) of parameter ``name``, those that its exchange is about."""
         if self.chunk is None:
             return values
         first = self.chunk[0] * self.parameters[name].local
@@ -130,7 +130,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step that counts, as ``before_step`` and ``after_step`` see it. Several optimizers make one step.
+    """An optimizer step that counts, as ``before_step`` and ``after_step`` see it. Several optimizers make one step.
 
     Attributes:
         number: optimizer steps taken before this one. weights: the trained parameters by name (DTensors on FSDP2).
@@ -146,6 +146,6 @@ class Step:
     agree: Callable[[Iterable[Tensor]], bool] = lambda values: True
 
     @functools.cached_property
-    def held(self) -> dict[str, Held]:
-        """By whom each of ``weights`` is stepped, in the groups as they are now."""
-        return held_by(self.optimizers, self.weights)
+    def holders(self) -> dict[str, Holder]:
+        """The optimizer that steps each of ``weights``, in its groups as they are now."""
+        return find_holders(self.optimizers, self.weights)

@@ -1,4 +1,4 @@
-"""One optimizer step after another: what has been exchanged for it, whether it counts, who has stepped.
+"""The loop of optimizer steps: which gradients are exchanged for a step, whether it counts, who has stepped.
 
     exchange (engine) -> before (the first optimizer of the step: one agreed flag) -> optimizers -> after (the last one)
 
@@ -23,13 +23,13 @@ from thinwire.core.engine import Engine, all_zero
 from thinwire.core.fingerprint import WeightWatch
 from thinwire.core.method import Run, Step
 from thinwire.core.names import bare_name
-from thinwire.core.replica_check import Replicas
+from thinwire.core.replica_check import ReplicaCheck
 from thinwire.core.road import Road
 from thinwire.core.state import State, next_exchange
 from thinwire.network.comm import local
 
 FRAMES = 16
-"""How far up the callers of ``optimizer.step()`` a GradScaler is looked for."""
+"""The number of callers of ``optimizer.step()`` among which a GradScaler is looked for."""
 
 
 _LATE = (
@@ -48,12 +48,12 @@ _STRANGER = (
 )
 
 
-class Turn:
-    """The steps of one model.
+class StepLoop:
+    """The loop of optimizer steps of one model.
 
     Attributes:
         skipped: steps that were skipped on all ranks, or by this one where ranks go their own ways.
-        norm, clip_factor: of the averaged gradients, 0-dim, once the user has clipped them in this step.
+        norm, clip_factor: those of the averaged gradients, 0-dim, once the user has clipped them in this step.
         closed: no exchange is due now: micro-batches are being accumulated.
         weight_watch: notices that weights were put back.
         ended: there will be no more steps.
@@ -70,7 +70,7 @@ class Turn:
         self.state: State = self.method.state
         self.skipped = 0
         self._max_skipped, self._in_a_row = max_skipped, 0
-        self._replicas = None if check_every is None else Replicas(self, check_every)
+        self._replica_check = None if check_every is None else ReplicaCheck(self, check_every)
         self.norm: Tensor | None = None
         self.clip_factor: Tensor | None = None
         self.closed = self.ended = False
@@ -79,14 +79,14 @@ class Turn:
             for name, weight in engine.model.named_parameters()
             if id(weight) not in engine.parameters
         }
-        self._seen: dict[str, None] = {}  # parameters exchanged since the last step, in order
+        self._exchanged: dict[str, None] = {}  # parameters exchanged since the last step, in order
         self._open: Step | None = None  # begun by one optimizer, others are to follow
         self._waiting: set[int] = set()  # for these
         self._skipping: set[int] = set()  # optimizers whose part of a skipped step is still to come
         self._settled = False  # the last exchange has been stepped with, or skipped
         self._warned = False
         self._knows_scaler = run.scaled or not self.method.keeps_state
-        self._known = {id(weight): name for name, weight in self.weights.items()}
+        self._names = {id(weight): name for name, weight in self.weights.items()}
         self.weight_watch = WeightWatch(
             self.method.name, list(self.weights.values()), self.method.drop_waiting if self.method.keeps_state else None
         )
@@ -94,7 +94,7 @@ class Turn:
     # What the engines say.
 
     def enter(self, names: Sequence[str]) -> None:
-        """The gradients of ``names`` are about to be exchanged. Collective, in the same order on all ranks."""
+        """Begin to exchange the gradients of ``names``. Collective, in the same order on all ranks."""
         if self.ended:
             raise ThinwireError(_ENDED.format(what="gradients were exchanged"))
         if self.closed:
@@ -105,32 +105,32 @@ class Turn:
         for name in names:
             if name not in self.weights:
                 raise ThinwireError(_LATE.format(name=name))
-        if not self._seen and self._open is None and self.road.step > 0:
+        if not self._exchanged and self._open is None and self.road.step > 0:
             self.weight_watch.look(alone=self.method.alone(self.road.step) or not self.method.rank_equal)
         self._leave()
-        again = next((name for name in names if name in self._seen), None)
-        if self._seen and self.engine.dropped([self.weights[name] for name in self._seen], look=again is not None):
+        repeated = next((name for name in names if name in self._exchanged), None)
+        if self._exchanged and self.engine.dropped(self.exchanged(), look=repeated is not None):
             self._abandon()
-        elif again is not None:
-            self._again(again)
-        if self._replicas is not None:
-            self._replicas.look_at_names(self.number, names)
+        elif repeated is not None:
+            self._again(repeated)
+        if self._replica_check is not None:
+            self._replica_check.look_at_names(self.number, names)
         self._settled = False
         self._skipping.clear()
         self.norm = self.clip_factor = None
-        self._seen.update(dict.fromkeys(names))
+        self._exchanged.update(dict.fromkeys(names))
 
     @property
     def number(self) -> int:
-        """Of the optimizer step under way, from 1; skipped ones count."""
+        """The number of the optimizer step under way, from 1; skipped ones count."""
         return self.road.step + self.skipped + 1
 
-    def exchanging(self, what: str, names: Iterable[str]) -> AbstractContextManager[None]:
-        """Inside, ``what`` of the parameters ``names`` is exchanged: so says the error of a rank that is lost there."""
-        return name_exchange(self.number, lambda: f"the exchange of {what} of {_some(list(names))}")
+    def exchanging(self, payload: str, names: Iterable[str]) -> AbstractContextManager[None]:
+        """Inside, the ``payload`` of the parameters ``names`` is exchanged: the error of a rank lost there says so."""
+        return name_exchange(self.number, lambda: f"the exchange of {payload} of {_some(list(names))}")
 
     def inside(self, call: str) -> AbstractContextManager[None]:
-        """This rank is inside a ``call`` of the user's, to which all ranks come."""
+        """Inside, this rank is in a ``call`` of the user's, to which all ranks come."""
         return name_exchange(self.number, lambda: call)
 
     @property
@@ -140,22 +140,22 @@ class Turn:
 
     def seen(self, name: str) -> bool:
         """Has the parameter been exchanged since the last step?"""
-        return name in self._seen
+        return name in self._exchanged
 
     def name_of(self, weight: Tensor) -> str | None:
-        """Of the trained parameter ``weight``, if it is one."""
-        return self._known.get(id(weight))
+        """Name the trained parameter ``weight``, if it is one."""
+        return self._names.get(id(weight))
 
     def exchanged(self) -> list[Tensor]:
-        """The parameters that have been exchanged since the last step."""
-        return [self.weights[name] for name in self._seen]
+        """Return the parameters that have been exchanged since the last step."""
+        return [self.weights[name] for name in self._exchanged]
 
     def begin_micro_batch(self) -> None:
-        """Forward and backward of a micro-batch are about to begin."""
+        """Begin the forward and backward pass of a micro-batch."""
         if self.ended:  # one that is not the last exchanges nothing, so that nobody else would say so
             raise ThinwireError(_ENDED.format(what="a micro-batch begins"))
         self._leave()
-        if self._seen and all_zero(self.engine.gradients(), self.engine.comms):
+        if self._exchanged and all_zero(self.engine.gradients(), self.engine.comms):
             self._abandon()
 
     def finish(self) -> None:
@@ -164,16 +164,16 @@ class Turn:
             self._finish()
 
     def stranger(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer``, any in this process, is about to step.
+        """Look at ``optimizer``, any in this process, which is about to step.
 
         Raises:
             ThinwireError: it holds a trained parameter with a gradient, and is none of those that we were told of.
         """
         if self.ended or any(inner in self.optimizers for inner in unwrapped(optimizer)):
             return
-        held = (weight for weight in _parameters(optimizer) if weight.grad is not None and id(weight) in self._known)
-        if (weight := next(held, None)) is not None and not _makes_state(optimizer):
-            raise ThinwireError(_STRANGER.format(kind=type(optimizer).__name__, name=self._known[id(weight)]))
+        members = (weight for weight in _parameters(optimizer) if weight.grad is not None and id(weight) in self._names)
+        if (weight := next(members, None)) is not None and not _makes_state(optimizer):
+            raise ThinwireError(_STRANGER.format(kind=type(optimizer).__name__, name=self._names[id(weight)]))
 
     def reset(self) -> None:
         """Forget the step under way: another state is about to be loaded."""
@@ -185,7 +185,7 @@ class Turn:
         self._forget()
 
     def _leave(self) -> None:
-        """The next step begins: an optimizer that has not stepped does not step this time."""
+        """Leave the step under way, as the next one begins: an optimizer that has not stepped does not step in it."""
         if self._open is None:
             return
         if self._waiting and not self.method.adds_up:
@@ -197,26 +197,26 @@ class Turn:
         self._finish()
 
     def _again(self, name: str) -> None:
-        """``name`` is exchanged a second time in one step."""
-        what = (
+        """Allow or refuse that ``name`` is exchanged a second time in one step."""
+        advice = (
             f"{name} is exchanged a second time before optimizer.step(): put every backward pass of a step but the "
             "last into `with wire.accumulate(last=False):`"
         )
         if not self.method.adds_up:
             raise ThinwireError(
-                f"{self.method.name}: {what}, or shard a module that runs twice together with its parent; "
+                f"{self.method.name}: {advice}, or shard a module that runs twice together with its parent; "
                 f"{self.method.name} keeps a momentum, which would move on twice"
             )
         if not self._warned:
             self._warned = True
-            warnings.warn(f"{what}, or each sends as many bytes as a step", ThinwireWarning, stacklevel=2)
+            warnings.warn(f"{advice}, or each sends as many bytes as a step", ThinwireWarning, stacklevel=2)
         next_exchange(self.state)
-        self._seen.clear()
+        self._exchanged.clear()
 
     # What the optimizers say.
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """``optimizer`` is about to step. The first of a step agrees with all ranks on whether the step counts.
+        """Prepare a step of ``optimizer``. The first of a step agrees with all ranks on whether the step counts.
 
         Where each rank goes its own way (``Method.alone``) it agrees with those only that hold the same replica.
 
@@ -242,7 +242,7 @@ class Turn:
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Does the step count? If not, ``optimizer`` finds no gradients."""
-        if not self._seen and self._open is None and _makes_state(optimizer):
+        if not self._exchanged and self._open is None and _makes_state(optimizer):
             return
         self._look_for_scaler()
         idle = not _has_gradients(optimizer) and not self.engine.accumulated()
@@ -257,7 +257,7 @@ class Turn:
         self.engine.stepping()
 
     def after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """``optimizer`` has moved. The last one of a step lets the method look at what they did."""
+        """Note that ``optimizer`` has stepped. The last one of a step lets the method look at what they did."""
         if self._open is not None:
             self.engine.stepped()
             self._waiting.discard(id(optimizer))
@@ -266,11 +266,11 @@ class Turn:
                 self.engine.ahead(self.road.step)
 
     def _begin(self) -> bool:
-        """All ranks that take it agree whether the step counts, before any optimizer or state changes."""
+        """Agree with all ranks that take the step whether it counts, before any optimizer or state changes."""
         if self.engine.cut_short():  # the others are not asked: they may be waiting for this rank in the exchange
             raise ThinwireError(_MISSING.format(name=self.engine.missing() or "a parameter"))
-        if self._replicas is not None:
-            self._replicas.look_at_names(self.number, ())
+        if self._replica_check is not None:
+            self._replica_check.look_at_names(self.number, ())
         trouble = self._trouble()
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
         alone = self.method.alone(self.road.step)
@@ -283,11 +283,11 @@ class Turn:
             number = self.number
             self._in_a_row += 1
             diverged = None if self._in_a_row != self._max_skipped else self._diverged(number)
-            self._skip(due=True)
+            self._skip(was_due=True)
             self._look(number)
             if not self._under_scaler():  # it wants to see the gradients of each optimizer
-                for other in self.optimizers:
-                    _drop_gradients(other)
+                for stopped_optimizer in self.optimizers:
+                    _drop_gradients(stopped_optimizer)
             if diverged is not None:
                 raise ThinwireError(diverged)
             return False
@@ -302,11 +302,10 @@ class Turn:
         return True
 
     def _cancel(self) -> None:
-        """Parameters whose gradient was thrown away after its exchange: of them this step leaves no trace. Those that
-        rest keep what waits."""
+        """Roll back parameters whose gradient was thrown away after its exchange; those that rest keep what waits."""
         if self.method.alone(self.road.step):
             return
-        cancelled = [name for name in self._seen if self.weights[name].grad is None]
+        cancelled = [name for name in self._exchanged if self.weights[name].grad is None]
         if cancelled:
             self.state.rollback(cancelled)
             self.method.cancel(cancelled)
@@ -319,7 +318,7 @@ class Turn:
         return Step(self.road.step, self.optimizers, self.weights, self.clip_factor, self._agree)
 
     def _agree(self, values: Iterable[Tensor]) -> bool:
-        """What a method asks of all ranks beside a step's own flag."""
+        """Agree for a method, beside a step's own flag, whether all ``values`` are finite on all ranks."""
         self.guard.observe_all(values)
         return self.guard.agree(self._device)[0]
 
@@ -340,42 +339,43 @@ class Turn:
         self._look(number)
 
     def _look(self, number: int) -> None:
-        """Step ``number`` is over."""
-        if self._replicas is not None:
+        """Compare replicas, as step ``number`` is over."""
+        if self._replica_check is not None:
             with name_exchange(number, lambda: "the comparison of replicas"):
-                self._replicas.look(number)
+                self._replica_check.look(number)
 
     def _diverged(self, number: int) -> str:
-        """Why there will be no more steps; called while their gradients are still there."""
+        """Explain why there will be no more steps, while their gradients are still there."""
         begun = number - self._in_a_row + 1
         named = [(f"the weights {name}", weight) for name, weight in self.weights.items()]
         named += [(f"the gradient of {name}", weight.grad) for name, weight in self.weights.items()
                   if weight.grad is not None]  # fmt: skip
-        seen = next((f" ({what} among them)" for what, values in named if not bool(local(values).isfinite().all())), "")
+        bad = (label for label, values in named if not bool(local(values).isfinite().all()))
+        culprit = next((f" ({label} among them)" for label in bad), "")
         return (
             f"{self._in_a_row} steps in a row were skipped, from step {begun} on, because of values that are not finite"
-            f"{seen}: go back to a checkpoint before step {begun}, with a lower learning rate; max_skipped says how "
+            f"{culprit}: go back to a checkpoint before step {begun}, with a lower learning rate; max_skipped says how "
             "many are too many"
         )
 
-    def _skip(self, *, due: bool = False) -> None:
-        """A skipped step does not move the methods' clock: it is as if it had not happened.
+    def _skip(self, *, was_due: bool = False) -> None:
+        """Skip a step, which does not move the methods' clock: it is as if it had not happened.
 
-        ``due``: the optimizers were about to take it.
+        ``was_due``: the optimizers were about to take it.
         """
         self._skipping = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
         self.state.rollback()
         if self.bound is not None:
             self.bound.rollback()
         self.method.undo()
-        if due:
+        if was_due:
             self.method.after_skip(self._step())
             self._commit()
         self.skipped += 1
         self._end(skipped=True)
 
     def _abandon(self) -> None:
-        """Gradients were exchanged, and thrown away instead of stepped with."""
+        """Abandon gradients that were exchanged, and thrown away instead of stepped with."""
         self.guard.forget()
         self._skip()
         self._skipping.clear()
@@ -388,7 +388,7 @@ class Turn:
         self._settled = True
 
     def _forget(self) -> None:
-        self._seen.clear()
+        self._exchanged.clear()
         self._waiting.clear()
         self._open = self.norm = self.clip_factor = None
         self.engine.settled()
@@ -399,9 +399,9 @@ class Turn:
             self.bound.commit()
 
     def _trouble(self) -> str | None:
-        """Why this rank cannot step."""
-        there = any(gradient is not None for gradient in self.engine.gradients()) or self.engine.accumulated()
-        if there and not self._seen and self.engine.exchanges:
+        """Explain why this rank cannot step, if it cannot."""
+        has_gradients = any(gradient is not None for gradient in self.engine.gradients()) or self.engine.accumulated()
+        if has_gradients and not self._exchanged and self.engine.exchanges:
             missing = self.engine.missing()
             return (
                 "optimizer.step() without an exchange of gradients since the last one, so each rank has its own: the "
@@ -410,8 +410,8 @@ class Turn:
             )
         # DDP does not exchange what was frozen when it was made: each rank would go its own way.
         for name, weight in self._frozen.items():
-            late = weight.requires_grad and weight.grad is not None
-            if late and any(weight is held for optimizer in self.optimizers for held in _parameters(optimizer)):
+            thawed = weight.requires_grad and weight.grad is not None
+            if thawed and any(weight is member for optimizer in self.optimizers for member in _parameters(optimizer)):
                 return _LATE.format(name=name)
         return None
 
@@ -437,18 +437,20 @@ class Turn:
         return False
 
 
-def unwrapped(given: Any) -> Iterator[Any]:
-    """Those that step, inside of what steps them: Accelerate's and Lightning's wrapper has one ``optimizer`` and never
-    calls the hooks of its own ``step``, torchtitan's container has several ``optimizers``.
+def unwrapped(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers inside of wrappers.
+
+    Accelerate's and Lightning's wrapper has one ``optimizer`` and never calls the hooks of its own ``step``,
+    torchtitan's container has several ``optimizers``.
     """
-    inside = getattr(given, "optimizers", getattr(given, "optimizer", None))
-    if isinstance(given, list | tuple):
-        for member in given:
+    inner = getattr(optimizer, "optimizers", getattr(optimizer, "optimizer", None))
+    if isinstance(optimizer, list | tuple):
+        for member in optimizer:
             yield from unwrapped(member)
-    elif inside is None:
-        yield given
+    elif inner is None:
+        yield optimizer
     else:
-        yield from unwrapped(inside)
+        yield from unwrapped(inner)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -482,7 +484,7 @@ def _makes_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer leaves a parameter without gradient, and its moments and step count, as they are."""
+    """Drop gradients: an optimizer leaves a parameter without one, and its moments and step count, as they are."""
     for parameter in _parameters(optimizer):
         parameter.grad = None
 

@@ -154,7 +154,7 @@ class DDP(Engine):
 
             if bucket.is_last():
                 # Before DDP's own callback, which shows of an error in a future that it is no tensor.
-                torch.autograd.Variable._execution_engine.queue_callback(self.worker.settle)
+                torch.autograd.Variable._execution_engine.queue_callback(self.worker.drain)
             return self.worker.submit(job, flat.device, last=bucket.is_last())
 
         self._hook = CommHook.put_on(self.model)

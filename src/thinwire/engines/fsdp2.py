@@ -28,7 +28,7 @@ from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method
 from thinwire.core.names import clean_name, describe
 from thinwire.core.road import Regroup, Road, Worker
-from thinwire.core.weights import Ahead, Replica
+from thinwire.core.weights import EarlySender, Replica
 from thinwire.engines.fsdp2_module import GroupLink, ShardedEngine, has_own_gradient
 from thinwire.engines.fsdp2_weights import ForwardPasses, ModuleAllGather
 from thinwire.network.comm import GroupComm
@@ -94,7 +94,7 @@ class FSDP2(ShardedEngine):
         self.parameters = describe(cast(nn.Module, model), shards)
         self._comms: dict[int, GroupComm] = {}
         self._gathers: list[ModuleAllGather] = []
-        self._ahead = Ahead()
+        self._ahead = EarlySender()
         self.closed = False
         self.forward_passes = ForwardPasses(self)
         self.tail: tuple[Any, Any] | None = None  # events of the last reduction: gradients were there; means were
@@ -289,7 +289,7 @@ class FSDP2(ShardedEngine):
         """Wait for the gradients that are under way beside the backward pass. Raises what their exchange has raised."""
         if self.worker is not None:
             with self._waited():
-                self.worker.settle()
+                self.worker.drain()
 
     @property
     def exchanges(self) -> bool:

@@ -1,6 +1,6 @@
 """A checksum behind every row that one rank sends another: xxh3_64 of its bytes, eight more on the wire.
 
-It finds what a link, a switch or memory has changed on the way. What the network sums itself (all-reduce and
+The checksum finds what a link, a switch or memory has changed on the way. What the network sums itself (all-reduce and
 reduce-scatter of floats) cannot carry one.
 """
 
@@ -16,7 +16,7 @@ BYTES = 8
 
 
 def seal(rows: Tensor) -> Tensor:
-    """(R, m + 8) uint8, a new tensor: the bytes of each of ``rows`` (R, n), and their checksum."""
+    """Copy the bytes of each of ``rows`` (R, n), with their checksum behind: (R, m + 8) uint8."""
     size = rows.shape[1] * rows.itemsize
     sealed = torch.empty((len(rows), size + BYTES), dtype=torch.uint8, device=rows.device)
     if not rows.is_meta:
@@ -27,7 +27,7 @@ def seal(rows: Tensor) -> Tensor:
 
 
 def unseal(sealed: Tensor, rows: Tensor) -> int | None:
-    """``rows`` (R, n) = what ``sealed`` (R, m + 8), from ``seal``, holds. The first row that is damaged, or None."""
+    """Copy the values in ``sealed`` (R, m + 8) to ``rows`` (R, n); return the first damaged row, or None."""
     if sealed.is_meta:
         return None
     size = sealed.shape[1] - BYTES
@@ -39,5 +39,5 @@ def unseal(sealed: Tensor, rows: Tensor) -> int | None:
 
 
 def _digest(octets: np.ndarray) -> np.ndarray:
-    """(8,) uint8."""
+    """Compute a checksum, (8,) uint8."""
     return np.frombuffer(load("xxhash").xxh3_64_digest(octets), dtype=np.uint8)

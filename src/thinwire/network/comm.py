@@ -31,7 +31,7 @@ from thinwire.network.checksum import seal, unseal
 from thinwire.network.ledger import Ledger
 
 Work = dist.Work
-"""A collective under way; ``wait()`` ends it."""
+"""A collective under way, which ``wait()`` ends."""
 
 # torch 2.13 renamed the two and warns at the old names; 2.11 and 2.12 know only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -59,7 +59,7 @@ class Comm(ABC):
     """True where the backend's reduce-scatter moves as many bytes as an all-reduce (gloo's does)."""
 
     def link(self, peer: int) -> str:
-        """The link from this rank to ``peer``."""
+        """Name the link from this rank to ``peer``."""
         return "intra" if self.nodes[peer] == self.nodes[self.rank] else "inter"
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
@@ -71,7 +71,7 @@ class Comm(ABC):
         return tensor
 
     def reduce_scatter(self, out: Tensor, rows: Tensor, op: str = "sum") -> Tensor:
-        """``out`` (n,) = row ``rank`` of the reduction of everybody's ``rows`` (N, n)."""
+        """Reduce all ranks' ``rows`` (N, n), and write row ``rank`` of the result to ``out`` (n,)."""
         if self.size == 1:
             return out.copy_(rows.view_as(out))
         share = 2 if self.reduce_scatter_is_all_reduce else 1
@@ -81,7 +81,7 @@ class Comm(ABC):
         return out
 
     def all_gather(self, out: Tensor, row: Tensor, *, async_op: bool = False) -> Work | None:
-        """``out`` (N, m) = everybody's ``row`` (m,), in rank order. Returns the work to wait for when ``async_op``."""
+        """Gather all ranks' ``row`` (m,) into ``out`` (N, m), in rank order. With ``async_op``, return the work."""
         if self.size == 1:
             if out.data_ptr() != row.data_ptr():
                 out.copy_(row.view_as(out))
@@ -95,7 +95,7 @@ class Comm(ABC):
             return self._all_gather(out, row, async_op=False)
 
     def all_to_all(self, out: Tensor, rows: Tensor) -> Tensor:
-        """``out`` (N, m): row r is what rank r had in row ``rank`` of its ``rows`` (N, m)."""
+        """Fill row r of ``out`` (N, m) with row ``rank`` of rank r's ``rows`` (N, m)."""
         if self.size == 1:
             return out.copy_(rows)
         if self.checksums:
@@ -116,7 +116,7 @@ class Comm(ABC):
         received = sealed.new_empty((self.size, len(sealed)))
         self._count_peers("all_gather", sealed.nbytes)
         if async_op and (work := self._all_gather(received, sealed, async_op=True)) is not None:
-            return Then(work, lambda: self._unseal(received, out, "all-gather"))
+            return ChainedWork(work, lambda: self._unseal(received, out, "all-gather"))
         if not async_op:
             with self.ledger.span("wire", row):
                 self._all_gather(received, sealed, async_op=False)
@@ -130,16 +130,16 @@ class Comm(ABC):
             raise DamagedMessage(self.number(self.rank), self.number(damaged), verb)
 
     def number(self, rank: int) -> int:
-        """In the job, of a ``rank`` of this group."""
+        """Return the number in the job of a ``rank`` of this group."""
         return rank
 
     def _count_ring(self, kind: str, nbytes: float) -> None:
-        """A ring hands everything to one neighbour."""
+        """Count ``nbytes`` on the link to one neighbour, to whom a ring hands everything."""
         self.ledger.call(kind)
         self.ledger.count(self.link((self.rank - 1) % self.size), nbytes)
 
     def _count_peers(self, kind: str, nbytes: float) -> None:
-        """``nbytes`` to every other rank."""
+        """Count ``nbytes`` to every other rank."""
         self.ledger.call(kind)
         for link, peers in self._peers.items():
             self.ledger.count(link, peers * nbytes)
@@ -169,7 +169,7 @@ class Comm(ABC):
 _IDLE: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[tuple[int, ...], timedelta | None], list[dist.ProcessGroup]]
 ] = weakref.WeakKeyDictionary()
-"""Of a group, those made for some of its ranks that nobody uses now."""
+"""The groups made for some ranks of a group that nobody uses now."""
 
 
 class CountingComm(Comm):
@@ -180,7 +180,7 @@ class CountingComm(Comm):
 
     @classmethod
     def like(cls, comm: Comm, ledger: Ledger) -> CountingComm:
-        """A double of ``comm`` that writes to ``ledger``."""
+        """Make a double of ``comm`` that writes to ``ledger``."""
         double = cls(comm.rank, comm.size, comm.nodes, ledger)
         double.reduce_scatter_is_all_reduce, double.one_node = comm.reduce_scatter_is_all_reduce, comm.one_node
         return double
@@ -235,8 +235,10 @@ class GroupComm(Comm):
 
     @classmethod
     def aside(cls, group: dist.ProcessGroup) -> GroupComm:
-        """For words between the ranks of ``group`` that are no part of the exchange: counted nowhere, and from a device
-        that it can talk from."""
+        """Make a group for words between the ranks of ``group`` beside the exchange.
+
+        They are counted nowhere, and travel from a device that it can talk from.
+        """
         kinds = {device.type for device in _devices(group)}
         return cls(group, Ledger(), device="cpu" if "cpu" in kinds or not kinds else min(kinds))
 
@@ -244,11 +246,11 @@ class GroupComm(Comm):
         return self.ranks[rank]
 
     def twin(self) -> GroupComm:
-        """The same ranks with a process group of their own, so that another thread may use it beside this one."""
+        """Give the same ranks a process group of their own, so that another thread may use it beside this one."""
         return self.subset(range(self.size))
 
     def subset(self, chosen: Sequence[int]) -> GroupComm:
-        """A process group of some of our ranks (this one among them), each with a group of its own in the same call.
+        """Make a process group of ``chosen`` ranks, each with a group of its own in the same call; this one among them.
 
         It waits as long as ours. Collective over the chosen ranks only: other ranks of the job need not take part. The
         group lives until the job's ``destroy_process_group()``: torch names it by its ranks and the number of groups
@@ -258,12 +260,12 @@ class GroupComm(Comm):
         ranks = [self.ranks[rank] for rank in chosen]
         idle = _IDLE.setdefault(self.group, {}).setdefault((tuple(ranks), self.timeout), [])
         group = idle.pop() if idle else self._new(ranks, dist.get_backend(self.group), self.timeout)
-        part = GroupComm(group, self.ledger, [self.nodes[rank] for rank in chosen], self.device)
-        part._idle = idle
-        return part
+        double = GroupComm(group, self.ledger, [self.nodes[rank] for rank in chosen], self.device)
+        double._idle = idle
+        return double
 
     def release(self) -> None:
-        """Nothing is under way any more in this group, which came from ``subset``: the next one of these ranks is it.
+        """Give back this group, which came from ``subset``: the next one of these ranks is it.
 
         All of its ranks give it back, or none may ask for one again.
         """
@@ -273,12 +275,14 @@ class GroupComm(Comm):
 
     @staticmethod
     def idle_groups(group: dist.ProcessGroup) -> int:
-        """How many parts of ``group`` were given back, and wait to be used again: as many on all ranks."""
+        """Count the parts of ``group`` that were given back, and wait to be used again: as many on all ranks."""
         return sum(map(len, _IDLE.get(group, {}).values()))
 
     def patient(self, seconds: float) -> GroupComm:
-        """The same ranks with a gloo group of their own, for CPU tensors, that waits ``seconds`` for a rank: beside the
-        training, where one of them may be busy with files. Collective."""
+        """Give the same ranks a gloo group of their own, for CPU tensors, that waits ``seconds`` for a rank.
+
+        It is for talk beside the training, where a rank may be busy with files. Collective.
+        """
         return GroupComm(self._new(self.ranks, "gloo", timedelta(seconds=seconds)), self.ledger, self.nodes)
 
     def _new(self, ranks: Sequence[int], backend: str, limit: timedelta | None) -> dist.ProcessGroup:
@@ -293,10 +297,10 @@ class GroupComm(Comm):
         except RuntimeError as error:  # torch's own DistError is one
             if not is_of_the_network(error):
                 raise
-            mine = self.ranks[self.rank]
+            own_number = self.ranks[self.rank]
             lost = self.ranks if peer is None else [self.ranks[peer]]
-            others = [rank for rank in lost if rank != mine]
-            raise LostRank(mine, others, verb, time.monotonic() - began, network_words(error)) from error
+            others_lost = [rank for rank in lost if rank != own_number]
+            raise LostRank(own_number, others_lost, verb, time.monotonic() - began, network_words(error)) from error
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
         with self.waiting("all-reduce"):
@@ -328,7 +332,7 @@ class GroupComm(Comm):
         out[self.rank].copy_(rows[self.rank])
         work.wait()
 
-    def _to_and_from_peers(self, verb: str, rows: Sequence[Tensor] | Tensor, out: Tensor, tag: int) -> _FromPeers:
+    def _to_and_from_peers(self, verb: str, rows: Sequence[Tensor] | Tensor, out: Tensor, tag: int) -> _PeerMessages:
         """Send ``rows[peer]`` to, and receive ``out[peer]`` from, every peer; each rank starts with its next neighbour.
 
         Messages between two ranks with one tag arrive in the order in which both post them.
@@ -338,7 +342,7 @@ class GroupComm(Comm):
         targets = [(self.rank + turn) % self.size for turn in turns]
         ranks, group = self.ranks, self.group
         if dropped := _DROPPED.pop(group, None):  # they come before ours, on all ranks
-            _FromPeers(self, verb, dropped).wait()
+            _PeerMessages(self, verb, dropped).wait()
         works: list[tuple[int, Work | None]] = []
         for peer in sources:
             with self.waiting(verb, peer):
@@ -346,10 +350,10 @@ class GroupComm(Comm):
         for peer in targets:
             with self.waiting(verb, peer):
                 works.append((peer, dist.isend(rows[peer], ranks[peer], group=group, tag=tag)))
-        return _FromPeers(self, verb, works)
+        return _PeerMessages(self, verb, works)
 
 
-class _FromPeers(Work):
+class _PeerMessages(Work):
     """The messages from and to all peers, as one work. Each is waited for as long as the group's timeout says.
 
     (gloo's own limit for a message is that of the group's birth, whatever its timeout was set to later.)
@@ -379,25 +383,25 @@ class _FromPeers(Work):
 
 
 _DROPPED: WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, Work | None]]] = WeakKeyDictionary()
-"""Of each group, what was posted and never waited for."""
+"""Messages of each group that were posted and never waited for."""
 
 
-class Then(Work):
-    """A work, and what has to be done when it is over, by whoever waits for it."""
+class ChainedWork(Work):
+    """A work, and a callback when it is over, for whoever waits for it."""
 
-    def __init__(self, work: Work, then: Callable[[], None]) -> None:
+    def __init__(self, work: Work, callback: Callable[[], None]) -> None:
         super().__init__()
-        self._work, self._then = work, then
+        self._work, self._callback = work, callback
 
     def wait(self, *timeout) -> bool:
         self._work.wait(*timeout)
-        self._then()
+        self._callback()
         return True
 
 
 @contextmanager
 def _unsplit() -> Iterator[None]:
-    """Groups made here get a communicator of their own.
+    """Give groups that are made inside a communicator of their own.
 
     After ``init_process_group(device_id=...)`` torch would split it off the job's, in which every rank of the job has
     to take part.
@@ -412,18 +416,18 @@ def _unsplit() -> Iterator[None]:
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that carries ``group``'s tensors of ``device``: "gloo", "nccl", ..."""
+    """Name the backend that carries ``group``'s tensors of ``device``: "gloo", "nccl", ..."""
     pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
     return dict(pairs).get(device.type, pairs[-1][-1])
 
 
 def local(weight: Tensor) -> Tensor:
-    """This rank's part of a parameter or of its moments: itself, or a DTensor's shard."""
+    """Return this rank's part of a parameter or of its moments: itself, or a DTensor's shard."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def node_numbers(group: dist.ProcessGroup) -> list[int]:
-    """The node of each rank of ``group``, from torchrun's environment (LOCAL_WORLD_SIZE ranks per node, in order).
+    """Read the node of each rank of ``group`` from torchrun's environment (LOCAL_WORLD_SIZE ranks per node, in order).
 
     Without that variable every rank counts as a node of its own: all links are ``inter``.
     """
@@ -432,12 +436,12 @@ def node_numbers(group: dist.ProcessGroup) -> list[int]:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a rank waits for the others of ``group``, which torch shows nowhere but in the backend's options.
+    """Read how long a rank waits for the others of ``group``, which torch shows in the backend's options alone.
 
     The shortest of its backends'; None where none of them says.
     """
-    found = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group)]
-    return min((limit for limit in found if limit is not None), default=None)
+    limits = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _inherit_timeout(group: dist.ProcessGroup) -> None:
@@ -473,6 +477,6 @@ def is_of_the_network(error: BaseException) -> bool:
 
 
 def network_words(error: BaseException) -> str:
-    """The network's own words, without the place in its source and without its advice."""
+    """Return the network's own words, without the place in its source and without its advice."""
     words = str(error).strip().splitlines()[0].split("This is typically caused")[0]
     return re.sub(r"^\[[^]]*\] *", "", words).strip().rstrip(".")[:200]

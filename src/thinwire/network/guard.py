@@ -1,4 +1,4 @@
-"""Non-finite values: one flag that all ranks agree on before any state changes."""
+"""The guard against non-finite values: one flag that all ranks agree on before any state changes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Guard:
         self._residues.clear()
 
     def observe_all(self, gradients: Iterable[Tensor | None]) -> None:
-        """Look at what came out, which may have overflowed on the way, or never came by (one rank alone).
+        """Observe the averaged ``gradients``, which may have overflowed on the way, or never came by (one rank alone).
 
         By their norms, as clipping does: a gradient whose square is infinite stops Adam's second moment for good.
         """
-        there = [local(gradient) for gradient in gradients if gradient is not None]
-        if self.enabled and there:
-            norms = torch._foreach_norm(there, dtype=_wide(there))
+        present = [local(gradient) for gradient in gradients if gradient is not None]
+        if self.enabled and present:
+            norms = torch._foreach_norm(present, dtype=_wide(present))
             self.observe(torch.stack([norm.float() for norm in norms]))
 
     def agree(
@@ -65,11 +65,11 @@ class Guard:
             flag.fill_(2.0)
         for comm in self.comms if comms is None else comms:
             comm.all_reduce(flag, "max")
-        found = flag.item()
+        verdict = flag.item()
         self.forget()  # once the device has read them
-        return found == 0, found == 2
+        return verdict == 0, verdict == 2
 
 
 def _wide(values: Sequence[Tensor]) -> torch.dtype | None:
-    """The dtype of a norm: float16 has no room for one."""
+    """Choose the dtype of a norm: float16 has no room for one."""
     return torch.float32 if any(tensor.dtype == torch.float16 for tensor in values) else None

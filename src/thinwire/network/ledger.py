@@ -1,4 +1,4 @@
-"""What was sent and how long it took: bytes by link, and encode / wire / decode / exposed time, step by step."""
+"""Records of each step: bytes sent by link, and encode / wire / decode / exposed time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from thinwire.base import device as devices
 LINKS = ("inter", "intra")
 KINDS = ("encode", "wire", "decode", "exposed")
 WINDOW = 1000
-"""Steps of which times are kept; bytes are summed over all. So a long run takes no more memory than a short one."""
+"""The number of steps whose times are kept; bytes are summed over all. So a long run takes no more memory."""
 
 
 @dataclass
 class Account:
-    """One optimizer step of this rank: what it sent by link, collectives called by kind, and its times."""
+    """The account of an optimizer step on this rank: bytes by link, collectives called by kind, and times."""
 
     bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: Counter[str] = field(default_factory=Counter)
@@ -33,7 +33,7 @@ class Account:
     dense_bytes: float = 0.0
     skipped: bool = False
 
-    def settle(self) -> None:
+    def read_events(self) -> None:
         """Turn device events into seconds (waits for the device, so: at the end of a step's life, not inside it)."""
         for kind, start, end in self.events:
             end.synchronize()
@@ -52,48 +52,48 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.now = Account()
+        self.current = Account()
         self.last = Account()
         self.steps: deque[Account] = deque(maxlen=WINDOW)
         self.total, self.closed, self.skipped = Account(), 0, 0  # of all steps since the last reset
         self._lock = threading.Lock()  # gradients may travel on one thread while weights do on another
-        self._here = threading.local()
+        self._thread_state = threading.local()
         self._under_way, self._since = 0, 0.0  # messages, and up to when their time is counted
 
     def count(self, link: str, nbytes: float) -> None:
         """Add ``nbytes`` sent by this rank on ``link``."""
         with self._lock:
-            self.now.bytes[link] += nbytes
-            if getattr(self._here, "weights", False):
-                self.now.weight_bytes += nbytes
+            self.current.bytes[link] += nbytes
+            if getattr(self._thread_state, "weights", False):
+                self.current.weight_bytes += nbytes
 
     def call(self, kind: str) -> None:
         """Add one collective: "all_reduce", "reduce_scatter", "all_gather" or "all_to_all"."""
         with self._lock:
-            self.now.calls[kind] += 1
+            self.current.calls[kind] += 1
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """What this thread counts inside are weights (sharded engines gather them), not gradients."""
-        before, self._here.weights = getattr(self._here, "weights", False), True
+        """Count inside, on this thread, weights (sharded engines gather them), not gradients."""
+        outer, self._thread_state.weights = getattr(self._thread_state, "weights", False), True
         try:
             yield
         finally:
-            self._here.weights = before
+            self._thread_state.weights = outer
 
     def count_dense(self, nbytes: float) -> None:
-        """Add what dense training of the engine's own would have sent instead."""
+        """Add the bytes that dense training of the engine's own would have sent instead."""
         with self._lock:
-            self.now.dense_bytes += nbytes
+            self.current.dense_bytes += nbytes
 
     def add(self, kind: str, seconds: float) -> None:
         with self._lock:
-            self.now.seconds[kind] += seconds
+            self.current.seconds[kind] += seconds
 
     @contextmanager
     def span(self, kind: str, tensor: torch.Tensor | None = None) -> Iterator[None]:
         """Time a stage: by events on the current stream on a GPU (no host sync), by the clock otherwise."""
-        step = self.now
+        step = self.current
         start = None if tensor is None else devices.mark(tensor.device)
         if tensor is not None and start is not None:
             yield
@@ -110,24 +110,24 @@ class Ledger:
             with self._lock:
                 step.seconds[kind] += time.perf_counter() - began
 
-    def _under_way_now(self, more: int) -> None:
+    def _under_way_now(self, change: int) -> None:
         with self._lock:
-            now = time.perf_counter()
+            time_now = time.perf_counter()
             if self._under_way:
-                self.now.seconds["wire"] += now - self._since
-            self._since = now
-            self._under_way += more
+                self.current.seconds["wire"] += time_now - self._since
+            self._since = time_now
+            self._under_way += change
 
     def between(self, kind: str, start: Any, end: Any) -> None:
         """Add the time from one event to another, nothing where the other came first."""
-        self.now.events.append((kind, start, end))
+        self.current.events.append((kind, start, end))
 
     def close_step(self, *, skipped: bool = False) -> None:
         """End the current step: what follows belongs to the next."""
-        self.last.settle()
+        self.last.read_events()
         self._under_way_now(0)
-        self.now.skipped = skipped
-        self.last, self.now = self.now, Account()
+        self.current.skipped = skipped
+        self.last, self.current = self.current, Account()
         self.steps.append(self.last)
         _add(self.total, self.last)
         self.closed, self.skipped = self.closed + 1, self.skipped + skipped
@@ -138,7 +138,7 @@ class Ledger:
         self.total, self.closed, self.skipped = Account(), 0, 0
 
     def stats(self, steps: list[Account] | None = None) -> dict:
-        """Per step, over ``steps`` (default: all since the last :meth:`reset`): mean bytes, median times.
+        """Report per step, over ``steps`` (default: all since the last :meth:`reset`), mean bytes and median times.
 
         Medians, because the first step also pays for compiling kernels and filling caches; of ``WINDOW`` steps at most.
         """
@@ -149,14 +149,14 @@ class Ledger:
                 _add(total, step)
         timed = list(self.steps if steps is None else steps)
         for step in timed:
-            step.settle()
-        each = max(count, 1)
+            step.read_events()
+        divisor = max(count, 1)
         return {
             "steps": count,
             "skipped": skipped,
-            "wire_bytes_per_step": {link: total.bytes[link] / each for link in LINKS},
-            "weight_bytes_per_step": total.weight_bytes / each,
-            "dense_bytes_per_step": total.dense_bytes / each,
+            "wire_bytes_per_step": {link: total.bytes[link] / divisor for link in LINKS},
+            "weight_bytes_per_step": total.weight_bytes / divisor,
+            "dense_bytes_per_step": total.dense_bytes / divisor,
             **{
                 f"{kind}_ms": 1e3 * statistics.median([step.seconds[kind] for step in timed] or [0.0]) for kind in KINDS
             },
@@ -164,7 +164,7 @@ class Ledger:
 
 
 def _add(total: Account, step: Account) -> None:
-    """Add what ``step`` has sent."""
+    """Add the bytes that ``step`` has sent."""
     for link, nbytes in step.bytes.items():
         total.bytes[link] += nbytes
     total.weight_bytes += step.weight_bytes

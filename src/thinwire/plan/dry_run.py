@@ -24,7 +24,7 @@ from thinwire.core.exchange import Exchange, on_comm
 from thinwire.core.method import Method, Parameter, Run, Step
 from thinwire.core.road import Road, Stage
 from thinwire.core.state import dump_state
-from thinwire.core.weights import Ahead, Replica
+from thinwire.core.weights import EarlySender, Replica
 from thinwire.network.comm import Comm, CountingComm, local
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Account, Ledger
@@ -83,10 +83,10 @@ def dry_run(
         play.open()
         if watch is not None:
             watch.launches.clear()
-        ledger.now = weights = Account()
+        ledger.current = weights = Account()
         for number in _steps(method, watched=watched):
             play.gather(number)
-            ledger.now = gradients = Account()
+            ledger.current = gradients = Account()
             parameters = play.exchange(number)
             agree([comm for comm in guards if comm is not road.last.exchange.comm] if method.alone(number) else guards)
             play.step(number)
@@ -96,7 +96,7 @@ def dry_run(
                 peak = max(peak, watch.peak) if number >= method.steady else 0
                 watch.peak = watch.live
                 watch.launches.clear()
-            ledger.now = weights = Account()
+            ledger.current = weights = Account()
             play.ahead(number + 1)
         if watch is not None:
             peak = max(peak, watch.peak)
@@ -289,7 +289,7 @@ class _Playback:
         self.method = self._road.last.method
         self._buffers = [self._buffer(*pair) for pair in zip(layout.buffers, layout.dtypes, strict=True)]
         self._gathers: list[tuple[Replica, Tensor]] = []  # and where it puts everybody's weights
-        self._ahead = Ahead()
+        self._ahead = EarlySender()
 
     def own_moments(self, run: Run) -> None:
         """Have the optimizers keep what the user's do, instead of what any Adam does."""
@@ -338,9 +338,9 @@ class _Playback:
         sent: dict[str, float] = defaultdict(float)
         self._road.step = number
         for flat, out, pieces in self._buffers:
-            sent_before = sum(self._ledger.now.bytes.values())
+            sent_before = sum(self._ledger.current.bytes.values())
             self._road.carry(flat, pieces, out)
-            sent[pieces[0].name] += sum(self._ledger.now.bytes.values()) - sent_before
+            sent[pieces[0].name] += sum(self._ledger.current.bytes.values()) - sent_before
         return sent
 
     def step(self, number: int) -> None:

@@ -204,7 +204,7 @@ class Rank:
         taken = Taken(
             [stage.hop for stage in self.road.stages if isinstance(stage, Watched)],
             self.out.clone(),
-            sum(self.ledger.now.bytes.values()),
+            sum(self.ledger.current.bytes.values()),
             dump_state(state),
             torch.cat([torch.zeros(0) if of is None else of.clone() for of in moments]),
             _flat(weights),

@@ -349,7 +349,7 @@ def reduce_on_threads(
             found.append({
                 "input": given,
                 "mean": out.clone(),
-                "bytes": torch.tensor(sum(ledger.now.bytes.values())),
+                "bytes": torch.tensor(sum(ledger.current.bytes.values())),
                 "facts": method.facts(),
                 "weights": {name: weight.detach().clone() for name, weight in weights.items()},
                 **dump_state(state),

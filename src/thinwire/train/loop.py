@@ -177,7 +177,7 @@ class Trainer:
                 self._check(outcome)
                 if config.eval_every and self.step % config.eval_every == 0 and self.step < config.steps:
                     self.evaluate()
-                    self.wire.ledger.now = type(self.wire.ledger.now)()
+                    self.wire.ledger.current = type(self.wire.ledger.current)()
                 self._save_checkpoint(outcome)
                 if outcome.stopped and self.step < config.steps:
                     self._stop(max(self.collective.share(signals.number)))

@@ -197,7 +197,7 @@ class LocalSteps(Method):
         self._parts: list[tuple[Method, Bucket, slice]] = []
 
     def _check_adam(self, run: Run) -> None:
-        for name, (optimizer, _) in run.held.items():
+        for name, (optimizer, _) in run.holders.items():
             if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
                 raise ThinwireError(
                     f"{self.name}: second_moment='mean' is about Adam's: pass torch.optim.AdamW or Adam as the "
@@ -346,7 +346,7 @@ class LocalSteps(Method):
             self.state.keep("anchor", name, self._anchors[name].detach())
         if self.second_moment == "mean":
             for name, weight in step.weights.items():
-                moment = step.held[name].optimizer.state.get(weight, {}).get("exp_avg")
+                moment = step.holders[name].optimizer.state.get(weight, {}).get("exp_avg")
                 if moment is not None:
                     local(moment).div_(math.sqrt(self.run.exchange.ranks))
 
@@ -487,7 +487,7 @@ class LocalSteps(Method):
         self._shown = True
         for name, weight in self.run.weights.items():
             self.state.keep(OWN_WEIGHT, name, local(weight.detach()))
-            for kind, value in self.run.held[name].optimizer.state.get(weight, {}).items():
+            for kind, value in self.run.holders[name].optimizer.state.get(weight, {}).items():
                 if isinstance(value, Tensor):
                     self.state.keep(f"{OWN_MOMENT}{kind}", name, local(value.detach()))
 
@@ -535,7 +535,7 @@ class LocalSteps(Method):
 
     def _give_back(self, kind: str, name: str, saved: Tensor) -> None:
         """``saved`` becomes the ``kind`` of the optimizer's state of parameter ``name``."""
-        weight, (optimizer, group) = self.run.weights[name], self.run.held[name]
+        weight, (optimizer, group) = self.run.weights[name], self.run.holders[name]
         moments = optimizer.state[weight]
         if kind not in moments:
             alike = saved.shape == local(weight).shape and saved.dim() > 0

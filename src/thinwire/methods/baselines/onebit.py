@@ -185,7 +185,7 @@ class OneBitAdam(Method):
         """The step of those whose momentum has arrived (l. 13), with Adam's own arithmetic, in Adam's state."""
 
         def move(name: str, weight: Tensor) -> None:
-            optimizer, group = step.held[name]
+            optimizer, group = step.holders[name]
             known = optimizer.state.get(weight, {})
             if "exp_avg_sq" not in known:
                 raise ThinwireError(f"{self.name}: {name} had no gradient in the warm-up: name it in dense=")
@@ -234,7 +234,7 @@ class OneBitAdam(Method):
         rows.zero_()
         for segment in bucket.segments:
             weight = self.run.weights[segment.name]
-            found = self.run.held[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
+            found = self.run.holders[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
             if found is None:
                 continue
             values = local(found).reshape(-1)

@@ -122,7 +122,7 @@ class PowerSGD(ErrorFeedback):
                 self.state.put("q", segment.name, torch.where(_largest(q) == 0, self._start(segment.name, q), q))
 
     def _cols(self, parameter: Parameter) -> int:
-        return math.prod(parameter.part[1:])
+        return math.prod(parameter.rank_shape[1:])
 
     def _sizes(self, bucket: Bucket, segment: Segment) -> tuple[int, int]:
         """Matrix rows in one of the bucket's rows, and columns."""

@@ -116,7 +116,7 @@ class Radius(ErrorFeedback):
             self._before = {
                 name: local(weight).detach().clone()
                 for name, weight in step.weights.items()
-                if self._is_sent(name) and not isinstance(step.held[name].optimizer, torch.optim.AdamW)
+                if self._is_sent(name) and not isinstance(step.holders[name].optimizer, torch.optim.AdamW)
             }
 
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
@@ -179,7 +179,7 @@ class Radius(ErrorFeedback):
         now = local(weight).detach()
         if name in self._before:
             return (self._before[name] - now).reshape(-1)
-        optimizer, group = step.held[name]
+        optimizer, group = step.holders[name]
         moments = optimizer.state.get(weight, {})
         if "exp_avg" not in moments:  # never had a gradient
             return torch.zeros_like(now).reshape(-1)

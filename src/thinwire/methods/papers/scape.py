@@ -118,7 +118,7 @@ class SCAPE(Method):
         super().begin(run)
         refuse_chunks(self.name, run)
         self._gathered = WeightsAtMask(self.name, self.weights, run)
-        sent = {name: held for name, held in run.held.items() if self.keep_dense(run.parameters[name]) is None}
+        sent = {name: held for name, held in run.holders.items() if self.keep_dense(run.parameters[name]) is None}
         for name, (optimizer, _) in sent.items():
             if not isinstance(optimizer, AdamS):
                 raise ThinwireError(
@@ -197,7 +197,7 @@ class SCAPE(Method):
     def _first_moment(self, segment: Segment) -> Tensor:
         """Find m, this rank's part of it, (numel,) float32; zeros before the first step."""
         weight = self.run.weights[segment.name]
-        found = self.run.held[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
+        found = self.run.holders[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
         if found is None:
             return torch.zeros(local(weight).numel(), dtype=torch.float32, device=local(weight).device)
         return local(found).reshape(-1).float()
@@ -212,7 +212,7 @@ class SCAPE(Method):
     def before_step(self, step: Step) -> None:
         """Hand the optimizer m' (l. 16)."""
         for name, given in self._given.items():
-            optimizer = step.held[name].optimizer
+            optimizer = step.holders[name].optimizer
             assert isinstance(optimizer, AdamS)
             optimizer.given[step.weights[name]] = given
         self._gathered.before_step(step, self._given)

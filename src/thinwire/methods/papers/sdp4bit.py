@@ -51,7 +51,7 @@ from thinwire.core.method import (
     check_smallest,
     exempt_small,
 )
-from thinwire.core.weights import Columns, Message, beside
+from thinwire.core.weights import Columns, Message, lay_out
 from thinwire.ops import shards
 from thinwire.ops.quant import ORDER
 from thinwire.ops.rows import Places
@@ -248,9 +248,9 @@ class QuantizedWeights(Message):
         kept = [piece for piece in shard.pieces if piece not in encoded]
         kept += [] if self.resident else shard.frozen
         size, group = shard.dtype.itemsize, self._codec.group
-        self._encoded, self._width = beside((piece, padded(piece.numel, group)) for piece in encoded)
+        self._encoded, self._width = lay_out((piece, padded(piece.numel, group)) for piece in encoded)
         self._head = self._codec.wire_bytes(self._width)
-        whole, end = beside(((piece, piece.numel) for piece in kept), self._head // size)  # behind what is encoded
+        whole, end = lay_out(((piece, piece.numel) for piece in kept), self._head // size)  # behind what is encoded
         self._columns, self._kept, self._end = Columns(self._encoded), Columns(whole), end * size
         self._values = sum(piece.numel for piece in (*encoded, *kept))
 
@@ -265,9 +265,9 @@ class QuantizedWeights(Message):
             shards.write(own, held, *self._places(own.device), codec.format, codes, scales, whole, drawn)
         else:
             values = torch.empty((1, self._width), dtype=torch.float32, device=own.device)
-            self._columns.take((own if held is None else own - held).view(1, -1), values)
+            self._columns.pack((own if held is None else own - held).view(1, -1), values)
             codec.encode(values, wire, seed=self._seeds(step))
-            self._kept.take(own.view(1, -1), whole.view(1, -1))
+            self._kept.pack(own.view(1, -1), whole.view(1, -1))
         if len(message) > self._end:
             message[self._end :].zero_()
         self.bits, self.values = 8 * len(message), self._values
@@ -294,14 +294,14 @@ class QuantizedWeights(Message):
         for some, wire in zip(rows.split(most), wires.split(most), strict=True):
             values = torch.empty((len(some), self._width), dtype=torch.float32, device=rows.device)
             self._codec.decode(wire, values)
-            self._columns.give(values, some, add=held is not None)
-        self._kept.give(whole, rows)
+            self._columns.unpack(values, some, add=held is not None)
+        self._kept.unpack(whole, rows)
         if held is not None:
             held.copy_(rows[mine])
 
     def _places(self, device: torch.device) -> tuple[Places, Places]:
         """Of what is encoded, and of what is not."""
-        return self._columns.places(device, shards.PER_PROGRAM), self._kept.places(device)
+        return self._columns.copy_table(device, shards.PER_PROGRAM), self._kept.copy_table(device)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Piece, Shard
 from thinwire.core.run import Run, Step
-from thinwire.core.weights import Columns, Message, beside
+from thinwire.core.weights import Columns, Message, lay_out
 from thinwire.ops import mask as masks
 
 WORD = masks.WORD
@@ -102,7 +102,7 @@ class WeightsAtMask:
         for name, weight in step.weights.items():
             if name not in moved or weight.grad is None:  # without a gradient it does not decay either
                 self._used.pop(name, None)
-        for name, (_, group) in step.held.items():
+        for name, (_, group) in step.holders.items():
             self._keep[name] = 1 - float(group["lr"]) * group["weight_decay"]
 
     def state_changed(self) -> None:
@@ -140,23 +140,23 @@ class AtMask(Message):
         self._layout = layout = self._place([None if of is None else of.k for of in used])
         message = own.new_empty(layout.length)
         if not layout.parts:
-            layout.whole.take(own.view(1, -1), message.view(1, -1))
+            layout.whole.pack(own.view(1, -1), message.view(1, -1))
             return message
         self._words, self._before = self._beside([of for of in used if of is not None])
         self._parts = [
             masks.Faded(of.offset, of.numel, padded(of.numel, WORD), k, self._keep[of.name]) for of, k in layout.parts
         ]
         words, before = self._of(slice(self._rank, self._rank + 1))
-        return masks.collect(own, words, self._parts, layout.whole.places(own.device), message, before)
+        return masks.collect(own, words, self._parts, layout.whole.copy_table(own.device), message, before)
 
     def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
         """w at the mask as it was sent (Alg. 2, l. 4); w = (1 - lr decay) w off the mask, where m' is 0 (l. 5)."""
         whole = self._layout.whole
         if not self._layout.parts:
-            whole.give(messages, rows)
+            whole.unpack(messages, rows)
             return
         words, before = self._of(peers)
-        masks.renew(messages, words, self._parts, whole.places(rows.device), rows, before)
+        masks.renew(messages, words, self._parts, whole.copy_table(rows.device), rows, before)
 
     def _of(self, peers: slice) -> tuple[Tensor, Tensor | None]:
         """The masks of some ranks' rows, and their directory."""
@@ -176,7 +176,7 @@ class AtMask(Message):
             parts = [(piece, k) for piece, k in zip(self._pieces, at, strict=True) if k is not None]
             others = [piece for piece, k in zip(self._pieces, at, strict=True) if k is None]
             k = sum(k for _, k in parts)
-            whole, length = beside(((piece, piece.numel) for piece in others), k)
+            whole, length = lay_out(((piece, piece.numel) for piece in others), k)
             self._layouts[key] = _Layout(parts, Columns(whole), length)
         return self._layouts[key]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.run import Held, Run, Step
+from thinwire.core.run import Holder, Run, Step
 
 
 class OwnSteps:
@@ -49,7 +49,7 @@ REFUSED = ("amsgrad", "maximize", "differentiable")
 """Settings of Adam that no method's own steps know."""
 
 
-def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Held]:
+def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
     """The optimizer of each parameter of ``names``, whose steps the method takes, and its group there.
 
     Raises:
@@ -57,7 +57,7 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Held]:
             would unscale the gradients of several optimizers.
     """
     refuse_scaled_apart(method, run)
-    found = {name: run.held[name] for name in names if name in run.held}
+    found = {name: run.holders[name] for name in names if name in run.holders}
     for name, (optimizer, group) in found.items():
         if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             raise ThinwireError(

@@ -109,7 +109,7 @@ class UpdateSpace:
         for name, of in run.parameters.items():
             if name not in self._matrices:
                 continue
-            if run.exchange.owner or of.part != of.shape or of.local != of.numel:
+            if run.exchange.owner or of.rank_shape != of.shape or of.local != of.numel:
                 raise ThinwireError(
                     f"{self._name}: direction='muon' takes whole matrices, and this rank holds a part of {name}: take "
                     "direction='adam', or train it where weights are not sharded (DDP)"
@@ -165,7 +165,7 @@ class UpdateSpace:
         lengths: list[Tensor] = []
 
         def move(name: str, weight: Tensor) -> None:
-            (optimizer, group), change = step.held[name], local(weight.grad)  # type: ignore[arg-type]
+            (optimizer, group), change = step.holders[name], local(weight.grad)  # type: ignore[arg-type]
             optimizer.state.pop(weight, None)  # of a dense start, or handed over: it is of no use here
             if rests(group):
                 return
@@ -221,7 +221,7 @@ class UpdateSpace:
 
     def hand_over(self, name: str, second: Tensor) -> None:
         """``second`` = mean_n v_n, in the shape of this rank's part of ``name``, becomes the optimizer's."""
-        weight, (optimizer, _) = self._run.weights[name], self._run.held[name]
+        weight, (optimizer, _) = self._run.weights[name], self._run.holders[name]
         if self._state.get("seen", name) is not None:
             optimizer.state[weight] = self._moments(name, second if self._knows_second(name) else None)
 
@@ -247,7 +247,7 @@ class UpdateSpace:
 
     def _moments(self, name: str, second: Tensor | None) -> dict[str, Tensor]:
         """``second``: of all values; None: no step was taken."""
-        weight, group = self._run.weights[name].detach(), self._run.held[name].group
+        weight, group = self._run.weights[name].detach(), self._run.holders[name].group
         seen, r = self._state.get("seen", name), self._state.get("alike", "")
         count = torch.zeros(()) if second is None or seen is None else seen.float().cpu()
         on_device = group.get("capturable") or group.get("fused")
@@ -262,7 +262,7 @@ class UpdateSpace:
 
     def resting(self) -> list[str]:
         """The parameters whose steps have come while their lr is 0: they hold still, and what waited still waits."""
-        held = self._run.held
+        held = self._run.holders
         return [name for name in self.steps.names if rests(held[name].group)]
 
     def power(self) -> Tensor | None:
@@ -292,7 +292,7 @@ class UpdateSpace:
         first = first_out = None
         if self._momentum:
             first, first_out = self._state.read("first", bucket), self._state.write("first", bucket)
-        groups = [self._run.held[segment.name].group for segment in bucket.segments]
+        groups = [self._run.holders[segment.name].group for segment in bucket.segments]
         seen = self._seen(bucket)
         betas = torch.tensor([float(group["betas"][1]) for group in groups], dtype=torch.float64)
         lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64)
