@@ -350,8 +350,8 @@ class StepLoop:
         named = [(f"the weights {name}", weight) for name, weight in self.weights.items()]
         named += [(f"the gradient of {name}", weight.grad) for name, weight in self.weights.items()
                   if weight.grad is not None]  # fmt: skip
-        bad = (label for label, values in named if not bool(local(values).isfinite().all()))
-        culprit = next((f" ({label} among them)" for label in bad), "")
+        not_finite = (label for label, values in named if not bool(local(values).isfinite().all()))
+        culprit = next((f" ({label} among them)" for label in not_finite), "")
         return (
             f"{self._in_a_row} steps in a row were skipped, from step {begun} on, because of values that are not finite"
             f"{culprit}: go back to a checkpoint before step {begun}, with a lower learning rate; max_skipped says how "
