@@ -274,8 +274,7 @@ class Trainer:
     def _conclude(self, first_loss: float) -> dict[str, Any]:
         """Evaluate, write summary.json and report.txt, and say what came of the run; return the summary. Collective."""
         config = self.config
-        stats = self.wire.stats()
-        summary = self._summary(stats, first_loss, self.evaluate())
+        summary = self._summary(self.wire.stats(), first_loss, self.evaluate())
 
         def write_summary() -> None:
             self.display.check()

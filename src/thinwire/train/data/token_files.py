@@ -210,9 +210,7 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
         encoder = Tokenizer(tokenizer, train, folder)
         dtype = next(name for name, kind in DTYPES.items() if encoder.vocabulary - 1 <= np.iinfo(kind).max)
         with ExitStack() as stack:
-            writers = {
-                side: _Writer(stack.enter_context((folder / f"{side}.bin").open("wb")), dtype) for side in SIDES
-            }
+            writers = {side: _Writer(stack.enter_context((folder / f"{side}.bin").open("wb")), dtype) for side in SIDES}
             for side, run in itertools.groupby(_split_spans(corpus), lambda pair: pair[0]):
                 for tokens in encoder.encode_spans(text for _, text in run):
                     writers[side].write(tokens)
