@@ -40,8 +40,7 @@ from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 from thinwire.train.config import Config
 from thinwire.train.data.windows import Windows
-from thinwire.train.job.setup import Ranks, make_optimizer, wrap
-from thinwire.train.loop import rebuild_buckets
+from thinwire.train.job.setup import Ranks, make_optimizer, rebuild_buckets, wrap
 from thinwire.train.model.decoder import Decoder
 
 WORLD, STEPS, HALF, LIMIT_S = 4, 40, 20, 300

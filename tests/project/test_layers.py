@@ -55,6 +55,16 @@ def test_every_package_has_a_room_and_the_table_has_their_order():
     assert order == sorted(order)
 
 
+def test_the_rooms_of_the_trainer_have_an_order():
+    """Each imports from those before it alone; ``loop`` and ``cli`` stand at the top."""
+    order = ["model", "data", "config", "job", "checkpoint", "loop", "cli"]
+    modules = {name: path for name, path in MODULES.items() if name.startswith("thinwire.train.")}
+    assert {name.split(".")[2] for name in modules} == {*order}
+    for name, path in modules.items():
+        uses = {used.split(".")[2] for used in imports(path, inner=True) if used in modules}
+        assert uses <= {*order[: order.index(name.split(".")[2]) + 1]}, name
+
+
 def test_methods_and_codecs_do_not_know_the_network_or_an_engine():
     for name, path in MODULES.items():
         if not name.startswith(("thinwire.methods", "thinwire.codecs", "thinwire.ops")):

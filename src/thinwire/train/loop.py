@@ -30,7 +30,7 @@ from thinwire.train.data.windows import IGNORED, Windows, batches
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.progress import Display
 from thinwire.train.job.run_folder import RunFolder, open_run_folder
-from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizer, read_inputs, wrap
+from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizer, read_inputs, rebuild_buckets, wrap
 from thinwire.train.job.signals import Signals, Stopped
 from thinwire.train.model.decoder import Decoder
 from thinwire.wire import compress
@@ -149,9 +149,7 @@ class Trainer:
 
     def restore(self, resumed: ResumedState) -> None:
         """Take weights, moments, the method's state and the place in the text from a checkpoint. Collective."""
-        self.collective.do(
-            lambda: resumed.restore(model=self.model, optimizer=self.optimizer, wire=self.wire)
-        )
+        self.collective.do(lambda: resumed.restore(model=self.model, optimizer=self.optimizer, wire=self.wire))
         self.step, self.sequences = resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]
 
     def run(self) -> dict[str, Any]:
@@ -229,8 +227,7 @@ class Trainer:
             if self.inputs.pretrained:  # it may have dropout: what that draws depends on the place in the text alone
                 torch.manual_seed(config.seed * 1_000_003 + first)
             self.sequences += comm.size * config.batch_size
-            # 1 where every token is learnt
-            share = _count_learnt(targets) * self.sequences_per_step / (learnt * config.batch_size)
+            share = _count_learnt(targets) * self.sequences_per_step / (learnt * config.batch_size)  # 1: all learnt
             with self.wire.accumulate(last=micro == config.accumulate - 1):
                 with self.cast():
                     micro_loss = self.runner(inputs.to(device), targets.to(device)) * share / config.accumulate
@@ -258,14 +255,12 @@ class Trainer:
             return
         # One skipped step has left all as the step before did. At the end there is no better one to come; before, a run
         # that diverges would put it in the place of an earlier one.
-        unchanged = (
-            final and self.streak == 1 and outcome.skipped == 1
-            and all(self.collective.gather(lambda: _is_finite(self.model)))
-        )  # fmt: skip
+        good = self.streak == 0
+        if final and self.streak == 1 and outcome.skipped == 1:
+            good = all(self.collective.gather(lambda: _is_finite(self.model)))
         self.checkpoints.save(
-            self.step, self.sequences, model=self.model, optimizer=self.optimizer, wire=self.wire,
-            good=self.streak == 0 or unchanged,
-        )  # fmt: skip
+            self.step, self.sequences, model=self.model, optimizer=self.optimizer, wire=self.wire, good=good
+        )
 
     def _stop(self, number: int) -> NoReturn:
         """End the run after signal ``number`` with a line that says what is saved."""
@@ -279,9 +274,7 @@ class Trainer:
     def _conclude(self, first_loss: float) -> dict[str, Any]:
         """Evaluate, write summary.json and report.txt, and say what came of the run; return the summary. Collective."""
         config = self.config
-        stats = self.wire.stats()
-        losses = {"first_valid_loss": first_loss, "valid_loss": self.evaluate()}
-        summary = self._summary(stats) | (losses if config.eval_sequences else {})
+        summary = self._summary(self.wire.stats(), first_loss, self.evaluate())
 
         def write_summary() -> None:
             self.display.check()
@@ -309,12 +302,11 @@ class Trainer:
         write(config.out / "plan.txt", f"{self.wire.plan}\noptimizer: {optimizer}\n")
 
     def _headline(self) -> str:
-        config, ranks = self.config, self.ranks
-        adapters = self.trained_parameters < self.parameters
+        config, ranks, family = self.config, self.ranks, self.checkpoints.description["family"]
+        some = f"{self.trained_parameters:,} of them trained, " if self.trained_parameters < self.parameters else ""
         return (
-            f"{self.checkpoints.description['family']} {config.init or config.preset}: {self.parameters:,} parameters, "
-            + (f"{self.trained_parameters:,} of them trained, " if adapters else "")
-            + f"{config.method} on {config.engine}, {config.optimizer_name}, {ranks.comm.size} ranks on {ranks.nodes} "
+            f"{family} {config.init or config.preset}: {self.parameters:,} parameters, {some}{config.method} on "
+            f"{config.engine}, {config.optimizer_name}, {ranks.comm.size} ranks on {ranks.nodes} "
             f"node{'s' * (ranks.nodes > 1)}, {ranks.device.type}, {self.tokens_per_step:,} tokens per step, "
             f"steps {self.step + 1} to {config.steps}"
         )
@@ -338,7 +330,7 @@ class Trainer:
         kernel = interface_bytes()
         return row if kernel is None else row | {"link_tx_bytes": kernel.tx, "link_rx_bytes": kernel.rx}
 
-    def _summary(self, stats: dict[str, Any]) -> dict[str, Any]:
+    def _summary(self, stats: dict[str, Any], first_loss: float, last_loss: float) -> dict[str, Any]:
         """Make what summary.json holds. Collective."""
         config, cuda, times = self.config, self.ranks.device.type == "cuda", self.step_seconds
         step_ms = 1e3 * statistics.median(times[2:] if len(times) > 4 else times)
@@ -356,8 +348,8 @@ class Trainer:
             "nodes": self.ranks.nodes,
             "steps": config.steps,
             "train_loss": statistics.fmean(self.losses[-10:]),
-            "first_valid_loss": None,
-            "valid_loss": None,
+            "first_valid_loss": first_loss if config.eval_sequences else None,
+            "valid_loss": last_loss if config.eval_sequences else None,
             "tokens_per_s": self.tokens_per_step * len(times) / sum(times),
             "step_ms": step_ms,
             "wire_bytes_per_step": stats["wire_bytes_per_step"],
@@ -394,19 +386,6 @@ def evaluate(model: Any, windows: Windows, config: Config, ranks: Ranks, cast) -
     model.train()
     comm.all_reduce(total)
     return float(total) / (sum(int((window[1:] >= 0).sum()) for window in held_out) / config.sequence_length)
-
-
-def rebuild_buckets(model: nn.Module, windows: Windows, config: Config, ranks: Ranks, cast) -> None:
-    """Run a throw-away backward pass, so that DDP has rebuilt its buckets before the first step.
-
-    The order of a ring's sum depends on the buckets: without this, a resumed dense run on more than two ranks would
-    differ from an uninterrupted one in the last bits of its first step.
-    """
-    inputs, targets = windows.batch(0, config.batch_size)
-    with cast():
-        loss = model(inputs.to(ranks.device), targets.to(ranks.device))
-    loss.backward()
-    model.zero_grad(set_to_none=True)
 
 
 def _count_learnt(targets: Tensor) -> int:

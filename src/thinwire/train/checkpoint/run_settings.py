@@ -22,13 +22,9 @@ EXACT = "exact"
 """The run goes on, but is not bit for bit what it would have been: a warning."""
 
 TABLE: dict[str, tuple[str, str]] = {
-    "family": (FITS, "the model's shape"),
-    "layers": (FITS, "the model's shape"),
-    "width": (FITS, "the model's shape"),
-    "heads": (FITS, "the model's shape"),
-    "kv_heads": (FITS, "the model's shape"),
-    "hidden": (FITS, "the model's shape"),
-    "vocabulary": (FITS, "the model's shape"),
+    **dict.fromkeys(
+        ("family", "layers", "width", "heads", "kv_heads", "hidden", "vocabulary"), (FITS, "the model's shape")
+    ),
     "context": (FITS, "the model's shape, where positions are learned (family gpt)"),
     "engine": (FITS, "how weights and state lie on the ranks"),
     "mesh": (FITS, "ranks that share one copy of the weights, times copies"),
@@ -47,11 +43,8 @@ TABLE: dict[str, tuple[str, str]] = {
     "accumulate": (DATA, "micro-batches per step"),
     "valid_text": (EXACT, "hash of the tokens that are evaluated on"),
     "steps": (EXACT, "steps of the whole run: the learning rate's schedule, a method's start as a share"),
-    "lr": (EXACT, "the learning rate's schedule"),
-    "lr_end": (EXACT, "the learning rate's schedule"),
-    "warmup": (EXACT, "the learning rate's schedule"),
-    "weight_decay": (EXACT, "the optimizer's settings"),
-    "betas": (EXACT, "the optimizer's settings"),
+    **dict.fromkeys(("lr", "lr_end", "warmup"), (EXACT, "the learning rate's schedule")),
+    **dict.fromkeys(("weight_decay", "betas"), (EXACT, "the optimizer's settings")),
     "clip": (EXACT, "largest norm of the gradient"),
     "guard": (EXACT, "whether steps are skipped"),
     "dtype": (EXACT, "of the computation"),

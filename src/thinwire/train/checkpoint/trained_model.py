@@ -160,7 +160,5 @@ def export_main(argv: list[str]) -> int:
     trained = read(options.run)
     trained.export(options.folder, adapter=options.adapter)
     loader = "peft.AutoPeftModelForCausalLM" if options.adapter else "transformers.AutoModelForCausalLM"
-    print(
-        f"{trained.path} (step {trained.step}) is in {options.folder}: {loader}.from_pretrained('{options.folder}')"
-    )
+    print(f"{trained.path} (step {trained.step}) is in {options.folder}: {loader}.from_pretrained('{options.folder}')")
     return 0

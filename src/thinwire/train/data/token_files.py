@@ -184,13 +184,10 @@ def _whole_file(path: Path) -> FileRange:
     try:
         if path.suffix == ".bin":
             return FileRange(path, 0, path.stat().st_size // 2, np.dtype("<u2"))
-        with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)
-            if len(shape) != 1 or dtype.kind not in "iu":
-                raise ThinwireError(f"{path} holds {dtype} {shape}: tokens are integers in one dimension")
-            return FileRange(path, file.tell(), shape[0], dtype)
+        array = np.lib.format.open_memmap(path, mode="r")
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ThinwireError(f"{path} holds {array.dtype} {array.shape}: tokens are integers in one dimension")
+        return FileRange(path, array.offset, len(array), array.dtype)
     except OSError as error:
         raise ThinwireError(f"cannot read the token file {path}: {error.strerror}") from None
     except ValueError:
@@ -213,9 +210,7 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
         encoder = Tokenizer(tokenizer, train, folder)
         dtype = next(name for name, kind in DTYPES.items() if encoder.vocabulary - 1 <= np.iinfo(kind).max)
         with ExitStack() as stack:
-            writers = {
-                side: _Writer(stack.enter_context((folder / f"{side}.bin").open("wb")), dtype) for side in SIDES
-            }
+            writers = {side: _Writer(stack.enter_context((folder / f"{side}.bin").open("wb")), dtype) for side in SIDES}
             for side, run in itertools.groupby(_split_spans(corpus), lambda pair: pair[0]):
                 for tokens in encoder.encode_spans(text for _, text in run):
                     writers[side].write(tokens)

@@ -57,11 +57,12 @@ class Tokenizer:
 
     @staticmethod
     def _bpe(size: str, train: Iterable[str], folder: Path, trains: bool, anew: bool):
-        from tokenizers import models, trainers
+        from tokenizers import models, pre_tokenizers, trainers
 
         def make():
             tokenizer = _byte_level(models.BPE())
-            trainer = trainers.BpeTrainer(vocab_size=int(size), initial_alphabet=_alphabet(), show_progress=False)
+            alphabet = pre_tokenizers.ByteLevel.alphabet()
+            trainer = trainers.BpeTrainer(vocab_size=int(size), initial_alphabet=alphabet, show_progress=False)
             tokenizer.train_from_iterator(train, trainer)
             return tokenizer
 
@@ -99,11 +100,11 @@ class Tokenizer:
         self._check_knows_text()
         if self._tokenizer is not None:
             return self._tokenizer
-        from tokenizers import models
+        from tokenizers import models, pre_tokenizers
 
         # BPE without merges, over the characters by which it writes bytes: those that are shown stand for themselves,
         # and those from U+0100 on for the other bytes.
-        alphabet = _alphabet()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
         hidden = [byte for byte in range(256) if chr(byte) not in alphabet]
         numbers = {letter: ord(letter) if ord(letter) < 256 else hidden[ord(letter) - 256] for letter in alphabet}
         return _byte_level(models.BPE(vocab=numbers, merges=[]), use_regex=False)
@@ -139,13 +140,6 @@ class Tokenizer:
             # A folder's tokenizer would put its begin-of-text token before every span.
             encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=self._adds_special_tokens)
             yield from (np.array(encoding.ids, self.dtype) for encoding in encodings)
-
-
-def _alphabet() -> list[str]:
-    """List the characters that stand for the 256 bytes in byte-level BPE."""
-    from tokenizers import pre_tokenizers
-
-    return pre_tokenizers.ByteLevel.alphabet()
 
 
 def _byte_level(model: Any, use_regex: bool = True):

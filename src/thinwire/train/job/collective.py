@@ -81,32 +81,24 @@ class Collective:
     def copy(self, root: int, source: Path, target: Path | None) -> None:
         """Rank ``root``'s file ``source`` becomes ``target`` on every rank that names one, whole or not at all."""
         size = self.gather(lambda: source.stat().st_size if self.rank == root else 0)[root]
-        chunk = torch.zeros(0, dtype=torch.uint8)
+        partial = None if target is None else target.with_name(f".{target.name}.partial")
         with contextlib.ExitStack() as stack:
+            reader = self.do(lambda: _open(source, "rb", stack) if self.rank == root else None)
+            writer = self.do(lambda: None if partial is None else _open(partial, "wb", stack))
 
-            def open_both() -> tuple[BinaryIO | None, BinaryIO | None]:
-                partial = None if target is None else target.with_name(f".{target.name}.partial")
-                return (
-                    _open(source, "rb", stack) if self.rank == root else None,
-                    _open(partial, "wb", stack) if partial is not None else None,
-                )
+            def read(length: int) -> torch.Tensor:
+                chunk = torch.zeros(length, dtype=torch.uint8)
+                if reader is not None:  # should the file have shrunk, its checksums will say so
+                    with naming(source):
+                        reader.readinto(chunk.numpy().data)  # type: ignore[attr-defined]
+                return chunk
 
-            def write() -> None:
+            def write(chunk: torch.Tensor) -> None:
                 if writer is not None and target is not None:
                     with naming(target):
                         writer.write(chunk.numpy().data)
 
-            def write_and_read(start: int) -> torch.Tensor:
-                """Write the chunk that has come, read the next one: one agreement for both."""
-                write()
-                following = torch.zeros(min(CHUNK, size - start), dtype=torch.uint8)
-                if reader is not None:  # should the file have shrunk, its checksums will say so
-                    with naming(source):
-                        reader.readinto(following.numpy().data)  # type: ignore[attr-defined]
-                return following
-
             def finish() -> None:
-                write()
                 if writer is not None and target is not None:
                     with naming(target):
                         writer.flush()
@@ -114,10 +106,10 @@ class Collective:
                         writer.close()
                     os.replace(writer.name, target)
 
-            reader, writer = self.do(open_both)
             for start in range(0, size, CHUNK):
-                chunk = self.do(functools.partial(write_and_read, start))
+                chunk = self.do(functools.partial(read, min(CHUNK, size - start)))
                 self._comm.all_reduce(chunk, "max")
+                self.do(functools.partial(write, chunk))
             self.do(finish)
 
 

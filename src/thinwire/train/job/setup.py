@@ -116,6 +116,19 @@ def bucket_mb(model: nn.Module, config: Config, ranks: Ranks) -> float | None:
     return plan_of(method, describe(model).values(), exchange).bucket_cap_mb
 
 
+def rebuild_buckets(model: nn.Module, windows: Windows, config: Config, ranks: Ranks, cast: Callable) -> None:
+    """Run a throw-away backward pass, so that DDP has rebuilt its buckets before the first step.
+
+    The order of a ring's sum depends on the buckets: without this, a resumed dense run on more than two ranks would
+    differ from an uninterrupted one in the last bits of its first step.
+    """
+    inputs, targets = windows.batch(0, config.batch_size)
+    with cast():
+        loss = model(inputs.to(ranks.device), targets.to(ranks.device))
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """Make the optimizer that the config names; weight decay is on tensors of two or more dimensions only."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
