@@ -22,7 +22,7 @@ from engines import adamw, build, train
 from thinwire.base.errors import ThinwireError
 from thinwire.engines.fsdp2 import param_groups
 from thinwire.methods import TABLE, LocalSteps, resolve
-from thinwire.proof.played import small
+from thinwire.proof.record import small
 from thinwire.saved.format import Header, entries
 
 TOPK = "topk(feedback='gradient', smallest=100, density=0.1)"

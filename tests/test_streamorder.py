@@ -21,7 +21,7 @@ from thinwire import methods, wire
 from thinwire.methods.papers import tagc
 from thinwire.methods.parts import masks
 from thinwire.plan import plan
-from thinwire.proof.played import small
+from thinwire.proof.record import small
 
 WIDTH = 8
 
