@@ -35,7 +35,7 @@ from thinwire.network.ledger import Ledger
 
 
 def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
-    """List every FSDP module of ``model`` with its parameter group; those without parameters of their own are left out."""
+    """List every FSDP module of ``model`` with its parameter group; but those without parameters of their own."""
     pairs: list[tuple[FSDPModule, Any]] = []
     state_ids: set[int] = set()
     for module in model.modules():

@@ -233,7 +233,7 @@ class GroupLink:
         return tuple(pieces)
 
     def version(self) -> int:
-        """Return a number that rises with every change of this rank's shard that torch counts (not through ``.data``)."""
+        """Return a number that rises with each change of this rank's shard that torch counts (not by ``.data``)."""
         shards = [fsdp_param.sharded_param for fsdp_param in self.group.fsdp_params]
         return sum(shard._version + cast(Any, shard)._local_tensor._version for shard in shards)
 
@@ -346,7 +346,7 @@ class ModuleReduceScatter:
 
 
 def _at_the_end_of_backward(call: Callable[[], None]) -> bool:
-    """Have ``call`` called at the end of the backward pass. Returns False outside of one (a pipeline schedule's calls)."""
+    """Have ``call`` called at the end of the backward pass. Returns False outside of one."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(call)
     except RuntimeError:

@@ -357,8 +357,7 @@ def reduce_on_threads(
         gradients: (rank, step, numel) -> that rank's flat gradient.
         shapes: parameter name -> shape, or number of elements.
         topology, per_node: see :class:`ThreadEngine`.
-        optimizer: of zero weights that follow the mean, as an engine's would: each rank holds all of a parameter (DDP)
-            or its chunk. max_norm: their gradients are clipped to it.
+        optimizer: of zero weights that follow the mean, as an engine's would. max_norm: clips their gradients.
         skip: steps that turn out not to count (a value was not finite): nothing of them may remain.
 
     Returns:
@@ -379,20 +378,19 @@ def reduce_on_threads(
         results = []
         for step in range(steps):
             flat = gradients(number, step, engine.numel)
-            entered = flat.clone()
+            results.append({"input": flat.clone()})
             rank.exchange(step, flat)
             if step in skip:
                 rank.undo()
             else:
                 rank.finish(step, torch.ones(()) if optimizer is None else clip(rank))
-            results.append({
-                "input": entered,
+            results[-1] |= {
                 "mean": rank.out.clone(),
                 "bytes": torch.tensor(sum(rank.ledger.now.bytes.values())),
                 "facts": rank.method.facts(),
                 "weights": {name: weight.detach().clone() for name, weight in rank.weights.items()},
                 **rank.method.state.state_dict(),
-            })  # fmt: skip
+            }
             rank.ledger.close_step()
         return results
 
