@@ -240,8 +240,9 @@ class _Books:
 
     def _waiting(self, step: int, name: str) -> Tensor:
         """Return the values that wait on each rank after ``step``, (N, R, n); zeros before the first."""
-        columns = -(-self._length(name) // (1 if self.exchange.owner else self.rows))
-        total = torch.zeros((self.size, self.rows, columns), dtype=torch.float64)
+        columns = self.columns[name]
+        width = -(-(columns.stop - columns.start) // (1 if self.exchange.owner else self.rows))
+        total = torch.zeros((self.size, self.rows, width), dtype=torch.float64)
         for number, rank in enumerate(self.ranks if step >= 0 else []):
             for kind, counts in self.promise.waits.items():
                 values = rank[step].state.get(f"{kind}/{name}")
@@ -252,9 +253,6 @@ class _Books:
                 else:
                     total[number, number] += self.size * counts * values[0].double()
         return total
-
-    def _length(self, name: str) -> int:
-        return self.columns[name].stop - self.columns[name].start
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:
