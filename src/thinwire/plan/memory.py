@@ -41,7 +41,7 @@ def _tensors(owner: object, visited: set[int]) -> Iterator[Tensor]:
     if isinstance(owner, Tensor):
         yield owner
     elif isinstance(owner, dict | tuple | list | set):
-        for value in (*owner, *owner.values()) if isinstance(owner, dict) else owner:
+        for value in [*owner, *owner.values()] if isinstance(owner, dict) else list(owner):
             yield from _tensors(value, visited)
     elif isinstance(owner, Run | Comm | Ledger | Moments | type):
         return

@@ -375,7 +375,7 @@ def reduce_on_threads(
     def body(number: int) -> list[dict[str, Any]]:
         engine = ThreadEngine(topology, world, number, Ledger(), shapes, per_node)
         rank = VirtualRank(make(), engine, steps, seed=seed, all_sent=True, optimizer=optimizer)
-        results = []
+        results: list[dict[str, Any]] = []
         for step in range(steps):
             flat = gradients(number, step, engine.numel)
             results.append({"input": flat.clone()})
