@@ -18,7 +18,7 @@ from models import flat, loss_of
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.ops import backends
-from thinwire.proof.played import small
+from thinwire.proof.record import small
 
 BY_NAME = {cls.name: cls for cls in methods.TABLE}
 

@@ -13,8 +13,8 @@ from breadth import spread
 from engines import adamw, build, same_on_all_ranks, stats_of, train
 from models import flat
 from thinwire import methods
-from thinwire.proof.played import small
 from thinwire.proof.ranks import reduce_on_threads
+from thinwire.proof.record import small
 
 STEPS = 6
 SHAPES = {"a": (13, 11), "b": (5, 7), "c": (6, 1)}

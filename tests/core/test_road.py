@@ -18,8 +18,8 @@ from thinwire.core.road import Stage, Worker, _Compositions
 from thinwire.core.state import State, dump_state
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.proof.played import small
 from thinwire.proof.ranks import ThreadEngine, Threads
+from thinwire.proof.record import small
 
 pytestmark = pytest.mark.timeout(60)
 CPU = torch.device("cpu")

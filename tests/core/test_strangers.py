@@ -23,7 +23,7 @@ from models import flat, loss_of
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.network.comm import local
-from thinwire.proof.played import small
+from thinwire.proof.record import small
 from thinwire.saved.format import entries
 
 BY_NAME = {cls.name: cls for cls in methods.TABLE}

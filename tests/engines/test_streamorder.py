@@ -22,7 +22,7 @@ from thinwire.core.exchange import bucket_rows
 from thinwire.methods.papers import tagc
 from thinwire.methods.parts import masks
 from thinwire.plan import plan
-from thinwire.proof.played import small
+from thinwire.proof.record import small
 
 WIDTH = 8
 

@@ -17,7 +17,7 @@ from support import nccl_double as strict
 from support.nccl_double import Call
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
-from thinwire.proof.played import small
+from thinwire.proof.record import small
 
 TINY = partial(Net, 13, 6, 1)
 MORE = (

@@ -19,7 +19,7 @@ from thinwire import methods
 from thinwire import wire as wires
 from thinwire.base.errors import DamagedMessage, LostRank, ThinwireError
 from thinwire.network.comm import ChainedWork, GroupComm
-from thinwire.proof.played import small
+from thinwire.proof.record import small
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("xxhash") is None, reason="needs xxhash")
 BY_NAME = {cls.name: cls for cls in methods.TABLE}

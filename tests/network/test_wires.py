@@ -24,8 +24,8 @@ from thinwire.codecs.sparse import Positions
 from thinwire.ops import mask
 from thinwire.ops.mask import reference
 from thinwire.ops.rows import Places
-from thinwire.proof.played import Where, play, small
 from thinwire.proof.ranks import ThreadComm
+from thinwire.proof.record import Setup, play, small
 
 BY_NAME = {cls.name: cls for cls in methods.TABLE}
 KNOBS = [
@@ -34,7 +34,7 @@ KNOBS = [
     ("trickle", {"bits": 2, "group": 64}), ("scape", {"density": 0.02, "warmup": 0}),
     ("dgc", {"density": 0.02}),
 ]  # fmt: skip
-PLACES = (Where("all_reduce", 2), Where("reduce_scatter", 3))
+PLACES = (Setup("all_reduce", 2), Setup("reduce_scatter", 3))
 EACH = 1000 if ALL else 50
 """Of each kind of damage, for each message that was recorded."""
 WITHOUT_CODEC = ("none", "powersgd", "local-steps", "scape")
@@ -75,7 +75,7 @@ class Guarded:
         return bool((before == PATTERN).all() and (behind == PATTERN).all())
 
 
-def recorded(make, where: Where) -> list:
+def recorded(make, where: Setup) -> list:
     """(what decodes, its name, the message, what it writes to, other arguments), of a run of ``make()``."""
     calls: dict[tuple, tuple] = {}
 

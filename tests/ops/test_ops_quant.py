@@ -92,8 +92,8 @@ def operations(module: ModuleType) -> tuple[Callable[..., object], ...]:
 def drawn_of(parts: list[tuple[int, int, int]]) -> Drawn:
     """Seeds of a pool, which has them in another order, and some that are not asked for."""
     pool = Pool({"another": 5} | {str(first): seed for first, _, seed in reversed(parts)})
-    drawn = Seeds(tuple((first, last, pool.places[str(first)]) for first, last, _ in parts), pool).over(parts[-1][1])
-    assert drawn is not None and drawn.parts == parts and drawn.pool is pool
+    drawn = Seeds(tuple((first, last, pool.indices[str(first)]) for first, last, _ in parts), pool).over(parts[-1][1])
+    assert drawn is not None and drawn.ranges == parts and drawn.pool is pool
     return drawn
 
 

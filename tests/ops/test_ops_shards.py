@@ -127,7 +127,7 @@ def test_the_reference_is_each_parameter_by_itself(case):
         values = torch.zeros(1, part.width)
         values[0, : part.numel] = difference[part.offset : part.offset + part.numel]
         at, groups = (slice(part.start // by, (part.start + part.width) // by) for by in (8 // case.bits, case.group))
-        seed = None if shard.drawn is None else shard.drawn.parts[number][2]
+        seed = None if shard.drawn is None else shard.drawn.ranges[number][2]
         quant.quantize(values, case.format, expected_codes[:, at], expected_scales[:, groups], seed)
     for part in shard.kept.parts:
         expected_tail[0, part.start : part.start + part.numel] = shard.own[part.offset : part.offset + part.numel]

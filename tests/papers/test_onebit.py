@@ -21,8 +21,8 @@ from thinwire.methods import OneBitAdam, resolve
 from thinwire.network.ledger import Ledger
 from thinwire.ops.sign import cpu, reference
 from thinwire.proof.laws import check_laws
-from thinwire.proof.played import Where
 from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
+from thinwire.proof.record import Setup
 
 STEPS, WARMUP, LR, DECAY = 50, 6, 1e-2, 0.1
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
@@ -178,7 +178,7 @@ def test_any_codec_takes_the_momentum():
         def make_codec(self):
             return Integers(self.group, 8)
 
-    check_laws(EightBits, where=(Where("all_reduce", 3), Where("reduce_scatter", 2)))
+    check_laws(EightBits, setups=(Setup("all_reduce", 3), Setup("reduce_scatter", 2)))
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

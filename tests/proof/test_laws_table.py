@@ -21,10 +21,10 @@ from thinwire.network.ledger import Ledger
 from thinwire.plan.plan import Plan
 from thinwire.proof import ranks as testing
 from thinwire.proof.laws import EVERYWHERE, broken_laws, check_laws
-from thinwire.proof.played import Where, small
 from thinwire.proof.ranks import Threads, exchange_on, parameters_for
+from thinwire.proof.record import Setup, small
 
-HERE = (Where("all_reduce", 3), Where("reduce_scatter", 3))
+HERE = (Setup("all_reduce", 3), Setup("reduce_scatter", 3))
 GRADIENT = {"feedback": "gradient"}
 KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("int8", {"error_feedback": True}), ("radius", {"residual_scale": 1.0}), ("scape", {"refresh": 2}),
@@ -55,16 +55,16 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("cls", methods.TABLE, ids=lambda cls: cls.name)
 def test_every_method_obeys_every_law(cls):
-    check_laws(cls, where=dealt(EVERYWHERE, methods.TABLE.index(cls) % 3, range(3)))
+    check_laws(cls, setups=dealt(EVERYWHERE, methods.TABLE.index(cls) % 3, range(3)))
 
 
 @pytest.mark.parametrize(("name", "knobs"), KNOBS, ids=lambda of: of if isinstance(of, str) else str(of))
 def test_so_it_does_with_other_knobs(name, knobs):
-    check_laws(type(methods.resolve(name)), where=HERE, **knobs)
+    check_laws(type(methods.resolve(name)), setups=HERE, **knobs)
 
 
 def test_so_does_muons_direction_where_matrices_are_whole():
-    check_laws(methods.Trickle, where=(Where("all_reduce", 3),), direction="muon")
+    check_laws(methods.Trickle, setups=(Setup("all_reduce", 3),), direction="muon")
 
 
 @pytest.mark.parametrize(("name", "knobs"), [(name, {}) for name in methods.names()] + KNOBS, ids=str)
@@ -82,14 +82,14 @@ def test_nobody_promises_less_than_it_keeps(name, knobs):
         def promise(self) -> Promise:
             return replace(promise, kind="conserves", rounding=None)
 
-    found = broken_laws(partial(small, Claims, **knobs), Where("all_reduce", 3))
+    found = broken_laws(partial(small, Claims, **knobs), Setup("all_reduce", 3))
     assert {law for law, _ in found} == {"promise"}
 
 
 # What is promised, and where it is said.
 
 
-def plan_of(where: Where, method: thinwire.Method) -> Plan:
+def plan_of(where: Setup, method: thinwire.Method) -> Plan:
     exchange = exchange_on(where.topology, Threads(where.size), 0, Ledger())
     return testing.plan_of(method, parameters_for(exchange, {"w": (8, 32)}).values(), exchange)
 
@@ -109,7 +109,7 @@ def test_thinwire_methods_says_it(capsys):
 
 
 def test_the_plan_says_what_is_not_returned():
-    where, kept = Where("all_reduce", 2), Int8(smallest=0, error_feedback=True)
+    where, kept = Setup("all_reduce", 2), Int8(smallest=0, error_feedback=True)
     assert plan_of(where, Int8(smallest=0)).lost == Int8().promise.lost
     assert Int8().promise.lost in " ".join(str(plan_of(where, Int8(smallest=0))).split())
     assert plan_of(where, kept).lost == "" and "returned" not in str(plan_of(where, kept))
@@ -278,7 +278,7 @@ FAULTS = {
     ("cls", "law"), [(Wanders, {"ranks", "bytes"}), (Drifts, {"ranks"}), (MovesTooFar, {"promise"})]
 )
 def test_a_fault_of_local_steps_is_noticed(cls, law):
-    assert {law for law, _ in broken_laws(partial(small, cls), Where("all_reduce", 3))} >= law
+    assert {law for law, _ in broken_laws(partial(small, cls), Setup("all_reduce", 3))} >= law
 
 
 @pytest.mark.parametrize(
@@ -288,18 +288,18 @@ def test_a_fault_of_local_steps_is_noticed(cls, law):
 )  # fmt: skip
 def test_a_fault_breaks_the_law_that_is_there_to_notice(cls, topology):
     size, per_node = (4, 2) if topology == "hsdp" else (3, 1)
-    found = broken_laws(partial(small, cls), Where(topology, size, per_node))
+    found = broken_laws(partial(small, cls), Setup(topology, size, per_node))
     assert {law for law, _ in found} == {FAULTS[cls]}, found
 
 
 def test_what_has_no_fault_breaks_none():
-    check_laws(Careful, where=HERE)
-    assert not broken_laws(partial(small, Careful), Where("all_reduce", 3))
+    check_laws(Careful, setups=HERE)
+    assert not broken_laws(partial(small, Careful), Setup("all_reduce", 3))
 
 
 def test_all_that_is_broken_is_said_at_once():
     with pytest.raises(AssertionError) as raised:
-        check_laws(LosesAValue, where=HERE)
+        check_laws(LosesAValue, setups=HERE)
     lines = str(raised.value).splitlines()
     assert all(" ranks: promise: step 1, a.weight: off by " in line for line in lines)
     assert {line.split()[2].strip(",") for line in lines} == {where.topology for where in HERE}

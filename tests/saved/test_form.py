@@ -84,12 +84,12 @@ def test_what_it_says_of_a_run():
     }
     parameters = [Parameter(name, (3, 4), 12, "matrix", torch.float32, 8) for name in "ba"]
     inside = methods.resolve("int8")
-    about = Header.of(2, 8, "hsdp", [hop, hop], parameters, methods.resolve("topk"), inside=inside, weights=weights)
+    about = Header.of_run(2, 8, "hsdp", [hop, hop], parameters, methods.resolve("topk"), inside=inside, weights=weights)
     assert (about.rank, about.ranks, about.engine, about.levels) == (2, 8, "hsdp", False)
     assert about.hops == ((1, 4, True),) * 2 and about.inside == str(inside) and about.across == ("b",)
     assert about.parameters == {"a": ((3, 4), 8), "b": ((3, 4), 8)} and (about.seed, about.bound) == (0, None)
     assert about.method == "topk" and about.knobs["density"] == str(methods.resolve("topk").density)
-    plain = Header.of(0, 1, "ddp", [hop], [], methods.resolve("fp32"), levels=True, seed=3, bound=2.0)
+    plain = Header.of_run(0, 1, "ddp", [hop], [], methods.resolve("fp32"), levels=True, seed=3, bound=2.0)
     assert (plain.levels, plain.inside, plain.seed, plain.bound, plain.across) == (True, None, 3, 2.0, ())
     assert plain.prefix == "rank-0000-of-0001" and Header.load("key", about.dump()) == about
 

@@ -24,17 +24,17 @@ from thinwire.core.bucket import Layout
 from thinwire.core.state import dump_state, load_state
 from thinwire.methods import TABLE
 from thinwire.plan.dry_run import largest_state
-from thinwire.proof.played import Rank, Where, gradient, small
 from thinwire.proof.ranks import Threads
+from thinwire.proof.record import Rank, Setup, gradient, small
 from thinwire.saved.format import Form, Header, entries, from_dcp
 from thinwire.saved.resize import move
 
 U = 2.0**-24
 COUNTS = {"step": torch.tensor(7), "skipped": torch.tensor(0), "flush": torch.tensor(-1)}
 TRIP = (
-    Where("all_reduce", 4), Where("all_reduce", 2), Where("all_reduce", 3), Where("reduce_scatter", 3),
-    Where("reduce_scatter", 2), Where("hsdp", 4, 2), Where("hsdp", 6, 3), Where("two_level_owner", 4, 2),
-    Where("two_level", 4, 2), Where("all_reduce", 4),
+    Setup("all_reduce", 4), Setup("all_reduce", 2), Setup("all_reduce", 3), Setup("reduce_scatter", 3),
+    Setup("reduce_scatter", 2), Setup("hsdp", 4, 2), Setup("hsdp", 6, 3), Setup("two_level_owner", 4, 2),
+    Setup("two_level", 4, 2), Setup("all_reduce", 4),
 )  # fmt: skip
 """4 -> 2 -> 3 ranks, and DDP -> FSDP2 -> HSDP -> two levels -> DDP."""
 WAIT = [cls for cls in TABLE if small(cls).keeps_state or "error_feedback" in {knob.name for knob in cls.knobs()}]
@@ -50,7 +50,7 @@ def make(cls: type) -> Any:
 class Ranks:
     """All ranks of a place, each with a method that has begun."""
 
-    def __init__(self, cls: type, where: Where) -> None:
+    def __init__(self, cls: type, where: Setup) -> None:
         self.where, self.world = where, Threads(where.size)
         self.ranks = [Rank(partial(make, cls), where, self.world, number) for number in range(where.size)]
         first = self.ranks[0]
@@ -71,8 +71,8 @@ class Ranks:
         def body(number: int) -> None:
             rank, step = self.ranks[number], 0
             while step < rank.method.steady + 4 or not rank.method.rank_equal:
-                rank.exchange(step, gradient(number, step, rank.numel))
-                rank.finish(step)
+                rank.exchange(step, gradient(number, step, rank.engine.numel))
+                rank.record(step)
                 step += 1
 
         self.world.run(body)
@@ -113,7 +113,7 @@ class Ranks:
         return found, most
 
 
-def places(cls: type) -> list[Where]:
+def places(cls: type) -> list[Setup]:
     found = []
     for where in TRIP:
         if where.engine in cls.engines and (cls.name != "local-steps" or where.topology == "all_reduce"):

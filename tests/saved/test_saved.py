@@ -23,7 +23,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.state import find_entries
 from thinwire.engines.fsdp2 import param_groups
 from thinwire.methods import TABLE, LocalSteps, resolve
-from thinwire.proof.played import small
+from thinwire.proof.record import small
 from thinwire.saved.format import Header, entries
 
 TOPK = "topk(feedback='gradient', smallest=100, density=0.1)"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import thinwire
 from thinwire import methods
-from thinwire.proof import played
+from thinwire.proof import record
 
 STEPS = 5
-"""Past the start and the warm-up of ``played.KNOBS``."""
+"""Past the start and the warm-up of ``record.KNOBS``."""
 
 
 def are_missing() -> bool:
@@ -33,5 +33,5 @@ def compile_all(*, backwards: bool) -> None:
     with open(__file__, "r+b") as file:
         for number in reversed(order) if backwards else order:
             fcntl.lockf(file, fcntl.LOCK_EX, 1, number)  # one byte per method
-            played.play(partial(played.small, methods.TABLE[number]), played.Where("all_reduce", 2), STEPS)
+            record.play(partial(record.small, methods.TABLE[number]), record.Setup("all_reduce", 2), STEPS)
             fcntl.lockf(file, fcntl.LOCK_UN, 1, number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,12 @@ from thinwire.core.road import Road, ScatterAndShare, Worker
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 
-if TYPE_CHECKING:
-    pass
-
 
 class CommHook:
-    """What DDP calls for each bucket: a model has one hook for good, so that of an engine that follows is the same one.
+    """The hook that DDP calls for each bucket. A model has one for good, which the next engine takes over.
 
     Attributes:
-        reduce: what is done with a bucket now. free: the engine that does it is closed, and another may take its place.
+        reduce: reduces a bucket now. free: the engine that does it is closed, and another may take its place.
     """
 
     def __init__(self) -> None:
@@ -39,23 +36,23 @@ class CommHook:
         self.free = True
 
     @staticmethod
-    def of(model: DistributedDataParallel) -> CommHook | None:
-        """Ours on ``model``, if it has one."""
+    def find(model: DistributedDataParallel) -> CommHook | None:
+        """Return our hook on ``model``, if it has one."""
         hooks = [state for _, state in getattr(model, "_comm_hooks", ()) if isinstance(state, CommHook)]
         return hooks[0] if hooks else None
 
     @staticmethod
     def put_on(model: DistributedDataParallel) -> CommHook:
-        """Ours on ``model``, a new one if there is none."""
-        if (known := CommHook.of(model)) is not None:
-            return known
+        """Return our hook on ``model``, a new one if there is none."""
+        if (present := CommHook.find(model)) is not None:
+            return present
 
         def thinwire_hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
             return state.reduce(bucket)
 
-        made = CommHook()
-        model.register_comm_hook(made, thinwire_hook)
-        return made
+        created = CommHook()
+        model.register_comm_hook(created, thinwire_hook)
+        return created
 
 
 class DDP(Engine):
@@ -75,13 +72,13 @@ class DDP(Engine):
         # A group of our own: the worker's collectives must not meet DDP's own (buffer broadcasts) on one group.
         comm = GroupComm(model.process_group, ledger, device=next(model.parameters()).device).twin()
         self.comms = [comm]
-        self._made = [comm]  # given back when it closes
+        self._own_comms = [comm]  # released when the engine closes
         self.rank = comm.rank
         self.hops = (AllReduce(comm),)
         self.parameters = describe(model.module)
         if wants_two_levels(comm, method, two_level):
             intra, inter = split_by_node(comm)
-            self._made += [intra, inter]
+            self._own_comms += [intra, inter]
             self.chunk = intra.rank, intra.size
             self.parameters = describe(model.module, chunks=intra.size)
             widths = {parameter.name: parameter.local for parameter in self.parameters.values()}
@@ -90,28 +87,28 @@ class DDP(Engine):
         self.worker = Worker(ledger)
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
         self._watches: list[RemovableHandle] = []
-        self._gone = False  # what this step has exchanged was thrown away before another backward pass
-        self._looked = False  # at its values, whether they are zeros
-        self._short = False  # of buckets, in the last backward pass that exchanged any
+        self._dropped = False  # what this step has exchanged was thrown away before another backward pass
+        self._inspected = False  # have the values been searched for zeros?
+        self._lacks_buckets = False  # did the last backward pass that exchanged any end before the last bucket?
         self._hook: CommHook | None = None
 
     @staticmethod
     def process_groups(model: DistributedDataParallel) -> list[dist.ProcessGroup]:
-        """Those of the user's that cross to every rank that trains with this one."""
+        """Return the user's group that crosses to every rank that trains with this one."""
         return [model.process_group]
 
     @staticmethod
     def facts(model: DistributedDataParallel) -> dict[str, str]:
-        """What must be the same on all ranks, for buckets of theirs to be the same."""
+        """Describe the settings that must be the same on all ranks, for their buckets to be the same."""
         names = ("bucket_bytes_cap", "find_unused_parameters", "static_graph", "gradient_as_bucket_view")
         return {name: str(getattr(model, name, None)) for name in names}
 
     @staticmethod
     def _check(model: DistributedDataParallel, method: Method) -> None:
-        ours = CommHook.of(model)
-        if ours is not None and not ours.free:
+        hook = CommHook.find(model)
+        if hook is not None and not hook.free:
             raise ThinwireError("this DDP model was given to compress() already: call close() of that wire first")
-        if getattr(model, "_comm_hooks", None) and ours is None:
+        if getattr(model, "_comm_hooks", None) and hook is None:
             raise ThinwireError("this DDP model already has a communication hook: compress() must be the only one")
         if getattr(model, "mixed_precision", None) is not None:
             raise ThinwireError(
@@ -146,7 +143,7 @@ class DDP(Engine):
                 )
             flat, pieces = bucket.buffer(), self._map(bucket)
             turn.enter([piece.name for piece in pieces])
-            self._short = not bucket.is_last()
+            self._lacks_buckets = not bucket.is_last()
 
             def job() -> Tensor:
                 with turn.exchanging("gradients", (piece.name for piece in pieces)):
@@ -162,13 +159,13 @@ class DDP(Engine):
         self._watch(turn)
 
     def _watch(self, turn: StepEvents) -> None:
-        """Know, in a second backward pass, whether the first one's gradients are still there: by the time that the hook
-        is called autograd has added the new ones to them, or put them in their place.
+        """Find out, in a second backward pass, whether the first one's gradients are still there: when the hook is
+        called, autograd has added the new ones to them, or put them in their place.
         """
 
         def watch(name: str, weight: Tensor) -> None:
             def arrives(gradient: Tensor) -> None:
-                if not self._gone and turn.seen(name):
+                if not self._dropped and turn.seen(name):
                     self._look(weight, turn)
 
             self._watches.append(weight.register_hook(arrives))
@@ -179,46 +176,46 @@ class DDP(Engine):
 
     def _look(self, weight: Tensor, turn: StepEvents) -> None:
         if weight.grad is None:
-            self._gone = all(other.grad is None for other in turn.exchanged())
-        elif not self._looked:  # once, because it waits for the device
-            self._looked = True
-            self._gone = all_zero(other.grad for other in turn.exchanged())
+            self._dropped = all(weight.grad is None for weight in turn.exchanged())
+        elif not self._inspected:  # once, because it waits for the device
+            self._inspected = True
+            self._dropped = all_zero(weight.grad for weight in turn.exchanged())
 
     def cut_short(self) -> bool:
         """Buckets leave in their order: behind one that lacks a gradient none does, and torch says so only in the next
         forward pass.
         """
-        return self._short
+        return self._lacks_buckets
 
     def missing(self) -> str | None:
-        there = (weight for weight in self.model.module.parameters() if id(weight) in self.parameters)
-        return next((self.parameters[id(weight)].name for weight in there if weight.grad is None), None)
+        weights = (weight for weight in self.model.module.parameters() if id(weight) in self.parameters)
+        return next((self.parameters[id(weight)].name for weight in weights if weight.grad is None), None)
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
-        """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?"""
-        gone = self._gone
+        """Tell whether the gradients of ``weights``, exchanged earlier in this step, were dropped."""
+        dropped = self._dropped
         self.settled()
-        return gone
+        return dropped
 
     def settled(self) -> None:
         """The step is over."""
-        self._gone = self._looked = False
+        self._dropped = self._inspected = False
 
     def _map(self, bucket: dist.GradBucket) -> tuple[Piece, ...]:
-        """Where each parameter lies in the bucket's buffer; checked against the buffer's own views when first seen."""
+        """Locate each parameter in the bucket's buffer; checked against the buffer's own views when first seen."""
         key = tuple(id(parameter) for parameter in bucket.parameters())
         if key not in self._pieces:
             flat, pieces, offset = bucket.buffer(), [], 0
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                known = self.parameters.get(id(parameter))
+                described = self.parameters.get(id(parameter))
                 elsewhere = gradient.data_ptr() != flat.data_ptr() + offset * flat.element_size()
-                if known is None or (elsewhere and gradient.numel()):
+                if described is None or (elsewhere and gradient.numel()):
                     raise ThinwireError("DDP's bucket does not have the layout that torch 2.11 to 2.15 give it")
-                pieces.append(Piece(known.name, offset, parameter.numel(), form=_form(parameter)))
+                pieces.append(Piece(described.name, offset, parameter.numel(), form=_form(parameter)))
                 if pieces[-1].form is not None and parameter.grad is not None:
-                    there, gradient = pieces[-1].strided(flat), parameter.grad
-                    if not torch.equal(there.nan_to_num(), gradient.to(flat.dtype).nan_to_num()):
-                        raise ThinwireError(f"DDP laid {known.name} out in a way that Thinwire does not know")
+                    laid_out, gradient = pieces[-1].strided(flat), parameter.grad
+                    if not torch.equal(laid_out.nan_to_num(), gradient.to(flat.dtype).nan_to_num()):
+                        raise ThinwireError(f"DDP laid {described.name} out in a way that Thinwire does not know")
                 offset += parameter.numel()
             if offset != flat.numel():
                 raise ThinwireError(f"DDP's bucket has {flat.numel()} values, its parameters {offset}")
@@ -226,20 +223,20 @@ class DDP(Engine):
         return self._pieces[key]
 
     def layout(self) -> Layout:
-        """The buckets of all steps but the first, if gradients come in the reverse order of the parameters."""
+        """Return the buckets of all steps but the first, if gradients come in the reverse order of the parameters."""
         order = [p for p in reversed(list(self.model.module.parameters())) if id(p) in self.parameters]
         sizes = [self.model.bucket_bytes_cap]
         if getattr(self.model, "bucket_bytes_cap_default", False):
             sizes.insert(0, dist._DEFAULT_FIRST_BUCKET_BYTES)
-        found, dtypes = [], []
+        buffers, dtypes = [], []
         for indices in dist._compute_bucket_assignment_by_size(order, sizes)[0]:
             pieces: list[Piece] = []
-            for known in (self.parameters[id(order[index])] for index in indices):
+            for parameter in (self.parameters[id(order[index])] for index in indices):
                 offset = pieces[-1].offset + pieces[-1].numel if pieces else 0
-                pieces.append(Piece(known.name, offset, known.numel))
-            found.append(tuple(pieces))
+                pieces.append(Piece(parameter.name, offset, parameter.numel))
+            buffers.append(tuple(pieces))
             dtypes.append(order[indices[0]].dtype)
-        return Layout(found, dtypes)
+        return Layout(buffers, dtypes)
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -253,11 +250,11 @@ class DDP(Engine):
         self.worker.close()
         if self._hook is not None:
             self._hook.free = True
-        for part in self._made:
-            part.release()
+        for comm in self._own_comms:
+            comm.release()
 
 
 def _form(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Shape and strides of the gradient in DDP's bucket where they are not plain: the parameter's, if it is dense."""
+    """Return shape and strides of a gradient that is not plain in DDP's bucket: the parameter's, if it is dense."""
     dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     return None if parameter.is_contiguous() or not dense else (tuple(parameter.shape), parameter.stride())

@@ -10,7 +10,6 @@ All private names of torch's FSDP2 that Thinwire needs are used in this file, in
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -28,7 +27,7 @@ from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method
 from thinwire.core.names import clean_name, describe
 from thinwire.core.road import Regroup, Road, Worker
-from thinwire.core.weights import EarlySender, Replica
+from thinwire.core.weights import EarlySender
 from thinwire.engines.fsdp2_module import GroupLink, ShardedEngine, has_own_gradient
 from thinwire.engines.fsdp2_weights import ForwardPasses, ModuleAllGather
 from thinwire.network.comm import GroupComm
@@ -36,16 +35,16 @@ from thinwire.network.ledger import Ledger
 
 
 def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
-    """Every FSDP module of ``model`` with its parameter group; modules without parameters of their own are left out."""
-    found: list[tuple[FSDPModule, Any]] = []
-    seen: set[int] = set()
+    """List every FSDP module of ``model`` with its parameter group; but those without parameters of their own."""
+    pairs: list[tuple[FSDPModule, Any]] = []
+    state_ids: set[int] = set()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
         state = module._get_fsdp_state()
-        if id(state) in seen:  # fully_shard([a, b]) gives two modules one state
+        if id(state) in state_ids:  # fully_shard([a, b]) gives two modules one state
             continue
-        seen.add(id(state))
+        state_ids.add(id(state))
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and newer
         if groups is None:
             groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -54,26 +53,26 @@ def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
                 f"{type(module).__name__} has several FSDP parameter groups (from shard_placement_fn with several "
                 "meshes): torch cannot replace their communication; shard each mesh's parameters as a module of its own"
             )
-        found += [(module, group) for group in groups]
-    return found
+        pairs += [(module, group) for group in groups]
+    return pairs
 
 
-def _other_groups(model: nn.Module, known: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    """The groups of the meshes of ``model``'s parameters that have other ranks than those ``known``."""
-    taken = {tuple(dist.get_process_group_ranks(group)) for group in known}
-    found: list[dist.ProcessGroup] = []
+def _other_groups(model: nn.Module, listed: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """List the groups of the meshes of ``model``'s parameters whose ranks are not those of a ``listed`` group."""
+    covered = {tuple(dist.get_process_group_ranks(group)) for group in listed}
+    groups: list[dist.ProcessGroup] = []
     for parameter in model.parameters():
         mesh = getattr(parameter, "device_mesh", None)
         for group in [] if mesh is None else mesh.get_all_groups():
             ranks = tuple(dist.get_process_group_ranks(group))
-            if ranks not in taken:
-                taken.add(ranks)
-                found.append(group)
-    return found
+            if ranks not in covered:
+                covered.add(ranks)
+                groups.append(group)
+    return groups
 
 
 class FSDP2(ShardedEngine):
-    """One communication object per FSDP module; torch calls it with the module's flat gradient and takes our row."""
+    """A communication object per FSDP module; torch calls it with the module's flat gradient and takes our row."""
 
     kind = "fsdp2"
 
@@ -107,10 +106,10 @@ class FSDP2(ShardedEngine):
         # On a CPU a worker reduces, on a group of its own, where it does not meet the gathers of weights.
         self.worker = None if devices.streams(shard.device) else Worker(ledger)
         reduces = self.comm(self.reduce_group)
-        self._made: list[GroupComm] = []  # given back when it closes
+        self._own_comms: list[GroupComm] = []  # released when the engine closes
         if self.worker and reduces is shard:
             reduces = shard.twin()
-            self._made.append(reduces)
+            self._own_comms.append(reduces)
         self.hops = (ReduceScatter(reduces),)
         if hasattr(info, "replicate_process_group"):
             self.kind = "hsdp"
@@ -124,38 +123,37 @@ class FSDP2(ShardedEngine):
             intra, inter = split_by_node(shard)
             self.levels = Regroup(self.hops[0], intra.size, inter.size)
             self.hops = ReduceScatter(intra), ReduceScatter(inter)
-            self._made += [intra, inter]
+            self._own_comms += [intra, inter]
         self.ranks = math.prod(comm.size for comm in self.comms)
         self.beside = self._beside()
         self.comms += self.beside
 
     @staticmethod
     def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-        """Those of the user's that cross, one after the other, to every rank that trains with this one."""
+        """List the user's groups that cross, one after the other, to every rank that trains with this one."""
         info = param_groups(model)[0][1].mesh_info
         names = ("shard_process_group", "replicate_process_group")
-        found = [getattr(info, name) for name in names if hasattr(info, name)]
-        return found + _other_groups(model, found)
+        groups = [getattr(info, name) for name in names if hasattr(info, name)]
+        return groups + _other_groups(model, groups)
 
     @staticmethod
     def facts(model: nn.Module) -> dict[str, str]:
-        """What must be the same on all ranks, for buffers of theirs to be the same: modules, dtypes, when they gather.
-        """
+        """Describe what must be the same on all ranks, for their buffers to be the same: modules, dtypes, gathers."""
         names = {id(module): clean_name(name) for name, module in model.named_modules()}
-        found = {}
+        facts = {}
         for module, group in param_groups(model):
-            after = None if group.post_forward_mesh_info is None else group.post_forward_mesh_info.shard_mesh_size
-            found[f"FSDP module '{names[id(module)]}'"] = f"{len(group.fsdp_params)} parameters, {_policy(group)}, " \
-                f"resharded over {after}"
-        return found
+            resharded = None if group.post_forward_mesh_info is None else group.post_forward_mesh_info.shard_mesh_size
+            facts[f"FSDP module '{names[id(module)]}'"] = f"{len(group.fsdp_params)} parameters, {_policy(group)}, " \
+                f"resharded over {resharded}"
+        return facts
 
     def _beside(self) -> list[GroupComm]:
-        """The mesh dimensions that are not data parallel (tensor parallelism): their ranks share the guard's flag."""
-        return [self.comm(group) for group in _other_groups(self.model, [of.group for of in self._comms.values()])]
+        """Return comms of mesh dimensions that are not data parallel, whose ranks share the guard's flag, too."""
+        return [self.comm(group) for group in _other_groups(self.model, [comm.group for comm in self._comms.values()])]
 
     @property
     def gathers(self) -> frozenset[torch.dtype]:
-        """In which the weights are gathered."""
+        """The dtypes in which the weights are gathered."""
         return frozenset(
             fsdp_param.mp_policy.param_dtype or fsdp_param.sharded_param.dtype
             for _, group in self.groups
@@ -213,13 +211,6 @@ class FSDP2(ShardedEngine):
                 "the root module, for all of them"
             )
 
-    def comm(self, group: dist.ProcessGroup) -> GroupComm:
-        """The verbs on one of the engine's own groups."""
-        if id(group) not in self._comms:
-            device = next(self.model.parameters()).device
-            self._comms[id(group)] = GroupComm(group, self.ledger, device=device)
-        return self._comms[id(group)]
-
     def attach(self, turn: StepEvents, road: Road) -> None:
         """Give every FSDP module its communication objects; on HSDP torch calls both stages of the road by itself."""
         for module, group in self.groups:
@@ -237,20 +228,15 @@ class FSDP2(ShardedEngine):
                     group.post_forward_mesh_info = one_dimensional
                 module.set_all_reduce_hook(link.all_reduce_hook(road.last))
 
-    @property
-    def replicas(self) -> list[Replica]:
-        """The weights whose gathers the method has a hand in."""
-        return [gather.replica for gather in self._gathers if gather.replica is not None]
-
     def layout(self) -> Layout:
-        """One buffer and one shard per FSDP module, last module first, if every parameter has a gradient."""
+        """Return a buffer and a shard per FSDP module, last module first, if every parameter has a gradient."""
         buffers, dtypes, shards = [], [], []
         comm = self.comm(self.groups[0][1].mesh_info.shard_process_group)
         for gather in reversed(self._gathers):
             link = gather.link
             params = link.in_order()
             if trained := [param for param in params if id(param.sharded_param) in self.parameters]:
-                buffers.append(link.place(trained, comm.size))
+                buffers.append(link.pieces_of(trained, comm.size))
                 dtypes.append(self.wire_dtype or trained[0].sharded_param.dtype)
             dtype = _policy(link.group).param_dtype or params[0].sharded_param.dtype
             numel = sum(math.prod(param.padded_sharded_param_size) for param in params)
@@ -267,15 +253,15 @@ class FSDP2(ShardedEngine):
             self.model.set_requires_gradient_sync(True)
 
     def close(self) -> None:
-        """The communication objects live as long as the model, or until ``renew``; nothing is under way any more."""
+        """Close the worker. The communication objects live as long as the model, or until ``renew``, and do nothing."""
         self._ahead.stop()
         for replica in self.replicas:
             replica.drop()
         if self.worker is not None:
             self.worker.close()
         self.closed = True
-        for part in self._made:
-            part.release()
+        for comm in self._own_comms:
+            comm.release()
 
     @staticmethod
     def renew(model: Any) -> None:
@@ -285,23 +271,17 @@ class FSDP2(ShardedEngine):
             if isinstance(link, GroupLink) and link.engine.closed:
                 link.detach()
 
-    def arrived(self) -> None:
-        """Wait for the gradients that are under way beside the backward pass. Raises what their exchange has raised."""
-        if self.worker is not None:
-            with self._waited():
-                self.worker.drain()
-
     @property
     def exchanges(self) -> bool:
-        """Are we called at all? torch leaves out what a single rank would exchange with itself."""
+        """Whether torch calls us at all: it leaves out exchanges of a single rank with itself."""
         return any(hop.ranks > 1 for hop in self.hops)
 
     def accumulated(self) -> bool:
-        """Has this rank gradients that torch keeps from the optimizer, until a backward pass that exchanges them?"""
+        """Tell whether torch keeps gradients of this rank from the optimizer until a backward pass exchanges them."""
         return any(has_own_gradient(fsdp_param) for _, group in self.groups for fsdp_param in group.fsdp_params)
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
-        """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?
+        """Tell whether the gradients of ``weights``, exchanged in an earlier backward pass of this step, were dropped.
 
         ``look``: at their values too, whether they were set to zero. Collective then.
         """
@@ -323,60 +303,43 @@ class FSDP2(ShardedEngine):
             replica.look()
 
     def stepped(self) -> None:
-        """The optimizer has done so."""
+        """Note that the optimizer has given the weights new values."""
         for replica in self.replicas:
             replica.stepped()
 
     def ahead(self, step: int) -> None:
-        """Weights leave for the next forward pass, in the order in which the last one asked for them."""
+        """Let weights leave for the next forward pass, in the order in which the last one asked for them."""
         with self._waited():
             self._ahead.begin(step)
 
     def arrive(self) -> None:
-        """Wait for what has left."""
+        """Wait for the weights that have left."""
         for replica in self.replicas:
             replica.arrive()
 
-    def asks(self, gather: ModuleAllGather, replica: Replica) -> None:
-        """torch gathers a module's weights."""
-        self._ahead.asks(replica, gather.send)
-
-    def go_on(self) -> None:
-        """A module has got its weights: those of others may leave."""
-        with self._waited():
-            self._ahead.go_on()
-
-    @contextmanager
-    def _waited(self) -> Iterator[None]:
-        """The training loop waits for what is done inside, unless that is for a device to do."""
-        began = time.perf_counter()
-        yield
-        if devices.streams(self.groups[0][1].device) is None:
-            self.ledger.add("exposed", time.perf_counter() - began)
-
     def weights_changed(self) -> None:
-        """They were, and torch may not have noticed."""
+        """Note that weights were changed in a way that torch may not have noticed."""
         for replica in self.replicas:
             replica.changed = True
 
 
 def _policy(group: Any) -> Any:
-    """The MixedPrecisionPolicy of a module's parameters, each of which has it; torch 2.15 keeps it nowhere else."""
+    """Return the MixedPrecisionPolicy of a module's parameters; torch 2.15 keeps it with each of them only."""
     return group.fsdp_params[0].mp_policy
 
 
 def _reduce_group(group: Any) -> dist.ProcessGroup:
-    """Over which torch reduces gradients: the one that it gathers weights over, or one of the same ranks beside it
+    """Return the group over which torch reduces gradients: that of the gathers, or one of the same ranks beside it
     (``set_separate_reduce_scatter_group``, torch 2.13)."""
     info = group.mesh_info
     return getattr(info, "reduce_scatter_process_group", None) or info.shard_process_group
 
 
 def _shard_only(info: Any) -> Any:
-    """The same mesh, seen as sharded only."""
+    """Return the same mesh, seen as sharded only."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-    found = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+    sharded_info = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
     if hasattr(info, "reduce_scatter_process_group"):
-        found.reduce_scatter_process_group = info.reduce_scatter_process_group
-    return found
+        sharded_info.reduce_scatter_process_group = info.reduce_scatter_process_group
+    return sharded_info

@@ -1,4 +1,4 @@
-"""What torch calls for each FSDP2 module in place of its own reduce-scatter and all-reduce.
+"""The objects that torch calls for each FSDP2 module in place of its own reduce-scatter and all-reduce.
 
 Torch's private names are those of a module's parameter group and of its parameters.
 """
@@ -6,7 +6,9 @@ Torch's private names are those of a module's parameter group and of its paramet
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -21,20 +23,20 @@ from thinwire.core.engine import Engine, StepEvents
 from thinwire.core.method import Method
 from thinwire.core.names import clean_name
 from thinwire.core.road import Road, Stage, Worker, shard_of
-from thinwire.core.weights import Replica
+from thinwire.core.weights import EarlySender, Replica
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 
 
 def has_own_gradient(fsdp_param: Any) -> bool:
-    """Has this rank a gradient of the whole parameter that has not been reduced?"""
+    """Tell whether this rank has a gradient of the whole parameter that has not been reduced."""
     return hasattr(fsdp_param, "_unsharded_param") and (
         fsdp_param.unsharded_accumulated_grad is not None or fsdp_param._unsharded_param.grad is not None
     )
 
 
 class ShardedEngine(Engine):
-    """What the parts that stand between one FSDP module and the road ask of their engine, ``FSDP2``.
+    """The half of ``FSDP2`` that the links between its modules and the road use.
 
     Attributes:
         groups: every FSDP module of the model with its parameter group. ranks: among which gradients are averaged.
@@ -51,31 +53,48 @@ class ShardedEngine(Engine):
     tail: tuple[Any, Any] | None
     reduce_group: dist.ProcessGroup
     forward_passes: Any
+    _comms: dict[int, GroupComm]
+    _gathers: list[Any]
+    _ahead: EarlySender
 
     @property
     def replicas(self) -> list[Replica]:
         """The weights whose gathers the method has a hand in."""
-        raise NotImplementedError
+        return [gather.replica for gather in self._gathers if gather.replica is not None]
 
     def comm(self, group: dist.ProcessGroup) -> GroupComm:
         """The verbs on one of the engine's own groups."""
-        raise NotImplementedError
+        if id(group) not in self._comms:
+            device = next(self.model.parameters()).device
+            self._comms[id(group)] = GroupComm(group, self.ledger, device=device)
+        return self._comms[id(group)]
 
     def arrived(self) -> None:
-        """Wait for the gradients that are under way beside the backward pass."""
-        raise NotImplementedError
+        """Wait for the gradients that are under way beside the backward pass. Raises what their exchange has raised."""
+        if self.worker is not None:
+            with self._waited():
+                self.worker.drain()
 
     def asks(self, gather: Any, replica: Replica) -> None:
-        """torch gathers a module's weights."""
-        raise NotImplementedError
+        """Note that torch gathers a module's weights."""
+        self._ahead.asks(replica, gather.send)
 
     def go_on(self) -> None:
-        """A module has got its weights: those of others may leave."""
-        raise NotImplementedError
+        """Let weights of other modules leave: one has got its own."""
+        with self._waited():
+            self._ahead.go_on()
+
+    @contextmanager
+    def _waited(self) -> Iterator[None]:
+        """Count the time of the body as exposed, unless a device does the work."""
+        began = time.perf_counter()
+        yield
+        if devices.streams(self.groups[0][1].device) is None:
+            self.ledger.add("exposed", time.perf_counter() - began)
 
 
 class GroupLink:
-    """What stands between one FSDP parameter group and the road."""
+    """The link between one FSDP parameter group and the road."""
 
     def __init__(self, engine: ShardedEngine, group: Any, turn: StepEvents, road: Road) -> None:
         self.engine, self.group, self.turn, self.road = engine, group, turn, road
@@ -98,19 +117,19 @@ class GroupLink:
         self._watch()
 
     def _watch(self) -> None:
-        """Know which parameters are in the next reduction: torch leaves out those without a gradient, and says nothing.
+        """Find out which parameters are in the next reduction: torch leaves out those without a gradient.
 
-        The numel can be the same for other parameters, so the set has to be read where torch decides it. On a GPU, know
+        The numel can be the same for other parameters, so the set has to be read where torch decides it. On a GPU,
         also when the stream that computes has come to where it needs what is on its way.
         """
         original, original_wait, original_unshard = (
             self.group.post_backward, self.group.wait_for_unshard, self.group.unshard,
         )  # fmt: skip
 
-        def unshard(*how: Any, **more: Any) -> Any:
+        def unshard(*arguments: Any, **options: Any) -> Any:
             if self.group._training_state.name == "FORWARD":
                 self.engine.forward_passes.begin(self)
-            return original_unshard(*how, **more)
+            return original_unshard(*arguments, **options)
 
         self.group.unshard = unshard
 
@@ -134,21 +153,21 @@ class GroupLink:
                 or (zeros and hasattr(fsdp_param, "_unsharded_param") and fsdp_param._unsharded_param.requires_grad)
             ]
             # Read when first seen only: under tensor parallelism, reading may cost an all-reduce.
-            known = self._key() in self._pieces
-            self._expected = None if known else [self._gradient(fsdp_param) for fsdp_param in self._active]
+            is_known = self._key() in self._pieces
+            self._expected = None if is_known else [self._gradient(fsdp_param) for fsdp_param in self._active]
             return original(*unused)
 
         self.group.post_backward = post_backward
 
     def detach(self) -> None:
-        """torch's own communication is back in place."""
+        """Put torch's own communication back in place."""
         for name in ("post_backward", "wait_for_unshard", "unshard"):
             delattr(self.group, name)  # the class's own show again
         for name, value in self._stock.items():
             setattr(self.group, name, value)
 
     def in_order(self) -> list[Any]:
-        """The parameters as the reduction packs them: torch 2.15 goes by the dtype of their gradients.
+        """Return the parameters as the reduction packs them: torch 2.15 goes by the dtype of their gradients.
 
         It finds that order in the first forward pass. Those that are trained have one dtype, and keep theirs.
         """
@@ -157,7 +176,7 @@ class GroupLink:
 
     @property
     def divisor(self) -> float | None:
-        """What the user has the sum over all ranks divided by (``set_gradient_divide_factor``); None: their number."""
+        """The user's divisor of the sum over all ranks (``set_gradient_divide_factor``); None: their number."""
         return getattr(self.group, "gradient_divide_factor", None)
 
     def exchange(self, pieces: Sequence[Piece], reduce: Callable[[], object], mean: Tensor) -> None:
@@ -178,7 +197,7 @@ class GroupLink:
             self.engine.arrived()
 
     def _only_views(self, mean: Tensor) -> bool:
-        """Will torch make views of ``mean``, which is still to come, and look at none of its values?"""
+        """Tell whether torch will make views of ``mean``, which is still to come, and look at none of its values."""
         return self.divisor is None and all(
             weight.grad is None and weight.dtype == mean.dtype and not weight._post_accumulate_grad_hooks
             for weight in (fsdp_param.sharded_param for fsdp_param in self._active)
@@ -186,7 +205,7 @@ class GroupLink:
 
     @staticmethod
     def _gradient(fsdp_param: Any) -> Tensor:
-        """This rank's gradient before the reduction; 0-dim where there is none."""
+        """Return this rank's gradient before the reduction; 0-dim where there is none."""
         accumulates = hasattr(type(fsdp_param), "unsharded_accumulated_grad_data")  # until torch 2.14; then .grad does
         if accumulates and fsdp_param.unsharded_accumulated_grad is not None:
             return fsdp_param.unsharded_accumulated_grad_data
@@ -198,14 +217,14 @@ class GroupLink:
         return tuple(id(fsdp_param) for fsdp_param in self._active)
 
     def pieces(self, ranks: int) -> tuple[Piece, ...]:
-        """Where each parameter lies in the flat input: columns of (ranks, n), in the group's order."""
+        """Locate each parameter in the flat input: columns of (ranks, n), in the group's order."""
         key = self._key()
         if key not in self._pieces:
-            self._pieces[key] = self.place(self._active, ranks)
+            self._pieces[key] = self.pieces_of(self._active, ranks)
         return self._pieces[key]
 
-    def place(self, fsdp_params: list[Any], ranks: int) -> tuple[Piece, ...]:
-        """Where ``fsdp_params`` lie in a flat input of theirs."""
+    def pieces_of(self, fsdp_params: list[Any], ranks: int) -> tuple[Piece, ...]:
+        """Locate each of ``fsdp_params`` in a flat input of theirs."""
         widths = [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in fsdp_params]
         total, pieces, column = sum(widths), [], 0
         for fsdp_param, width in zip(fsdp_params, widths, strict=True):
@@ -214,16 +233,16 @@ class GroupLink:
         return tuple(pieces)
 
     def version(self) -> int:
-        """Rises with every change of this rank's shard in place that torch counts (not those through ``.data``)."""
+        """Return a number that rises with each change of this rank's shard that torch counts (not by ``.data``)."""
         shards = [fsdp_param.sharded_param for fsdp_param in self.group.fsdp_params]
         return sum(shard._version + cast(Any, shard)._local_tensor._version for shard in shards)
 
     def shards(self) -> list[Tensor]:
-        """This rank's part of each parameter."""
+        """Return this rank's shard of each parameter."""
         return [cast(Any, fsdp_param.sharded_param)._local_tensor for fsdp_param in self.group.fsdp_params]
 
     def shard(self, numel: int, dtype: torch.dtype) -> Shard:
-        """Where each parameter lies in this rank's shard of ``numel`` values, gathered in ``dtype``."""
+        """Locate each parameter in this rank's shard of ``numel`` values, gathered in ``dtype``."""
         trained, frozen, column = [], [], 0
         for fsdp_param in self.group.fsdp_params:
             width = math.prod(fsdp_param.padded_sharded_param_size)
@@ -244,10 +263,10 @@ class GroupLink:
         return Shard(tuple(trained), tuple(frozen), numel, dtype)
 
     def name(self, fsdp_param: Any) -> str:
-        """Of the parameter in the user's model."""
-        known = self.engine.parameters.get(id(fsdp_param.sharded_param))
-        if known is not None:
-            return known.name
+        """Return the parameter's name in the user's model."""
+        described = self.engine.parameters.get(id(fsdp_param.sharded_param))
+        if described is not None:
+            return described.name
         if fsdp_param._param_fqn is not None:
             return clean_name(fsdp_param._param_fqn)
         # Frozen, and before the first forward pass, in which torch fills it in.
@@ -255,7 +274,7 @@ class GroupLink:
         return next(clean_name(name) for name, weight in named if weight is fsdp_param.sharded_param)
 
     def verify(self, flat: Tensor, ranks: int) -> tuple[Piece, ...]:
-        """The pieces; the first time a composition is seen, the values must lie where they should."""
+        """Return the pieces. When a composition is first seen, the values must lie where they should."""
         expected, self._expected = self._expected, None
         pieces = self.pieces(ranks)
         if sum(piece.numel for piece in pieces) != flat.numel():
@@ -273,7 +292,7 @@ class GroupLink:
         return pieces
 
     def all_reduce_hook(self, stage: Stage):
-        """The hook that averages this rank's shard across nodes, after the reduce-scatter inside the node."""
+        """Make the hook that averages this rank's shard across nodes, after the reduce-scatter inside the node."""
 
         def hook(shard: Tensor) -> None:
             devices.keep(shard)  # torch 2.11 to 2.13 let go of the buffer while this stream still reads it
@@ -294,7 +313,7 @@ class GroupLink:
 
 
 class ModuleReduceScatter:
-    """What torch calls instead of its own reduce-scatter. The output becomes ``.grad``, so it is fresh every time.
+    """The callable in place of torch's own reduce-scatter. The output becomes ``.grad``, so it is fresh every time.
 
     torch runs it on a stream of its own, beside the backward pass. A CPU has none: there it is a worker's job, as on
     DDP, and torch makes views of an output that is still to come. One module's gradients are under way at a time, as
@@ -327,7 +346,7 @@ class ModuleReduceScatter:
 
 
 def _at_the_end_of_backward(call: Callable[[], None]) -> bool:
-    """Have ``call`` called there; False where no backward pass is under way, as in a pipeline schedule's own calls."""
+    """Have ``call`` called at the end of the backward pass. Returns False outside of one."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(call)
     except RuntimeError:

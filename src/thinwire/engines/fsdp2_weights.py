@@ -1,4 +1,4 @@
-"""What torch calls for each FSDP2 module in place of its own all-gather of the weights."""
+"""The objects that torch calls for each FSDP2 module in place of its own all-gather of the weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thinwire.network.ledger import Ledger
 
 
 class ModuleAllGather:
-    """What torch calls instead of its own all-gather of the weights.
+    """The callable in place of torch's own all-gather of the weights.
 
     torch asks for the buffer, copies this rank's shard to its place there, and calls. Where the method encodes weights,
     both are the replica's.
@@ -75,7 +75,7 @@ class ModuleAllGather:
         return None if work is None else _TimedWork(work, ledger, self._exchanging)
 
     def _look_at_weights(self, replica: Replica) -> None:
-        """Are the weights those that the last step has left? (On a GPU the host would wait.)
+        """Check that the weights are those that the last step has left. (On a GPU the host would wait.)
 
         Raises:
             ThinwireError: they have changed in the middle of training, and torch has not counted it.
@@ -93,19 +93,19 @@ class ModuleAllGather:
             return
         with self._exchanging(), self.engine.ledger.weights(), torch.no_grad():
             # A copy on the stream that computes: weights that change from now on need not wait for its reader.
-            own = torch.cat([values.view(-1) for param in group.fsdp_params for values in param.all_gather_inputs])
-            with self._on_gather_stream(own):
-                self.replica.send(own, step)
+            shard = torch.cat([values.view(-1) for param in group.fsdp_params for values in param.all_gather_inputs])
+            with self._on_gather_stream(shard):
+                self.replica.send(shard, step)
 
     @contextmanager
-    def _on_gather_stream(self, own: Tensor) -> Iterator[None]:
-        if (there := devices.streams(own.device)) is None:
+    def _on_gather_stream(self, shard: Tensor) -> Iterator[None]:
+        if (backend := devices.streams(shard.device)) is None:
             yield
             return
         stream = self.link.group.comm_ctx.all_gather_stream
-        stream.wait_stream(there.current_stream(own.device))
-        with there.stream(stream):
-            devices.keep(own)
+        stream.wait_stream(backend.current_stream(shard.device))
+        with backend.stream(stream):
+            devices.keep(shard)
             yield
 
     def _exchanging(self) -> AbstractContextManager[None]:
@@ -114,7 +114,7 @@ class ModuleAllGather:
 
     @property
     def _encoded(self) -> bool:
-        """Are we asked for weights that the method encodes?
+        """Whether torch asks for weights that the method encodes.
 
         After ``reshard_after_forward=<int>`` fewer ranks gather what the first gather of the step has left them.
         """
@@ -122,7 +122,7 @@ class ModuleAllGather:
 
 
 class ForwardPasses:
-    """Where evaluations begin and end, and whether the weights are still those that the last step has left.
+    """The forward passes: where evaluations begin and end, and whether the last step's weights are still there.
 
     Averaged weights, say, are put in for an evaluation and taken out after it, and classes that do so write them
     through ``.data``, which torch does not count. So before every forward pass that records no gradients, and where
@@ -135,7 +135,7 @@ class ForwardPasses:
         self._asked: set[int] = set()  # modules that have asked for their weights in it
 
     def begin(self, link: GroupLink) -> None:
-        """A module is about to ask for its weights in a forward pass. Collective where a pass of this kind begins."""
+        """Note that a module will ask for its weights in a forward pass. Collective where such a pass begins."""
         if not self._engine.replicas:
             return
         mode = bool(self._engine.model.training), torch.is_grad_enabled()
@@ -147,7 +147,7 @@ class ForwardPasses:
         self._asked.add(id(link))
 
     def _agree_on_changes(self) -> None:
-        """What any rank's weights have become, all gather anew."""
+        """Have all ranks gather anew the weights that have changed on any rank."""
         replicas = self._engine.replicas
         changed = torch.zeros(1, device=self._engine.groups[0][1].device)
         changed.fill_(float(any([replica.changed_unseen() for replica in replicas])))
@@ -167,6 +167,6 @@ class _TimedWork(Work):
     def wait(self, *timeout: Any) -> bool:
         began = time.perf_counter()
         with self._exchanging(), self._ledger.span("wire"):
-            done = self._work.wait(*timeout)
+            completed = self._work.wait(*timeout)
         self._ledger.add("exposed", time.perf_counter() - began)
-        return done
+        return completed

@@ -40,12 +40,8 @@ def _tensors(owner: object, visited: set[int]) -> Iterator[Tensor]:
     visited.add(id(owner))
     if isinstance(owner, Tensor):
         yield owner
-    elif isinstance(owner, dict):
-        for key, value in owner.items():
-            yield from _tensors(key, visited)
-            yield from _tensors(value, visited)
-    elif isinstance(owner, tuple | list | set):
-        for value in owner:
+    elif isinstance(owner, dict | tuple | list | set):
+        for value in [*owner, *owner.values()] if isinstance(owner, dict) else list(owner):
             yield from _tensors(value, visited)
     elif isinstance(owner, Run | Comm | Ledger | Moments | type):
         return

@@ -30,7 +30,8 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.core.exchange import AllReduce, bucket_rows
 from thinwire.core.method import Method, Rounding
-from thinwire.proof.played import Played, Taken, Where, begun, common, play, small
+from thinwire.proof.ranks import Threads
+from thinwire.proof.record import Rank, Recording, Setup, StepRecord, common, play, small
 
 WINDOW = 4
 """Steps of the steady state: two periods of the longest, ``T``."""
@@ -41,9 +42,9 @@ ROUNDINGS = 32
 
 
 EVERYWHERE = (
-    *(Where(topology, size) for topology in ("all_reduce", "reduce_scatter") for size in (1, 2, 3, 5, 8)),
-    *(Where("hsdp", *sizes) for sizes in ((1, 1), (2, 2), (3, 1), (5, 5), (8, 2))),
-    *(Where(topology, *sizes) for topology in ("two_level", "two_level_owner") for sizes in ((4, 2), (6, 3), (8, 2))),
+    *(Setup(topology, size) for topology in ("all_reduce", "reduce_scatter") for size in (1, 2, 3, 5, 8)),
+    *(Setup("hsdp", *sizes) for sizes in ((1, 1), (2, 2), (3, 1), (5, 5), (8, 2))),
+    *(Setup(topology, *sizes) for topology in ("two_level", "two_level_owner") for sizes in ((4, 2), (6, 3), (8, 2))),
 )
 
 
@@ -51,241 +52,240 @@ class Broken(NamedTuple):
     """A law that was broken, and how."""
 
     law: str
-    what: str
+    detail: str
 
 
-def check_laws(cls: type[Method], *, where: Sequence[Where] = EVERYWHERE, **knobs: Any) -> None:
+def check_laws(cls: type[Method], *, setups: Sequence[Setup] = EVERYWHERE, **knobs: Any) -> None:
     """Hold the method ``cls`` to every law, wherever it runs. Small tensors are made worth compressing: see ``KNOBS``.
 
     Args:
         cls: a subclass of ``Method`` that can be made without arguments. knobs: to make it with.
-        where: topologies and numbers of ranks; of those only the ones whose engine ``cls.engines`` names.
+        setups: topologies and numbers of ranks; of those only the ones whose engine ``cls.engines`` names.
 
     Raises:
         AssertionError: a line for each law that does not hold: where, which, and how.
-        ThinwireError: the method runs nowhere in ``where``, or compresses none of ``SHAPES``.
+        ThinwireError: the method runs in none of ``setups``, or compresses none of ``SHAPES``.
     """
-    places = [place for place in where if place.engine in cls.engines]
-    if not places:
+    setups = [setup for setup in setups if setup.engine in cls.engines]
+    if not setups:
         raise ThinwireError(f"{cls.name} runs on {', '.join(cls.engines)} only: nothing to play")
-    found = [
-        f"{cls.name} on {place.topology}, {place.size} ranks: {law}: {what}"
-        for place in places
-        for law, what in broken_laws(partial(small, cls, **knobs), place)
+    broken = [
+        f"{cls.name} on {setup.topology}, {setup.size} ranks: {law}: {detail}"
+        for setup in setups
+        for law, detail in broken_laws(partial(small, cls, **knobs), setup)
     ]
-    if found:
-        raise AssertionError("\n".join(found))
+    if broken:
+        raise AssertionError("\n".join(broken))
 
 
-def broken_laws(make: Callable[[], Method], where: Where) -> list[Broken]:
-    """The laws that what ``make`` makes breaks ``where``. None where the method takes one level and says so."""
+def broken_laws(make: Callable[[], Method], setup: Setup) -> list[Broken]:
+    """Find the laws that the methods of ``make`` break. None where a method takes one level and says so."""
     try:
-        first = begun(make, where)
+        first = Rank(make, setup, Threads(setup.size), 0)
     except ThinwireError as refused:
-        if where.topology.startswith("two_level") and "on DDP takes one level" in str(refused):
+        if setup.topology.startswith("two_level") and "on DDP takes one level" in str(refused):
             return []
         raise
     steps = first.method.steady + 1 + WINDOW
-    plain = play(make, where, steps)
-    found = [*_ranks(plain), *_promise(plain), *_bytes(plain, first.plan.wire_bytes)]
+    plain = play(make, setup, steps)
+    broken = [*_ranks(plain), *_promise(plain), *_bytes(plain, first.plan.wire_bytes)]
     if plain.method.promise.kind == "lossy":
-        found += _lossy(plain, play(make, where, 2, gradient=lambda rank, step, numel: torch.zeros(numel)))
-    if where.size > FEW:
-        return found
-    disturbed = play(make, where, steps, undo=(0, steps - 3))
-    if (what := _difference(plain, disturbed)) is not None:
-        again = _difference(plain, play(make, where, steps))
-        found.append(Broken("undone", what) if again is None else Broken("repeats", again))
-    return found
+        broken += _lossy(plain, play(make, setup, 2, gradient=lambda rank, step, numel: torch.zeros(numel)))
+    if setup.size > FEW:
+        return broken
+    disturbed = play(make, setup, steps, undo=(0, steps - 3))
+    if (difference := _difference(plain, disturbed)) is not None:
+        repeated = _difference(plain, play(make, setup, steps))
+        broken.append(Broken("undone", difference) if repeated is None else Broken("repeats", repeated))
+    return broken
 
 
-def _ranks(played: Played) -> Iterator[Broken]:
-    """All that hold the same parameters hold the same bits of their means and weights; all send as many bytes."""
-    alike = not played.stages[-1].exchange.owner
-    for number, rank in enumerate(played.ranks):
+def _ranks(recording: Recording) -> Iterator[Broken]:
+    """Check that ranks with the same parameters hold the same bits of means and weights, and all send as many bytes."""
+    replicated = not recording.stages[-1].exchange.owner
+    for number, rank in enumerate(recording.ranks):
         # In two hops, ranks that do not exchange with each other have other shards, of which one may need more bytes.
-        twin = number % played.where.per_node if len(played.stages) == 2 else 0
-        for step, (one, other) in enumerate(zip(played.ranks[twin], rank, strict=True)):
-            if one.sent != other.sent:
-                yield Broken("ranks", f"step {step}: rank {twin} sends {one.sent} bytes, rank {number} {other.sent}")
+        twin = number % recording.setup.per_node if len(recording.stages) == 2 else 0
+        for step, (reference, record) in enumerate(zip(recording.ranks[twin], rank, strict=True)):
+            if reference.sent != record.sent:
+                sizes = f"rank {twin} sends {reference.sent} bytes, rank {number} {record.sent}"
+                yield Broken("ranks", f"step {step}: {sizes}")
                 break
-            if played.where.topology == "two_level":  # there all hold everything
-                one = played.ranks[0][step]
-            means, weights = other.equal and not other.alone, other.equal
-            if alike and ((means and not _equal(one.mean, other.mean))
-                          or (weights and not _equal(one.weights, other.weights))):  # fmt: skip
+            if recording.setup.topology == "two_level":  # there all hold everything
+                reference = recording.ranks[0][step]
+            means, weights = record.equal and not record.alone, record.equal
+            if replicated and ((means and not _equal(reference.mean, record.mean))
+                          or (weights and not _equal(reference.weights, record.weights))):  # fmt: skip
                 yield Broken("ranks", f"step {step}: ranks {twin} and {number} hold different bits")
                 break
-            across = other.sent if len(played.stages) == 1 else 0
-            if other.alone and not other.equal and (across or not _equal(other.stepped, other.weights)):
+            across = record.sent if len(recording.stages) == 1 else 0
+            if record.alone and not record.equal and (across or not _equal(record.stepped, record.weights)):
                 yield Broken("ranks", f"step {step}: something of another rank reaches rank {number}, which is alone")
                 break
 
 
-def _promise(played: Played) -> Iterator[Broken]:
-    """What each hop's method promises, of the ranks that exchange with each other."""
-    ranks, per_node = played.ranks, played.where.per_node
-    groups: list[list[list[list[Taken]]]] = [[ranks]]
-    if len(played.stages) == 2:
+def _promise(recording: Recording) -> Iterator[Broken]:
+    """Check the promise of each hop's method, between the ranks that exchange with each other."""
+    ranks, per_node = recording.ranks, recording.setup.per_node
+    groups: list[list[list[list[StepRecord]]]] = [[ranks]]
+    if len(recording.stages) == 2:
         nodes = [ranks[first : first + per_node] for first in range(0, len(ranks), per_node)]
         groups = [nodes, [ranks[first::per_node] for first in range(per_node)]]
-    for hop, of in enumerate(groups):
-        for group in of:
-            yield from _Books(played, hop, group).check()
+    for hop, hop_groups in enumerate(groups):
+        for group in hop_groups:
+            yield from _Books(recording, hop, group).check()
 
 
 class _Books:
     """The books of one exchange: what came in, what went out and what waits, parameter by parameter as rows (R, n)."""
 
-    def __init__(self, played: Played, hop: int, ranks: list[list[Taken]]) -> None:
-        method, exchange = played.stages[hop].method, played.stages[hop].exchange
+    def __init__(self, recording: Recording, hop: int, ranks: list[list[StepRecord]]) -> None:
+        method, exchange = recording.stages[hop].method, recording.stages[hop].exchange
         self.promise, self.method, self.exchange, self.ranks, self.hop = method.promise, method, exchange, ranks, hop
         self.size, self.rows = len(ranks), bucket_rows(exchange, method.carrier.on_wire)
-        self.places: dict[str, slice] = {}
-        self.numel, place = ranks[0][0].hops[hop].given.numel(), 0
+        self.columns: dict[str, slice] = {}
+        self.numel, start = ranks[0][0].hops[hop].entered.numel(), 0
         width = self.numel // (self.rows if exchange.owner else 1)
-        many = width // sum(of.local for of in played.parameters.values())  # rows of all nodes, side by side
-        for name, of in played.parameters.items():
-            self.places[name] = slice(place, place + many * of.local)
-            place += many * of.local
+        # The rows of all nodes lie side by side.
+        node_rows = width // sum(parameter.local for parameter in recording.parameters.values())
+        for name, parameter in recording.parameters.items():
+            self.columns[name] = slice(start, start + node_rows * parameter.local)
+            start += node_rows * parameter.local
 
     def check(self) -> Iterator[Broken]:
         exact = self.promise.kind == "exact"
         if self.promise.kind == "lossy":
             return
-        for step, taken in enumerate(self.ranks[0]):
-            if taken.alone and not taken.equal and self.promise.of == "weights":
+        for step, record in enumerate(self.ranks[0]):
+            if record.alone and not record.equal and self.promise.of == "weights":
                 continue  # nothing comes in
             if exact:
                 if not self._exact(step):
                     yield Broken("promise", f"step {step}: the mean is not, bit for bit, the stock engine's")
                     return
                 continue
-            for name, place in self.places.items():
-                over = self._over(step, name, place)
-                if not over <= 0:
-                    yield Broken("promise", f"step {step}, {name}: off by {over:.3g} more than roundings explain")
+            for name, columns in self.columns.items():
+                excess = self._excess(step, name, columns)
+                if not excess <= 0:
+                    yield Broken("promise", f"step {step}, {name}: off by {excess:.3g} more than roundings explain")
                     return
 
     def _exact(self, step: int) -> bool:
-        """The sum in rank order; DDP divides before, FSDP2 and HSDP after it."""
-        given = [rank[step].hops[self.hop].given for rank in self.ranks]
-        before = isinstance(self.exchange, AllReduce) and self.exchange.divide == "before"
+        """Compare with the mean of the sum in rank order; DDP divides before, FSDP2 and HSDP after it."""
+        inputs = [rank[step].hops[self.hop].entered for rank in self.ranks]
+        divides_first = isinstance(self.exchange, AllReduce) and self.exchange.divide == "before"
         total = torch.zeros(())
-        for i, values in enumerate(given):
-            values = values * (1 / self.size) if before else values
+        for i, values in enumerate(inputs):
+            values = values * (1 / self.size) if divides_first else values
             total = values if i == 0 else total + values
-        mean = total if before else total / self.size
+        mean = total if divides_first else total / self.size
         means = [rank[step].hops[self.hop].mean for rank in self.ranks]
         return _equal(torch.cat(means) if self.exchange.owner else means[0], mean)
 
-    def _over(self, step: int, name: str, place: slice) -> float:
-        """By how much the books of ``name`` are off, beyond what roundings explain: see ``Promise``."""
+    def _excess(self, step: int, name: str, columns: slice) -> float:
+        """Return by how much the books of ``name`` are off, beyond what roundings explain: see ``Promise``."""
         promise = self.promise
-        given = torch.stack([self._flat(rank[step].hops[self.hop].given, place) for rank in self.ranks])
-        mean = self._rows([rank[step].hops[self.hop].mean for rank in self.ranks], place)
+        inputs = torch.stack([self._flat(rank[step].hops[self.hop].entered, columns) for rank in self.ranks])
+        mean = self._rows([rank[step].hops[self.hop].mean for rank in self.ranks], columns)
         earlier: Tensor | float = 0.0
         if promise.of == "moments":
             beta1: float = self.method.beta1  # type: ignore[attr-defined]
-            earlier = beta1 * self._moments(step - 1, place)
-            given, mean = (1 - beta1) * given, self._moments(step, place)
-        began = torch.zeros(())
+            earlier = beta1 * self._moments(step - 1, columns)
+            inputs, mean = (1 - beta1) * inputs, self._moments(step, columns)
+        start = torch.zeros(())
         if promise.of == "weights" and self.ranks[0][step].alone:
-            began = self._began(step, place)
-            stepped, weights = ([getattr(rank[step], of) for rank in self.ranks] for of in ("stepped", "weights"))
-            given = began - torch.stack([self._flat(values, place) for values in stepped])
-            mean = began - self._rows(weights, place)
-        old, new = (self._waiting(at, name) for at in (step - 1, step))  # nothing of it changes between rounds
-        off = given.sum(0) + old.sum(0) - new.sum(0) + self.size * (earlier - mean)
-        off = off * self._flat(torch.ones(self.numel), place)  # padding has no gradient to lose
-        lengths = [*given, *old, *new, self.size * mean, self.size * torch.as_tensor(earlier), self.size * began]
+            start = self._common_weights(step, columns)
+            inputs = start - torch.stack([self._flat(rank[step].stepped, columns) for rank in self.ranks])
+            mean = start - self._rows([rank[step].weights for rank in self.ranks], columns)
+        old, new = self._waiting(step - 1, name), self._waiting(step, name)  # equal between rounds
+        gap = inputs.sum(0) + old.sum(0) - new.sum(0) + self.size * (earlier - mean)
+        gap = gap * self._flat(torch.ones(self.numel), columns)  # padding has no gradient to lose
+        lengths = [*inputs, *old, *new, self.size * mean, self.size * torch.as_tensor(earlier), self.size * start]
         involved = sum(torch.linalg.vector_norm(values) for values in lengths)
         rounding = promise.rounding or Rounding("nothing")
-        allowed = self.size * self._rounded(given + old, rounding)
+        allowed = self.size * self._rounded(inputs + old, rounding)
         allowed += rounding.block**0.5 * (self.size + ROUNDINGS) * U * involved
-        return float((_blocks(off, rounding.block) - allowed).max())
+        return float((_blocks(gap, rounding.block) - allowed).max())
 
     def _rounded(self, encoded: Tensor, rounding: Rounding) -> Tensor:
-        """How far from the mean of ``encoded`` (N, R, n) an exchange may end by the format: (R, blocks), lengths."""
+        """Bound the distance of an exchange's result from the mean of ``encoded`` (N, R, n): lengths (R, blocks)."""
         blocks = _blocks(encoded, rounding.block)
         if self.method.carrier.on_wire:  # the network rounds every one of its sums
-            return (1 + rounding.value) ** self.size * self.size * _mean_off(blocks, rounding).mean(0)
-        off = _mean_off(blocks, rounding).mean(0)
+            return (1 + rounding.value) ** self.size * self.size * _mean_error(blocks, rounding).mean(0)
+        gap = _mean_error(blocks, rounding).mean(0)
         if self.exchange.owner:
-            return off
-        return off + _mean_off(blocks.mean(0) + off, rounding)
+            return gap
+        return gap + _mean_error(blocks.mean(0) + gap, rounding)
 
-    def _flat(self, values: Tensor, place: slice) -> Tensor:
-        """A parameter's part of one rank's flat buffer, as rows (R, n)."""
+    def _flat(self, values: Tensor, columns: slice) -> Tensor:
+        """Return a parameter's columns of one rank's flat buffer, as rows (R, n)."""
         if self.exchange.owner:
-            return values.view(self.rows, -1)[:, place].double()
-        values = values[place].double()
-        columns = -(-len(values) // self.rows)
-        return torch.nn.functional.pad(values, (0, self.rows * columns - len(values))).view(self.rows, columns)
+            return values.view(self.rows, -1)[:, columns].double()
+        values = values[columns].double()
+        width = -(-len(values) // self.rows)
+        return torch.nn.functional.pad(values, (0, self.rows * width - len(values))).view(self.rows, width)
 
-    def _rows(self, values: list[Tensor], place: slice) -> Tensor:
-        """Of what all ranks hold whole, or each its own row of: (R, n)."""
-        return self._flat(torch.cat(values) if self.exchange.owner else values[0], place)
+    def _rows(self, values: list[Tensor], columns: slice) -> Tensor:
+        """Return rows (R, n) of values that all ranks hold whole, or each its own row of."""
+        return self._flat(torch.cat(values) if self.exchange.owner else values[0], columns)
 
-    def _moments(self, step: int, place: slice) -> Tensor:
+    def _moments(self, step: int, columns: slice) -> Tensor:
         moments = [rank[max(step, 0)].moments for rank in self.ranks]
-        return self._rows([values * (step >= 0) for values in moments], place)
+        return self._rows([values * (step >= 0) for values in moments], columns)
 
-    def _began(self, step: int, place: slice) -> Tensor:
-        """The weights when all ranks held the same ones last, before ``step``; zeros at first."""
+    def _common_weights(self, step: int, columns: slice) -> Tensor:
+        """Return the weights when all ranks held the same ones last, before ``step``; zeros at first."""
         equal = [earlier for earlier in range(step) if self.ranks[0][earlier].equal]
-        return self._rows([rank[max(equal, default=0)].weights * bool(equal) for rank in self.ranks], place)
+        return self._rows([rank[max(equal, default=0)].weights * bool(equal) for rank in self.ranks], columns)
 
     def _waiting(self, step: int, name: str) -> Tensor:
-        """What waits on each rank after ``step``, (N, R, n); zeros before the first."""
-        columns = -(-self._length(name) // (1 if self.exchange.owner else self.rows))
-        total = torch.zeros((self.size, self.rows, columns), dtype=torch.float64)
+        """Return the values that wait on each rank after ``step``, (N, R, n); zeros before the first."""
+        columns = self.columns[name]
+        width = -(-(columns.stop - columns.start) // (1 if self.exchange.owner else self.rows))
+        total = torch.zeros((self.size, self.rows, width), dtype=torch.float64)
         for number, rank in enumerate(self.ranks if step >= 0 else []):
             for kind, counts in self.promise.waits.items():
-                found = rank[step].state.get(f"{kind}/{name}")
-                if found is None:
+                values = rank[step].state.get(f"{kind}/{name}")
+                if values is None:
                     continue
-                if len(found) == self.rows:
-                    total[number] += counts * found.double()
+                if len(values) == self.rows:
+                    total[number] += counts * values.double()
                 else:
-                    total[number, number] += self.size * counts * found[0].double()
+                    total[number, number] += self.size * counts * values[0].double()
         return total
-
-    def _length(self, name: str) -> int:
-        return self.places[name].stop - self.places[name].start
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:
-    """The lengths (..., n / block) of blocks of neighbours of ``values`` (..., n)."""
+    """Return the lengths (..., n / block) of blocks of neighbours of ``values`` (..., n)."""
     values = torch.nn.functional.pad(values, (0, -values.shape[-1] % block))
     return torch.linalg.vector_norm(values.unflatten(-1, (-1, block)), dim=-1)
 
 
-def _mean_off(blocks: Tensor, rounding: Rounding) -> Tensor:
-    """How far one encoding may be off, for blocks of these lengths (..., blocks): see ``Rounding``."""
+def _mean_error(blocks: Tensor, rounding: Rounding) -> Tensor:
+    """Bound the error of one encoding, for blocks of these lengths (..., blocks): see ``Rounding``."""
     group = max(rounding.group // rounding.block, 1)
     padded = torch.nn.functional.pad(blocks, (0, -blocks.shape[-1] % group))
     largest = padded.unflatten(-1, (-1, group)).amax(-1).repeat_interleave(group, -1)[..., : blocks.shape[-1]]
     return rounding.value * blocks + rounding.step * rounding.block**0.5 * largest
 
 
-def _lossy(played: Played, silent: Played) -> Iterator[Broken]:
-    """Where something is thrown away: what arrives points where all ranks' gradients point; of zeros comes nothing."""
-    for number, rank in enumerate(played.ranks):
-        arrived = torch.stack([taken.mean for taken in rank]).sum(0)
-        rows = common(played.numel).view(-1, len(arrived))  # all of it, or each rank's row; on HSDP those of a node
+def _lossy(recording: Recording, silent: Recording) -> Iterator[Broken]:
+    """Check a lossy method: its means point where all ranks' gradients point, and zeros give zeros."""
+    for number, rank in enumerate(recording.ranks):
+        arrived = torch.stack([record.mean for record in rank]).sum(0)
+        rows = common(recording.numel).view(-1, len(arrived))  # all of it, or each rank's row; on HSDP those of a node
         if not float(arrived @ rows[number % len(rows)]) > 0:
             yield Broken("promise", f"what arrives on rank {number} does not point where the gradients do")
             return
-    if any(taken.mean.any() for rank in silent.ranks for taken in rank):
+    if any(record.mean.any() for rank in silent.ranks for record in rank):
         yield Broken("promise", "of gradients that are zero comes a mean that is not")
 
 
-def _bytes(played: Played, planned: float) -> Iterator[Broken]:
-    """Over whole periods of the steady state, without its first step, which may still settle something."""
-    for number, rank in enumerate(played.ranks):
-        sent = [taken.sent for taken in rank][-WINDOW:]
-        if played.method.adapts:
+def _bytes(recording: Recording, planned: float) -> Iterator[Broken]:
+    """Check bytes over whole periods of the steady state, without its first step, which may still settle something."""
+    for number, rank in enumerate(recording.ranks):
+        sent = [record.sent for record in rank][-WINDOW:]
+        if recording.method.adapts:
             if max(sent) > planned * (1 + U):
                 yield Broken("bytes", f"rank {number} sends {max(sent)} in a step, and at most {planned} are planned")
             continue
@@ -299,29 +299,29 @@ def _bytes(played: Played, planned: float) -> Iterator[Broken]:
             return
 
 
-def _difference(one: Played, other: Played) -> str | None:
-    """Where two plays differ first."""
-    for number, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
-        for step, (taken, again) in enumerate(zip(a, b, strict=True)):
-            if what := _unlike(taken, again):
-                return f"step {step}, rank {number}: another {what}"
+def _difference(first: Recording, second: Recording) -> str | None:
+    """Name the first difference of two recordings."""
+    for number, (a, b) in enumerate(zip(first.ranks, second.ranks, strict=True)):
+        for step, (first_record, second_record) in enumerate(zip(a, b, strict=True)):
+            if difference := _unlike(first_record, second_record):
+                return f"step {step}, rank {number}: another {difference}"
     return None
 
 
-def _unlike(one: Taken, other: Taken) -> str | None:
-    if not all(_equal(a.mean, b.mean) for a, b in zip(one.hops, other.hops, strict=True)):
+def _unlike(first: StepRecord, second: StepRecord) -> str | None:
+    if not all(_equal(a.mean, b.mean) for a, b in zip(first.hops, second.hops, strict=True)):
         return "mean"
-    if one.sent != other.sent:
+    if first.sent != second.sent:
         return "number of bytes"
-    for key in sorted({*one.state, *other.state}):  # what was never read is as good as zero
-        a, b = one.state.get(key), other.state.get(key)
+    for key in sorted({*first.state, *second.state}):  # what was never read is as good as zero
+        a, b = first.state.get(key), second.state.get(key)
         if a is None or b is None:
-            a, b = (torch.zeros_like(of) if mine is None else mine for mine, of in ((a, b), (b, a)))  # type: ignore
+            a, b = (torch.zeros_like(like) if value is None else value for value, like in ((a, b), (b, a)))  # type: ignore
         if not _equal(a, b):
             return key
-    return None if _equal(one.weights, other.weights) else "weight"
+    return None if _equal(first.weights, second.weights) else "weight"
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """The same bits, or zeros of either sign."""
-    return one.shape == other.shape and bool(torch.equal(one, other))
+def _equal(first: Tensor, second: Tensor) -> bool:
+    """Compare bits; zeros of either sign are equal."""
+    return first.shape == second.shape and bool(torch.equal(first, second))

@@ -1,4 +1,4 @@
-"""Ranks as threads, and the laws that every codec and every method obeys: for our tests and for anybody's own methods.
+"""Ranks as threads: for our tests, and for anybody's own methods.
 
     results = reduce_on_threads(MyMethod, my_gradients, topology="all_reduce", size=4, shapes={"w": 1000}, steps=100)
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -38,15 +38,15 @@ class Threads:
         self._barrier = threading.Barrier(size, timeout=seconds)
 
     def swap(self, rank: int, value: T) -> list[T]:
-        """Hand in ``value``; get everybody's, in rank order."""
+        """Hand in ``value``; return the values of all ranks, in rank order."""
         self._slots[rank] = value
         self._barrier.wait()
-        everybody = list(self._slots)
+        values = list(self._slots)
         self._barrier.wait()
-        return everybody
+        return values
 
     def run(self, function: Callable[[int], T]) -> list[T]:
-        """``[function(rank) for rank in range(size)]``, at once. The first rank's error is raised; nothing hangs."""
+        """Return ``[function(rank) for rank in range(size)]``, at once. The first error is raised; nothing hangs."""
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
 
@@ -82,20 +82,20 @@ class LockStep(Threads):
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._present = list(range(size))
         self._arrived = self._meetings = 0
-        self._everybody: list[Any] = []
+        self._swapped: list[Any] = []
 
     def swap(self, rank: int, value: T) -> list[T]:
-        before = self._meetings
+        meeting = self._meetings
         self._slots[rank] = value
         self._arrived += 1
         if self._arrived == self.size:
-            self._everybody, self._arrived, self._meetings = list(self._slots), 0, before + 1
+            self._swapped, self._arrived, self._meetings = list(self._slots), 0, meeting + 1
         self._pass_on(rank)
         self._turns[rank].acquire()
-        if self._meetings == before:  # it is our turn again, and not all have come
+        if self._meetings == meeting:  # it is our turn again, and not all have come
             self._barrier.abort()
             raise threading.BrokenBarrierError
-        return self._everybody
+        return self._swapped
 
     def run(self, function: Callable[[int], T]) -> list[T]:
         def body(rank: int) -> T:
@@ -110,9 +110,9 @@ class LockStep(Threads):
         return super().run(body)
 
     def _pass_on(self, rank: int) -> None:
-        """To the next rank that is still there."""
+        """Give the turn to the next rank that is still running."""
         if self._present:
-            self._turns[min(self._present, key=lambda other: (other - rank - 1) % self.size)].release()
+            self._turns[min(self._present, key=lambda peer: (peer - rank - 1) % self.size)].release()
 
 
 class ThreadComm(Comm):
@@ -130,26 +130,27 @@ class ThreadComm(Comm):
         self._world, self._world_rank, self._members = world, world_rank, list(members)
 
     def _swap(self, tensor: Tensor) -> list[Tensor]:
-        everybody = self._world.swap(self._world_rank, tensor.clone())
-        return [everybody[member] for member in self._members]
+        values = self._world.swap(self._world_rank, tensor.clone())
+        return [values[member] for member in self._members]
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
         tensor.copy_(_reduced(self._swap(tensor), op))
 
     def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None:
-        out.copy_(_reduced([theirs[self.rank] for theirs in self._swap(rows)], op))
+        out.copy_(_reduced([peer_rows[self.rank] for peer_rows in self._swap(rows)], op))
 
     def _all_gather(self, out: Tensor, row: Tensor, async_op: bool) -> None:
         out.copy_(torch.stack(self._swap(row.reshape(-1))).view_as(out))
 
     def _all_to_all(self, out: Tensor, rows: Tensor) -> None:
-        for peer, theirs in enumerate(self._swap(rows)):
-            out[peer].copy_(theirs[self.rank])
+        for peer, peer_rows in enumerate(self._swap(rows)):
+            out[peer].copy_(peer_rows[self.rank])
 
 
 def _reduced(values: Sequence[Tensor], op: str) -> Tensor:
     if len({value.shape for value in values}) > 1:  # where gloo would end the process
-        raise ThinwireError(f"ranks reduce messages of unlike sizes: {', '.join(str(of.numel()) for of in values)}")
+        sizes = ", ".join(str(message.numel()) for message in values)
+        raise ThinwireError(f"ranks reduce messages of unlike sizes: {sizes}")
     result = values[0].clone()
     for value in values[1:]:
         if op == "max":
@@ -160,7 +161,7 @@ def _reduced(values: Sequence[Tensor], op: str) -> Tensor:
 
 
 def exchange_on(topology: str, world: Threads, rank: int, ledger: Ledger, per_node: int = 1) -> Exchange:
-    """``all_reduce`` or ``reduce_scatter``, between the threads of ``world``. For two hops: :class:`ThreadEngine`."""
+    """Make the exchange ``all_reduce`` or ``reduce_scatter`` of ``world``. For two hops: :class:`ThreadEngine`."""
     comm = ThreadComm(world, rank, ledger, per_node=per_node)
     return {"all_reduce": AllReduce, "reduce_scatter": ReduceScatter}[topology](comm)
 
@@ -170,36 +171,36 @@ Shapes = dict[str, int | tuple[int, ...]]
 
 
 def parameters_for(exchange: Exchange, shapes: Shapes) -> dict[str, Parameter]:
-    """What is known of the parameters ``shapes`` where the engine of ``exchange`` holds them (role: matrix)."""
+    """Describe the parameters ``shapes`` as the engine of ``exchange`` holds them (role: matrix)."""
     return _parameters(shapes, exchange.ranks if exchange.owner else 1)
 
 
 def _parameters(shapes: Shapes, chunks: int) -> dict[str, Parameter]:
-    """As FSDP2 cuts dim 0: in equal ``chunks``, the last of them padded."""
-    found = {}
-    for name, given in shapes.items():
-        shape = (given,) if isinstance(given, int) else tuple(given)
+    """Describe parameters of which FSDP2 cuts dim 0: in equal ``chunks``, the last of them padded."""
+    parameters = {}
+    for name, size in shapes.items():
+        shape = (size,) if isinstance(size, int) else tuple(size)
         local = -(-shape[0] // chunks) * math.prod(shape[1:])
-        found[name] = Parameter(name, shape, math.prod(shape), "matrix", torch.float32, local)
-    return found
+        parameters[name] = Parameter(name, shape, math.prod(shape), "matrix", torch.float32, local)
+    return parameters
 
 
 def bucket_for(method: Method, exchange: Exchange, shapes: Shapes) -> tuple[Bucket, int]:
-    """A bucket of the parameters ``shapes`` as the engine of ``exchange`` would make it, and the flat's numel."""
+    """Make a bucket of the parameters ``shapes`` as the engine of ``exchange`` would make it, and the flat's numel."""
     rows = bucket_rows(exchange, method.on_wire)
-    pieces, numel = _place(parameters_for(exchange, shapes).values(), rows, owner=exchange.owner)
+    pieces, numel = _lay_out(parameters_for(exchange, shapes).values(), rows, owner=exchange.owner)
     return method.bucket_of(pieces, exchange, torch.device("cpu")), numel
 
 
-def _place(parameters: Collection[Parameter], rows: int, *, owner: bool) -> tuple[tuple[Piece, ...], int]:
-    """Where ``parameters`` lie in a flat buffer, one behind the other, and its numel; ``owner``: in each row."""
-    pieces, offset, total = [], 0, sum(of.local for of in parameters)
-    for of in parameters:
+def _lay_out(parameters: Collection[Parameter], rows: int, *, owner: bool) -> tuple[tuple[Piece, ...], int]:
+    """Lay ``parameters`` out in a flat buffer, one behind the other; return its numel too. ``owner``: in each row."""
+    pieces, offset, total = [], 0, sum(parameter.local for parameter in parameters)
+    for parameter in parameters:
         if owner:
-            pieces.append(Piece(of.name, offset, of.local * rows, rows, total))
+            pieces.append(Piece(parameter.name, offset, parameter.local * rows, rows, total))
         else:
-            pieces.append(Piece(of.name, offset, of.numel))
-        offset += of.local if owner else of.numel
+            pieces.append(Piece(parameter.name, offset, parameter.numel))
+        offset += parameter.local if owner else parameter.numel
     return tuple(pieces), offset * (rows if owner else 1)
 
 
@@ -207,7 +208,7 @@ TOPOLOGIES = ("all_reduce", "reduce_scatter", "hsdp", "two_level", "two_level_ow
 
 
 class ThreadEngine:
-    """What an engine hands out on one of the virtual ranks of ``world``.
+    """The buffers of an engine on one of the virtual ranks of ``world``.
 
     ``topology``: "all_reduce" (DDP), "reduce_scatter" (FSDP2), "hsdp", or with a hop inside the node before it
     "two_level" (DDP) and "two_level_owner" (FSDP2); for these three there are ``per_node`` ranks on a node.
@@ -245,34 +246,94 @@ class ThreadEngine:
         elif topology == "two_level_owner":
             self.levels = Regroup(ReduceScatter(whole), per_node, world.size // per_node)
         self.owner = self.rows > 1 or topology in ("reduce_scatter", "two_level_owner", "hsdp")
-        self.pieces, self.numel = _place(self.parameters.values(), self.rows, owner=self.owner)
+        self.pieces, self.numel = _lay_out(self.parameters.values(), self.rows, owner=self.owner)
 
     def weights(self) -> dict[str, torch.nn.Parameter]:
-        """Zeros: of each parameter what this rank holds."""
+        """Make zeros for the values of each parameter that this rank holds."""
         return {
-            name: torch.nn.Parameter(torch.zeros(of.local if self.owner else of.numel))
-            for name, of in self.parameters.items()
+            name: torch.nn.Parameter(torch.zeros(parameter.local if self.owner else parameter.numel))
+            for name, parameter in self.parameters.items()
         }
 
-    def run(self, steps: int | None = None, **more: Any) -> Run:
-        """What ``compress()`` would tell a method; ``more``: optimizers, weights, seed."""
+    def run(self, steps: int | None = None, **options: Any) -> Run:
+        """Make the run that ``compress()`` would tell a method; ``options``: optimizers, weights, seed."""
         return Run(
-            self.parameters, self.hops[-1], steps, rank=self.rank, hop=len(self.hops), chunk=self.chunk, **more
+            self.parameters, self.hops[-1], steps, rank=self.rank, hop=len(self.hops), chunk=self.chunk, **options
         )
 
     def road(self, method: Method, run: Run, *, all_sent: bool = False, stage: type[Stage] = Stage) -> Road:
-        """The road of ``method``, which has begun, with its own method for a hop inside the node.
+        """Make the road of ``method``, which has begun, with its own method for a hop inside the node.
 
         ``all_sent``: nothing is kept dense, whatever the method's policy. ``stage``: of what its stages are made.
         """
         stages = []
         for hop, exchange in enumerate(self.hops, 1):
-            of = method if hop == len(self.hops) else method.intra()
-            if of is not method:
-                of.begin(replace(run, exchange=exchange, hop=hop))
-            dense = frozenset() if all_sent else of.dense_among(self.parameters.values())
-            stages.append(stage(of, dense, exchange, Guard([], False), self.ledger, self.levels is None))
+            stage_method = method if hop == len(self.hops) else method.intra()
+            if stage_method is not method:
+                stage_method.begin(replace(run, exchange=exchange, hop=hop))
+            dense = frozenset() if all_sent else stage_method.dense_among(self.parameters.values())
+            stages.append(stage(stage_method, dense, exchange, Guard([], False), self.ledger, self.levels is None))
         return Road(stages, self.levels)
+
+
+class VirtualRank:
+    """A rank that is a thread: a method on the road of its engine, and zero weights that follow the mean.
+
+    Attributes:
+        run: what the method was told. optimizer: of ``weights``, one for each parameter; None: nothing is stepped.
+        out: the last exchange's mean, flat, or this rank's row of it. stepped: the weights as the optimizer left them,
+            flat.
+    """
+
+    out: Tensor
+    stepped: Tensor
+
+    def __init__(
+        self, method: Method, engine: ThreadEngine, steps: int, *, seed: int = 0, all_sent: bool = False,
+        optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None, stage: type[Stage] = Stage,
+    ) -> None:  # fmt: skip
+        self.method, self.engine, self.ledger, self.weights = method, engine, engine.ledger, engine.weights()
+        self.optimizer: Any = None if optimizer is None else optimizer(list(self.weights.values()))
+        optimizers = () if optimizer is None else (self.optimizer,)
+        self.run = engine.run(steps, seed=seed, optimizers=optimizers, weights=self.weights)
+        method.state = State(method.offloads)
+        method.begin(self.run)
+        self.road = engine.road(method, self.run, all_sent=all_sent, stage=stage)
+
+    @torch.no_grad()
+    def exchange(self, step: int, flat: Tensor) -> None:
+        """Carry the gradient ``flat`` (numel,) over the road."""
+        self.road.step, engine = step, self.engine
+        self.out = torch.full((engine.numel // engine.rows,), torch.nan) if engine.owner else flat
+        self.road.carry(flat, engine.pieces, self.out)
+
+    def undo(self) -> None:
+        """Forget the last exchange: the step does not count."""
+        self.method.state.rollback()
+        self.method.undo()
+        self.method.finish()
+
+    @torch.no_grad()
+    def finish(self, number: int, clip: Tensor) -> None:
+        """Let the optimizer take the step with the mean times ``clip`` (0-dim), and the method see it."""
+        method, weights = self.method, self.weights
+        method.state.commit()
+        if self.optimizer is not None:
+            sizes = [weight.numel() for weight in weights.values()]
+            for weight, values in zip(weights.values(), self.out.split(sizes), strict=True):
+                weight.grad = values * clip
+            step = Step(number, (self.optimizer,), weights, clip)
+            method.before_step(step)
+            self.optimizer.step()
+            self.stepped = flat_copy(weights)
+            method.after_step(step)
+            method.state.commit()
+        method.finish()
+
+
+def flat_copy(weights: Mapping[str, Tensor]) -> Tensor:
+    """Copy ``weights`` into one 1-D tensor, in their order."""
+    return torch.cat([weight.detach().clone() for weight in weights.values()])
 
 
 def reduce_on_threads(
@@ -296,8 +357,7 @@ def reduce_on_threads(
         gradients: (rank, step, numel) -> that rank's flat gradient.
         shapes: parameter name -> shape, or number of elements.
         topology, per_node: see :class:`ThreadEngine`.
-        optimizer: of zero weights that follow the mean, as an engine's would: each rank holds all of a parameter (DDP)
-            or its chunk. max_norm: their gradients are clipped to it.
+        optimizer: of zero weights that follow the mean, as an engine's would. max_norm: clips their gradients.
         skip: steps that turn out not to count (a value was not finite): nothing of them may remain.
 
     Returns:
@@ -306,55 +366,32 @@ def reduce_on_threads(
     """
     world = Threads(size)
 
-    def body(rank: int) -> list[dict[str, Any]]:
-        ledger, method = Ledger(), make()
-        state = method.state = State(method.offloads)
-        engine = ThreadEngine(topology, world, rank, ledger, shapes, per_node)
-        weights = engine.weights()
-        stepper = None if optimizer is None else optimizer(list(weights.values()))
-        run = engine.run(steps, seed=seed, optimizers=() if stepper is None else (stepper,), weights=weights)
-        method.begin(run)
-        road = engine.road(method, run, all_sent=True)
+    def clip(rank: VirtualRank) -> Tensor:
+        squares = rank.out.double().square().sum()
+        if rank.engine.owner:  # on HSDP every node has all rows
+            squares = torch.stack(world.swap(rank.engine.rank, squares)).sum() * rank.engine.rows / size
+        return (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0).float()
 
-        def optimize(mean: Tensor, number: int) -> None:
-            """Clip, step, and let the method see it. Without an optimizer the method sees nothing."""
-            if stepper is None:
-                return
-            squares = mean.double().square().sum()
-            if engine.owner:  # on HSDP every node has all rows
-                squares = torch.stack(world.swap(rank, squares)).sum() * engine.rows / size
-            clip = (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0).float()
-            for weight, values in zip(weights.values(), mean.split([w.numel() for w in weights.values()]), strict=True):
-                weight.grad = values * clip
-            taken = Step(number, (stepper,), weights, clip)
-            method.before_step(taken)
-            stepper.step()
-            method.after_step(taken)
-
-        found = []
+    def body(number: int) -> list[dict[str, Any]]:
+        engine = ThreadEngine(topology, world, number, Ledger(), shapes, per_node)
+        rank = VirtualRank(make(), engine, steps, seed=seed, all_sent=True, optimizer=optimizer)
+        results: list[dict[str, Any]] = []
         for step in range(steps):
-            flat = gradients(rank, step, engine.numel)
-            given = flat.clone()
-            out = torch.full((engine.numel // engine.rows,), torch.nan) if engine.owner else flat
-            road.step = step
-            road.carry(flat, engine.pieces, out)
+            flat = gradients(number, step, engine.numel)
+            results.append({"input": flat.clone()})
+            rank.exchange(step, flat)
             if step in skip:
-                state.rollback()
-                method.undo()
+                rank.undo()
             else:
-                state.commit()
-                optimize(out, step)
-                state.commit()
-            method.finish()
-            found.append({
-                "input": given,
-                "mean": out.clone(),
-                "bytes": torch.tensor(sum(ledger.current.bytes.values())),
-                "facts": method.facts(),
-                "weights": {name: weight.detach().clone() for name, weight in weights.items()},
-                **dump_state(state),
-            })  # fmt: skip
-            ledger.close_step()
-        return found
+                rank.finish(step, torch.ones(()) if optimizer is None else clip(rank))
+            results[-1] |= {
+                "mean": rank.out.clone(),
+                "bytes": torch.tensor(sum(rank.ledger.current.bytes.values())),
+                "facts": rank.method.facts(),
+                "weights": {name: weight.detach().clone() for name, weight in rank.weights.items()},
+                **dump_state(rank.method.state),
+            }
+            rank.ledger.close_step()
+        return results
 
     return world.run(body)

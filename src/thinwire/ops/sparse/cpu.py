@@ -208,9 +208,9 @@ def largest(
     lists = flat(positions), flat(payload)
     for row in range(len(rows)):
         for start, width, k, list_start in segments:
-            values = (memory[row * stride + start :][:width] for memory, stride in sources)
-            entries = (memory[row * stride + list_start :][:k] for memory, stride in lists)
-            _largest(*values, residual is not None, start, *entries)
+            added, old, sums = (memory[row * stride + start :][:width] for memory, stride in sources)
+            chosen, entries = (memory[row * stride + list_start :][:k] for memory, stride in lists)
+            _largest(added, old, sums, residual is not None, start, chosen, entries)
 
 
 def _largest(

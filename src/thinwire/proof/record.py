@@ -1,0 +1,184 @@
+"""A record of a few steps of a method on virtual ranks, for the judgement of ``laws.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Method, Parameter
+from thinwire.core.road import Pieces, Stage
+from thinwire.core.state import dump_state
+from thinwire.network.ledger import Ledger
+from thinwire.plan.plan import Plan
+from thinwire.proof.ranks import LockStep, Shapes, ThreadEngine, Threads, VirtualRank, flat_copy
+
+SHAPES: Shapes = {"a.weight": (12, 16), "b.weight": (5, 7)}
+KNOBS: Mapping[str, Any] = {
+    "smallest": 0, "start": 1, "warmup": 2, "density": 0.25, "T": 2, "rank": 1, "theta": 0.9,
+    "ratio": 4, "block": 16, "group": 32, "weight_group": 32, "every": 2, "outer_lr": 1.0, "outer_momentum": 0.0,
+}  # fmt: skip
+"""Knobs with which tensors as small as ``SHAPES`` are compressed, and a few steps are more than the start."""
+RUN = 100
+"""Steps of the run that methods are told of: they do not come to its end."""
+
+
+class Setup(NamedTuple):
+    """A ``topology`` of ``thinwire.proof.ranks.TOPOLOGIES`` with ``size`` ranks, ``per_node`` of them on a node."""
+
+    topology: str
+    size: int
+    per_node: int = 1
+
+    @property
+    def engine(self) -> str:
+        return {"all_reduce": "ddp", "two_level": "ddp", "hsdp": "hsdp"}.get(self.topology, "fsdp2")
+
+
+def small(cls: type[Method], **knobs: Any) -> Method:
+    """Make a method with those of ``KNOBS`` that it has, and ``knobs``."""
+    return cls(**{knob.name: KNOBS[knob.name] for knob in cls.knobs() if knob.name in KNOBS} | knobs)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """An exchange of a step on one rank, as its method saw it: input ``entered`` and ``mean`` are flat."""
+
+    entered: Tensor
+    mean: Tensor
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The tensors of one rank after one step. ``moments``: the optimizer's ``exp_avg``, flat, by parameter.
+
+    ``alone``: the rank took it by itself. ``stepped``: the weights as the optimizer left them. ``equal``: all ranks
+    hold the same weights now.
+    """
+
+    hops: list[Hop]
+    mean: Tensor
+    sent: float
+    state: dict[str, Tensor]
+    moments: Tensor
+    weights: Tensor
+    stepped: Tensor
+    alone: bool
+    equal: bool
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A run. ``ranks``: by rank and step. ``stages``, ``parameters``, ``numel`` (of a flat gradient): rank 0's."""
+
+    setup: Setup
+    ranks: list[list[StepRecord]]
+    stages: Sequence[Stage]
+    parameters: dict[str, Parameter]
+    numel: int
+
+    @property
+    def method(self) -> Method:
+        return self.stages[-1].method
+
+
+Gradient = Callable[[int, int, int], Tensor]
+"""(rank, step, numel) -> (numel,) float32."""
+
+
+def gradient(rank: int, step: int, numel: int) -> Tensor:
+    """Draw a gradient: the values that all ranks and steps have in common, and noise half as large."""
+    return common(numel) + 0.5 * _normal(1 + rank + 64 * step, numel)
+
+
+def common(numel: int) -> Tensor:
+    return _normal(0, numel)
+
+
+def _normal(seed: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def play(
+    make: Callable[[], Method], setup: Setup, steps: int, *, gradient: Gradient = gradient, undo: Sequence[int] = ()
+) -> Recording:
+    """Play ``steps`` steps of the method of ``make``. Before each in ``undo``, one with other gradients is undone."""
+    world = LockStep(setup.size)
+
+    def body(number: int) -> tuple[list[StepRecord], Rank]:
+        rank, records = Rank(make, setup, world, number), []
+        for step in range(steps):
+            if step in undo:
+                rank.exchange(step, 3 * gradient(number, steps + step, rank.engine.numel))
+                rank.undo()
+                rank.ledger.close_step()
+            rank.exchange(step, gradient(number, step, rank.engine.numel))
+            records.append(rank.record(step))
+        return records, rank
+
+    results = world.run(body)
+    first = results[0][1]
+    records = [rank_records for rank_records, _ in results]
+    return Recording(setup, records, first.road.stages, first.engine.parameters, first.engine.numel)
+
+
+class RecordedStage(Stage):
+    """A stage that keeps the last input of its method, and the mean."""
+
+    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
+        entered, method = flat.clone(), self.method
+        if method.promise.of == "updates":
+            compress = method.compress  # type: ignore[attr-defined]
+
+            def recorded(bucket: Bucket, exchange: Exchange) -> None:
+                bucket.copies.unpack(bucket.rows, entered)
+                compress(bucket, exchange)
+
+            method.compress = recorded  # type: ignore[attr-defined]
+            super().carry(flat, pieces, out)
+            del method.compress  # type: ignore[attr-defined]
+        else:
+            super().carry(flat, pieces, out)
+        self.hop = Hop(entered, out.clone())
+
+
+class Rank(VirtualRank):
+    """A virtual rank with the tensors of ``SHAPES`` that its method compresses, its plan, and records of its steps."""
+
+    def __init__(self, make: Callable[[], Method], setup: Setup, world: Threads, rank: int) -> None:
+        method, ledger = make(), Ledger()
+
+        def engine(shapes: Shapes) -> ThreadEngine:
+            return ThreadEngine(setup.topology, world, rank, ledger, shapes, setup.per_node)
+
+        sent = [name for name, parameter in engine(SHAPES).parameters.items() if method.keep_dense(parameter) is None]
+        if not sent:
+            raise ThinwireError(f"{method.name} compresses none of {SHAPES}: what it needs belongs into KNOBS")
+        shapes = {name: SHAPES[name] for name in sent}
+        super().__init__(method, engine(shapes), RUN, optimizer=partial(method.OPTIMIZER, lr=1e-3), stage=RecordedStage)
+        self.plan = Plan(self.road, self.run, setup.engine)
+
+    def record(self, number: int) -> StepRecord:
+        """Take the step of the last exchange, and record it."""
+        self.finish(number, torch.ones(()))
+        moments = [self.optimizer.state[weight].get("exp_avg") for weight in self.weights.values()]
+        record = StepRecord(
+            [stage.hop for stage in self.road.stages if isinstance(stage, RecordedStage)],
+            self.out.clone(),
+            sum(self.ledger.current.bytes.values()),
+            dump_state(self.method.state),
+            torch.cat([torch.zeros(0) if moment is None else moment.clone() for moment in moments]),
+            flat_copy(self.weights),
+            self.stepped,
+            self.method.alone(number),
+            self.method.rank_equal,
+        )
+        self.ledger.close_step()
+        return record
