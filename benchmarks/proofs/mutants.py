@@ -51,7 +51,7 @@ MODULES = {
 NAMES = (
     "laws laws_table saved weights bound edges edges_finite edges_optimizers edges_passes edges_turns engines "
     "engines_linear update checkpoints resize levels layers compose rehearsal knobs memory agreement scheduler "
-    "strict streamorder sdp4bit scape tagc atmask localsteps papers independent11 adversarial linear onebit "
+    "strict streamorder sdp4bit scape tagc atmask localsteps radius separate powersgd dgc adversarial linear onebit "
     "guard state road collectives trickle form turn strangers"
 )
 TESTS = NAMES.split()

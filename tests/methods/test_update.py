@@ -13,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import independent11 as paper
 import ranks
 import test_edges as edges
 import thinwire
 from breadth import ALL, spread
 from engines import build, train
 from models import flat, loss_of
+from papers import compressors
+from papers.powersgd import PowerSGDUpdates
+from papers.trickle import Trickle
 from programs import needs_triton, run_python
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
@@ -77,7 +79,7 @@ def sample_in_rows(tensor: int, t: int, span: int = 107) -> list[int]:
 
 
 def k_of(h) -> int:
-    return paper.kept(h.size, DENSITY)
+    return compressors.kept(h.size, DENSITY)
 
 
 LEVELS = {8: 127, 4: 7}
@@ -88,44 +90,44 @@ def merged_spec(bits: int, share: float) -> str:
 
 
 COMPRESSORS = {
-    f"topk(density={DENSITY}, smallest=0, feedback='update', portion=1.0)": lambda: paper.each_worker(
-        lambda h: paper.top_k(h, k_of(h))
+    f"topk(density={DENSITY}, smallest=0, feedback='update', portion=1.0)": lambda: compressors.each_worker(
+        lambda h: compressors.top_k(h, k_of(h))
     ),
-    f"topk(density={DENSITY}, smallest=0, feedback='update')": lambda: paper.each_worker(
-        lambda h: PORTION * paper.top_k(h, k_of(h))
+    f"topk(density={DENSITY}, smallest=0, feedback='update')": lambda: compressors.each_worker(
+        lambda h: PORTION * compressors.top_k(h, k_of(h))
     ),
-    f"trickle(density={DENSITY}, smallest=0, group={GROUP}, portion=1.0)": lambda: paper.each_worker(
-        lambda h: paper.top_k_int8(h, k_of(h), GROUP, np.float32)
+    f"trickle(density={DENSITY}, smallest=0, group={GROUP}, portion=1.0)": lambda: compressors.each_worker(
+        lambda h: compressors.top_k_int8(h, k_of(h), GROUP, np.float32)
     ),
-    f"trickle(density={DENSITY}, smallest=0, group={GROUP}, portion=0.3)": lambda: paper.each_worker(
-        lambda h: 0.3 * paper.top_k_int8(h, k_of(h), GROUP, np.float32)
+    f"trickle(density={DENSITY}, smallest=0, group={GROUP}, portion=0.3)": lambda: compressors.each_worker(
+        lambda h: 0.3 * compressors.top_k_int8(h, k_of(h), GROUP, np.float32)
     ),
     f"radius(density={DENSITY}, T=3, start=0, smallest=0, feedback='update', residual_scale=1.0)": (
-        lambda: paper.RadiusUpdates(DENSITY, 3)
+        lambda: compressors.RadiusUpdates(DENSITY, 3)
     ),
-    "powersgd(rank=2, smallest=0, feedback='update', beta1=0.0)": lambda: paper.PowerSGDUpdates(
+    "powersgd(rank=2, smallest=0, feedback='update', beta1=0.0)": lambda: PowerSGDUpdates(
         {
             i: random_normal(seed_of(0, name), shape[1] * 2, torch.device("cpu")).view(-1, 2)
             for i, (name, shape) in enumerate(SHAPES.items())
         }
     ),
-    "powersgd(rank=2, smallest=0, feedback='update', beta1=0.5)": lambda: paper.PowerSGDUpdates(
+    "powersgd(rank=2, smallest=0, feedback='update', beta1=0.5)": lambda: PowerSGDUpdates(
         {
             i: random_normal(seed_of(0, name), shape[1] * 2, torch.device("cpu")).view(-1, 2)
             for i, (name, shape) in enumerate(SHAPES.items())
         }
     ),
-    "tagc(theta=0, smallest=0, feedback='update')": lambda: paper.dense,
+    "tagc(theta=0, smallest=0, feedback='update')": lambda: compressors.dense,
     **{
         merged_spec(bits, share): partial(
-            paper.Merged, SIZE, DENSITY, share, GROUP, LEVELS[bits], LEVELS[bits], np.float32
+            compressors.Merged, SIZE, DENSITY, share, GROUP, LEVELS[bits], LEVELS[bits], np.float32
         )
         for bits, share in ((8, 0.25), (8, 1.0), (4, 0.1), (4, 1.0))  # the three masks' union is up to 0.375
     },
 }
 
 
-class Muon(paper.Trickle):
+class Muon(Trickle):
     """Jordan et al., 2024, with the scale of arXiv 2502.16982: each worker's own momentum, orthogonalised."""
 
     def update(self, n, i, t, g, r, lr, b2, eps):
@@ -187,11 +189,11 @@ def test_it_is_the_transcription(spec):
     b1 = 0.5 if "beta1=0.5" in spec else 0.0
     places = sample_in_rows if "shared" in spec or "merged" in spec else sample
     compress = COMPRESSORS[spec]()
-    server = compress.server if isinstance(compress, paper.Merged) else None
-    agree(spec, paper.Trickle(zeros, SIZE, compress, places, delayed=True, b1=b1, server=server))
+    server = compress.server if isinstance(compress, compressors.Merged) else None
+    agree(spec, Trickle(zeros, SIZE, compress, places, delayed=True, b1=b1, server=server))
 
 
-def agree(spec: str, other: paper.Trickle) -> None:
+def agree(spec: str, other: Trickle) -> None:
     found = played(spec)
     for step in range(STEPS):
         parts = [
@@ -229,8 +231,8 @@ def test_merged_is_the_transcription_step_by_step(bits, share):
     leave the transcription for good; but from the same state a step, too, is the same, with y as float32 has it.
     """
     found = played(merged_spec(bits, share))
-    merge = paper.Merged(SIZE, DENSITY, share, GROUP, LEVELS[bits], LEVELS[bits], np.float32)
-    other = paper.Trickle(
+    merge = compressors.Merged(SIZE, DENSITY, share, GROUP, LEVELS[bits], LEVELS[bits], np.float32)
+    other = Trickle(
         [np.zeros(shape) for shape in SHAPES.values()], SIZE, merge, sample_in_rows, delayed=True,
         server=lambda y: merge.server(y.astype(np.float32).astype(np.float64)),
     )  # fmt: skip
@@ -266,10 +268,10 @@ def test_merged_where_a_row_has_an_owner_is_the_transcription(bits, share):
         lambda: methods.resolve(merged_spec(bits, share)), padded, topology="reduce_scatter", size=SIZE, shapes=SHAPES,
         steps=STEPS, optimizer=adamw,
     )  # fmt: skip
-    merge = paper.Merged(SIZE, DENSITY, share, GROUP, LEVELS[bits], None, np.float32)
+    merge = compressors.Merged(SIZE, DENSITY, share, GROUP, LEVELS[bits], None, np.float32)
     zeros = [np.zeros((SIZE, span)) for _ in SHAPES]
     places = partial(sample_in_rows, span=span)
-    other = paper.Trickle(zeros, SIZE, merge, places, delayed=True, server=merge.server)
+    other = Trickle(zeros, SIZE, merge, places, delayed=True, server=merge.server)
     for step in range(STEPS):
         given = [found[rank][step]["input"].view(SIZE, 2, span).unbind(1) for rank in range(SIZE)]
         expected = other.step(step + 1, given, LR, B2, EPS, DECAY)
@@ -474,7 +476,8 @@ def _conserves(rank: int, world: int) -> dict[str, float]:
         some, all_ = (
             _alternates(rank, world, text, "AABBACAB")
             for text in (
-                spec.replace(")", ", smallest=0)"), f"topk(density=1.0, beta1={beta1}, portion=1.0, smallest=0)"
+                spec.replace(")", ", smallest=0)"),
+                f"topk(density=1.0, beta1={beta1}, portion=1.0, smallest=0)",
             )
         )
         lost = [(some[n][0] - some[n][1] - all_[n][0]).abs().max() / all_[n][0].abs().max() for n in some]

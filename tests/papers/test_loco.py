@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from independent4 import Int4Group
+from papers.sdp4bit import Int4Group
 from thinwire.base.errors import ThinwireError
 from thinwire.methods import LoCo
 from thinwire.proof.ranks import reduce_on_threads

@@ -1,4 +1,4 @@
-"""1-bit Adam against its pseudo-code (``papers.OneBitAdamPaper``, float64), laws, limits, and the kernels of signs."""
+"""1-bit Adam against its pseudo-code (``papers/onebit_adam.py``, float64), laws, limits, and the kernels of signs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from breadth import spread
-from papers import OneBitAdamPaper
+from papers.onebit_adam import OneBitAdam as OneBitAdamPaper
 from programs import needs_triton, run_python
 from test_ops_quant import apart, assert_same_bits, hard_rows, margin, poisoned
 from thinwire.base.errors import ThinwireError

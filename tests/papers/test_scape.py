@@ -1,4 +1,4 @@
-"""SCAPE against its pseudo-code (``independent4.py``, float64, by someone who had not seen it), laws and limits."""
+"""SCAPE against its pseudo-code (``papers/scape.py``, float64, by someone who had not seen it), laws and limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ranks
 import thinwire
 from breadth import spread
 from engines import build, same_on_all_ranks, train
-from independent4 import SCAPE as ScapePaper
+from papers.scape import SCAPE as ScapePaper
 from programs import needs_triton, run_python
 from thinwire.base.errors import ThinwireError
 from thinwire.core.method import Parameter, Run

@@ -1,4 +1,4 @@
-"""SDP4Bit against its pseudo-code (``independent4.py``, float64, by someone who had not seen it), laws and limits."""
+"""SDP4Bit against its pseudo-code (``papers/sdp4bit.py``, float64, by someone who had not seen it), laws and limits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import ranks
 import thinwire
 from breadth import ALL, spread
 from engines import adamw, build, same_on_all_ranks, train
-from independent4 import Int4Group, WeightDifference, gather_parts, two_level
-from independent4 import hadamard as rotate
 from models import Net, flat, loss_of
+from papers.sdp4bit import Int4Group, WeightDifference, gather_parts, two_level
+from papers.sdp4bit import hadamard as rotate
 from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import ShiftedInt8
 from thinwire.core.bucket import Piece, Shard

@@ -1,17 +1,21 @@
 """SEPARATE: resets, the stability bound, bytes, limits and knobs.
 
-(``test_papers.py`` holds it against Algorithm 1; ``test_linear.py`` holds the laws that all linear methods obey, and
-that the printed update overflows where ours is bounded.)
+(``test_linear.py`` holds the laws that all linear methods obey, and that the printed update overflows where ours is
+bounded.)
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from breadth import spread
+from papers import against
+from papers.separate import SEPARATE as SeparatePaper
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.methods import SEPARATE
@@ -167,3 +171,36 @@ def test_knobs_that_mean_nothing_are_refused_in_one_line(knobs, message):
     with pytest.raises(ThinwireError, match=message) as refused:
         SEPARATE(**knobs)
     assert "\n" not in str(refused.value)
+
+
+ESTIMATORS = [
+    ("paper", 0.95), ("cyclic_srht", 0), ("cyclic_srht", 0.25),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("knobs", "topology", "size"), spread(3, ESTIMATORS, against.TOPOLOGIES, against.SIZES))
+def test_against_algorithm_1(knobs, topology, size):
+    estimator, beta = knobs
+    block, ratio, numel = 16, 4, 16 * 16 * 12
+    method = {"ratio": ratio, "estimator": estimator, "block": block, "smallest": 0, "send": ("*",)}
+    method["beta"] = beta
+    if estimator == "paper":
+        method |= {"reset": 20}
+    results = against.run(lambda: SEPARATE(**method), topology, size, {"w": numel})
+    lanes = 16 if "srht" in estimator else 1
+    kept = block // ratio
+    scale = 1 / kept if estimator == "paper" else 1.0
+    paper = SeparatePaper(numel // block, block, size, scale, beta, method.get("reset", 0))
+    paper.steps = -1  # ours counts k from 0, so that "k % T = 0" is true of the first step
+
+    def blocks(flat):
+        return flat.reshape(-1, block, lanes).transpose(0, 2, 1).ravel()
+
+    for step in range(against.STEPS):
+        matrix = SEPARATE(**method).codec_for([("w", 0, numel)], step).matrix().double().numpy()
+        expected = paper.step([blocks(g) for g in against.given(size, step, numel)], matrix)
+        mean = against.received(results, step, topology)
+        assert np.abs(blocks(mean) - expected).max() < 2e-4 * max(1.0, np.abs(expected).max())
+        for n in range(size):
+            residual = blocks(results[n][step]["residual/w"].double().numpy().ravel())
+            assert np.abs(residual - paper.errors[n]).max() < 5e-4 * max(1.0, np.abs(paper.errors[n]).max())

@@ -1,12 +1,40 @@
-"""The transcriptions of ``independent11.py`` against themselves: limits, conservation, and the older transcriptions."""
+"""The transcriptions themselves, without Thinwire: limits, conservation, values by hand."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-import independent11 as paper
-from papers import OneBitAdamPaper, PowerSgdPaper
+from papers.compressors import (
+    Merged,
+    RadiusUpdates,
+    dense,
+    each_worker,
+    in_rows,
+    kept,
+    margin,
+    shared_mask,
+    sign_mean,
+    symmetric_integers,
+    top_k,
+    top_k_int8,
+)
+from papers.local_steps import (
+    LS1,
+    SGD,
+    AdamW,
+    DiLoCo,
+    SparseLoCo,
+    bin_means,
+    blocks_of,
+    sigma_labels,
+    sign_labels,
+    tile_top_k,
+    tiles_of,
+)
+from papers.powersgd import PowerSGDUpdates
+from papers.support import mean_of, zeros_like
+from papers.trickle import Trickle, delivered_by, lost, taken_by
 
 SHAPES = [(6, 5), (7,)]
 B2, EPS = 0.95, 1e-8
@@ -36,15 +64,15 @@ def close(a, b):
 def compressors():
     rng = np.random.default_rng(3)
     return {
-        "dense": paper.dense,
-        "top": paper.each_worker(lambda h: paper.top_k(h, paper.kept(h.size, 0.2))),
-        "top8": paper.each_worker(lambda h: paper.top_k_int8(h, paper.kept(h.size, 0.4), 4)),
-        "sign": paper.each_worker(lambda h: paper.sign_mean(h, 8)),
-        "mask": paper.shared_mask(three),
-        "radius": paper.RadiusUpdates(0.3, 4),
-        "printed": paper.RadiusUpdates(0.3, 4, start=3, printed=True),
-        "power": paper.PowerSGDUpdates({0: rng.standard_normal((5, 2))}),
-        "torch's": paper.PowerSGDUpdates({0: rng.standard_normal((5, 2))}, own=False),
+        "dense": dense,
+        "top": each_worker(lambda h: top_k(h, kept(h.size, 0.2))),
+        "top8": each_worker(lambda h: top_k_int8(h, kept(h.size, 0.4), 4)),
+        "sign": each_worker(lambda h: sign_mean(h, 8)),
+        "mask": shared_mask(three),
+        "radius": RadiusUpdates(0.3, 4),
+        "printed": RadiusUpdates(0.3, 4, start=3, printed=True),
+        "power": PowerSGDUpdates({0: rng.standard_normal((5, 2))}),
+        "torch's": PowerSGDUpdates({0: rng.standard_normal((5, 2))}, own=False),
     }
 
 
@@ -53,17 +81,17 @@ def compressors():
 def test_trickle_conserves(name, delayed):
     steps, workers, wd = 14, 3, 0.1  # the last is no dense step
     gradients, lrs = drawn(steps, workers), [0.01 / t for t in range(1, steps + 1)]
-    trickle = paper.Trickle(start(), workers, compressors()[name], three, delayed)
+    trickle = Trickle(start(), workers, compressors()[name], three, delayed)
     seen = [start()]
     for t, (g, lr) in enumerate(zip(gradients, lrs, strict=True), 1):
         seen.append(trickle.step(t, g, lr, B2, EPS, wd))
     for i in range(2):
-        taken = paper.taken_by([[worker[i] for worker in step] for step in gradients], lrs, trickle.rs, B2, EPS)
-        delivered = paper.delivered_by([weights[i] for weights in seen], lrs, wd)
+        taken = taken_by([[worker[i] for worker in step] for step in gradients], lrs, trickle.rs, B2, EPS)
+        delivered = delivered_by([weights[i] for weights in seen], lrs, wd)
         waiting = [e[i] for e in trickle.e]
         np.testing.assert_allclose(taken, trickle.taken[i], rtol=1e-12)
         np.testing.assert_allclose(delivered, trickle.delivered[i], atol=1e-13)
-        assert paper.lost(taken, delivered, waiting) < 1e-12
+        assert lost(taken, delivered, waiting) < 1e-12
         assert (max(np.abs(e).max() for e in waiting) > 0) == (name != "dense" and (name, i) not in POWER_SENDS_DENSE)
     trickle.deliver()
     close(trickle.taken, trickle.delivered)
@@ -75,9 +103,9 @@ POWER_SENDS_DENSE = {("power", 1), ("torch's", 1)}
 
 @pytest.mark.parametrize("name", ["dense", "full"])
 def test_one_worker_at_density_1_is_adam_without_beta1(name):
-    full = paper.each_worker(lambda h: paper.top_k(h, paper.kept(h.size, 1.0)))
-    trickle = paper.Trickle(start(), 1, paper.dense if name == "dense" else full, three)
-    adam, weights = paper.AdamW(0.0, B2, EPS, 0.1), start()
+    full = each_worker(lambda h: top_k(h, kept(h.size, 1.0)))
+    trickle = Trickle(start(), 1, dense if name == "dense" else full, three)
+    adam, weights = AdamW(0.0, B2, EPS, 0.1), start()
     for t, g in enumerate(drawn(10, 1), 1):
         weights = adam.step(weights, g[0], 0.01)
         close(trickle.step(t, g, 0.01, B2, EPS, 0.1), weights)
@@ -85,23 +113,23 @@ def test_one_worker_at_density_1_is_adam_without_beta1(name):
 
 
 def test_equal_workers_are_one_worker():
-    top = paper.each_worker(lambda h: paper.top_k(h, 3))
-    one, four = paper.Trickle(start(), 1, top, three), paper.Trickle(start(), 4, top, three)
+    top = each_worker(lambda h: top_k(h, 3))
+    one, four = Trickle(start(), 1, top, three), Trickle(start(), 4, top, three)
     for t, g in enumerate(drawn(10, 1), 1):
         close(one.step(t, g, 0.01, B2, EPS, 0.1), four.step(t, g * 4, 0.01, B2, EPS, 0.1))
 
 
 def test_small_tensors_get_adamw_of_the_mean():
-    trickle = paper.Trickle(start(), 3, compressors()["top"], three, small=[False, True])
-    adam, weights = paper.AdamW(0.9, B2, EPS, 0.1), start()[1:]
+    trickle = Trickle(start(), 3, compressors()["top"], three, small=[False, True])
+    adam, weights = AdamW(0.9, B2, EPS, 0.1), start()[1:]
     for t, g in enumerate(drawn(10, 3), 1):
-        weights = adam.step(weights, [paper.mean_of([worker[1] for worker in g])], 0.01)
+        weights = adam.step(weights, [mean_of([worker[1] for worker in g])], 0.01)
         close(trickle.step(t, g, 0.01, B2, EPS, 0.1)[1:], weights)
 
 
 def test_r_in_both_orders():
     gradients = drawn(4, 2, [(7,)])
-    both = [paper.Trickle([np.zeros(7)], 2, paper.dense, three, delayed) for delayed in (False, True)]
+    both = [Trickle([np.zeros(7)], 2, dense, three, delayed) for delayed in (False, True)]
     ratios = []
     for t, g in enumerate(gradients, 1):
         for trickle in both:
@@ -117,19 +145,19 @@ def test_r_in_both_orders():
 
 def test_compressors_on_known_values():
     h = np.array([1.0, -3.0, 3.0, 0.5, -3.0, 2.0])
-    np.testing.assert_array_equal(paper.top_k(h, 2), [0, -3, 3, 0, 0, 0])
-    np.testing.assert_array_equal(paper.top_k(h.reshape(2, 3), 2), [[0, -3, 3], [0, 0, 0]])
-    signs = paper.sign_mean(np.array([1.0, -5.0, 0.0, -4.0, -5.0]), 3)
+    np.testing.assert_array_equal(top_k(h, 2), [0, -3, 3, 0, 0, 0])
+    np.testing.assert_array_equal(top_k(h.reshape(2, 3), 2), [[0, -3, 3], [0, 0, 0]])
+    signs = sign_mean(np.array([1.0, -5.0, 0.0, -4.0, -5.0]), 3)
     np.testing.assert_array_equal(signs, [2, -2, 2, -4.5, -4.5])
     x = np.array([127.0, 0.5, 0.0, 1.5, 2.5, -2.5, 254.0, 3.0])  # scales 1 and 2; the zero is not sent
-    np.testing.assert_array_equal(paper.top_k_int8(x, 7, 4), [127, 0, 0, 2, 2, -2, 254, 4])
-    np.testing.assert_array_equal(paper.symmetric_integers(np.zeros(3), 127, 2), np.zeros(3))
-    assert paper.margin(h, 1) == 0 and paper.margin(h, 3) == pytest.approx(1 / 3)
+    np.testing.assert_array_equal(top_k_int8(x, 7, 4), [127, 0, 0, 2, 2, -2, 254, 4])
+    np.testing.assert_array_equal(symmetric_integers(np.zeros(3), 127, 2), np.zeros(3))
+    assert margin(h, 1) == 0 and margin(h, 3) == pytest.approx(1 / 3)
 
 
 def rows_apart(density):
     """Own masks row by row, as they are, without a server: a compressor for three workers."""
-    return paper.each_worker(lambda h: paper.in_rows(h, 3, lambda row: paper.top_k(row, paper.kept(row.size, density))))
+    return each_worker(lambda h: in_rows(h, 3, lambda row: top_k(row, kept(row.size, density))))
 
 
 @pytest.mark.parametrize("merged", [0.2, 0.5, 1.0])
@@ -138,18 +166,18 @@ def test_merged_loses_nothing(levels, merged):
     """Of 30 values in rows of 10, and of 7 in rows of 3, 3 and 1: what was taken was delivered or waits in e or s."""
     steps, workers, wd = 14, 3, 0.1
     gradients, lrs = drawn(steps, workers), [0.01 / t for t in range(1, steps + 1)]
-    merge = paper.Merged(workers, 0.2, merged, 4, *levels)
-    trickle = paper.Trickle(start(), workers, merge, three, server=merge.server)
+    merge = Merged(workers, 0.2, merged, 4, *levels)
+    trickle = Trickle(start(), workers, merge, three, server=merge.server)
     seen = [start()]
     for t, (g, lr) in enumerate(zip(gradients, lrs, strict=True), 1):
         seen.append(trickle.step(t, g, lr, B2, EPS, wd))
         for i in range(2):
             waiting = [e[i] + trickle.s[i] for e in trickle.e]
-            assert paper.lost(trickle.taken[i], trickle.delivered[i], waiting) < 1e-12
+            assert lost(trickle.taken[i], trickle.delivered[i], waiting) < 1e-12
     for i in range(2):
-        taken = paper.taken_by([[worker[i] for worker in step] for step in gradients], lrs, trickle.rs, B2, EPS)
-        delivered = paper.delivered_by([weights[i] for weights in seen], lrs, wd)
-        assert paper.lost(taken, delivered, [e[i] + trickle.s[i] for e in trickle.e]) < 1e-12
+        taken = taken_by([[worker[i] for worker in step] for step in gradients], lrs, trickle.rs, B2, EPS)
+        delivered = delivered_by([weights[i] for weights in seen], lrs, wd)
+        assert lost(taken, delivered, [e[i] + trickle.s[i] for e in trickle.e]) < 1e-12
         assert max(np.abs(e[i]).max() for e in trickle.e) > 0
         assert trickle.s[i].any() or (levels[1] is None and merged > 0.2)
     trickle.deliver()
@@ -159,9 +187,9 @@ def test_merged_loses_nothing(levels, merged):
 
 @pytest.mark.parametrize("merged", [0.6, 1.0])  # three workers choose 2 of 10 and 1 of 3, so at most 6 of 10
 def test_merged_beyond_the_union_is_own_masks_row_by_row(merged):
-    merge = paper.Merged(3, 0.2, merged, 4, None, None)
-    both = [paper.Trickle(start()[:1], 3, merge, three, server=merge.server)]
-    both.append(paper.Trickle(start()[:1], 3, rows_apart(0.2), three))
+    merge = Merged(3, 0.2, merged, 4, None, None)
+    both = [Trickle(start()[:1], 3, merge, three, server=merge.server)]
+    both.append(Trickle(start()[:1], 3, rows_apart(0.2), three))
     for t, g in enumerate(drawn(10, 3, SHAPES[:1]), 1):
         close(*(trickle.step(t, g, 0.01, B2, EPS, 0.1) for trickle in both))
         assert not both[0].s[0].any()
@@ -171,28 +199,28 @@ def test_merged_beyond_the_union_is_own_masks_row_by_row(merged):
 
 def test_merged_on_one_worker():
     """One row. Unrounded it is own masks; at densities of 1 Adam without beta1; a server may send less."""
-    own = paper.each_worker(lambda h: paper.top_k(h, paper.kept(h.size, 0.2)))
-    plain = paper.Trickle(start(), 1, own, three)
-    merges = [paper.Merged(1, d, m, 4, None, None) for d, m in ((0.2, 0.2), (1.0, 1.0), (0.2, 0.1))]
-    same, full, less = (paper.Trickle(start(), 1, merge, three, server=merge.server) for merge in merges)
-    adam, weights = paper.AdamW(0.0, B2, EPS, 0.1), start()
+    own = each_worker(lambda h: top_k(h, kept(h.size, 0.2)))
+    plain = Trickle(start(), 1, own, three)
+    merges = [Merged(1, d, m, 4, None, None) for d, m in ((0.2, 0.2), (1.0, 1.0), (0.2, 0.1))]
+    same, full, less = (Trickle(start(), 1, merge, three, server=merge.server) for merge in merges)
+    adam, weights = AdamW(0.0, B2, EPS, 0.1), start()
     for t, g in enumerate(drawn(10, 1), 1):
         weights = adam.step(weights, g[0], 0.01)
         close(same.step(t, g, 0.01, B2, EPS, 0.1), plain.step(t, g, 0.01, B2, EPS, 0.1))
         close(full.step(t, g, 0.01, B2, EPS, 0.1), weights)
         before, after = less.weights[0], less.step(t, g, 0.01, B2, EPS, 0.0)[0]
         assert np.count_nonzero(before - after) == 3
-    assert less.s[0].any() and less.s[1].any() == (paper.kept(7, 0.1) < paper.kept(7, 0.2))
+    assert less.s[0].any() and less.s[1].any() == (kept(7, 0.1) < kept(7, 0.2))
 
 
 def test_merged_by_hand():
     """Two workers, five values in rows of three and two; two of three are chosen, and one of three is sent on."""
 
-    class Given(paper.Trickle):
+    class Given(Trickle):
         def update(self, n, i, t, g, r, lr, b2, eps):
             return g
 
-    merge = paper.Merged(2, 0.7, 0.4, 2, 7, 7)
+    merge = Merged(2, 0.7, 0.4, 2, 7, 7)
     trickle = Given([np.zeros(5)], 2, merge, None, server=merge.server)
     # c_n (7, -2, 0, 14, 0), scales 1 and 2, and (-7, 0, 4, 1, -7), scales 1 and 1; y = (0, -1, 2, 7.5, -3.5)
     g = [[np.array([7, -1.6, 1, 14, 0])], [np.array([-7, 0.5, 3.8, 1, -7])]]
@@ -204,32 +232,24 @@ def test_merged_by_hand():
     close([trickle.e[0][0], trickle.e[1][0]], [[0, -1 / 35, 0, 0, 0], [0, 0, 1 / 70, 0, 0]])
     close(trickle.s, [[0, 0, 11 / 28, 0, 0]])
     y = np.array([7, -1.6, 1, 14, 0])
-    np.testing.assert_array_equal(paper.Merged(2, 0.7, 0.7, 2, 7, 7).server(y), [7, -2, 0, 14, 0])
-    np.testing.assert_array_equal(paper.Merged(2, 0.7, 0.7, 2, 7, None).server(y), [7, -1.6, 0, 14, 0])
+    np.testing.assert_array_equal(Merged(2, 0.7, 0.7, 2, 7, 7).server(y), [7, -2, 0, 14, 0])
+    np.testing.assert_array_equal(Merged(2, 0.7, 0.7, 2, 7, None).server(y), [7, -1.6, 0, 14, 0])
 
 
 def test_radius_in_its_limits():
-    for make in (lambda: paper.RadiusUpdates(0.1, 1), lambda: paper.RadiusUpdates(1.0, 5)):
-        trickle, plain = (paper.Trickle(start(), 3, c, three) for c in (make(), paper.dense))
+    for make in (lambda: RadiusUpdates(0.1, 1), lambda: RadiusUpdates(1.0, 5)):
+        trickle, plain = (Trickle(start(), 3, c, three) for c in (make(), dense))
         for t, g in enumerate(drawn(8, 3), 1):
             close(trickle.step(t, g, 0.01, B2, EPS, 0.0), plain.step(t, g, 0.01, B2, EPS, 0.0))
-    radius = paper.RadiusUpdates(0.3, 4, start=3)
+    radius = RadiusUpdates(0.3, 4, start=3)
     assert [t for t in range(1, 13) if radius.chooses(t)] == [3, 7, 11]
-    assert [t for t in range(1, 13) if paper.RadiusUpdates(0.3, 4, 3, True).chooses(t)] == [4, 8, 12]
+    assert [t for t in range(1, 13) if RadiusUpdates(0.3, 4, 3, True).chooses(t)] == [4, 8, 12]
 
 
-def test_powersgd_as_transcribed_before():
-    q = np.random.default_rng(5).standard_normal((5, 2))
-    before, compress = PowerSgdPaper(q.copy(), 3, (6, 5)), paper.PowerSGDUpdates({0: q})
-    e = [np.zeros((6, 5))] * 3
-    for t, g in enumerate(drawn(10, 3, [(6, 5)]), 1):
-        h = [e[n] + g[n][0] for n in range(3)]
-        c = compress(0, t, h)
-        e = [h[n] - c[n] for n in range(3)]
-        close([paper.mean_of(c)], [before.step([worker[0] for worker in g])])
-        close(e, before.e)
-    full = paper.PowerSGDUpdates({0: np.eye(5)})  # full rank: the mean passes, a worker's own part need not
-    close([paper.mean_of(full(0, 1, h))], [paper.mean_of(h)])
+def test_powersgd_at_full_rank_is_dense():
+    """The mean passes; a worker's own part need not."""
+    full, h = PowerSGDUpdates({0: np.eye(5)}), [worker[0] for worker in drawn(1, 3, [(6, 5)])[0]]
+    close([mean_of(full(0, 1, h))], [mean_of(h)])
 
 
 def local_run(method, gradients, every, lr=0.01):
@@ -244,25 +264,25 @@ def local_run(method, gradients, every, lr=0.01):
 def test_h_1_with_sgd_is_dense():
     gradients = drawn(6, 3)
     expected = [w - 0.01 * sum(sum(worker[i] for worker in g) / 3 for g in gradients) for i, w in enumerate(start())]
-    close(local_run(paper.DiLoCo(start(), 3, paper.SGD, 1.0, 0.0), gradients, 1), expected)
-    close(local_run(paper.SparseLoCo(start(), 3, paper.SGD, density=1.0, labels=None), gradients, 1), expected)
+    close(local_run(DiLoCo(start(), 3, SGD, 1.0, 0.0), gradients, 1), expected)
+    close(local_run(SparseLoCo(start(), 3, SGD, density=1.0, labels=None), gradients, 1), expected)
 
 
 def test_one_worker_is_the_plain_optimizer():
     gradients = drawn(8, 1)
-    adam, weights = paper.AdamW(0.9, B2, EPS, 0.1), start()
+    adam, weights = AdamW(0.9, B2, EPS, 0.1), start()
     for g in gradients:
         weights = adam.step(weights, g[0], 0.01)
 
     def inner():
-        return paper.AdamW(0.9, B2, EPS, 0.1)
+        return AdamW(0.9, B2, EPS, 0.1)
 
-    close(local_run(paper.DiLoCo(start(), 1, inner, 1.0, 0.0), gradients, 4), weights)
-    close(local_run(paper.SparseLoCo(start(), 1, inner, density=1.0, labels=None), gradients, 4), weights)
-    ls1 = paper.LS1(start(), 1, (0.9, B2), EPS, 0.1, None, compress=lambda x: x)
+    close(local_run(DiLoCo(start(), 1, inner, 1.0, 0.0), gradients, 4), weights)
+    close(local_run(SparseLoCo(start(), 1, inner, density=1.0, labels=None), gradients, 4), weights)
+    ls1 = LS1(start(), 1, (0.9, B2), EPS, 0.1, None, compress=lambda x: x)
     close(local_run(ls1, gradients, 4), weights)
     for handover in ("own", "scaled", "kept"):
-        ls1 = paper.LS1(start(), 1, (0.9, B2), EPS, 0.1, None, compress=lambda x: x, handover=handover)
+        ls1 = LS1(start(), 1, (0.9, B2), EPS, 0.1, None, compress=lambda x: x, handover=handover)
         for g in gradients[:4]:
             ls1.warm_step(g, 0.01)
         close(local_run(ls1, gradients[4:], 2), weights)
@@ -276,64 +296,64 @@ def test_outer_momentum_in_closed_form():
         for t in range(5):
             u = sum(0.9 ** (t - s) * drifts[s] for s in range(t + 1))
             expected = expected - 0.7 * (drifts[t] + 0.9 * u if nesterov else u)
-        close(local_run(paper.DiLoCo([np.zeros(4)], 2, paper.SGD, 0.7, 0.9, nesterov), gradients, 1), [expected])
+        close(local_run(DiLoCo([np.zeros(4)], 2, SGD, 0.7, 0.9, nesterov), gradients, 1), [expected])
 
 
 def test_sparseloco_loses_nothing_without_decay():
     shapes = [(9, 10), (11,)]
-    method = paper.SparseLoCo(start(shapes), 2, decay=1.0, density=0.2, tiles=lambda shape: paper.tiles_of(shape, 16))
-    taken = paper.zeros_like(method.weights)
+    method = SparseLoCo(start(shapes), 2, decay=1.0, density=0.2, tiles=lambda shape: tiles_of(shape, 16))
+    taken = zeros_like(method.weights)
     for t, g in enumerate(drawn(12, 2, shapes), 1):
         for n in range(2):
             method.inner_step(n, g[n], 0.01)
         if t % 3 == 0:
             for i in range(2):
-                taken[i] = taken[i] + paper.mean_of([method.drift(n)[i] for n in range(2)])
+                taken[i] = taken[i] + mean_of([method.drift(n)[i] for n in range(2)])
             method.round()
     for i, w in enumerate(start(shapes)):
-        assert paper.lost(taken[i], w - method.weights[i], [e[i] for e in method.e]) < 1e-12
+        assert lost(taken[i], w - method.weights[i], [e[i] for e in method.e]) < 1e-12
         assert max(np.abs(e[i]).max() for e in method.e) > 0
 
 
 def test_tiles_and_two_bits():
     for shape in [(130, 70), (5000,), (64, 64)]:
-        for tiles in (paper.tiles_of(shape), paper.blocks_of(shape)):
+        for tiles in (tiles_of(shape), blocks_of(shape)):
             assert sorted(i for tile in tiles for i in tile) == list(range(int(np.prod(shape))))
             assert max(map(len, tiles)) <= 4096
     values = np.random.default_rng(1).standard_normal(200)
-    for labels in (paper.sigma_labels, paper.sign_labels):
-        rounded = paper.bin_means(values, labels(values))
+    for labels in (sigma_labels, sign_labels):
+        rounded = bin_means(values, labels(values))
         assert len(set(rounded.tolist())) == 4
         assert rounded.sum() == pytest.approx(values.sum())
         assert np.abs(rounded - values).max() < np.abs(values).max()
-    assert paper.sigma_labels(np.array([2.0, 2.0])).tolist() == [2, 2]
+    assert sigma_labels(np.array([2.0, 2.0])).tolist() == [2, 2]
     h = np.array([5.0, -1.0, 2.0, 0.1, 0.3, -0.2])
-    tiled = paper.tile_top_k(h, paper.tiles_of(h.shape, 3), lambda length: 2, None)
+    tiled = tile_top_k(h, tiles_of(h.shape, 3), lambda length: 2, None)
     np.testing.assert_array_equal(tiled, [5, 0, 2, 0, 0.3, -0.2])
-    tiled = paper.tile_top_k(h, paper.tiles_of(h.shape, 3), lambda length: 2, paper.sign_labels, per_tile=True)
+    tiled = tile_top_k(h, tiles_of(h.shape, 3), lambda length: 2, sign_labels, per_tile=True)
     np.testing.assert_allclose(tiled, [5, 0, 2, 0, 0.3, -0.2])
 
 
 def test_ls1_loses_nothing():
-    method = paper.LS1(start(), 3, compress=lambda x: paper.sign_mean(x, 4))
+    method = LS1(start(), 3, compress=lambda x: sign_mean(x, 4))
     for g in drawn(3, 3, seed=1):
         method.warm_step(g, 0.01)
-    before, taken = [w.copy() for w in method.weights], paper.zeros_like(method.weights)
+    before, taken = [w.copy() for w in method.weights], zeros_like(method.weights)
     for t, g in enumerate(drawn(12, 3), 1):
         for n in range(3):
             method.inner_step(n, g[n], 0.01)
         if t % 4 == 0:
             for i, w in enumerate(method.weights):
-                taken[i] = taken[i] + paper.mean_of([w - local[i] for local in method.local])
+                taken[i] = taken[i] + mean_of([w - local[i] for local in method.local])
             method.round()
             assert all(np.array_equal(local[0], method.weights[0]) for local in method.local)
     for i in range(2):
         delivered = before[i] - method.weights[i]
-        assert paper.lost(taken[i], delivered, [e[i] + method.s[i] for e in method.e]) < 1e-12
+        assert lost(taken[i], delivered, [e[i] + method.s[i] for e in method.e]) < 1e-12
 
 
 def test_ls1_round_by_hand():
-    method = paper.LS1([np.zeros(2)], 2)
+    method = LS1([np.zeros(2)], 2)
     method.local = [[-np.array([1.0, 3.0])], [-np.array([2.0, -2.0])]]  # the drifts, negated
     close(method.round(), [[-1.0, -1.0]])  # q_n (2, 2), (2, -2); z (2, 0), q (1, 1)
     close([method.e[0][0], method.e[1][0], method.s[0]], [[-1.0, 1.0], [0.0, 0.0], [1.0, -1.0]])
@@ -342,35 +362,7 @@ def test_ls1_round_by_hand():
 
 
 def test_ls1_divides_v_by_the_workers():
-    one, four = paper.LS1(start(), 1, eps=0.0), paper.LS1(start(), 4, eps=0.0)
+    one, four = LS1(start(), 1, eps=0.0), LS1(start(), 4, eps=0.0)
     (g,) = drawn(1, 1)
     moves = [w - one_w for w, one_w in zip(start(), one.inner_step(0, g[0], 0.01), strict=True)]
     close([w - own for w, own in zip(start(), four.inner_step(2, g[0], 0.01), strict=True)], [2 * m for m in moves])
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_frozen_v_with_signs_is_1_bit_adam(workers):
-    numel, group = 64, 8  # the servers' chunks are whole groups
-    before = OneBitAdamPaper(
-        numel, workers, group=group, warmup=4, scale="mean", lr=0.01, betas=(0.9, B2), eps=EPS, decay=0.1
-    )
-
-    def sign(x):
-        return paper.sign_mean(x, group)
-
-    method = paper.FrozenV([np.zeros(numel)], workers, 4, paper.each_worker(sign), sign, (0.9, B2), EPS, 0.1)
-    for g in drawn(12, workers, [(numel,)]):
-        close(method.step(g, 0.01), [before.step([worker[0] for worker in g])])
-
-
-def test_frozen_v_in_its_limits():
-    gradients = drawn(10, 3)
-    means = [[paper.mean_of([worker[i] for worker in g]) for i in range(2)] for g in gradients]
-    adam, weights = paper.AdamW(0.9, B2, EPS, 0.1), start()
-    endless = paper.FrozenV(start(), 3, 10, paper.dense, betas=(0.9, B2), wd=0.1)
-    many = paper.FrozenV(start(), 3, 4, paper.dense, betas=(0.9, B2), wd=0.1)
-    one = paper.FrozenV(start(), 1, 4, paper.dense, betas=(0.9, B2), wd=0.1)
-    for g, mean in zip(gradients, means, strict=True):
-        weights = adam.step(weights, mean, 0.01)
-        close(endless.step(g, 0.01), weights)
-        close(many.step(g, 0.01), one.step([mean], 0.01))

@@ -1,0 +1,350 @@
+"""Local steps: DiLoCo (arXiv 2311.08105, Alg. 1), SparseLoCo (arXiv 2508.15706) and LS1 (QUALITY.md, section 5).
+
+A gradient or weight argument is a list over tensors (of any shape); `gradients` is a list over workers of such lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from papers.compressors import Compressor, dense, kept, largest, sign_mean
+from papers.support import Array, array, mean_of, zeros_like
+
+
+def clipped(gradient: Sequence[Array], max_norm: float | None, epsilon: float = 0.0) -> list[Array]:
+    """The list scaled down to a joint norm of at most max_norm; torch's clip_grad_norm_ has epsilon = 1e-6."""
+    norm = float(np.sqrt(sum(float(np.sum(g**2)) for g in gradient)))
+    factor = 1.0 if max_norm is None or norm == 0.0 else min(1.0, max_norm / (norm + epsilon))
+    return [factor * g for g in gradient]
+
+
+class SGD:
+    """w -= lr g."""
+
+    def step(self, weights: list[Array], gradient: list[Array], lr: float) -> list[Array]:
+        """The new weights."""
+        return [w - lr * g for w, g in zip(weights, gradient, strict=True)]
+
+
+class AdamW:
+    """AdamW with bias corrections and decoupled decay (1 - lr wd) w; the state outlives a round."""
+
+    def __init__(self, b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8, wd: float = 0.0) -> None:
+        self.b1, self.b2, self.eps, self.wd = b1, b2, eps, wd
+        self.m: list[Array] = []
+        self.v: list[Array] = []
+        self.t = 0
+
+    def step(self, weights: list[Array], gradient: list[Array], lr: float) -> list[Array]:
+        """The new weights."""
+        if self.t == 0:
+            self.m, self.v = zeros_like(weights), zeros_like(weights)
+        self.t += 1
+        out = []
+        for i, (w, g) in enumerate(zip(weights, gradient, strict=True)):
+            self.m[i] = self.b1 * self.m[i] + (1 - self.b1) * g
+            self.v[i] = self.b2 * self.v[i] + (1 - self.b2) * g**2
+            m, v = self.m[i] / (1 - self.b1**self.t), self.v[i] / (1 - self.b2**self.t)
+            out.append((1 - lr * self.wd) * w - lr * m / (np.sqrt(v) + self.eps))
+        return out
+
+
+class LocalSteps:
+    """Workers that leave the common weights by inner steps of their own; `outer` brings them back in a round.
+
+    The outer step, with the mean pseudo-gradient D: momentum 0 is w -= outer_lr D; else torch's SGD(nesterov=True),
+    u = momentum u + D, w -= outer_lr (D + momentum u); nesterov=False: w -= outer_lr u. H is how often inner_step is
+    called between rounds. Inner states stay with their workers.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Any],
+        workers: int,
+        inner: Callable[[], SGD | AdamW],
+        outer_lr: float,
+        momentum: float,
+        nesterov: bool = True,
+        max_norm: float | None = None,
+    ) -> None:
+        self.weights = [array(w) for w in weights]
+        self.local = [[array(w) for w in weights] for _ in range(workers)]
+        self.inner = [inner() for _ in range(workers)]
+        self.outer_lr, self.momentum, self.nesterov, self.max_norm = outer_lr, momentum, nesterov, max_norm
+        self.u = zeros_like(self.weights)
+        self.rounds = 0
+
+    def inner_step(self, worker: int, gradient: Sequence[Any], lr: float) -> list[Array]:
+        """One step of one worker on its own weights, which are returned; max_norm clips its own gradient."""
+        g = clipped([array(x) for x in gradient], self.max_norm)
+        self.local[worker] = self.inner[worker].step(self.local[worker], g, lr)
+        return [array(w) for w in self.local[worker]]
+
+    def drift(self, worker: int) -> list[Array]:
+        """The pseudo-gradient w - w_n."""
+        return [w - own for w, own in zip(self.weights, self.local[worker], strict=True)]
+
+    def outer(self, means: list[Array]) -> list[Array]:
+        """The outer step with the mean pseudo-gradient of each tensor; all workers go on from its result."""
+        for i, d in enumerate(means):
+            self.u[i] = self.momentum * self.u[i] + d
+            move = d + self.momentum * self.u[i] if self.nesterov else self.u[i]
+            self.weights[i] = self.weights[i] - self.outer_lr * move
+        self.local = [[array(w) for w in self.weights] for _ in self.local]
+        return [array(w) for w in self.weights]
+
+
+class DiLoCo(LocalSteps):
+    """DiLoCo, Alg. 1: H inner AdamW steps, outer Nesterov (.7, .9). outer_lr 1, momentum 0 is plain averaging.
+
+    compress: what a worker's pseudo-gradient becomes on its way, without feedback (the paper: nothing).
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Any],
+        workers: int,
+        inner: Callable[[], SGD | AdamW] = AdamW,
+        outer_lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        max_norm: float | None = None,
+        compress: Compressor = dense,
+    ) -> None:
+        super().__init__(weights, workers, inner, outer_lr, momentum, nesterov, max_norm)
+        self.compress = compress
+
+    def round(self) -> list[Array]:
+        """The new common weights."""
+        self.rounds += 1
+        drifts = [self.drift(n) for n in range(len(self.local))]
+        means = []
+        for i in range(len(self.weights)):
+            means.append(mean_of(self.compress(i, self.rounds, [drift[i] for drift in drifts])))  # l. 12
+        return self.outer(means)  # l. 14
+
+
+def tiles_of(shape: tuple[int, ...], size: int = 4096) -> list[list[int]]:
+    """Flat positions of each tile: `size` consecutive ones, the last tile short."""
+    numel = int(np.prod(shape))
+    return [list(range(start, min(start + size, numel))) for start in range(0, numel, size)]
+
+
+def blocks_of(shape: tuple[int, ...], side: int = 64) -> list[list[int]]:
+    """The authors' tiles: side x side blocks of a matrix (short at the edges), side^2 in a row of a vector."""
+    if len(shape) != 2:
+        return tiles_of(shape, side * side)
+    rows, columns = shape
+    return [
+        [i * columns + j for i in range(y, min(y + side, rows)) for j in range(x, min(x + side, columns))]
+        for y in range(0, rows, side)
+        for x in range(0, columns, side)
+    ]
+
+
+def sigma_labels(values: Array, bins: int = 4, sigmas: float = 6.0) -> NDArray[np.int64]:
+    """The bins of the authors' quantizer: `bins` equal ones of width sigmas * std / bins around the mean.
+
+    The bin of x is rint((x - mean) / width + bins / 2), clamped to 0..bins-1, with std over n - 1. With 2 bits the
+    bins are centred at -2, -1, 0 and +1 widths (1.5 std each), so plus and minus are not treated alike.
+    """
+    centred = values - np.mean(values)
+    std = float(np.sqrt(np.sum(centred**2) / (values.size - 1))) if values.size > 1 else 0.0
+    width = sigmas * std / bins
+    if width == 0.0:
+        width = 1.0
+    return np.clip(np.rint(centred / width + bins // 2), 0, bins - 1).astype(np.int64)
+
+
+def sign_labels(values: Array) -> NDArray[np.int64]:
+    """Another 2-bit reading: the sign (0 is plus), and whether |x| is above the mean |x|."""
+    above = np.abs(values) > np.mean(np.abs(values))
+    return ((values >= 0).astype(np.int64) * 2 + above.astype(np.int64)).astype(np.int64)
+
+
+def bin_means(values: Array, labels: NDArray[np.int64]) -> Array:
+    """Each value replaced by the mean of those with the same label."""
+    out = np.zeros(values.size)
+    for label in sorted(set(labels.tolist())):
+        members = [i for i in range(values.size) if labels[i] == label]
+        out[members] = sum(float(values[i]) for i in members) / len(members)
+    return out
+
+
+def tile_top_k(
+    h: Array,
+    tiles: Sequence[Sequence[int]],
+    k: Callable[[int], int],
+    labels: Callable[[Array], NDArray[np.int64]] | None,
+    per_tile: bool = False,
+) -> Array:
+    """Top-k of |h| in each tile (ties: first in the tile), the kept values as bin means.
+
+    k(tile length); labels None keeps the values as they are. The bins are those of all kept values of the tensor (the
+    authors' code), or of each tile's own (per_tile). A tile's values come in order of their place in the tile.
+    """
+    flat = h.reshape(-1)
+    chosen = []
+    for tile in tiles:
+        within = largest(array([flat[i] for i in tile]), min(k(len(tile)), len(tile)))
+        chosen.append([tile[j] for j in within])
+    out = np.zeros(flat.size)
+    for group in chosen if per_tile else [[i for part in chosen for i in part]]:
+        values = array([flat[i] for i in group])
+        out[group] = values if labels is None else bin_means(values, labels(values))
+    return out.reshape(h.shape)
+
+
+class SparseLoCo(LocalSteps):
+    """SparseLoCo: e_n = decay e_n + D_n; c_n = Q(Top-k(e_n)) per tile; e_n -= c_n; w -= outer_lr mean_n c_n.
+
+    The paper's outer step is plain SGD (the decayed residual stands for momentum); momentum > 0 gives Nesterov.
+    `density` sets k = max(int(density * tile length), 1) of each tile; `tiles` gives the tiles of a shape.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Any],
+        workers: int,
+        inner: Callable[[], SGD | AdamW] = AdamW,
+        outer_lr: float = 1.0,
+        momentum: float = 0.0,
+        nesterov: bool = True,
+        max_norm: float | None = None,
+        decay: float = 0.95,
+        density: float = 1 / 32,
+        tiles: Callable[[tuple[int, ...]], list[list[int]]] = tiles_of,
+        labels: Callable[[Array], NDArray[np.int64]] | None = sigma_labels,
+        per_tile: bool = False,
+    ) -> None:
+        super().__init__(weights, workers, inner, outer_lr, momentum, nesterov, max_norm)
+        self.decay, self.density, self.tiles, self.labels, self.per_tile = decay, density, tiles, labels, per_tile
+        self.e = [zeros_like(self.weights) for _ in range(workers)]
+
+    def round(self) -> list[Array]:
+        """The new common weights."""
+        self.rounds += 1
+        drifts = [self.drift(n) for n in range(len(self.local))]
+        means = []
+        for i, w in enumerate(self.weights):
+            cs = []
+            for n in range(len(self.local)):
+                h = self.decay * self.e[n][i] + drifts[n][i]
+                c = tile_top_k(h, self.tiles(w.shape), lambda m: kept(m, self.density), self.labels, self.per_tile)
+                self.e[n][i] = h - c
+                cs.append(c)
+            means.append(mean_of(cs))
+        return self.outer(means)
+
+
+class LS1:
+    """QUALITY.md section 5, last paragraph: local steps, 1 bit both ways.
+
+    warm_step is the AdamW of the first steps (b1, b2, eps, wd; `warm` compresses each worker's gradient, without
+    feedback; the mean is clipped to max_norm); then inner_step for each worker and round every H steps. t, for the bias
+    corrections, counts a worker's steps of both kinds. In g_n "clipped by itself" the norm is over all its tensors.
+
+    The text does not say what m_n and v_n are when the local steps begin. handover:
+    "own" (averages of the worker's own clipped g_n were kept from the first step on, beside the common ones),
+    "scaled" (m_n = m, v_n = N v: v of the mean gradient has N times less noise, and v_n is divided by N),
+    "kept" (m_n = m, v_n = v), "fresh" (zeros, and t starts again).
+    """
+
+    HANDOVERS = ("own", "scaled", "kept", "fresh")
+
+    def __init__(
+        self,
+        weights: Sequence[Any],
+        workers: int,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        wd: float = 0.0,
+        max_norm: float | None = 1.0,
+        compress: Callable[[Array], Array] = lambda x: sign_mean(x, 128),
+        warm: Compressor = dense,
+        handover: str = "own",
+    ) -> None:
+        if handover not in self.HANDOVERS:
+            raise ValueError(f"handover must be one of {self.HANDOVERS}")
+        self.weights = [array(w) for w in weights]
+        self.workers = workers
+        self.betas, self.eps, self.wd, self.max_norm = betas, eps, wd, max_norm
+        self.compress, self.warm, self.handover = compress, warm, handover
+        self.local = [[array(w) for w in weights] for _ in range(workers)]
+        self.m = [zeros_like(self.weights) for _ in range(workers)]
+        self.v = [zeros_like(self.weights) for _ in range(workers)]
+        self.t = [0] * workers
+        self.common_m, self.common_v = zeros_like(self.weights), zeros_like(self.weights)
+        self.warming, self.warmed = True, 0
+        self.e = [zeros_like(self.weights) for _ in range(workers)]
+        self.s = zeros_like(self.weights)
+
+    def average(self, m: list[Array], v: list[Array], gradient: list[Array]) -> None:
+        """m and v take a gradient in."""
+        b1, b2 = self.betas
+        for i, g in enumerate(gradient):
+            m[i] = b1 * m[i] + (1 - b1) * g
+            v[i] = b2 * v[i] + (1 - b2) * g**2
+
+    def move(self, w: Array, m: Array, v: Array, t: int, lr: float, divisor: int) -> Array:
+        """w - lr (m^ / (sqrt(v^ / divisor) + eps) + wd w)."""
+        b1, b2 = self.betas
+        direction = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t) / divisor) + self.eps)
+        return w - lr * (direction + self.wd * w)
+
+    def warm_step(self, gradients: Sequence[Sequence[Any]], lr: float) -> list[Array]:
+        """One step of AdamW with the mean gradient; gradients[worker][tensor]."""
+        self.warmed += 1
+        given = [[array(g) for g in worker] for worker in gradients]
+        means = []
+        for i in range(len(self.weights)):
+            means.append(mean_of(self.warm(i, self.warmed, [worker[i] for worker in given])))
+        self.average(self.common_m, self.common_v, clipped(means, self.max_norm))
+        for i, w in enumerate(self.weights):
+            self.weights[i] = self.move(w, self.common_m[i], self.common_v[i], self.warmed, lr, 1)
+        for n in range(self.workers):
+            self.average(self.m[n], self.v[n], clipped(given[n], self.max_norm))
+            self.local[n] = [array(w) for w in self.weights]
+            self.t[n] = self.warmed
+        return [array(w) for w in self.weights]
+
+    def begin(self) -> None:
+        """The local steps begin; inner_step calls it."""
+        self.warming = False
+        for n in range(self.workers):
+            if self.handover == "fresh":
+                self.m[n], self.v[n], self.t[n] = zeros_like(self.weights), zeros_like(self.weights), 0
+            elif self.handover != "own":
+                factor = self.workers if self.handover == "scaled" else 1
+                self.m[n] = [array(m) for m in self.common_m]
+                self.v[n] = [factor * v for v in self.common_v]
+
+    def inner_step(self, worker: int, gradient: Sequence[Any], lr: float) -> list[Array]:
+        """One local step of one worker; its own weights are returned."""
+        if self.warming:
+            self.begin()
+        n = worker
+        self.t[n] += 1
+        self.average(self.m[n], self.v[n], clipped([array(g) for g in gradient], self.max_norm))
+        for i, w in enumerate(self.local[n]):
+            self.local[n][i] = self.move(w, self.m[n][i], self.v[n][i], self.t[n], lr, self.workers)
+        return [array(w) for w in self.local[n]]
+
+    def round(self) -> list[Array]:
+        """The new common weights."""
+        for i, w in enumerate(self.weights):
+            qs = []
+            for n in range(self.workers):
+                x = w - self.local[n][i] + self.e[n][i]  # D_n + e_n
+                qs.append(self.compress(x))
+                self.e[n][i] = x - qs[n]
+            z = mean_of(qs) + self.s[i]
+            q = self.compress(z)
+            self.s[i] = z - q
+            self.weights[i] = w - q
+        self.local = [[array(w) for w in self.weights] for _ in range(self.workers)]
+        return [array(w) for w in self.weights]
