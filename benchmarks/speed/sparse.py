@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from thinwire.base.random import random_order, random_signs
-from thinwire.ops import mask, projection, sketch
+from thinwire.ops import mask, projection, sketch, sparse
 
 DENSITIES = (0.0125, 0.05, 0.1, 0.4)
 LOAD, RATIO, BLOCK = 0.7, 16, 256
@@ -44,10 +44,16 @@ def operations(n: int, device: torch.device) -> dict[str, Callable[[], object]]:
         k = int(density * n)
         words = torch.zeros(1, n // mask.WORD, dtype=torch.int64, device=device)
         payload = torch.empty(1, k, device=device)
-        mask.topk_mask(heavy, k, words)
+        largest = (sparse.Part(0, n, k, 0),)
+        positions = torch.empty(1, k, dtype=torch.int32, device=device)
+        sparse.marked(heavy, largest, words)
+        sparse.largest(heavy, None, largest, None, positions, payload)
         mask.gather_keep(heavy, None, words, payload, rest)
         assert torch.equal(mask.scatter(payload, words, out) + rest, heavy)
-        found[f"top-k mask, d={density}"] = lambda: mask.topk_mask(heavy, k, words)
+        found[f"top-k mask, d={density}"] = lambda: sparse.marked(heavy, largest, words)
+        found[f"top-k list + feedback, d={density}"] = lambda: sparse.largest(
+            heavy, residual, largest, rest, positions, payload
+        )
         found[f"gather + feedback, d={density}"] = lambda: mask.gather_keep(heavy, residual, words, payload, rest)
         found[f"scatter, d={density}"] = lambda: mask.scatter(payload, words, out)
         if density > 0.05:

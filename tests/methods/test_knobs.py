@@ -54,7 +54,7 @@ def refused(make, *words: str) -> None:
         ("dense(send='*')", "send"), ("dense(dense='*')", "dense"), ("fp32(send='*')", "send"),
         ("fp32(dense='*')", "dense"), ("none(dense='*')", "dense"), ("none(send='*')", "send"),
         ("bf16(smallest=3)", "smallest"), ("bf16(send='*')", "send"),
-        ("lhc(theta=0.5)", "theta"), ("dgc(error_feedback=False)", "error_feedback"),
+        ("lhc(theta=0.5)", "theta"),
         ("local-steps(send='*')", "send"),
     ],
 )  # fmt: skip

@@ -28,10 +28,10 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.random import random_normal, seed_of
 from thinwire.codecs import Int8
 from thinwire.codecs.base import Residual
-from thinwire.codecs.sparse import TILE, Positions, TiledTopK, TopKIntegers
+from thinwire.codecs.sparse import TILE, Positions, Sparse, TiledTopK
 from thinwire.core.run import Parameter
 from thinwire.methods import resolve
-from thinwire.ops import direction, mask
+from thinwire.ops import direction, sparse
 from thinwire.ops.direction import Part, cpu, reference
 from thinwire.proof.ranks import reduce_on_threads
 from thinwire.saved.format import entries
@@ -304,7 +304,7 @@ def test_bytes_of_merged_masks_do_not_grow_with_the_ranks_and_own_ones_do():
 def test_a_density_takes_at_most_24_bits_a_value():
     for density in (0.003, 0.01, 0.05):
         numel = 1 << 20
-        codec = TopKIntegers(((0, numel, int(density * numel)),), Int8(64))
+        codec = Sparse(((numel, int(density * numel)),), Int8(64))
         assert 8 * codec.wire_numel(numel) / int(density * numel) < 19
 
 
@@ -565,7 +565,7 @@ def test_positions_come_back(seed, shapes):
     values, words, place = torch.randn(4, n, generator=generator), torch.zeros(4, n // 64, dtype=torch.int64), 0
     for width, k in parts:
         at = slice(place // 64, (place + width) // 64)
-        mask.topk_mask(values[:, place : place + width], k, words[:, at])
+        sparse.marked(values[:, place : place + width], (sparse.Part(0, width, k, 0),), words[:, at])
         place += width
     positions = Positions(parts)
     wire = torch.full((4, positions.nbytes), 255, dtype=torch.uint8)
@@ -575,15 +575,14 @@ def test_positions_come_back(seed, shapes):
 
     positions.pack(positions.split(values.clone(), torch.empty_like(values), space), wire)
     assert torch.equal(positions.read(wire, torch.full_like(words, -7), space), words)
-    either = positions.read(wire, torch.full_like(words[:2], -7), space)
-    assert torch.equal(either, words[::2] | words[1::2])
 
 
 @pytest.mark.parametrize(
     "segments", [((0, 640, 6), (640, 6400, 64)), ((0, 64, 64),), ((0, 16384, 164), (16384, 64, 1))]
 )
 def test_top_k_integers(segments):
-    codec, generator = TopKIntegers(segments, Int8(64)), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    codec = Sparse(tuple((width, k) for _, width, k in segments), Int8(64))
     n = sum(width for _, width, _ in segments)
     rows, old = torch.randn(3, n, generator=generator), torch.randn(3, n, generator=generator)
     wire, new, h = torch.zeros(3, codec.wire_numel(n), dtype=torch.uint8), torch.full((3, n), torch.nan), rows + old

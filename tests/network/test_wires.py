@@ -208,9 +208,6 @@ def masks_searched() -> list[str]:
         part, kept = mask.Faded(0, columns, width, k, 0.9), Places([], torch.device("cpu"))
         uses = {
             "scatter": (torch.zeros(rows, width), partial(mask.scatter, payload, wrong)),
-            "write_at": (torch.zeros(rows, width), partial(mask.write_at, payload, wrong)),
-            "scatter_add": (torch.zeros(width), partial(mask.scatter_add, payload, wrong)),
-            "indices": (torch.zeros(rows, k, dtype=torch.int32), partial(mask.indices, wrong)),
             "renew": (torch.ones(rows, columns), partial(mask.renew, payload, wrong, [part], kept)),
         }
         for use, (like, act) in uses.items():

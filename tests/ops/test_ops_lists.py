@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from programs import needs_triton, run_python
-from test_ops_mask import SPECIAL, gaussian
+from test_ops_mask import SPECIAL, gaussian, topk_mask
 from thinwire.base.errors import ThinwireError
 from thinwire.codecs.base import Residual
 from thinwire.codecs.intquant import Integers
-from thinwire.codecs.sparse import Positions, TopKIntegers
+from thinwire.codecs.sparse import Positions, Sparse
 from thinwire.ops import mask, sparse
 from thinwire.ops.sparse import ListSegment, cpu, reference
 
@@ -201,9 +201,10 @@ def test_what_no_packing_says_is_refused_with_four_bits():
 def test_an_encoding_is_that_of_a_mask_and_a_quantizer():
     """In separate passes: h = g + e, its mask, the values at it, the integers, and what they leave out."""
     segments, quantizer = ((0, 640, 13), (640, 64 * 50, 300)), Integers(64, 8)
-    codec, g, e = TopKIntegers(segments, quantizer), gaussian(2, 64 * 60), gaussian(2, 64 * 60, seed=1)
+    codec = Sparse(tuple((w, k) for _, w, k in segments), quantizer)
+    g, e = gaussian(2, 64 * 60), gaussian(2, 64 * 60, seed=1)
     h = g + e
-    words = torch.cat([mask.topk_mask(h[:, a : a + w], k, torch.empty(2, w // 64, dtype=torch.int64))
+    words = torch.cat([topk_mask(h[:, a : a + w], k, torch.empty(2, w // 64, dtype=torch.int64))
                        for a, w, k in segments], 1)  # fmt: skip
     new, wire = torch.full_like(g, math.nan), torch.zeros(2, codec.wire_numel(64 * 60), dtype=torch.uint8)
     codec.encode(g.clone(), wire, residual=Residual(e.clone(), new))
@@ -217,7 +218,8 @@ def test_an_encoding_is_that_of_a_mask_and_a_quantizer():
         values = quantizer.decode(codes, torch.empty_like(payload))
         expected = mask.scatter(values[:, :k].contiguous(), own, torch.empty(2, w))
         assert torch.equal(decoded[:, at], expected)
-        assert torch.equal(new[:, at], mask.write_at((payload - values)[:, :k].contiguous(), own, rest))
+        left = mask.scatter((payload - values)[:, :k].contiguous(), own, torch.empty(2, w))
+        assert torch.equal(new[:, at], rest + left)
     total = codec.decode_sum(wire, torch.full((64 * 60,), math.nan), 0.3)
     assert torch.equal(total, (decoded[0] + decoded[1]) * 0.3)
 

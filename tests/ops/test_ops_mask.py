@@ -17,16 +17,24 @@ from torch import Tensor
 
 from programs import needs_triton, run_python
 from thinwire.base.errors import ThinwireError
-from thinwire.codecs import Masked, Residual, TopK
-from thinwire.ops import mask
+from thinwire.codecs import Masked, Residual, Sparse
+from thinwire.ops import mask, sparse
 from thinwire.ops.mask import cpu, reference
 from thinwire.ops.rows import Part, Places
+from thinwire.ops.sparse import cpu as sparse_cpu
+from thinwire.ops.sparse import reference as sparse_reference
 
 LONG = 64 * 700  # long enough for a sample instead of a full partition
 
 
 def gaussian(count: int, n: int, seed: int = 0) -> Tensor:
     return torch.randn(count, n, generator=torch.Generator().manual_seed(seed))
+
+
+def topk_mask(values: Tensor, k: int, words: Tensor, backend: ModuleType = sparse) -> Tensor:
+    """The mask of the ``k`` largest of each row."""
+    backend.marked(values, (sparse.Part(0, values.shape[1], k, 0),), words)
+    return words
 
 
 def with_bits(value: int, shape: Tensor) -> Tensor:
@@ -62,8 +70,8 @@ def check_topk(fast: ModuleType, n: int, kinds: tuple[str, ...], ks: tuple[int, 
         SPECIAL[kind](values)
         for k in ks:
             words = [torch.full((2, n // 64 + 2), -7)[:, 1:-1] for _ in range(2)]
-            for module, out in zip((reference, fast), words, strict=True):
-                module.topk_mask(values, k, out)
+            for module, out in zip((sparse_reference, fast), words, strict=True):
+                topk_mask(values, k, out, module)
             assert torch.equal(*words), (kind, n, k)
             assert reference.popcount(words[1]).tolist() == [k, k]
             whole = words[1].as_strided((2, n // 64 + 2), (n // 64 + 2, 1), 0)
@@ -73,8 +81,8 @@ def check_topk(fast: ModuleType, n: int, kinds: tuple[str, ...], ks: tuple[int, 
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_topk_equals_reference(kind):
     for n in (64, 64 * 7):
-        check_topk(cpu, n, (kind,), (1, n // 2, n - 1))
-    check_topk(cpu, LONG, (kind,), (1, LONG // 100, LONG // 50 + 1, LONG // 3, LONG - 1))
+        check_topk(sparse_cpu, n, (kind,), (1, n // 2, n - 1))
+    check_topk(sparse_cpu, LONG, (kind,), (1, LONG // 100, LONG // 50 + 1, LONG // 3, LONG - 1))
 
 
 def test_a_wrong_sample_costs_time_and_nothing_else():
@@ -86,18 +94,18 @@ def test_a_wrong_sample_costs_time_and_nothing_else():
         values[:, ::step] *= factor
         for k in (10, LONG // 10, LONG // 2):
             words = [torch.full((1, LONG // 64), -7) for _ in range(2)]
-            for module, out in zip((reference, cpu), words, strict=True):
-                module.topk_mask(values, k, out)
+            for module, out in zip((sparse_reference, sparse_cpu), words, strict=True):
+                topk_mask(values, k, out, module)
             assert torch.equal(*words)
 
 
-@example([(1, 0.0)], 2, True, 0, False)  # an empty wire
+@example([(1, 0.0)], 2, 0, False)  # an empty wire
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.floats(0, 1)), min_size=1, max_size=4),
-    st.integers(1, 3), st.booleans(), st.integers(0, 2**31), st.booleans(),
+    st.integers(1, 3), st.integers(0, 2**31), st.booleans(),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_topk_codec_keeps_the_budget_of_every_segment(segments, peers, listed, seed, ties):
+def test_topk_codec_keeps_the_budget_of_every_segment(segments, peers, seed, ties):
     places, start = [], 0
     for count, density in segments:
         places.append((start, 64 * count, int(density * 64 * count)))
@@ -105,7 +113,7 @@ def test_topk_codec_keeps_the_budget_of_every_segment(segments, peers, listed, s
     x = gaussian(peers, start, seed)
     if ties:
         x.round_()
-    codec = TopK(places, listed=listed)
+    codec = Sparse(tuple((width, k) for _, width, k in places))
     wire = torch.full((peers, codec.wire_numel(start)), 255, dtype=torch.uint8)
     codec.encode(x, wire)
     out = codec.decode(wire, torch.full((peers, start), math.nan))
@@ -124,13 +132,12 @@ def test_topk_codec_keeps_the_budget_of_every_segment(segments, peers, listed, s
 def test_limits_of_k():
     x = gaussian(2, 128)
     for k in (0, 128):
-        words = mask.topk_mask(x, k, torch.full((2, 2), -7))
+        words = topk_mask(x, k, torch.full((2, 2), -7))
         codec = Masked(words, k)
         rest = torch.full_like(x, math.nan)
         wire = codec.encode(x, torch.full((2, k), math.nan), residual=Residual(torch.zeros_like(x), rest))
         out = codec.decode(wire, torch.full_like(x, math.nan))
         assert torch.equal(out, x if k else torch.zeros_like(x)) and torch.equal(out + rest, x)
-    assert torch.equal(mask.topk_mask(x, 1000, torch.zeros(2, 2, dtype=torch.int64)), torch.full((2, 2), -1))
 
 
 def test_the_order_of_bits():
@@ -141,9 +148,10 @@ def test_the_order_of_bits():
         words = torch.full((1, 3), -7)
         module.pack(flags, words)
         assert words.tolist() == [[1 - 2**63, 1, 4]]
-        positions = torch.empty(1, 4, dtype=torch.int32)
-        module.indices(words, positions)
-        assert positions.tolist() == [[0, 63, 64, 130]]
+        positions = torch.tensor([[0, 63, 64, 130]], dtype=torch.int32)
+        again = torch.full((1, 3), -7)
+        module.from_indices(positions, again)
+        assert torch.equal(again, words)
 
 
 def words_of(*rows: list[int]) -> Tensor:
@@ -157,8 +165,6 @@ def test_a_mask_of_another_size_is_refused_before_memory_is_overwritten(words):
     calls: list[Callable[[], object]] = [
         lambda: mask.gather_keep(x, None, words, payload[:, :3], None),
         lambda: mask.scatter(payload[:, :3], words, torch.empty(2, 128)),
-        lambda: mask.scatter_add(payload[:, :3], words, torch.empty(128)),
-        lambda: mask.indices(words, torch.empty(2, 3, dtype=torch.int32)),
     ]
     for call in calls:
         with pytest.raises(ThinwireError, match="does not have the 3 bits"):
@@ -171,7 +177,7 @@ def test_what_does_not_belong_together_is_refused():
     with pytest.raises(ThinwireError, match=r"float32, got torch\.bfloat16"):
         Masked(words, 1).encode(x.bfloat16(), torch.empty(2, 1))
     with pytest.raises(ThinwireError, match=r"float32, got torch\.float64"):
-        mask.topk_mask(x.double(), 1, words)
+        topk_mask(x.double(), 1, words)
     with pytest.raises(ThinwireError, match="1 rows does not go with 2 rows"):
         mask.gather_keep(x, None, words[:1], torch.empty(2, 1), None)
     with pytest.raises(ThinwireError, match="2 rows does not go with 1 rows"):
@@ -179,22 +185,19 @@ def test_what_does_not_belong_together_is_refused():
     with pytest.raises(ThinwireError, match="the row has 64"):
         mask.gather_keep(x, x[:, :64], words, torch.empty(2, 1), None)
     with pytest.raises(ThinwireError, match="as many rows of float32"):
-        mask.scatter_add(torch.empty(3, 1), words, torch.empty(128))
+        mask.scatter(torch.empty(3, 1), words, torch.empty(2, 128))
     with pytest.raises(ThinwireError, match="must be contiguous"):
-        mask.topk_mask(gaussian(128, 2).t(), 1, words)
-    codec = TopK([(0, 128, 3)], listed=False)
-    odd = torch.zeros(1, codec.wire_numel(128) + 4, dtype=torch.uint8)[:, 4:]
-    with pytest.raises(ThinwireError, match="multiple of 8 bytes"):
-        codec.encode(x[:1], odd)
-    with pytest.raises(ThinwireError, match="not multiples of 64"):
-        TopK([(0, 100, 3)], listed=False)
+        mask.gather_keep(gaussian(128, 2).t(), None, words, torch.empty(2, 1), None)
+    for width, k in ((100, 3), (64, 65), (64, -1)):
+        with pytest.raises(ThinwireError, match="not a multiple of 64"):
+            Sparse(((width, k),))
 
 
 @needs_triton
 def test_triton_topk_interpreted_equals_reference():
     code = """
 import test_ops_mask
-from thinwire.ops.mask import triton
+from thinwire.ops.sparse import triton
 test_ops_mask.check_topk(triton, 64 * 9, tuple(test_ops_mask.SPECIAL), (1, 200, 575))
 print("checked")
 """
@@ -206,14 +209,13 @@ def check_positions(fast: ModuleType, device: str = "cpu") -> None:
     """Masks, lists and values of rows that lie apart, some full and some empty; nothing is written beside them."""
     for n, k, rows in ((64, 1, 1), (64 * 9, 100, 3), (64 * 17, 64 * 17, 2), (64 * 9, 0, 2)):
         x = gaussian(rows, n, seed=n + k)
-        words = mask.topk_mask(x, k, torch.empty(rows, n // 64, dtype=torch.int64)).to(device)
+        words = topk_mask(x, k, torch.empty(rows, n // 64, dtype=torch.int64)).to(device)
         found = []
         for module in (reference, fast):
             listed = torch.full((rows, k + 3), -9, dtype=torch.int32, device=device)
             again = torch.full((rows, n // 64 + 2), -7, device=device)
             flags = torch.ones(rows, n + 16, dtype=torch.bool, device=device)
-            total = torch.full((n,), math.nan, device=device)
-            module.indices(words, listed[:, 1 : k + 1])
+            reference.indices(words, listed[:, 1 : k + 1])
             module.from_indices(listed[:, 1 : k + 1].flip(1), again[:, 1:-1])
             beside = torch.full((rows, n // 32 + 3), -7, device=device)  # twice, and what is no part of either
             parts = slice(1, 1 + n // 64), slice(2 + n // 64, 2 + n // 32)
@@ -227,12 +229,11 @@ def check_positions(fast: ModuleType, device: str = "cpu") -> None:
             assert (beside[:, [0, 1 + n // 64, -1]] == -7).all()
             assert all(torch.equal(beside[:, at], words) for at in parts)
             module.unpack(words, flags[:, :n])
-            module.scatter_add(x[:, :k].to(device), words, total, 0.3)
             payload, spread = (torch.full((rows, size), math.nan, device=device) for size in (k, n))
             before = module.directory(words)  # which somebody has kept
             module.gather_keep(x.to(device), None, words, payload, None, before)
             module.scatter(payload[-1:], words[-1:], spread[-1:], None if before is None else before[-1:])
-            found.append((listed, again, flags, total, payload, spread[-1:], module.popcount(words)))
+            found.append((again, flags, payload, spread[-1:], module.popcount(words)))
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), (n, k, rows)
 
 
@@ -246,7 +247,7 @@ def check_renewed(fast: ModuleType, device: str = "cpu") -> None:
     for i, part in enumerate(parts):
         sizes = gaussian(rows, part.width, seed=i).abs_().add_(1)
         sizes[:, part.numel :] = 0
-        words.append(mask.topk_mask(sizes, part.k, torch.empty(rows, part.width // 64, dtype=torch.int64)))
+        words.append(topk_mask(sizes, part.k, torch.empty(rows, part.width // 64, dtype=torch.int64)))
     n, k = 2500, sum(part.k for part in parts)
     places = ((0, 5, k), (900, 1500, k + 7), (2450, 1, k + 5))
     kept = Places([Part(at, size, 1, first, size, size, 1, 1) for at, size, first in places], torch.device(device))
@@ -298,9 +299,6 @@ def check_a_wrong_mask_stays_in_its_row(fast: ModuleType, device: str = "cpu") -
     out = torch.full((2, 640), math.nan, device=device)
     fast.scatter(payload, words, out)
     assert torch.equal(out[0], x[0] - rest[0])
-    listed = torch.full((2, 40), -9, dtype=torch.int32, device=device)
-    fast.indices(words, listed[:, :30])
-    assert listed[0, :30].tolist() == list(range(30)) and (listed[:, 30:] == -9).all()
     positions = torch.tensor([[3, -1, 640, 2**31 - 1, -(2**31)]], dtype=torch.int32, device=device)
     around = torch.full((1, 12), -7, device=device)
     fast.from_indices(positions, around[:, 1:-1])
@@ -352,13 +350,13 @@ def test_cuda_equals_reference():
         results = []
         for device in ("cpu", "cuda"):
             a, b = x.to(device), e.to(device)
-            words = mask.topk_mask(a, k, torch.full((2, n // 64), -7, device=device))
-            payload, out, total = (torch.full(s, math.nan, device=device) for s in ((2, k), (2, n), (n,)))
+            words = topk_mask(a, k, torch.full((2, n // 64), -7, device=device))
+            payload, out = (torch.full((2, size), math.nan, device=device) for size in (k, n))
             mask.gather_keep(a, b, words, payload, b)
             mask.scatter(payload, words, out)
-            mask.scatter_add(payload, words, total, 0.3)
-            positions = mask.indices(words, torch.zeros(2, k, dtype=torch.int32, device=device))
+            positions = torch.zeros(2, k, dtype=torch.int32, device=device)
+            reference.indices(words, positions)
             again = mask.from_indices(positions, torch.full_like(words, -7))
-            results.append([y.cpu() for y in (words, payload, b, out, total, positions, again, mask.popcount(words))])
+            results.append([y.cpu() for y in (words, payload, b, out, positions, again, mask.popcount(words))])
         for cpu_result, cuda_result in zip(*results, strict=True):
             assert torch.equal(cpu_result.nan_to_num(nan=7e7), cuda_result.nan_to_num(nan=7e7)), kind

@@ -13,13 +13,15 @@ from torch import Tensor
 from programs import needs_triton, run_python
 from thinwire.base.errors import ThinwireError
 from thinwire.base.random import random_bits, random_normal, random_order, random_signs, seed_of
-from thinwire.codecs import Masked, TopK
+from thinwire.codecs import Masked, Sparse
 from thinwire.codecs.projection import ESTIMATORS, Estimator, Projection
-from thinwire.ops import mask, projection
+from thinwire.ops import mask, projection, sparse
 from thinwire.ops.mask import cpu as mask_cpu
 from thinwire.ops.mask import reference as mask_reference
 from thinwire.ops.projection import cpu as projection_cpu
 from thinwire.ops.projection import reference as projection_reference
+from thinwire.ops.sparse import cpu as sparse_cpu
+from thinwire.ops.sparse import reference as sparse_reference
 
 POISON = float("nan")
 
@@ -45,7 +47,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def a_mask(x: Tensor, k: int) -> Tensor:
-    return mask.topk_mask(x, k, torch.full((len(x), x.shape[1] // 64), -7))
+    return sparse.marked(x, (sparse.Part(0, x.shape[1], k, 0),), torch.full((len(x), x.shape[1] // 64), -7))
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "nan", "zero", "heavy"])
@@ -54,8 +56,8 @@ def test_topk_is_exact_with_ties_to_the_lowest_index(n, kind):
     x = values(kind, 2, n)
     for k in {1, 2, n // 100 + 1, n // 10, n // 2, n - 1}:
         slow, fast = torch.full((2, n // 64), -7), torch.full((2, n // 64), -9)
-        mask_reference.topk_mask(x, k, slow)
-        mask_cpu.topk_mask(x, k, fast)
+        for module, words in ((sparse_reference, slow), (sparse_cpu, fast)):
+            module.marked(x, (sparse.Part(0, n, k, 0),), words)
         assert torch.equal(slow, fast), k
         assert mask.popcount(fast).tolist() == [k, k]
     assert a_mask(x, 0).eq(0).all() and a_mask(x, n).eq(-1).all()
@@ -72,14 +74,10 @@ def test_gather_scatter_and_positions(rows, n, k, kind):
         module.gather_keep(x, e, words, payload, rest)
         plain = torch.full((rows, k), POISON)
         module.gather_keep(x, None, words, plain, None)
-        out, total = torch.full((rows, n), POISON), torch.full((n,), POISON)
+        out = torch.full((rows, n), POISON)
         module.scatter(payload, words, out)
-        module.scatter_add(payload, words, total, 0.3)
-        put = rest.clone()
-        module.write_at(payload, words, put)
-        assert same(put, torch.where(out != 0, out, rest)) or kind == "nan"
         positions = torch.full((rows, k), -1, dtype=torch.int32)
-        module.indices(words, positions)
+        mask_reference.indices(words, positions)
         again = torch.full_like(words, -7)
         module.from_indices(positions, again)
         assert torch.equal(again, words)
@@ -90,7 +88,7 @@ def test_gather_scatter_and_positions(rows, n, k, kind):
         assert torch.equal(again, words)
         assert torch.equal(flags.nonzero()[:, 1].view(rows, k).int(), positions)
         assert same(out + rest, torch.where(flags, (x + e) + 0.0, x + e))  # nothing is lost, bit for bit
-        found.append((payload, rest, plain, out, put, total, positions, module.popcount(words)))
+        found.append((payload, rest, plain, out, module.popcount(words)))
     for slow, fast in zip(*found, strict=True):
         assert same(slow, fast)
     in_place = e.clone()
@@ -124,10 +122,9 @@ def test_values_at_a_shared_mask_are_linear():
     assert torch.equal(owner.decode(a[1:], torch.empty(1, 640)), codec.decode(a, torch.empty(2, 640))[1:])
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_topk_wire(listed):
+def test_topk_wire():
     x = values("normal", 3, 640)
-    codec = TopK([(0, 128, 5), (128, 512, 11)], listed=listed)
+    codec = Sparse(((128, 5), (512, 11)))
     wire = codec.encode(x, torch.zeros(3, codec.wire_numel(640), dtype=torch.uint8))
     out = codec.decode(wire, torch.full((3, 640), POISON))
     kept = out != 0
@@ -217,7 +214,7 @@ def test_streams_depend_on_everything_and_on_nothing_else():
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ThinwireError, match="a mask of 2 words covers 128 elements"):
-        mask.topk_mask(torch.zeros(1, 64), 1, torch.zeros(1, 2, dtype=torch.int64))
+        mask.scatter(torch.zeros(1, 1), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 64))
     with pytest.raises(ThinwireError, match="not tiles of 8 x 16"):
         projection.srht_reconstruct(torch.zeros(1, 8), torch.ones(8), torch.arange(1), torch.zeros(1, 64))
     with pytest.raises(ThinwireError, match="cannot be sent as block / ratio"):
@@ -242,14 +239,11 @@ for m in (mr, mt):
     m.gather_keep(x, e, words, payload, rest)
     plain = torch.full((2, 100), POISON)
     m.gather_keep(x, None, words, plain, None)
-    out, total = torch.full((2, 1216), POISON), torch.full((1216,), POISON)
+    out = torch.full((2, 1216), POISON)
     m.scatter(payload, words, out)
-    m.scatter_add(payload, words, total, 0.3)
-    put = e.clone()
-    m.write_at(payload, words, put)
     again = torch.full_like(words, -7)
     m.pack(out != 0, again)
-    found.append((payload, rest, plain, out, put, total, again, m.popcount(words)))
+    found.append((payload, rest, plain, out, again, m.popcount(words)))
 assert all(same(a, b) for a, b in zip(*found, strict=True))
 
 for block in (256,):

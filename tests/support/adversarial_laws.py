@@ -24,7 +24,7 @@ from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.intquant import Integers, ShiftedInt8
 from thinwire.codecs.projection import Projection
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Method
+from thinwire.core.method import Method, count_of
 from thinwire.ops.projection import LANES
 from thinwire.ops.quant import ORDER
 
@@ -344,7 +344,7 @@ def trickle(view: View, turn: int, name: str) -> Iterator[Claim]:
 
 def _largest(rows: Array, method: Any) -> Array:
     """The k largest of each row, ties to the lowest index, zeros elsewhere."""
-    order = np.argsort(-np.abs(rows), axis=1, kind="stable")[:, : method._k(rows.shape[1])]
+    order = np.argsort(-np.abs(rows), axis=1, kind="stable")[:, : count_of(method.density, rows.shape[1])]
     found = np.zeros_like(rows)
     np.put_along_axis(found, order, np.take_along_axis(rows, order, 1), 1)
     return found
@@ -356,7 +356,7 @@ def _sent_the_largest(h: Array, new: Array, method: Any) -> Iterator[Claim]:
     least = np.where(sent, np.abs(h), np.inf).min(-1)
     most = np.abs(new).max(-1)
     yield "what waits, above the least that was sent", np.maximum(most - least, 0), 0 * most, 2 * U * most + LEAST
-    many = np.maximum(sent.sum(-1) - method._k(h.shape[-1]), 0).astype(float)
+    many = np.maximum(sent.sum(-1) - count_of(method.density, h.shape[-1]), 0).astype(float)
     yield "values sent, above k", many, 0 * many, 0 * many
 
 

@@ -91,12 +91,9 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     block = {"BLOCK": mask.BLOCK}
     yield mask._count, {}, block
     yield mask._gather_keep, {}, block | aligned | {"FEEDBACK": True, "KEEP": True}
-    yield mask._scatter, {}, block | aligned | {"ALL": True}
-    yield mask._scatter, {}, block | aligned | {"ALL": False}
-    yield mask._scatter_add, {}, block | aligned
+    yield mask._scatter, {}, block | aligned
     for kernel in (mask._collect, mask._renew):
         yield kernel, {"keep": "*i32", "kept": "*i32", "row": "*fp32"}, block | copied
-    yield mask._indices, {"out": "*i32"}, block
     yield mask._from_indices, {}, block
     yield mask._from_lists, {}, {"BLOCK": mask.WORDS}
     yield mask._pack, {}, {"BLOCK": 64} | aligned

@@ -15,7 +15,7 @@ from thinwire.codecs.base import Codec
 
 @dataclass(frozen=True)
 class GroupedBytes(Codec):
-    """One uint8 row: ``n * bits / 8`` payload bytes, then one float32 scale per group; one collective carries both.
+    """A row of uint8: ``n * bits / 8`` bytes of codes, then one float32 scale per group; one collective carries both.
 
     ``group`` (elements, a power of two up to 4096): smaller follows local magnitudes better and costs ``4 / group``
     more bytes per value; larger is fewer bytes and a coarser step.
@@ -27,16 +27,16 @@ class GroupedBytes(Codec):
     group: int = 128
 
     def __post_init__(self) -> None:
-        group, least = self.group, self.smallest_group
-        if not isinstance(group, int) or not least <= group <= 4096 or group & (group - 1):
+        group, minimum = self.group, self.smallest_group
+        if not isinstance(group, int) or not minimum <= group <= 4096 or group & (group - 1):
             raise ThinwireError(
-                f"{type(self).__name__}: group must be a power of two from {least} to 4096 elements, got {group}; "
+                f"{type(self).__name__}: group must be a power of two from {minimum} to 4096 elements, got {group}; "
                 f"use {type(self).group}"
             )
 
     @property
     def bits(self) -> int:
-        """Per value, without its part of a scale."""
+        """Bits of a value, without its share of a scale."""
         return 8
 
     def wire_numel(self, n: int) -> int:

@@ -76,7 +76,7 @@ class Integers(GroupedBytes):
         quant.requantize(*self.codes_of(wire, n), self.format, *self.codes_of(out, n), scale, self.drawn(n, seed))
 
     def drawn(self, n: int, seed: Seeds | None) -> Drawn | None:
-        """Where the random bits of ``n`` columns come from; None: there are none."""
+        """Return the source of the random bits of ``n`` columns; None: there are none."""
         if not self.draws:
             return None
         drawn = None if seed is None else seed.over(n)

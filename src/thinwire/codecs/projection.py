@@ -46,11 +46,11 @@ class Estimator:
 
     @property
     def srht(self) -> bool:
-        """Does it send rows of H D, and not products with a stored matrix?"""
+        """Tell whether it sends rows of H D, and not products with a stored matrix."""
         return self.name == "cyclic_srht"
 
     @property
-    def kept(self) -> int:
+    def sent_per_block(self) -> int:
         """m: values sent per block."""
         return self.block // self.ratio
 
@@ -60,35 +60,35 @@ class Estimator:
         return self.block * (projection.LANES if self.srht else 1)
 
     def draw(
-        self, seed: int, name: str, step: int, device: torch.device, once: Callable[..., Any] | None = None
+        self, seed: int, name: str, step: int, device: torch.device, draw_once: Callable[..., Any] | None = None
     ) -> tuple[Tensor, ...]:
         """Parameter ``name``'s random numbers in optimizer step ``step``: a function of the arguments alone.
 
         M (block, m), Gaussian; or the signs (block,) of D and the rows (m,) of H D to send.
-        ``once``: a bucket's, to draw what serves several steps, or a step's several exchanges, once.
+        ``draw_once``: a bucket's, to draw what serves several steps, or a step's several exchanges, once.
         """
         period, turn = divmod(step, self.ratio) if self.srht else (step, 0)
 
         def make() -> tuple[Tensor, ...]:
             return self._draw(seed_of(seed, name, period), device)
 
-        drawn = make() if once is None else once(("drawn", name), make, self, seed, period)
-        if not self.srht:
+        drawn = make() if draw_once is None else draw_once(("drawn", name), make, self, seed, period)
+        if self.name == "paper":
             return drawn
         signs, order = drawn
-        return signs, order[turn * self.kept : (turn + 1) * self.kept]
+        return signs, order[turn * self.sent_per_block : (turn + 1) * self.sent_per_block]
 
     def _draw(self, seed: int, device: torch.device) -> tuple[Tensor, ...]:
         if self.srht:
             signs = random_signs(seed, self.block, device)
             return signs, random_order(seed_of(seed, "order"), self.block, device)
-        matrix = random_normal(seed, self.block * self.kept, device).view(self.block, self.kept)
+        matrix = random_normal(seed, self.block * self.sent_per_block, device).view(self.block, self.sent_per_block)
         return (matrix,)
 
 
 @dataclass(frozen=True, eq=False)
 class Projection(Codec):
-    """What an :class:`Estimator` sends in one step. Linear: the network may sum the wire.
+    """The wire of an :class:`Estimator` in one step. Linear: the network may sum it.
 
     Of SEPARATE's Algorithm 1 ``encode`` is STEP 2, and ``decode`` STEP 4.
 
@@ -120,11 +120,11 @@ class Projection(Codec):
         payload = torch.empty(1, tiles.numel() // self.estimator.ratio, device=drawn[0].device)
         signs, chosen = drawn
         projection.srht_project(tiles.reshape(1, -1), None, signs, chosen, payload, None)
-        return payload.view(block, self.estimator.kept, projection.LANES)[:, :, 0]
+        return payload.view(block, self.estimator.sent_per_block, projection.LANES)[:, :, 0]
 
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
         rows = rows.float()  # itself, where it is float32, as a bucket's are
-        for columns, sent, drawn in self._parts():
+        for columns, sent, drawn in self._slices():
             values, payload = rows[:, columns], out[:, sent]
             if self.estimator.srht:
                 signs, chosen = drawn
@@ -132,7 +132,7 @@ class Projection(Codec):
                 continue
             product = _shaped(space, "sent", payload, self._longest // self.estimator.ratio)
             blocks = values.reshape(-1, self.estimator.block)  # a view, if ``values`` is one row
-            torch.mm(blocks, drawn[0], out=product.view(-1, self.estimator.kept))
+            torch.mm(blocks, drawn[0], out=product.view(-1, self.estimator.sent_per_block))
             payload.copy_(product)
 
     def _encode_and_keep(
@@ -141,28 +141,28 @@ class Projection(Codec):
         if not self.estimator.srht:
             super()._encode_and_keep(rows, out, residual, seed, space)
             return
-        for columns, sent, (signs, chosen) in self._parts():
+        for columns, sent, (signs, chosen) in self._slices():
             old = None if residual.old is None else residual.old[:, columns]
             projection.srht_project(rows[:, columns], old, signs, chosen, out[:, sent], residual.new[:, columns])
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
-        kept, block = self.estimator.kept, self.estimator.block
-        for columns, sent, drawn in self._parts():
+        m, block = self.estimator.sent_per_block, self.estimator.block
+        for columns, sent, drawn in self._slices():
             payload, values = wire[:, sent], out[:, columns]
             if self.estimator.srht:
                 signs, chosen = drawn
                 projection.srht_reconstruct(payload, signs, chosen, values)
                 continue
             blocks = _shaped(space, "blocks", values, self._longest)
-            torch.mm(payload.reshape(-1, kept), drawn[0].T, out=blocks.view(-1, block))
-            torch.mul(blocks, 1 / kept, out=values)
+            torch.mm(payload.reshape(-1, m), drawn[0].T, out=blocks.view(-1, block))
+            torch.mul(blocks, 1 / m, out=values)
 
     @property
     def _longest(self) -> int:
         return max(width for _, width, _ in self.segments)
 
-    def _parts(self) -> list[tuple[slice, slice, Any]]:
-        """Columns of the row, columns of the wire and random numbers, segment by segment."""
+    def _slices(self) -> list[tuple[slice, slice, Any]]:
+        """Return each segment's columns of the row, its columns of the wire and its random numbers."""
         ratio = self.estimator.ratio
         return [
             (slice(start, start + width), slice(start // ratio, (start + width) // ratio), drawn)

@@ -21,11 +21,11 @@ class CountSketch(Codec):
     ranks' masks (l. 10).
 
     Attributes:
-        parts: of the row: its parameters, in order.
-        whole: (R, n) this rank's values, which parts without a sketch send.
-        sent: (R, m) those at ``found`` (R, m), multiples of a power of two (``ops.sketch.round_to``).
+        segments: of the row: its parameters, in order.
+        whole: (R, n) this rank's values, which segments without a sketch send.
+        sent: (R, m) those at ``positions`` (R, m), multiples of a power of two (``ops.sketch.round_to``).
         index: (R, n / 64) the union of all ranks' masks.
-        left: (R, n / 64) where ``decode`` says what could not be recovered.
+        unrecovered: (R, n / 64) mask in which ``decode`` marks what could not be recovered.
         owner_row: where each rank keeps one row of the result, the row that a wire of one row stands for.
         estimate: guess what could not be recovered (paper).
     """
@@ -35,21 +35,21 @@ class CountSketch(Codec):
     divisible = False  # the sums are exact as long as nothing is divided
     wire_dtype = torch.float32
 
-    parts: sketch.Parts
+    segments: sketch.Parts
     whole: Tensor = field(repr=False)
     sent: Tensor = field(repr=False)
-    found: Tensor = field(repr=False)
+    positions: Tensor = field(repr=False)
     index: Tensor = field(repr=False)
-    left: Tensor = field(repr=False)
+    unrecovered: Tensor = field(repr=False)
     owner_row: int = 0
     estimate: bool = False
 
     def wire_numel(self, n: int) -> int:
-        return self.parts.sent
+        return self.segments.sent
 
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
-        sketch.encode(self.sent, self.found, self.parts, self.whole, out)
+        sketch.encode(self.sent, self.positions, self.segments, self.whole, out)
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         first = 0 if len(wire) == len(self.index) else self.owner_row
-        sketch.peel(wire, self.index, self.parts, first, out, self.left, estimate=self.estimate)
+        sketch.peel(wire, self.index, self.segments, first, out, self.unrecovered, estimate=self.estimate)

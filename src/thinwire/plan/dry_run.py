@@ -44,8 +44,8 @@ class DryRun:
         parameters: the same by parameter; what belongs to none alone is shared out by size.
         weights: bytes sent for one gathering of the weights, where the engine shards them.
         collectives: calls by kind, without those for the weights.
-        launches: kernels by name: "aten.add_", "thinwire.ops.mask.topk_mask"; a view is none.
-        memory: see :class:`Memory`; None where only bytes sent were asked for, and no kernel was counted either.
+        launches: kernels by name: "aten.add_", "thinwire.ops.sparse.largest". What only makes a view is none.
+        memory: see :class:`Memory`; None where only what is sent was asked for, and no kernel was counted either.
     """
 
     sent: Mapping[str, float]

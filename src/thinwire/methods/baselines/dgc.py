@@ -11,11 +11,11 @@ import torch
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import CONSERVES, Promise
-from thinwire.methods.baselines.topk import TopK
+from thinwire.methods.parts.largest import Largest
 
 
 @dataclass
-class DGC(TopK):
+class DGC(Largest):
     """Top-k with momentum correction and momentum factor masking, for SGD without a momentum of its own.
 
     For each tensor, on rank n: u = m u + g_n; v = v + u (arXiv 1712.01887, eq. 7); send the k largest |v|; at what was
@@ -32,9 +32,8 @@ class DGC(TopK):
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
     ABSENT: ClassVar[Mapping[str, str]] = {
-        "error_feedback": "what waits would be lost: topk has it",
-        **dict.fromkeys(("feedback", "beta1", "direction", "portion"), "the momentum waits: topk has it"),
-    }  # fmt: skip
+        knob: "the momentum waits: topk has it" for knob in ("feedback", "beta1", "direction", "portion")
+    }
 
     feedback: Literal["gradient", "update"] = "gradient"
     density: float = 0.001
@@ -48,8 +47,8 @@ class DGC(TopK):
     def promise(self) -> Promise:
         if self.momentum == 0:
             return CONSERVES
-        what = "where a value is sent, its momentum is dropped: momentum=0 has none to drop"
-        return Promise("lossy", what, {"residual": 1.0, "velocity": self.momentum})
+        lost = "where a value is sent, its momentum is dropped: momentum=0 has none to drop"
+        return Promise("lossy", lost, {"residual": 1.0, "velocity": self.momentum})
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         old, velocity = self.state.read("velocity", bucket), self.state.write("velocity", bucket)

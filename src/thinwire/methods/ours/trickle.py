@@ -26,7 +26,7 @@ density of about 0.01 with them, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -34,27 +34,25 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.codecs.base import Codec, Residual
+from thinwire.codecs.base import Codec
 from thinwire.codecs.intquant import Integers
-from thinwire.codecs.sparse import TILE, Positions, TiledTopK, TopKIntegers
+from thinwire.codecs.sparse import TILE, Positions, TiledTopK
 from thinwire.core.bucket import Bucket, Shard
 from thinwire.core.exchange import Exchange, scratch
-from thinwire.core.method import Promise, check_density, count_of
+from thinwire.core.method import Promise, check_density
 from thinwire.core.run import Run, Step
 from thinwire.core.weights import Message
 from thinwire.methods.parts.atmask import Unfolded, WeightsAtMask
-from thinwire.methods.parts.feedback import ErrorFeedback, portion_of
+from thinwire.methods.parts.largest import Largest
 from thinwire.methods.parts.twoway import mean_both_ways, serve
 from thinwire.ops import mask as masks
 
 
 @dataclass
-class Trickle(ErrorFeedback):
+class Trickle(Largest):
     """The largest steps of each rank, 18 bits for one value in a hundred, with feedback behind Adam's preconditioner.
 
     Args:
-        density: share of each tensor's values that is sent (k = max(int(density * numel), 1)); lower => fewer bytes,
-            longer waits. With weights sharded, of each shard's; with servers, of each row's.
         mask: "own": each rank its own largest values with their positions; bytes grow with the number of ranks.
             "merged": each rank's own go to the server of their row, and the largest of the mean from there to all; the
             bytes do not grow.
@@ -78,7 +76,6 @@ class Trickle(ErrorFeedback):
         "merged": {"mask": "merged", "bits": 4},
     }
 
-    density: float = 0.01
     mask: Literal["own", "merged"] = "own"
     server_density: float = 0.1
     bits: Literal[2, 4, 8] = 8
@@ -90,7 +87,6 @@ class Trickle(ErrorFeedback):
         if str(self.mask) == "shared":
             raise ThinwireError("trickle: mask='shared' is no longer there (docs/log.md says why): take trickle:merged")
         super().__post_init__()
-        check_density(self.name, self.density)
         check_density(self.name, self.server_density, "server_density")
         if self.mask == "own":
             self.refuse_idle("mask='own'", "server_density", "weights")
@@ -155,11 +151,7 @@ class Trickle(ErrorFeedback):
 
     @property
     def granule(self) -> int:
-        return TILE if self.bits == 2 else masks.WORD
-
-    @property
-    def usual_portion(self) -> float:
-        return portion_of(self.density)
+        return TILE if self.bits == 2 else super().granule
 
     def _exchange(self, bucket: Bucket, exchange: Exchange, send: Callable[[Bucket, Exchange], None]) -> None:
         self._gathered.note(bucket, None)  # unless it comes to a mask
@@ -169,53 +161,34 @@ class Trickle(ErrorFeedback):
         if self.mask == "merged":
             self._merge(bucket, exchange)
             return
-        residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
-        if self.bits == 2:
-            exchange.mean(bucket, self.codec, residual=residual)
-            bucket.clear_padding(residual.new)  # nobody reads it, and a level may stand where a zero was sent
-            return
-        exchange.mean(bucket, self._largest(bucket, self.density), residual=residual)
-
-    @property
-    def _quantizer(self) -> Integers:
-        assert isinstance(self.codec, Integers)
-        return self.codec
-
-    def _largest(self, bucket: Bucket, density: float) -> TopKIntegers:
-        counts = zip(bucket.segments, _counts(bucket, density), strict=True)
-        return TopKIntegers(tuple((segment.start, segment.width, k) for segment, k in counts), self._quantizer)
+        waiting = self.send_largest(bucket, exchange, self.codec if self.bits == 2 else None)
+        if self.bits == 2 and waiting is not None:
+            bucket.clear_padding(waiting)  # nobody reads it, and a level may stand where a zero was sent
 
     def _merge(self, bucket: Bucket, exchange: Exchange) -> None:
-        own = self._largest(bucket, self.density)
+        codec = self.largest(bucket, self.density)
         if not exchange.owner:
-            mean_both_ways(bucket, exchange, own, self.state, answer=self._largest(bucket, self.server_density))
+            mean_both_ways(bucket, exchange, codec, self.state, server_codec=self.largest(bucket, self.server_density))
             return
-        served = serve(bucket, exchange, own, self.state)  # in bucket.mean
+        served = serve(bucket, exchange, codec, self.state)  # in bucket.mean
         served.add_(self.state.read("server", bucket, rows=1))
-        counts = _counts(bucket, self.server_density)
-        codec = Positions(tuple((segment.width, k) for segment, k in zip(bucket.segments, counts, strict=True)))
+        layout = Positions(self.largest(bucket, self.server_density).segments)
         with exchange.span("encode", served):
-            positions = codec.split(served, self.state.write("server", bucket, rows=1), scratch(bucket))
+            positions = layout.split(served, self.state.write("server", bucket, rows=1), scratch(bucket))
         if self.encodes_weights:
-            self._gather_masks(bucket, exchange, codec, positions, counts)
+            self._gather_masks(bucket, exchange, layout, positions)
 
-    def _gather_masks(
-        self, bucket: Bucket, exchange: Exchange, codec: Positions, positions: Tensor, counts: Sequence[int]
-    ) -> None:
+    def _gather_masks(self, bucket: Bucket, exchange: Exchange, layout: Positions, positions: Tensor) -> None:
         """Everybody gets the ``positions`` (1, k) at which each owner moves its row, and gathers weights at them."""
-        wires = bucket.scratch("positions", (exchange.ranks, codec.nbytes), torch.uint8)
-        wire = bucket.scratch("chosen", (1, codec.nbytes), torch.uint8)
+        wires = bucket.scratch("positions", (exchange.ranks, layout.nbytes), torch.uint8)
+        wire = bucket.scratch("chosen", (1, layout.nbytes), torch.uint8)
         with exchange.span("encode", bucket.mean):
-            codec.pack(positions, wire)
+            layout.pack(positions, wire)
         exchange.gather(wires, wire[0])
         with exchange.span("decode", bucket.mean):
             rows, n = bucket.shape
             words = bucket.buffer("words", (rows, n // masks.WORD), torch.int64)  # until weights were gathered at them
-            codec.read(wires, words, scratch(bucket))
+            layout.read(wires, words, scratch(bucket))
             names = tuple(segment.name for segment in bucket.segments)
-            self._gathered.note(bucket, Unfolded(names, tuple(counts), words, masks.directory(words)))
-
-
-def _counts(bucket: Bucket, density: float) -> list[int]:
-    """How many values of each of the bucket's segments are sent, in each row."""
-    return [count_of(density, segment.span) for segment in bucket.segments]
+            counts = tuple(k for _, k in layout.segments)
+            self._gathered.note(bucket, Unfolded(names, counts, words, masks.directory(words)))

@@ -39,6 +39,7 @@ from thinwire.core.state import SMALL as LOOSE
 from thinwire.methods.parts.feedback import ErrorFeedback
 from thinwire.network.comm import local
 from thinwire.ops import mask as masks
+from thinwire.ops import sparse
 
 WORD = 64  # mask bits per int64
 
@@ -200,7 +201,8 @@ class Radius(ErrorFeedback):
         direction = self.run.travels(name, direction)
         values[0, : direction.numel()].copy_(direction)
         words = torch.zeros((rows, values.shape[1] // WORD), dtype=torch.int64, device=direction.device)
-        masks.topk_mask(values, self._k(columns), words[exchange.own_rows])
+        largest = sparse.ListSegment(0, values.shape[1], self._k(columns), 0)
+        sparse.marked(values, (largest,), words[exchange.own_rows])
         return exchange.share(words)
 
     def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked:
@@ -216,4 +218,4 @@ class Radius(ErrorFeedback):
         k = sum(self._k(segment.span) for segment in bucket.segments)
         words = bucket.once("mask", joined, *parts)
         before = bucket.once("directory", lambda: masks.directory(words), words)
-        return Masked(words, k, owner_row=exchange.own_row, before=before)
+        return Masked(words, k, owner_row=exchange.own_row, bit_offsets=before)

@@ -160,7 +160,7 @@ class SCAPE(Method):
             moments.add_up(
                 bucket.rows, e, m, self.beta1, common=x, mine=exchange.own_row,  # l. 10: m~_n = b1 m + (1-b1) g_n + e_n
                 sent=moments.Sent(
-                    mask.words, mask.before, share=prescale(exchange),
+                    mask.words, mask.bit_offsets, share=prescale(exchange),
                     left=next_e,  # l. 11-12: e_n = m~_n off M, 0 on M
                     payload=payload,  # l. 13: m~_n on M, without b1 m
                 ),

@@ -81,7 +81,7 @@ class SEPARATE(ErrorFeedback):
 
     def _weight_of_old(self) -> float:
         """beta of e' = beta e + (1 - beta)(h - C(h)), after refusing one that diverges."""
-        variance = (self._estimator.block + 1) / self._estimator.kept  # w
+        variance = (self._estimator.block + 1) / self._estimator.sent_per_block  # w
         unbiased = self.estimator == "paper"
         if self.beta is None:
             return 1 - 1 / (1 + variance) if unbiased else 0.0

@@ -27,13 +27,13 @@ class Unfolded(NamedTuple):
     """The masks of all of a bucket's parameters, beside each other.
 
     Attributes:
-        names: the parameters. counts: values at each one's mask, in a row. words: (R, w). before: their directory.
+        names: the parameters. counts: values at each one's mask, in a row. words: (R, w). bit_offsets: their directory.
     """
 
     names: tuple[str, ...]
     counts: tuple[int, ...]
     words: Tensor
-    before: Tensor | None
+    bit_offsets: Tensor | None
 
     @property
     def k(self) -> int:
@@ -42,7 +42,7 @@ class Unfolded(NamedTuple):
 
     def row(self, number: int) -> tuple[Tensor, Tensor | None]:
         """The masks of one row, (w,), and their directory."""
-        return self.words[number], None if self.before is None else self.before[number]
+        return self.words[number], None if self.bit_offsets is None else self.bit_offsets[number]
 
 
 class Used(NamedTuple):
@@ -110,12 +110,12 @@ class WeightsAtMask:
         self._used.clear()
 
     def message(self, shard: Shard, rank: int) -> Message:
-        """What travels of the weights of ``shard``, which is ``rank``'s."""
+        """Return the message of the weights of ``shard``, which is ``rank``'s."""
         return AtMask(self._used, self._keep, shard.pieces, rank)
 
 
 class AtMask(Message):
-    """One module's weights at the mask, and all of what has none: float32 (Alg. 2, l. 3-5)."""
+    """Weights of one module at the mask, and all of those that have none: float32 (Alg. 2, l. 3-5)."""
 
     exact = True
 
@@ -125,69 +125,69 @@ class AtMask(Message):
         """By parameter: ``used`` in the last step, unless it moved all of it; ``keep``, what decay left of a weight."""
         self._used, self._keep, self._pieces, self._rank = used, keep, pieces, rank
         self._layouts: dict[tuple[int | None, ...], _Layout] = {}
-        self._layout = self._place([None] * len(pieces))  # of the last message
-        self._parts: list[masks.Faded] = []
+        self._layout = self._lay_out([None] * len(pieces))  # of the last message
+        self._faded: list[masks.Faded] = []
         self._words = torch.empty(0)  # its masks (R, w), beside each other
-        self._before: Tensor | None = None  # their directory
+        self._bit_offsets: Tensor | None = None  # their directory
 
     def reaches(self, since: int, step: int) -> bool:
-        used = (self._used.get(piece.name) for piece in self._pieces)
-        return since == step - 1 and all(found is None or found.step == since for found in used)
+        exchanges = (self._used.get(piece.name) for piece in self._pieces)
+        return since == step - 1 and all(used is None or used.step == since for used in exchanges)
 
     def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
         """w at the mask (Alg. 2, l. 3), and behind that what has none."""
-        used = [self._used.get(piece.name) for piece in self._pieces]
-        self._layout = layout = self._place([None if of is None else of.k for of in used])
+        exchanges = [self._used.get(piece.name) for piece in self._pieces]
+        self._layout = layout = self._lay_out([None if used is None else used.k for used in exchanges])
         message = own.new_empty(layout.length)
-        if not layout.parts:
+        if not layout.masked:
             layout.whole.pack(own.view(1, -1), message.view(1, -1))
             return message
-        self._words, self._before = self._beside([of for of in used if of is not None])
-        self._parts = [
-            masks.Faded(of.offset, of.numel, padded(of.numel, WORD), k, self._keep[of.name]) for of, k in layout.parts
+        self._words, self._bit_offsets = self._join([used for used in exchanges if used is not None])
+        self._faded = [
+            masks.Faded(piece.offset, piece.numel, padded(piece.numel, WORD), k, self._keep[piece.name])
+            for piece, k in layout.masked
         ]
-        words, before = self._of(slice(self._rank, self._rank + 1))
-        return masks.collect(own, words, self._parts, layout.whole.copy_table(own.device), message, before)
+        words, bit_offsets = self._masks_of(slice(self._rank, self._rank + 1))
+        return masks.collect(own, words, self._faded, layout.whole.copy_table(own.device), message, bit_offsets)
 
     def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
         """w at the mask as it was sent (Alg. 2, l. 4); w = (1 - lr decay) w off the mask, where m' is 0 (l. 5)."""
         whole = self._layout.whole
-        if not self._layout.parts:
+        if not self._layout.masked:
             whole.unpack(messages, rows)
             return
-        words, before = self._of(peers)
-        masks.renew(messages, words, self._parts, whole.copy_table(rows.device), rows, before)
+        words, bit_offsets = self._masks_of(peers)
+        masks.renew(messages, words, self._faded, whole.copy_table(rows.device), rows, bit_offsets)
 
-    def _of(self, peers: slice) -> tuple[Tensor, Tensor | None]:
-        """The masks of some ranks' rows, and their directory."""
-        return self._words[peers], None if self._before is None else self._before[peers]
+    def _masks_of(self, peers: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the masks of some ranks' rows, and their directory."""
+        return self._words[peers], None if self._bit_offsets is None else self._bit_offsets[peers]
 
-    def _beside(self, used: Sequence[Used]) -> tuple[Tensor, Tensor | None]:
-        """The masks of all pieces that have one, and their directory: a bucket's as they are, if these are its own."""
-        bucket = used[0].bucket
-        if bucket.names == tuple(piece.name for piece, _ in self._layout.parts):
-            return bucket.words, bucket.before
-        words = torch.cat([of.words for of in used], 1)
+    def _join(self, exchanges: Sequence[Used]) -> tuple[Tensor, Tensor | None]:
+        """Join the masks of all pieces that have one: a bucket's as they are, if these are its own. And a directory."""
+        bucket = exchanges[0].bucket
+        if bucket.names == tuple(piece.name for piece, _ in self._layout.masked):
+            return bucket.words, bucket.bit_offsets
+        words = torch.cat([used.words for used in exchanges], 1)
         return words, masks.directory(words)
 
-    def _place(self, at: Sequence[int | None]) -> _Layout:
-        """``at``: how many values of each piece are at its mask; None: it has none."""
-        if (key := tuple(at)) not in self._layouts:
-            parts = [(piece, k) for piece, k in zip(self._pieces, at, strict=True) if k is not None]
-            others = [piece for piece, k in zip(self._pieces, at, strict=True) if k is None]
-            k = sum(k for _, k in parts)
-            whole, length = lay_out(((piece, piece.numel) for piece in others), k)
-            self._layouts[key] = _Layout(parts, Columns(whole), length)
+    def _lay_out(self, counts: Sequence[int | None]) -> _Layout:
+        """Lay out a message; ``counts``: how many values of each piece are at its mask, None where it has none."""
+        if (key := tuple(counts)) not in self._layouts:
+            masked = [(piece, k) for piece, k in zip(self._pieces, counts, strict=True) if k is not None]
+            unmasked = [piece for piece, k in zip(self._pieces, counts, strict=True) if k is None]
+            whole, length = lay_out(((piece, piece.numel) for piece in unmasked), sum(k for _, k in masked))
+            self._layouts[key] = _Layout(masked, Columns(whole), length)
         return self._layouts[key]
 
 
 class _Layout(NamedTuple):
-    """Of a message: first the values at masks, then the pieces that have none.
+    """A message's layout: first the values at masks, then the pieces that have none.
 
     Attributes:
-        parts: those with a mask, and how many values are at it. whole: the others, in the message. length: of that.
+        masked: the pieces with a mask, and how many values are at it. whole: the others, in the message. length: of it.
     """
 
-    parts: list[tuple[Piece, int]]
+    masked: list[tuple[Piece, int]]
     whole: Columns
     length: int

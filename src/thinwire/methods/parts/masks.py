@@ -42,7 +42,7 @@ LARGE = 3
 more ranks alike; lower => fewer parameters whose largest values are found over all of them."""
 
 
-Places = dict[str, list[tuple[slice, slice]]]
+Slots = dict[str, list[tuple[slice, slice]]]
 """Parameter -> for each chunk the R ranks that choose its rows, and bytes in their messages."""
 
 
@@ -63,15 +63,16 @@ class Chunk(NamedTuple):
         return slice(self.start // WORD, (self.start + self.width) // WORD)
 
 
-def cut(span: int, most: int) -> tuple[Chunk, ...]:
-    """``span`` columns in equal chunks, but for the last, of up to ``most`` (rounded up to whole words)."""
-    width = padded(max(min(span, most), 1), WORD)
-    return tuple(Chunk(at, min(width, padded(span, WORD) - at), min(width, span - at)) for at in range(0, span, width))
+def cut(span: int, max_span: int) -> tuple[Chunk, ...]:
+    """``span`` columns in equal chunks, but for the last, of up to ``max_span`` (rounded up to whole words)."""
+    width = padded(max(min(span, max_span), 1), WORD)
+    starts = range(0, span, width)
+    return tuple(Chunk(start, min(width, padded(span, WORD) - start), min(width, span - start)) for start in starts)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many values are sent in which step, and which steps have a new mask.
+    """A schedule of how many values each step sends, and of the steps that have a new mask.
 
     Attributes:
         density: share of values once warm. warm: steps of the warm-up. refresh: steps that share a mask once warm.
@@ -126,21 +127,21 @@ class Masks:
             name: cut(size, -(-values // ranks) if ranks * size > LARGE * values else size)
             for name, size in sizes.items()
         }
-        self._places: tuple[float, Places, int] | None = None
-        self._bits, self._length = self._place(0)  # as bits: one for each score
+        self._slots: tuple[float, Slots, int] | None = None
+        self._bit_slots, self._length = self._lay_out(0)  # as bits: one for each score
         self._scores: Tensor | None = None  # what this rank chooses by, its chunks side by side
-        self._first: tuple[tuple[sparse.ListSegment, ...], Tensor] | None = None  # see ``_starts``
+        self._list_starts: tuple[tuple[sparse.ListSegment, ...], Tensor] | None = None  # see ``_starts``
         self._index: tuple[list[tuple[int, int]], Tensor] | None = None  # see ``_joined``
         self._message: Tensor | None = None  # what this rank has chosen for the next step
         self._work: Work | None = None  # everybody's messages, under way
 
     def used(self, bucket: Bucket) -> Unfolded | None:
         """The masks in use of the bucket's rows; None while they are all ones."""
-        found = [self._method.state.get("mask", segment.name) for segment in bucket.segments]
-        if all(mask is None for mask in found):
+        saved_masks = [self._method.state.get("mask", segment.name) for segment in bucket.segments]
+        if all(mask is None for mask in saved_masks):
             return None
         counts = tuple(self._count(segment) for segment in bucket.segments)
-        return bucket.once("masks", lambda: self._unfold(bucket, found, counts), *found, *counts)
+        return bucket.once("masks", lambda: self._unfold(bucket, saved_masks, counts), *saved_masks, *counts)
 
     def _count(self, segment: Segment) -> int:
         """Values at the mask in use, in each row."""
@@ -153,36 +154,41 @@ class Masks:
         """Each of its chunks, with (width,) memory for what this rank chooses the next mask by; None: another does."""
         if self._scores is None:
             self._scores = torch.zeros(8 * self._length, dtype=torch.float32, device=device)
-        found: list[tuple[Chunk, Tensor | None]] = []
-        for chunk, (choosers, at) in zip(self._chunks[segment.name], self._bits[segment.name], strict=True):
-            own = self._exchange.rank in range(choosers.start, choosers.stop)
-            found.append((chunk, self._scores[8 * at.start : 8 * at.start + chunk.width] if own else None))
-        return found
+        chunk_scores: list[tuple[Chunk, Tensor | None]] = []
+        slots = zip(self._chunks[segment.name], self._bit_slots[segment.name], strict=True)
+        for chunk, (choosers, byte_range) in slots:
+            chosen_here, first = self._exchange.rank in range(choosers.start, choosers.stop), 8 * byte_range.start
+            chunk_scores.append((chunk, self._scores[first : first + chunk.width] if chosen_here else None))
+        return chunk_scores
 
     def _choose(self, step: int) -> Tensor:
         """This rank's masks for ``step``, where scores are largest (l. 15), in one pass: (m,) bytes."""
-        places, length = self._layout(step)
+        slots, length = self._slots_of(step)
         scores, listed = self._scores, self._schedule.listed(step)
         assert scores is not None
         if self._message is None or len(self._message) < length:
             self._message = torch.zeros(length, dtype=torch.uint8, device=scores.device)
-        parts = sorted(
-            sparse.ListSegment(8 * bits.start, chunk.width, self._schedule.k(chunk.span, step), at.start // 4)
+        segments = sorted(
+            sparse.ListSegment(
+                8 * bit_range.start, chunk.width, self._schedule.k(chunk.span, step), byte_range.start // 4
+            )
             for name, chunks in self._chunks.items()
-            for chunk, (choosers, bits), (_, at) in zip(chunks, self._bits[name], places[name], strict=True)
+            for chunk, (choosers, bit_range), (_, byte_range) in zip(
+                chunks, self._bit_slots[name], slots[name], strict=True
+            )
             if self._exchange.rank in range(choosers.start, choosers.stop)
         )
-        if not parts:
+        if not segments:
             return self._message[:length]
-        rows = scores[: parts[-1].start + parts[-1].width].view(1, -1)
+        rows = scores[: segments[-1].start + segments[-1].width].view(1, -1)
         if not listed:
-            sparse.marked(rows, tuple(parts), self._message[: rows.shape[1] // 8].view(torch.int64).view(1, -1))
+            sparse.marked(rows, tuple(segments), self._message[: rows.shape[1] // 8].view(torch.int64).view(1, -1))
             return self._message[:length]
-        ends = [*(part.list_start for part in parts[1:]), parts[-1].list_start + padded(parts[-1].k, 2)]
-        found = self._message[: 4 * ends[-1]].view(torch.int32).view(1, -1)
-        sparse.largest(rows, None, tuple(parts), None, found, torch.empty_like(found, dtype=torch.float32))
+        ends = [*(segment.list_start for segment in segments[1:]), segments[-1].list_start + padded(segments[-1].k, 2)]
+        positions = self._message[: 4 * ends[-1]].view(torch.int32).view(1, -1)
+        sparse.largest(rows, None, tuple(segments), None, positions, torch.empty_like(positions, dtype=torch.float32))
         # Positions travel as those of their own chunk; the padding, which travels and is saved, is 0.
-        found.sub_(self._starts(tuple(parts), tuple(ends))).clamp_(min=0)
+        positions.sub_(self._starts(tuple(segments), tuple(ends))).clamp_(min=0)
         return self._message[:length]
 
     def gather(self, names: Collection[str], step: int) -> None:
@@ -191,18 +197,18 @@ class Masks:
             return
         self.finish()
         message = self._choose(step)
-        state, (places, length) = self._method.state, self._layout(step)
-        everybody = message.new_empty((self._exchange.ranks, length))
-        self._work = self._exchange.gather(everybody, message, async_op=True)
-        joined = self._joined(everybody, places)
-        for name, parts in places.items():
+        state, (slots, length) = self._method.state, self._slots_of(step)
+        messages = message.new_empty((self._exchange.ranks, length))
+        self._work = self._exchange.gather(messages, message, async_op=True)
+        joined = self._joined(messages, slots)
+        for name, own_slots in slots.items():
             if name in names:
-                (choosers, at), mask = parts[0], joined.get(name)
-                state.put("mask", name, everybody[choosers, at] if mask is None else mask)
+                (choosers, byte_range), mask = own_slots[0], joined.get(name)
+                state.put("mask", name, messages[choosers, byte_range] if mask is None else mask)
                 state.put("chosen", name, torch.tensor(step))
                 self._chosen[name] = step
-            elif (kept := state.get("mask", name)) is not None and _is_part(kept):
-                state.put("mask", name, kept.clone())  # the gathered masks of that step can then be freed
+            elif (mask_in_use := state.get("mask", name)) is not None and _shares_memory(mask_in_use):
+                state.put("mask", name, mask_in_use.clone())  # the gathered masks of that step can then be freed
 
     def finish(self) -> None:
         """Wait for the masks that are under way."""
@@ -225,16 +231,16 @@ class Masks:
             step, end = int(chosen), 0
             for chunk in chunks:
                 begin, end = end, end + self._schedule.mask_bytes(chunk.span, step)
-                part, k = mask[:, begin:end].cpu().contiguous(), self._schedule.k(chunk.span, step)
-                if part.shape[1] != end - begin:
+                chunk_mask, k = mask[:, begin:end].cpu().contiguous(), self._schedule.k(chunk.span, step)
+                if chunk_mask.shape[1] != end - begin:
                     return f"{key} has {mask.shape[1]} bytes in a row, and its masks more"
-                words = torch.zeros((len(part), (chunk.groups.stop - chunk.groups.start)), dtype=torch.int64)
+                words = torch.zeros((len(chunk_mask), (chunk.groups.stop - chunk.groups.start)), dtype=torch.int64)
                 try:
                     if self._schedule.listed(step):
-                        positions = part.view(torch.int32)[:, :k].contiguous()
+                        positions = chunk_mask.view(torch.int32)[:, :k].contiguous()
                         masks.from_lists([(positions, slice(0, words.shape[1]))], words)
                     else:
-                        words.copy_(part.view(torch.int64))
+                        words.copy_(chunk_mask.view(torch.int64))
                 except ThinwireError as error:
                     return f"{key}: {error}"
                 if bool((masks.popcount(words) != k).any()):
@@ -243,57 +249,57 @@ class Masks:
                     return f"{key} has a bit beyond its {chunk.span} columns"
         return ""
 
-    def _joined(self, everybody: Tensor, places: Places) -> dict[str, Tensor]:
-        """Of parameters with several choosers their masks (1, bytes), from all messages ``everybody`` (N, m) at once.
+    def _joined(self, messages: Tensor, slots: Slots) -> dict[str, Tensor]:
+        """Join the masks (1, bytes) of parameters with several choosers, from all ``messages`` (N, m) at once.
         """
-        several = {name: parts for name, parts in places.items() if len(parts) > 1}
-        if not several:
+        split_slots = {name: own_slots for name, own_slots in slots.items() if len(own_slots) > 1}
+        if not split_slots:
             return {}
-        length = everybody.shape[1]
+        length = messages.shape[1]
         runs = [
-            ((choosers.start * length + at.start) // 8, (at.stop - at.start) // 8)  # of words
-            for parts in several.values()
-            for choosers, at in parts
+            ((choosers.start * length + byte_range.start) // 8, (byte_range.stop - byte_range.start) // 8)  # of words
+            for own_slots in split_slots.values()
+            for choosers, byte_range in own_slots
         ]
         if self._index is None or self._index[0] != runs:
             index = torch.cat([torch.arange(first, first + count) for first, count in runs])
-            self._index = runs, index.to(everybody.device)
-        found = everybody.view(-1).view(torch.int64).index_select(0, self._index[1]).view(torch.uint8)
-        sizes = [sum(at.stop - at.start for _, at in parts) for parts in several.values()]
-        return {name: mask.view(1, -1) for name, mask in zip(several, found.split(sizes), strict=True)}
+            self._index = runs, index.to(messages.device)
+        joined = messages.view(-1).view(torch.int64).index_select(0, self._index[1]).view(torch.uint8)
+        sizes = [sum(octets.stop - octets.start for _, octets in own_slots) for own_slots in split_slots.values()]
+        return {name: mask.view(1, -1) for name, mask in zip(split_slots, joined.split(sizes), strict=True)}
 
-    def _layout(self, step: int) -> tuple[Places, int]:
-        """``_place`` of ``step``, kept while masks have that density."""
+    def _slots_of(self, step: int) -> tuple[Slots, int]:
+        """Return ``_lay_out`` of ``step``, cached while masks have that density."""
         density = self._schedule.density_at(step)
-        if self._places is None or self._places[0] != density:
-            self._places = density, *self._place(step)
-        return self._places[1:]
+        if self._slots is None or self._slots[0] != density:
+            self._slots = density, *self._lay_out(step)
+        return self._slots[1:]
 
-    def _place(self, step: int) -> tuple[Places, int]:
-        """Where the masks of ``step`` are, and the length of a message.
+    def _lay_out(self, step: int) -> tuple[Slots, int]:
+        """Return the slots of the masks of ``step``, and the length of a message.
 
         The same on all ranks: the largest first, each to the ranks with the least so far. R = N: all choose their row.
         """
         rows = bucket_rows(self._exchange, True)
         load = [(0, rank) for rank in range(self._exchange.ranks // rows)]  # a heap: values, and whose
         ends = [0] * len(load)
-        places: Places = {name: [] for name in self._sizes}
+        slots: Slots = {name: [] for name in self._sizes}
         pairs = [(name, chunk) for name, chunks in self._chunks.items() for chunk in chunks]
         for name, chunk in sorted(pairs, key=lambda pair: (-pair[1].span, pair[0], pair[1].start)):
-            values, least = load[0]
-            first, ends[least] = ends[least], ends[least] + self._schedule.mask_bytes(chunk.span, step)
-            heapq.heapreplace(load, (values + chunk.span, least))
-            places[name].append((slice(least * rows, (least + 1) * rows), slice(first, ends[least])))
-        return places, max(ends)
+            values, lightest = load[0]
+            first, ends[lightest] = ends[lightest], ends[lightest] + self._schedule.mask_bytes(chunk.span, step)
+            heapq.heapreplace(load, (values + chunk.span, lightest))
+            slots[name].append((slice(lightest * rows, (lightest + 1) * rows), slice(first, ends[lightest])))
+        return slots, max(ends)
 
-    def _starts(self, parts: tuple[sparse.ListSegment, ...], ends: tuple[int, ...]) -> Tensor:
-        """(m,) int32: of each position in a list of all ``parts`` the first column of its own."""
-        if self._first is None or self._first[0] != parts:
+    def _starts(self, segments: tuple[sparse.ListSegment, ...], ends: tuple[int, ...]) -> Tensor:
+        """(m,) int32: of each position in a list of all ``segments`` the first column of its own."""
+        if self._list_starts is None or self._list_starts[0] != segments:
             assert self._scores is not None
-            widths = torch.tensor([end - part.list_start for part, end in zip(parts, ends, strict=True)])
-            starts = torch.tensor([part.start for part in parts], dtype=torch.int32)
-            self._first = parts, starts.repeat_interleave(widths).to(self._scores.device)
-        return self._first[1]
+            widths = torch.tensor([end - segment.list_start for segment, end in zip(segments, ends, strict=True)])
+            starts = torch.tensor([segment.start for segment in segments], dtype=torch.int32)
+            self._list_starts = segments, starts.repeat_interleave(widths).to(self._scores.device)
+        return self._list_starts[1]
 
     def _chosen_for(self, name: str) -> int:
         """The step for whose density the mask of ``name`` was chosen."""
@@ -306,11 +312,11 @@ class Masks:
             self._chosen[name] = int(saved)
         return self._chosen[name]
 
-    def _unfold(self, bucket: Bucket, found: Sequence[Tensor | None], counts: tuple[int, ...]) -> Unfolded:
-        """The bits of ``found``, each as it was gathered; None: all of the parameter's values."""
+    def _unfold(self, bucket: Bucket, saved_masks: Sequence[Tensor | None], counts: tuple[int, ...]) -> Unfolded:
+        """Unfold ``saved_masks``, each as it was gathered, to bits; None: all of the parameter's values."""
         words = bucket.buffer("mask", (bucket.shape[0], bucket.shape[1] // WORD), torch.int64)
         lists = []
-        for segment, mask in zip(bucket.segments, found, strict=True):
+        for segment, mask in zip(bucket.segments, saved_masks, strict=True):
             first = segment.start // WORD
             if mask is None:
                 flags = torch.zeros((len(words), segment.width), dtype=torch.bool, device=words.device)
@@ -320,15 +326,15 @@ class Masks:
             step, end = self._chosen_for(segment.name), 0
             for chunk in self._chunks[segment.name]:
                 begin, end = end, end + self._schedule.mask_bytes(chunk.span, step)
-                at = slice(first + chunk.groups.start, first + chunk.groups.stop)
+                word_range = slice(first + chunk.groups.start, first + chunk.groups.stop)
                 if self._schedule.listed(step):
                     positions = mask[:, begin:end].view(torch.int32)
-                    lists.append((positions[:, : self._schedule.k(chunk.span, step)], at))
+                    lists.append((positions[:, : self._schedule.k(chunk.span, step)], word_range))
                 else:
-                    words[:, at].copy_(mask[:, begin:end].view(torch.int64))
-        before = masks.from_lists(lists, words)
+                    words[:, word_range].copy_(mask[:, begin:end].view(torch.int64))
+        bit_offsets = masks.from_lists(lists, words)
         names = tuple(segment.name for segment in bucket.segments)
-        return Unfolded(names, counts, words, masks.directory(words) if before is None else before)
+        return Unfolded(names, counts, words, masks.directory(words) if bit_offsets is None else bit_offsets)
 
 
 def all_ones(bucket: Bucket) -> Unfolded:
@@ -338,6 +344,6 @@ def all_ones(bucket: Bucket) -> Unfolded:
     return Unfolded(names, counts, words, masks.directory(words))
 
 
-def _is_part(tensor: Tensor) -> bool:
+def _shares_memory(tensor: Tensor) -> bool:
     """Does ``tensor`` keep more memory alive than its own?"""
     return tensor.untyped_storage().nbytes() > tensor.nbytes

@@ -32,14 +32,20 @@ from thinwire.core.state import State
 
 
 def mean_both_ways(
-    bucket: Bucket, exchange: Exchange, codec: Codec, state: State, *, answer: Codec | None = None, back: bool = True
+    bucket: Bucket,
+    exchange: Exchange,
+    codec: Codec,
+    state: State,
+    *,
+    server_codec: Codec | None = None,
+    back: bool = True,
 ) -> Tensor | None:
     """``bucket.mean`` = C'[mean_n C[``bucket.rows`` + e_n] + s]; ``bucket.rows`` (N, n) are overwritten.
 
     Args:
         codec: C, not linear.
         state: where e_n, "residual" (N, n), and s, "server" (1, n), wait.
-        answer: C'; C where it is left out.
+        server_codec: C'; C where it is left out.
         back: False: servers keep the mean of what arrived as it is, without s; only where each rank owns its row.
 
     Returns:
@@ -53,20 +59,20 @@ def mean_both_ways(
         return None
     served.add_(state.read("server", bucket, rows=1))
     _clear(bucket, served, rank)
-    answer = codec if answer is None else answer
-    wires = bucket.scratch("served wires", (exchange.ranks, answer.wire_numel(n)), answer.wire_dtype)
-    mine = wires[rank : rank + 1]
+    server_codec = codec if server_codec is None else server_codec
+    wires = bucket.scratch("served wires", (exchange.ranks, server_codec.wire_numel(n)), server_codec.wire_dtype)
+    own_wire = wires[rank : rank + 1]
     error = Residual(None, state.write("server", bucket, rows=1))
     with exchange.span("encode", served):
-        _on(answer, bucket, slice(rank, rank + 1)).encode(served, mine, residual=error, space=scratch(bucket))
-    exchange.gather(wires, mine[0].clone())
+        _on(server_codec, bucket, slice(rank, rank + 1)).encode(served, own_wire, residual=error, space=scratch(bucket))
+    exchange.gather(wires, own_wire[0].clone())
     with exchange.span("decode", bucket.mean):
-        answer.decode(wires[exchange.own_rows], bucket.mean, space=scratch(bucket))
+        server_codec.decode(wires[exchange.own_rows], bucket.mean, space=scratch(bucket))
     return wires
 
 
 def serve(bucket: Bucket, exchange: Exchange, codec: Codec, state: State) -> Tensor:
-    """(1, n) of this rank's row: mean_n C[``bucket.rows`` + e_n], and e_n is what that leaves out."""
+    """Return mean_n C[``bucket.rows`` + e_n] of this rank's row, (1, n), and keep what C leaves out as e_n."""
     bucket.rows.add_(state.read("residual", bucket))
     _clear(bucket, bucket.rows)
     error = Residual(None, state.write("residual", bucket))
@@ -88,9 +94,9 @@ def _clear(bucket: Bucket, values: Tensor, first: int = 0) -> None:
         if segment.piece.stride:
             continue
         columns = values[:, segment.columns][:, : segment.span]
-        whole, rest = divmod(segment.piece.numel, segment.span)
+        whole, last_span = divmod(segment.piece.numel, segment.span)
         if first <= whole < first + len(values):
-            columns[whole - first, rest:].zero_()
+            columns[whole - first, last_span:].zero_()
         columns[max(whole + 1 - first, 0) :].zero_()
 
 
@@ -99,12 +105,12 @@ def _shares(bucket: Bucket, group: int) -> Tensor:
     rows, n = bucket.shape
     counts = torch.zeros(rows, n // group, dtype=torch.float32)
     for segment in bucket.segments:
-        places = torch.arange(0, segment.width, group)
+        starts = torch.arange(0, segment.width, group)
         values = torch.tensor([_count(segment, row) for row in range(rows)])
-        counts[:, segment.groups(group)] = (values.unsqueeze(1) - places).clamp(1, group).float()
+        counts[:, segment.groups(group)] = (values.unsqueeze(1) - starts).clamp(1, group).float()
     return (1 / counts).to(bucket.device)
 
 
 def _count(segment: Segment, row: int) -> int:
-    """How many of ``segment``'s columns in ``row`` hold values. Rows that the engine has padded are full to us."""
+    """Count ``segment``'s columns in ``row`` that hold values. Rows that the engine has padded count as full."""
     return segment.span if segment.piece.stride else min(max(segment.piece.numel - row * segment.span, 0), segment.span)

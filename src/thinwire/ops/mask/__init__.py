@@ -19,8 +19,8 @@ from thinwire.base.errors import ThinwireError
 from thinwire.ops.backends import backend
 from thinwire.ops.rows import Places
 
-__all__ = ["WORD", "Faded", "collect", "directory", "from_indices", "from_lists", "gather_keep", "indices",
-           "pack", "popcount", "renew", "scatter", "scatter_add", "topk_mask", "unpack", "write_at"]  # fmt: skip
+__all__ = ["WORD", "Faded", "collect", "directory", "from_indices", "from_lists", "gather_keep",
+           "pack", "popcount", "renew", "scatter", "unpack"]  # fmt: skip
 
 WORD = 64
 """Elements per mask word."""
@@ -48,20 +48,6 @@ def _check(
     for tensor in (words, payload, *values):
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ThinwireError("each row of a mask and its values must be contiguous: call contiguous() first")
-
-
-def topk_mask(values: Tensor, k: int, words: Tensor) -> Tensor:
-    """``words`` (R, n / 64) = the ``k`` largest |values| of every row of ``values`` (R, n): exactly k bits.
-
-    Ties go to the lowest index; a NaN is larger than everything. ``k`` of n or more: all bits.
-    """
-    _check(words, values)
-    if k <= 0:
-        return words.zero_()
-    if k >= values.shape[1]:
-        return words.fill_(-1)
-    _backend(values).topk_mask(values, k, words)
-    return words
 
 
 def directory(words: Tensor) -> Tensor | None:
@@ -96,16 +82,6 @@ def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None =
     """``out`` (R, n) = ``payload`` (R, k) at the mask, 0 elsewhere. One pass. ``before``: as ``gather_keep`` has it."""
     _check(words, out, payload=payload)
     _backend(out).scatter(payload, words, out, before)
-    return out
-
-
-def write_at(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> Tensor:
-    """``out`` (R, n) = ``payload`` (R, k) at the mask, as it was elsewhere. Touches no more than that.
-
-    ``before``: as ``gather_keep`` has it.
-    """
-    _check(words, out, payload=payload)
-    _backend(out).write_at(payload, words, out, before)
     return out
 
 
@@ -156,13 +132,6 @@ def _check_parts(messages: Tensor, words: Tensor, parts: Sequence[Faded], rows: 
         )
 
 
-def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
-    """``out`` (n,) = ``scale`` * the sum over rows of ``payload`` (P, k) expanded at each row's mask, in row order."""
-    _check(words, out, payload=payload)
-    _backend(out).scatter_add(payload, words, out, scale)
-    return out
-
-
 def pack(flags: Tensor, words: Tensor) -> Tensor:
     """``flags`` (R, n) bool -> ``words`` (R, n / 64)."""
     _check(words, flags, dtype=torch.bool)
@@ -183,12 +152,6 @@ def popcount(words: Tensor) -> Tensor:
         return words.new_empty(len(words))
     counts: Tensor = _backend(words).popcount(words)
     return counts
-
-
-def indices(words: Tensor, out: Tensor) -> Tensor:
-    """``out`` (R, k) int32 = the positions of every row's set bits, in order."""
-    _backend(words).indices(words, out)
-    return out
 
 
 def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor | None:

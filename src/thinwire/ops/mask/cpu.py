@@ -113,15 +113,14 @@ def _gather_keep(rows, stride, old, old_stride, words, words_stride, payload, pa
 
 
 @njit
-def _scatter(payload, payload_stride, words, words_stride, out, stride, rows, count, k, clear):
+def _scatter(payload, payload_stride, words, words_stride, out, stride, rows, count, k):
     for row in range(rows):
         at = row * payload_stride
         end = at + k
         for i in range(count):
             start = row * stride + WORD * i
             values = out[start : start + WORD]
-            if clear:
-                values[:] = np.float32(0)
+            values[:] = np.float32(0)
             word = words[row * words_stride + i]
             if at + np.int64(set_bits(word)) > end:
                 return False
@@ -161,52 +160,12 @@ def _renew(payload, payload_stride, words, words_stride, rows, stride, shape, ke
 
 
 @njit
-def _scatter_add(payload, payload_stride, words, words_stride, out, rows, count, k, scale, scaled):
-    at = np.zeros(rows, np.int64)
-    total = np.empty(WORD, np.float32)
-    for i in range(count):
-        total[:] = np.float32(0)
-        for row in range(rows):
-            word = words[row * words_stride + i]
-            position = row * payload_stride + at[row]
-            if at[row] + np.int64(set_bits(word)) > k:
-                return False
-            while word != 0:
-                total[trailing_zeros(word)] += payload[position]
-                position += 1
-                word &= word - uint64(1)
-            at[row] = position - row * payload_stride
-        values = out[WORD * i : WORD * i + WORD]
-        for j in range(WORD):
-            values[j] = total[j] * scale if scaled else total[j]
-    return np.all(at == k)
-
-
-@njit
 def _popcount(words, stride, rows, count, counts):
     for row in range(rows):
         total = uint64(0)
         for i in range(row * stride, row * stride + count):
             total += set_bits(words[i])
         counts[row] = total
-
-
-@njit
-def _indices(words, stride, rows, count, out, to_stride, k):
-    for row in range(rows):
-        at = row * to_stride
-        end = at + k
-        for i in range(count):
-            word = words[row * stride + i]
-            if at + np.int64(set_bits(word)) > end:
-                return False
-            while word != 0:
-                out[at] = np.int32(WORD * i + trailing_zeros(word))
-                at += 1
-                word &= word - uint64(1)
-        if at != end:
-            return False
-    return True
 
 
 @njit
@@ -252,7 +211,7 @@ def _bracket(bits, low, high, between):
 
 
 @njit
-def _threshold_words(bits, threshold, ties, words):
+def threshold_words(bits, threshold, ties, words):
     """Bits of all magnitudes above ``threshold``, and of the first ``ties`` that equal it."""
     for i in range(words.size):
         word = at_least(bits, WORD * i, threshold + np.int32(1))
@@ -331,13 +290,6 @@ def _expect(exact: bool, payload: Tensor) -> None:
         raise ThinwireError(f"a row's mask does not have the {payload.shape[1]} bits that its payload has room for")
 
 
-def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
-    for row, mask in zip(values, words, strict=True):
-        bits = row.detach().numpy().view(np.int32)
-        threshold, above = kth(bits, k)
-        _threshold_words(bits, np.int32(threshold), k - above, mask.numpy().view(np.uint64))
-
-
 def directory(words: Tensor) -> None:
     """None is needed."""
 
@@ -359,15 +311,7 @@ def gather_keep(
 
 
 def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
-    _spread(payload, words, out, clear=True)
-
-
-def write_at(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
-    _spread(payload, words, out, clear=False)
-
-
-def _spread(payload: Tensor, words: Tensor, out: Tensor, *, clear: bool) -> None:
-    _expect(_scatter(*flat(payload), *unsigned(words), *flat(out), *words.shape, payload.shape[1], clear), payload)
+    _expect(_scatter(*flat(payload), *unsigned(words), *flat(out), *words.shape, payload.shape[1]), payload)
 
 
 def collect(
@@ -387,12 +331,6 @@ def renew(
     reference.give(messages, kept, rows)
 
 
-def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:
-    shape = (*words.shape, payload.shape[1])
-    exact = _scatter_add(*flat(payload), *unsigned(words), out.numpy(), *shape, np.float32(scale), scale != 1.0)
-    _expect(exact, payload)
-
-
 def pack(flags: Tensor, words: Tensor) -> None:
     packed = np.packbits(flags.numpy(), axis=1, bitorder="little")
     words.copy_(torch.from_numpy(packed.view(np.int64)))
@@ -407,10 +345,6 @@ def popcount(words: Tensor) -> Tensor:
     counts = torch.empty(len(words), dtype=torch.int64)
     _popcount(*unsigned(words), *words.shape, counts.numpy())
     return counts
-
-
-def indices(words: Tensor, out: Tensor) -> None:
-    _expect(_indices(*unsigned(words), *words.shape, *flat(out), out.shape[1]), out)
 
 
 def from_indices(positions: Tensor, words: Tensor, rise: bool = False) -> None:

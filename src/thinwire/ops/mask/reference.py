@@ -54,15 +54,10 @@ def gather_keep(
 
 
 def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
-    out.zero_()
-    write_at(payload, words, out)
-
-
-def write_at(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
     flags, k = flags_of(words), payload.shape[1]
     if devices.streams(payload.device) is None and bool((flags.sum(1) != k).any()):  # a GPU is not waited for
         raise ThinwireError(f"a row's mask does not have the {k} bits that its payload has room for")
-    out.masked_scatter_(flags, payload)
+    out.zero_().masked_scatter_(flags, payload)
 
 
 def collect(
@@ -106,16 +101,6 @@ def each_of(payload: Tensor, words: Tensor, parts: Sequence[Faded]) -> Iterator[
     """Every part with its values (R, k) and its mask (R, width / 64)."""
     sizes, counts = [part.k for part in parts], [part.width // WORD for part in parts]
     return zip(parts, payload[:, : sum(sizes)].split(sizes, 1), words.split(counts, 1), strict=True)
-
-
-def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:
-    row = torch.empty_like(out)
-    out.zero_()
-    for values, mask in zip(payload, words, strict=True):
-        scatter(values.unsqueeze(0), mask.unsqueeze(0), row.unsqueeze(0))
-        out.add_(row)
-    if scale != 1.0:
-        out.mul_(scale)
 
 
 def pack(flags: Tensor, words: Tensor) -> None:

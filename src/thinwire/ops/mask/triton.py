@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.base.device import upload, uploaded
-from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
+from thinwire.ops.gpu import alignment, kernel, launch, row_of, whole
 from thinwire.ops.mask import reference
 from thinwire.ops.programs import programs_of
 from thinwire.ops.rows import FIELDS
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from thinwire.ops.mask import Faded
     from thinwire.ops.rows import Places
 
-NAN_BITS = 0x7F800001  # any NaN, as an integer: all are equal, and larger than infinity
 BLOCK = 512
 """Elements per program, and per entry of the directory."""
 WORDS = 64
@@ -91,7 +90,7 @@ def _gather_keep(
 
 @kernel
 def _scatter(
-    payload, payload_stride, words, words_stride, before, before_stride, out, stride, n, k, ALL: tl.constexpr,
+    payload, payload_stride, words, words_stride, before, before_stride, out, stride, n, k,
     BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
@@ -99,7 +98,7 @@ def _scatter(
     inside = at < whole(n, ALIGN)
     on, place = _place(words + row * words_stride, before + row * before_stride + block, at, inside, k)
     values = tl.load(payload + row * payload_stride + place, mask=on, other=0.0)
-    tl.store(row_of(out, stride, row, ALIGN) + at, values, mask=inside if ALL else on)
+    tl.store(row_of(out, stride, row, ALIGN) + at, values, mask=inside)
 
 
 @triton.jit
@@ -148,30 +147,6 @@ def _renew(
     else:
         start, to, _, there = _places(number - blocks, kept, kept_table, COPIED, FIELDS)
         tl.store(rows + start, tl.load(message + to, mask=there, other=0), mask=there)
-
-
-@kernel
-def _scatter_add(
-    payload, payload_stride, words, words_stride, before, before_stride, out, scale, peers, n, k, BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < whole(n, ALIGN)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for peer in range(peers):
-        row = tl.cast(peer, tl.int64)
-        on, place = _place(words + row * words_stride, before + row * before_stride + block, at, inside, k)
-        total += tl.load(payload + row * payload_stride + place, mask=on, other=0.0)
-    tl.store(along(out, at, ALIGN), total * scale, mask=inside)
-
-
-@kernel
-def _indices(words, words_stride, before, before_stride, out, stride, n, k, BLOCK: tl.constexpr):
-    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    on, place = _place(words + row * words_stride, before + row * before_stride + block, at, at < n, k)
-    tl.store(out + row * stride + place, at.to(tl.int32), mask=on)
 
 
 @kernel
@@ -276,18 +251,10 @@ def gather_keep(
 
 
 def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
-    _spread(payload, words, out, before, everything=True)
-
-
-def write_at(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
-    _spread(payload, words, out, before, everything=False)
-
-
-def _spread(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None, *, everything: bool) -> None:
     before = directory(words) if before is None else before
     launch(
-        _scatter, _grid(words), payload, words, before, out, out.shape[1], payload.shape[1], ALL=everything,
-        BLOCK=BLOCK, ALIGN=alignment(out),
+        _scatter, _grid(words), payload, words, before, out, out.shape[1], payload.shape[1], BLOCK=BLOCK,
+        ALIGN=alignment(out),
     )  # fmt: skip
 
 
@@ -330,18 +297,6 @@ def _numbers(widths: tuple[int, ...], device: torch.device) -> Tensor:
     return upload(programs_of(widths, reference.WORD)[0], device)
 
 
-def scatter_add(payload: Tensor, words: Tensor, out: Tensor, scale: float) -> None:
-    launch(
-        _scatter_add, _grid(words)[:1], payload, words, directory(words), out, scale, len(payload), out.numel(),
-        payload.shape[1], BLOCK=BLOCK, ALIGN=alignment(out),
-    )  # fmt: skip
-
-
-def indices(words: Tensor, out: Tensor) -> None:
-    n = words.shape[1] * reference.WORD
-    launch(_indices, _grid(words), words, directory(words), out, n, out.shape[1], BLOCK=BLOCK)
-
-
 def from_indices(positions: Tensor, words: Tensor) -> None:
     words.zero_()
     count, k = positions.shape
@@ -378,13 +333,3 @@ def pack(flags: Tensor, words: Tensor) -> None:
 def unpack(words: Tensor, flags: Tensor) -> None:
     flags = flags.view(torch.uint8)
     launch(_unpack, _grid(words), words, flags, flags.shape[1], BLOCK=BLOCK, ALIGN=alignment(flags))
-
-
-def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
-    """The selection is torch's own (by radix on CUDA). It does not say which of equal values it takes: those above its
-    smallest are all in, and of those that equal it the first ones."""
-    magnitudes = (values.view(torch.int32) & 0x7FFFFFFF).clamp_max_(NAN_BITS)
-    smallest = magnitudes.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
-    flags, equal = magnitudes > smallest, magnitudes == smallest
-    missing = k - flags.sum(1, keepdim=True)
-    pack(flags.logical_or_(equal & (equal.cumsum(1, dtype=torch.int32) <= missing)), words)

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.ops.kernels import flat, njit
-from thinwire.ops.mask.cpu import NAN_BITS, WORD, around, at_least, kth, magnitude, magnitudes, trailing_zeros
+from thinwire.ops.mask.cpu import (
+    NAN_BITS,
+    WORD,
+    around,
+    at_least,
+    kth,
+    magnitude,
+    magnitudes,
+    threshold_words,
+    trailing_zeros,
+)
 from thinwire.ops.sparse import reference
 
 if TYPE_CHECKING:
@@ -265,7 +275,15 @@ def _table(segments: tuple[ListSegment, ...]) -> np.ndarray:
     return np.array(rows, np.int64).reshape(-1, 8)
 
 
-marked = reference.marked
+def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
+    words.zero_()
+    for row, mask in zip(rows, words, strict=True):
+        for start, width, k, _ in segments:
+            if k:
+                bits = row[start : start + width].detach().numpy().view(np.int32)
+                threshold, above = kth(bits, k)
+                own = mask[start // WORD : (start + width) // WORD].numpy().view(np.uint64)
+                threshold_words(bits, np.int32(threshold), k - above, own)
 
 
 def pack(positions: Tensor, segments: tuple[ListSegment, ...], wire: Tensor) -> None:

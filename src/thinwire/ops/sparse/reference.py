@@ -11,7 +11,6 @@ from torch import Tensor
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.ops.mask import reference as masks
-from thinwire.ops.mask import topk_mask
 
 if TYPE_CHECKING:
     from thinwire.ops.sparse import ListSegment
@@ -36,7 +35,8 @@ def largest(
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
     words.zero_()
     for start, width, k, _ in segments:
-        topk_mask(rows[:, start : start + width], k, words[:, start // masks.WORD : (start + width) // masks.WORD])
+        own = words[:, start // masks.WORD : (start + width) // masks.WORD]
+        masks.topk_mask(rows[:, start : start + width], k, own)
 
 
 NOT_A_WIRE = "a wire of positions does not hold as many as it should, or one beyond its columns, or out of order"

@@ -1,0 +1,68 @@
+"""Methods whose ranks send their own largest values with their positions stand on this: topk, dgc and trickle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.codecs.base import Codec, Residual
+from thinwire.codecs.intquant import Integers
+from thinwire.codecs.sparse import Sparse
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import check_density, count_of
+from thinwire.methods.parts.feedback import ErrorFeedback, portion_of
+from thinwire.ops import mask as masks
+
+
+@dataclass
+class Largest(ErrorFeedback):
+    """Each rank sends its own k largest values of each tensor with their positions; the rest waits.
+
+    Args:
+        density: share of each tensor's values that a rank sends (k = max(int(density * numel), 1)); lower => fewer
+            bytes, longer waits. With weights sharded, of each shard's; with servers, of each row's.
+    """
+
+    density: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density(self.name, self.density)
+
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    @property
+    def granule(self) -> int:
+        return masks.WORD
+
+    @property
+    def usual_portion(self) -> float:
+        return portion_of(self.density)
+
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        self.send_largest(bucket, exchange)
+
+    def send_largest(self, bucket: Bucket, exchange: Exchange, codec: Codec | None = None) -> Tensor | None:
+        """Exchange the mean of all ranks' largest values; return the residual, (R, n) float32, if one is kept.
+
+        Args:
+            codec: of the rows; None: the ``density`` largest of each segment.
+        """
+        residual = self.residual(bucket)
+        codec = self.largest(bucket, self.density) if codec is None else codec
+        exchange.mean(bucket, codec, residual=residual)
+        return None if residual is None else residual.new
+
+    def residual(self, bucket: Bucket) -> Residual | None:
+        """Return the memory of the values that are not sent; None: they are lost."""
+        return Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
+
+    def largest(self, bucket: Bucket, density: float) -> Sparse:
+        """The codec of the ``density`` largest values of each of the bucket's segments."""
+        assert self.codec is None or isinstance(self.codec, Integers)
+        counts = ((segment.width, count_of(density, segment.span)) for segment in bucket.segments)
+        return Sparse(tuple(counts), self.codec)
