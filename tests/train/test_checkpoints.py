@@ -112,8 +112,8 @@ def test_a_disk_that_fails_while_a_file_travels_is_told_by_all(tmp_path, monkeyp
             return wrapped
         return file
 
-    monkeypatch.setattr(Path, "open", open_)
     (tmp_path / "1").write_bytes(b"x" * 20)
+    monkeypatch.setattr(Path, "open", open_)
     found = on(3, lambda ranks: ranks.copy(1, tmp_path / "1", tmp_path / "2" if ranks.rank == 2 else None))
     line = f"cannot use {tmp_path}/{1 if call == 'readinto' else 2}: Input/output error"
     assert [str(error) for error in found] == [line if at == rank else f"rank {rank}: {line}" for at in range(3)]
