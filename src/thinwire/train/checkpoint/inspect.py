@@ -122,8 +122,8 @@ def show_differences(first: Checkpoint, second: Checkpoint, console: Console) ->
     """Print how two checkpoints differ. 1 if they do, or one is damaged."""
     console.print(f"{first.path} and {second.path}", soft_wrap=True)
     settings = _table("setting", "one", "the other")
-    left, right = (checkpoint.meta["about"] for checkpoint in (first, second))
-    rows = [(name, str(left.get(name)), str(right.get(name))) for name in differing(left, right)]
+    first_run, second_run = (checkpoint.meta["about"] for checkpoint in (first, second))
+    rows = [(name, str(first_run.get(name)), str(second_run.get(name))) for name in differing(first_run, second_run)]
     rows += [
         (name, str(first.meta[name]), str(second.meta[name]))
         for name in ("step", "good", "run")
@@ -158,15 +158,15 @@ def show_differences(first: Checkpoint, second: Checkpoint, console: Console) ->
 def _distances(first: Path, second: Path) -> Iterator[tuple[str, float, float]]:
     """Yield (name, largest difference, norm of the difference by that of the first) of each tensor; inf: no pair."""
     tensors = dict(read_tensors(first))
-    for key, right in read_tensors(second):
-        left = tensors.pop(key, None)
-        if left is None or left.shape != right.shape or left.dtype != right.dtype:
+    for key, second_tensor in read_tensors(second):
+        first_tensor = tensors.pop(key, None)
+        if first_tensor is None or (first_tensor.shape, first_tensor.dtype) != (second_tensor.shape, second_tensor.dtype):
             yield key, float("inf"), float("inf")
-        elif torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)):
+        elif torch.equal(first_tensor.reshape(-1).view(torch.uint8), second_tensor.reshape(-1).view(torch.uint8)):
             yield key, 0.0, 0.0
         else:
-            difference = (left.double() - right.double()).abs()
-            yield key, float(difference.max()), float(difference.norm() / left.double().norm())
+            difference = (first_tensor.double() - second_tensor.double()).abs()
+            yield key, float(difference.max()), float(difference.norm() / first_tensor.double().norm())
     for key in tensors:
         yield key, float("inf"), float("inf")
 

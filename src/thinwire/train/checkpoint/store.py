@@ -221,20 +221,20 @@ class Checkpoints:
         """List the checkpoints in ``paths()`` that any rank sees, and what is wrong with the others."""
 
         def look() -> tuple[list[Any], list[str]]:
-            seen, errors = [], []
+            readable, errors = [], []
             for path in sorted(paths()):
                 try:
                     checkpoint = read_meta(path)
-                    seen.append([path.name, checkpoint.meta, checkpoint.complete_files])
+                    readable.append([path.name, checkpoint.meta, checkpoint.complete_files])
                 except Damaged as error:
                     errors.append(str(error))
-            return seen, errors
+            return readable, errors
 
         candidates: dict[str, Candidate] = {}
         all_errors: dict[str, None] = {}
-        for rank, (seen, errors) in enumerate(self.collective.gather(look)):
+        for rank, (readable, errors) in enumerate(self.collective.gather(look)):
             all_errors.update(dict.fromkeys(errors))
-            for name, meta, complete in seen:
+            for name, meta, complete in readable:
                 candidate = candidates.setdefault(
                     meta["save"], Candidate(name, meta, {file: [] for file in meta["files"]})
                 )
