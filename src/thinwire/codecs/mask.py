@@ -154,7 +154,7 @@ class MaskedIntegers(_AtMask):
         packing.unpack(payload.view(-1), self._places(values), values.view(-1))
         return values
 
-    def _places(self, values: Tensor) -> packing.Places:
+    def _places(self, values: Tensor) -> packing.CopyTable:
         counts = tuple(k for _, k in self.parts)
         return _padding(counts, self.quantizer.group, len(values), values.device)
 
@@ -166,14 +166,14 @@ class MaskedIntegers(_AtMask):
 
 
 @functools.cache
-def _padding(counts: tuple[int, ...], group: int, rows: int, device: torch.device) -> packing.Places:
+def _padding(counts: tuple[int, ...], group: int, rows: int, device: torch.device) -> packing.CopyTable:
     """Values side by side, ``counts`` of each parameter in each of so many rows <-> in whole groups of each."""
     step, stride = sum(counts), sum(padded(k, group) for k in counts)
     parts, first, start = [], 0, 0
     for k in counts:
-        parts.append(packing.Part(first, rows * step, step, start, padded(k, group), k, stride, rows))
+        parts.append(packing.CopySegment(first, rows * step, step, start, padded(k, group), k, stride, rows))
         first, start = first + k, start + padded(k, group)
-    return packing.Places(parts, device)
+    return packing.CopyTable(parts, device)
 
 
 class OwnMasks(Codec):

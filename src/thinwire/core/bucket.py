@@ -260,7 +260,7 @@ class Bucket:
         if self.owner:
             if same_memory(self.mean, out):
                 return
-            ops.unpack(self.mean.view(-1), self.own_places, out)
+            ops.unpack(self.mean.view(-1), self.own_copy_table, out)
         elif not same_memory(self.rows, out):
             self.unpack(self.rows, out)
 
@@ -270,48 +270,51 @@ class Bucket:
 
     def pack(self, flat: Tensor, rows: Tensor) -> None:
         """Engine buffer -> rows (R, n), contiguous; zeros in the padding."""
-        ops.pack(flat, self.places, rows.view(-1))
+        ops.pack(flat, self.copy_table, rows.view(-1))
         self.pack_formed(flat, rows)
 
     def unpack(self, rows: Tensor, flat: Tensor) -> None:
         """Rows (R, n), contiguous -> engine buffer; the padding is left out."""
-        ops.unpack(rows.view(-1), self.places, flat)
+        ops.unpack(rows.view(-1), self.copy_table, flat)
         self.unpack_formed(rows, flat)
 
     def pack_formed(self, flat: Tensor, rows: Tensor) -> None:
         """``pack`` of the parameters that are not contiguous in the engine's buffer."""
         for segment in self._formed:
             values = segment.piece.strided(flat).reshape(-1)  # a copy, in the order of the indices
-            ops.pack(values, ops.Places([self._part(segment, 0)], self.device), rows.view(-1))
+            ops.pack(values, ops.CopyTable([self._part(segment, 0)], self.device), rows.view(-1))
 
     def unpack_formed(self, rows: Tensor, flat: Tensor) -> None:
         for segment in self._formed:
             piece = segment.piece
             values = torch.empty(piece.numel, dtype=flat.dtype, device=flat.device)
-            ops.unpack(rows.view(-1), ops.Places([self._part(segment, 0)], self.device), values)
+            ops.unpack(rows.view(-1), ops.CopyTable([self._part(segment, 0)], self.device), values)
             assert piece.form is not None
             piece.strided(flat).copy_(values.view(piece.form[0]))
 
     @functools.cached_property
-    def places(self) -> ops.Places:
+    def copy_table(self) -> ops.CopyTable:
         """Of the parameters that are contiguous in the engine's buffer."""
         known = [self._part(segment, segment.piece.offset) for segment in self.segments if segment.piece.form is None]
-        return ops.Places(known, self.device)
+        return ops.CopyTable(known, self.device)
 
     @functools.cached_property
-    def own_places(self) -> ops.Places:
+    def own_copy_table(self) -> ops.CopyTable:
         """Of all of them, in the row that the engine takes."""
-        parts = [ops.Part(of.piece.offset, of.span, of.span, of.start, of.width, of.span, 0, 1) for of in self.segments]
-        return ops.Places(parts, self.device)
+        segments = [
+            ops.CopySegment(of.piece.offset, of.span, of.span, of.start, of.width, of.span, 0, 1)
+            for of in self.segments
+        ]
+        return ops.CopyTable(segments, self.device)
 
     @property
     def _formed(self) -> list[Segment]:
         return [segment for segment in self.segments if segment.piece.form is not None]
 
-    def _part(self, segment: Segment, offset: int) -> ops.Part:
+    def _part(self, segment: Segment, offset: int) -> ops.CopySegment:
         piece, span, (rows, n) = segment.piece, segment.span, self.shape
         numel = (piece.rows - 1) * piece.stride + span if piece.stride else piece.numel
-        return ops.Part(offset, numel, piece.stride or span, segment.start, segment.width, span, n, rows)
+        return ops.CopySegment(offset, numel, piece.stride or span, segment.start, segment.width, span, n, rows)
 
     def _same_form(self, flat: Tensor) -> bool:
         if flat.dtype != self.dtype or flat.numel() != self.shape[0] * self.shape[1] or not flat.is_contiguous():
@@ -331,14 +334,14 @@ class BucketGroup:
         """``buckets``: of one dtype, with one arena."""
         self._buckets = buckets
         self._rows, self._means = _Layout([of.shape for of in buckets]), _Layout([(1, of.shape[1]) for of in buckets])
-        self._places = self._rows.places([of.places for of in buckets])
-        self._own_places = self._means.places([of.own_places for of in buckets])
+        self._copy_table = self._rows.copy_table([of.copy_table for of in buckets])
+        self._own_copy_table = self._means.copy_table([of.own_copy_table for of in buckets])
 
     def load(self, flat: Tensor, out: Tensor) -> None:
         """As ``Bucket.load``, of all."""
         first = self._buckets[0]
         memory = first.scratch("rows", (self._rows.size,), first.dtype)
-        ops.pack(flat, self._places, memory)
+        ops.pack(flat, self._copy_table, memory)
         for bucket, rows in zip(self._buckets, self._rows.parts(memory), strict=True):
             bucket.rows = bucket.mean = rows
             bucket.pack_formed(flat, rows)
@@ -351,9 +354,9 @@ class BucketGroup:
         """As ``Bucket.store``, of all."""
         first = self._buckets[0]
         if first.owner:
-            ops.unpack(first.scratch("mean", (self._means.size,), first.dtype), self._own_places, out)
+            ops.unpack(first.scratch("mean", (self._means.size,), first.dtype), self._own_copy_table, out)
             return
-        ops.unpack(first.scratch("rows", (self._rows.size,), first.dtype), self._places, out)
+        ops.unpack(first.scratch("rows", (self._rows.size,), first.dtype), self._copy_table, out)
         for bucket in self._buckets:
             bucket.unpack_formed(bucket.rows, out)
 
@@ -373,14 +376,14 @@ class _Layout:
     def parts(self, memory: Tensor) -> list[Tensor]:
         return [memory[at : at + r * n].view(r, n) for at, (r, n) in zip(self._firsts, self._shapes, strict=True)]
 
-    def places(self, each: Sequence[ops.Places]) -> ops.Places:
+    def copy_table(self, each: Sequence[ops.CopyTable]) -> ops.CopyTable:
         """``each``: of those alone."""
         parts = [
             part._replace(start=first + part.start)
             for first, of in zip(self._firsts, each, strict=True)
-            for part in of.parts
+            for part in of.segments
         ]
-        return ops.Places(parts, each[0].device)
+        return ops.CopyTable(parts, each[0].device)
 
 
 def _same(a: object, b: object) -> bool:

@@ -72,7 +72,7 @@ class Columns:
     def __init__(self, pieces: Sequence[tuple[Piece, int, int]]) -> None:
         """``pieces``: each with its first column and its width; what it does not fill of that is padding."""
         self._pieces = pieces
-        self._made: dict[tuple[object, ...], ops.Places] = {}
+        self._made: dict[tuple[object, ...], ops.CopyTable] = {}
 
     def take(self, shards: Tensor, rows: Tensor) -> Tensor:
         """``rows`` = the values of ``shards``, both contiguous; zeros in the padding."""
@@ -84,20 +84,20 @@ class Columns:
         ops.unpack(rows.view(-1), self._of(shards, rows), shards.view(-1), add=add)
         return shards
 
-    def _of(self, shards: Tensor, rows: Tensor) -> ops.Places:
-        return self.places(shards.device, peers=len(shards), n=shards.shape[1], m=rows.shape[1])
+    def _of(self, shards: Tensor, rows: Tensor) -> ops.CopyTable:
+        return self.copy_table(shards.device, peers=len(shards), n=shards.shape[1], m=rows.shape[1])
 
-    def places(
+    def copy_table(
         self, device: torch.device, per_program: int = ops.PER_PROGRAM, *, peers: int = 1, n: int = 0, m: int = 0
-    ) -> ops.Places:
+    ) -> ops.CopyTable:
         """Of all pieces in ``peers`` shards of ``n`` values and as many rows of ``m`` columns; by default in one."""
         key, away = (device, per_program, peers, n, m), (peers - 1) * n
         if key not in self._made:
             parts = [
-                ops.Part(of.offset, away + of.numel, n or of.numel, first, width, of.numel, m or width, peers)
+                ops.CopySegment(of.offset, away + of.numel, n or of.numel, first, width, of.numel, m or width, peers)
                 for of, first, width in self._pieces
             ]
-            self._made[key] = ops.Places(parts, device, per_program)
+            self._made[key] = ops.CopyTable(parts, device, per_program)
         return self._made[key]
 
 

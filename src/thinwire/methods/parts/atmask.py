@@ -126,7 +126,7 @@ class AtMask(Message):
         self._used, self._keep, self._pieces, self._rank = used, keep, pieces, rank
         self._layouts: dict[tuple[int | None, ...], _Layout] = {}
         self._layout = self._place([None] * len(pieces))  # of the last message
-        self._parts: list[masks.Faded] = []
+        self._parts: list[masks.MaskedSegment] = []
         self._words = torch.empty(0)  # its masks (R, w), beside each other
         self._before: Tensor | None = None  # their directory
 
@@ -144,10 +144,11 @@ class AtMask(Message):
             return message
         self._words, self._before = self._beside([of for of in used if of is not None])
         self._parts = [
-            masks.Faded(of.offset, of.numel, padded(of.numel, WORD), k, self._keep[of.name]) for of, k in layout.parts
+            masks.MaskedSegment(of.offset, of.numel, padded(of.numel, WORD), k, self._keep[of.name])
+            for of, k in layout.parts
         ]
         words, before = self._of(slice(self._rank, self._rank + 1))
-        return masks.collect(own, words, self._parts, layout.whole.places(own.device), message, before)
+        return masks.collect(own, words, self._parts, layout.whole.copy_table(own.device), message, before)
 
     def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
         """w at the mask as it was sent (Alg. 2, l. 4); w = (1 - lr decay) w off the mask, where m' is 0 (l. 5)."""
@@ -156,7 +157,7 @@ class AtMask(Message):
             whole.give(messages, rows)
             return
         words, before = self._of(peers)
-        masks.renew(messages, words, self._parts, whole.places(rows.device), rows, before)
+        masks.renew(messages, words, self._parts, whole.copy_table(rows.device), rows, before)
 
     def _of(self, peers: slice) -> tuple[Tensor, Tensor | None]:
         """The masks of some ranks' rows, and their directory."""

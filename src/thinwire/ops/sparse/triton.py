@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thinwire.base.alignment import viewable
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of
-from thinwire.ops.mask.triton import _place, directory, from_indices
+from thinwire.ops.mask.triton import _slots, directory, from_indices
 from thinwire.ops.programs import programs_of
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def _sum_at(
     total = tl.zeros((BLOCK,), tl.float32)
     for peer in range(peers):
         row = tl.cast(peer, tl.int64)
-        on, place = _place(words + row * words_stride, before + row * before_stride + block, at, inside, k)
+        on, place = _slots(words + row * words_stride, before + row * before_stride + block, at, inside, k)
         total += tl.load(payload + row * payload_stride + place + shift, mask=on, other=0.0)
     tl.store(along(out, at, ALIGN), total * scale, mask=inside)
 
