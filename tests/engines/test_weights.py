@@ -382,7 +382,7 @@ def test_columns_hold_the_values_of_pieces_and_zeros(peers):
         for place in (slice(1, 6), slice(7, 10)):
             there[:, place] = shards[:, place] + 100.0 * add
         assert columns.unpack(rows, out, add=add) is out and torch.equal(out, there)
-    (part, _), (alone, _) = columns.copy_table(CPU, peers=peers, n=n, m=m).parts, columns.copy_table(CPU).parts
+    (part, _), (alone, _) = columns.copy_table(CPU, peers=peers, n=n, m=m).segments, columns.copy_table(CPU).segments
     assert (part.numel, part.rows, part.step, part.stride) == ((peers - 1) * n + 5, peers, n, m)
     assert (alone.numel, alone.rows, alone.step, alone.stride) == (5, 1, 5, 8)
     assert columns.copy_table(CPU) is columns.copy_table(CPU) is not columns.copy_table(CPU, peers=peers, n=n, m=m)

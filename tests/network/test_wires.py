@@ -23,7 +23,7 @@ from thinwire.codecs.base import Codec
 from thinwire.codecs.sparse import Positions
 from thinwire.ops import mask
 from thinwire.ops.mask import reference
-from thinwire.ops.rows import Places
+from thinwire.ops.rows import CopyTable
 from thinwire.proof.ranks import ThreadComm
 from thinwire.proof.record import Setup, play, small
 
@@ -205,7 +205,7 @@ def masks_searched() -> list[str]:
         words = mask.pack(flags, torch.zeros(rows, width // 64, dtype=torch.int64))
         wrong = damaged(words, KINDS[number % len(KINDS)], rng)
         payload = torch.randn(rows, k)
-        part, kept = mask.Faded(0, columns, width, k, 0.9), Places([], torch.device("cpu"))
+        part, kept = mask.MaskedSegment(0, columns, width, k, 0.9), CopyTable([], torch.device("cpu"))
         uses = {
             "scatter": (torch.zeros(rows, width), partial(mask.scatter, payload, wrong)),
             "renew": (torch.ones(rows, columns), partial(mask.renew, payload, wrong, [part], kept)),

@@ -20,7 +20,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.codecs import Masked, Residual, Sparse
 from thinwire.ops import mask, sparse
 from thinwire.ops.mask import cpu, reference
-from thinwire.ops.rows import Part, Places
+from thinwire.ops.rows import CopySegment, CopyTable
 from thinwire.ops.sparse import cpu as sparse_cpu
 from thinwire.ops.sparse import reference as sparse_reference
 
@@ -242,7 +242,8 @@ def check_renewed(fast: ModuleType, device: str = "cpu") -> None:
 
     Between them, values that are sent as they are: some before the first, and more than one program copies.
     """
-    parts = mask.Faded(5, 100, 128, 30, 0.75), mask.Faded(105, 640, 640, 64, 1.0), mask.Faded(800, 3, 64, 3, 0.5)
+    columns = (5, 100, 128, 30, 0.75), (105, 640, 640, 64, 1.0), (800, 3, 64, 3, 0.5)
+    parts = tuple(mask.MaskedSegment(*segment) for segment in columns)
     rows, words = 3, []
     for i, part in enumerate(parts):
         sizes = gaussian(rows, part.width, seed=i).abs_().add_(1)
@@ -250,7 +251,8 @@ def check_renewed(fast: ModuleType, device: str = "cpu") -> None:
         words.append(topk_mask(sizes, part.k, torch.empty(rows, part.width // 64, dtype=torch.int64)))
     n, k = 2500, sum(part.k for part in parts)
     places = ((0, 5, k), (900, 1500, k + 7), (2450, 1, k + 5))
-    kept = Places([Part(at, size, 1, first, size, size, 1, 1) for at, size, first in places], torch.device(device))
+    copied = [CopySegment(at, size, 1, first, size, size, 1, 1) for at, size, first in places]
+    kept = CopyTable(copied, torch.device(device))
     joined, payload = torch.cat(words, 1).to(device), gaussian(rows, k + 1510).to(device)
     before, found, sent = gaussian(rows, n, seed=9).to(device), [], []
     for module in (reference, fast):
@@ -271,20 +273,20 @@ def check_renewed(fast: ModuleType, device: str = "cpu") -> None:
         on = reference.flags_of(of)[:, : part.numel].to(device)
         values = found[1][:, part.start : part.start + part.numel]
         assert torch.equal(values[on].view(rows, -1), payload[:, first : first + part.k])
-        assert torch.equal(values[~on], before[:, part.start : part.start + part.numel][~on] * part.keep)
+        assert torch.equal(values[~on], before[:, part.start : part.start + part.numel][~on] * part.factor)
         taken[part.start : part.start + part.numel], first = True, first + part.k
     assert torch.equal(found[1][:, ~taken], before[:, ~taken])
 
 
 def test_values_at_a_mask_are_renewed_and_others_fade():
     check_renewed(cpu)
-    words, rows, kept = words_of([3, 1]), gaussian(1, 128), Places([], torch.device("cpu"))
+    words, rows, kept = words_of([3, 1]), gaussian(1, 128), CopyTable([], torch.device("cpu"))
     with pytest.raises(ThinwireError, match="does not have the 2 bits"):
-        mask.renew(torch.ones(1, 2), words, [mask.Faded(0, 128, 128, 2, 1.0)], kept, rows)
-    with pytest.raises(ThinwireError, match="masks of 2 words and 3 values are not those of the parts"):
-        mask.renew(torch.ones(1, 3), words, [mask.Faded(0, 64, 64, 3, 1.0)], kept, rows)
+        mask.renew(torch.ones(1, 2), words, [mask.MaskedSegment(0, 128, 128, 2, 1.0)], kept, rows)
+    with pytest.raises(ThinwireError, match="masks of 2 words and 3 values are not those of the segments"):
+        mask.renew(torch.ones(1, 3), words, [mask.MaskedSegment(0, 64, 64, 3, 1.0)], kept, rows)
     with pytest.raises(ThinwireError, match="masks of 1 rows do not go with 2 and 1 rows of"):
-        mask.renew(torch.ones(2, 3), words, [mask.Faded(0, 128, 128, 3, 1.0)], kept, rows)
+        mask.renew(torch.ones(2, 3), words, [mask.MaskedSegment(0, 128, 128, 3, 1.0)], kept, rows)
 
 
 def check_a_wrong_mask_stays_in_its_row(fast: ModuleType, device: str = "cpu") -> None:
@@ -310,7 +312,7 @@ def check_a_wrong_mask_stays_in_its_row(fast: ModuleType, device: str = "cpu") -
 def test_a_bit_beyond_its_part_is_refused_where_values_are_renewed(module: ModuleType, beyond: int):
     memory, words = torch.full((228,), 7.0), torch.zeros(1, 2, dtype=torch.int64)
     mask.from_indices(torch.tensor([[3, beyond]], dtype=torch.int32), words)
-    part, kept = mask.Faded(0, 100, 128, 2, 1.0), Places([], torch.device("cpu"))
+    part, kept = mask.MaskedSegment(0, 100, 128, 2, 1.0), CopyTable([], torch.device("cpu"))
     with pytest.raises(ThinwireError, match="beyond 100 columns"):
         module.renew(torch.tensor([[-1.0, -2.0]]), words, [part], kept, memory[64:164].view(1, 100))
     assert (memory[:64] == 7).all() and (memory[164:] == 7).all()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from programs import needs_triton, run_python
-from thinwire.ops.rows import Part, Places, pack, reference, unpack
+from thinwire.ops.rows import CopySegment, CopyTable, pack, reference, unpack
 
 CPU = torch.device("cpu")
 APART = 3
@@ -15,7 +15,7 @@ APART = 3
 """Elements between rows."""
 
 
-def engines(rows: int) -> dict[str, tuple[list[Part], int, int]]:
+def engines(rows: int) -> dict[str, tuple[list[CopySegment], int, int]]:
     """Parts of three parameters as DDP and as FSDP2 lays them out, odd sizes; elements of the buffer and of the rows.
 
     The last of them is in a bucket of its own, behind the others' rows, with one row less if there are several.
@@ -28,7 +28,7 @@ def engines(rows: int) -> dict[str, tuple[list[Part], int, int]]:
             span = size if engine == "fsdp2" else -(-size // count)
             width = -(-span // 8) * 8
             numel, step = ((count - 1) * stride + size, stride) if engine == "fsdp2" else (size, span)
-            parts.append(Part(place, numel, step, start, width, span, 0, count))
+            parts.append(CopySegment(place, numel, step, start, width, span, 0, count))
             place, start = place + size, start + width
         n, last = parts[2].start + APART, parts[2]
         parts = [part._replace(stride=n) for part in parts[:2]]
@@ -39,7 +39,7 @@ def engines(rows: int) -> dict[str, tuple[list[Part], int, int]]:
 
 def check(module, rows: int, narrow: torch.dtype) -> None:
     for parts, length, size in engines(rows).values():
-        places = Places(parts, CPU)
+        places = CopyTable(parts, CPU)
         flat = torch.randn(length, generator=torch.Generator().manual_seed(rows)).to(narrow)
         expected, taken = torch.full((size,), torch.nan), torch.zeros(length, dtype=torch.bool)
         for part in parts:
@@ -66,7 +66,7 @@ def test_the_reference_puts_every_value_where_it_belongs(rows, narrow):
 
 
 def test_nothing_to_do():
-    places = Places([], CPU)
+    places = CopyTable([], CPU)
     assert pack(torch.ones(3), places, torch.full((2,), 5.0)).tolist() == [5, 5]
     assert unpack(torch.ones(0), places, torch.full((2,), 5.0)).tolist() == [5, 5]
 
@@ -92,8 +92,8 @@ def test_one_launch_on_a_gpu_is_the_reference():
     cuda = torch.device("cuda")
     for parts, length, size in engines(3).values():
         flat = torch.randn(length)
-        expected = pack(flat, Places(parts, CPU), torch.zeros(size))
-        found = pack(flat.to(cuda), Places(parts, cuda), torch.zeros(size, device=cuda))
+        expected = pack(flat, CopyTable(parts, CPU), torch.zeros(size))
+        found = pack(flat.to(cuda), CopyTable(parts, cuda), torch.zeros(size, device=cuda))
         assert torch.equal(found.cpu(), expected)
-        back = unpack(found, Places(parts, cuda), torch.zeros(length, device=cuda))
-        assert torch.equal(back.cpu(), unpack(expected, Places(parts, CPU), torch.zeros(length)))
+        back = unpack(found, CopyTable(parts, cuda), torch.zeros(length, device=cuda))
+        assert torch.equal(back.cpu(), unpack(expected, CopyTable(parts, CPU), torch.zeros(length)))

@@ -14,7 +14,7 @@ from programs import needs_triton, run_python
 from thinwire.base.random import Drawn
 from thinwire.ops import quant, shards
 from thinwire.ops.quant import Format
-from thinwire.ops.rows import Part, Places
+from thinwire.ops.rows import CopySegment, CopyTable
 from thinwire.ops.shards import reference
 
 CPU = torch.device("cpu")
@@ -53,16 +53,16 @@ class Shard:
         place, first, tail, encoded, kept, drawn = gap, 0, 1, [], [], []
         for number, size in enumerate(case.sizes):
             if number in (1, 4) or case.sizes == ODD[1:2]:
-                kept.append(Part(place, size, 1, tail, size, size, 1, 1))
+                kept.append(CopySegment(place, size, 1, tail, size, size, 1, 1))
                 tail += size
             else:
                 width = -(-size // case.group) * case.group
-                encoded.append(Part(place, size, 1, first, width, size, 1, 1))
+                encoded.append(CopySegment(place, size, 1, first, width, size, 1, 1))
                 drawn.append((first, first + width, 77 + number))
                 first += width
             place += size
         self.case, self.n, self.width, self.tail, self.device = case, place + gap, first, tail + 2, device
-        self.encoded, self.kept = Places(encoded, device, shards.PER_PROGRAM), Places(kept, device)
+        self.encoded, self.kept = CopyTable(encoded, device, shards.PER_PROGRAM), CopyTable(kept, device)
         self.drawn = Drawn(drawn) if case.draws and drawn else None
         generator = torch.Generator().manual_seed(1)
         values = torch.randn((2 + PEERS, self.n), generator=generator)
@@ -123,13 +123,13 @@ def test_the_reference_is_each_parameter_by_itself(case):
     codes, scales, tail = shard.write(reference)
     expected_codes, expected_scales, expected_tail = shard.message()
     difference = shard.own if shard.held is None else shard.own - shard.held
-    for number, part in enumerate(shard.encoded.parts):
+    for number, part in enumerate(shard.encoded.segments):
         values = torch.zeros(1, part.width)
         values[0, : part.numel] = difference[part.offset : part.offset + part.numel]
         at, groups = (slice(part.start // by, (part.start + part.width) // by) for by in (8 // case.bits, case.group))
         seed = None if shard.drawn is None else shard.drawn.ranges[number][2]
         quant.quantize(values, case.format, expected_codes[:, at], expected_scales[:, groups], seed)
-    for part in shard.kept.parts:
+    for part in shard.kept.segments:
         expected_tail[0, part.start : part.start + part.numel] = shard.own[part.offset : part.offset + part.numel]
     for found, expected in ((codes, expected_codes), (scales, expected_scales), (tail, expected_tail)):
         assert torch.equal(bits(found), bits(expected))
@@ -140,7 +140,7 @@ def test_the_reference_is_each_parameter_by_itself(case):
     if held is not None:
         before[MINE] = shard.held
     for peer in range(PEERS):
-        for part in shard.encoded.parts:
+        for part in shard.encoded.segments:
             first, last = part.start, part.start + part.width
             at, groups = (slice(first // by, last // by) for by in (8 // case.bits, case.group))
             of, wire = slice(part.offset, part.offset + part.numel), slice(peer, peer + 1)
@@ -148,7 +148,7 @@ def test_the_reference_is_each_parameter_by_itself(case):
             quant.dequantize(messages[0][wire, at], messages[1][wire, groups], case.format, values)
             values = values[0, : part.numel] + (before[peer, of].float() if case.adds else 0)
             before[peer, of] = values.to(case.dtype)
-        for part in shard.kept.parts:
+        for part in shard.kept.segments:
             values = messages[2][peer, part.start : part.start + part.numel]
             before[peer, part.offset : part.offset + part.numel] = values
     assert torch.equal(rows.nan_to_num(9), before.nan_to_num(9)) and bool(before.isnan().any()) == bool(shard.width)
@@ -163,7 +163,7 @@ def check(fast: ModuleType, case: Case) -> None:
     messages = everybody(shard)
     (rows, held), (expected, expected_held) = shard.read(fast, *messages), shard.read(reference, *messages)
     taken = torch.zeros(shard.n, dtype=torch.bool)
-    for part in (*shard.encoded.parts, *shard.kept.parts):
+    for part in (*shard.encoded.segments, *shard.kept.segments):
         taken[part.offset : part.offset + part.numel] = True
     expected[MINE] = torch.where(taken, expected[MINE], rows[MINE])  # the reference copies what is between, too
     for one, other in ((rows, expected), (held, expected_held)):

@@ -41,8 +41,9 @@ MODULES = (adams, direction, mask, moments, projection, quant, packing, shards, 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 NAMES = """
-*fp32  next_moment residual_out v_out
-*i32   bit_offsets positions segments shifts slots
+*fp32  next_moment residual_out v_out factors resident
+*i32   bit_offsets positions segments shifts slots copy_programs segment_numbers
+*i64   copy_table
 i64    seed
 fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
 *fp32  rows total old payload new out signs scales shares gradient residual moment values mean
@@ -50,7 +51,7 @@ fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest shar
 *fp32  g v m_out own held message left sent rest whole quantum wire
 *i64   words index
 *i32   before base counts places positions programs parts keys found state tallies elements
-*i64   table kept_table
+*i64   table
 *u8    flags bits codes octets
 """
 TYPES = {name: kind for kind, *names in map(str.split, NAMES.strip().splitlines()) for name in names}
@@ -79,10 +80,10 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     copied = {"COPIED": PER_PROGRAM, "FIELDS": FIELDS}
     for four, group, narrow in ((1, 2048, 0), (1, 2048, 1), (0, 1024, 0)):
         constants = {"GROUP": group, "BLOCK": shards.PER_PROGRAM // group, "FOUR": four, "NARROW": narrow, "WIRE": 4}
-        values = dict.fromkeys(("own", "held", "message", "rows"), "*i16" if narrow else "*fp32")
-        codes = {"codes": "*u8" if four else "*i8", "kept": "*i32"} | values
+        values = dict.fromkeys(("own", "resident", "message", "rows"), "*i16" if narrow else "*fp32")
+        codes = {"codes": "*u8" if four else "*i8"} | values
         keys = {} if narrow else {"keys": None}  # None: there are none
-        yield shards._write, codes, constants | copied | aligned | keys | {"HELD": four, "STOCHASTIC": narrow}
+        yield shards._write, codes, constants | copied | aligned | keys | {"SUBTRACT": four, "STOCHASTIC": narrow}
         yield shards._read, codes, constants | copied | aligned | {"ADD": four}
     for group in (128, 2048):
         block = {"GROUP": group, "BLOCK": sign.PER_PROGRAM // group, "WIRE": 4}
@@ -93,7 +94,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._gather_keep, {}, block | aligned | {"FEEDBACK": True, "KEEP": True}
     yield mask._scatter, {}, block | aligned
     for kernel in (mask._collect, mask._renew):
-        yield kernel, {"keep": "*i32", "kept": "*i32", "row": "*fp32"}, block | copied
+        yield kernel, {"factors": "*i32", "row": "*fp32"}, block | copied
     yield mask._from_indices, {}, block
     yield mask._from_lists, {}, {"BLOCK": mask.WORDS}
     yield mask._pack, {}, {"BLOCK": 64} | aligned

@@ -281,28 +281,30 @@ class BucketCopies:
         """Pack the parameters that are not contiguous in the engine's buffer."""
         for segment in self._formed:
             values = segment.piece.strided(flat).reshape(-1)  # a copy, in the order of the indices
-            ops.pack(values, ops.Places([self._part(segment, 0)], self.device), rows.view(-1))
+            ops.pack(values, ops.CopyTable([self._part(segment, 0)], self.device), rows.view(-1))
 
     def unpack_formed(self, rows: Tensor, flat: Tensor) -> None:
         """Unpack the parameters that are not contiguous in the engine's buffer."""
         for segment in self._formed:
             piece = segment.piece
             values = torch.empty(piece.numel, dtype=flat.dtype, device=flat.device)
-            ops.unpack(rows.view(-1), ops.Places([self._part(segment, 0)], self.device), values)
+            ops.unpack(rows.view(-1), ops.CopyTable([self._part(segment, 0)], self.device), values)
             assert piece.form is not None
             piece.strided(flat).copy_(values.view(piece.form[0]))
 
     @functools.cached_property
-    def copy_table(self) -> ops.Places:
+    def copy_table(self) -> ops.CopyTable:
         """The copies of the parameters that are contiguous in the engine's buffer."""
         known = [self._part(segment, segment.piece.offset) for segment in self.segments if segment.piece.form is None]
-        return ops.Places(known, self.device)
+        return ops.CopyTable(known, self.device)
 
     @functools.cached_property
-    def own_copy_table(self) -> ops.Places:
+    def own_copy_table(self) -> ops.CopyTable:
         """The copies of all parameters in the row that the engine takes."""
-        parts = [ops.Part(of.piece.offset, of.span, of.span, of.start, of.width, of.span, 0, 1) for of in self.segments]
-        return ops.Places(parts, self.device)
+        copies = [
+            ops.CopySegment(s.piece.offset, s.span, s.span, s.start, s.width, s.span, 0, 1) for s in self.segments
+        ]
+        return ops.CopyTable(copies, self.device)
 
     @functools.cached_property
     def contiguous(self) -> bool:
@@ -313,10 +315,10 @@ class BucketCopies:
     def _formed(self) -> list[Segment]:
         return [segment for segment in self.segments if segment.piece.form is not None]
 
-    def _part(self, segment: Segment, offset: int) -> ops.Part:
+    def _part(self, segment: Segment, offset: int) -> ops.CopySegment:
         piece, span, (rows, n) = segment.piece, segment.span, self.shape
         numel = (piece.rows - 1) * piece.stride + span if piece.stride else piece.numel
-        return ops.Part(offset, numel, piece.stride or span, segment.start, segment.width, span, n, rows)
+        return ops.CopySegment(offset, numel, piece.stride or span, segment.start, segment.width, span, n, rows)
 
 
 class BucketGroup:
@@ -372,14 +374,14 @@ class _Stack:
             memory[start : start + r * n].view(r, n) for start, (r, n) in zip(self._starts, self._shapes, strict=True)
         ]
 
-    def join(self, tables: Sequence[ops.Places]) -> ops.Places:
+    def join(self, tables: Sequence[ops.CopyTable]) -> ops.CopyTable:
         """Join ``tables``, one for each shape alone, to one for the whole memory."""
         copies = [
             copy._replace(start=start + copy.start)
             for start, table in zip(self._starts, tables, strict=True)
-            for copy in table.parts
+            for copy in table.segments
         ]
-        return ops.Places(copies, tables[0].device)
+        return ops.CopyTable(copies, tables[0].device)
 
 
 def _segments(pieces: Sequence[Piece], rows: int, group: int, spans: Sequence[int]) -> tuple[Segment, ...]:

@@ -72,7 +72,7 @@ class Columns:
     def __init__(self, placements: Sequence[tuple[Piece, int, int]]) -> None:
         """``placements``: pieces, each with its first column and its width; what a piece does not fill is padding."""
         self._pieces = placements
-        self._tables: dict[tuple[object, ...], ops.Places] = {}
+        self._tables: dict[tuple[object, ...], ops.CopyTable] = {}
 
     def pack(self, shards: Tensor, rows: Tensor) -> Tensor:
         """Copy the values of ``shards`` to ``rows``, both contiguous; zeros to the padding."""
@@ -84,20 +84,20 @@ class Columns:
         ops.unpack(rows.view(-1), self._table(shards, rows), shards.view(-1), add=add)
         return shards
 
-    def _table(self, shards: Tensor, rows: Tensor) -> ops.Places:
+    def _table(self, shards: Tensor, rows: Tensor) -> ops.CopyTable:
         return self.copy_table(shards.device, peers=len(shards), n=shards.shape[1], m=rows.shape[1])
 
     def copy_table(
         self, device: torch.device, per_program: int = ops.PER_PROGRAM, *, peers: int = 1, n: int = 0, m: int = 0
-    ) -> ops.Places:
+    ) -> ops.CopyTable:
         """Return the copies of all pieces in ``peers`` shards of ``n`` values and as many rows of ``m`` columns."""
         key, away = (device, per_program, peers, n, m), (peers - 1) * n
         if key not in self._tables:
             parts = [
-                ops.Part(of.offset, away + of.numel, n or of.numel, first, width, of.numel, m or width, peers)
+                ops.CopySegment(of.offset, away + of.numel, n or of.numel, first, width, of.numel, m or width, peers)
                 for of, first, width in self._pieces
             ]
-            self._tables[key] = ops.Places(parts, device, per_program)
+            self._tables[key] = ops.CopyTable(parts, device, per_program)
         return self._tables[key]
 
 

@@ -54,7 +54,7 @@ from thinwire.core.method import (
 from thinwire.core.weights import Columns, Message, lay_out
 from thinwire.ops import shards
 from thinwire.ops.quant import ORDER
-from thinwire.ops.rows import Places
+from thinwire.ops.rows import CopyTable
 
 WEIGHTS = ("difference", "plain", "dense")
 READ = 1 << 24
@@ -299,7 +299,7 @@ class QuantizedWeights(Message):
         if held is not None:
             held.copy_(rows[mine])
 
-    def _places(self, device: torch.device) -> tuple[Places, Places]:
+    def _places(self, device: torch.device) -> tuple[CopyTable, CopyTable]:
         """Of what is encoded, and of what is not."""
         return self._columns.copy_table(device, shards.PER_PROGRAM), self._kept.copy_table(device)
 

@@ -126,7 +126,7 @@ class AtMask(Message):
         self._used, self._keep, self._pieces, self._rank = used, keep, pieces, rank
         self._layouts: dict[tuple[int | None, ...], _Layout] = {}
         self._layout = self._lay_out([None] * len(pieces))  # of the last message
-        self._faded: list[masks.Faded] = []
+        self._faded: list[masks.MaskedSegment] = []
         self._words = torch.empty(0)  # its masks (R, w), beside each other
         self._bit_offsets: Tensor | None = None  # their directory
 
@@ -144,7 +144,7 @@ class AtMask(Message):
             return message
         self._words, self._bit_offsets = self._join([used for used in exchanges if used is not None])
         self._faded = [
-            masks.Faded(piece.offset, piece.numel, padded(piece.numel, WORD), k, self._keep[piece.name])
+            masks.MaskedSegment(piece.offset, piece.numel, padded(piece.numel, WORD), k, self._keep[piece.name])
             for piece, k in layout.masked
         ]
         words, bit_offsets = self._masks_of(slice(self._rank, self._rank + 1))

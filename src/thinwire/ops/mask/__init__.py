@@ -1,10 +1,11 @@
-"""Masks and what is sent at them: choose, gather with error feedback, scatter, pack.
+"""Masks and the values at them: choose, gather with error feedback, scatter, pack.
 
 A mask is int64 words (R, n / 64), n a multiple of 64: bit j of word i of a row stands for element 64 i + j. Values are
 float32. Rows may be apart in memory (any stride in dim 0); each row is contiguous. Payloads hold the values at the
 set bits of each row, in order; the number of set bits is the caller's knowledge, so no shape depends on data. On a CPU
-a row with another number of bits is refused; on a GPU asking would stall the stream: bits after the k-th count as none,
-and so do positions that are out of range.
+a row with another number of bits is refused. On a GPU asking would stall the stream: bits after the k-th count as none,
+and so do positions that are out of range; what each row needs to know is the mask's *directory*, ``bit_offsets``: the
+number of set bits before each block of elements.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.ops.backends import backend
-from thinwire.ops.rows import Places
+from thinwire.ops.rows import CopyTable
 
-__all__ = ["WORD", "Faded", "collect", "directory", "from_indices", "from_lists", "gather_keep",
+__all__ = ["WORD", "MaskedSegment", "collect", "directory", "from_indices", "from_lists", "gather_keep",
            "pack", "popcount", "renew", "scatter", "unpack"]  # fmt: skip
 
 WORD = 64
@@ -31,7 +32,7 @@ _backend = backend("thinwire.ops.mask")
 def _check(
     words: Tensor, *values: Tensor | None, payload: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Refuse what does not belong together, before a kernel reads or writes out of bounds."""
+    """Refuse tensors that do not belong together, before a kernel reads or writes out of bounds."""
     for tensor in values:
         if tensor is None:
             continue
@@ -51,12 +52,9 @@ def _check(
 
 
 def directory(words: Tensor) -> Tensor | None:
-    """What a GPU has to know of ``words`` (R, w) before it gathers or scatters: worth keeping while they are the same.
-
-    None where it is not needed.
-    """
-    found: Tensor | None = _backend(words).directory(words)
-    return found
+    """Return the ``bit_offsets`` of ``words`` (R, w), worth keeping as long as the mask; None where none are needed."""
+    bit_offsets: Tensor | None = _backend(words).directory(words)
+    return bit_offsets
 
 
 def gather_keep(
@@ -65,70 +63,74 @@ def gather_keep(
     words: Tensor,
     payload: Tensor,
     residual_out: Tensor | None,
-    before: Tensor | None = None,
+    bit_offsets: Tensor | None = None,
 ) -> Tensor:
     """h = ``rows`` + ``residual`` (R, n); ``payload`` (R, k) = h at the mask; ``residual_out`` = h off it, 0 on it.
 
-    One pass. ``residual`` None: h = rows. ``residual_out`` None: not kept; it may be ``residual`` itself. ``before``:
-    ``directory(words)``, if it is known.
+    One pass. ``residual`` None: h = rows. ``residual_out`` None: not stored; it may be ``residual`` itself.
+    ``bit_offsets``: ``directory(words)``, where it exists already.
     """
     _check(words, rows, residual, residual_out, payload=payload)
     if payload.numel() or residual_out is not None:
-        _backend(rows).gather_keep(rows, residual, words, payload, residual_out, before)
+        _backend(rows).gather_keep(rows, residual, words, payload, residual_out, bit_offsets)
     return payload
 
 
-def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> Tensor:
-    """``out`` (R, n) = ``payload`` (R, k) at the mask, 0 elsewhere. One pass. ``before``: as ``gather_keep`` has it."""
+def scatter(payload: Tensor, words: Tensor, out: Tensor, bit_offsets: Tensor | None = None) -> Tensor:
+    """``out`` (R, n) = ``payload`` (R, k) at the mask, 0 elsewhere. One pass. ``bit_offsets``: see ``gather_keep``."""
     _check(words, out, payload=payload)
-    _backend(out).scatter(payload, words, out, before)
+    _backend(out).scatter(payload, words, out, bit_offsets)
     return out
 
 
-class Faded(NamedTuple):
-    """Columns ``[start, start + numel)`` of rows, with a mask of ``width`` columns; ``k``: its bits in each row.
+class MaskedSegment(NamedTuple):
+    """Columns ``[start, start + numel)`` of rows, with a mask of ``width`` columns and ``k`` set bits in each row.
 
-    ``keep``: what is left of a value off the mask.
+    ``factor``: a value off the mask is multiplied by it.
     """
 
     start: int
     numel: int
     width: int
     k: int
-    keep: float
+    factor: float
 
 
 def collect(
-    row: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, message: Tensor, before: Tensor | None = None
-) -> Tensor:
-    """``message`` (m,) = what ``renew`` takes of a ``row`` (n,): its values at the mask ``words`` (1, w), and behind
-    them those that are ``kept``, whose places are those of one row. On a GPU one launch."""
-    _check_parts(message.unsqueeze(0), words, parts, row.unsqueeze(0))
-    _backend(row).collect(row, words, parts, kept, message, before)
+    row: Tensor, words: Tensor, segments: Sequence[MaskedSegment], copied: CopyTable, message: Tensor,
+    bit_offsets: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``message`` (m,) = the values of ``row`` (n,) that ``renew`` takes. On a GPU one launch.
+
+    Those at the mask ``words`` (1, w) come first, then those of the ``copied`` segments, of one row.
+    """
+    _check_segments(message.unsqueeze(0), words, segments, row.unsqueeze(0))
+    _backend(row).collect(row, words, segments, copied, message, bit_offsets)
     return message
 
 
 def renew(
-    messages: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, rows: Tensor, before: Tensor | None = None
-) -> Tensor:
-    """``rows`` (R, n) = what ``messages`` (R, m) say at the mask, ``keep`` times what it was off it, in all ``parts``.
+    messages: Tensor, words: Tensor, segments: Sequence[MaskedSegment], copied: CopyTable, rows: Tensor,
+    bit_offsets: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``rows`` (R, n) = the values of ``messages`` (R, m) at the mask, and ``factor`` times ``rows`` off it.
 
-    The masks of the parts lie beside each other in ``words`` (R, w), and their values in a message, in their order,
-    from its first column on. What is ``kept`` is as it was sent. Other columns are left alone. ``before``:
-    ``directory(words)``, if it is known.
+    The masks of the segments lie beside each other in ``words`` (R, w), and their values in a message, in their order,
+    from its first column on. ``copied`` segments become what was sent. Other columns are left alone.
     """
-    _check_parts(messages, words, parts, rows)
+    _check_segments(messages, words, segments, rows)
     if rows.numel():
-        _backend(rows).renew(messages, words, parts, kept, rows, before)
+        _backend(rows).renew(messages, words, segments, copied, rows, bit_offsets)
     return rows
 
 
-def _check_parts(messages: Tensor, words: Tensor, parts: Sequence[Faded], rows: Tensor) -> None:
+def _check_segments(messages: Tensor, words: Tensor, segments: Sequence[MaskedSegment], rows: Tensor) -> None:
     if len(messages) != len(words) or len(rows) != len(words) or rows.dtype != torch.float32:
         raise ThinwireError(f"masks of {len(words)} rows do not go with {len(messages)} and {len(rows)} rows of values")
-    if WORD * words.shape[1] != sum(part.width for part in parts) or messages.shape[1] < sum(p.k for p in parts):
+    width, k = sum(segment.width for segment in segments), sum(segment.k for segment in segments)
+    if WORD * words.shape[1] != width or messages.shape[1] < k:
         raise ThinwireError(
-            f"masks of {words.shape[1]} words and {messages.shape[1]} values are not those of the parts"
+            f"masks of {words.shape[1]} words and {messages.shape[1]} values are not those of the segments"
         )
 
 
@@ -147,7 +149,7 @@ def unpack(words: Tensor, flags: Tensor) -> Tensor:
 
 
 def popcount(words: Tensor) -> Tensor:
-    """Set bits of every row of ``words`` (R, w): (R,) int64."""
+    """Count the set bits of every row of ``words`` (R, w): (R,) int64."""
     if words.is_meta:
         return words.new_empty(len(words))
     counts: Tensor = _backend(words).popcount(words)
@@ -155,25 +157,25 @@ def popcount(words: Tensor) -> Tensor:
 
 
 def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor | None:
-    """``from_indices`` of many parts of rows at once: (positions (R, k) int32, their part of ``words``' columns).
+    """Call ``from_indices`` for many ``lists`` at once: (positions (R, k) int32, the columns of ``words`` they fill).
 
-    Positions rise, and parts are in the order of their columns. What is no part of any is left alone. On a GPU one
-    launch, which gives the masks' ``directory``, too, if the parts are all of ``words``; None otherwise.
+    Positions rise, and lists are in the order of their columns. Other columns are left alone. On a GPU one launch,
+    which returns the masks' ``bit_offsets``, too, if the lists fill all of ``words``; None otherwise.
 
     Raises:
         ThinwireError: as ``from_indices``, and where positions do not rise.
     """
     if not lists or not words.numel():
         return None
-    before: Tensor | None = _backend(words).from_lists(lists, words)
-    return before
+    bit_offsets: Tensor | None = _backend(words).from_lists(lists, words)
+    return bit_offsets
 
 
 def from_indices(positions: Tensor, words: Tensor) -> Tensor:
     """``words`` (R, n / 64) with the bits ``positions`` (R, k) int32 set, in any order, and no others.
 
     Raises:
-        ThinwireError: one of them is none of the columns. (On a GPU, where nobody looks, it counts as no position.)
+        ThinwireError: a position is none of the columns. (On a GPU, where nobody looks, it is left out.)
     """
     _backend(words).from_indices(positions, words)
     return words

@@ -4,8 +4,8 @@ trailing zeros, so that the cost follows the number of set bits."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,10 +18,6 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.ops.kernels import flat, njit
 from thinwire.ops.mask import reference
-from thinwire.ops.rows import Places
-
-if TYPE_CHECKING:
-    from thinwire.ops.mask import Faded
 
 WORD = 64
 MAGNITUDE_BITS = np.int32(0x7FFFFFFF)
@@ -51,10 +47,10 @@ SIZES = ir.VectorType(ir.IntType(32), WORD)
 
 @intrinsic
 def at_least(context, bits, first, low):
-    """A word of which |value| is ``low`` or more, of the 64 values from ``bits[first]`` on: see :func:`magnitude`.
+    """Return a mask word: which of the 64 values from ``bits[first]`` on have a :func:`magnitude` >= ``low``.
 
-    In LLVM's own vectors, whose comparisons are mask words already: of a loop that sets one bit after the other it
-    makes something 8 times slower.
+    In LLVM's own vectors, whose comparisons are mask words already: a loop that sets one bit after the other is 8 times
+    slower.
     """
 
     def code(compiler, builder, signature, arguments):
@@ -65,96 +61,93 @@ def at_least(context, bits, first, low):
         nan = ir.Constant(SIZES, [int(NAN_BITS)] * WORD)
         sizes = builder.select(builder.icmp_signed("<", sizes, nan), sizes, nan)
         lows = builder.insert_element(ir.Constant(SIZES, ir.Undefined), low, ir.IntType(32)(0))
-        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), WORD), [0] * WORD)
-        lows = builder.shuffle_vector(lows, lows, everywhere)
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), WORD), [0] * WORD)
+        lows = builder.shuffle_vector(lows, lows, zeros)
         return builder.bitcast(builder.icmp_signed(">=", sizes, lows), ir.IntType(64))
 
     return types.uint64(bits, types.int64, types.int32), code
 
 
 @njit
-def _gather_keep(rows, stride, old, old_stride, words, words_stride, payload, payload_stride, new, new_stride, shape,
-                 feedback, keep):  # fmt: skip
-    total = np.empty(WORD, np.float32)
+def _gather_keep(rows, stride, residual, residual_stride, words, words_stride, payload, payload_stride, residual_out,
+                 out_stride, shape, feedback, keep):  # fmt: skip
+    buffer = np.empty(WORD, np.float32)
     for row in range(shape[0]):
-        at = row * payload_stride
-        end = at + shape[2]
+        slot = row * payload_stride
+        end = slot + shape[2]
         for i in range(shape[1]):
             word = words[row * words_stride + i]
             if word == 0 and not keep:
                 continue
-            if at + np.int64(set_bits(word)) > end:
+            if slot + np.int64(set_bits(word)) > end:
                 return False
             start = row * stride + WORD * i
             values = rows[start : start + WORD]
             if keep:
-                to = row * new_stride + WORD * i
-                rest = new[to : to + WORD]
+                out_start = row * out_stride + WORD * i
+                total = residual_out[out_start : out_start + WORD]
             else:
-                rest = total
+                total = buffer
             if feedback:
-                from_old = row * old_stride + WORD * i
-                before = old[from_old : from_old + WORD]
+                residual_start = row * residual_stride + WORD * i
+                addends = residual[residual_start : residual_start + WORD]
                 for j in range(WORD):
-                    rest[j] = values[j] + before[j]
+                    total[j] = values[j] + addends[j]
             else:
                 for j in range(WORD):
-                    rest[j] = values[j]
+                    total[j] = values[j]
             while word != 0:
                 j = trailing_zeros(word)
-                payload[at] = rest[j]
+                payload[slot] = total[j]
                 if keep:
-                    rest[j] = np.float32(0)
-                at += 1
+                    total[j] = np.float32(0)
+                slot += 1
                 word &= word - uint64(1)
-        if at != end:
+        if slot != end:
             return False
     return True
 
 
 @njit
-def _scatter(payload, payload_stride, words, words_stride, out, stride, rows, count, k):
-    for row in range(rows):
-        at = row * payload_stride
-        end = at + k
-        for i in range(count):
-            start = row * stride + WORD * i
-            values = out[start : start + WORD]
-            values[:] = np.float32(0)
-            word = words[row * words_stride + i]
-            if at + np.int64(set_bits(word)) > end:
-                return False
-            while word != 0:
-                values[trailing_zeros(word)] = payload[at]
-                at += 1
-                word &= word - uint64(1)
-        if at != end:
-            return False
-    return True
+def _put(payload, slot, end, word, values):
+    """``values`` (64,) = ``payload`` from ``slot`` on, at the set bits of ``word``; return the next slot.
+
+    Where ``word`` has more bits than there are slots before ``end``, nothing is written.
+    """
+    next_slot = slot + np.int64(set_bits(word))
+    if next_slot <= end:
+        while word != 0:
+            bit = trailing_zeros(word)
+            values[bit] = payload[slot]
+            slot += 1
+            word &= word - uint64(1)
+    return next_slot
 
 
 @njit
-def _renew(payload, payload_stride, words, words_stride, rows, stride, shape, keep):
-    """``shape``: rows, columns, bits of each row. Bits of a mask's last word beyond them are refused."""
-    whole, rest = shape[1] // WORD, shape[1] % WORD
+def _scatter(payload, payload_stride, words, words_stride, out, stride, shape, factor):
+    """``shape``: rows, columns, bits of each row. Bits of a mask's last word beyond the columns are refused.
+
+    Off the mask a value becomes 0 (``factor`` None), or ``factor`` times itself.
+    """
+    full_words, tail = shape[1] // WORD, shape[1] % WORD
     for row in range(shape[0]):
-        if rest != 0 and words[row * words_stride + whole] >> uint64(rest) != 0:
+        if tail != 0 and words[row * words_stride + full_words] >> uint64(tail) != 0:
             return False
-        at = row * payload_stride
-        end = at + shape[2]
-        for first in range(0, shape[1], WORD):
-            start = row * stride + first
-            values = rows[start : start + min(shape[1] - first, WORD)]
-            for j in range(values.size):
-                values[j] *= keep
-            word = words[row * words_stride + first // WORD]
-            if at + np.int64(set_bits(word)) > end:
+        slot = row * payload_stride
+        end = slot + shape[2]
+        for column in range(0, shape[1], WORD):
+            start = row * stride + column
+            values = out[start : start + min(shape[1] - column, WORD)]
+            if factor is None:
+                values[:] = np.float32(0)
+            else:
+                for j in range(values.size):
+                    values[j] *= factor
+            slot = _put(payload, slot, end, words[row * words_stride + column // WORD], values)
+            if slot > end:
                 return False
-            while word != 0:
-                values[trailing_zeros(word)] = payload[at]
-                at += 1
-                word &= word - uint64(1)
-        if at != end:
+        if slot != end:
             return False
     return True
 
@@ -170,44 +163,44 @@ def _popcount(words, stride, rows, count, counts):
 
 @njit
 def _from_indices(positions, stride, words, words_stride, rows, k, columns, rise):
-    """Whoever sent the positions, they become addresses only from 0 on and below ``columns``; ``rise``: if they do."""
+    """Refuse positions out of range, which would become addresses, and with ``rise`` those that do not rise."""
     for row in range(rows):
-        last = np.int64(-1)
+        previous = np.int64(-1)
         for i in range(row * stride, row * stride + k):
             position = np.int64(positions[i])
-            if not 0 <= position < columns or (rise and position <= last):
+            if not 0 <= position < columns or (rise and position <= previous):
                 return False
             words[row * words_stride + (position >> 6)] |= uint64(1) << uint64(position & 63)
-            last = position
+            previous = position
     return True
 
 
 @njit
 def magnitude(bits):
-    """|value| as an integer: the order of floats, every NaN the same and the largest."""
+    """Return |value| as an integer: the order of floats, every NaN the same and the largest."""
     return min(np.int32(bits & MAGNITUDE_BITS), NAN_BITS)
 
 
 @njit
 def _bracket(bits, low, high, between):
-    """Magnitudes above ``high`` are counted, those from ``low`` to ``high`` collected into ``between`` while they fit.
+    """Count magnitudes above ``high``, and collect those from ``low`` to ``high`` into ``between`` while they fit.
 
     Both comparisons become mask words, without a branch per element; then only the few in between are walked.
     """
-    above, found = np.int64(0), np.int64(0)
+    above, count = np.int64(0), np.int64(0)
     for first in range(0, bits.size, WORD):
         over = at_least(bits, first, high + np.int32(1))
         above += np.int64(set_bits(over))
         word = at_least(bits, first, low) & ~over
         inside = np.int64(set_bits(word))
-        if found + inside > between.size:
-            found += inside
+        if count + inside > between.size:
+            count += inside
             continue
         while word != 0:
-            between[found] = magnitude(bits[first + np.int64(trailing_zeros(word))])
-            found += 1
+            between[count] = magnitude(bits[first + np.int64(trailing_zeros(word))])
+            count += 1
             word &= word - uint64(1)
-    return above, found
+    return above, count
 
 
 @njit
@@ -240,7 +233,7 @@ def _above(magnitudes, threshold):
 
 
 def around(size: int, share: float) -> tuple[int, int]:
-    """Between which places of a rising sample of ``size`` the ``share`` of largest begins, in all probability.
+    """Return two indices of a rising sample of ``size`` between which the ``share`` of largest begins, most likely.
 
     Within 5 standard deviations: it fails once in millions. They may lie outside of the sample.
     """
@@ -249,7 +242,7 @@ def around(size: int, share: float) -> tuple[int, int]:
 
 
 def kth(bits: np.ndarray, k: int) -> tuple[int, int]:
-    """The k-th largest magnitude and how many lie above it.
+    """Find the k-th largest magnitude, and count those above it.
 
     A sample brackets it within 5 standard deviations; one pass counts what is above the bracket and collects what is
     in it. A bracket of one value (a gradient with more zeros than n - k) needs no more. Where the bracket misses (once
@@ -266,13 +259,13 @@ def kth(bits: np.ndarray, k: int) -> tuple[int, int]:
         low = sample[first] if first >= 0 else np.int32(0)
         high = sample[last] if last < size else NAN_BITS
         between = np.empty(max(int(2 * n * (last - first + 2) / size), 1024), np.int32)
-        above, found = _bracket(bits, low, high, between)
-        if above < k <= above + found:
+        above, count = _bracket(bits, low, high, between)
+        if above < k <= above + count:
             if low == high:
                 return int(low), above
-            if found <= between.size:
-                inside = between[:found]
-                threshold = int(np.partition(inside, found - (k - above))[found - (k - above)])
+            if count <= between.size:
+                inside = between[:count]
+                threshold = int(np.partition(inside, count - (k - above))[count - (k - above)])
                 return threshold, above + int(_above(inside, np.int32(threshold)))
         sample = np.empty(n, np.int32)
         magnitudes(bits, 1, sample)
@@ -290,8 +283,7 @@ def _expect(exact: bool, payload: Tensor) -> None:
         raise ThinwireError(f"a row's mask does not have the {payload.shape[1]} bits that its payload has room for")
 
 
-def directory(words: Tensor) -> None:
-    """None is needed."""
+directory = reference.directory
 
 
 def gather_keep(
@@ -300,35 +292,29 @@ def gather_keep(
     words: Tensor,
     payload: Tensor,
     residual_out: Tensor | None,
-    before: Tensor | None = None,
+    bit_offsets: Tensor | None = None,
 ) -> None:
-    old = flat(rows if residual is None else residual)
-    new = flat(rows if residual_out is None else residual_out)  # not written to unless kept
+    addends = flat(rows if residual is None else residual)
+    out = flat(rows if residual_out is None else residual_out)  # not written to unless there is a ``residual_out``
     shape = (*words.shape, payload.shape[1])
-    exact = _gather_keep(*flat(rows), *old, *unsigned(words), *flat(payload), *new, shape, residual is not None,
+    exact = _gather_keep(*flat(rows), *addends, *unsigned(words), *flat(payload), *out, shape, residual is not None,
                          residual_out is not None)  # fmt: skip
     _expect(exact, payload)
 
 
-def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
-    _expect(_scatter(*flat(payload), *unsigned(words), *flat(out), *words.shape, payload.shape[1]), payload)
+def scatter(payload: Tensor, words: Tensor, out: Tensor, bit_offsets: Tensor | None = None) -> None:
+    shape = (*out.shape, payload.shape[1])
+    _expect(_scatter(*flat(payload), *unsigned(words), *flat(out), shape, None), payload)
 
 
-def collect(
-    row: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, message: Tensor, before: Tensor | None = None
-) -> None:
-    reference.collect(row, words, parts, kept, message, by=gather_keep)
+def _scatter_segment(payload: Tensor, words: Tensor, columns: Tensor, factor: float) -> bool:
+    shape = (*columns.shape, payload.shape[1])
+    exact: bool = _scatter(*flat(payload), *unsigned(words), *flat(columns), shape, np.float32(factor))
+    return exact
 
 
-def renew(
-    messages: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, rows: Tensor, before: Tensor | None = None
-) -> None:
-    for part, values, mask in reference.each_of(messages, words, parts):
-        target = rows[:, part.start : part.start + part.numel]
-        shape = len(rows), part.numel, part.k
-        if not _renew(*flat(values), *unsigned(mask), *flat(target), shape, np.float32(part.keep)):
-            raise reference.not_of(part)
-    reference.give(messages, kept, rows)
+collect = functools.partial(reference.collect, gather=gather_keep)
+renew = functools.partial(reference.renew, scatter_segment=_scatter_segment)
 
 
 def pack(flags: Tensor, words: Tensor) -> None:
@@ -350,9 +336,9 @@ def popcount(words: Tensor) -> Tensor:
 def from_indices(positions: Tensor, words: Tensor, rise: bool = False) -> None:
     words.zero_()
     if not _from_indices(*flat(positions), *unsigned(words), *positions.shape, WORD * words.shape[1], rise):
-        raise reference.not_a_list(words)
+        raise reference.list_error(words)
 
 
 def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> None:
-    for positions, groups in lists:
-        from_indices(positions, words[:, groups], rise=True)
+    for positions, columns in lists:
+        from_indices(positions, words[:, columns], rise=True)

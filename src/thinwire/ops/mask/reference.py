@@ -11,10 +11,10 @@ from torch import Tensor
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.ops import rows as packing
-from thinwire.ops.rows import Places
+from thinwire.ops.rows import CopyTable
 
 if TYPE_CHECKING:
-    from thinwire.ops.mask import Faded
+    from thinwire.ops.mask import MaskedSegment
 
 WORD = 64
 
@@ -43,7 +43,7 @@ def gather_keep(
     words: Tensor,
     payload: Tensor,
     residual_out: Tensor | None,
-    before: Tensor | None = None,
+    bit_offsets: Tensor | None = None,
 ) -> None:
     total = rows if residual is None else rows + residual
     flags = flags_of(words)
@@ -53,54 +53,56 @@ def gather_keep(
         residual_out.copy_(torch.where(flags, 0.0, total))
 
 
-def scatter(payload: Tensor, words: Tensor, out: Tensor, before: Tensor | None = None) -> None:
+def scatter(payload: Tensor, words: Tensor, out: Tensor, bit_offsets: Tensor | None = None) -> None:
     flags, k = flags_of(words), payload.shape[1]
     if devices.streams(payload.device) is None and bool((flags.sum(1) != k).any()):  # a GPU is not waited for
         raise ThinwireError(f"a row's mask does not have the {k} bits that its payload has room for")
     out.zero_().masked_scatter_(flags, payload)
 
 
+def scatter_segment(payload: Tensor, words: Tensor, columns: Tensor, factor: float) -> bool:
+    """``columns`` (R, numel) = ``payload`` at the mask and ``factor`` times ``columns`` off it; is the mask within?"""
+    fresh = columns.new_zeros((len(columns), WORD * words.shape[1]))
+    scatter(payload, words, fresh)
+    flags, beyond = flags_of(words).tensor_split([columns.shape[1]], 1)
+    if devices.streams(beyond.device) is None and bool(beyond.any()):
+        return False
+    columns.copy_(torch.where(flags, fresh[:, : columns.shape[1]], columns * factor))
+    return True
+
+
 def collect(
-    row: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, message: Tensor, before: Tensor | None = None,
-    by: Callable[..., None] = gather_keep,
+    row: Tensor, words: Tensor, segments: Sequence[MaskedSegment], copied: CopyTable, message: Tensor,
+    bit_offsets: Tensor | None = None, gather: Callable[..., None] = gather_keep,
 ) -> None:  # fmt: skip
-    """``by`` this or another backend's ``gather_keep``."""
-    for part, values, mask in each_of(message.unsqueeze(0), words, parts):
-        own = row[part.start : part.start + part.numel].unsqueeze(0)
-        by(torch.nn.functional.pad(own, (0, part.width - part.numel)), None, mask, values, None)
-    packing.pack(row, kept, message)
+    """``gather``: this or another backend's ``gather_keep``."""
+    for segment, payload, mask in split_segments(message.unsqueeze(0), words, segments):
+        values = row[segment.start : segment.start + segment.numel].unsqueeze(0)
+        gather(torch.nn.functional.pad(values, (0, segment.width - segment.numel)), None, mask, payload, None)
+    packing.pack(row, copied, message)
 
 
 def renew(
-    messages: Tensor, words: Tensor, parts: Sequence[Faded], kept: Places, rows: Tensor, before: Tensor | None = None
-) -> None:
-    for part, values, mask in each_of(messages, words, parts):
-        target, fresh = rows[:, part.start : part.start + part.numel], rows.new_zeros((len(rows), part.width))
-        scatter(values, mask, fresh)
-        flags, beyond = flags_of(mask).split([part.numel, part.width - part.numel], 1)
-        if devices.streams(beyond.device) is None and bool(beyond.any()):
-            raise not_of(part)
-        target.copy_(torch.where(flags, fresh[:, : part.numel], target * part.keep))
-    give(messages, kept, rows)
-
-
-def not_of(part: Faded) -> ThinwireError:
-    """What to raise of a mask that does not go with ``part``."""
-    return ThinwireError(
-        f"a row's mask does not have the {part.k} bits of its values, or one beyond {part.numel} columns"
-    )
-
-
-def give(messages: Tensor, kept: Places, rows: Tensor) -> None:
-    """What is ``kept`` of each message, to its row."""
+    messages: Tensor, words: Tensor, segments: Sequence[MaskedSegment], copied: CopyTable, rows: Tensor,
+    bit_offsets: Tensor | None = None, scatter_segment: Callable[..., bool] = scatter_segment,
+) -> None:  # fmt: skip
+    """``scatter_segment``: this or another backend's."""
+    for segment, payload, mask in split_segments(messages, words, segments):
+        columns = rows[:, segment.start : segment.start + segment.numel]
+        if not scatter_segment(payload, mask, columns, segment.factor):
+            raise ThinwireError(
+                f"a row's mask does not have the {segment.k} bits of its values, or one beyond {segment.numel} columns"
+            )
     for message, row in zip(messages, rows, strict=True):
-        packing.unpack(message, kept, row)
+        packing.unpack(message, copied, row)
 
 
-def each_of(payload: Tensor, words: Tensor, parts: Sequence[Faded]) -> Iterator[tuple[Faded, Tensor, Tensor]]:
-    """Every part with its values (R, k) and its mask (R, width / 64)."""
-    sizes, counts = [part.k for part in parts], [part.width // WORD for part in parts]
-    return zip(parts, payload[:, : sum(sizes)].split(sizes, 1), words.split(counts, 1), strict=True)
+def split_segments(
+    payload: Tensor, words: Tensor, segments: Sequence[MaskedSegment]
+) -> Iterator[tuple[MaskedSegment, Tensor, Tensor]]:
+    """Yield every segment with its values (R, k) and its mask (R, width / 64)."""
+    sizes, counts = [segment.k for segment in segments], [segment.width // WORD for segment in segments]
+    return zip(segments, payload[:, : sum(sizes)].split(sizes, 1), words.split(counts, 1), strict=True)
 
 
 def pack(flags: Tensor, words: Tensor) -> None:
@@ -109,7 +111,7 @@ def pack(flags: Tensor, words: Tensor) -> None:
 
 
 def flags_of(words: Tensor) -> Tensor:
-    """Mask words (..., w) as bools (..., 64 w)."""
+    """Unpack mask words (..., w) to bools (..., 64 w)."""
     return ((words.unsqueeze(-1) >> _bits(words.device)) & 1).bool().flatten(-2)
 
 
@@ -125,8 +127,8 @@ def indices(words: Tensor, out: Tensor) -> None:
     out.copy_(flags_of(words).nonzero()[:, 1].view(out.shape))
 
 
-def not_a_list(words: Tensor) -> ThinwireError:
-    """What to raise of positions that are none of ``words``' columns."""
+def list_error(words: Tensor) -> ThinwireError:
+    """Make the error to raise where positions are none of the columns of ``words``."""
     return ThinwireError(
         f"a list of positions that came has one that is none of {WORD * words.shape[1]} columns, or does not rise"
     )
@@ -135,13 +137,13 @@ def not_a_list(words: Tensor) -> ThinwireError:
 def from_indices(positions: Tensor, words: Tensor, rise: bool = False) -> None:
     columns = WORD * words.shape[1]
     if devices.streams(positions.device) is None and positions.numel():  # a GPU is not waited for: torch refuses there
-        known = bool(((positions >= 0) & (positions < columns)).all())
-        if not known or (rise and not bool((positions[:, 1:] > positions[:, :-1]).all())):
-            raise not_a_list(words)
+        inside = bool(((positions >= 0) & (positions < columns)).all())
+        if not inside or (rise and not bool((positions[:, 1:] > positions[:, :-1]).all())):
+            raise list_error(words)
     flags = torch.zeros(words.shape[0], words.shape[1] * WORD, dtype=torch.bool, device=words.device)
     pack(flags.scatter_(1, positions.long(), True), words)
 
 
 def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> None:
-    for positions, groups in lists:
-        from_indices(positions, words[:, groups], rise=True)
+    for positions, columns in lists:
+        from_indices(positions, words[:, columns], rise=True)

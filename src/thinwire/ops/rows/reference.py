@@ -7,44 +7,44 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from thinwire.ops.rows import Part, Places
+    from thinwire.ops.rows import CopySegment, CopyTable
 
 
-def pack(flat: Tensor, places: Places, rows: Tensor) -> None:
-    for part in places.parts:
-        whole, body, tail = _runs(flat, part)
-        target = _columns(rows, part)
+def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> None:
+    for segment in copy_table.segments:
+        full_rows, body, tail = _runs(flat, segment)
+        columns = _columns(rows, segment)
         if body is not None:
-            target[:whole, : part.span].copy_(body)
-        if whole < part.rows:
-            target[whole:].zero_()
+            columns[:full_rows, : segment.span].copy_(body)
+        if full_rows < segment.rows:
+            columns[full_rows:].zero_()
             if tail is not None:
-                target[whole, : len(tail)].copy_(tail)
-        if part.width > part.span:
-            target[:whole, part.span :].zero_()
+                columns[full_rows, : len(tail)].copy_(tail)
+        if segment.width > segment.span:
+            columns[:full_rows, segment.span :].zero_()
 
 
-def unpack(rows: Tensor, places: Places, flat: Tensor, add: bool) -> None:
-    put = Tensor.add_ if add else Tensor.copy_
-    for part in places.parts:
-        whole, body, tail = _runs(flat, part)
-        source = _columns(rows, part)
+def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, add: bool) -> None:
+    write = Tensor.add_ if add else Tensor.copy_
+    for segment in copy_table.segments:
+        full_rows, body, tail = _runs(flat, segment)
+        columns = _columns(rows, segment)
         if body is not None:
-            put(body, source[:whole, : part.span])
+            write(body, columns[:full_rows, : segment.span])
         if tail is not None:
-            put(tail, source[whole, : len(tail)])
+            write(tail, columns[full_rows, : len(tail)])
 
 
-def _columns(rows: Tensor, part: Part) -> Tensor:
-    """Those of ``part``: (R, width)."""
-    return rows.as_strided((part.rows, part.width), (part.stride, 1), rows.storage_offset() + part.start)
+def _columns(rows: Tensor, segment: CopySegment) -> Tensor:
+    """View the columns of ``segment`` in the rows' memory: (R, width)."""
+    return rows.as_strided((segment.rows, segment.width), (segment.stride, 1), rows.storage_offset() + segment.start)
 
 
-def _runs(flat: Tensor, part: Part) -> tuple[int, Tensor | None, Tensor | None]:
-    """How many rows are whole, a view (whole, span) of them, and the rest (the last, shorter row)."""
-    offset, numel, step, _, _, span, _, rows = part
-    whole = min(rows, (numel - span) // step + 1) if span and numel >= span else 0
+def _runs(flat: Tensor, segment: CopySegment) -> tuple[int, Tensor | None, Tensor | None]:
+    """Return the number of full rows, a view (full rows, span) of them, and a view of the last, shorter row."""
+    offset, numel, step, _, _, span, _, rows = segment
+    full_rows = min(rows, (numel - span) // step + 1) if span and numel >= span else 0
     first = flat.storage_offset() + offset
-    body = flat.as_strided((whole, span), (step, 1), first) if whole else None
-    rest = min(numel - whole * step, span) if whole < rows else 0
-    return whole, body, flat.as_strided((rest,), (1,), first + whole * step) if rest > 0 else None
+    body = flat.as_strided((full_rows, span), (step, 1), first) if full_rows else None
+    tail_numel = min(numel - full_rows * step, span) if full_rows < rows else 0
+    return full_rows, body, flat.as_strided((tail_numel,), (1,), first + full_rows * step) if tail_numel > 0 else None

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,53 +12,57 @@ from torch import Tensor
 
 from thinwire.ops.gpu import kernel, launch
 from thinwire.ops.quant.triton import _load, _words
-from thinwire.ops.rows import FIELDS, PER_PROGRAM, Places
+from thinwire.ops.rows import FIELDS, PER_PROGRAM, CopyTable
 
 
 @triton.jit
-def _places(number, programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    """Of the columns of program ``number``: their places in the flat buffer and in the rows' memory, which are the
-    part's, and which have values."""
-    part = table + tl.load(programs + number).to(tl.int64) * FIELDS
-    offset, numel, step, start = tl.load(part), tl.load(part + 1), tl.load(part + 2), tl.load(part + 3)
-    width, span, stride = tl.load(part + 4), tl.load(part + 5), tl.load(part + 6)
-    along = number - tl.load(part + 8)
-    row = along // tl.cdiv(width, BLOCK)
-    column = (along - row * tl.cdiv(width, BLOCK)) * BLOCK + tl.arange(0, BLOCK)
-    there = (column < span) & (row * step + column < numel)
-    return offset + row * step + column, start + row * stride + column, column < width, there
+def _copy_offsets(number, programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+    """Return the offsets of a program's columns in the flat buffer and in the rows' memory, and two masks of them.
+
+    The masks: which columns are the segment's, and which have values.
+    """
+    segment = table + tl.load(programs + number).to(tl.int64) * FIELDS
+    offset, numel, step, start = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2), tl.load(segment + 3)
+    width, span, stride = tl.load(segment + 4), tl.load(segment + 5), tl.load(segment + 6)
+    block = number - tl.load(segment + 8)
+    row = block // tl.cdiv(width, BLOCK)
+    column = (block - row * tl.cdiv(width, BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    has_value = (column < span) & (row * step + column < numel)
+    return offset + row * step + column, start + row * stride + column, column < width, has_value
 
 
 @kernel
 def _pack(flat, programs, table, rows, WIDEN: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    at, to, inside, there = _places(tl.program_id(0), programs, table, BLOCK, FIELDS)
-    values = _load(flat + at, there) if WIDEN else tl.load(flat + at, mask=there, other=0)
-    tl.store(rows + to, values.to(rows.dtype.element_ty), mask=inside)
+    source, target, inside, has_value = _copy_offsets(tl.program_id(0), programs, table, BLOCK, FIELDS)
+    values = _load(flat + source, has_value) if WIDEN else tl.load(flat + source, mask=has_value, other=0)
+    tl.store(rows + target, values.to(rows.dtype.element_ty), mask=inside)
 
 
 @kernel
 def _unpack(rows, programs, table, flat, ADD: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    at, to, _, there = _places(tl.program_id(0), programs, table, BLOCK, FIELDS)
-    values = tl.load(rows + to, mask=there, other=0)
+    target, source, _, has_value = _copy_offsets(tl.program_id(0), programs, table, BLOCK, FIELDS)
+    values = tl.load(rows + source, mask=has_value, other=0)
     if ADD:
-        values = tl.load(flat + at, mask=there, other=0) + values
-    tl.store(flat + at, values.to(flat.dtype.element_ty), mask=there)
+        values = tl.load(flat + target, mask=has_value, other=0) + values
+    tl.store(flat + target, values.to(flat.dtype.element_ty), mask=has_value)
 
 
-def pack(flat: Tensor, places: Places, rows: Tensor) -> None:
+def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> None:
     widen = flat.dtype == torch.bfloat16 and rows.dtype == torch.float32
-    flat, rows = (_words(flat), rows) if widen else _alike(flat, rows)
-    grid = (len(places.programs),)
-    launch(_pack, grid, flat, places.programs, places.table, rows, WIDEN=widen, BLOCK=PER_PROGRAM, FIELDS=FIELDS)
+    flat, rows = (_words(flat), rows) if widen else _same_bits(flat, rows)
+    grid = (len(copy_table.programs),)
+    constants: dict[str, Any] = {"WIDEN": widen, "BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
+    launch(_pack, grid, flat, copy_table.programs, copy_table.table, rows, **constants)
 
 
-def unpack(rows: Tensor, places: Places, flat: Tensor, add: bool) -> None:
+def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, add: bool) -> None:
     if not add:  # sums are of numbers
-        rows, flat = _alike(rows, flat)
-    grid = (len(places.programs),)
-    launch(_unpack, grid, rows, places.programs, places.table, flat, ADD=add, BLOCK=PER_PROGRAM, FIELDS=FIELDS)
+        rows, flat = _same_bits(rows, flat)
+    grid = (len(copy_table.programs),)
+    constants: dict[str, Any] = {"ADD": add, "BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
+    launch(_unpack, grid, rows, copy_table.programs, copy_table.table, flat, **constants)
 
 
-def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """bfloat16 that stays what it is travels as words."""
+def _same_bits(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """View two tensors of one dtype as words: bfloat16 that stays bfloat16 is copied, not converted."""
     return (_words(a), _words(b)) if a.dtype == b.dtype else (a, b)

@@ -1,8 +1,8 @@
 """A rank's shard of a module's weights <-> its message: some parameters in few bits, the others as they are.
 
-Those that are *encoded* lie beside each other in the message's codes and scales (``ops.quant``), each in whole groups;
-those that are *kept* lie elsewhere in it, in the shard's own dtype. Where the first are in a shard, and in the columns
-that are encoded, and the others in a shard and in a message, their places (``ops.rows``) say, of one row.
+*Encoded* parameters lie beside each other in the message's codes and scales (``ops.quant``), each in whole groups;
+*copied* ones lie elsewhere in it, in the shard's own dtype. Two tables (``ops.rows``), of one row, map the shard: the
+former to the columns that are encoded, the latter to the message.
 
 ``reference``, which is ``ops.quant`` and ``ops.rows``, runs on CPUs too; ``triton`` takes one launch each way, and the
 results are the same bits.
@@ -15,41 +15,41 @@ from torch import Tensor
 from thinwire.base.random import Drawn
 from thinwire.ops.backends import backend
 from thinwire.ops.quant import Format
-from thinwire.ops.rows import Places
+from thinwire.ops.rows import CopyTable
 
 __all__ = ["PER_PROGRAM", "read", "write"]
 
 PER_PROGRAM = 4096
-"""Columns of an encoded parameter that one program of a GPU takes, at least one group: of its places."""
+"""Columns of an encoded parameter that one program of a GPU takes, at least one group: for its copy table."""
 
 _backend = backend("thinwire.ops.shards", cpu="reference")
 
 
 def write(
-    own: Tensor, held: Tensor | None, encoded: Places, kept: Places, format: Format, codes: Tensor, scales: Tensor,
-    message: Tensor, drawn: Drawn | None = None,
+    own: Tensor, resident: Tensor | None, encoded: CopyTable, copied: CopyTable, format: Format, codes: Tensor,
+    scales: Tensor, message: Tensor, drawn: Drawn | None = None,
 ) -> None:  # fmt: skip
-    """Of the shard ``own`` (n,): ``codes`` and ``scales`` of ``own`` - ``held`` (n,), and in ``message`` what is kept.
+    """Write the shard ``own`` (n,): ``codes`` and ``scales`` of ``own`` - ``resident`` (n,), the rest to ``message``.
 
     Args:
-        held: None: of ``own`` itself. codes, scales: (1, columns) of them, as ``quant.quantize`` writes them.
-        message: (m,) in the dtype of ``own``, float32 or bfloat16, in which the difference is rounded, too.
-        drawn: where random bits come from, for each encoded parameter apart; None: rounded to the nearest.
+        resident: None: ``own`` itself is encoded. codes, scales: (1, columns), as ``quant.quantize`` writes them.
+        message: (m,) in the dtype of ``own``, float32 or bfloat16, to which the difference is rounded, too.
+        drawn: the source of random bits, for each encoded parameter apart; None: rounded to the nearest.
     """
-    if encoded.parts or kept.parts:
-        _backend(own).write(own, held, encoded, kept, format, codes, scales, message, drawn)
+    if encoded.segments or copied.segments:
+        _backend(own).write(own, resident, encoded, copied, format, codes, scales, message, drawn)
 
 
 def read(
-    codes: Tensor, scales: Tensor, messages: Tensor, encoded: Places, kept: Places, format: Format, rows: Tensor,
-    mine: int = -1, held: Tensor | None = None,
+    codes: Tensor, scales: Tensor, messages: Tensor, encoded: CopyTable, copied: CopyTable, format: Format,
+    rows: Tensor, own_row: int = -1, resident: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``rows`` (P, n) = what P messages say; with ``held`` encoded values are added to what is there.
+    """``rows`` (P, n) = the values of P messages; with ``resident`` encoded values are added to ``rows``.
 
     Args:
         codes, scales: (P, columns), and ``messages``: (P, m), of the same memory: see ``write``.
-        held: (n,) to it the message ``mine`` is added, and row ``mine``, whatever it was, becomes the same.
+        resident: (n,) += the message ``own_row``; the row ``own_row`` becomes the same, whatever it was.
     """
-    if rows.numel() and (encoded.parts or kept.parts):
-        _backend(rows).read(codes, scales, messages, encoded, kept, format, rows, mine, held)
+    if rows.numel() and (encoded.segments or copied.segments):
+        _backend(rows).read(codes, scales, messages, encoded, copied, format, rows, own_row, resident)
     return rows

@@ -24,7 +24,7 @@ from torch import Tensor
 from thinwire.base.device import streams, upload
 from thinwire.ops import sketch as of
 from thinwire.ops.gpu import kernel, launch
-from thinwire.ops.mask.triton import _bits, _bits_of
+from thinwire.ops.mask.triton import _bits, _popcount
 from thinwire.ops.programs import programs_of
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def _settle(
 def _count(words, words_stride, found, found_stride, programs, parts, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
     row, number, part, word = _part_of(programs, parts, BLOCK, FIELDS)
     words += row * words_stride + tl.load(part) // 64
-    bits = _bits_of(tl.load(words + word, mask=word < tl.load(part + 1) // 64, other=0))
+    bits = _popcount(tl.load(words + word, mask=word < tl.load(part + 1) // 64, other=0))
     tl.atomic_add(found + row * found_stride + number, tl.sum(bits, 0), sem="relaxed")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thinwire.base.alignment import viewable
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of
-from thinwire.ops.mask.triton import _place, directory, from_indices
+from thinwire.ops.mask.triton import _slots, directory, from_indices
 from thinwire.ops.programs import programs_of
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _sum_at(
     for peer in range(peers):
         row = tl.cast(peer, tl.int64)
         offset = bit_offsets + row * bit_offsets_stride + block
-        on_mask, index = _place(words + row * words_stride, offset, column, inside, k)
+        on_mask, index = _slots(words + row * words_stride, offset, column, inside, k)
         total += tl.load(payload + row * payload_stride + index + shift, mask=on_mask, other=0.0)
     tl.store(along(out, column, ALIGN), total * scale, mask=inside)
 

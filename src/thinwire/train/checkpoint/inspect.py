@@ -160,7 +160,8 @@ def _distances(first: Path, second: Path) -> Iterator[tuple[str, float, float]]:
     tensors = dict(read_tensors(first))
     for key, second_tensor in read_tensors(second):
         first_tensor = tensors.pop(key, None)
-        if first_tensor is None or (first_tensor.shape, first_tensor.dtype) != (second_tensor.shape, second_tensor.dtype):
+        shapes_differ = first_tensor is None or first_tensor.shape != second_tensor.shape
+        if first_tensor is None or shapes_differ or first_tensor.dtype != second_tensor.dtype:
             yield key, float("inf"), float("inf")
         elif torch.equal(first_tensor.reshape(-1).view(torch.uint8), second_tensor.reshape(-1).view(torch.uint8)):
             yield key, 0.0, 0.0
