@@ -32,7 +32,7 @@ from thinwire.codecs.sparse import TILE, Positions, Sparse, TiledTopK
 from thinwire.core.run import Parameter
 from thinwire.methods import resolve
 from thinwire.ops import direction, sparse
-from thinwire.ops.direction import Part, cpu, reference
+from thinwire.ops.direction import DirectionSegment, cpu, reference
 from thinwire.proof.ranks import reduce_on_threads
 from thinwire.saved.format import entries
 
@@ -615,8 +615,9 @@ def check(fast, device="cpu"):
                 g, v, v_out, m, m_out = (of[:, i, :n] for i in range(5))
                 lr, scale = (torch.tensor(x, device=of.device) for x in ([7.0, 3e-3, 0.5], [9.0, 4.0, 0.25]))
                 pair = (m, m_out) if momentum else (None, None)
-                parts = [Part(0, min(n, 48), 1, 0.95, 1e-8)]
-                parts += [Part(64, 80, 2, 0.5, 1e-3), Part(304, n - 304, 1, 1.0, 1e-8)] if n > 304 else []
+                parts = [DirectionSegment(0, min(n, 48), 1, 0.95, 1e-8)]
+                if n > 304:
+                    parts += [DirectionSegment(64, 80, 2, 0.5, 1e-3), DirectionSegment(304, n - 304, 1, 1.0, 1e-8)]
                 which.direction(g, v, v_out, *pair, parts, lr, scale, 0.9)
             assert torch.allclose(ours.cpu(), theirs, rtol=2e-6, atol=0, equal_nan=True)
             assert theirs[:, :3, :n].isfinite().all() and (momentum or theirs[0, 0, 0] == 0)
@@ -630,7 +631,8 @@ def test_direction_equals_reference():
 def test_direction_of_nothing():
     empty = torch.zeros(2, 0)
     one = torch.ones(1)
-    direction.direction(empty, empty, empty, None, None, [Part(0, 0, 0, 0.9, 1e-8)], lr=one, scale=one, beta1=0)
+    segments = [DirectionSegment(0, 0, 0, 0.9, 1e-8)]
+    direction.direction(empty, empty, empty, None, None, segments, lr=one, scale=one, beta1=0)
 
 
 @needs_triton

@@ -80,11 +80,11 @@ def test_a_given_moment_takes_the_place_of_the_average(form):
     weight = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = AdamS([weight], lr=0.1, weight_decay=0, bias_correction=False, eps=0, **form)
     given, g = torch.tensor([1.0, 2.0, 0.0, -1.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    optimizer.given[weight], weight.grad = given, g
+    optimizer.next_moments[weight], weight.grad = given, g
     optimizer.step()
     assert torch.equal(optimizer.state[weight]["exp_avg"].flatten(), given)
     assert torch.allclose(weight.detach(), 1 - 0.1 * given.view(2, 2) / (0.05**0.5 * g))
-    assert not optimizer.given
+    assert not optimizer.next_moments
 
 
 @pytest.mark.parametrize("form", [{"fused": True}, {"foreach": True}])

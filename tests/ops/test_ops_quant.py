@@ -128,7 +128,7 @@ def check_all(fast: ModuleType, count: int, n: int, group: int, dtype: torch.dty
                 third = n // group // 3 * group
                 parts = [(0, third, seed + 1), (third, 2 * third, seed + 2), (2 * third, n, seed + 3)]
                 drawn = drawn_of([part for part in parts if part[0] < part[1]])
-                module.quantize_parts(rows, kind, codes, scales, drawn)
+                module.quantize_segments(rows, kind, codes, scales, drawn)
                 results.append((codes.clone(), scales.clone(), out, total))
             for x in (codes, scales, out):
                 assert bool((margin(x) == 255).all()), f"{kind}: wrote between the rows"

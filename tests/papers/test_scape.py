@@ -21,7 +21,7 @@ from thinwire.core.method import Parameter, Run
 from thinwire.methods import SCAPE, resolve
 from thinwire.methods.parts.masks import cut
 from thinwire.ops import mask as masks
-from thinwire.ops.moments import Moments, Part, Sent, cpu, reference
+from thinwire.ops.moments import Moments, MomentSegment, Sent, cpu, reference
 from thinwire.optim import AdamS
 from thinwire.proof.ranks import reduce_on_threads
 
@@ -241,7 +241,7 @@ def check(module, n: int, m: int, device: str = "cpu") -> None:
         half = n // 128 * 64  # several parameters, one of which may have no moment here, and whose mask others choose
         scores = torch.full((n - half + 64,), math.nan, device=device)
         first, last = moment[:half], moment[half:]
-        parts = [Part(0, half, first, None), Part(half, n - half, last, scores[: n - half])]
+        parts = [MomentSegment(0, half, first), MomentSegment(half, n - half, last, scores[: n - half])]
         held = Moments(parts, torch.device(device))
         results.append([])
 
@@ -260,7 +260,7 @@ def check(module, n: int, m: int, device: str = "cpu") -> None:
                     payload = torch.full((3, bits + 2), math.nan, device=device)[:, :bits]
                     sent = Sent(mask, before, payload, torch.full((3, n), math.nan, device=device), 0.25)
                     which.blend(rows.clone(), residual, 1, c, held, 0.9, sent, choose)
-                    seen(sent.payload, sent.left, *([scores[: n - half]] if choose else []))
+                    seen(sent.payload, sent.residual_out, *([scores[: n - half]] if choose else []))
                     assert choose or scores.isnan().all()
                     scores.fill_(math.nan)
                     gradient, left = a.clone(), torch.full((1, n), math.nan, device=device)
@@ -274,7 +274,7 @@ def check(module, n: int, m: int, device: str = "cpu") -> None:
                         common_out = common  # in place
                     gradient = torch.full((n,), math.nan, device=device)
                     mean = gradient.copy_(payload[0]) if bits == n else payload[0]  # what is all sent may be in place
-                    which.settle(mean, held, mask[0], 0.9, given, gradient, common, common_out, row)
+                    which.advance(mean, held, mask[0], 0.9, given, gradient, common, common_out, row)
                     seen(gradient, given, *([] if common_out is None else [common_out]))
         assert scores[n - half :].isnan().all()
     for actual, expected in zip(results[1], results[0], strict=True):

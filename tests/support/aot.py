@@ -64,7 +64,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for four, rotated, wire, group in ((0, 0, 16, 128), (0, 0, 4, 128), (1, 0, 4, 128), (1, 1, 4, 128), (1, 1, 16, 32)):
         constants = {"GROUP": group, "BLOCK": 4096 // group, "FOUR": four, "ROTATED": rotated, "WIRE": wire}
         codes = {"codes": "*u8" if four else "*i8"}
-        parts = {} if four else dict.fromkeys(("programs", "parts", "keys"))  # None: there are no parts
+        parts = {} if four else dict.fromkeys(("programs", "segments", "keys"))  # None: there are no segments
         yield quant._quantize, codes | {"rows": "*i16" if four and group == 32 else "*fp32"}, constants | parts | {
             "STOCHASTIC": four
         }
@@ -120,10 +120,10 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for one in (False, True):
         for kernel in (moments._blend, moments._add_up):
             yield kernel, {}, row | {"CHOOSE": one}
-        yield moments._settle, {}, row | {"COMMON": one}
+        yield moments._advance, {}, row | {"COMMON": one}
     for kind in ("*fp32", "*bf16"):
-        pointers = dict.fromkeys(("weight", "moment", "gradient", "given"), kind)
-        yield adams._adams, pointers, {"GIVEN": True, "BLOCK": adams.BLOCK} | aligned
+        pointers = dict.fromkeys(("weight", "moment", "gradient", "next_moment"), kind)
+        yield adams._adams, pointers, {"HAS_NEXT": True, "BLOCK": adams.BLOCK} | aligned
     loaded = dict.fromkeys(("m", "lr", "scale"), "*fp32") | {"table": "*i32"}
     for momentum in (True, False):
         yield direction._direction, loaded, {"MOMENTUM": momentum, "BLOCK": direction.BLOCK} | aligned

@@ -62,7 +62,7 @@ class Integers(GroupedBytes):
         if (drawn := self.drawn(n, seed)) is None:
             quant.quantize(rows, self.format, codes, scales)
         else:
-            quant.quantize_parts(rows, self.format, codes, scales, drawn)
+            quant.quantize_segments(rows, self.format, codes, scales, drawn)
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         quant.dequantize(*self.codes_of(wire, out.shape[1]), self.format, out)

@@ -1,4 +1,4 @@
-"""Which code runs an operation: by the device of its tensors."""
+"""Choose the code that runs an operation by the device of its tensors."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ from thinwire.base.extras import EXTRAS
 
 @functools.cache
 def _load(family: str, module: str, needs: str) -> ModuleType:
-    """The fast module, imported at first use; the reference, said once, where ``needs`` is not installed."""
+    """Import the fast module at first use; without ``needs`` installed warn once and import the reference."""
     try:
         return importlib.import_module(f"{family}.{module}")
     except ModuleNotFoundError as error:
         if error.name != needs:
             raise
-        how = f"pip install 'thinwire[{EXTRAS[needs]}]'"
-        warnings.warn(f"{needs} is not installed: thinwire's kernels run as plain torch, slower: {how}", stacklevel=4)
+        command = f"pip install 'thinwire[{EXTRAS[needs]}]'"
+        message = f"{needs} is not installed: thinwire's kernels run as plain torch, slower: {command}"
+        warnings.warn(message, stacklevel=4)
         return importlib.import_module(f"{family}.reference")
 
 
 def cpu_kernels() -> str:
-    """What operations on CPU tensors run as: "numba" or "plain torch"."""
+    """Name what operations on CPU tensors run as: "numba" or "plain torch"."""
     return "numba" if _load("thinwire.ops.adams", "cpu", "numba").__name__.endswith(".cpu") else "plain torch"
 
 
 launches: ContextVar[Counter[str] | None] = ContextVar("launches", default=None)
-"""Where operations on tensors without storage are counted, by family and name, if anybody wants to know."""
+"""Counts operations on tensors without storage, by family and name, where it is set."""
 
 every_variant: ContextVar[bool] = ContextVar("every_variant", default=False)
 """Compile what a launch would need on other memory, too: on a GPU, before the first step."""
 
 host_code: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("host_code", default=None)
-"""By family, what runs on tensors without storage in place of nothing at all: see ``thinwire.ops.dry``."""
+"""The module that runs on tensors without storage, by family; nothing runs without: see ``thinwire.ops.dry``."""
 
 
 class _Nothing(ModuleType):
-    """What runs on tensors without storage: every operation writes to tensors that are handed in."""
+    """Counts operations on tensors without storage and does nothing: they write to tensors that are handed in."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def count(*args: object, **knobs: object) -> None:
@@ -55,9 +56,9 @@ class _Nothing(ModuleType):
 
 
 def backend(family: str, cpu: str = "cpu") -> Callable[[Tensor], ModuleType]:
-    """For a family of operations, ``"thinwire.ops.quant"``: tensor -> the module that runs them on its device.
+    """Make a function from a tensor to the module of ``family``, ``"thinwire.ops.quant"``, that runs on its device.
 
-    ``cpu``: the one for CPU tensors, where that is not the family's ``cpu``.
+    ``cpu``: the name of the one for CPU tensors.
     """
     nothing = _Nothing(family)
 

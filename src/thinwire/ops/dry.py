@@ -1,7 +1,7 @@
-"""CUDA's host code without CUDA, Triton and memory: what would be launched?
+"""Run CUDA's host code without CUDA, Triton and memory, to see what would be launched.
 
 Inside ``run()``, tensors without storage go the way of CUDA tensors, through ``ops/*/triton.py``, with something in
-Triton's place that compiles and computes nothing. A launch is counted, and whoever asks is told of it.
+Triton's place that compiles and computes nothing. A launch is counted, and reported to a function.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ FAMILIES = (
     "adams", "direction", "mask", "moments", "projection", "quant", "rows", "shards", "sign", "sketch", "sparse",
 )  # fmt: skip
 
-Told = Callable[[str, Mapping[str, Any]], object]
-"""(the kernel's name, by argument what it is compiled for: the types of those given, and the constants)"""
+Report = Callable[[str, Mapping[str, Any]], object]
+"""(the kernel's name, by argument what it is compiled for: types at run time, and constants)"""
 
 
 class _Kernel:
-    """What ``ops/gpu.py`` uses of a kernel."""
+    """Has of a kernel what ``ops/gpu.py`` uses."""
 
-    def __init__(self, function: Callable[..., None], told: Told) -> None:
+    def __init__(self, function: Callable[..., None], report: Report) -> None:
         self._name = f"{function.__module__.removesuffix('.triton')}.{function.__name__}"
         self._arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
-        self._told = told
+        self._report = report
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*given: object, **constants: object) -> None:
+        def launch(*arguments: object, **constants: object) -> None:
             _count(self._name)
-            self.warmup(*given, grid=grid, **constants)
+            self.warmup(*arguments, grid=grid, **constants)
 
         return launch
 
-    def warmup(self, *given: object, grid: tuple[int, ...], **constants: object) -> None:
-        types = {name: _type(value) for name, value in zip(self._arguments, given, strict=False)}
-        self._told(self._name, types | constants)
+    def warmup(self, *arguments: object, grid: tuple[int, ...], **constants: object) -> None:
+        types = {name: _type(value) for name, value in zip(self._arguments, arguments, strict=False)}
+        self._report(self._name, types | constants)
 
 
 def _count(name: str) -> None:
@@ -58,9 +58,9 @@ def _type(value: object) -> str:
     return type(value).__name__
 
 
-def _in_tritons_place(told: Told) -> dict[str, ModuleType]:
+def _triton_stand_ins(report: Report) -> dict[str, ModuleType]:
     def jit(function: Any = None, **knobs: object) -> Any:
-        return jit if function is None else _Kernel(function, told)
+        return jit if function is None else _Kernel(function, report)
 
     module, language = ModuleType("triton"), ModuleType("triton.language")
     vars(module).update(jit=jit, cdiv=lambda a, b: -(-a // b), language=language)
@@ -69,24 +69,24 @@ def _in_tritons_place(told: Told) -> dict[str, ModuleType]:
 
 
 @contextmanager
-def run(told: Told = lambda name, variant: None) -> Iterator[None]:
-    """Tensors without storage stand for CUDA's. ``told``: of every launch, and of every variant that is compiled."""
-    ours = ["thinwire.ops.gpu", *(f"thinwire.ops.{family}.triton" for family in FAMILIES)]
-    everything = [*ours, *(name for name in sys.modules if name.partition(".")[0] == "triton")]
-    before = {name: sys.modules.pop(name) for name in everything if name in sys.modules}
+def run(report: Report = lambda name, variant: None) -> Iterator[None]:
+    """Let tensors without storage stand for CUDA's. ``report`` is called at each launch and each compiled variant."""
+    own_modules = ["thinwire.ops.gpu", *(f"thinwire.ops.{family}.triton" for family in FAMILIES)]
+    replaced = [*own_modules, *(name for name in sys.modules if name.partition(".")[0] == "triton")]
+    originals = {name: sys.modules.pop(name) for name in replaced if name in sys.modules}
     try:
-        sys.modules.update(_in_tritons_place(told))
-        found = {name: importlib.import_module(name) for name in ours}
+        sys.modules.update(_triton_stand_ins(report))
+        imported = {name: importlib.import_module(name) for name in own_modules}
     finally:
-        for name in [*ours, "triton", "triton.language"]:
+        for name in [*own_modules, "triton", "triton.language"]:
             sys.modules.pop(name, None)
             parent, _, child = name.rpartition(".")
-            if parent in sys.modules and name in before:
-                setattr(sys.modules[parent], child, before[name])
+            if parent in sys.modules and name in originals:
+                setattr(sys.modules[parent], child, originals[name])
             elif parent in sys.modules and parent != "triton":
                 vars(sys.modules[parent]).pop(child, None)
-        sys.modules.update(before)
-    token = host_code.set({f"thinwire.ops.{family}": found[f"thinwire.ops.{family}.triton"] for family in FAMILIES})
+        sys.modules.update(originals)
+    token = host_code.set({f"thinwire.ops.{family}": imported[f"thinwire.ops.{family}.triton"] for family in FAMILIES})
     try:
         yield
     finally:

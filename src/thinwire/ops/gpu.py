@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What all Triton kernels share: how they are compiled, what is known of an address, and the one place of launches."""
+"""Compile all Triton kernels alike, say what is known of an address, and launch."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ VARIANTS = {"ALIGN": (16, 1), "WIRE": (16, 4)}
 
 
 def kernel(function: Any) -> Any:
-    """``triton.jit`` of what is launched: compiled anew for other dtypes and constants, and for nothing else.
+    """Decorate what is launched: ``triton.jit`` that compiles anew for other dtypes and constants, and nothing else.
 
     Left to itself, Triton compiles one more variant for each argument that is 1, or a multiple of 16, and a step that
     meets one waits for it, with all other ranks.
     """
     parameters = inspect.signature(function).parameters
-    given = [name for name, parameter in parameters.items() if parameter.annotation != "tl.constexpr"]
-    return triton.jit(do_not_specialize=given, do_not_specialize_on_alignment=given)(function)
+    runtime_arguments = [name for name, parameter in parameters.items() if parameter.annotation != "tl.constexpr"]
+    return triton.jit(do_not_specialize=runtime_arguments, do_not_specialize_on_alignment=runtime_arguments)(function)
 
 
 @triton.jit
 def row_of(tensor, stride, row, ALIGN: tl.constexpr):
-    """Where row ``row`` of ``tensor`` starts: at a multiple of ``ALIGN`` bytes, perhaps far beyond 2 GiB."""
+    """Point to row ``row`` of ``tensor``, at a multiple of ``ALIGN`` bytes, perhaps far beyond 2 GiB."""
     return tl.multiple_of(tensor + tl.cast(row, tl.int64) * stride, ALIGN)
 
 
 @triton.jit
-def along(tensor, at, ALIGN: tl.constexpr):
-    """The elements ``at`` (BLOCK,) of ``tensor``, the first of which lies at a multiple of ``ALIGN`` bytes."""
-    return tl.multiple_of(tensor + at, ALIGN)
+def along(tensor, element, ALIGN: tl.constexpr):
+    """Point to the elements ``element`` (BLOCK,) of ``tensor``; the first lies at a multiple of ``ALIGN`` bytes."""
+    return tl.multiple_of(tensor + element, ALIGN)
 
 
 @triton.jit
 def whole(n, ALIGN: tl.constexpr):
-    """``n``, which is a multiple of ``ALIGN``: a mask that may end anywhere would cut accesses to single elements."""
+    """Return ``n``, a multiple of ``ALIGN``: a mask that may end anywhere would cut accesses to single elements."""
     return n // ALIGN * ALIGN
 
 
 def alignment(*values: Tensor) -> int:
-    """ALIGN of a kernel: 16 if all rows of ``values`` start at multiples of 16 bytes and are of 16 elements; else 1."""
-    return 16 if all(_starts_at(16, each) and each.shape[-1] % 16 == 0 for each in values) else 1
+    """Return ALIGN: 16 if all rows of ``values`` start at multiples of 16 bytes and have 16 i elements, else 1."""
+    return 16 if all(_starts_at(16, tensor) and tensor.shape[-1] % 16 == 0 for tensor in values) else 1
 
 
 def wire_alignment(wire: Tensor, *values: Tensor) -> int:
-    """WIRE of a kernel: 16 or 4 if the rows of ``wire``, bytes, start at multiples of it and ``values`` of 16; else 1.
+    """Return WIRE of a kernel: 16 or 4 if ``wire``'s rows, bytes, start at multiples of it, ``values`` of 16; or 1.
 
     A wire's rows are multiples of 4 bytes, as a scale is.
     """
@@ -74,13 +74,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, fused: bool = Fa
         fused: a product may be contracted into an addition, and is then rounded once instead of twice.
         constants: for those of ``VARIANTS``, all values are compiled before the first step.
     """
-    given: list[Any] = []
+    flattened: list[Any] = []
     for argument in arguments:
-        given += [argument, argument.stride(0)] if isinstance(argument, Tensor) and argument.dim() == 2 else [argument]
+        is_matrix = isinstance(argument, Tensor) and argument.dim() == 2
+        flattened += [argument, argument.stride(0)] if is_matrix else [argument]
     constants["enable_fp_fusion"] = fused
     with torch.cuda.device_of(next(argument for argument in arguments if isinstance(argument, Tensor))):
         if every_variant.get():
             for name in VARIANTS.keys() & constants.keys():
                 for value in VARIANTS[name]:
-                    kernel.warmup(*given, grid=grid, **{**constants, name: value})
-        kernel[grid](*given, **constants)
+                    kernel.warmup(*flattened, grid=grid, **{**constants, name: value})
+        kernel[grid](*flattened, **constants)

@@ -1,4 +1,4 @@
-"""Several parts of a row in one launch on a GPU: which program takes which part."""
+"""Assign the programs of one launch on a GPU to the segments of a row."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 
 def programs_of(widths: Iterable[int], per_program: int) -> tuple[list[int], list[int]]:
-    """The number of the part that each program along a row takes, and the number of each part's first program.
+    """Return the number of each program's segment, along a row, and the number of each segment's first program.
 
-    ``widths``: columns of the parts, of which a program takes up to ``per_program``.
+    ``widths``: columns of the segments, of which a program takes up to ``per_program``.
     """
     numbers: list[int] = []
-    firsts: list[int] = []
+    first_programs: list[int] = []
     for number, width in enumerate(widths):
-        firsts.append(len(numbers))
+        first_programs.append(len(numbers))
         numbers += [number] * -(-width // per_program)
-    return numbers, firsts
+    return numbers, first_programs

@@ -28,7 +28,7 @@ class AdamS(Optimizer):
     A weight whose moment is 0 moves by lr (1-b1)/sqrt(1-b2) whatever its gradient's size (without bias correction):
     0.45 lr at b2 = 0.95, 3.2 lr at 0.999, which is why 0.95 is the default here.
 
-    Parameters may be DTensors (FSDP2, TP): every rank updates its own part. The moment has the parameter's dtype and
+    Parameters may be DTensors (FSDP2, TP): every rank updates its own shard. The moment has the parameter's dtype and
     placement; ``state_dict`` has torch's form, with ``step`` and ``exp_avg`` for each parameter.
 
     Args:
@@ -67,24 +67,24 @@ class AdamS(Optimizer):
             "foreach": foreach, "fused": fused,
         }  # fmt: skip
         super().__init__(params, defaults)
-        self.given: dict[Tensor, Tensor] = {}
-        """What the next step takes for m of a parameter, (numel of this rank's part,), in place of b1 m + (1-b1) g.
+        self.next_moments: dict[Tensor, Tensor] = {}
+        """The next step takes it for m of a parameter, (numel of this rank's shard,), in place of b1 m + (1-b1) g.
         ``g`` then enters v alone (SCAPE, Alg. 1, l. 19). The step empties it."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.given = {}
+        self.next_moments = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns what ``closure`` returns."""
+        """Take one step; return what ``closure`` returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             self._step(group)
-        self.given.clear()
+        self.next_moments.clear()
         return loss
 
     def _step(self, group: dict[str, Any]) -> None:
@@ -102,14 +102,14 @@ class AdamS(Optimizer):
             state["step"] += 1
             steps.append(int(state["step"]))
             rows.append((
-                _local(parameter), _local(state["exp_avg"]), _local(parameter.grad), self.given.get(parameter),
+                _local(parameter), _local(state["exp_avg"]), _local(parameter.grad), self.next_moments.get(parameter),
             ))  # fmt: skip
         for t in sorted(set(steps)):
-            due = [row for row, step in zip(rows, steps, strict=True) if step == t]
+            same_step = [row for row, step in zip(rows, steps, strict=True) if step == t]
             b1, b2 = group["betas"]
             corrections = (1 - b1**t, 1 - b2**t) if group["bias_correction"] else (1.0, 1.0)
             knobs = (float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], *corrections)
-            (_foreach if group["foreach"] else _fused)(due, *knobs)
+            (_foreach if group["foreach"] else _fused)(same_step, *knobs)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -120,9 +120,9 @@ def _fused(
     rows: list[tuple[Tensor, Tensor, Tensor, Tensor | None]], lr: float, b1: float, b2: float, eps: float,
     decay: float, c1: float, c2: float,
 ) -> None:  # fmt: skip
-    for weight, moment, gradient, given in rows:
+    for weight, moment, gradient, next_moment in rows:
         w, m, g = (tensor.contiguous().view(-1) for tensor in (weight, moment, gradient))
-        adams(w, m, g, given, lr=lr, beta1=b1, beta2=b2, eps=eps, decay=decay, correction1=c1, correction2=c2)
+        adams(w, m, g, next_moment, lr=lr, beta1=b1, beta2=b2, eps=eps, decay=decay, correction1=c1, correction2=c2)
         for tensor, updated in ((weight, w), (moment, m)):
             if not tensor.is_contiguous():
                 tensor.copy_(updated.view(tensor.shape))
@@ -140,8 +140,8 @@ def _foreach(
     torch._foreach_div_(squares, c2**0.5)
     torch._foreach_add_(squares, eps)
     torch._foreach_lerp_(moments, gradients, 1 - b1)
-    for _, moment, _, given in rows:
-        if given is not None:
-            moment.copy_(given.view_as(moment))
+    for _, moment, _, next_moment in rows:
+        if next_moment is not None:
+            moment.copy_(next_moment.view_as(moment))
     torch._foreach_mul_(weights, 1 - lr * decay)
     torch._foreach_addcdiv_(weights, moments, squares, -lr / c1)

@@ -137,7 +137,7 @@ class SCAPE(Method):
         """Take a bucket through Alg. 1, l. 10-17. ``whole``: M is all ones, as at first (l. 5).
 
         The passes before and after the exchange are, in plain torch, these of ``ops/moments/reference.py``: ``add_up``
-        (``blend`` where a row's owner alone has its m, and x), and ``settle``.
+        (``blend`` where a row's owner alone has its m, and x), and ``advance``.
         """
         if self.density == 1:
             exchange.mean(bucket)
@@ -158,10 +158,10 @@ class SCAPE(Method):
             if exchange.owner:
                 x, next_x = self.state.read("common", bucket, rows=1)[0], self.state.write("common", bucket, rows=1)[0]
             moments.add_up(
-                bucket.rows, e, m, self.beta1, common=x, mine=exchange.own_row,  # l. 10: m~_n = b1 m + (1-b1) g_n + e_n
+                bucket.rows, e, m, self.beta1, common=x, own_row=exchange.own_row,  # l. 10: m~_n = b1 m + (1-b1) g + e
                 sent=moments.Sent(
                     mask.words, mask.bit_offsets, share=prescale(exchange),
-                    left=next_e,  # l. 11-12: e_n = m~_n off M, 0 on M
+                    residual_out=next_e,  # l. 11-12: e_n = m~_n off M, 0 on M
                     payload=payload,  # l. 13: m~_n on M, without b1 m
                 ),
                 choose=self._schedule.refreshes(bucket.step + 1),  # l. 15: the scores |m~_n|
@@ -171,9 +171,9 @@ class SCAPE(Method):
         # l. 15: the next M = top-k of the scores, which ``after_step`` takes of all buckets at once.
         with exchange.span("decode", bucket.mean):
             words, before = mask.row(exchange.own_row)
-            moments.settle(
-                b[0], m, words, self.beta1, before=before, common=x,  # b += b1 m, and x
-                given=next_m[0],  # l. 16: m' = b on M, 0 off M
+            moments.advance(
+                b[0], m, words, self.beta1, bit_offsets=before, common=x,  # b += b1 m, and x
+                next_moment=next_m[0],  # l. 16: m' = b on M, 0 off M
                 gradient=bucket.mean[0],  # l. 17: g^ = (b - b1 m)/(1-b1) on M, 0 off M
                 common_out=next_x,  # l. 11-12, for what is common: x = x + b1 m off M, 0 on M
             )  # fmt: skip
@@ -186,10 +186,10 @@ class SCAPE(Method):
         """Find m of all of the bucket's parameters, and the memory of the scores that this rank chooses masks by."""
         held = [self._first_moment(segment) for segment in bucket.segments]
 
-        def parts() -> Iterator[moments.Part]:
+        def parts() -> Iterator[moments.MomentSegment]:
             for segment, moment in zip(bucket.segments, held, strict=True):
                 for chunk, scores in self._masks.scores(segment, bucket.device):
-                    yield moments.Part(segment.start + chunk.start, chunk.width, moment[chunk.columns], scores)
+                    yield moments.MomentSegment(segment.start + chunk.start, chunk.width, moment[chunk.columns], scores)
 
         addresses = (moment.data_ptr() for moment in held)
         return bucket.once("moments", lambda: moments.Moments(tuple(parts()), bucket.device), *addresses)
@@ -214,7 +214,7 @@ class SCAPE(Method):
         for name, given in self._given.items():
             optimizer = step.holders[name].optimizer
             assert isinstance(optimizer, AdamS)
-            optimizer.given[step.weights[name]] = given
+            optimizer.next_moments[step.weights[name]] = given
         self._gathered.before_step(step, self._given)
 
     def after_step(self, step: Step) -> None:

@@ -55,7 +55,7 @@ from thinwire.core.state import State
 from thinwire.methods.parts.muon import muon
 from thinwire.methods.parts.own_steps import OwnSteps, adam_of
 from thinwire.network.comm import local
-from thinwire.ops.direction import Part, direction
+from thinwire.ops.direction import DirectionSegment, direction
 
 SAMPLE = 64
 """Values of a tensor that tell how much alike the ranks' gradients are: together with those of other tensors, and
@@ -305,7 +305,7 @@ class UpdateSpace:
                 shape = self._run.parameters[segment.name].shape
                 muon(values[:, at], second[:, at], second_out[:, at], shape, segment.span, float(group["lr"]))
                 continue
-            parts.append(Part(segment.start, segment.width, place, beta2, float(group["eps"])))
+            parts.append(DirectionSegment(segment.start, segment.width, place, beta2, float(group["eps"])))
         direction(values, second, second_out, first, first_out, parts, lr=lrs, scale=r * unbias, beta1=self._momentum)
 
     def _seen(self, bucket: Bucket) -> Tensor:

@@ -12,18 +12,18 @@ _backend = backend("thinwire.ops.adams")
 
 
 def adams(
-    weight: Tensor, moment: Tensor, gradient: Tensor, given: Tensor | None, *, lr: float, beta1: float, beta2: float,
-    eps: float, decay: float, correction1: float, correction2: float,
+    weight: Tensor, moment: Tensor, gradient: Tensor, next_moment: Tensor | None, *, lr: float, beta1: float,
+    beta2: float, eps: float, decay: float, correction1: float, correction2: float,
 ) -> None:  # fmt: skip
     """``weight`` and ``moment`` take one AdamS step along ``gradient``; all 1-D, adjacent, of one length and dtype.
 
-    m' = b1 m + (1-b1) g, or ``given``;  v = b2 m^2 + (1-b2) g^2;  u = m'/c1 / (sqrt(v/c2) + eps);
+    m' = b1 m + (1-b1) g, or ``next_moment``;  v = b2 m^2 + (1-b2) g^2;  u = m'/c1 / (sqrt(v/c2) + eps);
     w = (1 - lr decay) w - lr u. Computed in float32.
 
     Args:
-        given: what the first moment becomes, in place of the average. correction1, correction2: c1 and c2 (1 for none).
+        next_moment: what the first moment becomes, in place of the average.
+        correction1, correction2: c1 and c2 (1 for none).
     """
     if weight.numel():
-        _backend(weight).adams(
-            weight, moment, gradient, given, lr / correction1, beta1, beta2, eps, 1 - lr * decay, correction2**-0.5
-        )
+        keep, root = 1 - lr * decay, correction2**-0.5
+        _backend(weight).adams(weight, moment, gradient, next_moment, lr / correction1, beta1, beta2, eps, keep, root)

@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 def adams(
-    weight: Tensor, moment: Tensor, gradient: Tensor, given: Tensor | None, rate: float, beta1: float, beta2: float,
-    eps: float, keep: float, root: float,
+    weight: Tensor, moment: Tensor, gradient: Tensor, next_moment: Tensor | None, rate: float, beta1: float,
+    beta2: float, eps: float, keep: float, root: float,
 ) -> None:  # fmt: skip
-    """Arguments as the kernels take them: ``rate`` = lr / c1, ``keep`` = 1 - lr decay, ``root`` = c2^-1/2."""
+    """Update as the kernels do: ``rate`` = lr / c1, ``keep`` = 1 - lr decay, ``root`` = c2^-1/2."""
     old, g = moment.float(), gradient.float()
-    new = beta1 * old + (1 - beta1) * g if given is None else given.float()
+    new = beta1 * old + (1 - beta1) * g if next_moment is None else next_moment.float()
     # SCAPE's Alg. 1: l. 19 is under the root, l. 20 is new / denominator, l. 21 the weight.
     denominator = (beta2 * old * old + (1 - beta2) * g * g).sqrt_().mul_(root).add_(eps)
     weight.copy_(weight.float() * keep - rate * new / denominator)

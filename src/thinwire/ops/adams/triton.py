@@ -14,31 +14,32 @@ BLOCK = 1024
 
 @kernel
 def _adams(
-    weight, moment, gradient, given, rate, beta1, rest1, beta2, rest2, eps, keep, root, n, GIVEN: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    weight, moment, gradient, next_moment, rate, beta1, rest1, beta2, rest2, eps, keep, root, n,
+    HAS_NEXT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < whole(n, ALIGN)
-    old = tl.load(along(moment, at, ALIGN), mask=inside, other=0).to(tl.float32)
-    g = tl.load(along(gradient, at, ALIGN), mask=inside, other=0).to(tl.float32)
-    if GIVEN:
-        new = tl.load(along(given, at, ALIGN), mask=inside, other=0).to(tl.float32)
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < whole(n, ALIGN)
+    old = tl.load(along(moment, element, ALIGN), mask=inside, other=0).to(tl.float32)
+    g = tl.load(along(gradient, element, ALIGN), mask=inside, other=0).to(tl.float32)
+    if HAS_NEXT:
+        new = tl.load(along(next_moment, element, ALIGN), mask=inside, other=0).to(tl.float32)
     else:
         new = beta1 * old + rest1 * g
     denominator = tl.sqrt_rn(beta2 * old * old + rest2 * g * g) * root + eps
-    w = tl.load(along(weight, at, ALIGN), mask=inside, other=0).to(tl.float32)
+    w = tl.load(along(weight, element, ALIGN), mask=inside, other=0).to(tl.float32)
     w = w * keep - rate * tl.div_rn(new, tl.where(inside, denominator, 1.0))
-    tl.store(along(weight, at, ALIGN), w.to(weight.dtype.element_ty), mask=inside)
-    tl.store(along(moment, at, ALIGN), new.to(moment.dtype.element_ty), mask=inside)
+    tl.store(along(weight, element, ALIGN), w.to(weight.dtype.element_ty), mask=inside)
+    tl.store(along(moment, element, ALIGN), new.to(moment.dtype.element_ty), mask=inside)
 
 
 def adams(
-    weight: Tensor, moment: Tensor, gradient: Tensor, given: Tensor | None, rate: float, beta1: float, beta2: float,
-    eps: float, keep: float, root: float,
+    weight: Tensor, moment: Tensor, gradient: Tensor, next_moment: Tensor | None, rate: float, beta1: float,
+    beta2: float, eps: float, keep: float, root: float,
 ) -> None:  # fmt: skip
     n = weight.numel()
-    last = moment if given is None else given
+    source = moment if next_moment is None else next_moment
     launch(
-        _adams, (triton.cdiv(n, BLOCK),), weight, moment, gradient, last, rate, beta1, 1 - beta1, beta2, 1 - beta2, eps,
-        keep, root, n, GIVEN=given is not None, BLOCK=BLOCK, ALIGN=alignment(weight, moment, gradient, last),
+        _adams, (triton.cdiv(n, BLOCK),), weight, moment, gradient, source, rate, beta1, 1 - beta1, beta2, 1 - beta2,
+        eps, keep, root, n, HAS_NEXT=next_moment is not None, BLOCK=BLOCK,
+        ALIGN=alignment(weight, moment, gradient, source),
     )  # fmt: skip

@@ -9,20 +9,20 @@ from torch import Tensor
 
 from thinwire.ops.backends import backend
 
-__all__ = ["Part", "direction"]
+__all__ = ["DirectionSegment", "direction"]
 
 _backend = backend("thinwire.ops.direction")
 
 
-class Part(NamedTuple):
-    """One tensor: columns ``[start, start + width)`` of all rows. ``place``: of its lr and scale among all.
+class DirectionSegment(NamedTuple):
+    """Columns ``[start, start + width)`` of all rows, those of one tensor.
 
-    ``beta2``, ``eps``: Adam's own.
+    ``tensor_index``: of its lr and scale. ``beta2``, ``eps``: Adam's own.
     """
 
     start: int
     width: int
-    place: int
+    tensor_index: int
     beta2: float
     eps: float
 
@@ -33,9 +33,9 @@ class Part(NamedTuple):
 
 def direction(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
-    parts: Sequence[Part], *, lr: Tensor, scale: Tensor, beta1: float,
+    segments: Sequence[DirectionSegment], *, lr: Tensor, scale: Tensor, beta1: float,
 ) -> None:  # fmt: skip
-    """``rows`` (R, n) hold gradients g, and then the steps that Adam would take along them. One pass over ``parts``.
+    """``rows`` (R, n) hold gradients g, and then the steps that Adam would take along them. One pass over ``segments``.
 
     v' = b2 v + (1-b2) g^2;  m' = b1 m + (1-b1) g, or g itself;  ``rows`` = lr m' / (sqrt(v' scale) + eps).
 
@@ -44,5 +44,5 @@ def direction(
         lr, scale: (tensors,), on the device of the rows; bias corrections are the caller's, in them.
             All float32; rows may be apart in memory, each is contiguous. A v' beyond float32 is its largest.
     """
-    if rows.numel() and parts:
-        _backend(rows).direction(rows, second, second_out, first, first_out, parts, lr, scale, beta1)
+    if rows.numel() and segments:
+        _backend(rows).direction(rows, second, second_out, first, first_out, segments, lr, scale, beta1)

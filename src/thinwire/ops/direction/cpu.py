@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.ops.direction import Part, reference
+from thinwire.ops.direction import DirectionSegment, reference
 from thinwire.ops.kernels import flat, njit
 
 LARGEST = np.float32(torch.finfo(torch.float32).max)
@@ -17,27 +17,27 @@ LARGEST = np.float32(torch.finfo(torch.float32).max)
 
 @njit
 def _direction(
-    g, g_step, v, v_step, out, out_step, m, m_step, m_out, m_out_step, momentum, rows, n, lr, scale, beta1, rest1,
+    g, g_step, v, v_step, v_out, v_out_step, m, m_step, m_out, m_out_step, momentum, rows, n, lr, scale, beta1, rest1,
     beta2, rest2, eps,
 ):  # fmt: skip
     for row in range(rows):
-        of, old, new = g[row * g_step :], v[row * v_step :], out[row * out_step :]
-        before, after = m[row * m_step :], m_out[row * m_out_step :]
+        gradients, second, second_out = g[row * g_step :], v[row * v_step :], v_out[row * v_out_step :]
+        first, first_out = m[row * m_step :], m_out[row * m_out_step :]
         for i in range(n):
-            x = of[i]
-            moment = min(beta2 * old[i] + rest2 * x * x, LARGEST)
-            new[i] = moment
+            x = gradients[i]
+            v_next = min(beta2 * second[i] + rest2 * x * x, LARGEST)
+            second_out[i] = v_next
             if momentum:
-                x = beta1 * before[i] + rest1 * x
-                after[i] = x
-            of[i] = lr * x / (np.sqrt(moment * scale) + eps)
+                x = beta1 * first[i] + rest1 * x
+                first_out[i] = x
+            gradients[i] = lr * x / (np.sqrt(v_next * scale) + eps)
 
 
 def direction(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
-    parts: Sequence[Part], lr: Tensor, scale: Tensor, beta1: float,
+    segments: Sequence[DirectionSegment], lr: Tensor, scale: Tensor, beta1: float,
 ) -> None:  # fmt: skip
-    reference.direction(rows, second, second_out, first, first_out, parts, lr, scale, beta1, _pass)
+    reference.direction(rows, second, second_out, first, first_out, segments, lr, scale, beta1, _pass)
 
 
 def _pass(
@@ -46,6 +46,6 @@ def _pass(
 ) -> None:  # fmt: skip
     momentum = first is not None and first_out is not None
     pair = (first, first_out) if first is not None and first_out is not None else (second, second_out)
-    tensors = [of for tensor in (rows, second, second_out, *pair) for of in flat(tensor)]
+    tensors = [argument for tensor in (rows, second, second_out, *pair) for argument in flat(tensor)]
     knobs = (float(lr), float(scale), beta1, 1 - beta1, beta2, 1 - beta2, eps)
     _direction(*tensors, momentum, *rows.shape, *(np.float32(knob) for knob in knobs))

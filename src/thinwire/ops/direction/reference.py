@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.ops.direction import Part
+from thinwire.ops.direction import DirectionSegment
 
 
-def step(
+def step_segment(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None, lr: Tensor,
     scale: Tensor, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
@@ -24,9 +24,11 @@ def step(
 
 def direction(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
-    parts: Sequence[Part], lr: Tensor, scale: Tensor, beta1: float, by: Callable[..., None] = step,
+    segments: Sequence[DirectionSegment], lr: Tensor, scale: Tensor, beta1: float,
+    step: Callable[..., None] = step_segment,
 ) -> None:  # fmt: skip
-    """One tensor after the other, ``by`` this or another backend's pass."""
-    for part in parts:
-        values = [None if of is None else of[:, part.columns] for of in (rows, second, second_out, first, first_out)]
-        by(*values, lr[part.place], scale[part.place], beta1, part.beta2, part.eps)
+    """Treat one tensor after the other; ``step``: this or another backend's pass."""
+    tensors = rows, second, second_out, first, first_out
+    for segment in segments:
+        values = (None if tensor is None else tensor[:, segment.columns] for tensor in tensors)
+        step(*values, lr[segment.tensor_index], scale[segment.tensor_index], beta1, segment.beta2, segment.eps)

@@ -1,4 +1,4 @@
-"""SCAPE's passes over first moments: what masks are chosen by, and what becomes of everything once a sum is there.
+"""SCAPE's passes over first moments: before a sum, which masks are chosen by, and after it.
 
 ``reference``, ``cpu`` and ``triton`` agree to float32 rounding. All tensors are adjacent and float32, except masks
 (int64 words of 64 elements, ``thinwire.ops.mask``). A pass is over a whole row; the moments in it lie elsewhere, each
@@ -18,7 +18,7 @@ from thinwire.base.device import upload
 from thinwire.ops.backends import backend
 from thinwire.ops.programs import programs_of
 
-__all__ = ["Moments", "Part", "Sent", "add_up", "settle"]
+__all__ = ["MomentSegment", "Moments", "Sent", "add_up", "advance"]
 
 PER_PROGRAM = 1024
 """Columns of one moment that one program of a GPU takes."""
@@ -26,10 +26,10 @@ PER_PROGRAM = 1024
 _backend = backend("thinwire.ops.moments")
 
 
-class Part(NamedTuple):
+class MomentSegment(NamedTuple):
     """Columns ``[start, start + width)`` of a row, multiples of 64, with their moment (m,): none for padding.
 
-    ``scores``: (width,) what this rank chooses a mask of these columns by; None: others do.
+    ``scores``: (width,) of these columns, by which this rank chooses their mask; None: another rank does.
     """
 
     start: int
@@ -45,96 +45,97 @@ class Part(NamedTuple):
 class Moments:
     """The moments of a row's parameters, beside each other from column 0 to n, wherever they are in memory."""
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
-        self.parts, self.device = tuple(parts), device
+    def __init__(self, segments: Sequence[MomentSegment], device: torch.device) -> None:
+        self.segments, self.device = tuple(segments), device
 
     @functools.cached_property
     def programs(self) -> Tensor:
-        """(B,) int32: of each program along a row, the number of its part."""
+        """(B,) int32: the number of each program's segment, along a row."""
         return upload(self._programs[0], self.device)
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """(parts * 6,) int64: of each the moment's address, m, start, width, the number of its first program, and the
-        address of its scores, or 0."""
+        """(segments * 6,) int64: each one's moment's address, m, start, width, the number of its first program, and
+        the address of its scores, or 0."""
         values: list[int] = []
-        for part, first in zip(self.parts, self._programs[1], strict=True):
-            scores = 0 if part.scores is None else part.scores.data_ptr()
-            values += [part.moment.data_ptr(), part.moment.numel(), part.start, part.width, first, scores]
+        for segment, first in zip(self.segments, self._programs[1], strict=True):
+            scores = 0 if segment.scores is None else segment.scores.data_ptr()
+            values += [segment.moment.data_ptr(), segment.moment.numel(), segment.start, segment.width, first, scores]
         return upload(values, self.device, torch.int64)
 
     @property
     def _programs(self) -> tuple[list[int], list[int]]:
-        return programs_of((part.width for part in self.parts), PER_PROGRAM)
+        return programs_of((segment.width for segment in self.segments), PER_PROGRAM)
 
 
 class Sent(NamedTuple):
-    """Where the result (R, n) of a pass goes; the rows that it was made of may then hold anything.
+    """The result (R, n) of a pass, split at a mask; the rows that it was made of may then hold anything.
 
-    ``payload`` (R, k) = its values at the mask ``words`` (R, n / 64), times ``share``; ``left`` (R, n) = those off it,
-    0 on it. ``before``: ``mask.directory(words)``. Where the mask is all ones, ``payload`` may be those rows.
+    ``payload`` (R, k) = its values at the mask ``words`` (R, n / 64), times ``share``; ``residual_out`` (R, n) = those
+    off it, 0 on it. ``bit_offsets``: ``mask.directory(words)``. ``payload`` may be the rows if the mask is all ones.
     """
 
     words: Tensor
-    before: Tensor | None
+    bit_offsets: Tensor | None
     payload: Tensor
-    left: Tensor
+    residual_out: Tensor
     share: float = 1.0
 
 
 def add_up(
     rows: Tensor, residual: Tensor, moments: Moments, beta1: float, *, sent: Sent, choose: bool,
-    common: Tensor | None = None, mine: int = 0,
+    common: Tensor | None = None, own_row: int = 0,
 ) -> None:  # fmt: skip
     """Make m~ = (1-b1) ``rows`` + ``residual`` (R, n) + b1 moment: the scores, if it is to ``choose``, and ``sent``.
 
-    What is sent is without b1 moment on the mask, which whoever gets it has. Where all ranks have it, there is one row.
-    Else it is row ``mine`` that this rank's moments are of: their part, and ``common`` (n,), is in the scores alone.
+    What is sent is without b1 moment on the mask, which the receiver has. Where all ranks have it, there is one row.
+    Else this rank's moments belong to row ``own_row``: b1 moment, and ``common`` (n,), is in the scores alone.
     """
     if not rows.numel():
         return
     if common is None:
         _backend(rows).add_up(rows[0], residual[0], moments, beta1, sent, choose)
     else:
-        _backend(rows).blend(rows, residual, mine, common, moments, beta1, sent, choose)
+        _backend(rows).blend(rows, residual, own_row, common, moments, beta1, sent, choose)
 
 
-def settle(
-    payload: Tensor, moments: Moments, words: Tensor, beta1: float, given: Tensor, gradient: Tensor,
-    common: Tensor | None = None, common_out: Tensor | None = None, before: Tensor | None = None,
+def advance(
+    payload: Tensor, moments: Moments, words: Tensor, beta1: float, next_moment: Tensor, gradient: Tensor,
+    common: Tensor | None = None, common_out: Tensor | None = None, bit_offsets: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Of the ranks' mean of what was sent, ``payload``: the next moment, and the gradient that belongs to it.
+    """Make the next moment and the gradient that belongs to it from the ranks' mean of what was sent, ``payload``.
 
-    On the mask: ``given`` = b1 moment + ``payload``; ``gradient`` = ``payload`` / (1-b1). Off it both are 0.
+    On the mask: ``next_moment`` = b1 moment + ``payload``; ``gradient`` = ``payload`` / (1-b1). Off it both are 0.
     ``common``, what all ranks have in common and a row's owner alone knows, joins the mean before: on the mask it is
     added to it, and ``common_out`` = 0; off it ``common_out`` = ``common`` + b1 moment.
 
     Args:
-        payload: (k,) the mean at the mask ``words`` (n / 64,), of which ``before`` is the directory; where that is all
-            ones, it may be ``gradient``.
-        given, gradient, common, common_out: (n,), n a multiple of 64; common_out may be common; what stands for no
-            moment is left alone in given.
+        payload: (k,) the mean at the mask ``words`` (n / 64,), whose directory is ``bit_offsets``; it may be
+            ``gradient`` if the mask is all ones.
+        next_moment, gradient, common, common_out: (n,), n a multiple of 64; common_out may be common; columns without
+            a moment are not touched in next_moment.
     """
     if gradient.numel():
-        _backend(gradient).settle(payload, moments, words, beta1, given, gradient, common, common_out, before)
+        arguments = payload, moments, words, beta1, next_moment, gradient, common, common_out, bit_offsets
+        _backend(gradient).advance(*arguments)
 
 
-def each(of: Callable[..., None]) -> Callable[..., None]:
-    """``of``, which takes one part and its columns, for all of them: arguments as above, ``Moments`` in its place."""
+def each_segment(function: Callable[..., None]) -> Callable[..., None]:
+    """Call ``function``, which takes one segment and its columns, for all: ``Moments`` stands for the segment."""
 
-    @functools.wraps(of)
-    def all_of(*arguments: object) -> None:
+    @functools.wraps(function)
+    def for_all(*arguments: object) -> None:
         moments = next(argument for argument in arguments if isinstance(argument, Moments))
-        for part in moments.parts:
-            of(*(_of_part(argument, part) for argument in arguments))
+        for segment in moments.segments:
+            function(*(_columns_of(argument, segment) for argument in arguments))
 
-    return all_of
+    return for_all
 
 
-def _of_part(argument: object, part: Part) -> object:
+def _columns_of(argument: object, segment: MomentSegment) -> object:
     if isinstance(argument, Moments):
-        return part
+        return segment
     if not isinstance(argument, Tensor):
         return argument
     words = argument.dtype == torch.int64
-    return argument[part.start // 64 : (part.start + part.width) // 64] if words else argument[part.columns]
+    return argument[segment.start // 64 : (segment.start + segment.width) // 64] if words else argument[segment.columns]

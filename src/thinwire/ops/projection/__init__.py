@@ -13,11 +13,9 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.ops.backends import backend
+from thinwire.ops.projection.reference import LANES
 
 __all__ = ["LANES", "srht_project", "srht_reconstruct"]
-
-LANES = 16
-"""Blocks that lie side by side in a tile."""
 
 _backend = backend("thinwire.ops.projection")
 

@@ -56,28 +56,28 @@ def _sum_times(a, b, factors, out):
 
 
 @njit
-def _project(rows, stride, old, old_stride, new, new_stride, payload, payload_stride, count, n, signs, chosen,
-             feedback, keep):  # fmt: skip
+def _project(rows, stride, residual, residual_stride, residual_out, out_stride, payload, payload_stride, count, n,
+             signs, chosen, feedback, keep):  # fmt: skip
     size = signs.size
     tile = np.empty(size, np.float32)
     for row in range(count):
-        to = row * payload_stride
+        payload_offset = row * payload_stride
         for start in range(0, n, size):
             values = rows[row * stride + start : row * stride + start + size]
             if feedback:
-                at = row * old_stride + start
-                _sum_times(values, old[at : at + size], signs, tile)
+                offset = row * residual_stride + start
+                _sum_times(values, residual[offset : offset + size], signs, tile)
             else:
                 _times(values, signs, tile)
             _transform(tile)
             for i in chosen:
-                kept = tile[i * LANES : (i + 1) * LANES]
-                payload[to : to + LANES] = kept
-                kept[:] = np.float32(0)
-                to += LANES
+                coefficients = tile[i * LANES : (i + 1) * LANES]
+                payload[payload_offset : payload_offset + LANES] = coefficients
+                coefficients[:] = np.float32(0)
+                payload_offset += LANES
             if keep:
                 _transform(tile)
-                _times(tile, signs, new[row * new_stride + start : row * new_stride + start + size])
+                _times(tile, signs, residual_out[row * out_stride + start : row * out_stride + start + size])
 
 
 @njit
@@ -85,18 +85,18 @@ def _reconstruct(payload, payload_stride, out, stride, count, n, signs, chosen):
     size = signs.size
     tile = np.empty(size, np.float32)
     for row in range(count):
-        at = row * payload_stride
+        payload_offset = row * payload_stride
         for start in range(0, n, size):
             tile[:] = np.float32(0)
             for i in chosen:
-                tile[i * LANES : (i + 1) * LANES] = payload[at : at + LANES]
-                at += LANES
+                tile[i * LANES : (i + 1) * LANES] = payload[payload_offset : payload_offset + LANES]
+                payload_offset += LANES
             _transform(tile)
             _times(tile, signs, out[row * stride + start : row * stride + start + size])
 
 
 def _wide(signs: Tensor) -> np.ndarray:
-    """Signs and the norm of H in one factor for every value of a tile, so that whole vectors are multiplied."""
+    """Return signs and the norm of H in one factor for every value of a tile, so that whole vectors are multiplied."""
     return signs.mul(signs.numel() ** -0.5).repeat_interleave(LANES).numpy()
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 LANES = 16
+"""Blocks that lie side by side in a tile."""
 
 
 def hadamard(size: int, device: torch.device) -> Tensor:
@@ -16,7 +17,7 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     return matrix * size**-0.5
 
 
-def _kept(signs: Tensor, chosen: Tensor) -> Tensor:
+def _projection(signs: Tensor, chosen: Tensor) -> Tensor:
     """P (m, B)."""
     return hadamard(signs.numel(), signs.device)[chosen] * signs
 
@@ -25,14 +26,14 @@ def srht_project(
     rows: Tensor, residual: Tensor | None, signs: Tensor, chosen: Tensor, payload: Tensor, residual_out: Tensor | None
 ) -> None:
     total = rows if residual is None else rows + residual
-    projection = _kept(signs, chosen)
+    projection = _projection(signs, chosen)
     tiles = total.reshape(len(rows), -1, signs.numel(), LANES)
-    kept = projection @ tiles
+    coefficients = projection @ tiles
     if residual_out is not None:
-        residual_out.copy_((tiles - projection.T @ kept).flatten(1))
-    payload.copy_(kept.flatten(1))
+        residual_out.copy_((tiles - projection.T @ coefficients).flatten(1))
+    payload.copy_(coefficients.flatten(1))
 
 
 def srht_reconstruct(payload: Tensor, signs: Tensor, chosen: Tensor, out: Tensor) -> None:
-    kept = payload.reshape(len(out), -1, chosen.numel(), LANES)
-    out.copy_((_kept(signs, chosen).T @ kept).flatten(1))
+    coefficients = payload.reshape(len(out), -1, chosen.numel(), LANES)
+    out.copy_((_projection(signs, chosen).T @ coefficients).flatten(1))

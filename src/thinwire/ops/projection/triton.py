@@ -24,7 +24,7 @@ FACTORS = {"A": 16, "C": 16}
 
 @triton.jit
 def _hadamard(SIZE: tl.constexpr):
-    """(SIZE, SIZE) of +-1: the sign is the parity of the common bits of row and column."""
+    """Make (SIZE, SIZE) of +-1: the sign is the parity of the common bits of row and column."""
     common = tl.arange(0, SIZE)[:, None] & tl.arange(0, SIZE)[None, :]
     common = common ^ (common >> 4)
     common = common ^ (common >> 2)
@@ -43,47 +43,48 @@ def _transform(tile, A: tl.constexpr, C: tl.constexpr):
 
 @kernel
 def _project(
-    rows, stride, old, old_stride, signs, places, payload, payload_stride, new, new_stride, kept, norm,
-    FEEDBACK: tl.constexpr, KEEP: tl.constexpr, A: tl.constexpr, C: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    row, tile_number = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, C * LANES)[None, :]
-    at = tl.arange(0, A)[:, None] * (C * LANES) + column
-    number = tl.arange(0, A)[:, None] * C + column // LANES
-    start = tile_number * (A * C * LANES)
-    total = tl.load(row_of(rows, stride, row, ALIGN) + start + at)
-    if FEEDBACK:
-        total += tl.load(row_of(old, old_stride, row, ALIGN) + start + at)
-    sign = tl.load(signs + number) * norm
-    tile = _transform(total * sign, A, C)
-    place = tl.load(places + number)
-    to = payload + row * payload_stride + (tile_number * kept + place) * LANES + column % LANES
-    tl.store(to, tile, mask=place >= 0)
-    if KEEP:
-        rest = _transform(tl.where(place >= 0, 0.0, tile), A, C)
-        tl.store(row_of(new, new_stride, row, ALIGN) + start + at, rest * sign)
-
-
-@kernel
-def _reconstruct(
-    payload, payload_stride, signs, places, out, stride, kept, norm, A: tl.constexpr, C: tl.constexpr,
+    rows, stride, residual, residual_stride, signs, slots, payload, payload_stride, residual_out, out_stride,
+    chosen_count, norm, FEEDBACK: tl.constexpr, KEEP: tl.constexpr, A: tl.constexpr, C: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
     row, tile_number = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     column = tl.arange(0, C * LANES)[None, :]
-    at = tl.arange(0, A)[:, None] * (C * LANES) + column
+    offset = tl.arange(0, A)[:, None] * (C * LANES) + column
     number = tl.arange(0, A)[:, None] * C + column // LANES
-    place = tl.load(places + number)
-    source = payload + row * payload_stride + (tile_number * kept + place) * LANES + column % LANES
-    tile = _transform(tl.load(source, mask=place >= 0, other=0.0), A, C)
+    start = tile_number * (A * C * LANES)
+    total = tl.load(row_of(rows, stride, row, ALIGN) + start + offset)
+    if FEEDBACK:
+        total += tl.load(row_of(residual, residual_stride, row, ALIGN) + start + offset)
+    sign = tl.load(signs + number) * norm
+    tile = _transform(total * sign, A, C)
+    slot = tl.load(slots + number)
+    target = payload + row * payload_stride + (tile_number * chosen_count + slot) * LANES + column % LANES
+    tl.store(target, tile, mask=slot >= 0)
+    if KEEP:
+        remainder = _transform(tl.where(slot >= 0, 0.0, tile), A, C)
+        tl.store(row_of(residual_out, out_stride, row, ALIGN) + start + offset, remainder * sign)
+
+
+@kernel
+def _reconstruct(
+    payload, payload_stride, signs, slots, out, stride, chosen_count, norm, A: tl.constexpr, C: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    row, tile_number = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, C * LANES)[None, :]
+    offset = tl.arange(0, A)[:, None] * (C * LANES) + column
+    number = tl.arange(0, A)[:, None] * C + column // LANES
+    slot = tl.load(slots + number)
+    source = payload + row * payload_stride + (tile_number * chosen_count + slot) * LANES + column % LANES
+    tile = _transform(tl.load(source, mask=slot >= 0, other=0.0), A, C)
     out = row_of(out, stride, row, ALIGN) + tile_number * (A * C * LANES)
-    tl.store(out + at, tile * tl.load(signs + number) * norm)
+    tl.store(out + offset, tile * tl.load(signs + number) * norm)
 
 
-def _places(chosen: Tensor, block: int) -> Tensor:
-    """Where each row of H D goes in the payload, -1 for the rows that are not sent."""
-    places = torch.full((block,), -1, dtype=torch.int32, device=chosen.device)
-    return places.scatter_(0, chosen, torch.arange(chosen.numel(), dtype=torch.int32, device=chosen.device))
+def _slots(chosen: Tensor, block: int) -> Tensor:
+    """Number the rows of H D in the payload: (block,) int32, -1 for those that are not sent."""
+    slots = torch.full((block,), -1, dtype=torch.int32, device=chosen.device)
+    return slots.scatter_(0, chosen, torch.arange(chosen.numel(), dtype=torch.int32, device=chosen.device))
 
 
 def srht_project(
@@ -97,7 +98,7 @@ def srht_project(
     new = rows if residual_out is None else residual_out  # not written to unless kept
     grid = (rows.shape[1] // (block * reference.LANES), rows.shape[0])
     launch(
-        _project, grid, rows, old, signs, _places(chosen, block), payload, new, chosen.numel(), block**-0.5,
+        _project, grid, rows, old, signs, _slots(chosen, block), payload, new, chosen.numel(), block**-0.5,
         FEEDBACK=residual is not None, KEEP=residual_out is not None, ALIGN=alignment(rows, old, new), fused=True,
         num_warps=WARPS, **FACTORS,
     )  # fmt: skip
@@ -110,6 +111,6 @@ def srht_reconstruct(payload: Tensor, signs: Tensor, chosen: Tensor, out: Tensor
         return
     grid = (out.shape[1] // (block * reference.LANES), out.shape[0])
     launch(
-        _reconstruct, grid, payload, signs, _places(chosen, block), out, chosen.numel(), block**-0.5,
+        _reconstruct, grid, payload, signs, _slots(chosen, block), out, chosen.numel(), block**-0.5,
         ALIGN=alignment(out), fused=True, num_warps=WARPS, **FACTORS,
     )  # fmt: skip

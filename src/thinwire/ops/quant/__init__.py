@@ -10,7 +10,7 @@ plus 8 in half a byte: byte i of a group is element i (low bits) and element i +
 half is interleaved.
 
 *Stochastic rounding* (``seed`` is given): up with the probability of the fraction, in steps of 2^-16, so that the
-mean of many roundings is the value. The 16 random bits of an element are half of a hash of its place in the rows laid
+mean of many roundings is the value. The 16 random bits of an element are half of a hash of its index in the rows laid
 end to end and of ``seed``: the same seed and shape give the same bits, on any device. Take another seed for every
 step, rank and bucket. ``seed=None`` rounds to the nearest, ties to even.
 
@@ -32,7 +32,7 @@ from thinwire.ops.backends import backend
 from thinwire.ops.quant.reference import ORDER, Format
 
 __all__ = [
-    "ORDER", "Format", "dequantize", "dequantize_sum", "quantize", "quantize_parts", "requantize", "sum_rows",
+    "ORDER", "Format", "dequantize", "dequantize_sum", "quantize", "quantize_segments", "requantize", "sum_rows",
 ]  # fmt: skip
 
 
@@ -48,14 +48,14 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
         _backend(rows).quantize(rows, format, codes, scales, seed)
 
 
-def quantize_parts(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
-    """``quantize`` of some columns after others, each part with random bits of its own."""
+def quantize_segments(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
+    """``quantize`` some columns after others, each segment with random bits of its own."""
     if rows.numel():
-        _backend(rows).quantize_parts(rows, format, codes, scales, drawn)
+        _backend(rows).quantize_segments(rows, format, codes, scales, drawn)
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> Tensor:
-    """What ``quantize`` wrote, ``codes`` * ``scales`` or the transform of that -> ``out`` (R, n) float32."""
+    """Decode what ``quantize`` wrote, ``codes`` * ``scales`` or its transform -> ``out`` (R, n) float32."""
     if out.numel():
         _backend(out).dequantize(codes, scales, format, out)
     return out
@@ -72,9 +72,9 @@ def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float = 1.0,
     drawn: Drawn | None = None,
 ) -> None:  # fmt: skip
-    """``quantize`` of what ``dequantize_sum`` gives of N peers, in one pass; ``codes_out``, ``scales_out``: of one row.
+    """``quantize`` what ``dequantize_sum`` gives of N peers, in one pass; ``codes_out``, ``scales_out``: of one row.
 
-    ``drawn``: as ``quantize_parts`` has it; None: rounded to the nearest.
+    ``drawn``: as ``quantize_segments`` has it; None: rounded to the nearest.
     """
     if codes_out.numel():
         _backend(codes).requantize(codes, scales, format, codes_out, scales_out, scale, drawn)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -24,18 +23,9 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from thinwire.base.random import Drawn, key_of
-from thinwire.ops.kernels import flat, njit
+from thinwire.ops.kernels import flat, inlined, njit
 from thinwire.ops.quant import reference
-from thinwire.ops.quant.reference import (
-    INT4_LEVELS,
-    INT8_LEVELS,
-    MIX_1,
-    MIX_2,
-    NORM,
-    ORDER,
-    SMALLEST_SCALE,
-    Format,
-)
+from thinwire.ops.quant.reference import INT4_LEVELS, INT8_LEVELS, MIX_1, MIX_2, NORM, ORDER, SMALLEST_SCALE, Format
 
 INFINITY_BITS = np.int32(0x7F800000)
 MAGNITUDE_BITS = np.int32(0x7FFFFFFF)
@@ -50,11 +40,8 @@ FINE = np.float32(65536)  # stochastic rounding reckons in units of 2^-16 of a l
 MIX = np.uint32(MIX_1), np.uint32(MIX_2)
 NORM_32 = np.float32(NORM)
 
-
 LANES = 16  # values in a vector of _rotate_32: as many as AVX-512 holds; LLVM cuts them up for other machines
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
-
-inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
 
 
 @inlined
@@ -64,7 +51,7 @@ def _real(bits):
 
 @inlined
 def _scale_of(bits, per_level):
-    """Scale of a group from the bit patterns of its values: as int32 the maximum vectorises, and NaN is largest."""
+    """Return a group's scale from the bits of its values: as int32 the maximum vectorises, and NaN is largest."""
     largest = np.int32(0)
     for i in range(bits.size):
         largest = max(largest, np.int32(bits[i] & MAGNITUDE_BITS))
@@ -77,13 +64,13 @@ def _scale_of(bits, per_level):
 
 @inlined
 def _nearest(value, per_scale):
-    """The integer in the lowest byte: it is what ends the mantissa of a number of the size of ROUND."""
+    """Return the integer in the lowest byte: the end of the mantissa of a number of the size of ROUND."""
     return np.float32(value * per_scale + ROUND).view(np.int32)
 
 
 @inlined
 def _random(pair):
-    """32 random bits: the high 16 for the pair's second element."""
+    """Return 32 random bits: the high 16 for the pair's second element."""
     word = np.uint32(pair)
     word = np.uint32(np.uint32(word ^ (word >> np.uint32(16))) * MIX[0])
     word = np.uint32(np.uint32(word ^ (word >> np.uint32(15))) * MIX[1])
@@ -94,53 +81,24 @@ def _random(pair):
 def _stochastic(value, per_scale, bits, levels):
     fine = np.int32(np.floor(value * per_scale * FINE + HALF))
     fine = max(min(fine, np.int32(levels << 16)), np.int32(-(levels << 16)))
-    return np.int32(fine + np.int32(bits)) >> np.int32(16)
-
-
-@inlined
-def _encode_int8(values, per_scale, codes):
-    for i in range(codes.size):
-        codes[i] = np.uint8(_nearest(values[i], per_scale))
-
-
-@inlined
-def _encode_int4(values, per_scale, codes):
-    half = codes.size
-    for i in range(half):
-        low, high = _nearest(values[i], per_scale), _nearest(values[half + i], per_scale)
-        codes[i] = np.uint8(np.int32(low + (high << np.int32(4))) + np.int32(0x88))
-
-
-@inlined
-def _encode_int8_stochastic(values, per_scale, codes, key, first):
-    half = codes.size // 2
-    for i in range(half):
-        word = _random(key ^ np.uint32(first + np.uint32(i)))
-        codes[i] = np.uint8(_stochastic(values[i], per_scale, word & np.uint32(0xFFFF), INT8_LEVELS))
-        codes[half + i] = np.uint8(_stochastic(values[half + i], per_scale, word >> np.uint32(16), INT8_LEVELS))
-
-
-@inlined
-def _encode_int4_stochastic(values, per_scale, codes, key, first):
-    half = codes.size
-    for i in range(half):
-        word = _random(key ^ np.uint32(first + np.uint32(i)))
-        low = _stochastic(values[i], per_scale, word & np.uint32(0xFFFF), INT4_LEVELS)
-        high = _stochastic(values[half + i], per_scale, word >> np.uint32(16), INT4_LEVELS)
-        codes[i] = np.uint8(np.int32(low + (high << np.int32(4))) + np.int32(0x88))
+    return np.int32(np.int32(fine + np.int32(bits)) >> np.int32(16))
 
 
 @inlined
 def _encode(four, stochastic, values, per_scale, codes, key, first):
     """Quantize one group, whose first pair has number ``first``."""
-    if four and stochastic:
-        _encode_int4_stochastic(values, per_scale, codes, key, first)
-    elif four:
-        _encode_int4(values, per_scale, codes)
-    elif stochastic:
-        _encode_int8_stochastic(values, per_scale, codes, key, first)
-    else:
-        _encode_int8(values, per_scale, codes)
+    half, levels = values.size // 2, INT4_LEVELS if four else INT8_LEVELS
+    for i in range(half):
+        if stochastic:
+            word = _random(key ^ np.uint32(first + np.uint32(i)))
+            low = _stochastic(values[i], per_scale, word & np.uint32(0xFFFF), levels)
+            high = _stochastic(values[half + i], per_scale, word >> np.uint32(16), levels)
+        else:
+            low, high = _nearest(values[i], per_scale), _nearest(values[half + i], per_scale)
+        if four:
+            codes[i] = np.uint8(np.int32(low + (high << np.int32(4))) + np.int32(0x88))
+        else:
+            codes[i], codes[half + i] = np.uint8(low), np.uint8(high)
 
 
 @inlined
@@ -155,13 +113,13 @@ def _scaled(values, factor, out):
         out[i] = values[i] * factor
 
 
-def _shuffled(builder, vector, places):
-    """Element i is element ``places[i]`` of ``vector``."""
-    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(ir.IntType(32), LANES), places))
+def _shuffled(builder, vector, indices):
+    """Return a vector whose element i is element ``indices[i]`` of ``vector``."""
+    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(ir.IntType(32), LANES), indices))
 
 
 def _butterflies(builder, vector, step):
-    """a + b and a - b of the elements ``step`` apart: each one's partner, plus or minus itself.
+    """Return a + b and a - b of the elements ``step`` apart: each one's partner, plus or minus itself.
 
     The product with +-1 is exact, so that it may be fused into the addition.
     """
@@ -171,25 +129,25 @@ def _butterflies(builder, vector, step):
 
 
 def _vectors(context, builder, kind, array, first):
-    """Where the vectors of the 32 values from ``array[first]`` are."""
+    """Point to the vectors of the 32 values from ``array[first]`` on."""
     data = context.make_array(kind)(context, builder, array).data
     start = builder.bitcast(builder.gep(data, [first]), VECTOR.as_pointer())
     return [builder.gep(start, [ir.IntType(32)(i)]) for i in range(ORDER // LANES)]
 
 
 @intrinsic
-def _rotate_32(typing_context, values, first, factor, out, to):
-    """The Hadamard matrix of +-1 times ``factor`` * 32 ``values`` from ``first`` -> ``out`` from ``to``.
+def _rotate_32(typing_context, values, first, factor, out, out_first):
+    """Multiply the Hadamard matrix of +-1 with ``factor`` * 32 ``values`` from ``first`` -> ``out`` from ``out_first``.
 
     In LLVM's own vectors: loops over neighbours that are 1 to 8 apart compile to something 8 times slower.
     """
 
     def generate(context, builder, signature, arguments):
-        values, first, factor, out, to = arguments
+        values, first, factor, out, out_first = arguments
         factors = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), factor, ir.IntType(32)(0))
         factors = _shuffled(builder, factors, [0] * LANES)
         sources = _vectors(context, builder, signature.args[0], values, first)
-        targets = _vectors(context, builder, signature.args[3], out, to)
+        targets = _vectors(context, builder, signature.args[3], out, out_first)
         low, high = (builder.fmul(builder.load(source, align=4), factors) for source in sources)
         for step in (1, 2, 4, 8):
             low, high = _butterflies(builder, low, step), _butterflies(builder, high, step)
@@ -197,126 +155,95 @@ def _rotate_32(typing_context, values, first, factor, out, to):
         builder.store(builder.fsub(low, high), targets[1], align=4)
         return context.get_dummy_value()
 
-    return types.void(values, first, factor, out, to), generate
+    return types.void(values, first, factor, out, out_first), generate
 
 
 @inlined
 def _rotate(values, factor, out):
-    """The transform of every 32 of ``factor`` * ``values`` -> ``out``, which may be ``values``."""
+    """Transform every 32 of ``factor`` * ``values`` -> ``out``, which may be ``values``."""
     for first in range(0, out.size, ORDER):
         _rotate_32(values, first, factor, out, first)
 
 
 @inlined
-def _load(narrow, rotated, values, bits, own):
-    """One group as float32, transformed if ``rotated``, -> ``own``, whose bits are ``bits``."""
+def _load(narrow, rotated, values, bits, group_values):
+    """Load one group as float32, transformed if ``rotated``, to ``group_values``, whose bits are ``bits``."""
     if narrow:
         _widen(values, bits)
         if rotated:
-            _rotate(own, NORM_32, own)
+            _rotate(group_values, NORM_32, group_values)
     elif rotated:
-        _rotate(values, NORM_32, own)
+        _rotate(values, NORM_32, group_values)
     else:
-        _scaled(values, ONE, own)
+        _scaled(values, ONE, group_values)
 
 
 @inlined
-def _encode_group(four, stochastic, bits, own, codes, scales, at, key, first):
-    """Codes of the values ``own``, whose bits are ``bits``, and their scale, which is number ``at`` of ``scales``."""
+def _encode_group(four, stochastic, bits, group_values, codes, scales, scale_index, key, first):
+    """Encode ``group_values``, whose bits are ``bits``; write their scale to ``scales[scale_index]``."""
     scale = _scale_of(bits, PER_LEVEL_INT4 if four else PER_LEVEL_INT8)
-    scales[at] = scale
+    scales[scale_index] = scale
     if np.isnan(scale):
-        own.fill(0)  # its codes are 0
+        group_values.fill(0)  # its codes are 0
     per_scale = ONE if np.isnan(scale) else ONE / scale
-    _encode(four, stochastic, own, per_scale, codes, key, first)
+    _encode(four, stochastic, group_values, per_scale, codes, key, first)
 
 
 @inlined
-def _quantize(narrow, four, stochastic, rotated, values, stride, rows, n, group, codes, to_stride, scales,
+def _quantize(narrow, four, stochastic, rotated, values, stride, rows, n, group, codes, codes_stride, scales,
               scales_stride, key):  # fmt: skip
-    """The first four are constants: ``narrow`` for bfloat16, ``four`` for int4."""
+    """Quantize rows. The first four are constants: ``narrow`` for bfloat16, ``four`` for int4."""
     bits = np.empty(group, np.int32)
-    own = bits.view(np.float32)
+    group_values = bits.view(np.float32)
     size = group // 2 if four else group
     for row in range(rows):
         for g in range(n // group):
-            at, to = row * stride + g * group, row * to_stride + g * size
-            _load(narrow, rotated, values[at : at + group], bits, own)
+            offset, start = row * stride + g * group, row * codes_stride + g * size
+            _load(narrow, rotated, values[offset : offset + group], bits, group_values)
             first = np.uint32((row * n + g * group) // 2)
-            _encode_group(
-                four, stochastic, bits, own, codes[to : to + size], scales, row * scales_stride + g, key, first
-            )
+            group_codes, scale_index = codes[start : start + size], row * scales_stride + g
+            _encode_group(four, stochastic, bits, group_values, group_codes, scales, scale_index, key, first)
 
 
 @inlined
-def _decode_int8(codes, scale, out):
-    for i in range(codes.size):
-        out[i] = np.float32(np.int8(codes[i])) * scale
-
-
-@inlined
-def _decode_int4(codes, scale, out):
-    half = codes.size
-    for i in range(half):
-        out[i] = np.float32(np.int32(codes[i] & 15) - np.int32(8)) * scale
-        out[half + i] = np.float32(np.int32(codes[i] >> 4) - np.int32(8)) * scale
-
-
-@inlined
-def _add_int8(codes, scale, total):
-    for i in range(codes.size):
-        total[i] += np.float32(np.int8(codes[i])) * scale
-
-
-@inlined
-def _add_int4(codes, scale, total):
-    half = codes.size
-    for i in range(half):
-        total[i] += np.float32(np.int32(codes[i] & 15) - np.int32(8)) * scale
-        total[half + i] += np.float32(np.int32(codes[i] >> 4) - np.int32(8)) * scale
-
-
-@inlined
-def _decode(four, codes, scale, out):
-    if four:
-        _decode_int4(codes, scale, out)
-    else:
-        _decode_int8(codes, scale, out)
-
-
-@inlined
-def _add_decoded(four, codes, scale, total):
-    if four:
-        _add_int4(codes, scale, total)
-    else:
-        _add_int8(codes, scale, total)
+def _decode(four, add, codes, scale, out):
+    """Write one group's values to ``out``, or ``add`` them."""
+    size = codes.size
+    for i in range(size):
+        if four:
+            low = np.float32(np.int32(codes[i] & 15) - np.int32(8)) * scale
+            high = np.float32(np.int32(codes[i] >> 4) - np.int32(8)) * scale
+            out[size + i] = out[size + i] + high if add else high
+        else:
+            low = np.float32(np.int8(codes[i])) * scale
+        out[i] = out[i] + low if add else low
 
 
 @inlined
 def _sum_group(four, codes, stride, scales, scales_stride, row, peers, g, size, total):
-    """The sum of ``peers`` rows of group ``g``, from ``row`` on -> ``total``."""
+    """Sum ``peers`` rows of group ``g``, from ``row`` on, in ``total``."""
     start = row * stride + g * size
-    _decode(four, codes[start : start + size], scales[row * scales_stride + g], total)
+    _decode(four, False, codes[start : start + size], scales[row * scales_stride + g], total)
     for peer in range(row + 1, row + peers):
         start = peer * stride + g * size
-        _add_decoded(four, codes[start : start + size], scales[peer * scales_stride + g], total)
+        _decode(four, True, codes[start : start + size], scales[peer * scales_stride + g], total)
 
 
 @inlined
-def _dequantize(four, rotated, summed, codes, stride, scales, scales_stride, rows, peers, n, group, out, to_stride,
+def _dequantize(four, rotated, summed, codes, stride, scales, scales_stride, rows, peers, n, group, out, out_stride,
                 factor):  # fmt: skip
-    """``rows`` results, each ``factor`` * the sum of ``peers`` rows of codes. The first three are constants.
+    """Make ``rows`` results, each ``factor`` * the sum of ``peers`` rows of codes. The first three are constants.
 
-    Not ``summed``: each the values of one row, not transformed.
+    Not ``summed``: each is the values of one row, not transformed.
     """
     total = np.empty(group, np.float32)
     size = group // 2 if four else group
     for row in range(rows):
         for g in range(n // group):
-            result = out[row * to_stride + g * group : row * to_stride + (g + 1) * group]
+            result = out[row * out_stride + g * group : row * out_stride + (g + 1) * group]
             if not summed:
                 start = row * stride + g * size
-                _decode(four, codes[start : start + size], scales[row * scales_stride + g], result)
+                _decode(four, False, codes[start : start + size], scales[row * scales_stride + g], result)
                 continue
             _sum_group(four, codes, stride, scales, scales_stride, row, peers, g, size, total)
             if rotated:
@@ -328,10 +255,10 @@ def _dequantize(four, rotated, summed, codes, stride, scales, scales_stride, row
 @inlined
 def _requantize(four, stochastic, rotated, codes, stride, scales, scales_stride, peers, n, group, codes_out,
                 scales_out, factor, key):  # fmt: skip
-    """Codes of ``factor`` * the sum of ``peers`` rows of codes. The first three are constants."""
+    """Encode ``factor`` * the sum of ``peers`` rows of codes. The first three are constants."""
     total = np.empty(group, np.float32)
     bits = np.empty(group, np.int32)
-    own = bits.view(np.float32)
+    group_values = bits.view(np.float32)
     size = group // 2 if four else group
     for g in range(n // group):
         _sum_group(four, codes, stride, scales, scales_stride, 0, peers, g, size, total)
@@ -339,43 +266,30 @@ def _requantize(four, stochastic, rotated, codes, stride, scales, scales_stride,
             _rotate(total, factor, total)
         else:
             _scaled(total, factor, total)
-        _load(False, rotated, total, bits, own)
-        at, first = g * size, np.uint32(g * group // 2)
-        _encode_group(four, stochastic, bits, own, codes_out[at : at + size], scales_out, g, key, first)
+        _load(False, rotated, total, bits, group_values)
+        group_codes, first = codes_out[g * size : (g + 1) * size], np.uint32(g * group // 2)
+        _encode_group(four, stochastic, bits, group_values, group_codes, scales_out, g, key, first)
 
 
-def _quantizer(*flags):
-    narrow, four, stochastic, rotated = flags
-
+def _quantizer(narrow, four, stochastic, rotated):
     def quantize(*arguments):
         _quantize(narrow, four, stochastic, rotated, *arguments)
 
-    return _compiled(quantize, flags)
+    return njit(quantize, f"{narrow:d}{four:d}{stochastic:d}{rotated:d}")
 
 
-def _dequantizer(*flags):
-    four, rotated, summed = flags
-
+def _dequantizer(four, rotated, summed):
     def dequantize(*arguments):
         _dequantize(four, rotated, summed, *arguments)
 
-    return _compiled(dequantize, flags)
+    return njit(dequantize, f"{four:d}{rotated:d}{summed:d}")
 
 
-def _requantizer(*flags):
-    four, stochastic, rotated = flags
-
+def _requantizer(four, stochastic, rotated):
     def requantize(*arguments):
         _requantize(four, stochastic, rotated, *arguments)
 
-    return _compiled(requantize, flags)
-
-
-def _compiled(kernel, flags):
-    # An index file of its own in numba's cache: in one that several kernels share, ranks that save two of them at the
-    # same time can leave the one under the other's name.
-    kernel.__qualname__ += "".join(str(int(flag)) for flag in flags)
-    return njit(kernel)
+    return njit(requantize, f"{four:d}{stochastic:d}{rotated:d}")
 
 
 QUANTIZE = {flags: _quantizer(*flags) for flags in itertools.product((False, True), repeat=4)}
@@ -395,13 +309,13 @@ def _add(values, total):
 @njit
 def _sum_rows(values, stride, rows, n, out, factor):
     total = np.empty(BLOCK, np.float32)
-    for at in range(0, n, BLOCK):
-        size = min(BLOCK, n - at)
-        total[:size] = values[at : at + size]
+    for block in range(0, n, BLOCK):
+        size = min(BLOCK, n - block)
+        total[:size] = values[block : block + size]
         for row in range(1, rows):
-            start = row * stride + at
+            start = row * stride + block
             _add(values[start : start + size], total)
-        _scaled(total, factor, out[at : at + size])
+        _scaled(total, factor, out[block : block + size])
 
 
 @njit
@@ -410,16 +324,14 @@ def _sum_rows_bf16(narrow, stride, rows, n, out, factor):
     total = total_bits.view(np.float32)
     bits = np.empty(BLOCK, np.int32)
     values = bits.view(np.float32)
-    for at in range(0, n, BLOCK):
-        size = min(BLOCK, n - at)
-        _widen(narrow[at : at + size], total_bits)
+    for block in range(0, n, BLOCK):
+        size = min(BLOCK, n - block)
+        _widen(narrow[block : block + size], total_bits)
         for row in range(1, rows):
-            start = row * stride + at
+            start = row * stride + block
             _widen(narrow[start : start + size], bits)
             _add(values[:size], total)
-        _scaled(total, factor, out[at : at + size])
-
-
+        _scaled(total, factor, out[block : block + size])
 
 
 def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
@@ -428,8 +340,8 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
     kernel(*flat(rows), *rows.shape, format.group, *flat(codes.view(torch.uint8)), *flat(scales), key)
 
 
-def quantize_parts(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
-    reference.quantize_parts(rows, format, codes, scales, drawn, quantize)
+def quantize_segments(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
+    reference.quantize_segments(rows, format, codes, scales, drawn, quantize)
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:
@@ -445,8 +357,8 @@ def _values(
 ) -> None:
     kernel = DEQUANTIZE[format.bits == 4, format.hadamard, summed or format.hadamard]
     factor = np.float32(scale * NORM if format.hadamard else scale)
-    (to, to_stride), (count, n) = flat(out), out.shape
-    kernel(*flat(codes.view(torch.uint8)), *flat(scales), count, peers, n, format.group, to, to_stride, factor)
+    (memory, out_stride), (count, n) = flat(out), out.shape
+    kernel(*flat(codes.view(torch.uint8)), *flat(scales), count, peers, n, format.group, memory, out_stride, factor)
 
 
 def requantize(
@@ -457,11 +369,11 @@ def requantize(
     kernel = REQUANTIZE[bits == 4, drawn is not None, format.hadamard]
     factor = np.float32(scale * NORM if format.hadamard else scale)
     for first, last, seed in [(0, scales.shape[1] * group, 0)] if drawn is None else drawn.ranges:
-        at, groups = slice(first * bits // 8, last * bits // 8), slice(first // group, last // group)
-        (result, _), (result_scales, _) = flat(codes_out[:, at].view(torch.uint8)), flat(scales_out[:, groups])
+        octets, groups = slice(first * bits // 8, last * bits // 8), slice(first // group, last // group)
         kernel(
-            *flat(codes[:, at].view(torch.uint8)), *flat(scales[:, groups]), len(codes), last - first, group, result,
-            result_scales, factor, np.uint32(key_of(seed) & 0xFFFFFFFF),
+            *flat(codes.view(torch.uint8)[:, octets]), *flat(scales[:, groups]), len(codes), last - first, group,
+            flat(codes_out.view(torch.uint8)[:, octets])[0], flat(scales_out[:, groups])[0], factor,
+            np.uint32(key_of(seed) & 0xFFFFFFFF),
         )  # fmt: skip
 
 

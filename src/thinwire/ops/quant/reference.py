@@ -38,14 +38,14 @@ class Format:
 
 
 def _mix(words: Tensor) -> Tensor:
-    """32 random bits for every int32: "lowbias32" (Ellis 2018), a bijection whose products wrap around."""
+    """Return 32 random bits for every int32: "lowbias32" (Ellis 2018), a bijection whose products wrap around."""
     words = (words ^ words >> 16 & 0xFFFF) * MIX_1
     words = (words ^ words >> 15 & 0x1FFFF) * (MIX_2 - 2**32)
     return words ^ words >> 16 & 0xFFFF
 
 
 def _random(rows: int, groups: int, group: int, seed: int, device: torch.device) -> Tensor:
-    """16 random bits for every element, int32 (rows, groups, group).
+    """Return 16 random bits for every element, int32 (rows, groups, group).
 
     Pair ``p`` of the rows laid end to end, elements i and i + group / 2 of one group, has the hash of p ^ key: the low
     half for the former, the high half for the latter.
@@ -79,13 +79,13 @@ def _integers(rows: Tensor, group: int, levels: int, scales: Tensor, seed: int |
 
 
 def _packed(integers: Tensor) -> Tensor:
-    """Integers -7 .. 7 (R, g, group) -> bytes (R, n / 2)."""
+    """Pack integers -7 .. 7 (R, g, group) into bytes (R, n / 2)."""
     low, high = (integers.to(torch.uint8) + 8).chunk(2, 2)
     return (low | high << 4).flatten(1)
 
 
 def _unpacked(codes: Tensor, group: int) -> Tensor:
-    """Bytes (R, n / 2) -> integers -7 .. 7 (R, n), float32."""
+    """Unpack bytes (R, n / 2) to integers -7 .. 7 (R, n), float32."""
     halves = codes.reshape(codes.shape[0], -1, group // 2)
     return (torch.cat([halves & 15, halves >> 4], 2).float() - 8).flatten(1)
 
@@ -95,7 +95,7 @@ def _dequantize(values: Tensor, scales: Tensor, group: int) -> Tensor:
 
 
 def _rotated(rows: Tensor) -> Tensor:
-    """The Hadamard matrix of +-1, Sylvester's order, times every 32 neighbours of ``rows`` (R, n) float32."""
+    """Multiply the Hadamard matrix of +-1, Sylvester's order, with every 32 neighbours of ``rows`` (R, n) float32."""
     blocks = rows.reshape(-1, ORDER)
     step = 1
     while step < ORDER:
@@ -111,15 +111,15 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
     codes.copy_(_packed(integers) if format.bits == 4 else integers.flatten(1))
 
 
-def quantize_parts(
+def quantize_segments(
     rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn,
-    by: Callable[[Tensor, Format, Tensor, Tensor, int], None] = quantize,
+    quantize_segment: Callable[[Tensor, Format, Tensor, Tensor, int], None] = quantize,
 ) -> None:  # fmt: skip
-    """One part after the other, ``by`` this or another backend's ``quantize``."""
+    """Quantize one segment after the other; ``quantize_segment``: this or another backend's ``quantize``."""
     bits, group = format.bits, format.group
     for first, last, seed in drawn.ranges:
-        at, groups = slice(first * bits // 8, last * bits // 8), slice(first // group, last // group)
-        by(rows[:, first:last], format, codes[:, at], scales[:, groups], seed)
+        octets, groups = slice(first * bits // 8, last * bits // 8), slice(first // group, last // group)
+        quantize_segment(rows[:, first:last], format, codes[:, octets], scales[:, groups], seed)
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:
@@ -146,7 +146,7 @@ def requantize(
     if drawn is None:
         quantize(total, format, codes_out, scales_out)
     else:
-        quantize_parts(total, format, codes_out, scales_out, drawn)
+        quantize_segments(total, format, codes_out, scales_out, drawn)
 
 
 def _values(codes: Tensor, scales: Tensor, format: Format) -> Tensor:

@@ -32,7 +32,7 @@ ROUND = tl.constexpr(1.5 * 2**23)  # adding and subtracting it rounds |v| < 2^22
 
 @triton.jit
 def _load(pointers, inside):
-    """float32 as it is; bfloat16 arrives as int16 and is widened by a shift: the interpreter loses its denormals."""
+    """Load float32; bfloat16 arrives as int16 and is widened by a shift: the interpreter loses its denormals."""
     values = tl.load(pointers, mask=inside, other=0)
     if values.dtype == tl.int16:
         return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -42,13 +42,13 @@ def _load(pointers, inside):
 
 @triton.jit
 def _magnitude(values):
-    """The bits of |values| as int32: NaN and infinity are largest."""
+    """Return the bits of |values| as int32: NaN and infinity are largest."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _scale_of(largest, FOUR: tl.constexpr):
-    """Scale of every group from its largest magnitude, NaN where that is not finite, and the reciprocal."""
+    """Return every group's scale from its largest magnitude, NaN where that is not finite, and the reciprocal."""
     finite = largest < 0x7F800000
     scale = tl.maximum(largest.to(tl.float32, bitcast=True) * (1 / (INT4_LEVELS if FOUR else INT8_LEVELS)), TINY)
     scale = tl.where(finite, tl.where(largest == 0, 1.0, scale), 1.0)
@@ -73,10 +73,10 @@ def _stochastic(scaled, bits, LEVELS: tl.constexpr):
 
 @triton.jit
 def _store_codes(
-    codes, at, inside, low, high, finite, per_scale, pair, key, HALF: tl.constexpr, FOUR: tl.constexpr,
+    codes, byte, inside, low, high, finite, per_scale, pair, key, HALF: tl.constexpr, FOUR: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Elements ``low`` of some groups and ``high``, half a group further on; ``at`` is where the bytes of low go."""
+    """Store elements ``low`` of some groups, at ``byte``, and ``high``, half a group further on."""
     low, high = tl.where(finite, low, 0.0) * per_scale, tl.where(finite, high, 0.0) * per_scale
     if STOCHASTIC:
         word = _random(pair, key)
@@ -85,28 +85,27 @@ def _store_codes(
     else:
         low, high = ((low + ROUND) - ROUND).to(tl.int32), ((high + ROUND) - ROUND).to(tl.int32)
     if FOUR:
-        tl.store(codes + at, (low + (high << 4) + 0x88).to(tl.uint8), mask=inside)
+        tl.store(codes + byte, (low + (high << 4) + 0x88).to(tl.uint8), mask=inside)
     else:
-        tl.store(codes + at, low.to(tl.int8), mask=inside)
-        tl.store(codes + at + HALF, high.to(tl.int8), mask=inside)
+        tl.store(codes + byte, low.to(tl.int8), mask=inside)
+        tl.store(codes + byte + HALF, high.to(tl.int8), mask=inside)
 
 
 @triton.jit
-def _load_codes(codes, at, inside, HALF: tl.constexpr, FOUR: tl.constexpr):
-    """The reverse of _store_codes: float32."""
+def _load_codes(codes, byte, inside, HALF: tl.constexpr, FOUR: tl.constexpr):
+    """Load as float32 what ``_store_codes`` stored."""
     if FOUR:
-        byte = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
-        return ((byte & 15) - 8).to(tl.float32), ((byte >> 4) - 8).to(tl.float32)
+        pair = tl.load(codes + byte, mask=inside, other=0).to(tl.int32)
+        return ((pair & 15) - 8).to(tl.float32), ((pair >> 4) - 8).to(tl.float32)
     else:
-        low = tl.load(codes + at, mask=inside, other=0)
-        high = tl.load(codes + at + HALF, mask=inside, other=0)
+        low = tl.load(codes + byte, mask=inside, other=0)
+        high = tl.load(codes + byte + HALF, mask=inside, other=0)
         return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit
-def _places(program, first, BLOCK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr):
-    """Of the program's groups, from ``first`` on: numbers, their elements, and where the bytes of the low halves are.
-    """
+def _group_elements(program, first, BLOCK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr):
+    """Number the program's groups, from ``first`` on, their elements, and the bytes of the low halves."""
     g = first + program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, GROUP // 2)[None, :]
     return g, g[:, None] * GROUP + lane, g[:, None] * (GROUP // 2 if FOUR else GROUP) + lane
@@ -114,10 +113,10 @@ def _places(program, first, BLOCK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.c
 
 @triton.jit
 def _rotate(low, high, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """The Hadamard matrix of +-1 times every 32 neighbours of groups (BLOCK, GROUP), which come and go as halves.
+    """Multiply the Hadamard matrix of +-1 with every 32 neighbours of groups (BLOCK, GROUP), given as halves.
 
     Five times the same level: butterflies of neighbours, whose sums become the first half and whose differences the
-    second one. This moves the last bit of an element's place to the front, so that each bit has its turn.
+    second one. This moves the last bit of an element's index to the front, so that each bit has its turn.
     """
     x = tl.permute(tl.join(low, high), (0, 2, 1))
     for _ in tl.static_range(5):
@@ -128,30 +127,30 @@ def _rotate(low, high, BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _program(
-    groups, programs, parts, keys, row, BLOCK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr,
+    groups, programs, segments, keys, row, BLOCK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Of this program's groups what ``_places`` says, and where they end; of their pairs of elements numbers and key.
+    """Number this program's groups as ``_group_elements``, with their end, and their pairs of elements, with the key.
 
-    Stochastically: ``groups`` of a part; its number is the program's in ``programs``, its first group, groups,
-    first program and the place of its key are its row of ``parts``.
+    Stochastically, ``programs`` holds the number of each program's segment, and a row of ``segments`` its first group,
+    groups, first program and the index of its key.
     """
     if STOCHASTIC:
         number = tl.program_id(0)
-        part = parts + tl.load(programs + number) * 4
-        key = tl.load(keys + tl.load(part + 3))
-        first, groups = tl.load(part).to(tl.int64), tl.load(part + 1).to(tl.int64)
-        g, at, to = _places(number - tl.load(part + 2), first, BLOCK, GROUP, FOUR)
+        segment = segments + tl.load(programs + number) * 4
+        key = tl.load(keys + tl.load(segment + 3))
+        first, groups = tl.load(segment).to(tl.int64), tl.load(segment + 1).to(tl.int64)
+        g, element, byte = _group_elements(number - tl.load(segment + 2), first, BLOCK, GROUP, FOUR)
         pair = (row * groups + g - first)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-        return g, at, to, first + groups, pair, key
+        return g, element, byte, first + groups, pair, key
     else:
-        g, at, to = _places(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
-        return g, at, to, tl.cast(groups, tl.int64), at, 0
+        g, element, byte = _group_elements(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
+        return g, element, byte, tl.cast(groups, tl.int64), element, 0
 
 
 @triton.jit
 def _encode(
-    low, high, codes, to, scales, g, last, pair, key, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
+    low, high, codes, byte, scales, g, last, pair, key, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
     STOCHASTIC: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Quantize the groups ``g`` below ``last`` of a row, whose values are ``low`` and ``high``."""
@@ -160,25 +159,24 @@ def _encode(
     largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
     scale, per_scale = _scale_of(largest, FOUR)
     inside, finite = (g < last)[:, None], (largest < 0x7F800000)[:, None]
-    _store_codes(codes, to, inside, low, high, finite, per_scale[:, None], pair, key, GROUP // 2, FOUR, STOCHASTIC)
+    _store_codes(codes, byte, inside, low, high, finite, per_scale[:, None], pair, key, GROUP // 2, FOUR, STOCHASTIC)
     tl.store(scales + g, scale, mask=g < last)
 
 
 @triton.jit
 def _sum(
-    codes, codes_stride, scales, scales_stride, row, peers, factor, g, to, last, GROUP: tl.constexpr,
+    codes, codes_stride, scales, scales_stride, row, peers, factor, g, byte, last, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, FOUR: tl.constexpr, ROTATED: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
-    """``factor`` * the sum of ``peers`` rows of codes from ``row`` on, or its transform: groups ``g`` below ``last``.
-    """
+    """Sum ``peers`` rows of codes from ``row`` on, times ``factor``, or transform that: groups ``g`` below ``last``."""
     HALF: tl.constexpr = GROUP // 2
     inside = (g < last)[:, None]
     scale = tl.load(scales + row * scales_stride + g, mask=g < last, other=0.0)[:, None]
-    low, high = _load_codes(row_of(codes, codes_stride, row, WIRE), to, inside, HALF, FOUR)
+    low, high = _load_codes(row_of(codes, codes_stride, row, WIRE), byte, inside, HALF, FOUR)
     low, high = low * scale, high * scale
     for peer in range(1, peers):
         scale = tl.load(scales + (row + peer) * scales_stride + g, mask=g < last, other=0.0)[:, None]
-        more_low, more_high = _load_codes(row_of(codes, codes_stride, row + peer, WIRE), to, inside, HALF, FOUR)
+        more_low, more_high = _load_codes(row_of(codes, codes_stride, row + peer, WIRE), byte, inside, HALF, FOUR)
         low += more_low * scale
         high += more_high * scale
     low, high = low * factor, high * factor
@@ -189,18 +187,18 @@ def _sum(
 
 @kernel
 def _quantize(
-    rows, rows_stride, codes, codes_stride, scales, scales_stride, groups, programs, parts, keys,
+    rows, rows_stride, codes, codes_stride, scales, scales_stride, groups, programs, segments, keys,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr, ROTATED: tl.constexpr,
     WIRE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    g, at, to, last, pair, key = _program(groups, programs, parts, keys, row, BLOCK, GROUP, FOUR, STOCHASTIC)
+    g, element, byte, last, pair, key = _program(groups, programs, segments, keys, row, BLOCK, GROUP, FOUR, STOCHASTIC)
     inside = (g < last)[:, None]
     rows = row_of(rows, rows_stride, row, 16 if WIRE > 1 else 1)
-    low, high = _load(rows + at, inside), _load(rows + at + GROUP // 2, inside)
+    low, high = _load(rows + element, inside), _load(rows + element + GROUP // 2, inside)
     _encode(
-        low, high, row_of(codes, codes_stride, row, WIRE), to, scales + row * scales_stride, g, last, pair, key, GROUP,
-        BLOCK, FOUR, STOCHASTIC, ROTATED,
+        low, high, row_of(codes, codes_stride, row, WIRE), byte, scales + row * scales_stride, g, last, pair, key,
+        GROUP, BLOCK, FOUR, STOCHASTIC, ROTATED,
     )  # fmt: skip
 
 
@@ -209,44 +207,45 @@ def _dequantize(
     codes, codes_stride, scales, scales_stride, out, out_stride, factor, peers, groups,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, ROTATED: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
-    """Every row of ``out``: ``factor`` * the sum of ``peers`` rows of codes from there on, or its transform."""
+    """Make every row of ``out`` = ``factor`` * the sum of ``peers`` rows of codes from its own on, or its transform."""
     row = tl.program_id(1).to(tl.int64)
-    g, at, to = _places(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
+    g, element, byte = _group_elements(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
     low, high = _sum(
-        codes, codes_stride, scales, scales_stride, row, peers, factor, g, to, groups, GROUP, BLOCK, FOUR, ROTATED, WIRE
-    )
+        codes, codes_stride, scales, scales_stride, row, peers, factor, g, byte, groups, GROUP, BLOCK, FOUR, ROTATED,
+        WIRE,
+    )  # fmt: skip
     inside = (g < groups)[:, None]
     out = row_of(out, out_stride, row, 16 if WIRE > 1 else 1)
-    tl.store(out + at, low, mask=inside)
-    tl.store(out + at + GROUP // 2, high, mask=inside)
+    tl.store(out + element, low, mask=inside)
+    tl.store(out + element + GROUP // 2, high, mask=inside)
 
 
 @kernel
 def _requantize(
-    codes, codes_stride, scales, scales_stride, out, out_stride, scales_out, factor, peers, groups, programs, parts,
+    codes, codes_stride, scales, scales_stride, out, out_stride, scales_out, factor, peers, groups, programs, segments,
     keys, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROTATED: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
-    """One row, ``out`` and ``scales_out``: the codes of what ``_dequantize`` makes of ``peers`` rows."""
+    """Write one row, ``out`` and ``scales_out``: the codes of what ``_dequantize`` makes of ``peers`` rows."""
     row = tl.program_id(1).to(tl.int64)
-    g, _, to, last, pair, key = _program(groups, programs, parts, keys, row, BLOCK, GROUP, FOUR, STOCHASTIC)
+    g, _, byte, last, pair, key = _program(groups, programs, segments, keys, row, BLOCK, GROUP, FOUR, STOCHASTIC)
     low, high = _sum(
-        codes, codes_stride, scales, scales_stride, row, peers, factor, g, to, last, GROUP, BLOCK, FOUR, ROTATED, WIRE
+        codes, codes_stride, scales, scales_stride, row, peers, factor, g, byte, last, GROUP, BLOCK, FOUR, ROTATED, WIRE
     )
     _encode(
-        low, high, row_of(out, out_stride, row, WIRE), to, scales_out, g, last, pair, key, GROUP, BLOCK, FOUR,
+        low, high, row_of(out, out_stride, row, WIRE), byte, scales_out, g, last, pair, key, GROUP, BLOCK, FOUR,
         STOCHASTIC, ROTATED,
     )  # fmt: skip
 
 
 @kernel
 def _sum_rows(rows, rows_stride, out, factor, count, n, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < whole(n, ALIGN)
-    total = _load(along(rows, at, ALIGN), inside)
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < whole(n, ALIGN)
+    total = _load(along(rows, element, ALIGN), inside)
     for row in range(1, count):
-        total += _load(row_of(rows, rows_stride, row, ALIGN) + at, inside)
-    tl.store(along(out, at, ALIGN), total * factor, mask=inside)
+        total += _load(row_of(rows, rows_stride, row, ALIGN) + element, inside)
+    tl.store(along(out, element, ALIGN), total * factor, mask=inside)
 
 
 def _words(rows: Tensor) -> Tensor:
@@ -254,7 +253,7 @@ def _words(rows: Tensor) -> Tensor:
 
 
 def _blocks(n: int, group: int) -> tuple[int, int]:
-    """Groups per program, and programs per row."""
+    """Return groups per program, and programs per row."""
     block = max(1, PER_PROGRAM // group)
     return block, triton.cdiv(n // group, block)
 
@@ -262,7 +261,7 @@ def _blocks(n: int, group: int) -> tuple[int, int]:
 def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
     count, n = rows.shape
     if seed is not None:
-        quantize_parts(rows, format, codes, scales, Drawn([(0, n, seed)]))
+        quantize_segments(rows, format, codes, scales, Drawn([(0, n, seed)]))
         return
     block, programs = _blocks(n, format.group)
     launch(
@@ -271,7 +270,7 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
     )  # fmt: skip
 
 
-def quantize_parts(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
+def quantize_segments(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
     block, _ = _blocks(rows.shape[1], format.group)
     tables = _tables(drawn, format, block, rows.device)
     launch(
@@ -281,22 +280,23 @@ def quantize_parts(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, 
 
 
 def _tables(drawn: Drawn, format: Format, block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Programs, parts and keys of a kernel that draws."""
-    keys, places = drawn.keys(device)
+    """Return programs, segments and keys of a kernel that draws."""
+    keys, key_indices = drawn.keys(device)
     groups = tuple((first // format.group, (last - first) // format.group) for first, last, _ in drawn.ranges)
-    return *_table(groups, places, block, device), keys
+    return *_table(groups, key_indices, block, device), keys
 
 
 @functools.cache
 def _table(
-    groups: tuple[tuple[int, int], ...], places: tuple[int, ...], block: int, device: torch.device
+    groups: tuple[tuple[int, int], ...], key_indices: tuple[int, ...], block: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """(programs along a row,) int32, the part of each; (parts * 4,) int32, first group, groups, first program, key."""
-    programs, firsts = programs_of((count for _, count in groups), block)
-    table = [value for of, *rest in zip(groups, firsts, places, strict=True) for value in (*of, *rest)]
+    """(programs along a row,) int32, their segments; (segments * 4,) int32, first group, groups, first program, key."""
+    programs, first_programs = programs_of((count for _, count in groups), block)
+    table = [(*segment, *fields) for segment, *fields in zip(groups, first_programs, key_indices, strict=True)]
     return (
-        torch.tensor(programs, dtype=torch.int32, device=device), torch.tensor(table, dtype=torch.int32, device=device)
-    )  # fmt: skip
+        torch.tensor(programs, dtype=torch.int32, device=device),
+        torch.tensor(table, dtype=torch.int32, device=device).view(-1),
+    )
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:
@@ -308,7 +308,7 @@ def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, s
 
 
 def _decode(codes: Tensor, scales: Tensor, peers: int, format: Format, out: Tensor, scale: float) -> None:
-    """``out`` (R, n) of ``peers`` rows of codes each; R or ``peers`` is 1."""
+    """Decode ``out`` (R, n), of ``peers`` rows of codes each; R or ``peers`` is 1."""
     count, n = out.shape
     block, programs = _blocks(n, format.group)
     factor = scale * reference.NORM if format.hadamard else scale
@@ -346,5 +346,3 @@ def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:
         _sum_rows, (triton.cdiv(n, PER_PROGRAM),), _words(rows), out, scale, count, n, BLOCK=PER_PROGRAM,
         ALIGN=alignment(rows, out),
     )  # fmt: skip
-
-

@@ -21,7 +21,7 @@ def write(
     if drawn is None:
         quant.quantize(values, format, codes, scales)
     else:
-        quant.quantize_parts(values, format, codes, scales, drawn)
+        quant.quantize_segments(values, format, codes, scales, drawn)
     pack(own, copied, message)
 
 

@@ -16,7 +16,7 @@ from thinwire.ops.kernels import flat, njit
 
 @njit
 def _scale_of(values, share, rms, sums):
-    """The group's scale; ``sums`` (group / 2,) is scratch."""
+    """Return the group's scale; ``sums`` (group / 2,) is scratch."""
     half = sums.size
     low, high = values[:half], values[half:]
     if rms:
@@ -35,74 +35,67 @@ def _scale_of(values, share, rms, sums):
 
 @njit
 def _signs(values, bits):
-    part = bits.size
+    size = bits.size
     bits[:] = 0
     for j in range(8):
-        one, those = np.uint8(1 << j), values[j * part : (j + 1) * part]
-        for i in range(part):
-            bits[i] |= one if those[i] < 0 else np.uint8(0)
+        bit, eighth = np.uint8(1 << j), values[j * size : (j + 1) * size]
+        for i in range(size):
+            bits[i] |= bit if eighth[i] < 0 else np.uint8(0)
 
 
 @njit
-def _pack(values, stride, rows, n, group, shares, shares_stride, bits, to_stride, scales, scales_stride, rms):
+def _pack(values, stride, rows, n, group, shares, shares_stride, bits, bits_stride, scales, scales_stride, rms):
     size, sums = group // 8, np.empty(group // 2, np.float32)
     for row in range(rows):
         for g in range(n // group):
-            start, to = row * stride + g * group, row * to_stride + g * size
-            those = values[start : start + group]
-            scales[row * scales_stride + g] = _scale_of(those, shares[row * shares_stride + g], rms, sums)
-            _signs(those, bits[to : to + size])
+            start, byte = row * stride + g * group, row * bits_stride + g * size
+            group_values = values[start : start + group]
+            scales[row * scales_stride + g] = _scale_of(group_values, shares[row * shares_stride + g], rms, sums)
+            _signs(group_values, bits[byte : byte + size])
 
 
 @njit
-def _pack_bf16(narrow, stride, rows, n, group, shares, shares_stride, bits, to_stride, scales, scales_stride, rms):
+def _pack_bf16(narrow, stride, rows, n, group, shares, shares_stride, bits, bits_stride, scales, scales_stride, rms):
     size, sums = group // 8, np.empty(group // 2, np.float32)
     wide = np.empty(group, np.int32)
-    those = wide.view(np.float32)
+    group_values = wide.view(np.float32)
     for row in range(rows):
         for g in range(n // group):
-            start, to = row * stride + g * group, row * to_stride + g * size
+            start, byte = row * stride + g * group, row * bits_stride + g * size
             for i in range(group):
                 wide[i] = np.int32(np.uint32(narrow[start + i]) << np.uint32(16))
-            scales[row * scales_stride + g] = _scale_of(those, shares[row * shares_stride + g], rms, sums)
-            _signs(those, bits[to : to + size])
+            scales[row * scales_stride + g] = _scale_of(group_values, shares[row * shares_stride + g], rms, sums)
+            _signs(group_values, bits[byte : byte + size])
 
 
 @njit
-def _decode(bits, scale, out):
-    part = bits.size
+def _decode(bits, scale, out, add):
+    """Write one group's values to ``out``, or ``add`` them."""
+    size = bits.size
     for j in range(8):
-        those = out[j * part : (j + 1) * part]
-        for i in range(part):
-            those[i] = np.float32(1 - 2 * (np.int32(bits[i]) >> j & 1)) * scale
+        eighth = out[j * size : (j + 1) * size]
+        for i in range(size):
+            value = np.float32(1 - 2 * (np.int32(bits[i]) >> j & 1)) * scale
+            eighth[i] = eighth[i] + value if add else value
 
 
 @njit
-def _add(bits, scale, total):
-    part = bits.size
-    for j in range(8):
-        those = total[j * part : (j + 1) * part]
-        for i in range(part):
-            those[i] += np.float32(1 - 2 * (np.int32(bits[i]) >> j & 1)) * scale
-
-
-@njit
-def _unpack(bits, stride, scales, scales_stride, rows, n, group, out, to_stride):
+def _unpack(bits, stride, scales, scales_stride, rows, n, group, out, out_stride):
     size = group // 8
     for row in range(rows):
         for g in range(n // group):
-            start, to = row * stride + g * size, row * to_stride + g * group
-            _decode(bits[start : start + size], scales[row * scales_stride + g], out[to : to + group])
+            start, offset = row * stride + g * size, row * out_stride + g * group
+            _decode(bits[start : start + size], scales[row * scales_stride + g], out[offset : offset + group], False)
 
 
 @njit
 def _unpack_sum(bits, stride, scales, scales_stride, peers, n, group, out, factor):
     size, total = group // 8, np.empty(group, np.float32)
     for g in range(n // group):
-        _decode(bits[g * size : (g + 1) * size], scales[g], total)
+        _decode(bits[g * size : (g + 1) * size], scales[g], total, False)
         for row in range(1, peers):
             start = row * stride + g * size
-            _add(bits[start : start + size], scales[row * scales_stride + g], total)
+            _decode(bits[start : start + size], scales[row * scales_stride + g], total, True)
         for i in range(group):
             out[g * group + i] = total[i] * factor
 

@@ -16,14 +16,14 @@ def pack(rows: Tensor, group: int, shares: Tensor, bits: Tensor, scales: Tensor,
     # torch's float32 root on CPU is now and then off in the last place; that of a float64, rounded, is not.
     scales.copy_(scale.double().sqrt().float() if rms else scale)
     negative = (values < 0).unflatten(2, (8, group // 8)).to(torch.int32)
-    places = torch.arange(8, device=rows.device, dtype=torch.int32).view(8, 1)
-    bits.copy_((negative << places).sum(2).flatten(1))
+    shifts = torch.arange(8, device=rows.device, dtype=torch.int32).view(8, 1)
+    bits.copy_((negative << shifts).sum(2).flatten(1))
 
 
 def unpack(bits: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    places = torch.arange(8, device=bits.device, dtype=torch.int32).view(8, 1)
-    found = bits.reshape(bits.shape[0], -1, 1, group // 8).to(torch.int32) >> places & 1
-    out.copy_(((1 - 2 * found).float().flatten(2) * scales.unsqueeze(2)).flatten(1))
+    shifts = torch.arange(8, device=bits.device, dtype=torch.int32).view(8, 1)
+    negative = bits.reshape(bits.shape[0], -1, 1, group // 8).to(torch.int32) >> shifts & 1
+    out.copy_(((1 - 2 * negative).float().flatten(2) * scales.unsqueeze(2)).flatten(1))
 
 
 def unpack_sum(bits: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:

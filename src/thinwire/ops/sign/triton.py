@@ -17,13 +17,13 @@ PER_PROGRAM = 4096  # elements of one row that one program handles
 
 
 @triton.jit
-def _places(BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Of the program's groups: numbers; elements (BLOCK, 8, GROUP / 8); bytes (BLOCK, GROUP / 8); places of bits."""
-    PART: tl.constexpr = GROUP // 8
+def _group_elements(BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Number the program's groups, elements (BLOCK, 8, GROUP / 8), bytes (BLOCK, GROUP / 8) and bits (1, 8, 1)."""
+    SIZE: tl.constexpr = GROUP // 8
     g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.arange(0, 8)[None, :, None]
-    byte = tl.arange(0, PART)
-    return g, g[:, None, None] * GROUP + place * PART + byte[None, None, :], g[:, None] * PART + byte[None, :], place
+    bit = tl.arange(0, 8)[None, :, None]
+    byte = tl.arange(0, SIZE)
+    return g, g[:, None, None] * GROUP + bit * SIZE + byte[None, None, :], g[:, None] * SIZE + byte[None, :], bit
 
 
 @kernel
@@ -32,24 +32,24 @@ def _pack(
     GROUP: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    g, at, to, place = _places(BLOCK, GROUP)
-    values = _load(row_of(rows, rows_stride, row, 16 if WIRE > 1 else 1) + at, (g < groups)[:, None, None])
+    g, element, target, bit = _group_elements(BLOCK, GROUP)
+    values = _load(row_of(rows, rows_stride, row, 16 if WIRE > 1 else 1) + element, (g < groups)[:, None, None])
     share = tl.load(shares + row * shares_stride + g, mask=g < groups, other=0.0)
     terms = tl.reshape((values * values if RMS else tl.abs(values)) * share[:, None, None], (BLOCK, GROUP))
     for level in tl.static_range(LEVELS):
         terms = tl.sum(tl.reshape(terms, (BLOCK, 2, GROUP >> (level + 1))), axis=1)
     scale = tl.sum(terms, axis=1)  # of one
-    byte = tl.sum((values < 0).to(tl.int32) << place, axis=1)
-    tl.store(row_of(bits, bits_stride, row, WIRE) + to, byte.to(tl.uint8), mask=(g < groups)[:, None])
+    byte = tl.sum((values < 0).to(tl.int32) << bit, axis=1)
+    tl.store(row_of(bits, bits_stride, row, WIRE) + target, byte.to(tl.uint8), mask=(g < groups)[:, None])
     tl.store(scales + row * scales_stride + g, tl.sqrt_rn(scale) if RMS else scale, mask=g < groups)
 
 
 @triton.jit
-def _signs(bits, scales, to, g, inside, place):
-    """+-scale of every element."""
-    byte = tl.load(bits + to, mask=inside[:, None], other=0).to(tl.int32)[:, None, :]
+def _signs(bits, scales, source, g, inside, bit):
+    """Return +-scale of every element."""
+    byte = tl.load(bits + source, mask=inside[:, None], other=0).to(tl.int32)[:, None, :]
     scale = tl.load(scales + g, mask=inside, other=0.0)[:, None, None]
-    return (1 - 2 * (byte >> place & 1)).to(tl.float32) * scale
+    return (1 - 2 * (byte >> bit & 1)).to(tl.float32) * scale
 
 
 @kernel
@@ -59,18 +59,18 @@ def _unpack(
 ):  # fmt: skip
     """Every row of ``out``: ``factor`` * the sum of ``peers`` rows of bits from there on."""
     row = tl.program_id(1).to(tl.int64)
-    g, at, to, place = _places(BLOCK, GROUP)
+    g, element, source, bit = _group_elements(BLOCK, GROUP)
     inside = g < groups
-    total = _signs(row_of(bits, bits_stride, row, WIRE), scales + row * scales_stride, to, g, inside, place)
+    total = _signs(row_of(bits, bits_stride, row, WIRE), scales + row * scales_stride, source, g, inside, bit)
     for peer in range(1, peers):
         wire = row_of(bits, bits_stride, row + peer, WIRE)
-        total += _signs(wire, scales + (row + peer) * scales_stride, to, g, inside, place)
+        total += _signs(wire, scales + (row + peer) * scales_stride, source, g, inside, bit)
     out = row_of(out, out_stride, row, 16 if WIRE > 1 else 1)
-    tl.store(out + at, total * factor, mask=inside[:, None, None])
+    tl.store(out + element, total * factor, mask=inside[:, None, None])
 
 
 def _blocks(rows: Tensor, group: int) -> tuple[int, int, tuple[int, int]]:
-    """Groups of a row, groups per program, and the grid."""
+    """Return the groups of a row, groups per program, and the grid."""
     groups, block = rows.shape[1] // group, max(1, PER_PROGRAM // group)
     return groups, block, (triton.cdiv(groups, block), len(rows))
 

@@ -218,21 +218,18 @@ def largest(
     lists = flat(positions), flat(payload)
     for row in range(len(rows)):
         for start, width, k, list_start in segments:
-            added, old, sums = (memory[row * stride + start :][:width] for memory, stride in sources)
-            chosen, entries = (memory[row * stride + list_start :][:k] for memory, stride in lists)
-            _largest(added, old, sums, residual is not None, start, chosen, entries)
+            operands = [memory[row * stride + start :][:width] for memory, stride in sources]
+            entries = [memory[row * stride + list_start :][:k] for memory, stride in lists]
+            _largest(operands, residual is not None, k, start, entries)
 
 
-def _largest(
-    rows: np.ndarray, residual: np.ndarray, total: np.ndarray, feedback: bool, start: int, positions: np.ndarray,
-    payload: np.ndarray,
-) -> None:  # fmt: skip
+def _largest(operands: list[np.ndarray], feedback: bool, k: int, start: int, lists: list[np.ndarray]) -> None:
     """A sample says from which size on all values are listed, so that the k largest are among them, in all probability.
 
     In that pass over memory h is made; which of the listed are the largest is found in the list. Where the sample was
     wrong (once in millions), or many values are equal, the threshold is looked for among all values.
     """
-    k = positions.size
+    rows, residual, total = operands
     lowest, room = _bracket(rows, residual, feedback, k)
     columns, values = np.empty(room, np.int32), np.empty(room, np.float32)
     count = _listed(rows, residual, total, feedback, lowest, columns, values)
@@ -242,10 +239,10 @@ def _largest(
         sizes = np.empty(count, np.int32)
         magnitudes(values[:count].view(np.int32), 1, sizes)
         sizes.partition(count - k)
-        _chosen(columns[:count], values[:count], sizes[count - k], start, positions, payload)
+        _chosen(columns[:count], values[:count], sizes[count - k], start, *lists)
     else:
         threshold, above = kth(total.view(np.int32), k)
-        _walked(total, np.int32(threshold), k - above, start, positions, payload)
+        _walked(total, np.int32(threshold), k - above, start, *lists)
 
 
 def _bracket(rows: np.ndarray, residual: np.ndarray, feedback: bool, k: int) -> tuple[np.int32, int]:
