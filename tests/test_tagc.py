@@ -16,6 +16,7 @@ from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
 from thinwire.base.random import seed_of
 from thinwire.core.method import Parameter, Run
+from thinwire.core.selection import keep_dense
 from thinwire.core.state import State
 from thinwire.methods import LHC, TAGC
 from thinwire.methods.papers import tagc as tagc_module
@@ -220,7 +221,7 @@ def test_a_skipped_overload_leaves_the_size_as_it_was():
 )  # fmt: skip
 def test_attention_inputs_of_the_usual_models(name, attention):
     parameter = Parameter(name, (512, 512), 512 * 512, "matrix", torch.float32, 512 * 512)
-    assert TAGC(select="non-attention").keep_dense(parameter) == ("attention input" if attention else None)
+    assert keep_dense(TAGC(select="non-attention"), parameter) == ("attention input" if attention else None)
 
 
 # LHC

@@ -27,15 +27,16 @@ from thinwire.core.agreement import Agreement, host_facts, in_words, model_facts
 from thinwire.core.bucket import Bucket
 from thinwire.core.engine import Engine, Meet
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Run, held_by
+from thinwire.core.method import Run, held_by, intra_of
+from thinwire.core.method_buckets import drop_waiting, send_all
 from thinwire.core.outliers import STEP, Bound
 from thinwire.core.road import Road, Stage, shard_of
+from thinwire.core.selection import dense_among
 from thinwire.core.state import State
 from thinwire.core.step import Turn, unwrapped
 from thinwire.engines.ddp import DDP
 from thinwire.engines.fsdp2 import FSDP2
 from thinwire.methods import Method, resolve
-from thinwire.methods.parts.feedback import ErrorFeedback
 from thinwire.network.comm import Comm, GroupComm, local
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
@@ -194,13 +195,13 @@ def _seal(engine: Engine, device: str) -> None:
 
 def _intra(engine: Engine, method: Method, intra: Method | str | None) -> Method | None:
     """The method of the hop inside the node, if there is one."""
-    found = method.intra() if intra is None else resolve(intra)
+    found = intra_of(method) if intra is None else resolve(intra)
     if intra is not None and len(engine.hops) == 1:
         raise ThinwireError("intra= is for HSDP, or two_level=True on several nodes of several ranks")
-    if intra is not None and type(method.intra()) is not Method:
+    if intra is not None and method.card.intra is not None:
         raise ThinwireError(f"{method.name} has a hop inside the node of its own: set intra_bits instead")
     random = found.codec is not None and found.codec.draws
-    if found.keeps_state or not found.rank_equal or found.encodes_weights or (intra is not None and random):
+    if found.card.keeps_state or not found.rank_equal or found.card.encodes_weights or (intra is not None and random):
         raise ThinwireError(f"intra={intra}: takes a method without state, such as dense, bf16 or int8")
     return None if len(engine.hops) == 1 else found
 
@@ -230,7 +231,8 @@ def _engine(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ThinwireError("no parameter of the model requires a gradient")
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not method.native and parameter.dtype not in (torch.float32, torch.bfloat16):
+        carried = method.card.native or parameter.dtype in (torch.float32, torch.bfloat16)
+        if parameter.requires_grad and not carried:
             raise ThinwireError(
                 f"{name} is {parameter.dtype}: {method.name} carries float32 and bfloat16 gradients; "
                 "convert the model, or use method 'dense'"
@@ -322,7 +324,7 @@ class Wire:
     ) -> None:
         """``inner``: the method of the hop inside the node, where that is one of its own."""
         self.engine, self.method, self.ledger = engine, method, ledger
-        self._state = method.state = State(method.offloads)
+        self._state = method.state = State(method.card.offloaded_kinds)
         self._stages, self._run = stages, run
         self._about = About.of(
             dist.get_rank(), dist.get_world_size(), engine.kind, engine.hops, run.parameters.values(), method,
@@ -331,24 +333,25 @@ class Wire:
         )  # fmt: skip
         self._device = next(iter(engine.model.parameters())).device
         self._guard = Guard([*engine.comms, *([] if stages is None else [stages])], guard)
+        known = run.parameters.values()
         self._road = Road(
             [
-                Stage(of, of.dense_among(run.parameters.values()), exchange, self._guard, ledger, engine.levels is None)
+                Stage(of, dense_among(of, known), exchange, self._guard, ledger, engine.levels is None)
                 for of, exchange in zip([method] if inner is None else [inner, method], engine.hops, strict=True)
             ],
             engine.levels,
         )
-        self._stage = self._road.last
+        self._stage, card = self._road.last, method.card
         self.plan = Plan(
             self._road, run, engine.kind, engine.wire_dtype, layout=engine.layout,
             guards=self._guard.comms if guard else (),
         )  # fmt: skip
         if bound is not None:
             sizes = {parameter.name: parameter.local for parameter in run.parameters.values()}
-            usual = Bound(bound, sizes, leaves=None if method.promise.of == "gradients" else STEP)
+            usual = Bound(bound, sizes, leaves=None if card.promise.of == "gradients" else STEP)
             compresses = len(self._stage.dense) < len(run.parameters)
-            self._stage.bound = usual if method.bounded and compresses else None
-        if scaler is not None and method.keeps_state:
+            self._stage.bound = usual if card.keeps_state and card.bounded and compresses else None
+        if scaler is not None and card.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
             compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
@@ -414,9 +417,10 @@ class Wire:
                 f"norm_type=2, not {norm_type}"
             )
         meshes: dict[object, list[Tensor]] = {}  # torch takes no norm over DTensors of several meshes
-        moves = {id(self._turn.weights[name]) for name in self.method.moves}
+        step_maker = self.method.card.step_maker
+        steps = {id(self._turn.weights[name]) for name in (() if step_maker is None else step_maker.names)}
         for parameter in self._turn.weights.values():  # what was thawed late has a gradient that is this rank's alone
-            if parameter.grad is not None and id(parameter) not in moves:
+            if parameter.grad is not None and id(parameter) not in steps:
                 meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
         with self._turn.inside("clip_grad_norm_()"), self.engine.comms[0].waiting("all-reduce"):
             norms = [get_total_norm([p.grad for p in of if p.grad is not None], norm_type) for of in meshes.values()]
@@ -433,13 +437,14 @@ class Wire:
             norm = torch.linalg.vector_norm(every, norm_type)
         for parameters in meshes.values():
             clip_grads_with_norm_(parameters, max_norm, norm)
-        self._turn.norm = None if moves else norm  # of all that the optimizers will see, or of none
+        self._turn.norm = None if steps else norm  # of all that the optimizers will see, or of none
         self._turn.clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
     def _power_of_moves(self) -> Tensor | None:
         """Of all ranks, about the squared norm of the mean gradient of what is a step already, 0-dim."""
-        power = self.method.power_of_moves()
+        step_maker = self.method.card.step_maker
+        power = None if step_maker is None else step_maker.power()
         if power is None:
             return None
         # A hop inside the node has left a part of each gradient to this rank, and so has tensor parallelism.
@@ -481,15 +486,15 @@ class Wire:
                 raise ThinwireError("flush(with_next=True) after an exchange: call it before the step's backward pass")
             self._stage.flush_at = self._road.step
             return
-        if not isinstance(method, ErrorFeedback) or method.update_space is None:
+        if method.card.step_maker is None:
             raise ThinwireError(
                 f"{method.name}: nothing waits that could be delivered without an optimizer's step: call "
                 "flush(with_next=True) before the next backward pass"
             )
-        if self._road.step <= method.first:
+        if self._road.step <= method.card.steady:
             return
         with torch.no_grad():
-            for name, change in self._means(method.send_all):
+            for name, change in self._means(functools.partial(send_all, method.card, self._state)):
                 local(self._turn.weights[name].detach()).sub_(change)
         self._state.commit()
         self.engine.weights_changed()
@@ -521,12 +526,12 @@ class Wire:
         of it) moments are those of a fresh optimizer.
         """
         self._turn.finish()
-        method = self.method
-        if not isinstance(method, ErrorFeedback) or method.update_space is None or self._road.step <= method.first:
+        card = self.method.card
+        if card.step_maker is None or self._road.step <= card.steady:
             return
         with torch.no_grad():
-            for name, second in self._means(method.update_space.send_second):
-                method.update_space.hand_over(name, second)
+            for name, second in self._means(card.step_maker.send_second):
+                card.step_maker.hand_over(name, second)
 
     def reset(self) -> None:
         """Drop what waits to be sent; call it on all ranks, between two steps, where weights are put back.
@@ -542,7 +547,7 @@ class Wire:
         if self._turn.exchanged():
             raise ThinwireError("wire.reset() after an exchange: call it before the step's backward pass")
         self.method.finish()
-        self.method.drop_waiting()
+        drop_waiting(self.method.card, self._state)
         self._stage.flush_at = None
         self._turn.weight_watch.trust()
         self.engine.weights_changed()
@@ -552,8 +557,8 @@ class Wire:
 
         So ``torch.distributed.checkpoint`` finds what it looks for, and whoever goes on with the optimizer alone.
         """
-        method = self.method
-        if not isinstance(method, ErrorFeedback) or method.update_space is None or self._road.step <= method.first:
+        card = self.method.card
+        if card.step_maker is None or self._road.step <= card.steady:
             return
         number = -1
         for group in optimizer.param_groups:
@@ -561,7 +566,7 @@ class Wire:
                 number += 1
                 name = self._turn.name_of(weight)
                 if name is not None and number not in state["state"]:
-                    moments = method.update_space.moments_of(name)
+                    moments = card.step_maker.moments_of(name)
                     if moments is not None:
                         state["state"][number] = moments
 
@@ -649,11 +654,11 @@ class Wire:
     @property
     def _waits(self) -> bool:
         """Has the method anything that waits?"""
-        return any(key.partition("/")[0] in self.method.promise.waits for key in self._form.shapes)
+        return any(key.partition("/")[0] in self.method.card.promise.waits for key in self._form.shapes)
 
     def _take(self, values: dict[str, Tensor]) -> None:
         """Go on from ``values``, by key without the rank, whose shapes have been checked."""
-        if fault := self.method.fault_of(values):
+        if fault := self.method.card.fault_of(values):
             raise ThinwireError(f"{self.method.name}: the saved state is damaged: {fault}")
         self._turn.reset()
         self._road.step, self._turn.skipped = int(values.pop("step")), int(values.pop("skipped"))

@@ -163,9 +163,9 @@ def host_facts(method: Method, optimizers: Sequence[torch.optim.Optimizer], devi
     if device != "cpu":
         return {}
     found = {}
-    if engine != "FSDP2" or method.same_arithmetic:
+    if engine != "FSDP2" or method.card.same_arithmetic:
         found[INSTRUCTIONS] = torch.backends.cpu.get_cpu_capability()
-    if method.same_arithmetic or any(type(optimizer).__name__ == "AdamS" for optimizer in optimizers):
+    if method.card.same_arithmetic or any(type(optimizer).__name__ == "AdamS" for optimizer in optimizers):
         found[KERNELS] = cpu_kernels()
     return found
 

@@ -1,9 +1,9 @@
 """Do ranks that must hold the same hold the same? Hashes of the raw bits, compared every so many steps.
 
 Compared are the weights (DDP: on all ranks; HSDP: on those with the same shard), what a method promises to be equal of
-its state (``Method.alike``: masks), and what a sharded engine's ranks hold of each other's weights (``weights.py``).
-Where weights are sharded over all ranks each has one owner, and there is nothing to compare. Where ranks go their own
-ways it is done when they have met.
+its state (``StateKind.rank_equal``: masks), and what a sharded engine's ranks hold of each other's weights
+(``weights.py``). Where weights are sharded over all ranks each has one owner, and there is nothing to compare. Where
+ranks go their own ways it is done when they have met.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class Replicas:
         if engine.kind != "fsdp2":
             same = engine.comms[0] if engine.kind == "ddp" else exchange.comm
             yield _aside(same), {f"the weights {name}": local(weight) for name, weight in turn.weights.items()}
-        if method.alike:
+        if kinds := method.card.equal_kinds:
             method.finish()
-            kept = [found for kind in method.alike for found in method.state.found(kind)]
+            kept = [found for kind in kinds for found in method.state.found(kind)]
             kept.sort(key=lambda found: found[:2])
             yield _aside(exchange.comm), {f"{kind} of {name}": value for kind, name, value in kept}
         for replica in getattr(engine, "replicas", ()):

@@ -16,8 +16,9 @@ from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Fp32, Method, Parameter, Run
+from thinwire.core.method import Fp32, Method, Parameter, Run, carrier_of
 from thinwire.core.road import Road, Stage
+from thinwire.core.selection import dense_among, keep_dense, unmatched
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
@@ -99,12 +100,12 @@ class Plan:
         self._road, self._run, self._wire_dtype, self._layout, self._guards = road, run, wire_dtype, layout, guards
         self.ranks = math.prod(stage.exchange.rows for stage in road.stages)
         self._parameters = list(run.parameters.values())
-        self._why = {parameter.name: method.keep_dense(parameter) for parameter in self._parameters}
+        self._why = {parameter.name: keep_dense(method, parameter) for parameter in self._parameters}
         stages = list(reversed(road.stages))
-        self._unmatched = next(filter(None, (stage.method.unmatched(self._why) for stage in stages)), None)
+        self._unmatched = next(filter(None, (unmatched(carrier_of(stage.method), self._why) for stage in stages)), None)
         self._speaks = next((stage for stage in stages if self._share(stage) is not None), road.last)
         self.compressed = self._share(self._speaks)
-        losses = [stage.method.promise.lost for stage in stages if self._sent(stage)]
+        losses = [stage.method.card.promise.lost for stage in stages if self._sent(stage)]
         self.lost = "; ".join(filter(None, dict.fromkeys(losses)))
 
     @functools.cached_property
@@ -127,7 +128,7 @@ class Plan:
     @functools.cached_property
     def measured(self) -> str:
         method = self._road.last.method
-        return describe_measured(method, self.ranks) if self.compressed and not method.native else ""
+        return describe_measured(method, self.ranks) if self.compressed and not method.card.native else ""
 
     @functools.cached_property
     def bucket_cap_mb(self) -> float | None:
@@ -141,7 +142,7 @@ class Plan:
     def weight_bytes(self) -> float:
         if self._layout is None:
             return 0.0
-        return self.rehearsal.weights if self._road.last.method.encodes_weights else self.dense_weight_bytes
+        return self.rehearsal.weights if self._road.last.method.card.encodes_weights else self.dense_weight_bytes
 
     @functools.cached_property
     def dense_weight_bytes(self) -> float:
@@ -174,7 +175,9 @@ class Plan:
         A message m to all costs (N - 1) m, a ring of D bytes 2 (N - 1) / N D. Two N tell m N and 2 D (``of``) apart.
         """
         last, sent = self._road.last, self._sent(self._road.last)
-        if not last.method.gathers or last.exchange.owner or len(self._road.stages) > 1 or self.ranks == 1 or not sent:
+        if not last.method.card.grows_with_ranks or last.exchange.owner or not sent:
+            return None
+        if len(self._road.stages) > 1 or self.ranks == 1:
             return None
         largest, ranks = max(sent, key=lambda parameter: parameter.numel), self.ranks
         layout = apart([largest], self._road, self._wire_dtype)
@@ -192,7 +195,7 @@ class Plan:
     def _grows(self) -> str | None:
         if self.dense_from is None:
             return None
-        instead = f"; {of} does not grow" if (of := self._road.last.method.at_scale) else ""
+        instead = f"; {of} does not grow" if (of := self._road.last.method.card.instead_at_scale) else ""
         return f"what {self.method} sends grows with the ranks: from {self.dense_from} on, dense sends less{instead}"
 
     @property
@@ -222,20 +225,20 @@ class Plan:
 
     def _share(self, stage: Stage) -> float | None:
         """``compressed``, of ``stage`` itself."""
-        carrier = stage.method.carrier
-        if carrier.native or not carrier.rank_equal or isinstance(carrier, Fp32):
+        carrier = carrier_of(stage.method)
+        if carrier.card.native or not carrier.rank_equal or isinstance(carrier, Fp32):
             return None
         return sum(p.numel for p in self._sent(stage)) / self._values
 
     def _sent(self, stage: Stage) -> list[Parameter]:
         """What the method of ``stage`` compresses."""
-        return [parameter for parameter in self._parameters if stage.method.keep_dense(parameter) is None]
+        return [parameter for parameter in self._parameters if keep_dense(stage.method, parameter) is None]
 
     @functools.cached_property
     def _little(self) -> str | None:
         """Where what stays dense is half of the values or of the bytes: the reason that keeps most, and its knob."""
         method, share = self._speaks.method, self.compressed
-        why_dense = {p.name: why for p in self._parameters if (why := method.keep_dense(p)) is not None}
+        why_dense = {p.name: why for p in self._parameters if (why := keep_dense(method, p)) is not None}
         if share is None or not why_dense:
             return None
         dense = [row for row in self.rows if row.parameter.name in why_dense]
@@ -308,7 +311,7 @@ def road_of(
     """The road of ``method`` and, if there is one, of ``intra``; arguments as for :func:`plan_of`."""
     known, made = list(parameters), [method] if intra is None else [intra, method]
     return Road([
-        Stage(of, of.dense_among(known), exchange, Guard([], False), Ledger())
+        Stage(of, dense_among(of, known), exchange, Guard([], False), Ledger())
         for of, exchange in zip(made, exchanges, strict=True)
     ])  # fmt: skip
 

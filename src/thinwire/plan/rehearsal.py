@@ -25,6 +25,7 @@ from thinwire.core.bucket import Bucket, Layout, Piece, Shard
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method, Parameter, Run, Step
 from thinwire.core.road import Road, Stage
+from thinwire.core.selection import keep_dense
 from thinwire.core.state import State
 from thinwire.core.weights import Ahead, Replica
 from thinwire.network.comm import Comm, CountingComm, local
@@ -80,7 +81,7 @@ def rehearse(
 
     play = _Play(layout, road, run, ledger, watch, None if on_cpu else watch, agree=lambda: agree(guards))
     method, average, peak = play.method, _Average(), 0
-    launching = _launching(method)
+    cycle, launching = method.card.steady_steps, _launching(method)
     with torch.no_grad(), nullcontext() if watch is None else watch.counting():
         play.open()
         if watch is not None:
@@ -90,12 +91,12 @@ def rehearse(
             play.gather(number)
             ledger.now = gradients = Account()
             parameters = play.exchange(number)
-            agree(road.last.exchange.beside(guards) if method.alone(number) else guards)
+            agree(road.last.exchange.beside(guards) if method.card.alone(number) else guards)
             play.step(number)
-            average.add(method.cycle.get(number, 0.0), gradients, weights, parameters)
+            average.add(cycle.get(number, 0.0), gradients, weights, parameters)
             if watch is not None:
                 average.launch(launching.get(number, 0.0), watch.launches)
-                peak = max(peak, watch.peak) if number >= method.steady else 0
+                peak = max(peak, watch.peak) if number >= method.card.steady else 0
                 watch.peak = watch.live
                 watch.launches.clear()
             ledger.now = weights = Account()
@@ -113,16 +114,16 @@ def kept(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
     Raises:
         ThinwireError: the method refuses one of the parameters, or reads values on the host.
     """
-    method, found = road.last.method, dict[str, Tensor]()
-    if not method.keeps_state and not method.encodes_weights:
+    card, found = road.last.method.card, dict[str, Tensor]()
+    if not card.keeps_state and not card.encodes_weights:
         return found
     play = _Play(layout, road, run, Ledger(), None, None)
     try:
         with torch.no_grad():
-            if method.alone(method.steady):  # its state holds what differs by rank, of the user's optimizers too
+            if card.alone(card.steady):  # its state holds what differs by rank, of the user's optimizers too
                 play.own_moments(run)
             play.open()
-            for number in sorted({0, method.steady, *method.cycle}):  # where a warm-up begins, most is sent
+            for number in sorted({0, card.steady, *card.steady_steps}):  # where a warm-up begins, most is sent
                 play.gather(number)
                 play.exchange(number)
                 play.step(number)
@@ -131,7 +132,7 @@ def kept(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
                         found[key] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     except NotImplementedError:
         raise ThinwireError(
-            f"{method.name} reads values on the host, so nobody knows what its state will be: it cannot be "
+            f"{road.last.method.name} reads values on the host, so nobody knows what its state will be: it cannot be "
             "saved"
         ) from None
     return found
@@ -143,10 +144,10 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     So no rank compiles in the first steps, while the others wait. Costs nothing where nothing is compressed.
     """
     method = road.last.method
-    sent = [parameter for parameter in run.parameters.values() if method.keep_dense(parameter) is None]
-    if method.native or not sent:
+    sent = [parameter for parameter in run.parameters.values() if keep_dense(method, parameter) is None]
+    if method.card.native or not sent:
         return
-    dense = [parameter for parameter in run.parameters.values() if method.keep_dense(parameter) is not None]
+    dense = [parameter for parameter in run.parameters.values() if keep_dense(method, parameter) is not None]
     least = [min(of, key=lambda parameter: (parameter.local, parameter.name)) for of in (sent, dense) if of]
     names = [parameter.name for parameter in least]
     only = replace(run, parameters=dict(zip(names, least, strict=True)), weights={n: run.weights[n] for n in names})
@@ -214,15 +215,16 @@ def _steps(method: Method, *, watched: bool = True) -> list[int]:
     A method may do more after a gap: SCAPE's message brings the weights from one step to the next, and no further.
     ``watched``: two steps more, in which memory may peak.
     """
-    first = method.steady
+    first, cycle = method.card.steady, method.card.steady_steps
     opening = range(first, first + (3 if watched else 1))
-    due = (*method.cycle, *_launching(method)) if watched else tuple(method.cycle)
-    return sorted({max(first - 1, 0), *opening, *due, *(max(n - 1, 0) for n in method.cycle)})
+    due = (*cycle, *_launching(method)) if watched else tuple(cycle)
+    return sorted({max(first - 1, 0), *opening, *due, *(max(n - 1, 0) for n in cycle)})
 
 
 def _launching(method: Method) -> Mapping[int, float]:
-    """``cycle``, for what is launched: where all steps are alike, the second, which finds memory and weights there."""
-    return {number + 1: share for number, share in method.cycle.items()} if len(method.cycle) == 1 else method.cycle
+    """``Card.steady_steps``, for launches: where all are alike, the second, which finds memory and weights there."""
+    cycle = method.card.steady_steps
+    return {number + 1: share for number, share in cycle.items()} if len(cycle) == 1 else cycle
 
 
 class _Average:
@@ -297,7 +299,7 @@ class _Play:
 
     def open(self) -> None:
         """What the engine keeps for the method's sake."""
-        if not self.method.encodes_weights or self._layout.comm is None:
+        if not self.method.card.encodes_weights or self._layout.comm is None:
             return
         comm = CountingComm.like(self._layout.comm, self._ledger)
         for shard in self._layout.shards:
@@ -372,7 +374,7 @@ class _Play:
         stages = []
         for hop, stage in enumerate(road.stages, 1):
             method, exchange = replace(stage.method), stage.exchange.on(double)
-            method.state = _State(method.offloads, offloads)
+            method.state = _State(method.card.offloaded_kinds, offloads)
             method.begin(
                 replace(run, exchange=exchange, weights=self._weights, optimizers=self._optimizers, hop=hop)
             )

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.exchange import AllReduce
-from thinwire.core.method import Method, Rounding
+from thinwire.core.method import Method, Rounding, carrier_of
 from thinwire.proof.played import Played, Taken, Where, begun, common, play, small
 
 WINDOW = 4
@@ -85,10 +85,10 @@ def broken_laws(make: Callable[[], Method], where: Where) -> list[Broken]:
         if where.topology.startswith("two_level") and "on DDP takes one level" in str(refused):
             return []
         raise
-    steps = first.method.steady + 1 + WINDOW
+    steps = first.method.card.steady + 1 + WINDOW
     plain = play(make, where, steps)
     found = [*_ranks(plain), *_promise(plain), *_bytes(plain, first.plan.wire_bytes)]
-    if plain.method.promise.kind == "lossy":
+    if plain.method.card.promise.kind == "lossy":
         found += _lossy(plain, play(make, where, 2, gradient=lambda rank, step, numel: torch.zeros(numel)))
     if where.size > FEW:
         return found
@@ -139,8 +139,9 @@ class _Books:
 
     def __init__(self, played: Played, hop: int, ranks: list[list[Taken]]) -> None:
         method, exchange = played.stages[hop].method, played.stages[hop].exchange
-        self.promise, self.method, self.exchange, self.ranks, self.hop = method.promise, method, exchange, ranks, hop
-        self.size, self.rows = len(ranks), exchange.bucket_rows(method.carrier.on_wire)
+        self.method, self.exchange, self.ranks, self.hop = method, exchange, ranks, hop
+        self.promise = method.card.promise
+        self.size, self.rows = len(ranks), exchange.bucket_rows(carrier_of(method).card.summed_by_network)
         self.places: dict[str, slice] = {}
         self.numel, place = ranks[0][0].hops[hop].given.numel(), 0
         width = self.numel // (self.rows if exchange.owner else 1)
@@ -208,7 +209,7 @@ class _Books:
     def _rounded(self, encoded: Tensor, rounding: Rounding) -> Tensor:
         """How far from the mean of ``encoded`` (N, R, n) an exchange may end by the format: (R, blocks), lengths."""
         blocks = _blocks(encoded, rounding.block)
-        if self.method.carrier.on_wire:  # the network rounds every one of its sums
+        if carrier_of(self.method).card.summed_by_network:  # the network rounds every one of its sums
             return (1 + rounding.value) ** self.size * self.size * _mean_off(blocks, rounding).mean(0)
         off = _mean_off(blocks, rounding).mean(0)
         if self.exchange.owner:
@@ -285,7 +286,7 @@ def _bytes(played: Played, planned: float) -> Iterator[Broken]:
     """Over whole periods of the steady state, without its first step, which may still settle something."""
     for number, rank in enumerate(played.ranks):
         sent = [taken.sent for taken in rank][-WINDOW:]
-        if played.method.adapts:
+        if played.method.card.bytes_follow_data:
             if max(sent) > planned * (1 + U):
                 yield Broken("bytes", f"rank {number} sends {max(sent)} in a step, and at most {planned} are planned")
             continue

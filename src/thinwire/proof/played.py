@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import knobs_of
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method, Parameter, Step
 from thinwire.core.road import Pieces, Stage
+from thinwire.core.selection import keep_dense
 from thinwire.core.state import State
 from thinwire.network.ledger import Ledger
 from thinwire.plan.plan import Plan
@@ -43,7 +45,7 @@ class Where(NamedTuple):
 
 def small(cls: type[Method], **knobs: Any) -> Method:
     """A method with those of ``KNOBS`` that it has, and ``knobs``."""
-    return cls(**{knob.name: KNOBS[knob.name] for knob in cls.knobs() if knob.name in KNOBS} | knobs)
+    return cls(**{knob.name: KNOBS[knob.name] for knob in knobs_of(cls) if knob.name in KNOBS} | knobs)
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Watched(Stage):
 
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         given, method = flat.clone(), self.method
-        if method.promise.of == "updates":
+        if method.card.promise.of == "updates":
             compress = method.compress  # type: ignore[attr-defined]
 
             def watched(bucket: Bucket, exchange: Exchange) -> None:
@@ -156,12 +158,12 @@ class Rank:
     def __init__(self, make: Callable[[], Method], where: Where, world: Threads, rank: int) -> None:
         self.ledger, self.method = Ledger(), make()
         method = self.method
-        method.state = State(method.offloads)
+        method.state = State(method.card.offloaded_kinds)
 
         def engine(shapes: Shapes) -> ThreadEngine:
             return ThreadEngine(where.topology, world, rank, self.ledger, shapes, where.per_node)
 
-        sent = [name for name, of in engine(SHAPES).parameters.items() if method.keep_dense(of) is None]
+        sent = [name for name, of in engine(SHAPES).parameters.items() if keep_dense(method, of) is None]
         if not sent:
             raise ThinwireError(f"{method.name} compresses none of {SHAPES}: what it needs belongs into KNOBS")
         self.engine = engine({name: SHAPES[name] for name in sent})
@@ -209,7 +211,7 @@ class Rank:
             torch.cat([torch.zeros(0) if of is None else of.clone() for of in moments]),
             _flat(weights),
             stepped,
-            method.alone(number),
+            method.card.alone(number),
             method.rank_equal,
         )
         self.ledger.close_step()

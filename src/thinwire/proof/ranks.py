@@ -17,8 +17,10 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Piece
 from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
-from thinwire.core.method import Method, Parameter, Run, Step
+from thinwire.core.method import Method, Parameter, Run, Step, intra_of
+from thinwire.core.method_buckets import bucket_of
 from thinwire.core.road import Levels, Regroup, Road, ScatterAndShare, Stage
+from thinwire.core.selection import dense_among
 from thinwire.core.state import State
 from thinwire.network.comm import Comm
 from thinwire.network.guard import Guard
@@ -186,9 +188,9 @@ def _parameters(shapes: Shapes, chunks: int) -> dict[str, Parameter]:
 
 def bucket_for(method: Method, exchange: Exchange, shapes: Shapes) -> tuple[Bucket, int]:
     """A bucket of the parameters ``shapes`` as the engine of ``exchange`` would make it, and the flat's numel."""
-    rows = exchange.bucket_rows(method.on_wire)
+    rows = exchange.bucket_rows(method.card.summed_by_network)
     pieces, numel = _place(parameters_for(exchange, shapes).values(), rows, owner=exchange.owner)
-    return method.bucket_of(pieces, exchange, torch.device("cpu")), numel
+    return bucket_of(method.card, pieces, exchange, torch.device("cpu")), numel
 
 
 def _place(parameters: Collection[Parameter], rows: int, *, owner: bool) -> tuple[tuple[Piece, ...], int]:
@@ -267,10 +269,10 @@ class ThreadEngine:
         """
         stages = []
         for hop, exchange in enumerate(self.hops, 1):
-            of = method if hop == len(self.hops) else method.intra()
+            of = method if hop == len(self.hops) else intra_of(method)
             if of is not method:
                 of.begin(replace(run, exchange=exchange, hop=hop))
-            dense = frozenset() if all_sent else of.dense_among(self.parameters.values())
+            dense = frozenset() if all_sent else dense_among(of, self.parameters.values())
             stages.append(stage(of, dense, exchange, Guard([], False), self.ledger, self.levels is None))
         return Road(stages, self.levels)
 
@@ -308,7 +310,7 @@ def reduce_on_threads(
 
     def body(rank: int) -> list[dict[str, Any]]:
         ledger, method = Ledger(), make()
-        state = method.state = State(method.offloads)
+        state = method.state = State(method.card.offloaded_kinds)
         engine = ThreadEngine(topology, world, rank, ledger, shapes, per_node)
         weights = engine.weights()
         stepper = None if optimizer is None else optimizer(list(weights.values()))

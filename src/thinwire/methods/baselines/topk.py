@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import TopK as TopKCodec
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Promise, check_density, count_of
+from thinwire.core.method import Card, Promise, check_density, count_of
 from thinwire.methods.parts.feedback import ErrorFeedback, portion_of
 from thinwire.ops import mask as masks
 
@@ -33,8 +33,6 @@ class TopK(ErrorFeedback):
     """
 
     name: ClassVar[str] = "topk"
-    gathers: ClassVar[bool] = True
-    granule: ClassVar[int] = masks.WORD
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"feedback": "gradient", "smallest": 0, "send": ("*",)},
     }
@@ -47,19 +45,18 @@ class TopK(ErrorFeedback):
         super().__post_init__()
         check_density("topk", self.density)
 
-    @property
-    def promise(self) -> Promise:
-        if self.error_feedback:
-            return self.conserves
-        return Promise("lossy", "what is not among the largest values is dropped: error_feedback=True keeps it")
+    def describe(self) -> Card:
+        promise = self.conserves
+        if not self.error_feedback:
+            promise = Promise("lossy", "what is not among the largest values is dropped: error_feedback=True keeps it")
+        return replace(
+            super().describe(), promise=promise, group=masks.WORD, grows_with_ranks=True,
+            keeps_state=self.error_feedback or self.feedback == "update",
+        )  # fmt: skip
 
     @property
     def usual_portion(self) -> float:
         return portion_of(self.density)
-
-    @property
-    def keeps_state(self) -> bool:
-        return self.error_feedback or self.feedback == "update"
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         self.send_largest(bucket, exchange)

@@ -37,13 +37,14 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import must, refuse_idle
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.mask import Masked, MaskedIntegers
 from thinwire.codecs.sparse import TILE, Positions, TiledTopK, TopKIntegers
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange, scratch
-from thinwire.core.method import Promise, check_density, count_of
+from thinwire.core.method import Card, check_density, count_of
 from thinwire.methods.parts.feedback import portion_of
 from thinwire.methods.parts.shared import SharedMask, choosers_of
 from thinwire.methods.parts.twoway import mean_both_ways, serve
@@ -95,13 +96,13 @@ class Trickle(SharedMask):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_density(self.name, self.density)
-        self.must(self.choosers >= 1, "choosers", "is a number of ranks, 1 or more")
+        must(self, self.choosers >= 1, "choosers", "is a number of ranks, 1 or more")
         check_density(self.name, self.answer, "answer")
         for knob, fits in OF_MASKS.items():
             if self.mask not in fits:
-                self.refuse_idle(f"mask='{self.mask}'", knob)
+                refuse_idle(self, f"mask='{self.mask}'", knob)
         if self.bits in (2, 32):
-            self.refuse_idle(f"bits={self.bits}", "group")
+            refuse_idle(self, f"bits={self.bits}", "group")
         if self.mask != "shared" and self.bits == 32:
             raise ThinwireError("trickle: bits=32 is for mask='shared'; topk(feedback='update') sends values so")
         if self.mask != "own" and self.bits == 2:
@@ -117,32 +118,20 @@ class Trickle(SharedMask):
             return TiledTopK(int(self.density * TILE) // 4 * 4)
         return None if self.bits == 32 else Integers(self.group, self.bits)
 
-    @property
-    def on_wire(self) -> bool:
-        return self.mask == "own"
-
-    @property
-    def promise(self) -> Promise:
-        if self.mask != "merged":
-            return self.conserves
-        return replace(self.conserves, waits={"residual": 1.0, "server": 1.0})
+    def describe(self) -> Card:
+        own, promise, instead = self.mask == "own", self.conserves, ""
+        if self.mask == "merged":
+            promise = replace(promise, waits={"residual": 1.0, "server": 1.0})
+        if own:  # merged by servers it has no 2 bits and no ``portion``
+            instead = str(replace(self, mask="merged", bits=max(self.bits, 4), portion=None))
+        return replace(
+            super().describe(), promise=promise, group=TILE if self.bits == 2 else masks.WORD, summed_by_network=own,
+            grows_with_ranks=own, instead_at_scale=instead,
+        )  # fmt: skip
 
     @property
     def at_one_mask(self) -> bool:
         return self.mask != "own" and (self.answer if self.mask == "merged" else self.density) < 1
-
-    @property
-    def gathers(self) -> bool:
-        return self.mask == "own"
-
-    @property
-    def at_scale(self) -> str:
-        """The same merged by servers, whose values have no 2 bits and no ``portion``."""
-        return str(replace(self, mask="merged", bits=max(self.bits, 4), portion=None)) if self.mask == "own" else ""
-
-    @property
-    def granule(self) -> int:
-        return TILE if self.bits == 2 else masks.WORD
 
     @property
     def usual_portion(self) -> float:
@@ -184,7 +173,7 @@ class Trickle(SharedMask):
         positions = _positions(bucket, counts)
         with exchange.span("encode", served):
             found = positions.split(served, self.state.write("server", bucket, rows=1), scratch(bucket))
-        if self.encodes_weights:
+        if self._encodes_weights:
             wires = bucket.scratch("positions", (exchange.rows, positions.nbytes), torch.uint8)
             wire = bucket.scratch("chosen", (1, positions.nbytes), torch.uint8)
             with exchange.span("encode", served):

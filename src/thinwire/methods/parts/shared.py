@@ -10,14 +10,16 @@ In update space (``methods/update.py``) a step is nothing off the mask, so that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from thinwire.base.knobs import refuse_idle
 from thinwire.core.bucket import Bucket, Shard
 from thinwire.core.exchange import Exchange
+from thinwire.core.method import Card
 from thinwire.core.run import Run, Step
 from thinwire.core.weights import Message
 from thinwire.methods.parts.atmask import Unfolded, WeightsAtMask
@@ -44,9 +46,10 @@ class SharedMask(ErrorFeedback):
     weights: Literal["auto", "masked", "dense"] = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
+        self._encodes_weights = False
         super().__post_init__()
         if self.feedback == "gradient":
-            self.refuse_idle("feedback='gradient' (the optimizer moves all weights)", "weights")
+            refuse_idle(self, "feedback='gradient' (the optimizer moves all weights)", "weights")
 
     @property
     def at_one_mask(self) -> bool:
@@ -57,11 +60,15 @@ class SharedMask(ErrorFeedback):
         super().begin(run)
         of_steps = self.at_one_mask and self.feedback == "update"
         self._gathered = WeightsAtMask(self.name, self.weights if of_steps else "dense", run)
+        self._encodes_weights = self._gathered.encoded
+
+    def describe(self) -> Card:
+        return replace(super().describe(), encodes_weights=self._encodes_weights)
 
     def words_of(self, bucket: Bucket) -> Tensor:
         """Memory for a mask of the bucket's rows, (R, n / 64): until weights have been gathered at it, if they are."""
         rows, n = bucket.shape
-        memory = bucket.buffer if self.encodes_weights else bucket.scratch
+        memory = bucket.buffer if self._encodes_weights else bucket.scratch
         return memory("words", (rows, n // masks.WORD), torch.int64)
 
     def settle(self, bucket: Bucket, words: Tensor, counts: Sequence[int], choosers: int) -> Tensor | None:
@@ -74,7 +81,7 @@ class SharedMask(ErrorFeedback):
             parts = [(segment.groups(masks.WORD), k) for segment, k in zip(bucket.segments, counts, strict=True)]
             masks.fill(words, parts)
         before = masks.directory(words)
-        if self.encodes_weights:
+        if self._encodes_weights:
             names = tuple(segment.name for segment in bucket.segments)
             self._gathered.note(bucket, Unfolded(names, tuple(counts), words, before))
         return before
@@ -84,15 +91,11 @@ class SharedMask(ErrorFeedback):
         super()._exchange(bucket, exchange, send)
 
     def before_step(self, step: Step) -> None:
-        self._gathered.before_step(step, self.moves)
+        self._gathered.before_step(step, () if self.update_space is None else self.update_space.names)
         super().before_step(step)
 
     def state_changed(self) -> None:
         self._gathered.state_changed()
-
-    @property
-    def encodes_weights(self) -> bool:
-        return self._gathered.encoded
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
         return self._gathered.message(shard, rank)
