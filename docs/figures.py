@@ -187,7 +187,7 @@ def methods() -> str:
         what = (inspect.getdoc(cls) or "").splitlines()[0].replace("``", "`").rstrip(".")
         fast, cost = speed(cls.name), loss(cls.name)
         cells = (f"{fast['speed_percent']}%" if fast else "-", percent(cost.gap) if cost else "-")
-        lines.append(f"| `{cls.name}` {cls.__name__} | {what} | {cls().promise.kind} | {cells[0]} | {cells[1]} |")
+        lines.append(f"| `{cls.name}` {cls.__name__} | {what} | {cls().card.promise.kind} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
 
 

@@ -39,8 +39,8 @@ LIMITS: dict[str, float] = {
 
 TODAY: dict[str, float] = {
     "lines of source": 29_595,
-    "members of Method": 48,
-    "members of interfaces": 85,
+    "members of Method": 16,
+    "members of interfaces": 55,
     "knobs not measured": 72,
     "empty names, percent": 12.49,
     "long functions": 4,

@@ -54,7 +54,7 @@ def mean_waits(wire: thinwire.Wire) -> dict[str, torch.Tensor]:
     """The wire's state, in which every rank has the mean of what waits on all."""
     state = {key: value.clone() for key, value in wire.state_dict().items()}
     for key, value in sorted(state.items()):
-        if key.split("/")[1] in wire.method.promise.waits:
+        if key.split("/")[1] in wire.method.card.promise.waits:
             dist.all_reduce(value)
             value.div_(dist.get_world_size())
     return state

@@ -40,6 +40,7 @@ from safetensors.torch import load_file, save_file
 
 import virtual
 from regime_tables import markdown, read, rows
+from thinwire.base.knobs import knobs_of
 from thinwire.base.processes import die_with_parent
 from thinwire.methods import resolve
 from thinwire.train.config import Config, from_arguments
@@ -122,7 +123,7 @@ class Job:
 def with_smallest(spec: str) -> str:
     """``spec`` with ``SMALLEST``, if the method has that knob and the spec does not set it."""
     method = resolve(spec)
-    if "smallest" in spec or ":" in spec or "smallest" not in [knob.name for knob in method.knobs()]:
+    if "smallest" in spec or ":" in spec or "smallest" not in [knob.name for knob in knobs_of(method)]:
         return spec
     spec = spec.strip()
     return f"{spec[:-1]}, smallest={SMALLEST})" if spec.endswith(")") else f"{spec}(smallest={SMALLEST})"

@@ -50,7 +50,9 @@ METHODS = {
         "topk(feedback='gradient',density=0.01,start=0.15,error_feedback=False,smallest={small})"
     ),
     "ZeRO++ (8-bit weights)": "zeropp(smallest={small})",
-    "ZeRO++ as the paper compares it (4-bit weights)": "zeropp:w4",
+    "ZeRO++ as the paper compares it (4-bit weights)": (
+        "sdp4bit(weights='plain',weight_bits=4,intra_bits=4,hadamard=False,send='*')"
+    ),
     "SDP4Bit (ours)": "sdp4bit(smallest={small})",
     "SDP4Bit (paper)": "sdp4bit:paper",
     "qWD alone": "sdp4bit:qwd",

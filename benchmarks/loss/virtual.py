@@ -26,6 +26,7 @@ from thinwire.core.method import Run, Step
 from thinwire.core.names import describe
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage
+from thinwire.core.selection import dense_among
 from thinwire.core.state import State
 from thinwire.methods import Method, resolve
 from thinwire.methods.parts.feedback import ErrorFeedback
@@ -328,18 +329,19 @@ class Rank:
         self.ledger, self.sent, self.side, self.dense = Ledger(), 0.0, 0.0, 0.0
         comm = Ring(world, rank, self.ledger)
         self.parameters = {parameter.name: parameter for parameter in describe(replica.model).values()}
-        self.state = self.method.state = State(self.method.offloads)
+        self.state = self.method.state = State(self.method.card.offloaded_kinds)
         run = Run(
             self.parameters, AllReduce(comm), config.steps, config.seed, (replica.optimizer,), replica.weights, rank
         )
         self.method.begin(run)
         self.guard = Guard([comm])
         self.stage = Stage(
-            self.method, self.method.dense_among(self.parameters.values()), run.exchange, self.guard, self.ledger
+            self.method, dense_among(self.method, self.parameters.values()), run.exchange, self.guard, self.ledger
         )
         self.bound: OutlierClip | None = None
-        if self.method.bounded and len(self.stage.dense) < len(self.parameters):
-            leaves = None if self.method.promise.of == "gradients" else STEP
+        card = self.method.card
+        if card.keeps_state and card.bounded and len(self.stage.dense) < len(self.parameters):
+            leaves = None if card.promise.of == "gradients" else STEP
             self.bound = self.stage.bound = OutlierClip(
                 10.0, {of.name: of.local for of in self.parameters.values()}, leaves=leaves
             )
@@ -364,10 +366,11 @@ class Rank:
         by this rank where it is alone."""
         for flat, pieces in self._flats:
             self.road.reduce(flat, pieces)
-        moves = frozenset(self.method.moves)
-        norm = self.replica.clip(turn, self._gradients, self.clip, moves, self.method.power_of_moves())
+        steps = self.method.card.step_maker
+        moves, power = (frozenset(), None) if steps is None else (frozenset(steps.names), steps.power())
+        norm = self.replica.clip(turn, self._gradients, self.clip, moves, power)
         self.guard.observe_all(self._gradients.values() if moves else [norm])
-        alone = self.method.alone(self.road.step)
+        alone = self.method.card.alone(self.road.step)
         comms = [comm for comm in self.guard.comms if comm is not self.stage.exchange.comm] if alone else None
         finite, _ = self.guard.agree(norm.device, comms=comms)
         step = Step(
@@ -458,7 +461,7 @@ def train(
         Rank(world, rank, config.method, replicas[0 if shared else rank], gradients, config) for rank in range(size)
     ]
     found = Trained(ranks)
-    equal = method.rank_equal and not method.alone(config.steps)
+    equal = method.rank_equal and not method.card.alone(config.steps)
     together = Together(model, gradients) if batched and equal else None
     chosen = [] if held_out is None else batches(held_out.spread(sequences), 16)
     tokens: dict[int, tuple[Tensor, Tensor]] = {}
@@ -485,7 +488,7 @@ def train(
                 world.swap(rank, None)  # everybody's step is over: its gradients may go
             prepare(turn, of)
             finite = of.step(turn)
-            if of.method.alone(of.road.step):
+            if of.method.card.alone(of.road.step):
                 world.swap(rank, None)  # or this rank would be the first to have a loss, and go on
             in_a_row = 0 if finite else in_a_row + 1
             if rank == 0:
@@ -493,7 +496,7 @@ def train(
                 found.losses.append(float(reduced(list(losses[turn].split(1)), "mean")))
                 if chosen and ((turn + 1) % every == 0 or turn + 1 == config.steps):
                     found.curve.append((turn + 1, evaluate(of.replica.model, chosen)))
-            if in_a_row == GIVE_UP and not of.method.alone(of.road.step):
+            if in_a_row == GIVE_UP and not of.method.card.alone(of.road.step):
                 found.diverged = True
                 break
         of.method.finish()

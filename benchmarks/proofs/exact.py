@@ -35,6 +35,7 @@ import thinwire
 from digests import KNOBS
 from faults import same, tensors_of
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import knobs_of
 from thinwire.methods import TABLE as CLASSES
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
@@ -51,7 +52,7 @@ TABLE = {method.name: method for method in CLASSES}
 def method_of(name: str) -> str:
     """With knobs that make a model of 58 thousand parameters worth compressing, and phases change within 40 steps."""
     knobs = [KNOBS.get(name, "").replace(" ", "")]
-    if "smallest" in {field.name for field in TABLE[name].knobs()}:
+    if "smallest" in {field.name for field in knobs_of(TABLE[name])}:
         knobs.append("smallest=1000")
     return f"{name}({','.join(filter(None, knobs))})" if any(knobs) else name
 

@@ -59,7 +59,7 @@ FAULTS = (
     ),
     Fault(
         "under a GradScaler, state keeps the scale", "wire.py",
-        "        if scaler is not None and method.keeps_state:\n", "        if False:\n",
+        "        if scaler is not None and card.keeps_state:\n", "        if False:\n",
         ("tests/core/test_edges_finite.py", "-k", "scale_that_doubles"),
     ),
     Fault(

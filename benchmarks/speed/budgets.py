@@ -26,6 +26,7 @@ from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
 from thinwire.core.method import Parameter
 from thinwire.core.names import role_of
+from thinwire.core.selection import keep_dense
 from thinwire.methods import resolve
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
@@ -167,7 +168,7 @@ def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) 
         names=found.launches,
         buffers=len(layout.buffers),
         buckets=sum(
-            len({made.keep_dense(run.parameters[of.name]) is None for of in pieces}) for pieces in layout.buffers
+            len({keep_dense(made, run.parameters[of.name]) is None for of in pieces}) for pieces in layout.buffers
         ),
     )
 

@@ -27,16 +27,17 @@ from thinwire.core.agreement import Agreement, describe_settings, host_facts, mo
 from thinwire.core.bucket import Bucket
 from thinwire.core.engine import Engine, Meet
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Run, find_holders
+from thinwire.core.method import Run, find_holders, intra_of
+from thinwire.core.method_buckets import drop_waiting, send_all
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
+from thinwire.core.selection import dense_among
 from thinwire.core.state import State, dump_state, load_state
 from thinwire.core.step import StepLoop, unwrapped
 from thinwire.engines.ddp import DDP
 from thinwire.engines.fsdp2 import FSDP2
 from thinwire.methods import Method, resolve
-from thinwire.methods.parts.feedback import ErrorFeedback
 from thinwire.network.comm import Comm, GroupComm, local
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
@@ -218,13 +219,13 @@ def _seal(engine: Engine, device: str) -> None:
 
 def _intra(engine: Engine, method: Method, intra: Method | None) -> Method | None:
     """Choose the method of the hop inside the node, ``intra`` or ``method``'s own; None where there is no such hop."""
-    inner = method.intra() if intra is None else intra
+    inner = intra_of(method) if intra is None else intra
     if intra is not None and len(engine.hops) == 1:
         raise ThinwireError("intra= is for HSDP, or two_level=True on several nodes of several ranks")
-    if intra is not None and type(method.intra()) is not Method:
+    if intra is not None and method.card.intra is not None:
         raise ThinwireError(f"{method.name} has a hop inside the node of its own: set intra_bits instead")
     random = inner.codec is not None and inner.codec.draws
-    if inner.keeps_state or not inner.rank_equal or inner.encodes_weights or (intra is not None and random):
+    if inner.card.keeps_state or not inner.rank_equal or inner.card.encodes_weights or (intra is not None and random):
         raise ThinwireError(f"intra={intra}: takes a method without state, such as dense, bf16 or int8")
     return None if len(engine.hops) == 1 else inner
 
@@ -255,7 +256,8 @@ def _engine(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ThinwireError("no parameter of the model requires a gradient")
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not method.native and parameter.dtype not in (torch.float32, torch.bfloat16):
+        carried = method.card.native or parameter.dtype in (torch.float32, torch.bfloat16)
+        if parameter.requires_grad and not carried:
             raise ThinwireError(
                 f"{name} is {parameter.dtype}: {method.name} carries float32 and bfloat16 gradients; "
                 "convert the model, or use method 'dense'"
@@ -340,7 +342,7 @@ class Wire:
         """Make a wire. ``inner``: the method of the hop inside the node, where that is one of its own."""
         bound = safety.outlier_clip
         self.engine, self.method, self.ledger = engine, method, ledger
-        self._state = method.state = State(method.offloads)
+        self._state = method.state = State(method.card.offloaded_kinds)
         self._stages, self._run = stages, run
         self._about = Header.of_run(
             dist.get_rank(), dist.get_world_size(), engine.kind, engine.hops, run.parameters.values(), method,
@@ -349,24 +351,25 @@ class Wire:
         )  # fmt: skip
         self._device = next(iter(engine.model.parameters())).device
         self._guard = Guard([*engine.comms, *([] if stages is None else [stages])], safety.guard)
+        parameters = run.parameters.values()
         self._road = Road(
             [
-                Stage(of, of.dense_among(run.parameters.values()), exchange, self._guard, ledger, engine.levels is None)
-                for of, exchange in zip([method] if inner is None else [inner, method], engine.hops, strict=True)
+                Stage(hop, dense_among(hop, parameters), exchange, self._guard, ledger, engine.levels is None)
+                for hop, exchange in zip([method] if inner is None else [inner, method], engine.hops, strict=True)
             ],
             engine.levels,
         )
-        self._stage = self._road.last
+        self._stage, card = self._road.last, method.card
         self.plan = Plan(
             self._road, run, engine.kind, engine.wire_dtype, layout=engine.layout,
             guards=self._guard.comms if safety.guard else (),
         )  # fmt: skip
         if bound is not None:
             sizes = {parameter.name: parameter.local for parameter in run.parameters.values()}
-            usual = OutlierClip(bound, sizes, leaves=None if method.promise.of == "gradients" else STEP)
+            usual = OutlierClip(bound, sizes, leaves=None if card.promise.of == "gradients" else STEP)
             compresses = len(self._stage.dense) < len(run.parameters)
-            self._stage.bound = usual if method.bounded and compresses else None
-        if scaler is not None and method.keeps_state:
+            self._stage.bound = usual if card.keeps_state and card.bounded and compresses else None
+        if scaler is not None and card.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
             compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
@@ -434,9 +437,10 @@ class Wire:
                 f"norm_type=2, not {norm_type}"
             )
         meshes: dict[object, list[Tensor]] = {}  # torch takes no norm over DTensors of several meshes
-        moves = {id(self._turn.weights[name]) for name in self.method.moves}
+        step_maker = self.method.card.step_maker
+        steps = {id(self._turn.weights[name]) for name in (() if step_maker is None else step_maker.names)}
         for parameter in self._turn.weights.values():  # what was thawed late has a gradient that is this rank's alone
-            if parameter.grad is not None and id(parameter) not in moves:
+            if parameter.grad is not None and id(parameter) not in steps:
                 meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
         with self._turn.inside("clip_grad_norm_()"), self.engine.comms[0].waiting("all-reduce"):
             norms = [get_total_norm([p.grad for p in of if p.grad is not None], norm_type) for of in meshes.values()]
@@ -453,13 +457,14 @@ class Wire:
             norm = torch.linalg.vector_norm(every, norm_type)
         for parameters in meshes.values():
             clip_grads_with_norm_(parameters, max_norm, norm)
-        self._turn.norm = None if moves else norm  # of all that the optimizers will see, or of none
+        self._turn.norm = None if steps else norm  # of all that the optimizers will see, or of none
         self._turn.clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
     def _power_of_moves(self) -> Tensor | None:
         """Of all ranks, about the squared norm of the mean gradient of what is a step already, 0-dim."""
-        power = self.method.power_of_moves()
+        step_maker = self.method.card.step_maker
+        power = None if step_maker is None else step_maker.power()
         if power is None:
             return None
         # A hop inside the node has left a part of each gradient to this rank, and so has tensor parallelism.
@@ -501,15 +506,15 @@ class Wire:
                 raise ThinwireError("flush(with_next=True) after an exchange: call it before the step's backward pass")
             self._stage.flush_at = self._road.step
             return
-        if not isinstance(method, ErrorFeedback) or method.update_space is None:
+        if method.card.step_maker is None:
             raise ThinwireError(
                 f"{method.name}: nothing waits that could be delivered without an optimizer's step: call "
                 "flush(with_next=True) before the next backward pass"
             )
-        if self._road.step <= method.first:
+        if self._road.step <= method.card.steady:
             return
         with torch.no_grad():
-            for name, change in self._means(method.send_all):
+            for name, change in self._means(functools.partial(send_all, method.card, self._state)):
                 local(self._turn.weights[name].detach()).sub_(change)
         self._state.commit()
         self.engine.weights_changed()
@@ -541,12 +546,12 @@ class Wire:
         of it) moments are those of a fresh optimizer.
         """
         self._turn.finish()
-        method = self.method
-        if not isinstance(method, ErrorFeedback) or method.update_space is None or self._road.step <= method.first:
+        card = self.method.card
+        if card.step_maker is None or self._road.step <= card.steady:
             return
         with torch.no_grad():
-            for name, second in self._means(method.update_space.send_second):
-                method.update_space.hand_over(name, second)
+            for name, second in self._means(card.step_maker.send_second):
+                card.step_maker.hand_over(name, second)
 
     def reset(self) -> None:
         """Drop what waits to be sent; call it on all ranks, between two steps, where weights are put back.
@@ -562,7 +567,7 @@ class Wire:
         if self._turn.exchanged():
             raise ThinwireError("wire.reset() after an exchange: call it before the step's backward pass")
         self.method.finish()
-        self.method.drop_waiting()
+        drop_waiting(self.method.card, self._state)
         self._stage.flush_at = None
         self._turn.weight_watch.trust()
         self.engine.weights_changed()
@@ -572,8 +577,8 @@ class Wire:
 
         So ``torch.distributed.checkpoint`` finds what it looks for, and whoever goes on with the optimizer alone.
         """
-        method = self.method
-        if not isinstance(method, ErrorFeedback) or method.update_space is None or self._road.step <= method.first:
+        card = self.method.card
+        if card.step_maker is None or self._road.step <= card.steady:
             return
         number = -1
         for group in optimizer.param_groups:
@@ -581,7 +586,7 @@ class Wire:
                 number += 1
                 name = self._turn.name_of(weight)
                 if name is not None and number not in state["state"]:
-                    moments = method.update_space.moments_of(name)
+                    moments = card.step_maker.moments_of(name)
                     if moments is not None:
                         state["state"][number] = moments
 
@@ -669,11 +674,11 @@ class Wire:
     @property
     def _waits(self) -> bool:
         """Has the method anything that waits?"""
-        return any(key.partition("/")[0] in self.method.promise.waits for key in self._form.shapes)
+        return any(key.partition("/")[0] in self.method.card.promise.waits for key in self._form.shapes)
 
     def _take(self, values: dict[str, Tensor]) -> None:
         """Go on from ``values``, by key without the rank, whose shapes have been checked."""
-        if fault := self.method.fault_of(values):
+        if fault := self.method.card.fault_of(values):
             raise ThinwireError(f"{self.method.name}: the saved state is damaged: {fault}")
         self._turn.reset()
         self._road.step, self._turn.skipped = int(values.pop("step")), int(values.pop("skipped"))

@@ -74,7 +74,7 @@ CASES = [
 ]  # fmt: skip
 NO_SCALER = ("local-steps",)
 """Those that refuse a GradScaler."""
-STATEFUL = [case for case in CASES if resolve(case.method).keeps_state]
+STATEFUL = [case for case in CASES if resolve(case.method).card.keeps_state]
 
 
 def on(engine: str, cases: Iterable[Case] = CASES, among: Sequence[str] = ()) -> list[Case]:

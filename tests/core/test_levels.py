@@ -13,6 +13,7 @@ from breadth import spread
 from engines import adamw, build, same_on_all_ranks, stats_of, train
 from models import flat
 from thinwire import methods
+from thinwire.base.knobs import knobs_of
 from thinwire.proof.ranks import reduce_on_threads
 from thinwire.proof.record import small
 
@@ -22,13 +23,13 @@ SHAPES = {"a": (13, 11), "b": (5, 7), "c": (6, 1)}
 
 def of_gradients(cls: type[methods.Method]) -> partial[methods.Method]:
     """``cls``, small, so that gradients wait, if it can be."""
-    knobs = {"feedback": "gradient"} if "feedback" in {knob.name for knob in cls.knobs()} else {}
+    knobs = {"feedback": "gradient"} if "feedback" in {knob.name for knob in knobs_of(cls)} else {}
     return partial(small, cls, **knobs, **({"beta": None} if cls is methods.SEPARATE else {}))
 
 
 KEEPS = [
     make for make in map(of_gradients, methods.TABLE)
-    if (promise := make().promise).kind == "conserves" and promise.of == "gradients" and make().keeps_state
+    if (promise := make().card.promise).kind == "conserves" and promise.of == "gradients" and make().card.keeps_state
 ]  # fmt: skip
 FEEDBACK = [
     *KEEPS, partial(small, methods.Int8, error_feedback=True),
@@ -67,7 +68,7 @@ def test_what_a_node_sends_and_what_waits_there_is_what_its_ranks_had(make, of):
         arrived = nodes * sum(chunks(step["mean"][at], shape, per_node) for step in results[0])
         waits = torch.zeros_like(had)
         for number, rank in enumerate(results):
-            for kind in method.promise.waits:
+            for kind in method.card.promise.waits:
                 if (values := rank[-1].get(f"{kind}/{name}")) is None:
                     continue
                 own = kind == "server"  # a row that this node serves, which stands for all

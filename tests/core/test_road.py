@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from thinwire import methods
 from thinwire.core.bucket import Piece
+from thinwire.core.method_buckets import send_all
 from thinwire.core.road import Stage, Worker, _Compositions
 from thinwire.core.state import State, dump_state
 from thinwire.network.guard import Guard
@@ -98,7 +100,7 @@ def test_no_bucket_keeps_the_engines_buffer_alive(name, way):
     stage = stage_of(engine, name)
     stage.dense = frozenset()
     flat = torch.ones(engine.numel)
-    getattr(stage, way)(flat, engine.pieces, flat, *[stage.method.send_all] * (way == "between_steps"))
+    getattr(stage, way)(flat, engine.pieces, flat, *[partial(send_all, stage.method)] * (way == "between_steps"))
     alive = weakref.ref(flat)
     memory = weakref.ref(flat.untyped_storage())
     assert flat.eq(1).all()
@@ -128,7 +130,7 @@ def test_a_flush_delivers_what_waits_and_nothing_else(topology):
         waits = dump_state(stage.method.state)
         zeros = torch.zeros(engine.numel)
         out = torch.full((engine.numel // rows,), 0.0) if engine.owner else zeros
-        stage.between_steps(zeros, engine.pieces, out, stage.method.send_all)
+        stage.between_steps(zeros, engine.pieces, out, partial(send_all, stage.method))
         stage.method.state.commit()
         after = dump_state(stage.method.state)
         return waits, out, [after, engine.pieces, rows]

@@ -22,6 +22,7 @@ from engines import build
 from models import flat, loss_of
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
+from thinwire.core.selection import keep_dense
 from thinwire.network.comm import local
 from thinwire.proof.record import small
 from thinwire.saved.format import entries
@@ -166,7 +167,7 @@ def noise(model, generator):
 
 def waiting(wire, name=""):
     """What waits of a parameter, or of all."""
-    kinds = wire.method.promise.waits
+    kinds = wire.method.card.promise.waits
     return {
         key: value for key, value in entries(wire.state_dict()).items()
         if key.partition("/")[0] in kinds and key.endswith(name)
@@ -238,7 +239,7 @@ def _rests(rank, world, kind):
         if not torch.equal(before, flat(model)):
             broken.append(f"{name} on {kind}: weights have moved at lr 0")
         now = waiting(wire)
-        if wire.method.promise.of == "updates" and any(not torch.equal(waited[key], now[key]) for key in waited):
+        if wire.method.card.promise.of == "updates" and any(not torch.equal(waited[key], now[key]) for key in waited):
             broken.append(f"{name} on {kind}: what waits has changed at lr 0")
         wire.close()
     return broken
@@ -507,7 +508,7 @@ def test_weights_that_were_written_through_data_are_gathered_anew(kind, world, s
 
 # ---------------------------------------------------------------------------------- what another optimizer would need
 
-UPDATES = [name for name, cls in BY_NAME.items() if small(cls).promise.of == "updates"]
+UPDATES = [name for name, cls in BY_NAME.items() if small(cls).card.promise.of == "updates"]
 
 
 def moments_of(model, optimizer):
@@ -540,7 +541,7 @@ def _handed_over(rank, world, kind, more):
                 advance(model, optimizer, wire, rank, step)
             ends.append(flat(model))
             held = [weight for weight in model.parameters() if "exp_avg" in optimizer.state.get(weight, {})]
-            if len(held) != sum(wire.method.keep_dense(p) is not None for p in wire.engine.parameters.values()):
+            if len(held) != sum(keep_dense(wire.method, p) is not None for p in wire.engine.parameters.values()):
                 broken.append(f"{name} on {kind}: moments of compressed parameters stay in memory")
             wire.close()
         if not torch.equal(*ends):

@@ -88,7 +88,7 @@ def steps(kind: str, make: Callable[[], methods.Method], *, guard: bool = True, 
 
     with Watch():
         step(micro=2)
-        for _ in range(min(method.steady, 2) + 1):
+        for _ in range(min(method.card.steady, 2) + 1):
             step()
         if guard:
             step(spoilt=True)
@@ -127,7 +127,7 @@ CASES = [
     if kind in small(cls).engines and (kind != "hsdp" or falls_on(number, 0, range(3)))
 ]  # fmt: skip
 CASES += [(kind, cls, {}) for kind in ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested", "fsdp2-unshard") for cls in WHOLE
-          if small(cls).adds_up or kind != "fsdp2-shared"]
+           if small(cls).card.adds_up or kind != "fsdp2-shared"]
 CASES += [(kind, methods.SCAPE, {"offload": True}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.TopK, {"feedback": "gradient"}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("ddp", "fsdp2", "hsdp")]

@@ -53,7 +53,7 @@ def _every_method(rank, world, kind, options):
         other = method.OPTIMIZER is not torch.optim.AdamW
         optimizer = method.OPTIMIZER(model.parameters(), lr=1e-3) if other else adamw(model)
         wire = thinwire.compress(model, optimizer, method, steps=100, **(options if method.two_level else {}))
-        train(model, optimizer, rank, range(min(method.steady, 3) + 2), wire, loss=_loss)
+        train(model, optimizer, rank, range(min(method.card.steady, 3) + 2), wire, loss=_loss)
         wire.close()
     return strict.calls()
 

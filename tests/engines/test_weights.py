@@ -389,7 +389,8 @@ def test_columns_hold_the_values_of_pieces_and_zeros(peers):
 
 
 METHODS = (
-    "sdp4bit(weight_group=32, smallest=100)", "zeropp(weight_group=32, smallest=100)",
+    "sdp4bit(weight_group=32, smallest=100)",
+    "sdp4bit(weights='plain', weight_bits=8, hadamard=False, weight_group=32, smallest=100)",
     "scape(density=0.1, warmup=1, smallest=100)",
 )  # fmt: skip
 

@@ -140,7 +140,7 @@ def _narrow(rank: int, world: int):
         except ThinwireError as error:
             errors.append(str(error))
             continue
-        errors.append(wire.method.encodes_weights)
+        errors.append(wire.method.card.encodes_weights)
         wire.close()
     return errors
 

@@ -17,10 +17,12 @@ from torch import nn
 import thinwire
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import knobs_of
 from thinwire.cli import program as cli
 from thinwire.cli.lab import compare_main, lab_main
 from thinwire.core.method import Method, Parameter
 from thinwire.core.names import describe
+from thinwire.core.selection import keep_dense
 from thinwire.lab import report as comparison
 from thinwire.methods import TABLE
 from thinwire.methods.parts.feedback import Lossy
@@ -33,8 +35,14 @@ from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
 
-KNOBS = [(cls, knob.name) for cls in TABLE for knob in cls.knobs()]
+KNOBS = [(cls, knob.name) for cls in TABLE for knob in knobs_of(cls)]
 NAMED = [f"{cls.name}-{knob}" for cls, knob in KNOBS]
+KINDS = {
+    "separate": ({}, {"beta": None}, {"beta": None, "reset": 3}, {"estimator": "paper", "beta": 0.95}),
+    "topk": ({}, {"error_feedback": False}), "tagc": ({}, {"leftovers": "median"}, {"theta": 0}),
+    "loco": ({}, {"reset": 0}), "dgc": ({}, {"momentum": 0}), "trickle": ({}, {"mask": "shared"}, {"mask": "merged"}),
+}  # fmt: skip
+"""Settings of a method that promise different things."""
 
 
 def refused(make, *words: str) -> None:
@@ -54,13 +62,14 @@ def refused(make, *words: str) -> None:
         ("dense(send='*')", "send"), ("dense(dense='*')", "dense"), ("fp32(send='*')", "send"),
         ("fp32(dense='*')", "dense"), ("none(dense='*')", "dense"), ("none(send='*')", "send"),
         ("bf16(smallest=3)", "smallest"), ("bf16(send='*')", "send"),
-        ("lhc(theta=0.5)", "theta"),
+        ("lhc(theta=0.5)", "theta"), ("zeropp(weight_bits=4)", "weight_bits"), ("qsdp(group=64)", "group"),
         ("local-steps(send='*')", "send"),
     ],
 )  # fmt: skip
 def test_a_knob_that_does_nothing_does_not_exist(text, knob, capsys):
     cls = type(methods.resolve(text.partition("(")[0]))
-    value = {"smallest": 3, "theta": 0.5}.get(knob, "*" if knob in ("send", "dense") else False)
+    values = {"smallest": 3, "theta": 0.5, "weight_bits": 4, "group": 64}
+    value = values.get(knob, "*" if knob in ("send", "dense") else False)
     refused(lambda: methods.resolve(text), f"{cls.name} has no knob '{knob}'", "it has: ")
     refused(lambda: cls(**{knob: value}), f"{cls.name} has no knob '{knob}'", "it has: ")
     methods.main([])
@@ -74,7 +83,7 @@ def test_a_knob_that_chooses_parameters_chooses_parameters(cls, knob):
                   for n in (16, 64, 2**16) for role in ("matrix", "norm")]  # fmt: skip
     value = 0 if knob == "smallest" else "*"
     changed, default = cls(**{knob: value}), cls()
-    assert [changed.keep_dense(p) for p in parameters] != [default.keep_dense(p) for p in parameters]
+    assert [keep_dense(changed, p) for p in parameters] != [keep_dense(default, p) for p in parameters]
 
 
 @pytest.mark.parametrize(
@@ -88,12 +97,36 @@ def test_a_knob_that_does_nothing_beside_another_is_refused(text, words):
     refused(lambda: methods.resolve(text), words)
 
 
+@pytest.mark.parametrize("cls", [cls for cls in TABLE if "feedback" in {knob.name for knob in knobs_of(cls)}])
+def test_every_method_takes_or_refuses_each_feedback_in_one_line(cls):
+    """With each kind of promise that its knobs give it: what a card says is known before a method has begun."""
+    kinds = [values for values in (*KINDS.get(cls.name, ({},)), *cls.PRESETS.values()) if "feedback" not in values]
+    for values in kinds:
+        for feedback in ({"feedback": "gradient"}, {"feedback": "update"}, {"feedback": "update", "portion": 0.5}):
+            try:
+                made = cls(**values, **feedback)
+            except ThinwireError as error:
+                assert "\n" not in str(error) and "portion" in str(error)
+                continue
+            assert made.card.promise.of == ("updates" if feedback["feedback"] == "update" else "gradients") or (
+                made.card.promise.kind == "lossy"
+            )
+
+
+def test_local_steps_need_the_same_arithmetic_as_their_outer_method():
+    for outer in ("separate", "int8", "scape"):
+        method = methods.resolve(outer)
+        if method.card.promise.of == "gradients":
+            inside = methods.resolve(f"local-steps(outer={outer!r})").card
+            assert inside.same_arithmetic == method.card.same_arithmetic == (outer == "separate")
+
+
 def test_defaults_presets_and_what_they_print_are_accepted():
     for cls in TABLE:
         for name in (cls.name, *(f"{cls.name}:{preset}" for preset in cls.PRESETS)):
             made = methods.resolve(name)
             assert methods.resolve(str(made)) == made
-            assert not {knob.name for knob in cls.knobs()} & set(cls.ABSENT)
+            assert not {knob.name for knob in knobs_of(cls)} & set(cls.ABSENT)
 
 
 @pytest.mark.parametrize("cls", [cls for cls in TABLE if "paper" in cls.PRESETS], ids=lambda cls: cls.name)
@@ -111,7 +144,7 @@ def test_what_sends_adamws_steps_is_no_outer_method_and_what_to_write_is_said(na
     of_gradients = methods.resolve(name).of_gradients
     refused(lambda: methods.resolve(f"local-steps(outer={name!r})"), "outer optimizer is SGD", f"write {of_gradients}")
     outer = of_gradients.partition(", or ")[0]
-    assert methods.resolve(f"local-steps(outer={outer!r})").carrier.feedback == "gradient"
+    assert methods.resolve(f"local-steps(outer={outer!r})").card.carrier.feedback == "gradient"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +229,7 @@ def test_any_value_is_taken_or_refused_in_one_line(knob, value):
 def test_ranges_hold_for_all_that_share_a_knob(cls):
     for knob, values in (("smallest", (-1,)), ("group", (0, -8, 10)), ("start", (-1, 1.5)), ("warmup", (-0.1, 2.5)),
                          ("density", (0, -1, 1.1))):  # fmt: skip
-        for value in values if knob in {known.name for known in cls.knobs()} else ():
+        for value in values if knob in {known.name for known in knobs_of(cls)} else ():
             refused(lambda knob=knob, value=value: cls(**{knob: value}), knob)
     if hasattr(cls, "intra_bits"):
         refused(lambda: cls(bits=32, intra_bits=32, group=0), "group")

@@ -12,6 +12,7 @@ from breadth import spread
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.core.method import Parameter, first_step
+from thinwire.core.selection import keep_dense
 from thinwire.methods import SEPARATE, TAGC, Radius
 from thinwire.methods.papers import tagc as tagc_module
 from thinwire.network.ledger import Ledger
@@ -180,7 +181,7 @@ def test_the_printed_update_overflows_and_ours_is_bounded(ratio):
 
     def as_printed():
         method = SEPARATE(estimator="paper", beta=None, **knobs)
-        method._keep = 1 - 0.95  # the paper prints beta as the weight of the new error
+        method._weight_of_old = 1 - 0.95  # the paper prints beta as the weight of the new error
         return method
 
     printed = run(as_printed, **kw)
@@ -245,7 +246,7 @@ def test_a_union_too_dense_for_a_sketch_goes_dense_and_says_so():
 
 def test_selection():
     def why(select, name, role="matrix"):
-        return TAGC(select=select).keep_dense(Parameter(name, (512, 512), 512 * 512, role, torch.float32, 512 * 512))
+        return keep_dense(TAGC(select=select), Parameter(name, (512, 512), 512 * 512, role, torch.float32, 512 * 512))
 
     assert why("all", "blocks.0.attention.query.weight") is None
     for name in ("blocks.0.attention.query.weight", "h.1.attn.c_attn.weight", "layers.0.self_attn.k_proj.weight"):

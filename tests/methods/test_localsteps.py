@@ -20,6 +20,7 @@ from engines import build, same_on_all_ranks, train
 from models import flat
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import knobs_of
 from thinwire.methods import LocalSteps, resolve
 from thinwire.proof.ranks import reduce_on_threads
 from thinwire.saved.format import entries
@@ -278,10 +279,10 @@ def outers() -> list[str]:
     """Every method that averages gradients, with small tensors sent and no start."""
     found = []
     for cls in methods.TABLE:
-        if cls is LocalSteps or not cls().rank_equal or cls().promise.of != "gradients":
+        if cls is LocalSteps or not cls().rank_equal or cls().card.promise.of != "gradients":
             continue
         knobs = {"smallest": 0, "start": 0, "warmup": 1, "group": 32, "sign": False}
-        mine = [f"{knob.name}={knobs[knob.name]}" for knob in cls.knobs() if knob.name in knobs]
+        mine = [f"{knob.name}={knobs[knob.name]}" for knob in knobs_of(cls) if knob.name in knobs]
         found.append(f"{cls.name}({', '.join(mine)})")
     return found
 
@@ -339,11 +340,11 @@ def test_what_cannot_be_is_refused(knobs, word):
 
 def test_it_can_be_written_on_the_command_line():
     method = resolve("local-steps(every=4, outer='int8(error_feedback=True)', outer_lr=0.7, outer_momentum=0.9)")
-    assert isinstance(method, LocalSteps) and method.carrier == resolve("int8(error_feedback=True)")
+    assert isinstance(method, LocalSteps) and method.card.carrier == resolve("int8(error_feedback=True)")
     assert resolve(str(method)) == method
-    assert LocalSteps(outer=methods.TopK(feedback="gradient", density=0.5)).carrier.density == 0.5
+    assert LocalSteps(outer=methods.TopK(feedback="gradient", density=0.5)).card.carrier.density == 0.5
     sparse = resolve("local-steps:sparseloco(every=15)")
-    assert (sparse.every, sparse.decay, sparse.carrier.name) == (15, 0.95, "trickle")
+    assert (sparse.every, sparse.decay, sparse.card.carrier.name) == (15, 0.95, "trickle")
 
 
 # On engines.

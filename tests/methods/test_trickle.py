@@ -56,11 +56,11 @@ def test_a_knob_that_does_nothing_is_refused_and_so_is_what_cannot_be_sent(mask)
                 assert method.make_codec() == TiledTopK(int(density * TILE) // 4 * 4)
             else:
                 assert method.make_codec() == Integers(group, bits)
-            assert method.granule == (TILE if bits == 2 else 64)
-            assert method.on_wire == method.gathers == (mask == "own")
+            assert method.card.group == (TILE if bits == 2 else 64)
+            assert method.card.summed_by_network == method.card.grows_with_ranks == (mask == "own")
             assert method.at_one_mask == (mask == "merged" and knobs["server_density"] < 1)
             assert method.usual_portion == portion_of(density)
-            assert set(method.promise.waits) == ({"residual", "server"} if mask == "merged" else {"residual"})
+            assert set(method.card.promise.waits) == ({"residual", "server"} if mask == "merged" else {"residual"})
     assert made > 20
 
 
@@ -74,9 +74,9 @@ def test_weights_are_refused_where_there_is_no_mask_for_all():
 
 def test_what_does_not_grow_is_told_by_the_knobs():
     for spec, bits in (("trickle", 8), ("trickle(bits=2)", 4), ("trickle(bits=4,portion=0.5)", 4)):
-        other = methods.resolve(methods.resolve(spec).at_scale)
+        other = methods.resolve(methods.resolve(spec).card.instead_at_scale)
         assert (other.mask, other.bits, other.portion) == ("merged", bits, None), spec
-    assert methods.resolve("trickle:merged").at_scale == ""
+    assert methods.resolve("trickle:merged").card.instead_at_scale == ""
 
 
 @pytest.mark.parametrize("spec", ["trickle:shared", "trickle(mask='shared')", "trickle:shared(density=0.1)",

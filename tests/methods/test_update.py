@@ -30,6 +30,7 @@ from thinwire.codecs import Int8
 from thinwire.codecs.base import Residual
 from thinwire.codecs.sparse import TILE, Positions, Sparse, TiledTopK
 from thinwire.core.run import Parameter
+from thinwire.core.selection import keep_dense
 from thinwire.methods import resolve
 from thinwire.ops import direction, sparse
 from thinwire.ops.direction import DirectionSegment, cpu, reference
@@ -176,7 +177,7 @@ def test_muon_takes_whole_matrices(topology):
 def test_what_is_no_matrix_stays_dense_with_muon():
     def kept(shape: tuple[int, ...], role: str = "matrix") -> str | None:
         numel = math.prod(shape)
-        return method.keep_dense(Parameter("a", shape, numel, role, torch.float32, numel))
+        return keep_dense(method, Parameter("a", shape, numel, role, torch.float32, numel))
 
     method = methods.resolve("trickle(smallest=0, direction='muon')")
     assert kept((8, 4, 3, 3)) == "not a matrix" and kept((32,)) == "1-D"

@@ -51,7 +51,7 @@ def _changes_nothing(rank, world, kind):
             advance(model, optimizer, rank, range(4))
             wire.reset_stats()
             advance(model, optimizer, rank, range(4, 6))
-            stats, adapts = wire.ledger.stats(), wire.method.adapts
+            stats, adapts = wire.ledger.stats(), wire.method.card.bytes_follow_data
             sent = sum(stats["wire_bytes_per_step"].values()) - stats["weight_bytes_per_step"]
             more = sent - wire.plan.wire_bytes  # 8 bytes of each of some messages, which the plan does not know
             if not adapts and name not in ("radius", "local-steps") and not 0 <= round(more, 6) <= 500 * checksum:

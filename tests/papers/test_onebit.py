@@ -17,6 +17,7 @@ from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sign import Sign
 from thinwire.core.exchange import bucket_rows
 from thinwire.core.method import Parameter, Run
+from thinwire.core.selection import keep_dense
 from thinwire.methods import OneBitAdam, resolve
 from thinwire.network.ledger import Ledger
 from thinwire.ops.sign import cpu, reference
@@ -267,8 +268,8 @@ def test_clipping_acts_on_the_step_and_not_on_what_is_kept():
 
 def test_embeddings_stay_dense_unless_they_are_sent():
     embedding = Parameter("tok", (1000, 100), 100_000, "embedding", torch.float32, 100_000)
-    assert "variance" in (OneBitAdam().keep_dense(embedding) or "")
-    assert resolve("onebit-adam:paper").keep_dense(embedding) is None
+    assert "variance" in (keep_dense(OneBitAdam(), embedding) or "")
+    assert keep_dense(resolve("onebit-adam:paper"), embedding) is None
     assert resolve("onebit-adam:paper").scale == "rms"
 
 

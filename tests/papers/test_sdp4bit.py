@@ -23,6 +23,7 @@ from thinwire.codecs.intquant import ShiftedInt8
 from thinwire.core.bucket import Piece, Shard
 from thinwire.core.method import Run
 from thinwire.core.names import describe
+from thinwire.core.selection import keep_dense
 from thinwire.core.state import State
 from thinwire.core.weights import Replica
 from thinwire.methods import SDP4Bit, ZeROPP, resolve
@@ -274,13 +275,13 @@ def test_bits_per_value_of_a_125m_model():
     method, exact, padded, values = SDP4Bit(), [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], 0
     codecs = (method._weight_codec, method.codec, method._intra_codec)
     for parameter, weight in zip(describe(model).values(), model.parameters(), strict=True):
-        if method.keep_dense(parameter):
+        if keep_dense(method, parameter):
             continue
         shard = -(-weight.shape[0] // 16) * math.prod(weight.shape[1:])
         values += shard
         for i, codec in enumerate(codecs):
             exact[i] += shard * (codec.bits + 32 / codec.group)
-            group = method.weight_group if i == 0 else method.granule
+            group = method.weight_group if i == 0 else method.card.group
             padded[i] += 8 * codec.wire_bytes(-(-shard // group) * group)
     assert [round(bits / values, 3) for bits in exact] == [4.016, 4.25, 8.25]
     assert all(b / a < 1.01 for a, b in zip(exact, padded, strict=True))
@@ -469,7 +470,7 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ThinwireError, match=message):
             SDP4Bit(**knobs)
-    assert ZeROPP().weights == "plain" and resolve("zeropp:w4").weight_bits == 4
+    assert ZeROPP().weights == "plain"
     for preset, (weights, bits, inside, hadamard) in {
         "paper": ("difference", 4, 8, True), "qwd": ("difference", 32, 32, True), "qw": ("plain", 32, 32, True),
         "tlq-hs": ("dense", 4, 8, True), "tlq": ("dense", 4, 8, False), "ulq": ("dense", 4, 4, False),

@@ -80,7 +80,7 @@ def test_the_bound_is_where_the_theory_says(ratio, monkeypatch):
     kw = {"shapes": {"w": 16384}, "steps": 40, "estimator": "paper", "ratio": ratio, "block": block, "size": 1}
     for factor in (0.5, 3.0):
         a = factor * bound
-        monkeypatch.setattr(SEPARATE, "_weight_of_old", lambda method, old=1 - a: old)  # it refuses what diverges
+        monkeypatch.setattr(SEPARATE, "_weight_of_old", property(lambda method, old=1 - a: old))  # not refused
         norms = [norm_of(residual(step, ["w"])) for step in run(**kw)[0]]
         if factor < 1:
             assert max(norms) < 2 * norm_of(gradients(0, 0, 16384))
@@ -151,11 +151,11 @@ def test_presets():
     paper, ours = methods.resolve("separate:paper"), methods.resolve("separate")
     assert isinstance(paper, SEPARATE) and isinstance(ours, SEPARATE)
     assert (paper.ratio, paper.estimator, paper.beta, paper.reset) == (16, "paper", 0.95, 128)
-    assert paper._keep == 0.95  # of the old error
-    assert (ours.ratio, ours.estimator, ours.reset, ours._keep) == (16, "cyclic_srht", 0, 1.0)  # no feedback
+    assert paper._weight_of_old == 0.95  # of the old error
+    assert (ours.ratio, ours.estimator, ours.reset, ours._weight_of_old) == (16, "cyclic_srht", 0, 1.0)  # no feedback
     for ratio, estimator in ((8, "paper"), (64, "paper")):
         made = SEPARATE(ratio=ratio, estimator=estimator, beta=None)
-        assert made._keep == pytest.approx(1 - 1 / (1 + 513 / (512 // ratio)))
+        assert made._weight_of_old == pytest.approx(1 - 1 / (1 + 513 / (512 // ratio)))
 
 
 @pytest.mark.parametrize(

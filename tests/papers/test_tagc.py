@@ -17,6 +17,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.random import seed_of
 from thinwire.core.exchange import bucket_rows
 from thinwire.core.method import Parameter, Run
+from thinwire.core.selection import keep_dense
 from thinwire.core.state import State, load_state
 from thinwire.methods import LHC, TAGC
 from thinwire.methods.papers import tagc as tagc_module
@@ -221,7 +222,7 @@ def test_a_skipped_overload_leaves_the_size_as_it_was():
 )  # fmt: skip
 def test_attention_inputs_of_the_usual_models(name, attention):
     parameter = Parameter(name, (512, 512), 512 * 512, "matrix", torch.float32, 512 * 512)
-    assert TAGC(select="non-attention").keep_dense(parameter) == ("attention input" if attention else None)
+    assert keep_dense(TAGC(select="non-attention"), parameter) == ("attention input" if attention else None)
 
 
 # LHC

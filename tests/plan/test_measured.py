@@ -12,6 +12,7 @@ sys.path.append(str(ROOT / "benchmarks" / "loss"))
 
 import regime_tables  # noqa: E402
 from thinwire import methods  # noqa: E402
+from thinwire.base.knobs import knobs_of  # noqa: E402
 from thinwire.methods import resolve  # noqa: E402
 from thinwire.network.ledger import Ledger  # noqa: E402
 from thinwire.plan.measured import describe_measured, nearest_measured, read_measured  # noqa: E402
@@ -56,7 +57,7 @@ def test_every_plan_that_compresses_has_the_line(cls):
     if "ddp" not in cls.engines or cls.name == "local-steps":
         return
     exchange = exchange_on("all_reduce", Threads(4), 0, Ledger())
-    made = resolve(f"{cls.name}(smallest=0)") if "smallest" in {knob.name for knob in cls.knobs()} else cls()
+    made = resolve(f"{cls.name}(smallest=0)") if "smallest" in {knob.name for knob in knobs_of(cls)} else cls()
     plan = plan_of(made, parameters_for(exchange, {"a.weight": (64, 64)}).values(), exchange)
     assert bool(plan.measured) == (plan.compressed not in (None, 0.0))
     if plan.measured:

@@ -10,6 +10,7 @@ from breadth import dealt, spread
 from engines import adamw, build, train
 from models import Net
 from ranks import run
+from thinwire.base.knobs import knobs_of
 from thinwire.core.bucket import Arena, Bucket, Piece
 from thinwire.methods import TABLE, resolve
 from thinwire.plan.memory import resident_bytes
@@ -24,7 +25,7 @@ def method_of(name: str) -> thinwire.Method:
     """With small tensors sent, and without a start."""
     method = resolve(name)
     for knob, value in (("smallest", 256), ("start", 0), ("warmup", 1), ("every", 1)):
-        if knob in {field.name for field in method.knobs()}:
+        if knob in {field.name for field in knobs_of(method)}:
             setattr(method, knob, value)
     return method
 

@@ -60,10 +60,11 @@ def test_what_grows_with_the_ranks_is_declared_and_told(name):
     method = resolve(name)
     if name != "none":
         few, many = (run_dry(method, "ddp", size).parameters["b"] for size in (8, 32))
-        assert (many > 3 * few) == (method.gathers or name == "tagc")  # whose united masks grow until they are full
+        grows = method.card.grows_with_ranks or name == "tagc"  # whose united masks grow until they are full
+        assert (many > 3 * few) == grows
     plan = plan_of(method, parameters_for(exchange_of("ddp", 8), SHAPES).values(), exchange_of("ddp", 8))
-    assert (plan.dense_from is not None) == method.gathers
-    if method.gathers:
+    assert (plan.dense_from is not None) == method.card.grows_with_ranks
+    if method.card.grows_with_ranks:
         dense = resolve("dense")
         for size in (plan.dense_from - 1, plan.dense_from):
             sent, by_dense = (run_dry(of, "ddp", size).parameters["b"] for of in (method, dense))
@@ -167,6 +168,6 @@ def test_kernels_of_both_hops_are_compiled(monkeypatch):
     inter = AllReduce(CountingComm(0, 2, [0, 1], Ledger()), divide="after")
     method = resolve("sdp4bit(smallest=0)")
     parameters = parameters_for(intra, SHAPES).values()
-    road = road_of(method, parameters, intra, inter, intra=method.intra())
+    road = road_of(method, parameters, intra, inter, intra=method.card.intra)
     compile_kernels(road, stand_in_run(method, parameters, inter), torch.device("cpu"))
     assert seen == {4, 8}

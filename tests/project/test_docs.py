@@ -20,6 +20,7 @@ import pytest
 
 import thinwire
 from ranks import run
+from thinwire.base.knobs import knobs_of as fields_of
 from thinwire.cli.lab import Compare, LabRun, method_names
 from thinwire.cli.program import COMMANDS
 from thinwire.lab.compare import Entry
@@ -124,7 +125,7 @@ def test_every_method_has_its_row_and_every_measurement_its_command(figures: Mod
 def knobs_of(spec: str) -> tuple[str, dict[str, object]]:
     """What ``spec`` sets, but for ``smallest``."""
     method = resolve(spec)
-    return method.name, {knob.name: getattr(method, knob.name) for knob in method.knobs() if knob.name != "smallest"}
+    return method.name, {knob.name: getattr(method, knob.name) for knob in fields_of(method) if knob.name != "smallest"}
 
 
 def test_a_form_means_what_was_recorded(figures: ModuleType) -> None:
@@ -342,7 +343,7 @@ def test_guarantees_say_what_each_method_promises() -> None:
     named = set()
     for kind, items in re.findall(r"^  \* \*\*(\w+)\*\*:(.*?)(?=^ *\*)", page, re.DOTALL | re.MULTILINE):
         for spec in re.findall(r"`([^`]+)`", items):
-            assert resolve(spec).promise.kind == kind, spec
+            assert resolve(spec).card.promise.kind == kind, spec
             named.add(spec)
     assert {cls.name for cls in TABLE} <= named
 

@@ -127,8 +127,8 @@ def test_bytes_are_what_the_exchange_says(method, topology, size):
     ledger, world = Ledger(), Threads(size)
     comm = ThreadComm(world, 0, ledger)
     exchange = AllReduce(comm) if topology == "all_reduce" else ReduceScatter(comm)
-    rows = bucket_rows(exchange, made.on_wire)
-    width = sum(padded(padded(numel, rows) // rows, made.granule) for numel in SHAPES.values())
+    rows = bucket_rows(exchange, made.card.summed_by_network)
+    width = sum(padded(padded(numel, rows) // rows, made.card.group) for numel in SHAPES.values())
     row_bytes = 4 * width if made.codec is None else made.codec.wire_bytes(width)
     expected = (1 if exchange.owner else 2) * (size - 1) / size * rows * row_bytes
     for result in results:

@@ -13,7 +13,8 @@ import thinwire
 from breadth import dealt
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
-from thinwire.core.method import CONSERVES, EXACT, Promise, Rounding
+from thinwire.base.knobs import knobs_of
+from thinwire.core.method import CONSERVES, EXACT, Card, Rounding
 from thinwire.methods.baselines.localsteps import LocalSteps
 from thinwire.methods.baselines.plain import Int8
 from thinwire.methods.baselines.topk import TopK
@@ -71,16 +72,15 @@ def test_so_does_muons_direction_where_matrices_are_whole():
 def test_nobody_promises_less_than_it_keeps(name, knobs):
     """What is said to be rounded off or lost is: the books do not balance without it."""
     cls = type(methods.resolve(name))
-    if "reset" in {knob.name for knob in cls.knobs()} and cls().reset:  # within the steps that are played
+    if "reset" in {knob.name for knob in knobs_of(cls)} and cls().reset:  # within the steps that are played
         knobs = {"reset": 2, **knobs}
-    promise = small(cls, **knobs).promise
+    promise = small(cls, **knobs).card.promise
     if promise.kind not in ("rounds", "lossy"):
         return
 
     class Claims(cls):
-        @property
-        def promise(self) -> Promise:
-            return replace(promise, kind="conserves", rounding=None)
+        def describe(self) -> Card:
+            return replace(super().describe(), promise=replace(promise, kind="conserves", rounding=None))
 
     found = broken_laws(partial(small, Claims, **knobs), Setup("all_reduce", 3))
     assert {law for law, _ in found} == {"promise"}
@@ -96,7 +96,7 @@ def plan_of(where: Setup, method: thinwire.Method) -> Plan:
 
 def test_what_is_not_returned_is_said_in_one_line():
     for _, cls, does, promise in methods.listed():
-        for made in (promise, *(cls(**knobs).promise for knobs in cls.PRESETS.values())):
+        for made in (promise, *(cls(**knobs).card.promise for knobs in cls.PRESETS.values())):
             assert does.endswith(".") and bool(made.lost) == (made.kind in ("rounds", "lossy")), cls
             assert "\n" not in made.lost and (made.rounding is None) == (made.kind != "rounds"), cls
 
@@ -105,13 +105,13 @@ def test_thinwire_methods_says_it(capsys):
     methods.main([])
     printed = capsys.readouterr().out
     assert all(str(listed.promise) in printed and listed.does in printed for listed in methods.listed())
-    assert str(methods.resolve("separate:paper").promise) in printed
+    assert str(methods.resolve("separate:paper").card.promise) in printed
 
 
 def test_the_plan_says_what_is_not_returned():
     where, kept = Setup("all_reduce", 2), Int8(smallest=0, error_feedback=True)
-    assert plan_of(where, Int8(smallest=0)).lost == Int8().promise.lost
-    assert Int8().promise.lost in " ".join(str(plan_of(where, Int8(smallest=0))).split())
+    assert plan_of(where, Int8(smallest=0)).lost == Int8().card.promise.lost
+    assert Int8().card.promise.lost in " ".join(str(plan_of(where, Int8(smallest=0))).split())
     assert plan_of(where, kept).lost == "" and "returned" not in str(plan_of(where, kept))
     assert plan_of(where, Int8()).lost == "", "nothing is compressed"
 
@@ -218,18 +218,16 @@ class MovesTooFar(LocalSteps):
 
 
 class ClaimsToBeExact(Careful):
-    @property
-    def promise(self) -> Promise:
-        return EXACT
+    def describe(self) -> Card:
+        return replace(super().describe(), promise=EXACT)
 
 
 @dataclass
 class ClaimsToConserve(Int8):
     name: ClassVar[str] = "claims-to-conserve"
 
-    @property
-    def promise(self) -> Promise:
-        return CONSERVES
+    def describe(self) -> Card:
+        return replace(super().describe(), promise=CONSERVES)
 
 
 @dataclass

@@ -20,7 +20,9 @@ from breadth import dealt, spread
 from engines import adamw, build, train
 from models import Net, flat, loss_of
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import knobs_of
 from thinwire.core.bucket import Layout
+from thinwire.core.method_buckets import send_all
 from thinwire.core.state import dump_state, load_state
 from thinwire.methods import TABLE
 from thinwire.plan.dry_run import largest_state
@@ -37,11 +39,13 @@ TRIP = (
     Setup("two_level", 4, 2), Setup("all_reduce", 4),
 )  # fmt: skip
 """4 -> 2 -> 3 ranks, and DDP -> FSDP2 -> HSDP -> two levels -> DDP."""
-WAIT = [cls for cls in TABLE if small(cls).keeps_state or "error_feedback" in {knob.name for knob in cls.knobs()}]
+WAIT = [
+    cls for cls in TABLE if small(cls).card.keeps_state or "error_feedback" in {knob.name for knob in knobs_of(cls)}
+]
 
 
 def make(cls: type) -> Any:
-    knobs = {knob.name for knob in cls.knobs()}
+    knobs = {knob.name for knob in knobs_of(cls)}
     more = {"error_feedback": True} if "error_feedback" in knobs else {}
     outer = {"outer": "topk(feedback='gradient', smallest=0, density=0.25)"} if cls.name == "local-steps" else {}
     return small(cls, **more, **outer)
@@ -70,7 +74,7 @@ class Ranks:
 
         def body(number: int) -> None:
             rank, step = self.ranks[number], 0
-            while step < rank.method.steady + 4 or not rank.method.rank_equal:
+            while step < rank.method.card.steady + 4 or not rank.method.rank_equal:
                 rank.exchange(step, gradient(number, step, rank.engine.numel))
                 rank.record(step)
                 step += 1
@@ -100,7 +104,7 @@ class Ranks:
             flat = torch.zeros(engine.numel)
             out = torch.zeros(engine.numel // engine.rows) if engine.owner else flat
             with torch.no_grad():
-                rank.road.between_steps(flat, engine.pieces, out, rank.road.last.method.send_all)
+                rank.road.between_steps(flat, engine.pieces, out, partial(send_all, rank.road.last.method))
             rank.method.state.commit()
             return out
 
@@ -142,7 +146,7 @@ def test_what_waits_arrives_after_every_move(cls):
         there.load(state)
         found, _ = there.delivered()
         for name, values in expected.items():
-            counts = max([1.0, *there.ranks[0].method.promise.waits.values()])
+            counts = max([1.0, *there.ranks[0].method.card.promise.waits.values()])
             assert torch.allclose(found[name], values, rtol=0, atol=32 * U * counts * most), (where, name)
             waits |= bool(values.any())
         here = Ranks(cls, where)
@@ -178,7 +182,7 @@ def supported(spec: str, kind: str) -> bool:
 
 def waiting(wire: Any) -> dict[str, Tensor]:
     """This rank's part of what waits."""
-    waits = wire.method.promise.waits
+    waits = wire.method.card.promise.waits
     return {key: of for key, of in entries(wire.state_dict()).items() if key.partition("/")[0] in waits}
 
 

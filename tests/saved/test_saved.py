@@ -49,7 +49,7 @@ def _forms(rank: int, world: int, kind: str) -> list[str]:
         if kind not in cls.engines or not falls_on(number, kind, cls.engines):
             continue
         method = small(cls)
-        if not method.keeps_state and not (method.encodes_weights and kind == "fsdp2"):
+        if not method.card.keeps_state and not (method.card.encodes_weights and kind == "fsdp2"):
             continue
         model = build(kind, world, net=_shorter)
         for _, group in [] if kind == "ddp" else param_groups(model):  # as in torch 2.15, before it has found an order

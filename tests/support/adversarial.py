@@ -26,6 +26,7 @@ import adversarial_weights as weights
 from adversarial_laws import Array, Played, Taken, View
 from thinwire import AdamS, methods
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Method, Run, Step
 from thinwire.core.state import State, dump_state
 from thinwire.network.ledger import Ledger
@@ -292,7 +293,7 @@ def draw(seed: int, only: str = "") -> Case:
     gathers = issubclass(cls, methods.SDP4Bit) and pick(True, False, False, False)
     if gathers:
         knobs |= _weights(pick)
-    if any(knob.name == "send" for knob in cls.knobs()):
+    if any(knob.name == "send" for knob in knobs_of(cls)):
         knobs["send"] = "*"  # small tensors, too
     method = f"{cls.name}({', '.join(f'{knob}={value!r}' for knob, value in knobs.items())})"
     topology, size, per_node = _place(cls, pick)
@@ -408,7 +409,7 @@ class VirtualRank:
     def __init__(self, case: Case, world: LockStep, rank: int, make: Callable[[], Method]) -> None:
         self.case, self.world, self.rank = case, world, rank
         self.ledger, self.method = Ledger(), make()
-        self.state = self.method.state = State(self.method.offloads)
+        self.state = self.method.state = State(self.method.card.offloaded_kinds)
         self.exchange = exchange_on(case.topology, world, rank, self.ledger, case.per_node)
         found = parameters_for(self.exchange, case.shapes)
         self.parameters = {name: replace(parameter, dtype=case.dtype) for name, parameter in found.items()}
@@ -420,7 +421,7 @@ class VirtualRank:
             optimizers=optimizers, weights=self.weights, rank=rank,
         ))  # fmt: skip
         self.bucket, _ = bucket_for(self.method, self.exchange, case.shapes)
-        self.bucket.dtype = case.dtype if self.method.native else torch.float32
+        self.bucket.dtype = case.dtype if self.method.card.native else torch.float32
 
     def take(self, turn: Turn) -> Taken:
         """One step."""
@@ -501,7 +502,7 @@ def play(case: Case, make: Callable[[], Method], *, disturbed: bool) -> Played:
         taken: list[Taken] = []
         number = 0
         for ranks, end in schedule:
-            if end == "look" and not me.method.keeps_state:
+            if end == "look" and not me.method.card.keeps_state:
                 continue  # nothing waits
             turns.append(Turn(number, ranks, end))
             taken.append(me.take(turns[-1]))

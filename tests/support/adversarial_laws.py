@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from thinwire.base.knobs import knobs_of
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.intquant import Integers, ShiftedInt8
@@ -246,7 +247,7 @@ def _gradients(view: View, turn: int, name: str) -> Array:
 
 
 def dense(view: View, turn: int, name: str) -> Iterator[Claim]:
-    unit = U8 if view.method.native and view.case.dtype == torch.bfloat16 else U
+    unit = U8 if view.method.card.native and view.case.dtype == torch.bfloat16 else U
     mean, error = exchanged(view, view.inputs(turn, name), nothing, on_wire=True, unit=unit)
     yield "the mean", view.mean(turn, name), mean, error
 
@@ -263,8 +264,8 @@ def lossy(view: View, turn: int, name: str) -> Iterator[Claim]:
     old, new = view.state(turn - 1, "residual", name), view.state(turn, "residual", name)
     h = view.inputs(turn, name) + old
     rounding = rounding_of(method.codec)
-    unit = U8 if method.on_wire else U  # the network sums bfloat16 in bfloat16
-    mean, error = exchanged(view, h, rounding, on_wire=method.on_wire, unit=unit)
+    unit = U8 if method.card.summed_by_network else U  # the network sums bfloat16 in bfloat16
+    mean, error = exchanged(view, h, rounding, on_wire=method.card.summed_by_network, unit=unit)
     yield "the mean", view.mean(turn, name), mean, error + (U * np.abs(h) + LEAST).mean(0)
     if method.error_feedback:
         group = method.codec.group
@@ -403,9 +404,9 @@ def separate(view: View, turn: int, name: str) -> Iterator[Claim]:
     yield _kept(view, turn, name, projected, error + more)
     if restart:
         yield "what waits after a restart", new, np.zeros_like(new), np.zeros_like(new)
-    elif method._keep < 1:
-        share = 1 - method._keep
-        left = (new - method._keep * old) / share
+    elif method._weight_of_old < 1:
+        share = 1 - method._weight_of_old
+        left = (new - method._weight_of_old * old) / share
         sizes = (np.abs(h) + (np.abs(new) + np.abs(old)) / share).sum(0)
         yield _kept(view, turn, name, h - left, 2 * error + more + (6 + SPARE) * U * sizes)
 
@@ -605,7 +606,7 @@ def _bits(values: Array) -> bytes:
 def _agreement(view: View, turn: int) -> list[str]:
     """All ranks hold the same bits where they must, and have sent as many bytes."""
     found, first = [], view.played.ranks[0][turn]
-    alone = view.method.alone(view.played.numbers[turn])
+    alone = view.method.card.alone(view.played.numbers[turn])
     same = view.method.rank_equal and not alone and not view.case.owner
     for rank, ranks in enumerate(view.played.ranks[1:], 1):
         other = ranks[turn]
@@ -673,16 +674,16 @@ def _period(view: View) -> tuple[int, int]:
     """First step from which on, and number of steps over which, the plan is an average. 0: bytes follow the data."""
     method: Any = view.method
     if method.name == "radius":
-        return method.steady, method.T
+        return method.card.steady, method.T
     if method.name == "scape" and method.density < 1:
-        return method.steady, method.refresh
+        return method.card.steady, method.refresh
     if method.name == "onebit-adam" and view.case.owner:  # the first also gathers Adam's moment
-        return method.steady + 1, 1
+        return method.card.steady + 1, 1
     if method.name == "local-steps":
-        return method.steady, method.every
+        return method.card.steady, method.every
     if method.name == "lhc" or (method.name == "tagc" and method.theta):
         return 0, 0
-    return method.steady, 1
+    return method.card.steady, 1
 
 
 def of_two_plays(plain: View, disturbed: View) -> list[str]:
@@ -728,7 +729,7 @@ def _shows(view: View, turn: int, end: str) -> list[str]:
              if key.endswith(f"/{name}") and values.dtype.kind == "f"]  # fmt: skip
     places = ~np.isfinite(view.inputs(turn, name)).all(0)
     shown = ~np.isfinite(view.mean(turn, name, rank))
-    if view.method.name in AT_THE_PLACE and not view.method.keeps_state and not shown[places].all():
+    if view.method.name in AT_THE_PLACE and not view.method.card.keeps_state and not shown[places].all():
         return [f"turn {turn}, {name}: {value} on rank {rank} is a finite mean at its place"]
     if end == "look" and not shown.any() and all(np.isfinite(values).all() for values in waits):
         return [f"turn {turn}, {name}: {value} on rank {rank} shows neither in the mean nor in what waits"]
@@ -738,7 +739,7 @@ def _shows(view: View, turn: int, end: str) -> list[str]:
 def names_a_knob(message: str, make: Callable[[], Method]) -> bool:
     """Does a refusal say what to change?"""
     try:
-        knobs = [knob.name for knob in make().knobs()]
+        knobs = [knob.name for knob in knobs_of(make())]
     except Exception:  # it was the settings that were refused
         knobs = []
     return bool(re.search(rf"\b({'|'.join([*knobs, 'two_level', 'density', 'beta', 'k', 'ratio'])})\b", message))

@@ -15,6 +15,7 @@ from adversarial_laws import LEAST, ROOM, TOP, Array, U, rounding_of
 from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.method import Method, Run
 from thinwire.core.road import Road, Stage
+from thinwire.core.selection import dense_among, keep_dense
 from thinwire.core.state import State
 from thinwire.core.weights import Replica
 from thinwire.network.guard import Guard
@@ -31,7 +32,7 @@ class Owner:
 
     def __init__(self, case: Case, world: LockStep, rank: int, make: Callable[[], Method]) -> None:
         self.ledger, self.method = Ledger(), make()
-        self.method.state = State(self.method.offloads)
+        self.method.state = State(self.method.card.offloaded_kinds)
         exchange = exchange_on("reduce_scatter", world, rank, self.ledger, case.per_node)
         self.comm, self.parameters = exchange.comm, parameters_for(exchange, case.shapes)  # type: ignore[attr-defined]
         self.method.begin(Run(self.parameters, exchange, case.steps, case.seed, rank=rank))
@@ -60,7 +61,7 @@ class Owner:
         """Bytes of one gathering."""
         numel = sum(piece.numel for piece in self.pieces)
         layout = Layout((), (), [Shard(self.pieces, (), numel, torch.float32)], self.comm)
-        dense = self.method.dense_among(self.parameters.values())
+        dense = dense_among(self.method, self.parameters.values())
         road = Road([Stage(self.method, dense, self.method.run.exchange, Guard([], False), Ledger())])
         return dry_run(layout, road, self.method.run).weights
 
@@ -107,7 +108,7 @@ def _of_one_step(case: Case, shard: Owner, turn: int, master: Array, before: Arr
         at = slice(piece.offset, piece.offset + piece.numel)
         w, r, replica = (values[:, at].astype(np.float64) for values in (master, before, got))
         error = np.zeros_like(w)
-        if method.keep_dense(shard.parameters[piece.name]) is None and not (follows and not turn):
+        if keep_dense(method, shard.parameters[piece.name]) is None and not (follows and not turn):
             codec = method.make_weight_codec()  # type: ignore[attr-defined]
             d = np.abs(w - r) if follows else np.abs(w)
             # the difference, and its sum with the replica: a rounding each

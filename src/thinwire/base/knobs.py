@@ -1,14 +1,17 @@
-"""Is a setting what its annotation says? One check for the knobs of methods and the configuration of a run."""
+"""Settings: does a value fit its annotation, which knobs has a method, and why is one of its values refused.
+
+``check_types`` is for the knobs of methods and for the configuration of a run.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 from thinwire.base.errors import ThinwireError
 
@@ -16,6 +19,14 @@ _WORDS = {
     int: "a whole number", float: "a finite number", bool: "True or False", str: "a string", Path: "a path",
     NoneType: "None",
 }  # fmt: skip
+
+
+class HasKnobs(Protocol):
+    """A dataclass, or an object of it, whose fields are knobs: a method."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    name: ClassVar[str]
+    ABSENT: ClassVar[Mapping[str, str]]
 
 
 def check_types(settings: Any, label: Callable[[str], str]) -> None:
@@ -33,6 +44,36 @@ def check_types(settings: Any, label: Callable[[str], str]) -> None:
         if not _fits(value, hint):
             shown = " ".join(repr(value).split())
             raise ThinwireError(f"{label(field.name)} is {_words(hint)}, got {shown[:60]}")
+
+
+def knobs_of(method: HasKnobs | type[HasKnobs]) -> list[Field[Any]]:
+    """Return the fields of ``method``, an object or a class, that a user can set."""
+    return [knob for knob in fields(method) if knob.init and knob.name not in method.ABSENT]
+
+
+def own_knobs_of(method: HasKnobs | type[HasKnobs]) -> list[str]:
+    """Return the names of the knobs of ``method`` beside those that choose parameters."""
+    return [knob.name for knob in knobs_of(method) if knob.name not in ("dense", "send", "smallest")]
+
+
+def unknown_knob(cls: type[HasKnobs], knob: str) -> ThinwireError:
+    """Make the error for a ``knob`` that was set and that methods of class ``cls`` do not have."""
+    reason = f" ({cls.ABSENT[knob]})" if knob in cls.ABSENT else ""
+    names = ", ".join(field.name for field in knobs_of(cls)) or "none"
+    return ThinwireError(f"{cls.name} has no knob '{knob}'{reason}; it has: {names}")
+
+
+def refuse_idle(method: HasKnobs, when: str, *knobs: str) -> None:
+    """Refuse those of ``method``'s ``knobs`` that are set: they do nothing ``when`` another is set so."""
+    for knob in knobs:
+        if getattr(method, knob) != getattr(type(method), knob):
+            raise ThinwireError(f"{method.name}: {knob} does nothing with {when}: leave it out")
+
+
+def must(method: HasKnobs, good: bool, knob: str, be: str) -> None:
+    """Refuse ``knob`` of ``method`` as it is unless that is ``good``: it "is a number of steps, 1 or more"."""
+    if not good:
+        raise ThinwireError(f"{method.name}: {knob} {be}, got {getattr(method, knob)}")
 
 
 @functools.cache

@@ -163,9 +163,9 @@ def host_facts(method: Method, optimizers: Sequence[torch.optim.Optimizer], devi
     if device != "cpu":
         return {}
     facts = {}
-    if engine != "FSDP2" or method.same_arithmetic:
+    if engine != "FSDP2" or method.card.same_arithmetic:
         facts[INSTRUCTIONS] = torch.backends.cpu.get_cpu_capability()
-    if method.same_arithmetic or any(type(optimizer).__name__ == "AdamS" for optimizer in optimizers):
+    if method.card.same_arithmetic or any(type(optimizer).__name__ == "AdamS" for optimizer in optimizers):
         facts[KERNELS] = cpu_kernels()
     return facts
 

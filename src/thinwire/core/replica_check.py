@@ -1,9 +1,9 @@
 """Compares, every so many steps, hashes of the raw bits that ranks must hold alike.
 
 Compared are the weights (DDP: on all ranks; HSDP: on those with the same shard), what a method promises to be equal of
-its state (``Method.alike``: masks), and what a sharded engine's ranks hold of each other's weights (``weights.py``).
-Where weights are sharded over all ranks each has one owner, and there is nothing to compare. Where ranks go their own
-ways it is done when they have met.
+its state (``StateKind.rank_equal``: masks), and what a sharded engine's ranks hold of each other's weights
+(``weights.py``). Where weights are sharded over all ranks each has one owner, and there is nothing to compare. Where
+ranks go their own ways it is done when they have met.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ class ReplicaCheck:
         if engine.kind != "fsdp2":
             comm = engine.comms[0] if engine.kind == "ddp" else exchange.comm
             yield _aside(comm), {f"the weights {name}": local(weight) for name, weight in steps.weights.items()}
-        if method.alike:
+        if kinds := method.card.equal_kinds:
             method.finish()
-            entries = [entry for kind in method.alike for entry in find_entries(method.state, kind)]
+            entries = [entry for kind in kinds for entry in find_entries(method.state, kind)]
             entries.sort(key=lambda entry: entry[:2])
             yield _aside(exchange.comm), {f"{kind} of {name}": value for kind, name, value in entries}
         for replica in getattr(engine, "replicas", ()):

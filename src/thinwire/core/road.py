@@ -30,6 +30,7 @@ from thinwire.base import device as devices
 from thinwire.core.bucket import Arena, Bucket, BucketGroup, Piece
 from thinwire.core.exchange import Exchange, dense_bytes, on_comm
 from thinwire.core.method import Fp32, Method, Parameter
+from thinwire.core.method_buckets import bucket_of
 from thinwire.core.outliers import OutlierClip
 from thinwire.network.comm import Comm
 from thinwire.network.guard import Guard
@@ -127,10 +128,10 @@ class Stage:
         return [_PackedBuckets(bucket, [(method, bucket)]) for method, bucket in buckets]
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
-        if method.native:  # the buffer goes out as it is
+        if method.card.native:  # the buffer goes out as it is
             pieces = [replace(piece, form=None) for piece in pieces]
-        dtype = flat.dtype if method.native else torch.float32
-        return method.bucket_of(pieces, self.exchange, flat.device, self._buckets.arena, dtype)
+        dtype = flat.dtype if method.card.native else torch.float32
+        return bucket_of(method.card, pieces, self.exchange, flat.device, self._buckets.arena, dtype)
 
 
 class _PackedBuckets(NamedTuple):
@@ -224,7 +225,7 @@ class Road:
 
     def _through(self, flat: Tensor, pieces: Pieces, out: Tensor, stages: Sequence[Carry]) -> None:
         if self.levels is not None:
-            native = all(stage.method.native for stage in self.stages)
+            native = all(stage.method.card.native for stage in self.stages)
             self.levels.through(flat, pieces, out, stages[0], stages[1], flat.dtype if native else torch.float32)
             return
         for stage in stages:

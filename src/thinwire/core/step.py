@@ -9,6 +9,7 @@ exchange, a step that is skipped, an optimizer that nobody told us of, weights t
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from thinwire.base.errors import ThinwireError, ThinwireWarning, name_exchange
 from thinwire.core.engine import Engine, all_zero
 from thinwire.core.fingerprint import WeightWatch
 from thinwire.core.method import Run, Step
+from thinwire.core.method_buckets import drop_waiting
 from thinwire.core.names import bare_name
 from thinwire.core.replica_check import ReplicaCheck
 from thinwire.core.road import Road
@@ -85,11 +87,10 @@ class StepLoop:
         self._skipping: set[int] = set()  # optimizers whose part of a skipped step is still to come
         self._settled = False  # the last exchange has been stepped with, or skipped
         self._warned = False
-        self._knows_scaler = run.scaled or not self.method.keeps_state
+        self._knows_scaler = run.scaled or not self.method.card.keeps_state
         self._names = {id(weight): name for name, weight in self.weights.items()}
-        self.weight_watch = WeightWatch(
-            self.method.name, list(self.weights.values()), self.method.drop_waiting if self.method.keeps_state else None
-        )
+        drop = functools.partial(drop_waiting, self.method.card, self.state) if self.method.card.keeps_state else None
+        self.weight_watch = WeightWatch(self.method.name, list(self.weights.values()), drop)
 
     # What the engines say.
 
@@ -106,7 +107,7 @@ class StepLoop:
             if name not in self.weights:
                 raise ThinwireError(_LATE.format(name=name))
         if not self._exchanged and self._open is None and self.road.step > 0:
-            self.weight_watch.look(alone=self.method.alone(self.road.step) or not self.method.rank_equal)
+            self.weight_watch.look(alone=self.method.card.alone(self.road.step) or not self.method.rank_equal)
         self._leave()
         repeated = next((name for name in names if name in self._exchanged), None)
         if self._exchanged and self.engine.dropped(self.exchanged(), look=repeated is not None):
@@ -188,7 +189,7 @@ class StepLoop:
         """Leave the step under way, as the next one begins: an optimizer that has not stepped does not step in it."""
         if self._open is None:
             return
-        if self._waiting and not self.method.adds_up:
+        if self._waiting and not self.method.card.adds_up:
             missing = next(type(o).__name__ for o in self.optimizers if id(o) in self._waiting)
             raise ThinwireError(
                 f"{missing} has not stepped after the last exchange, and {self.method.name} has moved on its momentum: "
@@ -202,7 +203,7 @@ class StepLoop:
             f"{name} is exchanged a second time before optimizer.step(): put every backward pass of a step but the "
             "last into `with wire.accumulate(last=False):`"
         )
-        if not self.method.adds_up:
+        if not self.method.card.adds_up:
             raise ThinwireError(
                 f"{self.method.name}: {advice}, or shard a module that runs twice together with its parent; "
                 f"{self.method.name} keeps a momentum, which would move on twice"
@@ -218,7 +219,7 @@ class StepLoop:
     def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Prepare a step of ``optimizer``. The first of a step agrees with all ranks on whether the step counts.
 
-        Where each rank goes its own way (``Method.alone``) it agrees with those only that hold the same replica.
+        Where each rank goes its own way (``Card.alone``) it agrees with those only that hold the same replica.
 
         A closure makes the gradients: it runs here, before their check. Returns the arguments that ``step`` gets in
         place of ``args`` and ``kwargs``, if it had one.
@@ -273,7 +274,7 @@ class StepLoop:
             self._replica_check.look_at_names(self.number, ())
         trouble = self._trouble()
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
-        alone = self.method.alone(self.road.step)
+        alone = self.method.card.alone(self.road.step)
         comms = [comm for comm in self.guard.comms if comm is not self.road.last.exchange.comm] if alone else None
         with self.inside("optimizer.step()"):
             finite, somewhere = self.guard.agree(self._device, trouble is not None, comms)
@@ -303,16 +304,18 @@ class StepLoop:
 
     def _cancel(self) -> None:
         """Roll back parameters whose gradient was thrown away after its exchange; those that rest keep what waits."""
-        if self.method.alone(self.road.step):
+        if self.method.card.alone(self.road.step):
             return
+        step_maker = self.method.card.step_maker
         cancelled = [name for name in self._exchanged if self.weights[name].grad is None]
         if cancelled:
             self.state.rollback(cancelled)
-            self.method.cancel(cancelled)
+            if step_maker is not None:
+                step_maker.cancel(cancelled)
             if self.bound is not None:
                 self.bound.rollback(cancelled)
-        if resting := self.method.resting:
-            self.state.rollback(resting, kinds=self.method.promise.waits)
+        if step_maker is not None and (resting := step_maker.resting()):
+            self.state.rollback(resting, kinds=self.method.card.promise.waits)
 
     def _step(self) -> Step:
         return Step(self.road.step, self.optimizers, self.weights, self.clip_factor, self._agree)

@@ -120,7 +120,7 @@ class DDP(Engine):
                 "tensor parallelism under DDP is not carried (gradient norms would be of one part only): use "
                 "fully_shard(model, mesh=mesh['dp']), or a ('replicate', 'shard') mesh with one rank to shard over"
             )
-        if method.keeps_state and model.find_unused_parameters:
+        if method.card.keeps_state and model.find_unused_parameters:
             raise ThinwireError(
                 f"{method}: a residual sent for a parameter that no rank used would be lost with "
                 "find_unused_parameters=True: turn that off, or error_feedback off"

@@ -118,7 +118,7 @@ class ModuleAllGather:
 
         After ``reshard_after_forward=<int>`` fewer ranks gather what the first gather of the step has left them.
         """
-        return self.engine.method.encodes_weights and not self.link.group.is_sharded_post_forward
+        return self.engine.method.card.encodes_weights and not self.link.group.is_sharded_post_forward
 
 
 class ForwardPasses:

@@ -8,6 +8,7 @@ from inspect import getdoc
 from typing import Any, NamedTuple
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import knobs_of, unknown_knob
 from thinwire.core.method import Method as Method
 from thinwire.core.method import Parameter as Parameter
 from thinwire.core.method import Promise as Promise
@@ -67,7 +68,7 @@ def resolve(method: Method | str) -> Method:
         raise ThinwireError(
             f"cannot read '{method}'; write {cls.name}(knob=value, ...) or {cls.name}:knob:value:..."
         ) from None
-    known = [knob.name for knob in cls.knobs()]
+    known = [knob.name for knob in knobs_of(cls)]
     if preset is not None:
         if preset in known:
             raise ThinwireError(f"cannot read '{method}': a knob has a value behind it, {cls.name}:{preset}:VALUE")
@@ -80,7 +81,7 @@ def resolve(method: Method | str) -> Method:
     for knob in values:
         if knob not in known:
             _refuse_removed(f"{cls.name}({knob}=)")
-            raise cls.no_knob(knob)
+            raise unknown_knob(cls, knob)
     try:
         return cls(**values)
     except TypeError as error:
@@ -112,7 +113,7 @@ class Listed(NamedTuple):
 
 def listed() -> list[Listed]:
     """All of ``TABLE``, in its order: what ``thinwire methods`` prints, and the table of docs/methods.md."""
-    return [Listed(cls.name, cls, (getdoc(cls) or "").partition("\n")[0], cls().promise) for cls in TABLE]
+    return [Listed(cls.name, cls, (getdoc(cls) or "").partition("\n")[0], cls().card.promise) for cls in TABLE]
 
 
 def _described(name: str, cls: type[Method], does: str, promise: Promise) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def _described(name: str, cls: type[Method], does: str, promise: Promise) -> dic
         "does": does,
         "promise": {"kind": promise.kind, "of": promise.of, "text": str(promise)},
         "engines": list(cls.engines),
-        "knobs": {knob.name: knob.default for knob in cls.knobs()},
+        "knobs": {knob.name: knob.default for knob in knobs_of(cls)},
         "presets": {f"{name}:{preset}": dict(values) for preset, values in cls.PRESETS.items()},
     }
 
@@ -135,12 +136,12 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] not in ("-h", "--help"):
         raise ThinwireError(f"'thinwire methods' takes --json or nothing, got '{argv[0]}'")
     for name, cls, does, promise in listed():
-        knobs = ", ".join(f"{knob.name}={knob.default!r}" for knob in cls.knobs()) or "none"
+        knobs = ", ".join(f"{knob.name}={knob.default!r}" for knob in knobs_of(cls)) or "none"
         print(f"{name:<12}{does}\n{'':<12}{promise}\n{'':<12}knobs: {knobs}")
         for preset, values in cls.PRESETS.items():
             said = ", ".join(f"{knob}={value!r}" for knob, value in values.items()) or "the defaults"
             print(f"{'':<12}{name}:{preset}: {said}")
-            kept = cls(**values).promise
+            kept = cls(**values).card.promise
             if str(kept) != str(promise):
                 print(f"{'':<12}{'':<{len(name) + len(preset) + 2}} {kept}")
     return 0

@@ -10,9 +10,9 @@ from thinwire.methods.papers.scape import SCAPE as SCAPE
 from thinwire.methods.papers.separate import SEPARATE as SEPARATE
 from thinwire.methods.papers.tagc import TAGC as TAGC
 from thinwire.methods.papers.sdp4bit import SDP4Bit as SDP4Bit
-from thinwire.methods.papers.tagc import LHC as LHC
-from thinwire.methods.papers.sdp4bit import ZeROPP as ZeROPP
-from thinwire.methods.papers.sdp4bit import QSDP as QSDP
+from thinwire.methods.baselines.lhc import LHC as LHC
+from thinwire.methods.baselines.zeropp import ZeROPP as ZeROPP
+from thinwire.methods.baselines.qsdp import QSDP as QSDP
 from thinwire.methods.baselines.loco import LoCo as LoCo
 from thinwire.methods.baselines.powersgd import PowerSGD as PowerSGD
 from thinwire.methods.baselines.topk import TopK as TopK

@@ -23,6 +23,7 @@ from thinwire.core.bucket import Bucket, Layout, Piece, Shard
 from thinwire.core.exchange import Exchange, on_comm
 from thinwire.core.method import Method, Parameter, Run, Step
 from thinwire.core.road import Road, Stage
+from thinwire.core.selection import keep_dense
 from thinwire.core.state import dump_state
 from thinwire.core.weights import EarlySender, Replica
 from thinwire.network.comm import Comm, CountingComm, local
@@ -78,7 +79,7 @@ def dry_run(
 
     play = _Playback(layout, road, run, ledger, watch, None if on_cpu else watch, agree=lambda: agree(guards))
     method, average, peak = play.method, _Average(), 0
-    launch_shares = _launch_shares(method)
+    cycle, launch_shares = method.card.steady_steps, _launch_shares(method)
     with torch.no_grad(), nullcontext() if watch is None else watch.counting():
         play.open()
         if watch is not None:
@@ -88,12 +89,13 @@ def dry_run(
             play.gather(number)
             ledger.current = gradients = Account()
             parameters = play.exchange(number)
-            agree([comm for comm in guards if comm is not road.last.exchange.comm] if method.alone(number) else guards)
+            apart = method.card.alone(number)
+            agree([comm for comm in guards if comm is not road.last.exchange.comm] if apart else guards)
             play.step(number)
-            average.add(method.cycle.get(number, 0.0), gradients, weights, parameters)
+            average.add(cycle.get(number, 0.0), gradients, weights, parameters)
             if watch is not None:
                 average.launch(launch_shares.get(number, 0.0), watch.launches)
-                peak = max(peak, watch.peak) if number >= method.steady else 0
+                peak = max(peak, watch.peak) if number >= method.card.steady else 0
                 watch.peak = watch.live
                 watch.launches.clear()
             ledger.current = weights = Account()
@@ -111,16 +113,16 @@ def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
     Raises:
         ThinwireError: the method refuses one of the parameters, or reads values on the host.
     """
-    method, state = road.last.method, dict[str, Tensor]()
-    if not method.keeps_state and not method.encodes_weights:
+    card, state = road.last.method.card, dict[str, Tensor]()
+    if not card.keeps_state and not card.encodes_weights:
         return state
     play = _Playback(layout, road, run, Ledger(), None, None)
     try:
         with torch.no_grad():
-            if method.alone(method.steady):  # its state holds what differs by rank, of the user's optimizers too
+            if card.alone(card.steady):  # its state holds what differs by rank, of the user's optimizers too
                 play.own_moments(run)
             play.open()
-            for number in sorted({0, method.steady, *method.cycle}):  # where a warm-up begins, most is sent
+            for number in sorted({0, card.steady, *card.steady_steps}):  # where a warm-up begins, most is sent
                 play.gather(number)
                 play.exchange(number)
                 play.step(number)
@@ -129,7 +131,7 @@ def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
                         state[key] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     except NotImplementedError:
         raise ThinwireError(
-            f"{method.name} reads values on the host, so nobody knows what its state will be: it cannot be "
+            f"{road.last.method.name} reads values on the host, so nobody knows what its state will be: it cannot be "
             "saved"
         ) from None
     return state
@@ -141,10 +143,10 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     So no rank compiles in the first steps, while the others wait. Costs nothing where nothing is compressed.
     """
     method = road.last.method
-    sent = [parameter for parameter in run.parameters.values() if method.keep_dense(parameter) is None]
-    if method.native or not sent:
+    sent = [parameter for parameter in run.parameters.values() if keep_dense(method, parameter) is None]
+    if method.card.native or not sent:
         return
-    dense = [parameter for parameter in run.parameters.values() if method.keep_dense(parameter) is not None]
+    dense = [parameter for parameter in run.parameters.values() if keep_dense(method, parameter) is not None]
     smallest = [min(group, key=lambda parameter: (parameter.local, parameter.name)) for group in (sent, dense) if group]
     names = [parameter.name for parameter in smallest]
     weights = {name: run.weights[name] for name in names}
@@ -215,15 +217,17 @@ def _steps(method: Method, *, watched: bool = True) -> list[int]:
     A method may do more after a gap: SCAPE's message brings the weights from one step to the next, and no further.
     ``watched``: two steps more, in which memory may peak.
     """
-    first = method.steady
+    first, cycle = method.card.steady, method.card.steady_steps
     opening = range(first, first + (3 if watched else 1))
-    chosen = (*method.cycle, *_launch_shares(method)) if watched else tuple(method.cycle)
-    return sorted({max(first - 1, 0), *opening, *chosen, *(max(n - 1, 0) for n in method.cycle)})
+    chosen = (*cycle, *_launch_shares(method)) if watched else tuple(cycle)
+    return sorted({max(first - 1, 0), *opening, *chosen, *(max(n - 1, 0) for n in cycle)})
 
 
 def _launch_shares(method: Method) -> Mapping[int, float]:
-    """Return ``cycle`` for launches: where all steps are alike, the second, which finds memory and weights ready."""
-    return {number + 1: share for number, share in method.cycle.items()} if len(method.cycle) == 1 else method.cycle
+    """Return ``Card.steady_steps`` for launches: where all are alike, the second, which finds memory and weights ready.
+    """
+    cycle = method.card.steady_steps
+    return {number + 1: share for number, share in cycle.items()} if len(cycle) == 1 else cycle
 
 
 class _Average:
@@ -298,7 +302,7 @@ class _Playback:
 
     def open(self) -> None:
         """Make the replicas of weights that the engine keeps for the method."""
-        if not self.method.encodes_weights or self._layout.comm is None:
+        if not self.method.card.encodes_weights or self._layout.comm is None:
             return
         comm = CountingComm.like(self._layout.comm, self._ledger)
         for shard in self._layout.shards:
@@ -373,7 +377,7 @@ class _Playback:
         stages = []
         for hop, stage in enumerate(road.stages, 1):
             method, exchange = replace(stage.method), on_comm(stage.exchange, double(stage.exchange.comm))
-            method.state = CountedState(method.offloads, offloads)
+            method.state = CountedState(method.card.offloaded_kinds, offloads)
             method.begin(
                 replace(run, exchange=exchange, weights=self._weights, optimizers=self._optimizers, hop=hop)
             )

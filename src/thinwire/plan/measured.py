@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Method
 from thinwire.methods import resolve
 
@@ -62,21 +63,21 @@ def read_measured() -> tuple[MeasuredLoss, ...]:
 def _knobs_of(spec: str) -> dict[str, Any] | None:
     """Return the knobs of a method as it was run; None: this version has not that method, or not that knob."""
     try:
-        return knobs_of(resolve(spec))
+        return knob_values(resolve(spec))
     except ThinwireError:
         return None
 
 
-def knobs_of(method: Method) -> dict[str, Any]:
+def knob_values(method: Method) -> dict[str, Any]:
     """Return the values of all knobs that say how ``method`` compresses, and its name."""
     return {"name": method.name} | {
-        knob.name: getattr(method, knob.name) for knob in method.knobs() if knob.name not in CHOOSE
+        knob.name: getattr(method, knob.name) for knob in knobs_of(method) if knob.name not in CHOOSE
     }
 
 
 def nearest_measured(method: Method, ranks: int, count: int = 2) -> list[MeasuredLoss]:
     """Find up to ``count`` rows of ``method`` with the fewest other knobs, each of another text; "scratch" first."""
-    own_knobs = knobs_of(method)
+    own_knobs = knob_values(method)
     measured = [(row, _knobs_of(row.method) or {}) for row in read_measured()]
     differing = {
         row: sum(knobs[knob] != value for knob, value in own_knobs.items())

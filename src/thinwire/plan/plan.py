@@ -16,8 +16,9 @@ from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
 from thinwire.core.exchange import Exchange, on_comm
-from thinwire.core.method import Fp32, Method, Parameter, Run
+from thinwire.core.method import Fp32, Method, Parameter, Run, carrier_of
 from thinwire.core.road import Road, Stage
+from thinwire.core.selection import dense_among, keep_dense, unmatched
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
@@ -99,12 +100,13 @@ class Plan:
         self._road, self._run, self._wire_dtype, self._layout, self._guards = road, run, wire_dtype, layout, guards
         self.ranks = math.prod(stage.exchange.ranks for stage in road.stages)
         self._parameters = list(run.parameters.values())
-        self._reasons = {parameter.name: method.keep_dense(parameter) for parameter in self._parameters}
+        self._reasons = {parameter.name: keep_dense(method, parameter) for parameter in self._parameters}
         stages = list(reversed(road.stages))
-        self._unmatched = next(filter(None, (stage.method.unmatched(self._reasons) for stage in stages)), None)
+        lines = (unmatched(carrier_of(stage.method), self._reasons) for stage in stages)
+        self._unmatched = next(filter(None, lines), None)
         self._speaks = next((stage for stage in stages if self._share(stage) is not None), road.last)
         self.compressed = self._share(self._speaks)
-        losses = [stage.method.promise.lost for stage in stages if self._sent(stage)]
+        losses = [stage.method.card.promise.lost for stage in stages if self._sent(stage)]
         self.lost = "; ".join(filter(None, dict.fromkeys(losses)))
 
     @functools.cached_property
@@ -127,7 +129,7 @@ class Plan:
     @functools.cached_property
     def measured(self) -> str:
         method = self._road.last.method
-        return describe_measured(method, self.ranks) if self.compressed and not method.native else ""
+        return describe_measured(method, self.ranks) if self.compressed and not method.card.native else ""
 
     @functools.cached_property
     def bucket_cap_mb(self) -> float | None:
@@ -141,7 +143,7 @@ class Plan:
     def weight_bytes(self) -> float:
         if self._layout is None:
             return 0.0
-        return self.dry_run.weights if self._road.last.method.encodes_weights else self.dense_weight_bytes
+        return self.dry_run.weights if self._road.last.method.card.encodes_weights else self.dense_weight_bytes
 
     @functools.cached_property
     def dense_weight_bytes(self) -> float:
@@ -174,7 +176,9 @@ class Plan:
         A message m to all costs (N - 1) m, a ring of D bytes 2 (N - 1) / N D. ``largest_bytes`` at two N tells m and D.
         """
         last, sent = self._road.last, self._sent(self._road.last)
-        if not last.method.gathers or last.exchange.owner or len(self._road.stages) > 1 or self.ranks == 1 or not sent:
+        if not last.method.card.grows_with_ranks or last.exchange.owner or not sent:
+            return None
+        if len(self._road.stages) > 1 or self.ranks == 1:
             return None
         largest, ranks = max(sent, key=lambda parameter: parameter.numel), self.ranks
         layout = separate_buffers([largest], self._road, self._wire_dtype)
@@ -192,7 +196,8 @@ class Plan:
     def _grows(self) -> str | None:
         if self.dense_from is None:
             return None
-        instead = f"; {at_scale} does not grow" if (at_scale := self._road.last.method.at_scale) else ""
+        at_scale = self._road.last.method.card.instead_at_scale
+        instead = f"; {at_scale} does not grow" if at_scale else ""
         return f"what {self.method} sends grows with the ranks: from {self.dense_from} on, dense sends less{instead}"
 
     @property
@@ -222,20 +227,20 @@ class Plan:
 
     def _share(self, stage: Stage) -> float | None:
         """Return ``compressed`` of ``stage`` itself."""
-        carrier = stage.method.carrier
-        if carrier.native or not carrier.rank_equal or isinstance(carrier, Fp32):
+        carrier = carrier_of(stage.method)
+        if carrier.card.native or not carrier.rank_equal or isinstance(carrier, Fp32):
             return None
         return sum(p.numel for p in self._sent(stage)) / self._values
 
     def _sent(self, stage: Stage) -> list[Parameter]:
         """Return the parameters that the method of ``stage`` compresses."""
-        return [parameter for parameter in self._parameters if stage.method.keep_dense(parameter) is None]
+        return [parameter for parameter in self._parameters if keep_dense(stage.method, parameter) is None]
 
     @functools.cached_property
     def _little(self) -> str | None:
         """Name the reason that keeps most values dense, and its knob, if half of the values or of the bytes stay so."""
         method, share = self._speaks.method, self.compressed
-        why_dense = {p.name: reason for p in self._parameters if (reason := method.keep_dense(p)) is not None}
+        why_dense = {p.name: reason for p in self._parameters if (reason := keep_dense(method, p)) is not None}
         if share is None or not why_dense:
             return None
         dense = [row for row in self.rows if row.parameter.name in why_dense]
@@ -308,7 +313,7 @@ def road_of(
     """Make the road of ``method`` and, if there is one, of ``intra``; arguments as for :func:`plan_of`."""
     parameters, methods = list(parameters), [method] if intra is None else [intra, method]
     return Road([
-        Stage(stage_method, stage_method.dense_among(parameters), exchange, Guard([], False), Ledger())
+        Stage(stage_method, dense_among(stage_method, parameters), exchange, Guard([], False), Ledger())
         for stage_method, exchange in zip(methods, exchanges, strict=True)
     ])  # fmt: skip
 

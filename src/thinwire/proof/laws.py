@@ -29,7 +29,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.exchange import AllReduce, bucket_rows
-from thinwire.core.method import Method, Rounding
+from thinwire.core.method import Method, Rounding, carrier_of
 from thinwire.proof.ranks import Threads
 from thinwire.proof.record import Rank, Recording, Setup, StepRecord, common, play, small
 
@@ -86,10 +86,10 @@ def broken_laws(make: Callable[[], Method], setup: Setup) -> list[Broken]:
         if setup.topology.startswith("two_level") and "on DDP takes one level" in str(refused):
             return []
         raise
-    steps = first.method.steady + 1 + WINDOW
+    steps = first.method.card.steady + 1 + WINDOW
     plain = play(make, setup, steps)
     broken = [*_ranks(plain), *_promise(plain), *_bytes(plain, first.plan.wire_bytes)]
-    if plain.method.promise.kind == "lossy":
+    if plain.method.card.promise.kind == "lossy":
         broken += _lossy(plain, play(make, setup, 2, gradient=lambda rank, step, numel: torch.zeros(numel)))
     if setup.size > FEW:
         return broken
@@ -141,8 +141,9 @@ class _Books:
 
     def __init__(self, recording: Recording, hop: int, ranks: list[list[StepRecord]]) -> None:
         method, exchange = recording.stages[hop].method, recording.stages[hop].exchange
-        self.promise, self.method, self.exchange, self.ranks, self.hop = method.promise, method, exchange, ranks, hop
-        self.size, self.rows = len(ranks), bucket_rows(exchange, method.carrier.on_wire)
+        self.method, self.exchange, self.ranks, self.hop = method, exchange, ranks, hop
+        self.promise = method.card.promise
+        self.size, self.rows = len(ranks), bucket_rows(exchange, carrier_of(method).card.summed_by_network)
         self.columns: dict[str, slice] = {}
         self.numel, start = ranks[0][0].hops[hop].entered.numel(), 0
         width = self.numel // (self.rows if exchange.owner else 1)
@@ -210,7 +211,7 @@ class _Books:
     def _rounded(self, encoded: Tensor, rounding: Rounding) -> Tensor:
         """Bound the distance of an exchange's result from the mean of ``encoded`` (N, R, n): lengths (R, blocks)."""
         blocks = _blocks(encoded, rounding.block)
-        if self.method.carrier.on_wire:  # the network rounds every one of its sums
+        if carrier_of(self.method).card.summed_by_network:  # the network rounds every one of its sums
             return (1 + rounding.value) ** self.size * self.size * _mean_error(blocks, rounding).mean(0)
         gap = _mean_error(blocks, rounding).mean(0)
         if self.exchange.owner:
@@ -285,7 +286,7 @@ def _bytes(recording: Recording, planned: float) -> Iterator[Broken]:
     """Check bytes over whole periods of the steady state, without its first step, which may still settle something."""
     for number, rank in enumerate(recording.ranks):
         sent = [record.sent for record in rank][-WINDOW:]
-        if recording.method.adapts:
+        if recording.method.card.bytes_follow_data:
             if max(sent) > planned * (1 + U):
                 yield Broken("bytes", f"rank {number} sends {max(sent)} in a step, and at most {planned} are planned")
             continue

@@ -17,8 +17,10 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Piece
 from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter, bucket_rows
-from thinwire.core.method import Method, Parameter, Run, Step
+from thinwire.core.method import Method, Parameter, Run, Step, intra_of
+from thinwire.core.method_buckets import bucket_of
 from thinwire.core.road import Levels, Regroup, Road, ScatterAndShare, Stage
+from thinwire.core.selection import dense_among
 from thinwire.core.state import State, dump_state
 from thinwire.network.comm import Comm
 from thinwire.network.guard import Guard
@@ -187,9 +189,9 @@ def _parameters(shapes: Shapes, chunks: int) -> dict[str, Parameter]:
 
 def bucket_for(method: Method, exchange: Exchange, shapes: Shapes) -> tuple[Bucket, int]:
     """Make a bucket of the parameters ``shapes`` as the engine of ``exchange`` would make it, and the flat's numel."""
-    rows = bucket_rows(exchange, method.on_wire)
+    rows = bucket_rows(exchange, method.card.summed_by_network)
     pieces, numel = _lay_out(parameters_for(exchange, shapes).values(), rows, owner=exchange.owner)
-    return method.bucket_of(pieces, exchange, torch.device("cpu")), numel
+    return bucket_of(method.card, pieces, exchange, torch.device("cpu")), numel
 
 
 def _lay_out(parameters: Collection[Parameter], rows: int, *, owner: bool) -> tuple[tuple[Piece, ...], int]:
@@ -268,10 +270,10 @@ class ThreadEngine:
         """
         stages = []
         for hop, exchange in enumerate(self.hops, 1):
-            stage_method = method if hop == len(self.hops) else method.intra()
+            stage_method = method if hop == len(self.hops) else intra_of(method)
             if stage_method is not method:
                 stage_method.begin(replace(run, exchange=exchange, hop=hop))
-            dense = frozenset() if all_sent else stage_method.dense_among(self.parameters.values())
+            dense = frozenset() if all_sent else dense_among(stage_method, self.parameters.values())
             stages.append(stage(stage_method, dense, exchange, Guard([], False), self.ledger, self.levels is None))
         return Road(stages, self.levels)
 
@@ -296,7 +298,7 @@ class VirtualRank:
         self.optimizer: Any = None if optimizer is None else optimizer(list(self.weights.values()))
         optimizers = () if optimizer is None else (self.optimizer,)
         self.run = engine.run(steps, seed=seed, optimizers=optimizers, weights=self.weights)
-        method.state = State(method.offloads)
+        method.state = State(method.card.offloaded_kinds)
         method.begin(self.run)
         self.road = engine.road(method, self.run, all_sent=all_sent, stage=stage)
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import knobs_of
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method, Parameter
 from thinwire.core.road import Pieces, Stage
+from thinwire.core.selection import keep_dense
 from thinwire.core.state import dump_state
 from thinwire.network.ledger import Ledger
 from thinwire.plan.plan import Plan
@@ -44,7 +46,7 @@ class Setup(NamedTuple):
 
 def small(cls: type[Method], **knobs: Any) -> Method:
     """Make a method with those of ``KNOBS`` that it has, and ``knobs``."""
-    return cls(**{knob.name: KNOBS[knob.name] for knob in cls.knobs() if knob.name in KNOBS} | knobs)
+    return cls(**{knob.name: KNOBS[knob.name] for knob in knobs_of(cls) if knob.name in KNOBS} | knobs)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class RecordedStage(Stage):
 
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         entered, method = flat.clone(), self.method
-        if method.promise.of == "updates":
+        if method.card.promise.of == "updates":
             compress = method.compress  # type: ignore[attr-defined]
 
             def recorded(bucket: Bucket, exchange: Exchange) -> None:
@@ -158,7 +160,7 @@ class Rank(VirtualRank):
         def engine(shapes: Shapes) -> ThreadEngine:
             return ThreadEngine(setup.topology, world, rank, ledger, shapes, setup.per_node)
 
-        sent = [name for name, parameter in engine(SHAPES).parameters.items() if method.keep_dense(parameter) is None]
+        sent = [name for name, parameter in engine(SHAPES).parameters.items() if keep_dense(method, parameter) is None]
         if not sent:
             raise ThinwireError(f"{method.name} compresses none of {SHAPES}: what it needs belongs into KNOBS")
         shapes = {name: SHAPES[name] for name in sent}
@@ -177,7 +179,7 @@ class Rank(VirtualRank):
             torch.cat([torch.zeros(0) if moment is None else moment.clone() for moment in moments]),
             flat_copy(self.weights),
             self.stepped,
-            self.method.alone(number),
+            self.method.card.alone(number),
             self.method.rank_equal,
         )
         self.ledger.close_step()

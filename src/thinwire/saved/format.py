@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import knobs_of
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method, Parameter
 from thinwire.core.state import SMALL
@@ -167,9 +168,9 @@ class Header:
 
 
 def _knobs(method: Method) -> dict[str, str]:
-    knobs = {knob.name: str(getattr(method, knob.name)) for knob in method.knobs()}
-    if method.carrier is not method:
-        knobs |= {f"{method.carrier.name}'s {knob}": value for knob, value in _knobs(method.carrier).items()}
+    knobs = {knob.name: str(getattr(method, knob.name)) for knob in knobs_of(method)}
+    if (carrier := method.card.carrier) is not None:
+        knobs |= {f"{carrier.name}'s {knob}": value for knob, value in _knobs(carrier).items()}
     return knobs
 
 

@@ -13,7 +13,7 @@ The bridge between engines is the whole parameter, as its values lie in the orde
 a chunk of dim 0, the last ones padded with zeros, so the rows one behind the other are the parameter, and what follows
 is padding; DDP's rows are as many equal parts of the same values; a shard of HSDP's is one of FSDP2's chunks.
 
-What has no rows (a mask, a low-rank basis, a counter) goes by the method's own word: ``Method.resized``.
+What has no rows (a mask, a low-rank basis, a counter) goes by the method's own word: ``StateKind.resized``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.method import Method
+from thinwire.core.method import Method, carrier_of
 from thinwire.saved.format import Form, Header, check_finite, split, trim
 
 
@@ -107,7 +107,7 @@ def _usual_norms(ranks: list[_Saved], form: Form) -> dict[str, Tensor]:
 
 
 def _rows(ranks: list[_Saved], form: Form, method: Method, drop: bool) -> tuple[dict[str, Tensor], float]:
-    on_wire, waits = method.carrier.on_wire, method.promise.waits
+    on_wire, waits = carrier_of(method).card.summed_by_network, method.card.promise.waits
     new = {key: torch.zeros(like.shape, dtype=like.dtype) for key, like in form.shapes.items() if _has_rows(key)}
     squares = 0.0
     for name, (shape, _) in form.header.parameters.items():
@@ -195,7 +195,8 @@ def _rowless(ranks: list[_Saved], form: Form, method: Method) -> dict[str, Tenso
     moved = {}
     for key in by_rank[0]:
         kind, _, name = key.removeprefix("=").partition("/")
-        rule = next((rule for pattern, rule in method.resized.items() if fnmatchcase(kind, pattern)), None)
+        kinds = method.card.state_kinds.items()
+        rule = next((entry.resized for pattern, entry in kinds if fnmatchcase(kind, pattern)), None)
         if rule is None:
             raise ThinwireError(f"{method.name} does not say what becomes of its state '{kind}' on other ranks")
         if rule == "anew" or (rule == "equal" and key not in form.shapes):

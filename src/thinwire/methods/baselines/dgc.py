@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 
+from thinwire.base.knobs import must
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import CONSERVES, Promise
+from thinwire.core.method import CONSERVES, Card, Promise
 from thinwire.methods.parts.largest import Largest
 
 
@@ -28,7 +29,6 @@ class DGC(Largest):
     """
 
     name: ClassVar[str] = "dgc"
-    adds_up: ClassVar[bool] = False
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
     ABSENT: ClassVar[Mapping[str, str]] = {
@@ -41,14 +41,14 @@ class DGC(Largest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.must(0 <= self.momentum < 1, "momentum", "is at least 0 and below 1")
+        must(self, 0 <= self.momentum < 1, "momentum", "is at least 0 and below 1")
 
-    @property
-    def promise(self) -> Promise:
-        if self.momentum == 0:
-            return CONSERVES
-        lost = "where a value is sent, its momentum is dropped: momentum=0 has none to drop"
-        return Promise("lossy", lost, {"residual": 1.0, "velocity": self.momentum})
+    def describe(self) -> Card:
+        promise = CONSERVES
+        if self.momentum:
+            lost = "where a value is sent, its momentum is dropped: momentum=0 has none to drop"
+            promise = Promise("lossy", lost, {"residual": 1.0, "velocity": self.momentum})
+        return replace(super().describe(), promise=promise, adds_up=False)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         old, velocity = self.state.read("velocity", bucket), self.state.write("velocity", bucket)

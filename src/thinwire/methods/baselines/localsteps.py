@@ -28,7 +28,7 @@ not count: all go back to W. Weights of 16 bits: W is float32, and what a rank h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -36,23 +36,29 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import must, refuse_idle
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Integers
 from thinwire.core.bucket import Bucket, Piece
+from thinwire.core.card import MEAN, SHARD
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import (
     CONSERVES,
+    EQUAL,
+    Card,
     Fp32,
     Method,
     Parameter,
     Promise,
-    Resized,
     Run,
+    StateKind,
     Step,
     check_start,
     first_step,
     refuse_chunks,
 )
+from thinwire.core.method_buckets import bucket_of
+from thinwire.core.selection import dense_among, keep_dense
 from thinwire.core.state import find_entries, find_written
 from thinwire.methods.parts.feedback import ErrorFeedback
 from thinwire.methods.parts.own_steps import has_step_of_torch
@@ -97,7 +103,6 @@ class LocalSteps(Method):
 
     name: ClassVar[str] = "local-steps"
     engines: ClassVar[tuple[str, ...]] = ("ddp", "hsdp")
-    keeps_state: ClassVar[bool] = True
     ELSEWHERE: ClassVar[str] = (
         "each weight has one owner there, so no replica could step alone: shard inside nodes only, with fully_shard on "
         "a ('replicate', 'shard') mesh (HSDP)"
@@ -130,12 +135,12 @@ class LocalSteps(Method):
 
         super().__post_init__()
         check_start(self.name, "start", self.start)
-        self.must(self.every >= 1, "every", "is a number of steps, 1 or more")
-        self.must(self.outer_lr > 0, "outer_lr", "must be above 0")
-        self.must(0 <= self.outer_momentum < 1, "outer_momentum", "is at least 0 and below 1")
-        self.must(0 < self.decay <= 1, "decay", "is a share, above 0 and up to 1")
+        must(self, self.every >= 1, "every", "is a number of steps, 1 or more")
+        must(self, self.outer_lr > 0, "outer_lr", "must be above 0")
+        must(self, 0 <= self.outer_momentum < 1, "outer_momentum", "is at least 0 and below 1")
+        must(self, 0 < self.decay <= 1, "decay", "is a share, above 0 and up to 1")
         if not self.start:
-            self.refuse_idle("start=0", "start_bits")
+            refuse_idle(self, "start=0", "start_bits")
         self._outer = replace(resolve(self.outer))  # another object than the user's, which a dry run would share
         self._check_outer()
         self.first = 0
@@ -151,7 +156,7 @@ class LocalSteps(Method):
         return None if self.start_bits == 32 else Integers(128, self.start_bits)
 
     def _check_outer(self) -> None:
-        promise = self._outer.promise
+        promise = self._outer.card.promise
         if isinstance(self._outer, LocalSteps) or not self._outer.rank_equal:
             raise ThinwireError(f"{self.name}: outer={self._outer.name} leaves ranks apart: take one that averages")
         if isinstance(self._outer, ErrorFeedback) and self._outer.feedback == "update":
@@ -211,79 +216,39 @@ class LocalSteps(Method):
 
     # What other parts ask.
 
-    @property
-    def carrier(self) -> Method:
-        return self._outer
+    def describe(self) -> Card:
+        outer = self._outer.card
+        between = {0: 1 - 1 / self.every} if self.every > 1 else {}
+        rounds = {(number + 1) * self.every - 1: share / self.every for number, share in outer.cycle.items()}
+        of_weights = StateKind(resized="shard", of_weights=True)
+        own = {
+            "anchor": of_weights, "outer momentum": of_weights, OWN_WEIGHT: SHARD, f"{OWN_MOMENT}*": MEAN,
+            "missed": EQUAL, "lost": EQUAL, "due": EQUAL,
+        }  # fmt: skip
+        shared = {kind: replace(word, rank_equal=False) for kind, word in outer.state_kinds.items()}
+        return replace(
+            outer, promise=self._promise(outer.promise), group=1 if self.codec is None else self.codec.group,
+            summed_by_network=self.codec is None, keeps_state=True, adds_up=True, encodes_weights=False,
+            native=False,  # of the kernels, which are the outer method's
+            bounded=False,  # gradients are clipped before they move what is kept (a start's rest goes in few steps)
+            takes_dense=True,  # what stays dense waits for the round, too
+            instead_at_scale=str(replace(self, outer=instead)) if (instead := outer.instead_at_scale) else "",
+            alone_from=self.first, steady=self.first + outer.steady * self.every, cycle={**between, **rounds},
+            state_kinds={**shared, **own}, intra=None, carrier=self._outer,
+        )  # fmt: skip
 
-    @property
-    def promise(self) -> Promise:
+    def _promise(self, outer: Promise) -> Promise:
         if self.decay < 1:
             what = f"a share of {1 - self.decay:.3g} of what waits is dropped every round"
-            return Promise("lossy", what, self._outer.promise.waits)
-        kept = self._outer.promise
-        return replace(CONSERVES if kept.kind == "exact" else kept, of="weights")
+            return Promise("lossy", what, outer.waits)
+        return replace(CONSERVES if outer.kind == "exact" else outer, of="weights")
 
     @property
     def rank_equal(self) -> bool:
-        return not self._apart
-
-    def alone(self, number: int) -> bool:
-        return number >= self.first
-
-    @property
-    def bounded(self) -> bool:
-        return False  # gradients are clipped before they move what is kept (the rest of a start goes in few steps)
-
-    @property
-    def adapts(self) -> bool:
-        return self._outer.adapts
-
-    @property
-    def native(self) -> bool:
-        return False  # of the kernels, which are the outer method's
-
-    @property
-    def on_wire(self) -> bool:
-        return self.codec is None
-
-    @property
-    def offloads(self) -> tuple[str, ...]:
-        return self._outer.offloads
-
-    @property
-    def gathers(self) -> bool:
-        return self._outer.gathers
-
-    @property
-    def at_scale(self) -> str:
-        return str(replace(self, outer=of)) if (of := self._outer.at_scale) else ""
-
-    @property
-    def resized(self) -> Mapping[str, Resized]:
-        own: dict[str, Resized] = {
-            "anchor": "shard", "outer momentum": "shard", OWN_WEIGHT: "shard", f"{OWN_MOMENT}*": "mean",
-            "missed": "equal", "lost": "equal", "due": "equal",
-        }  # fmt: skip
-        return {**self._outer.resized, **own}
+        return not (self._apart and find_entries(self.state, "anchor"))
 
     def policy(self, parameter: Parameter) -> str | None:
-        return self._outer.keep_dense(parameter)
-
-    def dense_among(self, parameters: Iterable[Parameter]) -> frozenset[str]:
-        return frozenset()  # of gradients, for what stays dense waits for the round, too
-
-    def unmatched(self, names: Iterable[str]) -> str | None:
-        return self._outer.unmatched(names)
-
-    @property
-    def steady(self) -> int:
-        return self.first + self._outer.steady * self.every
-
-    @property
-    def cycle(self) -> Mapping[int, float]:
-        between = {self.steady: 1 - 1 / self.every} if self.every > 1 else {}
-        rounds = self._outer.cycle.items()
-        return between | {self.first + number * self.every + self.every - 1: of / self.every for number, of in rounds}
+        return keep_dense(self._outer, parameter)
 
     def facts(self) -> dict[str, float]:
         lost = {"rounds that did not count": float(self._lost)} if self._lost else {}
@@ -338,6 +303,7 @@ class LocalSteps(Method):
         if find_entries(self.state, "anchor") or not self._anchors:
             return
         self.state.drop(OF_START)
+        self._sgd.state.clear()  # of weights that are no more
         weights = {name: local(weight).detach() for name, weight in step.weights.items()}
         if any(self._anchors[name].device != weight.device for name, weight in weights.items()):
             self.begin(replace(self.run, weights=step.weights))  # the model was on "meta" when this method began
@@ -412,7 +378,7 @@ class LocalSteps(Method):
         parts: list[tuple[Method, Bucket, slice]] = []
         end = 0
         known = [self.run.parameters[name] for name in self._anchors]
-        kept = self._outer.dense_among(known)
+        kept = dense_among(self._outer, known)
         sent = [parameter for parameter in known if parameter.name not in kept]
         for method, of in ((self._outer, sent), (Fp32(), [p for p in known if p.name in kept])):
             first, pieces = end, []
@@ -420,7 +386,7 @@ class LocalSteps(Method):
                 pieces.append(Piece(parameter.name, end - first, parameter.local))
                 end += parameter.local
             if pieces:
-                bucket = method.bucket_of(pieces, self.run.exchange, self._anchors[pieces[0].name].device)
+                bucket = bucket_of(method.card, pieces, self.run.exchange, self._anchors[pieces[0].name].device)
                 parts.append((method, bucket, slice(first, end)))
         return parts
 
@@ -443,7 +409,7 @@ class LocalSteps(Method):
 
     def _forget(self, bucket: Bucket) -> None:
         """SparseLoCo's decay of what waits, which comes before the next round's D is added to it."""
-        for kind in self._outer.promise.waits:
+        for kind in self._outer.card.promise.waits:
             if (waits := find_written(self._outer.state, kind, bucket)) is not None:
                 waits.mul_(self.decay)
 
@@ -466,16 +432,6 @@ class LocalSteps(Method):
     def undo(self) -> None:
         self._outer.undo()
 
-    def drop_waiting(self) -> None:
-        """All ranks hold the same weights, from which the next round begins; the outer momentum begins anew."""
-        super().drop_waiting()
-        self._outer.drop_waiting()
-        for kind in ("anchor", "outer momentum"):
-            for _, name, _ in find_entries(self.state, kind):
-                self.state.keep(kind, name, None)
-        self._sgd.state.clear()
-        self._apart = False
-
     def finish(self) -> None:
         """Show in the state what a checkpoint of the model does not hold: this rank's own weights and moments."""
         self._outer.finish()
@@ -497,9 +453,6 @@ class LocalSteps(Method):
             for kind, name, _ in [*find_entries(self.state, OWN_WEIGHT), *find_entries(self.state, OWN_MOMENT)]:
                 self.state.keep(kind, name, None)
         self._shown = False
-
-    def fault_of(self, saved: Mapping[str, Tensor]) -> str:
-        return self._outer.fault_of(saved)
 
     def state_changed(self) -> None:
         """Go on from a checkpoint: W and its momentum, and what is this rank's own, are there again."""

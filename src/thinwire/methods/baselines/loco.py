@@ -15,11 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from thinwire.base.knobs import must
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Int4
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Promise
+from thinwire.core.method import Card, Promise
 from thinwire.methods.parts.feedback import ErrorFeedback
 
 
@@ -34,33 +35,28 @@ class LoCo(ErrorFeedback):
     """
 
     name: ClassVar[str] = "loco"
-    on_wire: ClassVar[bool] = False
-
     beta: float = 0.8
     reset: int = 1024
     group: int = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.must(0 <= self.beta < 1, "beta", "is the weight of the old error, from 0 to below 1")
-        self.must(self.reset >= 0, "reset", "is a number of steps, or 0 for never")
+        must(self, 0 <= self.beta < 1, "beta", "is the weight of the old error, from 0 to below 1")
+        must(self, self.reset >= 0, "reset", "is a number of steps, or 0 for never")
 
-    @property
-    def promise(self) -> Promise:
+    def describe(self) -> Card:
+        waits = {"error": 1 / (1 - self.beta)}
+        promise = replace(self.conserves, waits=waits)
         if self.reset:
-            return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", self._waits)
-        return replace(self.conserves, waits=self._waits)
-
-    @property
-    def _waits(self) -> dict[str, float]:
-        return {"error": 1 / (1 - self.beta)}
+            promise = Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", waits)
+        return replace(super().describe(), promise=promise, summed_by_network=False)
 
     def make_codec(self) -> Codec:
         return Int4(self.group)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         old, new = self.state.read("error", bucket), self.state.write("error", bucket)
-        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=Residual(old, new))  # new = h_n - Q(h_n)
+        exchange.mean(bucket, self.codec, on_wire=False, residual=Residual(old, new))  # new = h_n - Q(h_n)
         if self.reset and (bucket.step + 1) % self.reset == 0:
             new.zero_()
         elif self.beta:

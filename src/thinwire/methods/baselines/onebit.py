@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -44,11 +44,13 @@ from thinwire.codecs.sign import SCALES, Sign
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import (
+    ANEW,
+    EQUAL,
     SMALL,
+    Card,
     Method,
     Parameter,
     Promise,
-    Resized,
     Run,
     Step,
     check_smallest,
@@ -57,6 +59,8 @@ from thinwire.core.method import (
     first_step,
     refuse_chunks,
 )
+from thinwire.core.method_buckets import send_all
+from thinwire.core.selection import keep_dense
 from thinwire.methods.parts.own_steps import OwnSteps, adam_of
 from thinwire.methods.parts.twoway import mean_both_ways
 from thinwire.network.comm import local
@@ -86,9 +90,6 @@ class OneBitAdam(Method):
     """
 
     name: ClassVar[str] = "onebit-adam"
-    on_wire: ClassVar[bool] = False
-    adds_up: ClassVar[bool] = False
-    keeps_state: ClassVar[bool] = True
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"warmup": 0.15, "scale": "rms", "group": 4096, "smallest": 0, "send": ("*",)},
     }
@@ -105,34 +106,25 @@ class OneBitAdam(Method):
         super().__post_init__()
         check_smallest(self.name, self.smallest)
         check_start(self.name, "warmup", self.warmup)
+        self.first = 0
         self._steps = OwnSteps()  # of those whose gradient is a momentum in this step
 
     def make_codec(self) -> Codec:
         return Sign(self.group, self.scale)
 
-    @property
-    def granule(self) -> int:
-        return math.lcm(super().granule, 1 if self.warmup_bits == 32 else self._warmup_codec.group)
+    def describe(self) -> Card:
+        card = super().describe()
+        return replace(
+            card, promise=Promise("conserves", waits={"residual": 1.0, "server": 1.0}, of="moments"),
+            group=math.lcm(card.group, 1 if self.warmup_bits == 32 else self._warmup_codec.group),
+            summed_by_network=False, keeps_state=True, adds_up=False, steady=self.first,
+            cycle={1: 1.0},  # in the first of all, Adam's own moment is sent besides where it is sharded
+            state_kinds={**card.state_kinds, "frozen": EQUAL, "moment": ANEW},
+        )  # fmt: skip
 
     @property
     def _warmup_codec(self) -> Integers:
         return Integers(min(self.group, 128), self.warmup_bits)
-
-    @property
-    def promise(self) -> Promise:
-        return Promise("conserves", waits={"residual": 1.0, "server": 1.0}, of="moments")
-
-    @property
-    def resized(self) -> Mapping[str, Resized]:
-        return {**super().resized, "frozen": "equal", "moment": "anew"}
-
-    @property
-    def steady(self) -> int:
-        return self.first
-
-    @property
-    def cycle(self) -> Mapping[int, float]:
-        return {self.first + 1: 1.0}  # in the first of all, Adam's own moment is sent besides where it is sharded
 
     def policy(self, parameter: Parameter) -> str | None:
         if parameter.role == "embedding":
@@ -145,7 +137,7 @@ class OneBitAdam(Method):
         self.first = first_step(self.name, "warmup", self.warmup, run.steps)  # T_w
         if self.first < 1:
             raise ThinwireError(f"{self.name}: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
-        sent = [name for name, of in run.parameters.items() if self.keep_dense(of) is None]
+        sent = [name for name, of in run.parameters.items() if keep_dense(self, of) is None]
         found = adam_of(self.name, run, sent)
         betas = {float(group["betas"][0]) for _, group in found.values()}
         if len(betas) > 1:
@@ -173,7 +165,7 @@ class OneBitAdam(Method):
         bucket.rows.mul_(1 - self.beta1)
         if not warm:
             bucket.rows.add_(self._moment(bucket, exchange), alpha=self.beta1)
-        self.send_all(bucket, exchange)
+        send_all(self.card, self.state, bucket, exchange)
         if warm:
             bucket.mean.div_(1 - self.beta1)
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from thinwire.codecs.base import Codec
@@ -11,7 +11,7 @@ from thinwire.codecs.cast import Bf16 as Bf16Codec
 from thinwire.codecs.intquant import Int8 as Int8Codec
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Method, Parameter, Promise, Rounding
+from thinwire.core.method import Card, Method, Parameter, Promise, Rounding
 from thinwire.methods.parts.feedback import Lossy
 
 _SENT_WHOLE = dict.fromkeys(("send", "smallest"), "all is sent that dense= does not name")
@@ -41,8 +41,7 @@ class Bf16(Lossy):
     def rounding(self) -> Rounding:
         return Rounding("bfloat16", value=2.0**-8)
 
-    @property
-    def promise(self) -> Promise:
+    def _promise(self) -> Promise:
         what = "what bfloat16 cannot hold, of sums too, is not returned: int8(error_feedback=True) returns it"
         return Promise("rounds", what, rounding=self.rounding)
 
@@ -62,12 +61,14 @@ class Int8(Lossy):
     """
 
     name: ClassVar[str] = "int8"
-    on_wire: ClassVar[bool] = False
     group: int = 128
 
     @property
     def rounding(self) -> Rounding:
         return Rounding("8 bits", step=1 / 254, group=self.group)
+
+    def describe(self) -> Card:
+        return replace(super().describe(), summed_by_network=False)
 
     def make_codec(self) -> Codec:
         return Int8Codec(self.group)
@@ -82,9 +83,8 @@ class NoExchange(Method):
     rank_equal: ClassVar[bool] = False
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "nothing is sent")
 
-    @property
-    def promise(self) -> Promise:
-        return Promise("lossy", "the other ranks' gradients never arrive")
+    def describe(self) -> Card:
+        return replace(super().describe(), promise=Promise("lossy", "the other ranks' gradients never arrive"))
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Leave each rank its own gradient."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,10 +28,11 @@ from torch import Tensor
 
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import must
 from thinwire.base.random import random_normal, seed_of
 from thinwire.core.bucket import Bucket, Segment
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Parameter, Resized
+from thinwire.core.method import EQUAL, Card, Parameter
 from thinwire.methods.parts.feedback import ErrorFeedback
 
 TINY = 2.0**-126
@@ -65,12 +66,12 @@ class PowerSGD(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.must(self.rank >= 1, "rank", "is a number of columns, 1 or more")
+        must(self, self.rank >= 1, "rank", "is a number of columns, 1 or more")
         self._starts: dict[str, Tensor] = {}
 
-    @property
-    def granule(self) -> int:
-        return ALIGNED
+    def describe(self) -> Card:
+        card = super().describe()
+        return replace(card, group=ALIGNED, state_kinds={**card.state_kinds, "q": EQUAL})
 
     def policy(self, parameter: Parameter) -> str | None:
         why = super().policy(parameter)
@@ -80,10 +81,6 @@ class PowerSGD(ErrorFeedback):
             if self.rank * (rows + cols) >= rows * cols:
                 return f"rank {self.rank} saves nothing"
         return why
-
-    @property
-    def resized(self) -> Mapping[str, Resized]:
-        return {**super().resized, "q": "equal"}
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         bucket.rows.add_(self.state.read("residual", bucket))  # Alg. 2, l. 7

@@ -28,7 +28,7 @@ from thinwire.codecs.sign import SCALES
 from thinwire.codecs.sign import Sign as SignCodec
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Promise
+from thinwire.core.method import Card
 from thinwire.methods.parts.feedback import ErrorFeedback
 from thinwire.methods.parts.twoway import mean_both_ways
 
@@ -44,8 +44,6 @@ class Sign(ErrorFeedback):
     """
 
     name: ClassVar[str] = "sign"
-    on_wire: ClassVar[bool] = False
-
     group: int = 128
     scale: str = "mean"
 
@@ -57,9 +55,9 @@ class Sign(ErrorFeedback):
     def make_codec(self) -> Codec:
         return SignCodec(self.group, self.scale)
 
-    @property
-    def promise(self) -> Promise:
-        return replace(self.conserves, waits={"residual": 1.0, "server": 1.0})
+    def describe(self) -> Card:
+        promise = replace(self.conserves, waits={"residual": 1.0, "server": 1.0})
+        return replace(super().describe(), promise=promise, summed_by_network=False)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         assert self.codec is not None

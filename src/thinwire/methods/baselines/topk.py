@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from thinwire.codecs.base import Residual
 from thinwire.core.bucket import Bucket
-from thinwire.core.method import Promise
+from thinwire.core.method import Card, Promise
 from thinwire.methods.parts.largest import Largest
 
 
@@ -33,15 +33,13 @@ class TopK(Largest):
     feedback: Literal["gradient", "update"] = "update"
     error_feedback: bool = True
 
-    @property
-    def promise(self) -> Promise:
-        if self.error_feedback:
-            return self.conserves
-        return Promise("lossy", "what is not among the largest values is dropped: error_feedback=True keeps it")
-
-    @property
-    def keeps_state(self) -> bool:
-        return self.error_feedback or self.feedback == "update"
+    def describe(self) -> Card:
+        promise = self.conserves
+        if not self.error_feedback:
+            promise = Promise("lossy", "what is not among the largest values is dropped: error_feedback=True keeps it")
+        return replace(
+            super().describe(), promise=promise, keeps_state=self.error_feedback or self.feedback == "update"
+        )  # fmt: skip
 
     def residual(self, bucket: Bucket) -> Residual | None:
         return super().residual(bucket) if self.error_feedback else None

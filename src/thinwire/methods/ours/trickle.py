@@ -34,12 +34,13 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import refuse_idle
 from thinwire.codecs.base import Codec
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import TILE, Positions, TiledTopK
 from thinwire.core.bucket import Bucket, Shard
 from thinwire.core.exchange import Exchange, scratch
-from thinwire.core.method import Promise, check_density
+from thinwire.core.method import Card, check_density
 from thinwire.core.run import Run, Step
 from thinwire.core.weights import Message
 from thinwire.methods.parts.atmask import Unfolded, WeightsAtMask
@@ -86,14 +87,15 @@ class Trickle(Largest):
     def __post_init__(self) -> None:
         if str(self.mask) == "shared":
             raise ThinwireError("trickle: mask='shared' is no longer there (docs/log.md says why): take trickle:merged")
+        self._encodes_weights = False
         super().__post_init__()
         check_density(self.name, self.server_density, "server_density")
         if self.mask == "own":
-            self.refuse_idle("mask='own'", "server_density", "weights")
+            refuse_idle(self, "mask='own'", "server_density", "weights")
         if self.feedback == "gradient":
-            self.refuse_idle("feedback='gradient' (the optimizer moves all weights)", "weights")
+            refuse_idle(self, "feedback='gradient' (the optimizer moves all weights)", "weights")
         if self.bits == 2:
-            self.refuse_idle("bits=2", "group")
+            refuse_idle(self, "bits=2", "group")
         if self.mask == "merged" and self.bits == 2:
             raise ThinwireError("trickle: bits=2 is for mask='own': take 4 or 8 with mask='merged'")
 
@@ -106,15 +108,17 @@ class Trickle(Largest):
             return TiledTopK(int(self.density * TILE) // 4 * 4)
         return Integers(self.group, self.bits)
 
-    @property
-    def on_wire(self) -> bool:
-        return self.mask == "own"
-
-    @property
-    def promise(self) -> Promise:
-        if self.mask != "merged":
-            return self.conserves
-        return replace(self.conserves, waits={"residual": 1.0, "server": 1.0})
+    def describe(self) -> Card:
+        own, promise, instead = self.mask == "own", self.conserves, ""
+        if self.mask == "merged":
+            promise = replace(promise, waits={"residual": 1.0, "server": 1.0})
+        if own:  # merged by servers it has no 2 bits and no ``portion``
+            instead = str(replace(self, mask="merged", bits=max(self.bits, 4), portion=None))
+        return replace(
+            super().describe(), promise=promise, group=TILE if self.bits == 2 else masks.WORD, summed_by_network=own,
+            grows_with_ranks=own, instead_at_scale=instead,
+            encodes_weights=self._encodes_weights,
+        )  # fmt: skip
 
     @property
     def at_one_mask(self) -> bool:
@@ -122,36 +126,20 @@ class Trickle(Largest):
         return self.mask == "merged" and self.server_density < 1
 
     def begin(self, run: Run) -> None:
-        super().begin(run)
         masked = self.at_one_mask and self.feedback == "update"
         self._gathered = WeightsAtMask(self.name, self.weights if masked else "dense", run)
-
-    @property
-    def encodes_weights(self) -> bool:
-        return self._gathered.encoded
+        self._encodes_weights = self._gathered.encoded
+        super().begin(run)
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
         return self._gathered.message(shard, rank)
 
     def before_step(self, step: Step) -> None:
-        self._gathered.before_step(step, self.moves)
+        self._gathered.before_step(step, () if self.update_space is None else self.update_space.names)
         super().before_step(step)
 
     def state_changed(self) -> None:
         self._gathered.state_changed()
-
-    @property
-    def gathers(self) -> bool:
-        return self.mask == "own"
-
-    @property
-    def at_scale(self) -> str:
-        """The same merged by servers, whose values have no 2 bits and no ``portion``."""
-        return str(replace(self, mask="merged", bits=max(self.bits, 4), portion=None)) if self.mask == "own" else ""
-
-    @property
-    def granule(self) -> int:
-        return TILE if self.bits == 2 else super().granule
 
     def _exchange(self, bucket: Bucket, exchange: Exchange, send: Callable[[Bucket, Exchange], None]) -> None:
         self._gathered.note(bucket, None)  # unless it comes to a mask
@@ -175,7 +163,7 @@ class Trickle(Largest):
         layout = Positions(self.largest(bucket, self.server_density).segments)
         with exchange.span("encode", served):
             positions = layout.split(served, self.state.write("server", bucket, rows=1), scratch(bucket))
-        if self.encodes_weights:
+        if self.card.encodes_weights:
             self._gather_masks(bucket, exchange, layout, positions)
 
     def _gather_masks(self, bucket: Bucket, exchange: Exchange, layout: Positions, positions: Tensor) -> None:

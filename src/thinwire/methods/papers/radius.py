@@ -21,8 +21,8 @@ masks are all-gathered as bits. The authors' code does not save its mask and res
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -30,11 +30,13 @@ from torch import Tensor
 
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import must
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import Masked
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange, bucket_rows, count_columns
-from thinwire.core.method import Resized, Step, check_density, count_of
+from thinwire.core.method import ANEW, Card, Run, StateKind, Step, check_density, count_of
+from thinwire.core.selection import keep_dense
 from thinwire.core.state import SMALL as LOOSE
 from thinwire.methods.parts.feedback import ErrorFeedback
 from thinwire.network.comm import local
@@ -65,7 +67,6 @@ class Radius(ErrorFeedback):
     """
 
     name: ClassVar[str] = "radius"
-    granule: ClassVar[int] = WORD
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {**_PAPER, "density": 0.4},
         "paper-d0.5": {**_PAPER, "density": 0.5},
@@ -78,11 +79,26 @@ class Radius(ErrorFeedback):
     residual_scale: float = 0.25
 
     def __post_init__(self) -> None:
+        self._owns_rows = False  # does each rank own a row, and choose its mask alone?
         super().__post_init__()
         check_density("radius", self.density)
-        self.must(self.T >= 1, "T", "is a number of steps, 1 or more")
-        self.must(0 < self.residual_scale <= 1, "residual_scale", "is a share, above 0 and up to 1")
+        must(self, self.T >= 1, "T", "is a number of steps, 1 or more")
+        must(self, 0 < self.residual_scale <= 1, "residual_scale", "is a share, above 0 and up to 1")
         self._before: dict[str, Tensor] = {}
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self._owns_rows = run.exchange.owner
+
+    def describe(self) -> Card:
+        card, kinds = super().describe(), min(self.T, 3)
+        # A resample, the step after it, which puts the new masks together, and all others.
+        shares = [1 / self.T] * (kinds - 1) + [1 - (kinds - 1) / self.T]
+        mask = StateKind(resized="anew", rank_equal=not self._owns_rows, fault=self._fault_of_masks)
+        return replace(
+            card, group=WORD, cycle=dict(enumerate(shares)),
+            state_kinds={**card.state_kinds, "mask": mask, "resampled": ANEW, "clip": ANEW},
+        )  # fmt: skip
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         """Alg. 1, l. 6-19. Before ``start`` it is ``ErrorFeedback.reduce`` that sends all (l. 3-5)."""
@@ -120,7 +136,7 @@ class Radius(ErrorFeedback):
                 if self._is_sent(name) and not isinstance(step.holders[name].optimizer, torch.optim.AdamW)
             }
 
-    def fault_of(self, saved: Mapping[str, Tensor]) -> str:
+    def _fault_of_masks(self, saved: Mapping[str, Tensor]) -> str:
         rows = bucket_rows(self.run.exchange, True)
         for name, parameter in self.run.parameters.items():
             key = f"{LOOSE}mask/{name}"
@@ -129,21 +145,6 @@ class Radius(ErrorFeedback):
                 if bool((masks.popcount(words.cpu().contiguous()) != k).any()):
                     return f"{key} has not {k} bits in each row"
         return ""
-
-    @property
-    def resized(self) -> Mapping[str, Resized]:
-        return {**super().resized, "mask": "anew", "resampled": "anew", "clip": "anew"}
-
-    @property
-    def cycle(self) -> Mapping[int, float]:
-        # A resample, the step after it, which puts the new masks together, and all others.
-        kinds = min(self.T, 3)
-        shares = [1 / self.T] * (kinds - 1) + [1 - (kinds - 1) / self.T]
-        return {self.first + i: share for i, share in enumerate(shares)}
-
-    @property
-    def alike(self) -> Collection[str]:
-        return () if self.run.exchange.owner else ("mask",)  # of its own shard, where a rank owns one
 
     def facts(self) -> dict[str, float]:
         found = {}
@@ -157,7 +158,7 @@ class Radius(ErrorFeedback):
         return count_of(self.density, columns)
 
     def _is_sent(self, name: str) -> bool:
-        return self.keep_dense(self.run.parameters[name]) is None
+        return keep_dense(self, self.run.parameters[name]) is None
 
     def _resamples(self, number: int) -> bool:
         """l. 7 and 22, but T steps after the last time, whatever t is.

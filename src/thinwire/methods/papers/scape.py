@@ -34,8 +34,8 @@ the layout keeps dense's loss. That is another method, ``trickle``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -45,13 +45,15 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Segment, Shard
 from thinwire.core.exchange import Exchange, Payload, prescale
 from thinwire.core.method import (
+    ANEW,
     EXACT,
     SMALL,
+    Card,
     Method,
     Parameter,
     Promise,
-    Resized,
     Run,
+    StateKind,
     Step,
     check_density,
     check_smallest,
@@ -60,6 +62,7 @@ from thinwire.core.method import (
     first_step,
     refuse_chunks,
 )
+from thinwire.core.selection import keep_dense
 from thinwire.core.state import put_back
 from thinwire.core.weights import Message
 from thinwire.methods.parts.atmask import Unfolded, WeightsAtMask
@@ -90,7 +93,6 @@ class SCAPE(Method):
     """
 
     name: ClassVar[str] = "scape"
-    same_arithmetic: ClassVar[bool] = True
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = AdamS
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"density": 0.01, "smallest": 0},
@@ -113,12 +115,32 @@ class SCAPE(Method):
             raise ThinwireError(f"scape: refresh is a number of steps, 1 or more, got {self.refresh}")
         self._given: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
         self._step = 0
+        self._apart = self._encodes_weights = False
+        self._schedule = Schedule(self.density, 0, self.refresh)  # until it is known how long the run is
+
+    def describe(self) -> Card:
+        if self.density == 1:
+            card = replace(super().describe(), promise=EXACT)
+        else:
+            promise = Promise("conserves", waits={"residual": 1.0, "common": 1.0}, of="moments")
+            card = replace(super().describe(), promise=promise, group=WORD, native=False, keeps_state=True)
+        # Masks are sent at the end of the step before the one that they are for.
+        rest = {0: 1 - 1 / self.refresh} if self.refresh > 1 else {}
+        kinds = {
+            "residual": StateKind(offloaded=self.offload), "chosen": ANEW,
+            "mask": StateKind(resized="anew", rank_equal=True, fault=self._fault_of_masks),
+        }  # fmt: skip
+        return replace(
+            card, adds_up=False, same_arithmetic=True, encodes_weights=self._encodes_weights,
+            steady=self._schedule.steady, cycle={**rest, self.refresh - 1: 1 / self.refresh},
+            state_kinds={**card.state_kinds, **kinds},
+        )  # fmt: skip
 
     def begin(self, run: Run) -> None:
         super().begin(run)
         refuse_chunks(self.name, run)
         self._gathered = WeightsAtMask(self.name, self.weights, run)
-        sent = {name: held for name, held in run.holders.items() if self.keep_dense(run.parameters[name]) is None}
+        sent = {name: held for name, held in run.holders.items() if keep_dense(self, run.parameters[name]) is None}
         for name, (optimizer, _) in sent.items():
             if not isinstance(optimizer, AdamS):
                 raise ThinwireError(
@@ -132,6 +154,9 @@ class SCAPE(Method):
         warm = first_step(self.name, "warmup", self.warmup, run.steps)
         self._schedule = Schedule(self.density, warm, self.refresh)
         self._masks = Masks(self, run.exchange, {name: run.parameters[name].local for name in sent}, self._schedule)
+        # Has a row's owner alone its m, and x? Else all ranks have m, and x is in every rank's e.
+        self._apart = run.exchange.owner
+        self._encodes_weights = self.density < 1 and self._gathered.encoded
 
     def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
         """Take a bucket through Alg. 1, l. 10-17. ``whole``: M is all ones, as at first (l. 5).
@@ -230,66 +255,18 @@ class SCAPE(Method):
     def finish(self) -> None:
         self._masks.finish()
 
-    def fault_of(self, saved: Mapping[str, Tensor]) -> str:
+    def _fault_of_masks(self, saved: Mapping[str, Tensor]) -> str:
         return self._masks.fault_of(saved)
 
     def state_changed(self) -> None:
         self._masks.state_changed()
         self._gathered.state_changed()
 
-    @property
-    def encodes_weights(self) -> bool:
-        return self.density < 1 and self._gathered.encoded
-
     def weight_message(self, shard: Shard, rank: int) -> Message:
         return self._gathered.message(shard, rank)  # Alg. 2, l. 3-5
 
-    @property
-    def adds_up(self) -> bool:
-        return False
-
-    @property
-    def resized(self) -> Mapping[str, Resized]:
-        return {**super().resized, "mask": "anew", "chosen": "anew"}
-
-    @property
-    def promise(self) -> Promise:
-        if self.density == 1:
-            return EXACT
-        return Promise("conserves", waits={"residual": 1.0, "common": 1.0}, of="moments")
-
-    @property
-    def granule(self) -> int:
-        return 1 if self.native else WORD  # no padding in what goes out as it is
-
-    @property
-    def native(self) -> bool:
-        return self.density == 1
-
-    @property
-    def keeps_state(self) -> bool:
-        return self.density < 1
-
-    @property
-    def offloads(self) -> tuple[str, ...]:
-        return ("residual",) if self.offload else ()
-
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
-
-    @property
-    def steady(self) -> int:
-        return self._schedule.steady
-
-    @property
-    def cycle(self) -> Mapping[int, float]:
-        # Masks are sent at the end of the step before the one that they are for.
-        rest = {self.steady: 1 - 1 / self.refresh} if self.refresh > 1 else {}
-        return {**rest, self.steady + self.refresh - 1: 1 / self.refresh}
-
-    @property
-    def alike(self) -> Collection[str]:
-        return ("mask",)
 
     def facts(self) -> dict[str, float]:
         return {"density": self._schedule.density_at(self._step)} if self.density < 1 else {}

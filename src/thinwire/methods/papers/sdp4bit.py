@@ -1,4 +1,4 @@
-"""SDP4Bit: four bits for weight differences, two levels for gradients (arXiv 2410.15526); ZeRO++ and QSDP beside it.
+"""SDP4Bit: four bits for weight differences, two levels for gradients (arXiv 2410.15526).
 
 Gradients (TLq-HS, Alg. 3), with Q8 and Q4 the quantizers of groups of 128 and H the Hadamard transform of 32 values,
 one behind the other:
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import knobs_of
 from thinwire.base.random import Pool, Seeds, seed_of
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
@@ -43,6 +44,7 @@ from thinwire.core.exchange import Exchange
 from thinwire.core.method import (
     CONSERVES,
     SMALL,
+    Card,
     Method,
     Parameter,
     Promise,
@@ -51,6 +53,7 @@ from thinwire.core.method import (
     check_smallest,
     exempt_small,
 )
+from thinwire.core.selection import keep_dense
 from thinwire.core.weights import Columns, Message, lay_out
 from thinwire.ops import shards
 from thinwire.ops.quant import ORDER
@@ -83,7 +86,6 @@ class SDP4Bit(Method):
     """
 
     name: ClassVar[str] = "sdp4bit"
-    on_wire: ClassVar[bool] = False
     two_level: ClassVar[bool] = True
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {**_EVERYTHING, "weight_rounding": "stochastic"},
@@ -125,8 +127,17 @@ class SDP4Bit(Method):
         self._pool: tuple[tuple[str, int], Pool] = (("", -1), Pool({}))  # of the last step: its streams, and seeds
         self._bits: dict[str, tuple[int, int]] = {}  # of each parameter: bits sent, values
 
-    @property
-    def promise(self) -> Promise:
+    def describe(self) -> Card:
+        assert self.codec is not None
+        knobs = {knob.name: getattr(self, knob.name) for knob in knobs_of(SDP4Bit)}
+        return replace(
+            super().describe(), promise=self._promise(), summed_by_network=False,
+            group=math.lcm(self.codec.group, self._intra_codec.group),  # either may be due
+            encodes_weights=self.weights != "dense",
+            intra=SDP4Bit(**{**knobs, "bits": self.intra_bits, "weights": "dense"}),  # Alg. 3, l. 2-7
+        )  # fmt: skip
+
+    def _promise(self) -> Promise:
         fewest, plain = min(self.bits, self.intra_bits), self.weights == "plain"
         if fewest == 32 and not plain:
             return CONSERVES
@@ -161,20 +172,12 @@ class SDP4Bit(Method):
             raise ThinwireError(f"{self.name}: bits and intra_bits are 4, 8, 16 or 32, got {bits}")
         return Integers(self.group, bits, self.hadamard, self.rounding)
 
-    def intra(self) -> SDP4Bit:
-        """Of the hop inside the node (Alg. 3, l. 2-7)."""
-        return replace(self, bits=self.intra_bits, weights="dense")
-
-    @property
-    def granule(self) -> int:
-        return math.lcm(1 if self.codec is None else self.codec.group, self._intra_codec.group)  # either may be due
-
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
 
     def begin(self, run: Run) -> None:
         super().begin(run)
-        self._sent = [name for name, of in run.parameters.items() if self.keep_dense(of) is None]
+        self._sent = [name for name, of in run.parameters.items() if keep_dense(self, of) is None]
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """One hop of Alg. 3: across nodes (l. 8-13); where all ranks are on one node, inside it (l. 2-7)."""
@@ -185,7 +188,7 @@ class SDP4Bit(Method):
         seed = self._seeds(bucket, exchange) if codec.draws else None
         # Transform and quantize (l. 2-3, 8-9): Integers.encode, ops/quant. All-to-all (l. 4, 10): collectives.py.
         # Values again, their sum, and transform it back (l. 5-7, 11-13): Integers.decode_sum, ops/quant.
-        exchange.mean(bucket, codec, on_wire=self.on_wire, seed=seed)
+        exchange.mean(bucket, codec, on_wire=False, seed=seed)
 
     def _seeds(self, bucket: Bucket, exchange: Exchange) -> Seeds:
         stream = f"{type(exchange).__name__}/{self.run.hop}/{self.run.rank}"
@@ -194,10 +197,6 @@ class SDP4Bit(Method):
             self._pool = (stream, bucket.step), Pool(seeds)
         pool = self._pool[1]
         return Seeds(tuple((of.start, of.start + of.width, pool.indices[of.name]) for of in bucket.segments), pool)
-
-    @property
-    def encodes_weights(self) -> bool:
-        return self.weights != "dense"
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
         difference = self.weights == "difference"
@@ -244,7 +243,7 @@ class QuantizedWeights(Message):
         self._make_codec, self._seed = make_codec, method.run.seed
         self._rank, self._module = rank, shard.names
         self._codec = make_codec(0.0)  # of the last message
-        encoded = [piece for piece in shard.pieces if method.keep_dense(method.run.parameters[piece.name]) is None]
+        encoded = [piece for piece in shard.pieces if keep_dense(method, method.run.parameters[piece.name]) is None]
         kept = [piece for piece in shard.pieces if piece not in encoded]
         kept += [] if self.resident else shard.frozen
         size, group = shard.dtype.itemsize, self._codec.group
@@ -302,40 +301,3 @@ class QuantizedWeights(Message):
     def _places(self, device: torch.device) -> tuple[CopyTable, CopyTable]:
         """Of what is encoded, and of what is not."""
         return self._columns.copy_table(device, shards.PER_PROGRAM), self._kept.copy_table(device)
-
-
-@dataclass
-class ZeROPP(SDP4Bit):
-    """ZeRO++ (arXiv 2306.10209): weights in 8 bits, gradients in 4 bits on both levels. All knobs are sdp4bit's.
-
-    What it rounds away of small weight changes is lost. Its secondary copy of the weights inside each node (hpZ) is
-    what HSDP does anyway.
-    """
-
-    name: ClassVar[str] = "zeropp"
-    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"w4": {**_EVERYTHING, "weight_bits": 4}}
-
-    weights: str = "plain"
-    weight_bits: int = 8
-    intra_bits: int = 4
-    hadamard: bool = False
-
-
-@dataclass
-class QSDP(SDP4Bit):
-    """QSDP (arXiv 2302.02390): weights in 8 bits on a randomly shifted lattice, gradients in 8 bits. Knobs: sdp4bit's.
-
-    One level: all-to-all between all ranks.
-    """
-
-    name: ClassVar[str] = "qsdp"
-    two_level: ClassVar[bool] = False
-    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-
-    weights: str = "plain"
-    weight_bits: int = 8
-    weight_group: int = 1024
-    weight_rounding: str = "shift"
-    bits: int = 8
-    group: int = 1024
-    hadamard: bool = False

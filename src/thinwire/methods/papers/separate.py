@@ -26,16 +26,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import must
 from thinwire.codecs.base import Residual
 from thinwire.codecs.projection import ESTIMATORS, Estimator, Projection
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Promise
+from thinwire.core.method import Card, Promise
 from thinwire.methods.parts.feedback import ErrorFeedback
 
 
@@ -59,7 +61,6 @@ class SEPARATE(ErrorFeedback):
     """
 
     name: ClassVar[str] = "separate"
-    same_arithmetic: ClassVar[bool] = True
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"ratio": 16, "estimator": "paper", "beta": 0.95, "reset": 128},
     }
@@ -72,20 +73,24 @@ class SEPARATE(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        must(self, self.reset >= 0, "reset", "is a number of steps, 0 for never")
+        self._weight_of_old  # noqa: B018  (refuses a beta that diverges)
+
+    @cached_property
+    def _estimator(self) -> Estimator:
         if self.estimator not in ESTIMATORS:
             raise ThinwireError(f"separate: estimator is one of {', '.join(ESTIMATORS)}, got '{self.estimator}'")
-        self.must(self.reset >= 0, "reset", "is a number of steps, 0 for never")
         block = (256 if self.estimator == "cyclic_srht" else 512) if self.block is None else self.block
-        self._estimator = Estimator(self.estimator, self.ratio, block)
-        self._keep = self._weight_of_old()
+        return Estimator(self.estimator, self.ratio, block)
 
+    @cached_property
     def _weight_of_old(self) -> float:
         """beta of e' = beta e + (1 - beta)(h - C(h)), after refusing one that diverges."""
         variance = (self._estimator.block + 1) / self._estimator.sent_per_block  # w
         unbiased = self.estimator == "paper"
         if self.beta is None:
             return 1 - 1 / (1 + variance) if unbiased else 0.0
-        self.must(0 <= self.beta <= 1, "beta", "is a weight from 0 to 1")
+        must(self, 0 <= self.beta <= 1, "beta", "is a weight from 0 to 1")
         bound = 2 / (1 + variance)
         if unbiased and 1 - self.beta >= bound:
             raise ThinwireError(
@@ -94,26 +99,23 @@ class SEPARATE(ErrorFeedback):
             )
         return self.beta
 
-    @property
-    def promise(self) -> Promise:
-        if self._keep == 1:
+    def describe(self) -> Card:
+        return replace(
+            super().describe(), promise=self._promise(), group=self._estimator.granule, same_arithmetic=True,
+            keeps_state=self._weight_of_old < 1 or self.feedback == "update",
+        )  # fmt: skip
+
+    def _promise(self) -> Promise:
+        if self._weight_of_old == 1:
             return Promise("lossy", "what a projection leaves out is not returned: beta below 1 returns it")
-        waits = {"residual": 1 / (1 - self._keep)}
+        waits = {"residual": 1 / (1 - self._weight_of_old)}
         if self.reset:
             return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", waits)
         return replace(self.conserves, waits=waits)
 
-    @property
-    def granule(self) -> int:
-        return self._estimator.granule
-
-    @property
-    def keeps_state(self) -> bool:
-        return self._keep < 1 or self.feedback == "update"
-
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         residual: Residual | None = None
-        if self._keep < 1:
+        if self._weight_of_old < 1:
             residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
         segments = [(s.name, s.start, s.width) for s in bucket.segments]
         codec = self.codec_for(segments, bucket.step, bucket.device, bucket.once, self.run.seed)  # STEP 2: M
@@ -125,8 +127,8 @@ class SEPARATE(ErrorFeedback):
         if self.reset and bucket.step % self.reset == 0:
             new.zero_()  # STEP 5, k % T = 0
             return
-        if self._keep and residual.old is not None:
-            new.lerp_(residual.old, self._keep)  # STEP 5; for a weight of 0, new is that already
+        if self._weight_of_old and residual.old is not None:
+            new.lerp_(residual.old, self._weight_of_old)  # STEP 5; for a weight of 0, new is that already
         bucket.clear_padding(new)  # a projection spreads over whole blocks; padding has no gradient to wait for
 
     def codec_for(

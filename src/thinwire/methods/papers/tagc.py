@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
@@ -31,11 +31,12 @@ from torch import Tensor
 
 from thinwire.base import device as devices
 from thinwire.base.alignment import padded
+from thinwire.base.knobs import must, refuse_idle
 from thinwire.base.random import seed_of
 from thinwire.codecs.sketch import CountSketch
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange, bucket_rows, count_columns
-from thinwire.core.method import Parameter, Promise, Resized
+from thinwire.core.method import ANEW, Card, Parameter, Promise
 from thinwire.methods.parts.feedback import ErrorFeedback, portion_of
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch, sparse
@@ -51,7 +52,6 @@ LOAD = 0.7
 sizes."""
 RESIZE = 50
 """Steps after which sketches are sized anew, from the largest union since the last time."""
-LHC_LEAST = 2.0**-14
 SMALLEST_EXPONENT = -126
 """Of the quantum: below, it would leave float32 and become 0. Smaller values stay with their sender."""
 
@@ -71,7 +71,6 @@ class TAGC(ErrorFeedback):
     """
 
     name: ClassVar[str] = "tagc"
-    granule: ClassVar[int] = masks.WORD
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"feedback": "gradient", "theta": 0.9875, "select": "non-attention", "leftovers": "median"},
     }
@@ -83,30 +82,27 @@ class TAGC(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.must(0 <= self.theta < 1, "theta", "is the share of values zeroed, 0 to below 1")
+        must(self, 0 <= self.theta < 1, "theta", "is the share of values zeroed, 0 to below 1")
         if self.theta == 0:
-            self.refuse_idle("theta=0 (nothing waits)", "portion")
+            refuse_idle(self, "theta=0 (nothing waits)", "portion")
         self._copied: Any = None  # an event: the last "counts" are on the host when it is over
 
-    @property
-    def promise(self) -> Promise:
+    def describe(self) -> Card:
+        card, promise = super().describe(), self.conserves
         if self.leftovers == "median" and self.theta:
-            return Promise("lossy", "values that cannot be recovered are guessed: leftovers='accumulate' returns them")
-        return self.conserves
+            lost = "values that cannot be recovered are guessed: leftovers='accumulate' returns them"
+            promise = Promise("lossy", lost)
+        counted = dict.fromkeys(("left", "peak", "union", "counts"), ANEW)
+        return replace(
+            card, promise=promise, group=masks.WORD, bytes_follow_data=self.theta > 0,
+            state_kinds={**card.state_kinds, **counted},
+        )  # fmt: skip
 
     @property
     def usual_portion(self) -> float:
         if self.theta == 0:
             return 1.0
         return portion_of(1 - self.theta)
-
-    @property
-    def resized(self) -> Mapping[str, Resized]:
-        return {**super().resized, "left": "anew", "peak": "anew", "union": "anew", "counts": "anew"}
-
-    @property
-    def adapts(self) -> bool:
-        return self.theta > 0
 
     def policy(self, parameter: Parameter) -> str | None:
         why = super().policy(parameter)
@@ -235,38 +231,3 @@ class TAGC(ErrorFeedback):
             parts.append(sketch.Part(segment.start, width, k, place, room, first, cells, seed))
             place, first = parts[-1].listed.stop, parts[-1].wire.stop
         return sketch.Parts(parts, bucket.device)
-
-
-@dataclass
-class LHC(TAGC):
-    """LHC on plain DDP: index and sketch of whatever is not zero, no sparsification of its own (arXiv 2402.07529).
-
-    For gradients that are sparse by themselves (LHC's paper names 80-95% zeros; those of embeddings are). Others go
-    dense, at 1/32 more than dense itself for the index that finds this out, and are counted. The accumulator holds what
-    peeling left, what rounding to exact sums cut off, and values below 2^-14 of the rank's largest until they have
-    grown: else the rounding would fill every zero.
-    """
-
-    name: ClassVar[str] = "lhc"
-    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("theta",), "lhc sends whatever is not zero: tagc has it"
-    )
-
-    feedback: Literal["gradient", "update"] = "gradient"
-
-    def _choose(
-        self, rows: Tensor, old: Tensor | None, parts: sketch.Parts, h: Tensor, found: Tensor, sent: Tensor,
-        words: Tensor,
-    ) -> None:  # fmt: skip
-        torch.add(rows, 0 if old is None else old, out=h)
-        least = (sketch.peaks(h, parts) * LHC_LEAST).clamp_(max=torch.finfo(torch.float32).max)
-        widths = devices.uploaded([part.width // masks.WORD for part in parts], h.device, torch.int64)
-        least = least.repeat_interleave(widths, output_size=words.shape[1]).unsqueeze(1)
-        flags = ~(h.abs().view(*words.shape, masks.WORD) <= least)  # with infinities and NaN
-        flags = flags.view(h.shape)
-        masks.pack(flags, words)
-        sketch.gather(h, words, parts, found, sent)
-
-    def _k(self, columns: int) -> int:
-        return padded(columns, masks.WORD)  # room for all: how many are not zero is not known beforehand

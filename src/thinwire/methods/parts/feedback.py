@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import must, refuse_idle
 from thinwire.codecs.base import Residual
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import (
+    EQUAL,
     MATRIX,
     SMALL,
+    Card,
     Method,
-    Resized,
     check_smallest,
     check_start,
     exempt_small,
     first_step,
     refuse_chunks,
 )
+from thinwire.core.method_buckets import send_all
 from thinwire.core.promise import CONSERVES, Promise, Rounding
 from thinwire.core.run import Parameter, Run, Step
+from thinwire.core.selection import keep_dense
 from thinwire.methods.parts.updates import UpdateSpace
 
 
@@ -50,18 +54,16 @@ class Lossy(Method):
         """Of one encoding; None: it leaves out more than a format bounds."""
         return None
 
-    @property
-    def promise(self) -> Promise:
+    def describe(self) -> Card:
+        return replace(super().describe(), promise=self._promise(), keeps_state=self.error_feedback)
+
+    def _promise(self) -> Promise:
         if self.error_feedback:
             return CONSERVES
         if self.rounding is None:
             return Promise("lossy", "what is not encoded is not returned: error_feedback=True returns it")
         what = f"what {self.rounding.bits} cannot hold is not returned: error_feedback=True returns it"
         return Promise("rounds", what, rounding=self.rounding)
-
-    @property
-    def keeps_state(self) -> bool:
-        return self.error_feedback
 
     def policy(self, parameter: Parameter) -> str | None:
         return exempt_small(parameter, self.smallest)
@@ -70,7 +72,7 @@ class Lossy(Method):
         residual = None
         if self.error_feedback:
             residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
-        exchange.mean(bucket, self.codec, on_wire=self.on_wire, residual=residual)
+        exchange.mean(bucket, self.codec, on_wire=self.card.summed_by_network, residual=residual)
 
 
 OF_UPDATES = ("beta1", "direction", "portion")
@@ -119,18 +121,19 @@ class ErrorFeedback(Method):
     portion: float | None = None
 
     def __post_init__(self) -> None:
+        self.first = 0
+        self.update_space: UpdateSpace | None = None
         super().__post_init__()
         check_start(self.name, "start", self.start)
         check_smallest(self.name, self.least)
-        self.must(0 <= self.beta1 < 1, "beta1", "is the decay of an average, from 0 to below 1")
+        must(self, 0 <= self.beta1 < 1, "beta1", "is the decay of an average, from 0 to below 1")
         if self.feedback == "gradient":
-            self.refuse_idle("feedback='gradient' (the optimizer has its own)", *OF_UPDATES)
-        self.must(self.portion is None or 0 < self.portion <= 1, "portion", "is a share, above 0 and up to 1")
-        if self.portion is not None and self.promise != self.conserves:
+            refuse_idle(self, "feedback='gradient' (the optimizer has its own)", *OF_UPDATES)
+        must(self, self.portion is None or 0 < self.portion <= 1, "portion", "is a share, above 0 and up to 1")
+        if self.portion is not None and self.card.promise != self.conserves:
             raise ThinwireError(f"{self.name}: portion is for methods whose ranks keep what was not sent: leave it out")
         if self.direction == "muon":
-            self.refuse_idle("direction='muon'", "beta1")
-        self.update_space: UpdateSpace | None = None
+            refuse_idle(self, "direction='muon'", "beta1")
 
     def begin(self, run: Run) -> None:
         super().begin(run)
@@ -138,7 +141,8 @@ class ErrorFeedback(Method):
         if self.feedback == "update":
             if self.direction == "muon":
                 refuse_chunks(f"{self.name}(direction='muon')", run)
-            self.update_space = UpdateSpace(self, run)
+            sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]
+            self.update_space = UpdateSpace(self, run, sent)
 
     @property
     def least(self) -> int:
@@ -147,9 +151,13 @@ class ErrorFeedback(Method):
             return self.smallest
         return MATRIX if self.feedback == "update" else SMALL
 
-    @property
-    def promise(self) -> Promise:
-        return self.conserves
+    def describe(self) -> Card:
+        card = super().describe()
+        return replace(
+            card, promise=self.conserves, native=False, keeps_state=True, adds_up=self.feedback != "update",
+            steady=self.first, step_maker=self.update_space,
+            state_kinds={**card.state_kinds, "seen": EQUAL, "alike": EQUAL},  # of UpdateSpace
+        )  # fmt: skip
 
     @property
     def conserves(self) -> Promise:
@@ -171,51 +179,20 @@ class ErrorFeedback(Method):
     @property
     def delivered(self) -> float:
         """``portion``, as it is used."""
-        if self.feedback == "gradient" or self.promise != self.conserves:
+        if self.feedback == "gradient" or self.card.promise != self.conserves:
             return 1.0
         return self.usual_portion if self.portion is None else self.portion
-
-    @property
-    def adds_up(self) -> bool:
-        return self.feedback != "update"
-
-    @property
-    def moves(self) -> Collection[str]:
-        return () if self.update_space is None else self.update_space.steps.names
-
-    @property
-    def resting(self) -> Collection[str]:
-        return () if self.update_space is None else self.update_space.resting()
-
-    def power_of_moves(self) -> Tensor | None:
-        return None if self.update_space is None else self.update_space.power()
-
-    @property
-    def steady(self) -> int:
-        return self.first
-
-    @property
-    def native(self) -> bool:
-        return False
-
-    @property
-    def keeps_state(self) -> bool:
-        return True
 
     def policy(self, parameter: Parameter) -> str | None:
         if self.direction == "muon" and len(parameter.shape) > 2:
             return "not a matrix"
         return exempt_small(parameter, self.least)
 
-    @property
-    def resized(self) -> Mapping[str, Resized]:
-        return {**super().resized, "seen": "equal", "alike": "equal"}  # update.py's
-
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         self._exchange(bucket, exchange, self.compress if self.delivered == 1 else self._compress_in_portions)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
-        self._exchange(bucket, exchange, self.send_all)
+        self._exchange(bucket, exchange, partial(send_all, self.card, self.state))
 
     def _exchange(self, bucket: Bucket, exchange: Exchange, send: Callable[[Bucket, Exchange], None]) -> None:
         if bucket.step < self.first:
@@ -252,10 +229,6 @@ class ErrorFeedback(Method):
     def undo(self) -> None:
         if self.update_space is not None:
             self.update_space.forget()
-
-    def cancel(self, names: Collection[str]) -> None:
-        if self.update_space is not None:
-            self.update_space.cancel(names)
 
     def finish(self) -> None:
         if self.update_space is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import Sparse
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import check_density, count_of
+from thinwire.core.method import Card, check_density, count_of
 from thinwire.methods.parts.feedback import ErrorFeedback, portion_of
 from thinwire.ops import mask as masks
 
@@ -31,13 +31,8 @@ class Largest(ErrorFeedback):
         super().__post_init__()
         check_density(self.name, self.density)
 
-    @property
-    def gathers(self) -> bool:
-        return True
-
-    @property
-    def granule(self) -> int:
-        return masks.WORD
+    def describe(self) -> Card:
+        return replace(super().describe(), group=masks.WORD, grows_with_ranks=True)
 
     @property
     def usual_portion(self) -> float:

@@ -221,7 +221,7 @@ class Masks:
         self._chosen.clear()
 
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
-        """See ``Method.fault_of``: masks that do not have their bits, or have one beyond their columns."""
+        """See ``StateKind.fault``: masks that do not have their bits, or have one beyond their columns."""
         for name, chunks in self._chunks.items():
             key, chosen = f"{LOOSE}mask/{name}", saved.get(f"{LOOSE}chosen/{name}")
             if (mask := saved.get(key)) is None:

@@ -38,8 +38,8 @@ Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.1
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Literal, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.random import seed_of
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.run import Parameter, Run, Step
+from thinwire.core.run import Run, Step
 from thinwire.core.state import State
 from thinwire.methods.parts.muon import muon
 from thinwire.methods.parts.own_steps import OwnSteps, adam_of
@@ -66,38 +66,17 @@ KEPT = 0.9
 """Weight of the old r in the new one."""
 
 
-class Preconditioned(Protocol):
-    """The method whose gradients become steps: its knobs, its state, and what it keeps dense."""
-
-    name: ClassVar[str]
-    beta1: float
-    direction: Literal["adam", "muon"]
-    state: State
-
-    @property
-    def of_gradients(self) -> str:
-        """What to write where this method is to send gradients."""
-
-    def keep_dense(self, parameter: Parameter) -> str | None:
-        """Why ``parameter`` is not compressed, or None."""
-
-
 class UpdateSpace:
-    """Turns gradients into steps before an exchange, and takes the steps that come back.
+    """Turns gradients into steps before an exchange, and takes the steps that come back."""
 
-    Attributes:
-        steps: the parameters whose gradient, as the engine holds it, is a step now.
-    """
-
-    def __init__(self, method: Preconditioned, run: Run) -> None:
-        """``method``: its knobs say how a gradient becomes a step.
+    def __init__(self, method: Any, run: Run, sent: Sequence[str]) -> None:
+        """``method``: an ``ErrorFeedback`` that compresses ``sent``; its knobs say how a gradient becomes a step.
 
         Raises:
             ThinwireError: no Adam; amsgrad, maximize or coupled weight decay. Muon:
                 a matrix of which this rank holds a part.
         """
         self._method, self._run, self._momentum = method, run, method.beta1
-        sent = [name for name, of in run.parameters.items() if method.keep_dense(of) is None]
         self._name = f"{method.name} with feedback='update'"
         try:
             adam_of(self._name, run, sent)
@@ -114,11 +93,16 @@ class UpdateSpace:
                     f"{self._name}: direction='muon' takes whole matrices, and this rank holds a part of {name}: take "
                     "direction='adam', or train it where weights are not sharded (DDP)"
                 )
-        self.steps = OwnSteps()
+        self._steps = OwnSteps()
         self._alike: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
         self._powers: dict[str, Tensor] = {}  # of each tensor in this step: mean_n |g_n|^2
         self._lengths: dict[str, tuple[Tensor, int]] = {}  # of the first values of each c: to notice who scales it
         self._scaled: Tensor | None = None
+
+    @property
+    def names(self) -> Collection[str]:
+        """The parameters whose gradient, as the engine holds it, is a step now."""
+        return self._steps.names
 
     @property
     def _state(self) -> State:
@@ -142,7 +126,7 @@ class UpdateSpace:
         """``bucket.mean`` holds steps that will be taken."""
         first: list[Tensor] = []
         for segment in bucket.segments:
-            self.steps.names.add(segment.name)
+            self._steps.names.add(segment.name)
             mine = self._run.travels(segment.name, local(self._run.weights[segment.name]).reshape(-1))
             count = min(mine.numel(), segment.span, PROBE)  # behind them there may be padding, which a sign fills
             first.append(bucket.mean[0, segment.start : segment.start + count])
@@ -177,7 +161,7 @@ class UpdateSpace:
                 first.append(self._run.travels(name, change.reshape(-1))[:columns])
                 lengths.append(length)
 
-        self.steps.take(step, move)
+        self._steps.take(step, move)
         if values and set(keep) != {1.0}:
             torch._foreach_mul_(values, keep)
         if values:
@@ -199,7 +183,7 @@ class UpdateSpace:
 
     def done(self, step: Step) -> None:
         """The step has been taken: r moves on."""
-        self.steps.show(step)
+        self._steps.show(step)
         if self._alike:
             new = _ratio(self._all_alike(), self._run.exchange.ranks)
             old = self._state.get("alike", "")
@@ -209,7 +193,7 @@ class UpdateSpace:
 
     def forget(self) -> None:
         """The step under way does not count."""
-        self.steps.forget()
+        self._steps.forget()
         self._alike.clear()
         self._powers.clear()
         self._lengths.clear()
@@ -262,8 +246,8 @@ class UpdateSpace:
 
     def resting(self) -> list[str]:
         """The parameters whose steps have come while their lr is 0: they hold still, and what waited still waits."""
-        held = self._run.holders
-        return [name for name in self.steps.names if rests(held[name].group)]
+        holders = self._run.holders
+        return [name for name in self._steps.names if rests(holders[name].group)]
 
     def power(self) -> Tensor | None:
         """r mean_n |g_n|^2, 0-dim: about the squared norm of the mean gradient of what became steps, on the exchange's
@@ -281,7 +265,7 @@ class UpdateSpace:
     def cancel(self, names: Collection[str]) -> None:
         """The steps of ``names`` were thrown away."""
         for name in names:
-            self.steps.names.discard(name)
+            self._steps.names.discard(name)
             self._alike.pop(name, None)
             self._powers.pop(name, None)
             self._lengths.pop(name, None)

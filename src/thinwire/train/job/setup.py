@@ -110,7 +110,7 @@ def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
 def bucket_mb(model: nn.Module, config: Config, ranks: Ranks) -> float | None:
     """Choose the size of DDP's buckets: as the config says, else as suits the method; None: as torch has it."""
     method = resolve(config.method)
-    if config.bucket_mb is not None or method.native:
+    if config.bucket_mb is not None or method.card.native:
         return config.bucket_mb
     exchange = AllReduce(CountingComm.like(ranks.comm, Ledger()))
     return plan_of(method, describe(model).values(), exchange).bucket_cap_mb

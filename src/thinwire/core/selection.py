@@ -1,0 +1,41 @@
+"""Which parameters a method compresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from thinwire.core.method import Method
+from thinwire.core.run import Parameter
+
+
+def keep_dense(method: Method, parameter: Parameter) -> str | None:
+    """Say why ``method`` does not compress ``parameter``; None if it does. The user's patterns count first."""
+    if parameter.numel == 0:
+        return "empty"
+    if any(fnmatchcase(parameter.name, pattern) for pattern in method.dense):
+        return "named in dense="
+    if any(fnmatchcase(parameter.name, pattern) for pattern in method.send):
+        return None
+    return method.policy(parameter)
+
+
+def dense_among(method: Method, parameters: Iterable[Parameter]) -> frozenset[str]:
+    """Return the names of those ``parameters`` that ``method.reduce`` does not get."""
+    if method.card.takes_dense:
+        return frozenset()
+    return frozenset(parameter.name for parameter in parameters if keep_dense(method, parameter) is not None)
+
+
+def unmatched(method: Method, names: Iterable[str]) -> str | None:
+    """Say which pattern of the user's, the first, matches none of the parameters ``names``; None if all do.
+
+    A preset's patterns are for any model: with ``dense=("*bias",)`` one without biases is fine.
+    """
+    names = list(names)
+    for knob in ("dense", "send"):
+        preset = {pattern for values in method.PRESETS.values() for pattern in values.get(knob, ())}
+        for pattern in getattr(method, knob):
+            if pattern not in preset and not any(fnmatchcase(name, pattern) for name in names):
+                return f"{method.name}: {knob}='{pattern}' matches no trained parameter of this rank's model"
+    return None

@@ -1,0 +1,28 @@
+"""ZeRO++ (arXiv 2306.10209), with the settings of its paper: SDP4Bit's code, without differences and Hadamard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from thinwire.base.knobs import own_knobs_of
+from thinwire.methods.papers.sdp4bit import SDP4Bit
+
+
+@dataclass
+class ZeROPP(SDP4Bit):
+    """ZeRO++ (arXiv 2306.10209): weights in 8 bits, gradients in 4 bits on both levels.
+
+    What it rounds away of small weight changes is lost. Its secondary copy of the weights inside each node (hpZ) is
+    what HSDP does anyway.
+    """
+
+    name: ClassVar[str] = "zeropp"
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(own_knobs_of(SDP4Bit), "as in the paper: sdp4bit has it")
+
+    weights: str = "plain"
+    weight_bits: int = 8
+    intra_bits: int = 4
+    hadamard: bool = False
