@@ -158,16 +158,15 @@ def show_differences(first: Checkpoint, second: Checkpoint, console: Console) ->
 def _distances(first: Path, second: Path) -> Iterator[tuple[str, float, float]]:
     """Yield (name, largest difference, norm of the difference by that of the first) of each tensor; inf: no pair."""
     tensors = dict(read_tensors(first))
-    for key, second_tensor in read_tensors(second):
-        first_tensor = tensors.pop(key, None)
-        shapes_differ = first_tensor is None or first_tensor.shape != second_tensor.shape
-        if first_tensor is None or shapes_differ or first_tensor.dtype != second_tensor.dtype:
+    for key, other_tensor in read_tensors(second):
+        tensor = tensors.pop(key, None)
+        if tensor is None or (tensor.shape, tensor.dtype) != (other_tensor.shape, other_tensor.dtype):
             yield key, float("inf"), float("inf")
-        elif torch.equal(first_tensor.reshape(-1).view(torch.uint8), second_tensor.reshape(-1).view(torch.uint8)):
+        elif torch.equal(tensor.reshape(-1).view(torch.uint8), other_tensor.reshape(-1).view(torch.uint8)):
             yield key, 0.0, 0.0
         else:
-            difference = (first_tensor.double() - second_tensor.double()).abs()
-            yield key, float(difference.max()), float(difference.norm() / first_tensor.double().norm())
+            difference = (tensor.double() - other_tensor.double()).abs()
+            yield key, float(difference.max()), float(difference.norm() / tensor.double().norm())
     for key in tensors:
         yield key, float("inf"), float("inf")
 
