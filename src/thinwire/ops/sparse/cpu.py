@@ -286,7 +286,7 @@ def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> No
 def pack(positions: Tensor, segments: tuple[ListSegment, ...], wire: Tensor) -> None:
     wire.zero_()
     if not _pack(*flat(positions), len(wire), _table(segments), *flat(wire)):
-        raise ThinwireError("there are not as many positions in each segment of a row as its segments say")
+        raise ThinwireError("there are not as many positions in each part of a row as its parts say")
 
 
 def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -> None:
