@@ -155,7 +155,8 @@ class Header:
             saved_value, value = saved.knobs.get(knob, "no such knob"), self.knobs.get(knob, "no such knob")
             if saved_value != value:
                 return f"it was saved with {knob}={saved_value} of {self.method}, this run has {knob}={value}"
-        for argument, saved_value, value in (("seed", saved.seed, self.seed), ("outlier_clip", saved.bound, self.bound)):
+        arguments = (("seed", saved.seed, self.seed), ("outlier_clip", saved.bound, self.bound))
+        for argument, saved_value, value in arguments:
             if saved_value != value:
                 return f"it was saved with {argument}={saved_value}, this run has {argument}={value}"
         for name, (shape, _) in self.parameters.items():
