@@ -156,9 +156,9 @@ class Header:
             if saved_value != value:
                 return f"it was saved with {knob}={saved_value} of {self.method}, this run has {knob}={value}"
         arguments = (("seed", saved.seed, self.seed), ("outlier_clip", saved.bound, self.bound))
-        for argument, saved_value, value in arguments:
-            if saved_value != value:
-                return f"it was saved with {argument}={saved_value}, this run has {argument}={value}"
+        for argument, given_then, given in arguments:
+            if given_then != given:
+                return f"it was saved with {argument}={given_then}, this run has {argument}={given}"
         for name, (shape, _) in self.parameters.items():
             if name not in saved.parameters:
                 return f"it knows nothing of {name}, which this run trains"
