@@ -39,7 +39,7 @@ class LHC(TAGC):
     feedback: Literal["gradient", "update"] = "gradient"
 
     def _choose(
-        self, rows: Tensor, old: Tensor | None, parts: sketch.Parts, h: Tensor, found: Tensor, sent: Tensor,
+        self, rows: Tensor, old: Tensor | None, parts: sketch.SketchSegments, h: Tensor, found: Tensor, sent: Tensor,
         words: Tensor,
     ) -> None:  # fmt: skip
         torch.add(rows, 0 if old is None else old, out=h)

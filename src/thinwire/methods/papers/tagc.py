@@ -135,21 +135,21 @@ class TAGC(ErrorFeedback):
             self._measure(bucket, parts, index, left)
             # l. 2: acc = h without what arrived. Not the exchange's residual: what cannot be recovered of a sum depends
             # on everybody's masks, and an encoding knows its own rank's.
-            sketch.settle(sent, rest, found, left.zero_() if estimate else left, parts, acc)
+            sketch.restore(sent, rest, found, left.zero_() if estimate else left, parts, acc)
 
     def _choose(
-        self, rows: Tensor, old: Tensor | None, parts: sketch.Parts, h: Tensor, found: Tensor, sent: Tensor,
+        self, rows: Tensor, old: Tensor | None, parts: sketch.SketchSegments, h: Tensor, found: Tensor, sent: Tensor,
         words: Tensor,
     ) -> None:  # fmt: skip
         """``h`` = ``rows`` + ``old``; of it ``sent`` is sent, from the columns ``found``, whose mask is ``words``.
 
         Where all of a tensor is sent, this is still what its sketch would be sized from.
         """
-        listed = tuple(sparse.ListSegment(part.start, part.width, part.k, part.place) for part in parts)
+        listed = tuple(sparse.ListSegment(part.start, part.width, part.k, part.list_start) for part in parts)
         sparse.largest(rows, old, listed, h, found, sent)
         masks.from_indices(found, words)
 
-    def _round(self, parts: sketch.Parts, sent: Tensor, rest: Tensor, exchange: Exchange) -> None:
+    def _round(self, parts: sketch.SketchSegments, sent: Tensor, rest: Tensor, exchange: Exchange) -> None:
         """Kept values become multiples of a power of two that all ranks share, coarse enough for exact sums."""
         largest = exchange.all_max(sketch.peaks(sent, parts))
         _, exponent = torch.frexp(largest)
@@ -157,7 +157,7 @@ class TAGC(ErrorFeedback):
         quantum = torch.ldexp(torch.ones_like(largest), (exponent - spare).clamp_(min=SMALLEST_EXPONENT))
         sketch.round_to(sent, quantum, parts, rest)
 
-    def _measure(self, bucket: Bucket, parts: sketch.Parts, index: Tensor, left: Tensor) -> None:
+    def _measure(self, bucket: Bucket, parts: sketch.SketchSegments, index: Tensor, left: Tensor) -> None:
         """Count what was left, and the union, on the way to the host, which needs it in the next step."""
         lost, union = sketch.count(left, parts), sketch.count(index, parts)
         counts = [lost.sum(0, dtype=torch.int32), union.amax(0)]
@@ -222,12 +222,12 @@ class TAGC(ErrorFeedback):
         cells = math.ceil(union / LOAD / 3) + 8  # a few more: small tables fail at lower loads
         return cells if 3 * cells < padded(columns, masks.WORD) else 0
 
-    def _parts(self, bucket: Bucket, exchange: Exchange) -> sketch.Parts:
-        parts, place, first = list[sketch.Part](), 0, 0
+    def _parts(self, bucket: Bucket, exchange: Exchange) -> sketch.SketchSegments:
+        parts, place, first = list[sketch.SketchSegment](), 0, 0
         for segment in bucket.segments:
             name, width, k = segment.name, segment.width, self._k(segment.span)
             cells, seed = self._cells(name, segment.span, exchange), seed_of(self.run.seed, name, bucket.step)
             room = min(exchange.ranks * k, width)
-            parts.append(sketch.Part(segment.start, width, k, place, room, first, cells, seed))
+            parts.append(sketch.SketchSegment(segment.start, width, k, place, room, first, cells, seed))
             place, first = parts[-1].listed.stop, parts[-1].wire.stop
-        return sketch.Parts(parts, bucket.device)
+        return sketch.SketchSegments(parts, bucket.device)
