@@ -17,7 +17,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -400,6 +400,11 @@ def knob_defaults(cls: Any) -> dict[str, Any]:
     }
 
 
+def value_defaults(cls: Any) -> dict[str, Any]:
+    """Read the fields and defaults of a knob's value that has knobs of its own, such as ``Updates``."""
+    return {knob.name: knob.default for knob in fields(cls)}
+
+
 def set_knobs(row: str, classes: Mapping[str, Any], resolve: Callable[[str], Any]) -> set[tuple[str, str]]:
     """Name (method, knob) of each knob that ``row`` sets off its default, and of the method inside it, its ``outer``.
 
@@ -417,6 +422,13 @@ def set_knobs(row: str, classes: Mapping[str, Any], resolve: Callable[[str], Any
         for knob, default in knob_defaults(classes[name]).items()
         if knob in values and values[knob] != default
     }
+    feedback = values.get("feedback")
+    if is_dataclass(feedback):  # a value with knobs of its own, which all methods share
+        knobs |= {
+            (type(feedback).__name__, knob)
+            for knob, default in value_defaults(type(feedback)).items()
+            if getattr(feedback, knob) != default
+        }
     if isinstance(values.get("outer"), str):
         knobs |= set_knobs(values["outer"], classes, resolve)
     return knobs
@@ -440,11 +452,14 @@ def measure_knobs(classes: Iterable[Any], rows: Iterable[str], resolve: Callable
     """Count the knobs of all methods, and those that no row sets to another value than their default."""
     by_name = {cls.name: cls for cls in classes}
     every = [(name, knob) for name, cls in by_name.items() for knob in knob_defaults(cls)]
+    defaults = [knob for cls in by_name.values() for knob in knob_defaults(cls).values()]
+    values = dict.fromkeys(type(knob) for knob in defaults if is_dataclass(knob))
+    every += [(value.__name__, knob) for value in values for knob in value_defaults(value)]
     counted = [pair for pair in every if pair[1] not in COMMON_KNOBS]
     measured = set().union(*(set_knobs(row, by_name, resolve) for row in rows))
     open_knobs = [pair for pair in counted if pair not in measured]
     details = [f"{len(every)} knobs, {len(counted)} of them counted: without {', '.join(sorted(COMMON_KNOBS))}"]
-    for name in by_name:
+    for name in dict.fromkeys(name for name, _ in every):
         knobs = [knob for method, knob in open_knobs if method == name]
         if knobs:
             details.append(f"{len(knobs):4} {name}: {', '.join(knobs)}")

@@ -423,7 +423,7 @@ class Wire:
         """Scale the averaged gradients down to ``max_norm``, on any engine. Returns the norm before, 0-dim.
 
         With a gradient that is not finite the norm is not either; the step is then skipped by the guard. What a method
-        has made a step of the weights already (feedback="update") is left alone, since no step depends on the size of
+        has made a step of the weights already (feedback="updates") is left alone, since no step depends on the size of
         its gradient; but that gradient is in the norm, so that ``max_norm`` means what it means without a method: with
         r the share of the ranks' gradients that they have in common, r mean_n |g_n|^2 stands for |mean_n g_n|^2.
 
@@ -433,7 +433,7 @@ class Wire:
         power = self._power_of_moves()
         if power is not None and norm_type != 2:
             raise ThinwireError(
-                f"{self.method.name} with feedback='update' knows the 2-norm of the gradients that became steps: take "
+                f"{self.method.name} with feedback='updates' knows the 2-norm of the gradients that became steps: take "
                 f"norm_type=2, not {norm_type}"
             )
         meshes: dict[object, list[Tensor]] = {}  # torch takes no norm over DTensors of several meshes
@@ -483,7 +483,7 @@ class Wire:
         and delivered at once it is a step far too large (docs/state.md has the loss). At a rate of almost 0, as at the
         end of a cosine, it changes nothing that can be seen.
 
-        With feedback="update" what waits are steps of the weights: one dense exchange, and the weights are as if none
+        With feedback="updates" what waits are steps of the weights: one dense exchange, and the weights are as if none
         had waited. The run goes on from there as from any other weights. With any other method they are gradients,
         which only an optimizer can make steps of:
 
@@ -535,7 +535,7 @@ class Wire:
     def hand_over(self) -> None:
         """Give the optimizer the moments that another one would go on with. Collective, between two steps.
 
-        With feedback="update" the optimizer steps none of the compressed parameters, and its state knows nothing of
+        With feedback="updates" the optimizer steps none of the compressed parameters, and its state knows nothing of
         them: training that goes on from it without the method would begin with steps of lr for each value. After this
         ``optimizer.state`` holds, of each of them, ``exp_avg_sq`` = r mean_n v_n, which stands for the average of
         squared mean gradients, ``exp_avg`` = 0, and as ``step`` the gradients seen. One dense exchange. The next step
@@ -557,7 +557,7 @@ class Wire:
         """Drop what waits to be sent; call it on all ranks, between two steps, where weights are put back.
 
         An lr finder, "back to the best weights", a rollback after a spike: what waits belongs to the weights of before.
-        Averages stay (the second moments of feedback="update", say). With local steps a new round begins, from the
+        Averages stay (the second moments of feedback="updates", say). With local steps a new round begins, from the
         weights as they are. Where ``wire.load_state_dict()`` puts back what belongs to the weights, this is not needed.
 
         Raises:

@@ -13,7 +13,10 @@ from thinwire.core.method import Method as Method
 from thinwire.core.method import Parameter as Parameter
 from thinwire.core.method import Promise as Promise
 from thinwire.methods import table
+from thinwire.methods.parts.feedback import Gradients as Gradients
 from thinwire.methods.parts.feedback import Lossy as Lossy
+from thinwire.methods.parts.feedback import Updates as Updates
+from thinwire.methods.parts.feedback import translate_knobs
 from thinwire.methods.table import *  # noqa: F403
 
 TABLE: tuple[type[Method], ...] = tuple(
@@ -78,6 +81,8 @@ def resolve(method: Method | str) -> Method:
             raise ThinwireError(f"{cls.name} has no preset '{preset}'; there are: {known_presets}")
         values = {**cls.PRESETS[preset], **values}
     values = {RENAMED.get(f"{cls.name}({knob}=)", knob): value for knob, value in values.items()}
+    if "feedback" in known:
+        values = translate_knobs(getattr(cls, "feedback"), values)  # noqa: B009  (Method has none)
     for knob in values:
         if knob not in known:
             _refuse_removed(f"{cls.name}({knob}=)")
@@ -131,7 +136,7 @@ def _described(name: str, cls: type[Method], does: str, promise: Promise) -> dic
 def main(argv: list[str]) -> int:
     """``thinwire methods [--json]``: each method, what it does and promises, its knobs and their defaults."""
     if argv == ["--json"]:
-        print(json.dumps([_described(*method) for method in listed()], indent=2))
+        print(json.dumps([_described(*method) for method in listed()], indent=2, default=str))
         return 0
     if argv and argv[0] not in ("-h", "--help"):
         raise ThinwireError(f"'thinwire methods' takes --json or nothing, got '{argv[0]}'")

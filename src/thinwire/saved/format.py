@@ -15,6 +15,7 @@ place, as ``torch.distributed.checkpoint`` does, finds in a fresh wire all that 
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from thinwire.base.knobs import knobs_of
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method, Parameter
 from thinwire.core.state import SMALL
+from thinwire.methods.parts.feedback import GRADIENTS, OLD_KNOBS, UPDATES, translate_knobs
 
 FORMAT = 1
 PAGE = 4096
@@ -125,6 +127,7 @@ class Header:
                 name: (tuple(map(int, shape)), int(local)) for name, (shape, local) in entries["parameters"].items()
             }
             entries["across"] = tuple(map(str, entries["across"]))
+            entries["knobs"] = _translate(entries["knobs"])
             return cls(**{field.name: entries[field.name] for field in fields(cls)})
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ThinwireError(f"'{key}' is damaged: take an older checkpoint") from None
@@ -166,6 +169,24 @@ class Header:
                 return f"{name} was {saved.parameters[name][0]}, and is {shape} in this run"
         extra = [name for name in saved.parameters if name not in self.parameters]
         return f"it holds {extra[0]}, which this run does not train" if extra else None
+
+
+def _translate(knobs: Mapping[str, str]) -> dict[str, str]:
+    """Translate the knobs of a state that was saved when ``portion``, ``direction`` and ``beta1`` were a method's own.
+
+    An outer method's begin with its name: "topk's portion".
+    """
+    translated = dict(knobs)
+    for key in [key for key in knobs if key.endswith("portion")]:
+        owner = key.removesuffix("portion")
+        old = {knob: _literal(translated.pop(owner + knob)) for knob in OLD_KNOBS if owner + knob in translated}
+        sends_steps = translated[f"{owner}feedback"] == "update"
+        translated[f"{owner}feedback"] = str(translate_knobs(UPDATES, old)["feedback"] if sends_steps else GRADIENTS)
+    return translated
+
+
+def _literal(text: str) -> object:
+    return text if text in ("adam", "muon") else ast.literal_eval(text)
 
 
 def _knobs(method: Method) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,6 +12,7 @@ from thinwire.base.knobs import must
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import CONSERVES, Card, Promise
+from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Updates
 from thinwire.methods.parts.largest import Largest
 
 
@@ -32,10 +33,10 @@ class DGC(Largest):
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
     ABSENT: ClassVar[Mapping[str, str]] = {
-        knob: "the momentum waits: topk has it" for knob in ("feedback", "beta1", "direction", "portion")
+        "feedback": "the momentum waits: topk has it"
     }
 
-    feedback: Literal["gradient", "update"] = "gradient"
+    feedback: Gradients | Updates = GRADIENTS
     density: float = 0.001
     momentum: float = 0.9
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from thinwire.base import device as devices
 from thinwire.base.alignment import padded
 from thinwire.base.knobs import own_knobs_of
 from thinwire.methods.papers.tagc import TAGC
+from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Updates
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 
@@ -36,7 +37,7 @@ class LHC(TAGC):
         own_knobs_of(TAGC), "lhc sends whatever is not zero: tagc has it"
     )  # fmt: skip
 
-    feedback: Literal["gradient", "update"] = "gradient"
+    feedback: Gradients | Updates = GRADIENTS
 
     def _choose(
         self, rows: Tensor, old: Tensor | None, segments: sketch.SketchSegments, h: Tensor, positions: Tensor,

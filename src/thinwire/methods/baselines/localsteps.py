@@ -84,7 +84,7 @@ class LocalSteps(Method):
     Args:
         every: H, optimizer steps in a round, taken or skipped; higher => fewer bytes, and ranks drift further apart.
         outer: the method that averages, and what it keeps dense goes in fp32: ``"int8(error_feedback=True)"``,
-            ``thinwire.TopK(density=0.03, feedback="gradient")``. Its steps are rounds, its gradients what the weights
+            ``thinwire.TopK(density=0.03, feedback="gradients")``. Its steps are rounds, its gradients what the weights
             have moved.
         outer_lr: a, by how much of the average all move; 1 with ``outer_momentum=0`` is plain averaging.
         outer_momentum: mu of Nesterov's momentum over rounds, 0 to below 1; higher => more momentum, for long rounds.
@@ -112,11 +112,11 @@ class LocalSteps(Method):
     )
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "recommended": {
-            "every": 4, "start": 0.1, "start_bits": 4, "outer": "trickle(density=0.05,bits=4,feedback='gradient')",
+            "every": 4, "start": 0.1, "start_bits": 4, "outer": "trickle(density=0.05,bits=4,feedback='gradients')",
             "outer_lr": 1.0, "outer_momentum": 0.0, "second_moment": "mean",
         },
         "sparseloco": {
-            "every": 30, "outer": "trickle(density=0.03125,bits=2,feedback='gradient',smallest=4096)", "outer_lr": 1.0,
+            "every": 30, "outer": "trickle(density=0.03125,bits=2,feedback='gradients',smallest=4096)", "outer_lr": 1.0,
             "outer_momentum": 0.0, "decay": 0.95,
         },
     }  # fmt: skip
@@ -159,15 +159,15 @@ class LocalSteps(Method):
         promise = self._outer.card.promise
         if isinstance(self._outer, LocalSteps) or not self._outer.rank_equal:
             raise ThinwireError(f"{self.name}: outer={self._outer.name} leaves ranks apart: take one that averages")
-        if isinstance(self._outer, ErrorFeedback) and self._outer.feedback == "update":
+        if isinstance(self._outer, ErrorFeedback) and self._outer.updates is not None:
             raise ThinwireError(
-                f"{self.name}: outer={self._outer.name} sends AdamW's steps (feedback='update'), and the outer "
-                f"optimizer is SGD: write {self._outer.of_gradients}"
+                f"{self.name}: outer={self._outer.name} sends AdamW's steps (feedback='updates'), and the outer "
+                f"optimizer is SGD: write {self._outer.for_gradients}"
             )
         if promise.of != "gradients":
             raise ThinwireError(
                 f"{self.name}: outer={self._outer.name} works in an Adam's place, and the outer optimizer is SGD: take "
-                "a method that averages gradients, such as int8 or topk(feedback='gradient')"
+                "a method that averages gradients, such as int8 or topk(feedback='gradients')"
             )
         if self.decay < 1 and promise.kind != "conserves":
             raise ThinwireError(f"{self.name}: decay={self.decay} needs an outer method with error feedback")

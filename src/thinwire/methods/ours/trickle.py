@@ -19,7 +19,7 @@ has sent:
 On FSDP2 servers are the owners of the weights. A step is nothing off the mask of such a c, so that weights are gathered
 at the mask, too (``weights``, ``parts/atmask.py``).
 
-Of what is sent, a ``portion`` is delivered, and the rest goes on waiting: at a density of 0.01 all of it, at 0.05 a
+Of what is sent, a share is delivered, and the rest goes on waiting: at a density of 0.01 all of it, at 0.05 a
 fourth. Delivered whole, what is sent of many values is mostly the last step's noise. Servers deliver all of c: take a
 density of about 0.01 with them, too.
 """
@@ -44,6 +44,7 @@ from thinwire.core.method import Card, check_density
 from thinwire.core.run import Run, Step
 from thinwire.core.weights import Message
 from thinwire.methods.parts.atmask import Unfolded, WeightsAtMask
+from thinwire.methods.parts.feedback import UPDATES, Gradients, Updates
 from thinwire.methods.parts.largest import Largest
 from thinwire.methods.parts.twoway import mean_both_ways, serve
 from thinwire.ops import mask as masks
@@ -81,7 +82,7 @@ class Trickle(Largest):
     server_density: float = 0.1
     bits: Literal[2, 4, 8] = 8
     group: int = 64
-    feedback: Literal["gradient", "update"] = field(default="update", kw_only=True)
+    feedback: Gradients | Updates = field(default=UPDATES, kw_only=True)
     weights: Literal["auto", "masked", "dense"] = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -92,8 +93,8 @@ class Trickle(Largest):
         check_density(self.name, self.server_density, "server_density")
         if self.mask == "own":
             refuse_idle(self, "mask='own'", "server_density", "weights")
-        if self.feedback == "gradient":
-            refuse_idle(self, "feedback='gradient' (the optimizer moves all weights)", "weights")
+        if self.updates is None:
+            refuse_idle(self, "feedback='gradients' (the optimizer moves all weights)", "weights")
         if self.bits == 2:
             refuse_idle(self, "bits=2", "group")
         if self.mask == "merged" and self.bits == 2:
@@ -112,8 +113,9 @@ class Trickle(Largest):
         own, promise, instead = self.mask == "own", self.conserves, ""
         if self.mask == "merged":
             promise = replace(promise, waits={"residual": 1.0, "server": 1.0})
-        if own:  # merged by servers it has no 2 bits and no ``portion``
-            instead = str(replace(self, mask="merged", bits=max(self.bits, 4), portion=None))
+        if own:  # merged by servers it has no 2 bits and no ``delivered_share``
+            feedback = self.feedback if self.updates is None else replace(self.updates, delivered_share=None)
+            instead = str(replace(self, mask="merged", bits=max(self.bits, 4), feedback=feedback))
         return replace(
             super().describe(), promise=promise, group=TILE if self.bits == 2 else masks.WORD, summed_by_network=own,
             grows_with_ranks=own, instead_at_scale=instead,
@@ -126,7 +128,7 @@ class Trickle(Largest):
         return self.mask == "merged" and self.server_density < 1
 
     def begin(self, run: Run) -> None:
-        masked = self.at_one_mask and self.feedback == "update"
+        masked = self.at_one_mask and self.updates is not None
         self._gathered = WeightsAtMask(self.name, self.weights if masked else "dense", run)
         self._encodes_weights = self._gathered.encoded
         super().begin(run)

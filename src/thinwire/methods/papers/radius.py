@@ -173,7 +173,7 @@ class Radius(ErrorFeedback):
     def _direction(self, step: Step, name: str, weight: Tensor) -> Tensor:
         """u (local values, 1-D, l. 21): Alg. 2 for AdamW, up to a factor the change of the weight for any other.
 
-        AdamW's own step has done Alg. 2, l. 1-2. With feedback="update" what has come is the direction.
+        AdamW's own step has done Alg. 2, l. 1-2. With feedback="updates" what has come is the direction.
         """
         if self.update_space is not None:
             come = torch.zeros_like(weight) if weight.grad is None else weight.grad

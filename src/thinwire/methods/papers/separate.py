@@ -103,7 +103,7 @@ class SEPARATE(ErrorFeedback):
     def describe(self) -> Card:
         return replace(
             super().describe(), promise=self._promise(), group=self._estimator.granule, same_arithmetic=True,
-            keeps_state=self._weight_of_old < 1 or self.feedback == "update",
+            keeps_state=self._weight_of_old < 1 or self.updates is not None,
         )  # fmt: skip
 
     def _promise(self) -> Promise:

@@ -31,13 +31,14 @@ from torch import Tensor
 
 from thinwire.base import device as devices
 from thinwire.base.alignment import padded
-from thinwire.base.knobs import must, refuse_idle
+from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import must
 from thinwire.base.random import seed_of
 from thinwire.codecs.sketch import CountSketch
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange, bucket_rows, count_columns
 from thinwire.core.method import ANEW, Card, Parameter, Promise
-from thinwire.methods.parts.feedback import ErrorFeedback, portion_of
+from thinwire.methods.parts.feedback import GRADIENTS, UPDATES, ErrorFeedback, Gradients, Updates, share_of
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch, sparse
 
@@ -72,10 +73,10 @@ class TAGC(ErrorFeedback):
 
     name: ClassVar[str] = "tagc"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "paper": {"feedback": "gradient", "theta": 0.9875, "select": "non-attention", "leftovers": "median"},
+        "paper": {"feedback": GRADIENTS, "theta": 0.9875, "select": "non-attention", "leftovers": "median"},
     }
 
-    feedback: Literal["gradient", "update"] = "update"
+    feedback: Gradients | Updates = UPDATES
     theta: float = 0.9875
     select: str = "all"
     leftovers: Literal["accumulate", "median"] = "accumulate"
@@ -83,8 +84,8 @@ class TAGC(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         must(self, 0 <= self.theta < 1, "theta", "is the share of values zeroed, 0 to below 1")
-        if self.theta == 0:
-            refuse_idle(self, "theta=0 (nothing waits)", "portion")
+        if self.theta == 0 and self.updates is not None and self.updates.delivered_share is not None:
+            raise ThinwireError("tagc: delivered_share does nothing with theta=0 (nothing waits): leave it out")
         self._copied: Any = None  # an event: the last "counts" are on the host when it is over
 
     def describe(self) -> Card:
@@ -99,10 +100,10 @@ class TAGC(ErrorFeedback):
         )  # fmt: skip
 
     @property
-    def usual_portion(self) -> float:
+    def default_share(self) -> float:
         if self.theta == 0:
             return 1.0
-        return portion_of(1 - self.theta)
+        return share_of(1 - self.theta)
 
     def policy(self, parameter: Parameter) -> str | None:
         reason = super().policy(parameter)

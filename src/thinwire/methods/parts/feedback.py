@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import must, refuse_idle
+from thinwire.base.knobs import check_types
 from thinwire.codecs.base import Residual
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
@@ -75,12 +76,106 @@ class Lossy(Method):
         exchange.mean(bucket, self.codec, on_wire=self.card.summed_by_network, residual=residual)
 
 
-OF_UPDATES = ("beta1", "direction", "portion")
-"""Knobs of ``ErrorFeedback`` that say how a gradient becomes a step."""
+class _Feedback:
+    """A value of the knob ``feedback``, which text writes as "gradients" or "updates(delivered_share=0.25)"."""
+
+    def __str__(self) -> str:
+        settings = [(entry.name, getattr(self, entry.name), entry.default) for entry in fields(self)]  # type: ignore[arg-type]
+        changed = ", ".join(f"{name}={value!r}" for name, value, default in settings if value != default)
+        return type(self).__name__.lower() + (f"({changed})" if changed else "")
+
+    def __repr__(self) -> str:
+        return repr(str(self))
 
 
-def portion_of(density: float) -> float:
-    """The portion of ``density`` of all steps, each rank's own largest, that keeps the loss (docs/quality.md).
+@dataclass(frozen=True, repr=False)
+class Gradients(_Feedback):
+    """What waits is what was not sent of gradients, as the papers have it, for any optimizer."""
+
+
+@dataclass(frozen=True, repr=False)
+class Updates(_Feedback):
+    """What waits is what was not sent of steps of the weights.
+
+    A step is made of this rank's gradient by Adam's rule without momentum (``parts/updates.py``), so that what waits is
+    not scaled anew when it is sent, and a short run keeps dense's loss. Needs ``torch.optim.AdamW``, whose steps on the
+    compressed parameters are then the method's, and 8 bytes more per element in place of its moments; what an engine
+    holds as their gradient is the step, which ``wire.clip_grad_norm_`` leaves alone.
+
+    Args:
+        delivered_share: share of what a step sends that is delivered; the rest goes on waiting, in the same state.
+            Lower => smoother and later steps (of all values, it would be a momentum of 1 - delivered_share). None: what
+            was measured best for the method and its density (``default_share``).
+        direction: whose step it is: "adam", or "muon" (``parts/muon.py``): of matrices that are no embedding and no
+            head the orthogonalised momentum of this rank's own gradients, at lr 0.2 sqrt(max(rows, columns));
+            embeddings and heads keep Adam's, and what is not a matrix stays dense. For weights that the rank holds
+            whole.
+        beta1: decay of an average of this rank's own gradients above sqrt(v), 0 (none) to below 1; higher => smoother
+            and later steps, and 8 bytes more per element. What waits is an average already. (powersgd gains by it.)
+    """
+
+    delivered_share: float | None = None
+    direction: Literal["adam", "muon"] = "adam"
+    beta1: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self, lambda knob: f"feedback='updates({knob}=)'")
+        if not 0 <= self.beta1 < 1:
+            raise ThinwireError(f"beta1 is the decay of an average, from 0 to below 1, got {self.beta1}")
+        if self.delivered_share is not None and not 0 < self.delivered_share <= 1:
+            raise ThinwireError(f"delivered_share is a share, above 0 and up to 1, got {self.delivered_share}")
+        if self.direction == "muon" and self.beta1:
+            raise ThinwireError("beta1 does nothing with direction='muon': leave it out")
+
+
+GRADIENTS, UPDATES = Gradients(), Updates()
+KINDS: dict[str, type[Gradients | Updates]] = {"gradients": Gradients, "updates": Updates}
+OLD_KINDS = {"gradient": Gradients, "update": Updates}
+OLD_KNOBS = {"portion": "delivered_share", "direction": "direction", "beta1": "beta1"}
+"""Knobs that methods had before ``Updates`` had them, which saved runs and measurements still say."""
+
+
+def read_feedback(text: str) -> Gradients | Updates:
+    """Read "gradients" or "updates(delivered_share=0.25)". Raises ThinwireError for what is neither."""
+    name, bracket, _ = text.strip().partition("(")
+    kind = KINDS.get(name) or OLD_KINDS.get(name)
+    try:
+        call = ast.parse(f"f{text.strip()[len(name) :]}" if bracket else "f()", mode="eval").body
+        if kind is None or not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        return kind(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
+    except (SyntaxError, ValueError, TypeError):
+        raise ThinwireError(
+            f"feedback is 'gradients' or 'updates(knob=value, ...)' with {', '.join(OLD_KNOBS.values())}, got '{text}'"
+        ) from None
+
+
+def translate_knobs(default: Any, knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate the ``knobs`` of a method whose feedback is ``default`` from the names that older versions had.
+
+    Raises:
+        ThinwireError: a knob of steps is set for a method that sends gradients.
+    """
+    known = dict(knobs)
+    old = {new: known.pop(name) for name, new in OLD_KNOBS.items() if name in known}
+    word = known.get("feedback")
+    if word in OLD_KINDS:
+        known["feedback"] = default if isinstance(default, OLD_KINDS[word]) else OLD_KINDS[word]()
+    if old:
+        feedback = known.get("feedback", default)
+        if isinstance(feedback, str):
+            feedback = read_feedback(feedback)
+        if not isinstance(feedback, Updates):
+            unset = {name: value for name, value in old.items() if value not in (None, "adam", 0.0)}
+            if unset:
+                raise ThinwireError(f"{', '.join(unset)} does nothing with feedback='gradients': leave it out")
+        else:
+            known["feedback"] = replace(feedback, **old)
+    return known
+
+
+def share_of(density: float) -> float:
+    """Return the delivered share that keeps the loss where ``density`` of all steps is sent (docs/quality.md).
 
     So that a step delivers about as much as at a density of 0.01, of more values; no less than momentum has.
     """
@@ -97,99 +192,91 @@ class ErrorFeedback(Method):
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed). None: 65,536 where
             gradients are sent; 1024, so all matrices, where steps are: with attention left to AdamW's momentum beside
             them a short run from scratch loses up to 25% (docs/quality.md).
-        feedback: what is sent, and what waits. "gradient": as the papers have it, for any optimizer. "update": steps of
-            the weights, from this rank's gradient by Adam's rule without momentum (``methods/update.py``): what waits
-            is then not scaled anew when it is sent, and a short run keeps dense's loss. Needs ``torch.optim.AdamW``,
-            whose steps on the compressed parameters are then the method's, and 8 bytes more per element in place of its
-            moments; what an engine holds as their gradient is the step, which ``wire.clip_grad_norm_`` leaves alone.
-        beta1: with feedback="update", of an average of this rank's own gradients above sqrt(v), 0 (none) to below 1;
-            higher => smoother and later steps, and 8 bytes more per element. What waits is an average already.
-        direction: with feedback="update", whose step it is. "adam", or "muon" (``methods/muon.py``): of matrices that
-            are no embedding and no head the orthogonalised momentum of this rank's own gradients, at lr 0.2
-            sqrt(max(rows, columns)); embeddings and heads keep Adam's, and what is not a matrix stays dense. For
-            weights that the rank holds whole.
-        portion: with feedback="update", the share of what a step sends that is delivered; the rest goes on waiting, in
-            the same state. Lower => smoother and later steps (of all values, it would be a momentum of 1 - portion).
-            None: what was measured best for the method and its density (``usual_portion``).
+        feedback: what is sent, and what waits: ``Gradients()``, for any optimizer, or ``Updates(...)``, steps of the
+            weights, for AdamW; as text "gradients", "updates(delivered_share=0.25)".
     """
 
     start: float = 0
     smallest: int | None = None
-    feedback: Literal["gradient", "update"] = "gradient"
-    beta1: float = 0.0
-    direction: Literal["adam", "muon"] = "adam"
-    portion: float | None = None
+    feedback: Gradients | Updates = GRADIENTS
 
     def __post_init__(self) -> None:
         self.first = 0
         self.update_space: UpdateSpace | None = None
+        if isinstance(self.feedback, str):
+            self.feedback = translate_knobs(type(self).feedback, {"feedback": self.feedback})["feedback"]
+        if isinstance(self.feedback, str):
+            self.feedback = read_feedback(self.feedback)
         super().__post_init__()
         check_start(self.name, "start", self.start)
-        check_smallest(self.name, self.least)
-        must(self, 0 <= self.beta1 < 1, "beta1", "is the decay of an average, from 0 to below 1")
-        if self.feedback == "gradient":
-            refuse_idle(self, "feedback='gradient' (the optimizer has its own)", *OF_UPDATES)
-        must(self, self.portion is None or 0 < self.portion <= 1, "portion", "is a share, above 0 and up to 1")
-        if self.portion is not None and self.card.promise != self.conserves:
-            raise ThinwireError(f"{self.name}: portion is for methods whose ranks keep what was not sent: leave it out")
-        if self.direction == "muon":
-            refuse_idle(self, "direction='muon'", "beta1")
+        check_smallest(self.name, self.smallest_sent)
+        share = None if self.updates is None else self.updates.delivered_share
+        if share is not None and self.card.promise != self.conserves:
+            raise ThinwireError(
+                f"{self.name}: delivered_share is for methods whose ranks keep what was not sent: leave it out"
+            )
+
+    @property
+    def updates(self) -> Updates | None:
+        """How gradients become steps; None: gradients are sent."""
+        return self.feedback if isinstance(self.feedback, Updates) else None
 
     def begin(self, run: Run) -> None:
         super().begin(run)
         self.first = first_step(self.name, "start", self.start, run.steps)
-        if self.feedback == "update":
-            if self.direction == "muon":
-                refuse_chunks(f"{self.name}(direction='muon')", run)
+        if self.updates is not None:
+            if self.updates.direction == "muon":
+                refuse_chunks(f"{self.name}(feedback={self.feedback})", run)
             sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]
-            self.update_space = UpdateSpace(self, run, sent)
+            self.update_space = UpdateSpace(
+                self.name, self.updates, run, sent, read_state=lambda: self.state, instead=self.for_gradients
+            )
 
     @property
-    def least(self) -> int:
-        """``smallest``, as it is used."""
+    def smallest_sent(self) -> int:
+        """Return ``smallest``, or the default of what is sent."""
         if self.smallest is not None:
             return self.smallest
-        return MATRIX if self.feedback == "update" else SMALL
+        return SMALL if self.updates is None else MATRIX
 
     def describe(self) -> Card:
         card = super().describe()
         return replace(
-            card, promise=self.conserves, native=False, keeps_state=True, adds_up=self.feedback != "update",
+            card, promise=self.conserves, native=False, keeps_state=True, adds_up=self.updates is None,
             steady=self.first, step_maker=self.update_space,
             state_kinds={**card.state_kinds, "seen": EQUAL, "alike": EQUAL},  # of UpdateSpace
         )  # fmt: skip
 
     @property
     def conserves(self) -> Promise:
-        """Nothing is lost, of what waits."""
-        return replace(CONSERVES, of="updates") if self.feedback == "update" else CONSERVES
+        """The promise that all waits that was not sent."""
+        return CONSERVES if self.updates is None else replace(CONSERVES, of="updates")
 
     @property
-    def of_gradients(self) -> str:
-        """What to write where this method is to send gradients, as the papers have it, and not steps."""
-        idle: dict[str, Any] = {knob: getattr(type(self), knob) for knob in OF_UPDATES}
-        same = str(replace(self, feedback="gradient", **idle))
+    def for_gradients(self) -> str:
+        """Write this method as it sends gradients, as the papers have it, and not steps."""
+        same = str(replace(self, feedback=Gradients()))
         return f"{same}, or {self.name}:paper" if "paper" in self.PRESETS else same
 
     @property
-    def usual_portion(self) -> float:
-        """``portion``, where nobody says otherwise."""
+    def default_share(self) -> float:
+        """The share that is delivered of what a step sends, unless ``Updates`` says another."""
         return 1.0
 
     @property
-    def delivered(self) -> float:
-        """``portion``, as it is used."""
-        if self.feedback == "gradient" or self.card.promise != self.conserves:
+    def delivered_share(self) -> float:
+        """The share that is delivered of what a step sends."""
+        if self.updates is None or self.card.promise != self.conserves:
             return 1.0
-        return self.usual_portion if self.portion is None else self.portion
+        return self.default_share if self.updates.delivered_share is None else self.updates.delivered_share
 
     def policy(self, parameter: Parameter) -> str | None:
-        if self.direction == "muon" and len(parameter.shape) > 2:
+        if self.updates is not None and self.updates.direction == "muon" and len(parameter.shape) > 2:
             return "not a matrix"
-        return exempt_small(parameter, self.least)
+        return exempt_small(parameter, self.smallest_sent)
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        self._exchange(bucket, exchange, self.compress if self.delivered == 1 else self._compress_in_portions)
+        self._exchange(bucket, exchange, self.compress if self.delivered_share == 1 else self._deliver_share)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
         self._exchange(bucket, exchange, partial(send_all, self.card, self.state))
@@ -206,16 +293,16 @@ class ErrorFeedback(Method):
         if self.update_space is not None:
             self.update_space.leave(bucket)
 
-    def _compress_in_portions(self, bucket: Bucket, exchange: Exchange) -> None:
-        """``compress``, and of c = h - e', which was sent, a portion p is taken: p mean_n c arrives, h - p c waits."""
+    def _deliver_share(self, bucket: Bucket, exchange: Exchange) -> None:
+        """Compress; of c = h - e', which was sent, the share p is delivered: p mean_n c arrives, h - p c waits."""
         h = bucket.scratch("whole", bucket.shape, torch.float32)
         torch.add(bucket.rows, self.state.read("residual", bucket), out=h)
         self.compress(bucket, exchange)
-        self.state.write("residual", bucket).lerp_(h, 1 - self.delivered)
-        bucket.mean.mul_(self.delivered)
+        self.state.write("residual", bucket).lerp_(h, 1 - self.delivered_share)
+        bucket.mean.mul_(self.delivered_share)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        """``reduce``, once the dense start is over. The rows are gradients or, with feedback="update", steps."""
+        """``reduce``, once the dense start is over. The rows are gradients or, with ``Updates``, steps."""
         raise NotImplementedError
 
     def before_step(self, step: Step) -> None:

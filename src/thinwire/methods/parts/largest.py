@@ -12,7 +12,7 @@ from thinwire.codecs.sparse import Sparse
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Card, check_density, count_of
-from thinwire.methods.parts.feedback import ErrorFeedback, portion_of
+from thinwire.methods.parts.feedback import ErrorFeedback, share_of
 from thinwire.ops import mask as masks
 
 
@@ -35,8 +35,8 @@ class Largest(ErrorFeedback):
         return replace(super().describe(), group=masks.WORD, grows_with_ranks=True)
 
     @property
-    def usual_portion(self) -> float:
-        return portion_of(self.density)
+    def default_share(self) -> float:
+        return share_of(self.density)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         self.send_largest(bucket, exchange)

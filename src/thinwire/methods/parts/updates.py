@@ -16,13 +16,13 @@ more steps what the residual has delayed already. Here lr / sqrt(v) is fixed whe
 momentum (docs/quality.md has the figures). r makes the variance of one rank's gradient that of the mean's: it is 1
 where all ranks have the same gradient, and 1/N where they have nothing but noise.
 
-``portion``: of what the method makes of mean_n u_n a share p is taken, and the rest goes on waiting:
+``delivered_share``: of what the method makes of mean_n u_n a share p is taken, and the rest goes on waiting:
 
     w = (1 - lr decay) w - p c;  e_n = h_n - p c_n              h_n = u_n + e_n, of which c_n is sent
 
 There is no momentum here, so it is the wait that averages. At a density of 0.01 values wait long. Of many values those
 sent are mostly the last step's noise: delivered whole, they are RMSProp at Adam's rate, from which a run does not
-recover. Where all is sent, a portion is a momentum of 1 - p. (``beta1`` is not that: it makes the sums larger that are
+recover. Where all is sent, a share is a momentum of 1 - p. (``beta1`` is not that: it makes the sums larger that are
 delivered at once.)
 
 ``beta1``: an average of this rank's g_n, of that decay, takes the place of g_n above v_n.
@@ -38,7 +38,7 @@ Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.1
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,26 +69,32 @@ KEPT = 0.9
 class UpdateSpace:
     """Turns gradients into steps before an exchange, and takes the steps that come back."""
 
-    def __init__(self, method: Any, run: Run, sent: Sequence[str]) -> None:
-        """``method``: an ``ErrorFeedback`` that compresses ``sent``; its knobs say how a gradient becomes a step.
+    def __init__(
+        self, method: str, updates: Any, run: Run, sent: Sequence[str], *, read_state: Callable[[], State], instead: str
+    ) -> None:
+        """Make the steps of ``method``, which compresses ``sent``; ``updates``: the knobs that say how.
+
+        ``read_state``: gives the method's state, once there is one. ``instead``: what to write where no Adam steps.
 
         Raises:
             ThinwireError: no Adam; amsgrad, maximize or coupled weight decay. Muon:
                 a matrix of which this rank holds a part.
         """
-        self._method, self._run, self._momentum = method, run, method.beta1
-        self._name = f"{method.name} with feedback='update'"
+        self._read_state, self._run, self._momentum = read_state, run, updates.beta1
+        self._name = f"{method} with feedback='updates'"
         try:
             adam_of(self._name, run, sent)
         except ThinwireError as refused:
-            raise ThinwireError(f"{refused}; with gradients in place of steps, any optimizer will do: write "
-                                f"{method.of_gradients}") from None
-        known = [run.parameters[name] for name in sent] if method.direction == "muon" else []
-        self._matrices = frozenset(of.name for of in known if of.role == "matrix" and len(of.shape) == 2)
-        for name, of in run.parameters.items():
+            raise ThinwireError(
+                f"{refused}; with gradients in place of steps, any optimizer will do: write {instead}"
+            ) from None
+        parameters = [run.parameters[name] for name in sent] if updates.direction == "muon" else []
+        self._matrices = frozenset(p.name for p in parameters if p.role == "matrix" and len(p.shape) == 2)
+        for name, parameter in run.parameters.items():
             if name not in self._matrices:
                 continue
-            if run.exchange.owner or of.rank_shape != of.shape or of.local != of.numel:
+            is_part = parameter.rank_shape != parameter.shape or parameter.local != parameter.numel
+            if run.exchange.owner or is_part:
                 raise ThinwireError(
                     f"{self._name}: direction='muon' takes whole matrices, and this rank holds a part of {name}: take "
                     "direction='adam', or train it where weights are not sharded (DDP)"
@@ -106,7 +112,7 @@ class UpdateSpace:
 
     @property
     def _state(self) -> State:
-        return self._method.state
+        return self._read_state()
 
     def watch(self, bucket: Bucket) -> None:
         """Learn v_n from gradients that are sent as they are."""
