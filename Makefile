@@ -59,7 +59,7 @@ test-all:
 	THINWIRE_TESTS=all $(MAKE) test
 
 CORE := tests/project/test_packaging.py tests/engines/test_engines.py tests/engines/test_engines_linear.py \
-	tests/engines/test_weights.py tests/core/test_edges_passes.py tests/saved/test_saved.py tests/plan/test_rehearsal.py
+	tests/engines/test_weights.py tests/core/test_edges_passes.py tests/saved/test_saved.py tests/plan/test_dry_run.py
 
 test-torch:
 	$(MAKE) test VENV=".venv-$(subst =,,$(TORCH))" TESTS="$(or $(TESTS),$(CORE))"

@@ -174,7 +174,7 @@ def page(of: Listed) -> str:
     return "\n\n".join(filter(None, [
         f"# {name}",
         of.does.replace("``", "`"),
-        f"`thinwire.{cls.__name__}`, `--method {name}`; runs on {engines}. Promise: {of.card.promise}.",
+        f"`thinwire.{cls.__name__}`, `--method {name}`; runs on {engines}. Promise: {of.promise}.",
         *(("## How it works", text) if text else ()),
         "## Bytes", at_a_glance(name),
         "P is the number of gradient values and N the number of ranks ([methods](../methods.md#bytes)). "

@@ -44,7 +44,7 @@ def operations(n: int, device: torch.device) -> dict[str, Callable[[], object]]:
         k = int(density * n)
         words = torch.zeros(1, n // mask.WORD, dtype=torch.int64, device=device)
         payload = torch.empty(1, k, device=device)
-        largest = (sparse.Part(0, n, k, 0),)
+        largest = (sparse.ListSegment(0, n, k, 0),)
         positions = torch.empty(1, k, dtype=torch.int32, device=device)
         sparse.marked(heavy, largest, words)
         sparse.largest(heavy, None, largest, None, positions, payload)

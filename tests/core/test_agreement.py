@@ -38,7 +38,7 @@ CASES = {  # settings of rank 0, of rank 1, and what every rank says
     "T": ({"method": f"radius({SMALL},start=1,T=3)"}, {"method": f"radius({SMALL},start=1,T=5)"}, "T=5"),
     "no compression": ({"method": "dense"}, {"method": "bf16"}, "rank 1 has method = bf16, but on rank 0 it is dense"),
     "seed": ({"method": f"separate({SMALL})"}, {"method": f"separate({SMALL})", "seed": 1}, "rank 1 has seed = 1"),
-    "guard": ({}, {"guard": False}, "rank 1 has guard = False, but on rank 0 it is True"),
+    "guard": ({}, {"safety": thinwire.Safety(False)}, "rank 1 has guard = False, but on rank 0 it is True"),
     "two levels": ({}, {"two_level": True}, "rank 1 has two_level = True, but on rank 0 it is None"),
     "steps": ({"steps": 8}, {"steps": 16}, "rank 1 has steps = 16, but on rank 0 it is 8"),
     "lr": ({}, {"lr": 2e-3}, "rank 1 has lr (AdamW, group 0) = 0.002, but on rank 0 it is 0.001"),

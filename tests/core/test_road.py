@@ -100,7 +100,8 @@ def test_no_bucket_keeps_the_engines_buffer_alive(name, way):
     stage = stage_of(engine, name)
     stage.dense = frozenset()
     flat = torch.ones(engine.numel)
-    getattr(stage, way)(flat, engine.pieces, flat, *[partial(send_all, stage.method)] * (way == "between_steps"))
+    send = [partial(send_all, stage.method.card, stage.method.state)] if way == "between_steps" else []
+    getattr(stage, way)(flat, engine.pieces, flat, *send)
     alive = weakref.ref(flat)
     memory = weakref.ref(flat.untyped_storage())
     assert flat.eq(1).all()
@@ -130,7 +131,7 @@ def test_a_flush_delivers_what_waits_and_nothing_else(topology):
         waits = dump_state(stage.method.state)
         zeros = torch.zeros(engine.numel)
         out = torch.full((engine.numel // rows,), 0.0) if engine.owner else zeros
-        stage.between_steps(zeros, engine.pieces, out, partial(send_all, stage.method))
+        stage.between_steps(zeros, engine.pieces, out, partial(send_all, stage.method.card, stage.method.state))
         stage.method.state.commit()
         after = dump_state(stage.method.state)
         return waits, out, [after, engine.pieces, rows]

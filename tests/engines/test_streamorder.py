@@ -113,7 +113,7 @@ def alone(monkeypatch):
                 places[name].append((slice(0, rows), slice(first, end)))
         return places, end
 
-    monkeypatch.setattr(masks.Masks, "_place", layout)
+    monkeypatch.setattr(masks.Masks, "_lay_out", layout)
     monkeypatch.setattr(tagc, "seed_of", lambda *of: 0)
     monkeypatch.setattr(wire, "compile_kernels", lambda *of: None)  # there are none
     monkeypatch.setattr(plan.Plan, "warning", "")

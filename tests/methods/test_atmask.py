@@ -12,7 +12,7 @@ import thinwire
 from breadth import spread
 from engines import build, train
 from models import flat, loss_of
-from test_rehearsal import exchange_of
+from test_dry_run import exchange_of
 from thinwire.base.errors import ThinwireError
 from thinwire.core.run import Run
 from thinwire.methods import resolve

@@ -566,7 +566,7 @@ def test_positions_come_back(seed, shapes):
     values, words, place = torch.randn(4, n, generator=generator), torch.zeros(4, n // 64, dtype=torch.int64), 0
     for width, k in parts:
         at = slice(place // 64, (place + width) // 64)
-        sparse.marked(values[:, place : place + width], (sparse.Part(0, width, k, 0),), words[:, at])
+        sparse.marked(values[:, place : place + width], (sparse.ListSegment(0, width, k, 0),), words[:, at])
         place += width
     positions = Positions(parts)
     wire = torch.full((4, positions.nbytes), 255, dtype=torch.uint8)

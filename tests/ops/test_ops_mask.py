@@ -33,7 +33,7 @@ def gaussian(count: int, n: int, seed: int = 0) -> Tensor:
 
 def topk_mask(values: Tensor, k: int, words: Tensor, backend: ModuleType = sparse) -> Tensor:
     """The mask of the ``k`` largest of each row."""
-    backend.marked(values, (sparse.Part(0, values.shape[1], k, 0),), words)
+    backend.marked(values, (sparse.ListSegment(0, values.shape[1], k, 0),), words)
     return words
 
 

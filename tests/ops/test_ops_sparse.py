@@ -47,7 +47,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def a_mask(x: Tensor, k: int) -> Tensor:
-    return sparse.marked(x, (sparse.Part(0, x.shape[1], k, 0),), torch.full((len(x), x.shape[1] // 64), -7))
+    return sparse.marked(x, (sparse.ListSegment(0, x.shape[1], k, 0),), torch.full((len(x), x.shape[1] // 64), -7))
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "nan", "zero", "heavy"])
@@ -57,7 +57,7 @@ def test_topk_is_exact_with_ties_to_the_lowest_index(n, kind):
     for k in {1, 2, n // 100 + 1, n // 10, n // 2, n - 1}:
         slow, fast = torch.full((2, n // 64), -7), torch.full((2, n // 64), -9)
         for module, words in ((sparse_reference, slow), (sparse_cpu, fast)):
-            module.marked(x, (sparse.Part(0, n, k, 0),), words)
+            module.marked(x, (sparse.ListSegment(0, n, k, 0),), words)
         assert torch.equal(slow, fast), k
         assert mask.popcount(fast).tolist() == [k, k]
     assert a_mask(x, 0).eq(0).all() and a_mask(x, n).eq(-1).all()

@@ -18,8 +18,8 @@ import torch
 
 import thinwire
 from programs import needs_triton, run_python
+from test_dry_run import exchange_of
 from test_memory import method_of
-from test_rehearsal import exchange_of
 from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Parameter

@@ -29,7 +29,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "method": ("sign", "it was saved with method topk, this run has sign"),
     "knobs": ({"density": "0.01"}, "saved with smallest=None of topk, this run has smallest=no such knob"),
     "seed": (1, "it was saved with seed=0, this run has seed=1"),
-    "bound": (None, "it was saved with bound=10.0, this run has bound=None"),
+    "bound": (None, "it was saved with outlier_clip=10.0, this run has outlier_clip=None"),
     "parameters": ({"w": ((3, 4), 12)}, "it holds v, which this run does not train"),
 }
 PARAMETERS = [
@@ -77,7 +77,7 @@ def test_it_is_read_as_it_was_written_and_nothing_else_is():
 
 def test_what_it_says_of_a_run():
     """All that was given, and no more; the parameters by name, with those that are sharded across another dimension."""
-    hop = SimpleNamespace(rank=1, rows=4, owner=True)
+    hop = SimpleNamespace(rank=1, ranks=4, owner=True)
     weights = {
         name: SimpleNamespace(placements=[SimpleNamespace(is_shard=lambda shard=dim is not None: shard, dim=dim)])
         for name, dim in (("b", 1), ("a", 0), ("c", None))

@@ -104,7 +104,8 @@ class Ranks:
             flat = torch.zeros(engine.numel)
             out = torch.zeros(engine.numel // engine.rows) if engine.owner else flat
             with torch.no_grad():
-                rank.road.between_steps(flat, engine.pieces, out, partial(send_all, rank.road.last.method))
+                method = rank.road.last.method
+                rank.road.between_steps(flat, engine.pieces, out, partial(send_all, method.card, method.state))
             rank.method.state.commit()
             return out
 

@@ -122,7 +122,8 @@ def _refused(rank: int, world: int) -> dict[str, tuple[str, bool]]:
         ("another method", "ddp", "trickle(smallest=100)", {}),
         ("another knob", "ddp", "topk(feedback='gradient', smallest=100, density=0.2)", {}),
         ("another default", "ddp", "topk(smallest=100, density=0.1)", {}),
-        ("another seed", "ddp", TOPK, {"seed": 1}), ("another bound", "ddp", TOPK, {"bound": None}),
+        ("another seed", "ddp", TOPK, {"seed": 1}),
+        ("another bound", "ddp", TOPK, {"safety": thinwire.Safety(outlier_clip=None)}),
         ("another engine", "fsdp2", TOPK, {}), ("another model", "ddp", TOPK, {"layers": 1}),
     ):  # fmt: skip
         net = {"net": _shorter} if more.pop("layers", None) else {}
@@ -157,7 +158,7 @@ SAID = {
     "another knob": "it was saved with density=0.1 of topk, this run has density=0.2",
     "another default": "it was saved with feedback=gradient of topk, this run has feedback=update",
     "another seed": "it was saved with seed=0, this run has seed=1",
-    "another bound": "it was saved with bound=10.0, this run has bound=None",
+    "another bound": "it was saved with outlier_clip=10.0, this run has outlier_clip=None",
     "another engine": "it was saved on ddp, this run is on fsdp2",
     "another model": "it holds blocks.0.down.bias, which this run does not train",
 }

@@ -187,8 +187,6 @@ DRAWS: dict[str, Callable[[Pick], Knobs]] = {
     "separate": _separate,
     "tagc": _tagc,
     "sdp4bit": _levels,
-    "zeropp": _levels,
-    "qsdp": _levels,
     "loco": lambda pick: {
         "beta": pick(0.0, 0.5, 0.8), "reset": pick(0, 2, 3), "group": pick(16, 32, 128), "start": pick(0, 0, 1)
     },
@@ -291,7 +289,7 @@ def draw(seed: int, only: str = "") -> Case:
         cls = next(method for method in methods.TABLE if method.name == only)
     knobs = DRAWS.get(cls.name, lambda pick: {})(pick)
     gathers = issubclass(cls, methods.SDP4Bit) and pick(True, False, False, False)
-    if gathers:
+    if gathers and cls is methods.SDP4Bit:
         knobs |= _weights(pick)
     if any(knob.name == "send" for knob in knobs_of(cls)):
         knobs["send"] = "*"  # small tensors, too

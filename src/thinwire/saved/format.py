@@ -47,7 +47,7 @@ class Header:
         hops: (rank, ranks, does each rank keep one row) of each exchange; the last one is the method's.
         method, knobs: its name, and all its settings, an outer method's too. inside: the method of the hop inside the
             node, if there is one.
-        seed, bound: as they were given to ``compress()``.
+        seed, bound: ``seed`` and ``safety.outlier_clip`` as they were given to ``compress()``.
         parameters: name -> (shape, elements on this rank with the engine's padding).
         across: those that are sharded along another dimension than the first.
     """
@@ -155,9 +155,10 @@ class Header:
             saved_value, value = saved.knobs.get(knob, "no such knob"), self.knobs.get(knob, "no such knob")
             if saved_value != value:
                 return f"it was saved with {knob}={saved_value} of {self.method}, this run has {knob}={value}"
-        for name in ("seed", "bound"):
-            if getattr(saved, name) != getattr(self, name):
-                return f"it was saved with {name}={getattr(saved, name)}, this run has {name}={getattr(self, name)}"
+        arguments = (("seed", saved.seed, self.seed), ("outlier_clip", saved.bound, self.bound))
+        for argument, given_then, given in arguments:
+            if given_then != given:
+                return f"it was saved with {argument}={given_then}, this run has {argument}={given}"
         for name, (shape, _) in self.parameters.items():
             if name not in saved.parameters:
                 return f"it knows nothing of {name}, which this run trains"

@@ -91,8 +91,8 @@ class Part(NamedTuple):
 class Parts:
     """The parts of a row, as the host has them and, once a kernel needs it, as a device does."""
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
-        self.parts, self.device = tuple(parts), device
+    def __init__(self, segments: Sequence[Part], device: torch.device) -> None:
+        self.parts, self.device = tuple(segments), device
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts)
@@ -115,9 +115,9 @@ class Parts:
         """(parts, FIELDS) int64: of each what it says, then where its cells and its elements begin among those of all
         parts that have a sketch."""
         values, cells, elements = [], 0, 0
-        for part in self.parts:
-            values += [*part, cells, elements]
-            cells, elements = cells + 3 * part.cells, elements + part.room * (part.cells > 0)
+        for segment in self.parts:
+            values += [*segment, cells, elements]
+            cells, elements = cells + 3 * segment.cells, elements + segment.room * (segment.cells > 0)
         return upload(values, self.device, torch.int64).view(-1, FIELDS)
 
 
@@ -129,54 +129,55 @@ def rounds_on(device: torch.device) -> int:
     return sys.maxsize if device.type == "cpu" else ROUNDS
 
 
-def _check(parts: Parts, wire: Tensor | None = None, *payloads: Tensor) -> None:
+def _check(segments: Parts, wire: Tensor | None = None, *payloads: Tensor) -> None:
     """Refuse what does not belong together, before a kernel reads or writes out of bounds."""
-    if wire is not None and wire.shape[1] != parts.sent:
-        raise ThinwireError(f"sketches, each three tables of equal size, take {parts.sent} cells, got {wire.shape[1]}")
+    if wire is not None and wire.shape[1] != segments.sent:
+        need, cells = segments.sent, wire.shape[1]
+        raise ThinwireError(f"sketches, each three tables of equal size, take {need} cells, got {cells}")
     for payload in payloads:
-        if payload.shape[1] != parts.k:
-            raise ThinwireError(f"what is listed of parts is {parts.k} values per row, got {payload.shape[1]}")
+        if payload.shape[1] != segments.k:
+            raise ThinwireError(f"what is listed of parts is {segments.k} values per row, got {payload.shape[1]}")
 
 
-def gather(rows: Tensor, words: Tensor, parts: Parts, found: Tensor, payload: Tensor) -> None:
+def gather(rows: Tensor, words: Tensor, segments: Parts, positions: Tensor, payload: Tensor) -> None:
     """``found`` (R, m) = the columns that ``words`` (R, n / 64) have, ``payload`` (R, m) = ``rows`` (R, n) there.
 
     Up to k of each part; behind them -1 and 0.
     """
-    _check(parts, None, found, payload)
-    _backend(rows).gather(rows, words, parts, found, payload)
+    _check(segments, None, positions, payload)
+    _backend(rows).gather(rows, words, segments, positions, payload)
 
 
-def peaks(payload: Tensor, parts: Parts) -> Tensor:
+def peaks(payload: Tensor, segments: Parts) -> Tensor:
     """(parts,) float32 the largest |``payload``| (R, m) of each part, of all rows; a NaN is the largest."""
-    _check(parts, None, payload)
-    found = payload.new_empty(len(parts))
-    _backend(payload).peaks(payload, parts, found)
-    return found
+    _check(segments, None, payload)
+    magnitudes = payload.new_empty(len(segments))
+    _backend(payload).peaks(payload, segments, magnitudes)
+    return magnitudes
 
 
-def round_to(payload: Tensor, quantum: Tensor, parts: Parts, rest: Tensor) -> Tensor:
+def round_to(payload: Tensor, quantum: Tensor, segments: Parts, residual: Tensor) -> Tensor:
     """``payload`` (R, m) becomes the nearest multiples of ``quantum`` (parts,), powers of two; ``rest`` what is left.
 
     Below 2^22 of them. Of parts without a sketch it stays as it is, and the rest is 0.
     """
-    _check(parts, None, payload, rest)
-    _backend(payload).round_to(payload, quantum, parts, rest)
+    _check(segments, None, payload, residual)
+    _backend(payload).round_to(payload, quantum, segments, residual)
     return payload
 
 
-def encode(payload: Tensor, found: Tensor, parts: Parts, whole: Tensor, out: Tensor) -> Tensor:
+def encode(payload: Tensor, positions: Tensor, segments: Parts, whole: Tensor, out: Tensor) -> Tensor:
     """``out`` (R, parts.sent) = the sketches of ``payload`` (R, m), the values at ``found`` (R, m).
 
     Of parts without a sketch: ``whole`` (R, n).
     """
-    _check(parts, out, payload, found)
-    _backend(payload).encode(payload, found, parts, whole, out)
+    _check(segments, out, payload, positions)
+    _backend(payload).encode(payload, positions, segments, whole, out)
     return out
 
 
 def peel(
-    wire: Tensor, index: Tensor, parts: Parts, row: int, out: Tensor, left: Tensor, *, estimate: bool = False
+    wire: Tensor, index: Tensor, segments: Parts, row: int, out: Tensor, lost: Tensor, *, estimate: bool = False
 ) -> Tensor:
     """Recover what ``wire`` (W, parts.sent) holds at the rows from ``row`` on of ``index`` (R, n / 64).
 
@@ -185,26 +186,26 @@ def peel(
     of their three signed cells, as the paper does (about 100% off). ``index`` is the union of all masks that were
     added: it has up to ``room`` elements of each part.
     """
-    _check(parts, wire)
+    _check(segments, wire)
     if row + len(wire) > len(index) or len(out) != len(wire):
         raise ThinwireError(f"a wire of {len(wire)} rows from {row} on does not go with an index of {len(index)}")
-    _backend(index).peel(wire, index, parts, row, out, left, estimate)
-    return left
+    _backend(index).peel(wire, index, segments, row, out, lost, estimate)
+    return lost
 
 
-def settle(sent: Tensor, rest: Tensor, found: Tensor, left: Tensor, parts: Parts, out: Tensor) -> Tensor:
+def settle(sent: Tensor, residual: Tensor, positions: Tensor, lost: Tensor, segments: Parts, out: Tensor) -> Tensor:
     """At ``found``: ``out`` (R, n) = ``rest`` (R, m), or ``sent`` + ``rest`` where ``left`` (R, n / 64) says so.
 
     ``out`` elsewhere is unchanged: what was sent and could not be recovered is thus back where it came from. Of parts
     without a sketch all was sent: 0.
     """
-    _check(parts, None, sent, rest, found)
-    _backend(out).settle(sent, rest, found, left, parts, out)
+    _check(segments, None, sent, residual, positions)
+    _backend(out).settle(sent, residual, positions, lost, segments, out)
     return out
 
 
-def count(words: Tensor, parts: Parts) -> Tensor:
+def count(words: Tensor, segments: Parts) -> Tensor:
     """(R, parts) int32 how many bits of ``words`` (R, n / 64) are set in each part."""
-    found = words.new_empty((len(words), len(parts)), dtype=torch.int32)
-    _backend(words).count(words, parts, found)
-    return found
+    counts = words.new_empty((len(words), len(segments)), dtype=torch.int32)
+    _backend(words).count(words, segments, counts)
+    return counts

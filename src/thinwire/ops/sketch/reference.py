@@ -22,106 +22,108 @@ def hashes(seed: int, elements: Tensor, cells: int) -> tuple[Tensor, Tensor]:
     first = hash_of(seed, elements)
     second = (first ^ shifted(first, 32)) * MIX
     second = second ^ shifted(second, 32)
-    parts = (shifted(first, 32), first & 0xFFFFFFFF, shifted(second, 32))
-    places = torch.stack([shifted(part * cells, 32) + j * cells for j, part in enumerate(parts)])
-    return places, 1 - 2 * (second & 1)
+    halves = (shifted(first, 32), first & 0xFFFFFFFF, shifted(second, 32))
+    cell_indices = torch.stack([shifted(half * cells, 32) + j * cells for j, half in enumerate(halves)])
+    return cell_indices, 1 - 2 * (second & 1)
 
 
-def gather(rows: Tensor, words: Tensor, parts: Parts, found: Tensor, payload: Tensor) -> None:
-    found.fill_(-1)
+def gather(rows: Tensor, words: Tensor, segments: Parts, positions: Tensor, payload: Tensor) -> None:
+    positions.fill_(-1)
     payload.zero_()
-    for part in parts:
-        for row, flags in enumerate(mask.flags_of(words[:, part.words])):
-            at = part.start + flags.nonzero()[: part.k, 0]
-            listed = slice(part.place, part.place + len(at))
-            found[row, listed], payload[row, listed] = at.int(), rows[row, at]
+    for segment in segments:
+        for row, flags in enumerate(mask.flags_of(words[:, segment.words])):
+            columns = segment.start + flags.nonzero()[: segment.k, 0]
+            listed = slice(segment.place, segment.place + len(columns))
+            positions[row, listed], payload[row, listed] = columns.int(), rows[row, columns]
 
 
-def peaks(payload: Tensor, parts: Parts, found: Tensor) -> None:
-    for i, part in enumerate(parts):
-        found[i] = payload[:, part.listed].abs().amax()
+def peaks(payload: Tensor, segments: Parts, magnitudes: Tensor) -> None:
+    for i, segment in enumerate(segments):
+        magnitudes[i] = payload[:, segment.listed].abs().amax()
 
 
-def round_to(payload: Tensor, quantum: Tensor, parts: Parts, rest: Tensor) -> None:
-    for i, part in enumerate(parts):
-        values, left = payload[:, part.listed], rest[:, part.listed]
-        rounded = (values / quantum[i]).round() * quantum[i] if part.cells else values
-        torch.sub(values, rounded, out=left)
+def round_to(payload: Tensor, quantum: Tensor, segments: Parts, residual: Tensor) -> None:
+    for i, segment in enumerate(segments):
+        values, remainder = payload[:, segment.listed], residual[:, segment.listed]
+        rounded = (values / quantum[i]).round() * quantum[i] if segment.cells else values
+        torch.sub(values, rounded, out=remainder)
         values.copy_(rounded)
 
 
-def encode(payload: Tensor, found: Tensor, parts: Parts, whole: Tensor, out: Tensor) -> None:
+def encode(payload: Tensor, positions: Tensor, segments: Parts, whole: Tensor, out: Tensor) -> None:
     out.zero_()
-    for part in parts:
-        if not part.cells:
-            out[:, part.wire].copy_(whole[:, part.columns])
+    for segment in segments:
+        if not segment.cells:
+            out[:, segment.wire].copy_(whole[:, segment.columns])
             continue
-        for values, at, cells in zip(payload[:, part.listed], found[:, part.listed], out[:, part.wire], strict=True):
-            there = at >= 0
-            places, signs = hashes(part.seed, at[there].long() - part.start, part.cells)
-            for table in places:
-                cells.index_add_(0, table, values[there] * signs)
+        listed = payload[:, segment.listed], positions[:, segment.listed], out[:, segment.wire]
+        for values, columns, cells in zip(*listed, strict=True):
+            is_listed = columns >= 0
+            cell_indices, signs = hashes(segment.seed, columns[is_listed].long() - segment.start, segment.cells)
+            for table in cell_indices:
+                cells.index_add_(0, table, values[is_listed] * signs)
 
 
-def peel(wire: Tensor, index: Tensor, parts: Parts, first: int, out: Tensor, left: Tensor, estimate: bool) -> None:
-    left.zero_()
+def peel(wire: Tensor, index: Tensor, segments: Parts, first: int, out: Tensor, lost: Tensor, estimate: bool) -> None:
+    lost.zero_()
     out.zero_()
-    for part in parts:
-        if not part.cells:
-            out[:, part.columns].copy_(wire[:, part.wire])
+    for segment in segments:
+        if not segment.cells:
+            out[:, segment.columns].copy_(wire[:, segment.wire])
             continue
         for row in range(len(index)):
             wanted = first <= row < first + len(wire)
-            cells = wire[row - first, part.wire] if wanted else wire.new_zeros(part.sent)
-            values = out[row - first, part.columns] if wanted else None
-            _peel(cells, index[row : row + 1, part.words], part, values, left[row : row + 1, part.words], estimate)
+            cells = wire[row - first, segment.wire] if wanted else wire.new_zeros(segment.sent)
+            values = out[row - first, segment.columns] if wanted else None
+            words = slice(row, row + 1), segment.words
+            _peel(cells, index[words], segment, values, lost[words], estimate)
 
 
-def _peel(cells: Tensor, index: Tensor, part: Part, out: Tensor | None, left: Tensor, estimate: bool) -> None:
+def _peel(cells: Tensor, index: Tensor, segment: Part, out: Tensor | None, lost: Tensor, estimate: bool) -> None:
     """All elements that are alone in a cell at once."""
     elements = mask.flags_of(index)[0].nonzero()[:, 0]
-    places, signs = hashes(part.seed, elements, part.cells)
-    counts = torch.zeros(3 * part.cells, dtype=torch.int64, device=index.device)
-    for table in places:
+    cell_indices, signs = hashes(segment.seed, elements, segment.cells)
+    counts = torch.zeros(3 * segment.cells, dtype=torch.int64, device=index.device)
+    for table in cell_indices:
         counts.index_add_(0, table, torch.ones_like(table))
-    held = cells.double()
+    sums = cells.double()
     waiting = torch.ones(len(elements), dtype=torch.bool, device=index.device)
     for _ in range(of.rounds_on(index.device)):
-        alone = (counts[places] == 1) & waiting
-        found = alone.any(0)
-        if not found.any():
+        alone = (counts[cell_indices] == 1) & waiting
+        peeled = alone.any(0)
+        if not peeled.any():
             break
-        table = alone.to(torch.uint8).argmax(0)[found]
-        cell = places[table, found.nonzero()[:, 0]]
-        values = held[cell] * signs[found]
+        table = alone.to(torch.uint8).argmax(0)[peeled]
+        cell = cell_indices[table, peeled.nonzero()[:, 0]]
+        values = sums[cell] * signs[peeled]
         if out is not None:
-            out[elements[found]] = values.float()
+            out[elements[peeled]] = values.float()
         for j in range(3):
-            counts.index_add_(0, places[j, found], torch.full_like(cell, -1))
-            held.index_add_(0, places[j, found], -values * signs[found])
-        waiting &= ~found
+            counts.index_add_(0, cell_indices[j, peeled], torch.full_like(cell, -1))
+            sums.index_add_(0, cell_indices[j, peeled], -values * signs[peeled])
+        waiting &= ~peeled
     if estimate and out is not None:
-        signed = held[places[:, waiting]] * signs[waiting]
+        signed = sums[cell_indices[:, waiting]] * signs[waiting]
         out[elements[waiting]] = signed.median(0).values.float()
     flags = torch.zeros(1, index.shape[1] * mask.WORD, dtype=torch.bool, device=index.device)
     flags[0, elements[waiting]] = True
-    mask.pack(flags, left)
+    mask.pack(flags, lost)
 
 
-def settle(sent: Tensor, rest: Tensor, found: Tensor, left: Tensor, parts: Parts, out: Tensor) -> None:
-    lost = mask.flags_of(left)
-    for part in parts:
-        if not part.cells:
-            out[:, part.columns].zero_()
+def settle(sent: Tensor, residual: Tensor, positions: Tensor, left: Tensor, segments: Parts, out: Tensor) -> None:
+    is_lost = mask.flags_of(left)
+    for segment in segments:
+        if not segment.cells:
+            out[:, segment.columns].zero_()
             continue
-        listed = (each[:, part.listed] for each in (sent, rest, found))
-        for row, (values, remains, at) in enumerate(zip(*listed, strict=True)):
-            there = at >= 0
-            columns = at[there].long()
-            back = torch.where(lost[row, columns], values[there], 0)
-            out[row, columns] = remains[there] + back
+        listed = (each[:, segment.listed] for each in (sent, residual, positions))
+        for row, (values, remainders, listed_columns) in enumerate(zip(*listed, strict=True)):
+            is_listed = listed_columns >= 0
+            columns = listed_columns[is_listed].long()
+            returned = torch.where(is_lost[row, columns], values[is_listed], 0)
+            out[row, columns] = remainders[is_listed] + returned
 
 
-def count(words: Tensor, parts: Parts, found: Tensor) -> None:
-    for i, part in enumerate(parts):
-        found[:, i] = mask.popcount(words[:, part.words])
+def count(words: Tensor, segments: Parts, counts: Tensor) -> None:
+    for i, segment in enumerate(segments):
+        counts[:, i] = mask.popcount(words[:, segment.words])
