@@ -22,7 +22,9 @@ from papers.local_steps import LS1, SGD, AdamW, DiLoCo, SparseLoCo
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
+from thinwire.core.method import Step
 from thinwire.methods import LocalSteps, resolve
+from thinwire.methods.parts.own_adam import MeanMomentView
 from thinwire.proof.ranks import reduce_on_threads
 from thinwire.saved.format import entries
 
@@ -170,6 +172,20 @@ def test_a_second_moment_of_the_mean(start):
     ls1_agrees(play(make, size, steps, optimizer=adamw), size, 4, start, steps, lambda x: x)
 
 
+def test_the_groups_of_the_user_stay_as_they_are():
+    """Adam steps with lr sqrt(N), decay / sqrt(N) and g / sqrt(N); the user's dicts are not written to."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), 4.0)
+    optimizer = adamw([weight])
+    groups, values = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
+    view, step = MeanMomentView(), Step(0, (optimizer,), {"a": weight})
+    view.enter(step, 4)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.02, 0.05)
+    assert weight.grad.tolist() == [2.0] * 3 and groups == values
+    view.leave(step)
+    assert optimizer.param_groups is groups and groups == values and weight.grad.tolist() == [4.0] * 3
+
+
 def signs(values: np.ndarray, size: int, group: int) -> np.ndarray:
     """C of LS1, for one parameter whose chunk j is with server j: signs, times the mean of |x| in groups."""
     span, coded = -(-len(values) // size), np.empty_like(values)
@@ -293,6 +309,12 @@ def test_a_run_whose_length_is_known_ends_with_a_round():
 def test_what_cannot_be_is_refused(knobs, word):
     with pytest.raises(ThinwireError, match=word):
         LocalSteps(**knobs)
+
+
+@pytest.mark.parametrize("preset", ["ls1", "diloco"])
+def test_a_removed_preset_says_what_to_write(preset):
+    with pytest.raises(ThinwireError, match=f"local-steps:{preset} is no longer there .* take local-steps"):
+        resolve(f"local-steps:{preset}")
 
 
 def test_it_can_be_written_on_the_command_line():
