@@ -58,9 +58,9 @@ def operations(n: int, device: torch.device) -> dict[str, Callable[[], object]]:
         found[f"scatter, d={density}"] = lambda: mask.scatter(payload, words, out)
         if density > 0.05:
             return
-        parts = sketch.Parts([sketch.Part(0, n, k, 0, k, 0, int(k / LOAD / 3) + 8, 1)], device)
+        parts = sketch.SketchSegments([sketch.SketchSegment(0, n, k, 0, k, 0, int(k / LOAD / 3) + 8, 1)], device)
         at, sent = torch.empty(1, k, dtype=torch.int32, device=device), torch.empty_like(payload)
-        wire, left = torch.empty(1, parts.sent, device=device), words.clone()
+        wire, left = torch.empty(1, parts.wire_numel, device=device), words.clone()
         sketch.gather(heavy, words, parts, at, sent)
         sketch.round_to(sent, torch.tensor([2.0**-14], device=device), parts, torch.empty_like(sent))
         sketch.encode(sent, at, parts, heavy, wire)

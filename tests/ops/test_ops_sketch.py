@@ -12,7 +12,7 @@ from torch import Tensor
 from programs import needs_triton, run_python
 from thinwire.base.errors import ThinwireError
 from thinwire.ops import mask, sketch, sparse
-from thinwire.ops.sketch import Part, Parts, cpu, reference
+from thinwire.ops.sketch import SketchSegment, SketchSegments, cpu, reference
 
 POISON = float("nan")
 CPU = torch.device("cpu")
@@ -20,26 +20,26 @@ CPU = torch.device("cpu")
 
 def parts_of(
     widths: Sequence[int], load: float, density: float = 0.05, ranks: int = 2, plain: Sequence[int] = ()
-) -> Parts:
+) -> SketchSegments:
     """Beside each other; those whose number is in ``plain`` have no sketch."""
-    parts: list[Part] = []
+    parts: list[SketchSegment] = []
     start = place = first = 0
     for number, width in enumerate(widths):
         k = max(int(width * density), 1)
         room = min(ranks * k, width)
         cells = 0 if number in plain else int(room / load / 3) + 8
-        parts.append(Part(start, width, k, place, room, first, cells, 2**62 + 12345 * number))
+        parts.append(SketchSegment(start, width, k, place, room, first, cells, 2**62 + 12345 * number))
         start, place, first = start + width, place + k, parts[-1].wire.stop
-    return Parts(parts, CPU)
+    return SketchSegments(parts, CPU)
 
 
-def chosen(parts: Parts, rows: int, seed: int, holes: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def chosen(parts: SketchSegments, rows: int, seed: int, holes: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Values, where the largest of them are, these, and their mask; ``holes``: lists that are not full."""
-    n = parts.parts[-1].columns.stop
+    n = parts.segments[-1].columns.stop
     h = torch.randn(rows, n, generator=torch.Generator().manual_seed(seed))
     found = torch.empty(rows, parts.k, dtype=torch.int32)
     sent = torch.empty(rows, parts.k)
-    listed = tuple(sparse.ListSegment(part.start, part.width, part.k, part.place) for part in parts)
+    listed = tuple(sparse.ListSegment(part.start, part.width, part.k, part.list_start) for part in parts)
     sparse.largest(h, None, listed, h.clone(), found, sent)
     words = mask.from_indices(found, torch.empty(rows, n // mask.WORD, dtype=torch.int64))
     if holes:
@@ -49,11 +49,11 @@ def chosen(parts: Parts, rows: int, seed: int, holes: bool = False) -> tuple[Ten
 
 
 def everything(
-    module: ModuleType, parts: Parts, rows: int, wired: int, row: int, ranks: int = 2, holes: bool = False
+    module: ModuleType, parts: SketchSegments, rows: int, wired: int, row: int, ranks: int = 2, holes: bool = False
 ) -> dict[str, Tensor]:
     """All operations, one after the other; what they write is poisoned before."""
-    n, result = parts.parts[-1].columns.stop, dict[str, Tensor]()
-    index, wire = torch.zeros(rows, n // mask.WORD, dtype=torch.int64), torch.zeros(rows, parts.sent)
+    n, result = parts.segments[-1].columns.stop, dict[str, Tensor]()
+    index, wire = torch.zeros(rows, n // mask.WORD, dtype=torch.int64), torch.zeros(rows, parts.wire_numel)
     for rank in range(ranks):
         h, found, sent, words = chosen(parts, rows, rank, holes)
         index |= words
@@ -63,7 +63,7 @@ def everything(
         module.peaks(sent, parts, result.setdefault(f"peaks {rank}", torch.full((len(parts),), POISON)))
         rest = torch.full_like(sent, POISON)
         module.round_to(sent, torch.full((len(parts),), 2.0**-16), parts, rest)
-        own = torch.full((rows, parts.sent), POISON)
+        own = torch.full((rows, parts.wire_numel), POISON)
         module.encode(sent, found, parts, h, own)
         wire += own
         result |= {f"sent {rank}": sent, f"rest {rank}": rest, f"wire {rank}": own}
@@ -74,7 +74,7 @@ def everything(
     for name, bits in (("union", index), ("lost", left)):
         module.count(bits, parts, result.setdefault(name, torch.full((rows, len(parts)), -7, dtype=torch.int32)))
     acc = torch.full((rows, n), 3.0)
-    module.settle(sent, rest, found, left, parts, acc)
+    module.restore(sent, rest, found, left, parts, acc)
     return result | {"acc": acc, "total": wire, "index": index}
 
 
@@ -140,9 +140,9 @@ def share_left(k: int, load: float, seed: int) -> float:
     flags = torch.zeros(1, n, dtype=torch.bool)
     flags[0, torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:k]] = True
     words = mask.pack(flags, torch.empty(1, n // mask.WORD, dtype=torch.int64))
-    parts = Parts([Part(0, n, k, 0, k, 0, int(k / load / 3) + 8, seed)], CPU)
+    parts = SketchSegments([SketchSegment(0, n, k, 0, k, 0, int(k / load / 3) + 8, seed)], CPU)
     left = torch.empty_like(words)
-    cpu.peel(torch.empty(0, parts.sent), words, parts, 0, torch.empty(0, n), left, False)
+    cpu.peel(torch.empty(0, parts.wire_numel), words, parts, 0, torch.empty(0, n), left, False)
     return int(mask.popcount(left)) / k
 
 
@@ -159,9 +159,9 @@ def test_left_overs_by_load():
 @pytest.mark.parametrize("module", [reference, cpu])
 def test_sums_that_are_not_exact_come_out_to_rounding(module):
     """Load 0.75, values that were not rounded: a stack is off by 0.19 here."""
-    parts = Parts([Part(0, 64 * 2000, 6000, 0, 6000, 0, 2667, 5)], CPU)
+    parts = SketchSegments([SketchSegment(0, 64 * 2000, 6000, 0, 6000, 0, 2667, 5)], CPU)
     _, found, payload, words = chosen(parts, 1, 1)
-    wire, out, left = torch.empty(1, parts.sent), torch.empty(1, 64 * 2000), torch.empty_like(words)
+    wire, out, left = torch.empty(1, parts.wire_numel), torch.empty(1, 64 * 2000), torch.empty_like(words)
     module.encode(payload, found, parts, out, wire)
     module.peel(wire, words, parts, 0, out, left, False)
     assert not left.any() and out.count_nonzero() <= 6000
@@ -172,12 +172,12 @@ def test_what_does_not_fit_is_refused():
     parts = parts_of((64, 128), 0.7)
     payload, found = torch.zeros(1, parts.k), torch.zeros(1, parts.k, dtype=torch.int32)
     with pytest.raises(ThinwireError, match="three tables"):
-        sketch.encode(payload, found, parts, torch.zeros(1, 192), torch.zeros(1, parts.sent - 1))
+        sketch.encode(payload, found, parts, torch.zeros(1, 192), torch.zeros(1, parts.wire_numel - 1))
     with pytest.raises(ThinwireError, match="values per row, got 3"):
         sketch.round_to(torch.zeros(1, 3), torch.zeros(2), parts, torch.zeros(1, 3))
     with pytest.raises(ThinwireError, match="a wire of 1 rows from 2 on"):
         words = torch.zeros(2, 3, dtype=torch.int64)
-        sketch.peel(torch.zeros(1, parts.sent), words, parts, 2, torch.zeros(1, 192), words)
+        sketch.peel(torch.zeros(1, parts.wire_numel), words, parts, 2, torch.zeros(1, 192), words)
 
 
 @needs_triton

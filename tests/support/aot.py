@@ -113,7 +113,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     lines = {"FIELDS": sketch_parts.FIELDS}
     held = {"left": "*i64", "held": "*fp64"}
     for kernel in (sketch._peaks, sketch._round_to, sketch._encode, sketch._tally, sketch._gather, sketch._hold,
-                   sketch._list, sketch._round, sketch._estimate, sketch._settle):  # fmt: skip
+                   sketch._list, sketch._round, sketch._estimate, sketch._restore):  # fmt: skip
         yield kernel, of | held, block | lines
     yield sketch._count, of, {"BLOCK": sketch.WORDS} | lines
     row = {"BLOCK": moments.BLOCK, "DIRECTORY": moments.DIRECTORY} | aligned

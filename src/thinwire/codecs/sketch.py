@@ -35,7 +35,7 @@ class CountSketch(Codec):
     divisible = False  # the sums are exact as long as nothing is divided
     wire_dtype = torch.float32
 
-    segments: sketch.Parts
+    segments: sketch.SketchSegments
     whole: Tensor = field(repr=False)
     sent: Tensor = field(repr=False)
     positions: Tensor = field(repr=False)
@@ -45,7 +45,7 @@ class CountSketch(Codec):
     estimate: bool = False
 
     def wire_numel(self, n: int) -> int:
-        return self.segments.sent
+        return self.segments.wire_numel
 
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
         sketch.encode(self.sent, self.positions, self.segments, self.whole, out)

@@ -39,17 +39,17 @@ class LHC(TAGC):
     feedback: Literal["gradient", "update"] = "gradient"
 
     def _choose(
-        self, rows: Tensor, old: Tensor | None, parts: sketch.Parts, h: Tensor, found: Tensor, sent: Tensor,
-        words: Tensor,
+        self, rows: Tensor, old: Tensor | None, segments: sketch.SketchSegments, h: Tensor, positions: Tensor,
+        sent: Tensor, words: Tensor,
     ) -> None:  # fmt: skip
         torch.add(rows, 0 if old is None else old, out=h)
-        least = (sketch.peaks(h, parts) * SMALLEST_SENT).clamp_(max=torch.finfo(torch.float32).max)
-        widths = devices.uploaded([part.width // masks.WORD for part in parts], h.device, torch.int64)
-        least = least.repeat_interleave(widths, output_size=words.shape[1]).unsqueeze(1)
-        flags = ~(h.abs().view(*words.shape, masks.WORD) <= least)  # with infinities and NaN
+        floor = (sketch.peaks(h, segments) * SMALLEST_SENT).clamp_(max=torch.finfo(torch.float32).max)
+        widths = devices.uploaded([segment.width // masks.WORD for segment in segments], h.device, torch.int64)
+        floor = floor.repeat_interleave(widths, output_size=words.shape[1]).unsqueeze(1)
+        flags = ~(h.abs().view(*words.shape, masks.WORD) <= floor)  # with infinities and NaN
         flags = flags.view(h.shape)
         masks.pack(flags, words)
-        sketch.gather(h, words, parts, found, sent)
+        sketch.gather(h, words, segments, positions, sent)
 
     def _k(self, columns: int) -> int:
         return padded(columns, masks.WORD)  # room for all: how many are not zero is not known beforehand

@@ -137,9 +137,9 @@ class OneBitAdam(Method):
         self.first = first_step(self.name, "warmup", self.warmup, run.steps)  # T_w
         if self.first < 1:
             raise ThinwireError(f"{self.name}: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
-        sent = [name for name, of in run.parameters.items() if keep_dense(self, of) is None]
-        found = adam_of(self.name, run, sent)
-        betas = {float(group["betas"][0]) for _, group in found.values()}
+        sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]
+        holders = adam_of(self.name, run, sent)
+        betas = {float(group["betas"][0]) for _, group in holders.values()}
         if len(betas) > 1:
             raise ThinwireError(f"{self.name} needs one beta1 for all parameter groups, got {sorted(betas)}")
         self.beta1 = betas.pop() if betas else 0.0
@@ -178,17 +178,17 @@ class OneBitAdam(Method):
 
         def move(name: str, weight: Tensor) -> None:
             optimizer, group = step.holders[name]
-            known = optimizer.state.get(weight, {})
-            if "exp_avg_sq" not in known:
+            moments = optimizer.state.get(weight, {})
+            if "exp_avg_sq" not in moments:
                 raise ThinwireError(f"{self.name}: {name} had no gradient in the warm-up: name it in dense=")
             frozen = self.state.get("frozen", name)
             if frozen is None:
-                frozen = known["step"].detach().clone()
+                frozen = moments["step"].detach().clone()
                 self.state.put("frozen", name, frozen)
-            known["step"] += 1
+            moments["step"] += 1
             moment = local(weight.grad)  # type: ignore[arg-type]
-            local(known["exp_avg"]).copy_(moment)
-            _frozen_step(local(weight.detach()), moment, local(known["exp_avg_sq"]), known["step"], frozen, group)
+            local(moments["exp_avg"]).copy_(moment)
+            _frozen_step(local(weight.detach()), moment, local(moments["exp_avg_sq"]), moments["step"], frozen, group)
 
         self._steps.take(step, move)
 
@@ -226,12 +226,12 @@ class OneBitAdam(Method):
         rows.zero_()
         for segment in bucket.segments:
             weight = self.run.weights[segment.name]
-            found = self.run.holders[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
-            if found is None:
+            exp_avg = self.run.holders[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
+            if exp_avg is None:
                 continue
-            values = local(found).reshape(-1)
-            for row, part in zip(rows, values.split(max(segment.span, 1)), strict=False):
-                row[segment.start : segment.start + part.numel()].copy_(part)
+            values = local(exp_avg).reshape(-1)
+            for row, chunk in zip(rows, values.split(max(segment.span, 1)), strict=False):
+                row[segment.start : segment.start + chunk.numel()].copy_(chunk)
         exchange.share(moments)
 
 

@@ -74,13 +74,13 @@ class PowerSGD(ErrorFeedback):
         return replace(card, group=ALIGNED, state_kinds={**card.state_kinds, "q": EQUAL})
 
     def policy(self, parameter: Parameter) -> str | None:
-        why = super().policy(parameter)
-        if why is None:
+        reason = super().policy(parameter)
+        if reason is None:
             cols = self._cols(parameter)
             rows = parameter.local // cols
             if self.rank * (rows + cols) >= rows * cols:
                 return f"rank {self.rank} saves nothing"
-        return why
+        return reason
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         bucket.rows.add_(self.state.read("residual", bucket))  # Alg. 2, l. 7
@@ -88,34 +88,35 @@ class PowerSGD(ErrorFeedback):
         sizes = [self._sizes(bucket, segment) for segment in bucket.segments]
         r, whole = self.rank, len(bucket.rows)
         lefts, rights = [whole * rows * r for rows, _ in sizes], [cols * r for _, cols in sizes]
-        left = bucket.scratch("P", (sum(padded(size, ALIGNED) for size in lefts),), torch.float32)
+        p_memory = bucket.scratch("P", (sum(padded(size, ALIGNED) for size in lefts),), torch.float32)
         right = bucket.scratch("Q", (sum(padded(size, ALIGNED) for size in rights),), torch.float32)
-        ps = [part.view(whole, -1, r) for part in _split(left, lefts)]
-        qs = [part.view(-1, r) for part in _split(right, rights)]
+        ps = [flat_p.view(whole, -1, r) for flat_p in _split(p_memory, lefts)]
+        qs = [flat_p.view(-1, r) for flat_p in _split(right, rights)]
         matrices = [self._matrix(bucket.rows, s, cols) for s, (_, cols) in zip(bucket.segments, sizes, strict=True)]
         with exchange.span("encode", bucket.rows):
             for segment, matrix, p, q in zip(bucket.segments, matrices, ps, qs, strict=True):
-                known = self.state.get("q", segment.name)
-                q.copy_(self._start(segment.name, q) if known is None else known)
+                saved_q = self.state.get("q", segment.name)
+                q.copy_(self._start(segment.name, q) if saved_q is None else saved_q)
                 q.div_(_largest(q).clamp_(min=TINY))  # else M Q squares the size of M, which leaves float32 earlier
                 for rows, out in zip(matrix, p, strict=True):
                     torch.mm(rows, q, out=out)  # Alg. 1, l. 3
-        exchange.all_mean(left)  # Alg. 1, l. 4
+        exchange.all_mean(p_memory)  # Alg. 1, l. 4
         with exchange.span("encode", bucket.rows):
             for matrix, p, q in zip(matrices, ps, qs, strict=True):
                 _orthonormalize(p.view(-1, r))  # Alg. 1, l. 5
                 q.zero_()
-                for rows, of in zip(matrix, p, strict=True):
-                    q.addmm_(rows.T, of)  # Alg. 1, l. 6
+                for rows, p_row in zip(matrix, p, strict=True):
+                    q.addmm_(rows.T, p_row)  # Alg. 1, l. 6
             for segment, matrix, p, q in zip(bucket.segments, matrices, ps, qs, strict=True):
-                rest = self._matrix(residual, segment, q.shape[0])
-                for rows, of, out in zip(matrix, p, rest, strict=True):
-                    torch.addmm(rows, of, q.T, alpha=-1, out=out)  # Alg. 2, l. 9
+                residual_rows = self._matrix(residual, segment, q.shape[0])
+                for rows, p_row, out in zip(matrix, p, residual_rows, strict=True):
+                    torch.addmm(rows, p_row, q.T, alpha=-1, out=out)  # Alg. 2, l. 9
         exchange.all_mean(right)  # Alg. 1, l. 7
         with exchange.span("decode", bucket.rows):
             for segment, p, q in zip(bucket.segments, ps, qs, strict=True):
-                for of, out in zip(p[exchange.own_rows], self._matrix(bucket.mean, segment, q.shape[0]), strict=True):
-                    torch.mm(of, q.T, out=out)  # Alg. 1, l. 11
+                mean_rows = self._matrix(bucket.mean, segment, q.shape[0])
+                for p_row, out in zip(p[exchange.own_rows], mean_rows, strict=True):
+                    torch.mm(p_row, q.T, out=out)  # Alg. 1, l. 11
                 self.state.put("q", segment.name, torch.where(_largest(q) == 0, self._start(segment.name, q), q))
 
     def _cols(self, parameter: Parameter) -> int:
@@ -141,7 +142,7 @@ class PowerSGD(ErrorFeedback):
 
 
 def _split(values: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Of ``values`` (1-D) one part of each of ``sizes``, every one aligned, with zeros behind."""
+    """Split ``values`` (1-D) into one tensor of each of ``sizes``, every one aligned, with zeros behind."""
     spans = values.zero_().split([padded(size, ALIGNED) for size in sizes])
     return [span[:size] for span, size in zip(spans, sizes, strict=True)]
 
@@ -156,14 +157,14 @@ def _orthonormalize(matrix: Tensor) -> None:
     for order in (torch.inf, 2):  # the largest is 1 first, so that squares neither overflow nor vanish
         columns.div_(torch.linalg.vector_norm(columns, order, 1, keepdim=True).clamp_(min=TINY))
     for i in range(1, len(columns)):
-        this, before = columns[i], columns[:i]
+        column, earlier = columns[i], columns[:i]
         for _ in range(2):
-            this.addmv_(before.T, before @ this, alpha=-1)
-        length = torch.linalg.vector_norm(this)
-        this.div_(torch.where(length > NOISE, length, torch.inf))
+            column.addmv_(earlier.T, earlier @ column, alpha=-1)
+        length = torch.linalg.vector_norm(column)
+        column.div_(torch.where(length > NOISE, length, torch.inf))
     matrix.copy_(columns.T)
 
 
 def _largest(matrix: Tensor) -> Tensor:
-    """Of each column, the largest magnitude."""
+    """Return the largest magnitude of each column."""
     return torch.linalg.vector_norm(matrix, torch.inf, 0)

@@ -147,12 +147,12 @@ class Radius(ErrorFeedback):
         return ""
 
     def facts(self) -> dict[str, float]:
-        found = {}
+        figures = {}
         if (last := self.state.get("resampled", "")) is not None:
-            found["last resample, step"] = float(last)
+            figures["last resample, step"] = float(last)
         if (clip := self.state.get("clip", "")) is not None:
-            found["clip factor at the last resample"] = float(clip)
-        return found
+            figures["clip factor at the last resample"] = float(clip)
+        return figures
 
     def _k(self, columns: int) -> int:
         return count_of(self.density, columns)
@@ -178,19 +178,19 @@ class Radius(ErrorFeedback):
         if self.update_space is not None:
             come = torch.zeros_like(weight) if weight.grad is None else weight.grad
             return local(come).reshape(-1)
-        now = local(weight).detach()
+        current = local(weight).detach()
         if name in self._before:
-            return (self._before[name] - now).reshape(-1)
+            return (self._before[name] - current).reshape(-1)
         optimizer, group = step.holders[name]
         moments = optimizer.state.get(weight, {})
         if "exp_avg" not in moments:  # never had a gradient
-            return torch.zeros_like(now).reshape(-1)
+            return torch.zeros_like(current).reshape(-1)
         beta1, beta2 = group["betas"]
         t, lr, decay = float(moments["step"]), float(group["lr"]), group["weight_decay"]
         second = local(moments["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
         denominator = (second / (1 - beta2**t)).sqrt_().add_(group["eps"])  # Alg. 2, l. 4
         adam = local(moments["exp_avg"]) / (1 - beta1**t) / denominator  # Alg. 2, l. 3
-        before = (now + lr * adam) / (1 - lr * decay)  # the paper's w is the one that the gradient was taken at
+        before = (current + lr * adam) / (1 - lr * decay)  # the paper's w is the one that the gradient was taken at
         return adam.add_(before, alpha=decay).reshape(-1)  # Alg. 2, l. 5
 
     def _mask(self, name: str, direction: Tensor) -> Tensor:
@@ -208,15 +208,15 @@ class Radius(ErrorFeedback):
 
     def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked:
         """For the masks of the bucket's segments side by side, put together once per resample."""
-        parts = [self.state.get("mask", segment.name) for segment in bucket.segments]
+        segment_masks = [self.state.get("mask", segment.name) for segment in bucket.segments]
 
         def joined() -> Tensor:
-            for segment, part in zip(bucket.segments, parts, strict=True):
-                if part is None:
+            for segment, segment_mask in zip(bucket.segments, segment_masks, strict=True):
+                if segment_mask is None:
                     raise ThinwireError(f"radius: {segment.name} has no mask: the optimizer does not hold it")
-            return torch.cat([part for part in parts if part is not None], 1)
+            return torch.cat([segment_mask for segment_mask in segment_masks if segment_mask is not None], 1)
 
         k = sum(self._k(segment.span) for segment in bucket.segments)
-        words = bucket.once("mask", joined, *parts)
-        before = bucket.once("directory", lambda: masks.directory(words), words)
-        return Masked(words, k, owner_row=exchange.own_row, bit_offsets=before)
+        words = bucket.once("mask", joined, *segment_masks)
+        bit_offsets = bucket.once("directory", lambda: masks.directory(words), words)
+        return Masked(words, k, owner_row=exchange.own_row, bit_offsets=bit_offsets)

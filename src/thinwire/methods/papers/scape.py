@@ -125,14 +125,14 @@ class SCAPE(Method):
             promise = Promise("conserves", waits={"residual": 1.0, "common": 1.0}, of="moments")
             card = replace(super().describe(), promise=promise, group=WORD, native=False, keeps_state=True)
         # Masks are sent at the end of the step before the one that they are for.
-        rest = {0: 1 - 1 / self.refresh} if self.refresh > 1 else {}
+        masked_steps = {0: 1 - 1 / self.refresh} if self.refresh > 1 else {}
         kinds = {
             "residual": StateKind(offloaded=self.offload), "chosen": ANEW,
             "mask": StateKind(resized="anew", rank_equal=True, fault=self._fault_of_masks),
         }  # fmt: skip
         return replace(
             card, adds_up=False, same_arithmetic=True, encodes_weights=self._encodes_weights,
-            steady=self._schedule.steady, cycle={**rest, self.refresh - 1: 1 / self.refresh},
+            steady=self._schedule.steady, cycle={**masked_steps, self.refresh - 1: 1 / self.refresh},
             state_kinds={**card.state_kinds, **kinds},
         )  # fmt: skip
 
@@ -140,7 +140,7 @@ class SCAPE(Method):
         super().begin(run)
         refuse_chunks(self.name, run)
         self._gathered = WeightsAtMask(self.name, self.weights, run)
-        sent = {name: held for name, held in run.holders.items() if keep_dense(self, run.parameters[name]) is None}
+        sent = {name: holder for name, holder in run.holders.items() if keep_dense(self, run.parameters[name]) is None}
         for name, (optimizer, _) in sent.items():
             if not isinstance(optimizer, AdamS):
                 raise ThinwireError(
@@ -195,9 +195,9 @@ class SCAPE(Method):
         exchange.mean(Payload(payload, b), shared=True)  # l. 13-14: b = mean over n of m~_n on M
         # l. 15: the next M = top-k of the scores, which ``after_step`` takes of all buckets at once.
         with exchange.span("decode", bucket.mean):
-            words, before = mask.row(exchange.own_row)
+            words, bit_offsets = mask.row(exchange.own_row)
             moments.advance(
-                b[0], m, words, self.beta1, bit_offsets=before, common=x,  # b += b1 m, and x
+                b[0], m, words, self.beta1, bit_offsets=bit_offsets, common=x,  # b += b1 m, and x
                 next_moment=next_m[0],  # l. 16: m' = b on M, 0 off M
                 gradient=bucket.mean[0],  # l. 17: g^ = (b - b1 m)/(1-b1) on M, 0 off M
                 common_out=next_x,  # l. 11-12, for what is common: x = x + b1 m off M, 0 on M
@@ -209,23 +209,23 @@ class SCAPE(Method):
 
     def _first_moments(self, bucket: Bucket) -> moments.Moments:
         """Find m of all of the bucket's parameters, and the memory of the scores that this rank chooses masks by."""
-        held = [self._first_moment(segment) for segment in bucket.segments]
+        first_moments = [self._first_moment(segment) for segment in bucket.segments]
 
-        def parts() -> Iterator[moments.MomentSegment]:
-            for segment, moment in zip(bucket.segments, held, strict=True):
+        def moment_segments() -> Iterator[moments.MomentSegment]:
+            for segment, moment in zip(bucket.segments, first_moments, strict=True):
                 for chunk, scores in self._masks.scores(segment, bucket.device):
                     yield moments.MomentSegment(segment.start + chunk.start, chunk.width, moment[chunk.columns], scores)
 
-        addresses = (moment.data_ptr() for moment in held)
-        return bucket.once("moments", lambda: moments.Moments(tuple(parts()), bucket.device), *addresses)
+        addresses = (moment.data_ptr() for moment in first_moments)
+        return bucket.once("moments", lambda: moments.Moments(tuple(moment_segments()), bucket.device), *addresses)
 
     def _first_moment(self, segment: Segment) -> Tensor:
         """Find m, this rank's part of it, (numel,) float32; zeros before the first step."""
         weight = self.run.weights[segment.name]
-        found = self.run.holders[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
-        if found is None:
+        exp_avg = self.run.holders[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
+        if exp_avg is None:
             return torch.zeros(local(weight).numel(), dtype=torch.float32, device=local(weight).device)
-        return local(found).reshape(-1).float()
+        return local(exp_avg).reshape(-1).float()
 
     def _keep_for_step(self, bucket: Bucket, next_m: Tensor, mask: Unfolded | None) -> None:
         """Keep m' of each parameter for ``before_step``, and for the gather of weights the ``mask`` it is at."""
@@ -236,10 +236,10 @@ class SCAPE(Method):
 
     def before_step(self, step: Step) -> None:
         """Hand the optimizer m' (l. 16)."""
-        for name, given in self._given.items():
+        for name, next_moment in self._given.items():
             optimizer = step.holders[name].optimizer
             assert isinstance(optimizer, AdamS)
-            optimizer.next_moments[step.weights[name]] = given
+            optimizer.next_moments[step.weights[name]] = next_moment
         self._gathered.before_step(step, self._given)
 
     def after_step(self, step: Step) -> None:

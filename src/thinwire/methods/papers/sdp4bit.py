@@ -177,14 +177,14 @@ class SDP4Bit(Method):
 
     def begin(self, run: Run) -> None:
         super().begin(run)
-        self._sent = [name for name, of in run.parameters.items() if keep_dense(self, of) is None]
+        self._sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """One hop of Alg. 3: across nodes (l. 8-13); where all ranks are on one node, inside it (l. 2-7)."""
         codec = self._intra_codec if exchange.comm.one_node else self.codec
         assert codec is not None
-        for part in bucket.segments:
-            self._bits[part.name] = 8 * len(bucket.rows) * codec.wire_bytes(part.width), part.piece.numel
+        for segment in bucket.segments:
+            self._bits[segment.name] = 8 * len(bucket.rows) * codec.wire_bytes(segment.width), segment.piece.numel
         seed = self._seeds(bucket, exchange) if codec.draws else None
         # Transform and quantize (l. 2-3, 8-9): Integers.encode, ops/quant. All-to-all (l. 4, 10): collectives.py.
         # Values again, their sum, and transform it back (l. 5-7, 11-13): Integers.decode_sum, ops/quant.
@@ -196,7 +196,8 @@ class SDP4Bit(Method):
             seeds = {name: seed_of(self.run.seed, f"{stream}/{name}", bucket.step) for name in self._sent}
             self._pool = (stream, bucket.step), Pool(seeds)
         pool = self._pool[1]
-        return Seeds(tuple((of.start, of.start + of.width, pool.indices[of.name]) for of in bucket.segments), pool)
+        ranges = tuple((s.start, s.start + s.width, pool.indices[s.name]) for s in bucket.segments)
+        return Seeds(ranges, pool)
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
         difference = self.weights == "difference"
@@ -206,14 +207,14 @@ class SDP4Bit(Method):
 
     def facts(self) -> dict[str, float]:
         """Bits per value, with scales and padding; of weights also what stays dense among them."""
-        found = {}
+        figures = {}
         if self._bits:
             bits, values = (sum(column) for column in zip(*self._bits.values(), strict=True))
-            found["bits per gradient" if self.run.hop == 1 else "bits per gradient, across"] = bits / values
+            figures["bits per gradient" if self.run.hop == 1 else "bits per gradient, across"] = bits / values
         sent = [message for message in self._messages.values() if message.bits]
         if sent:
-            found["bits per weight"] = sum(of.bits for of in sent) / sum(of.values for of in sent)
-        return found
+            figures["bits per weight"] = sum(message.bits for message in sent) / sum(message.values for message in sent)
+        return figures
 
 
 class QuantizedWeights(Message):
@@ -244,29 +245,30 @@ class QuantizedWeights(Message):
         self._rank, self._module = rank, shard.names
         self._codec = make_codec(0.0)  # of the last message
         encoded = [piece for piece in shard.pieces if keep_dense(method, method.run.parameters[piece.name]) is None]
-        kept = [piece for piece in shard.pieces if piece not in encoded]
-        kept += [] if self.resident else shard.frozen
+        dense = [piece for piece in shard.pieces if piece not in encoded]
+        dense += [] if self.resident else shard.frozen
         size, group = shard.dtype.itemsize, self._codec.group
         self._encoded, self._width = lay_out((piece, padded(piece.numel, group)) for piece in encoded)
         self._head = self._codec.wire_bytes(self._width)
-        whole, end = lay_out(((piece, piece.numel) for piece in kept), self._head // size)  # behind what is encoded
-        self._columns, self._kept, self._end = Columns(self._encoded), Columns(whole), end * size
-        self._values = sum(piece.numel for piece in (*encoded, *kept))
+        whole, end = lay_out(((piece, piece.numel) for piece in dense), self._head // size)  # behind what is encoded
+        self._columns, self._dense_columns, self._end = Columns(self._encoded), Columns(whole), end * size
+        self._values = sum(piece.numel for piece in (*encoded, *dense))
 
-    def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
+    def write(self, own_weights: Tensor, peers_copy: Tensor | None, step: int) -> Tensor:
         """d = Q(w - r), or Q(w) (Alg. 4, l. 7)."""
         self._codec = codec = self._make_codec(seed_of(self._seed, f"shift/{self._module}", step) / 2**63 - 0.5)
-        message = torch.empty(padded(self._end, 4), dtype=torch.uint8, device=own.device)
-        wire, whole = message[: self._head].view(1, -1), message.view(own.dtype)
+        message = torch.empty(padded(self._end, 4), dtype=torch.uint8, device=own_weights.device)
+        wire, whole = message[: self._head].view(1, -1), message.view(own_weights.dtype)
         if isinstance(codec, Integers):
             drawn = codec.drawn(self._width, self._seeds(step)) if self._encoded else None
             codes, scales = codec.codes_of(wire, self._width)
-            shards.write(own, held, *self._places(own.device), codec.format, codes, scales, whole, drawn)
+            tables = self._copy_tables(own_weights.device)
+            shards.write(own_weights, peers_copy, *tables, codec.format, codes, scales, whole, drawn)
         else:
-            values = torch.empty((1, self._width), dtype=torch.float32, device=own.device)
-            self._columns.pack((own if held is None else own - held).view(1, -1), values)
+            values = torch.empty((1, self._width), dtype=torch.float32, device=own_weights.device)
+            self._columns.pack((own_weights if peers_copy is None else own_weights - peers_copy).view(1, -1), values)
             codec.encode(values, wire, seed=self._seeds(step))
-            self._kept.pack(own.view(1, -1), whole.view(1, -1))
+            self._dense_columns.pack(own_weights.view(1, -1), whole.view(1, -1))
         if len(message) > self._end:
             message[self._end :].zero_()
         self.bits, self.values = 8 * len(message), self._values
@@ -280,24 +282,25 @@ class QuantizedWeights(Message):
             for piece, first, width in self._encoded
         ))  # fmt: skip
 
-    def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
+    def read(self, peers: slice, messages: Tensor, rows: Tensor, peers_copy: Tensor | None) -> None:
         """r += d, at the owner too, or r = Q(w) (Alg. 4, l. 8)."""
-        mine, wires, whole = self._rank - peers.start, messages[:, : self._head], messages.view(rows.dtype)
+        own_row, wires, whole = self._rank - peers.start, messages[:, : self._head], messages.view(rows.dtype)
         if isinstance(self._codec, Integers):
             codes, scales = self._codec.codes_of(wires, self._width)
-            shards.read(codes, scales, whole, *self._places(rows.device), self._codec.format, rows, mine, held)
+            tables = self._copy_tables(rows.device)
+            shards.read(codes, scales, whole, *tables, self._codec.format, rows, own_row, peers_copy)
             return
-        if held is not None:
-            rows[mine].copy_(held)
-        most = max(READ // max(rows.shape[1], 1), 1)
-        for some, wire in zip(rows.split(most), wires.split(most), strict=True):
-            values = torch.empty((len(some), self._width), dtype=torch.float32, device=rows.device)
+        if peers_copy is not None:
+            rows[own_row].copy_(peers_copy)
+        chunk_rows = max(READ // max(rows.shape[1], 1), 1)
+        for chunk, wire in zip(rows.split(chunk_rows), wires.split(chunk_rows), strict=True):
+            values = torch.empty((len(chunk), self._width), dtype=torch.float32, device=rows.device)
             self._codec.decode(wire, values)
-            self._columns.unpack(values, some, add=held is not None)
-        self._kept.unpack(whole, rows)
-        if held is not None:
-            held.copy_(rows[mine])
+            self._columns.unpack(values, chunk, add=peers_copy is not None)
+        self._dense_columns.unpack(whole, rows)
+        if peers_copy is not None:
+            peers_copy.copy_(rows[own_row])
 
-    def _places(self, device: torch.device) -> tuple[CopyTable, CopyTable]:
+    def _copy_tables(self, device: torch.device) -> tuple[CopyTable, CopyTable]:
         """Of what is encoded, and of what is not."""
-        return self._columns.copy_table(device, shards.PER_PROGRAM), self._kept.copy_table(device)
+        return self._columns.copy_table(device, shards.PER_PROGRAM), self._dense_columns.copy_table(device)

@@ -24,6 +24,7 @@ best by the error of the accumulated gradient, and worst in the training runs me
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -136,10 +137,13 @@ class SEPARATE(ErrorFeedback):
         segments: Sequence[tuple[str, int, int]],
         step: int,
         device: torch.device | str = "cpu",
-        once: Callable[..., Any] | None = None,
+        draw_once: Callable[..., Any] | None = None,
         seed: int = 0,
     ) -> Projection:
-        """Of optimizer step ``step`` for ``segments`` (name, start, width). ``once``: a bucket's, which keeps draws."""
-        draw, where = self._estimator.draw, torch.device(device)
-        drawn = tuple((start, width, draw(seed, name, step, where, once)) for name, start, width in segments)
+        """Make the codec of optimizer step ``step`` for ``segments`` (name, start, width).
+
+        ``draw_once``: a bucket's ``once``, which keeps what was drawn.
+        """
+        draw = functools.partial(self._estimator.draw, device=torch.device(device), draw_once=draw_once)
+        drawn = tuple((start, width, draw(seed, name, step)) for name, start, width in segments)
         return Projection(self._estimator, drawn)

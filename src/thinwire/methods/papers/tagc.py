@@ -105,66 +105,66 @@ class TAGC(ErrorFeedback):
         return portion_of(1 - self.theta)
 
     def policy(self, parameter: Parameter) -> str | None:
-        why = super().policy(parameter)
-        if why or self.select == "all":
-            return why
+        reason = super().policy(parameter)
+        if reason or self.select == "all":
+            return reason
         if self.select != "non-attention":
             return None if fnmatchcase(parameter.name, self.select) else "not selected"
-        parts = parameter.name.lower().split(".")
-        return "attention input" if any(ATTENTION_INPUTS.fullmatch(part) for part in parts) else None
+        words = parameter.name.lower().split(".")
+        return "attention input" if any(ATTENTION_INPUTS.fullmatch(word) for word in words) else None
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         if self.theta == 0:
             exchange.mean(bucket)
             return
         old, acc = self.state.read("residual", bucket), self.state.write("residual", bucket)  # acc, acc_next
-        parts = self._parts(bucket, exchange)
+        segments = self._segments(bucket, exchange)
         rows, n = bucket.shape
-        words, left = (bucket.scratch(use, (rows, n // masks.WORD), torch.int64) for use in ("words", "left"))
-        found = bucket.scratch("found", (rows, parts.k), torch.int32)
-        sent, rest = (bucket.scratch(use, (rows, parts.k), torch.float32) for use in ("sent", "rest"))
+        words, lost_words = (bucket.scratch(use, (rows, n // masks.WORD), torch.int64) for use in ("words", "left"))
+        positions = bucket.scratch("found", (rows, segments.k), torch.int32)
+        sent, remainder = (bucket.scratch(use, (rows, segments.k), torch.float32) for use in ("sent", "rest"))
         with exchange.span("encode", bucket.rows):
-            self._choose(bucket.rows, old, parts, acc, found, sent, words)  # l. 2: g; acc is h yet
+            self._choose(bucket.rows, old, segments, acc, positions, sent, words)  # l. 2: g; acc is h yet
         index = exchange.union(bucket, words)  # l. 3-4
-        self._round(parts, sent, rest, exchange)  # ours, so that sums are exact
+        self._round(segments, sent, remainder, exchange)  # ours, so that sums are exact
         estimate = self.leftovers == "median"
         # l. 5-6 and 8-10: CountSketch._encode, the network's sum, CountSketch._decode. (l. 7 is a comment.)
-        codec = CountSketch(parts, acc, sent, found, index, left, exchange.own_row, estimate)
+        codec = CountSketch(segments, acc, sent, positions, index, lost_words, exchange.own_row, estimate)
         exchange.mean(bucket, codec)
         with exchange.span("decode", bucket.rows):
-            self._measure(bucket, parts, index, left)
+            self._measure(bucket, segments, index, lost_words)
             # l. 2: acc = h without what arrived. Not the exchange's residual: what cannot be recovered of a sum depends
             # on everybody's masks, and an encoding knows its own rank's.
-            sketch.settle(sent, rest, found, left.zero_() if estimate else left, parts, acc)
+            sketch.restore(sent, remainder, positions, lost_words.zero_() if estimate else lost_words, segments, acc)
 
     def _choose(
-        self, rows: Tensor, old: Tensor | None, parts: sketch.Parts, h: Tensor, found: Tensor, sent: Tensor,
-        words: Tensor,
+        self, rows: Tensor, old: Tensor | None, segments: sketch.SketchSegments, h: Tensor, positions: Tensor,
+        sent: Tensor, words: Tensor,
     ) -> None:  # fmt: skip
-        """``h`` = ``rows`` + ``old``; of it ``sent`` is sent, from the columns ``found``, whose mask is ``words``.
+        """``h`` = ``rows`` + ``old``; of it ``sent`` is sent, from the columns ``positions``, whose mask is ``words``.
 
         Where all of a tensor is sent, this is still what its sketch would be sized from.
         """
-        listed = tuple(sparse.ListSegment(part.start, part.width, part.k, part.place) for part in parts)
-        sparse.largest(rows, old, listed, h, found, sent)
-        masks.from_indices(found, words)
+        lists = tuple(sparse.ListSegment(s.start, s.width, s.k, s.list_start) for s in segments)
+        sparse.largest(rows, old, lists, h, positions, sent)
+        masks.from_indices(positions, words)
 
-    def _round(self, parts: sketch.Parts, sent: Tensor, rest: Tensor, exchange: Exchange) -> None:
+    def _round(self, segments: sketch.SketchSegments, sent: Tensor, remainder: Tensor, exchange: Exchange) -> None:
         """Kept values become multiples of a power of two that all ranks share, coarse enough for exact sums."""
-        largest = exchange.all_max(sketch.peaks(sent, parts))
+        largest = exchange.all_max(sketch.peaks(sent, segments))
         _, exponent = torch.frexp(largest)
         spare = CELL_BITS - math.ceil(math.log2(exchange.ranks))
         quantum = torch.ldexp(torch.ones_like(largest), (exponent - spare).clamp_(min=SMALLEST_EXPONENT))
-        sketch.round_to(sent, quantum, parts, rest)
+        sketch.round_to(sent, quantum, segments, remainder)
 
-    def _measure(self, bucket: Bucket, parts: sketch.Parts, index: Tensor, left: Tensor) -> None:
+    def _measure(self, bucket: Bucket, segments: sketch.SketchSegments, index: Tensor, lost_words: Tensor) -> None:
         """Count what was left, and the union, on the way to the host, which needs it in the next step."""
-        lost, union = sketch.count(left, parts), sketch.count(index, parts)
-        counts = [lost.sum(0, dtype=torch.int32), union.amax(0)]
-        host = devices.host_memory((3, len(parts)), bucket.device, torch.int32)
+        lost_counts, union = sketch.count(lost_words, segments), sketch.count(index, segments)
+        counts = [lost_counts.sum(0, dtype=torch.int32), union.amax(0)]
+        host = devices.host_memory((3, len(segments)), bucket.device, torch.int32)
         if index.is_meta:
-            room = zip(parts, bucket.segments, strict=True)
-            host.numpy()[1] = [min(part.room, segment.span) for part, segment in room]  # a plan is a bound
+            rooms = zip(segments, bucket.segments, strict=True)
+            host.numpy()[1] = [min(room.room, segment.span) for room, segment in rooms]  # a plan is a bound
         else:
             host[: len(counts)].copy_(torch.stack(counts), non_blocking=True)
             self._copied = devices.mark(bucket.device)
@@ -178,35 +178,35 @@ class TAGC(ErrorFeedback):
     def _measured(self, name: str) -> tuple[int, int, int]:
         """Of a parameter's steps so far: what was left over, the largest union since its sketch was last sized, and the
         union that it is sized for; -1: none was measured."""
-        left, peak, sized = (
+        lost_before, peak, sized = (
             -(kind == "union") if (value := self.state.get(kind, name)) is None else int(value)
             for kind in ("left", "peak", "union")
         )
         counts = self.state.get("counts", name)  # of the last step, which those do not know of
         if counts is None:
-            return left, peak, sized
+            return lost_before, peak, sized
         if self._copied is not None:
             self._copied.synchronize()  # over, unless nobody has waited for the step's flag
-        lost, union, due = counts.tolist()
-        left, peak = left + lost, max(peak, union)
-        return (left, 0, peak) if due or sized < 0 else (left, peak, sized)
+        lost, union, resized = counts.tolist()
+        lost_before, peak = lost_before + lost, max(peak, union)
+        return (lost_before, 0, peak) if resized or sized < 0 else (lost_before, peak, sized)
 
     def facts(self) -> dict[str, float]:
         if self.theta == 0:
             return {}
-        found: dict[str, float] = {"left-overs so far": 0, "union, share of values": 0, "tensors sent dense": 0}
+        figures: dict[str, float] = {"left-overs so far": 0, "union, share of values": 0, "tensors sent dense": 0}
         values, exchange = 0, self.run.exchange
         for name, parameter in self.run.parameters.items():
             if self.state.get("counts", name) is None:
                 continue
-            left, _, union = self._measured(name)
+            lost, _, union = self._measured(name)
             columns = count_columns(exchange, parameter.local, bucket_rows(exchange, True))
-            found["left-overs so far"] += left
-            found["union, share of values"] += union
-            found["tensors sent dense"] += self._cells(name, columns, exchange) == 0
+            figures["left-overs so far"] += lost
+            figures["union, share of values"] += union
+            figures["tensors sent dense"] += self._cells(name, columns, exchange) == 0
             values += columns
-        found["union, share of values"] /= max(values, 1)
-        return found
+        figures["union, share of values"] /= max(values, 1)
+        return figures
 
     def _k(self, columns: int) -> int:
         return max(columns - int(self.theta * columns), 1)
@@ -222,12 +222,12 @@ class TAGC(ErrorFeedback):
         cells = math.ceil(union / LOAD / 3) + 8  # a few more: small tables fail at lower loads
         return cells if 3 * cells < padded(columns, masks.WORD) else 0
 
-    def _parts(self, bucket: Bucket, exchange: Exchange) -> sketch.Parts:
-        parts, place, first = list[sketch.Part](), 0, 0
+    def _segments(self, bucket: Bucket, exchange: Exchange) -> sketch.SketchSegments:
+        segments, list_start, wire_start = list[sketch.SketchSegment](), 0, 0
         for segment in bucket.segments:
             name, width, k = segment.name, segment.width, self._k(segment.span)
             cells, seed = self._cells(name, segment.span, exchange), seed_of(self.run.seed, name, bucket.step)
             room = min(exchange.ranks * k, width)
-            parts.append(sketch.Part(segment.start, width, k, place, room, first, cells, seed))
-            place, first = parts[-1].listed.stop, parts[-1].wire.stop
-        return sketch.Parts(parts, bucket.device)
+            segments.append(sketch.SketchSegment(segment.start, width, k, list_start, room, wire_start, cells, seed))
+            list_start, wire_start = segments[-1].listed.stop, segments[-1].wire.stop
+        return sketch.SketchSegments(segments, bucket.device)

@@ -134,13 +134,13 @@ class AtMask(Message):
         exchanges = (self._used.get(piece.name) for piece in self._pieces)
         return since == step - 1 and all(used is None or used.step == since for used in exchanges)
 
-    def write(self, own: Tensor, held: Tensor | None, step: int) -> Tensor:
+    def write(self, own_weights: Tensor, peers_copy: Tensor | None, step: int) -> Tensor:
         """w at the mask (Alg. 2, l. 3), and behind that what has none."""
         exchanges = [self._used.get(piece.name) for piece in self._pieces]
         self._layout = layout = self._lay_out([None if used is None else used.k for used in exchanges])
-        message = own.new_empty(layout.length)
+        message = own_weights.new_empty(layout.length)
         if not layout.masked:
-            layout.whole.pack(own.view(1, -1), message.view(1, -1))
+            layout.whole.pack(own_weights.view(1, -1), message.view(1, -1))
             return message
         self._words, self._bit_offsets = self._join([used for used in exchanges if used is not None])
         self._faded = [
@@ -148,9 +148,10 @@ class AtMask(Message):
             for piece, k in layout.masked
         ]
         words, bit_offsets = self._masks_of(slice(self._rank, self._rank + 1))
-        return masks.collect(own, words, self._faded, layout.whole.copy_table(own.device), message, bit_offsets)
+        table = layout.whole.copy_table(own_weights.device)
+        return masks.collect(own_weights, words, self._faded, table, message, bit_offsets)
 
-    def read(self, peers: slice, messages: Tensor, rows: Tensor, held: Tensor | None) -> None:
+    def read(self, peers: slice, messages: Tensor, rows: Tensor, peers_copy: Tensor | None) -> None:
         """w at the mask as it was sent (Alg. 2, l. 4); w = (1 - lr decay) w off the mask, where m' is 0 (l. 5)."""
         whole = self._layout.whole
         if not self._layout.masked:

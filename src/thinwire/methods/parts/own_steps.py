@@ -57,8 +57,8 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
             would unscale the gradients of several optimizers.
     """
     refuse_scaled_apart(method, run)
-    found = {name: run.holders[name] for name in names if name in run.holders}
-    for name, (optimizer, group) in found.items():
+    holders = {name: run.holders[name] for name in names if name in run.holders}
+    for name, (optimizer, group) in holders.items():
         if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             raise ThinwireError(
                 f"{method} is built on Adam: pass torch.optim.AdamW or Adam as the optimizer of {name}, got "
@@ -79,7 +79,7 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
             raise ThinwireError(
                 f"{method} under a GradScaler takes gradients unscaled before the step: leave fused=True out"
             )
-    return found
+    return holders
 
 
 def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:

@@ -18,7 +18,7 @@ from thinwire.ops.kernels import flat, njit
 from thinwire.ops.mask.cpu import set_bits, trailing_zeros, unsigned
 
 if TYPE_CHECKING:
-    from thinwire.ops.sketch import Parts
+    from thinwire.ops.sketch import SketchSegments
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -238,36 +238,40 @@ def _count(words, stride, rows, table, counts, counts_stride):
             counts[row * counts_stride + segment] = total
 
 
-def gather(rows: Tensor, words: Tensor, segments: Parts, positions: Tensor, payload: Tensor) -> None:
+def gather(rows: Tensor, words: Tensor, segments: SketchSegments, positions: Tensor, payload: Tensor) -> None:
     _gather(*flat(rows), *unsigned(words), *flat(positions), *flat(payload), len(rows), _table(segments))
 
 
-def peaks(payload: Tensor, segments: Parts, magnitudes: Tensor) -> None:
+def peaks(payload: Tensor, segments: SketchSegments, magnitudes: Tensor) -> None:
     values, stride = flat(payload)
     _peaks(values.view(np.int32), stride, len(payload), _table(segments), magnitudes.numpy().view(np.int32))
 
 
-def round_to(payload: Tensor, quantum: Tensor, segments: Parts, residual: Tensor) -> None:
+def round_to(payload: Tensor, quantum: Tensor, segments: SketchSegments, residual: Tensor) -> None:
     _round_to(*flat(payload), *flat(residual), len(payload), _table(segments), quantum.numpy())
 
 
-def encode(payload: Tensor, positions: Tensor, segments: Parts, whole: Tensor, out: Tensor) -> None:
+def encode(payload: Tensor, positions: Tensor, segments: SketchSegments, whole: Tensor, out: Tensor) -> None:
     _encode(*flat(payload), *flat(positions), *flat(whole), *flat(out), len(payload), _table(segments))
 
 
-def peel(wire: Tensor, index: Tensor, segments: Parts, row: int, out: Tensor, lost: Tensor, estimate: bool) -> None:
+def peel(
+    wire: Tensor, index: Tensor, segments: SketchSegments, row: int, out: Tensor, lost: Tensor, estimate: bool
+) -> None:
     wanted = row, row + len(wire)
     _peel(*flat(wire), *unsigned(index), *unsigned(lost), *flat(out), len(index), wanted, _table(segments), estimate)
 
 
-def settle(sent: Tensor, residual: Tensor, positions: Tensor, lost: Tensor, segments: Parts, out: Tensor) -> None:
+def restore(
+    sent: Tensor, residual: Tensor, positions: Tensor, lost: Tensor, segments: SketchSegments, out: Tensor
+) -> None:
     _restore(*flat(sent), *flat(residual), *flat(positions), *unsigned(lost), *flat(out), len(out), _table(segments))
 
 
-def count(words: Tensor, segments: Parts, counts: Tensor) -> None:
+def count(words: Tensor, segments: SketchSegments, counts: Tensor) -> None:
     _count(*unsigned(words), len(words), _table(segments), *flat(counts))
 
 
-def _table(segments: Parts) -> np.ndarray:
+def _table(segments: SketchSegments) -> np.ndarray:
     table: np.ndarray = segments.table.numpy()
     return table

@@ -12,7 +12,7 @@ from thinwire.ops import sketch as of
 from thinwire.ops.mask import reference as mask
 
 if TYPE_CHECKING:
-    from thinwire.ops.sketch import Part, Parts
+    from thinwire.ops.sketch import SketchSegment, SketchSegments
 
 MIX = 0xD6E8FEB86659FD93 - 2**64
 
@@ -27,22 +27,22 @@ def hashes(seed: int, elements: Tensor, cells: int) -> tuple[Tensor, Tensor]:
     return cell_indices, 1 - 2 * (second & 1)
 
 
-def gather(rows: Tensor, words: Tensor, segments: Parts, positions: Tensor, payload: Tensor) -> None:
+def gather(rows: Tensor, words: Tensor, segments: SketchSegments, positions: Tensor, payload: Tensor) -> None:
     positions.fill_(-1)
     payload.zero_()
     for segment in segments:
         for row, flags in enumerate(mask.flags_of(words[:, segment.words])):
             columns = segment.start + flags.nonzero()[: segment.k, 0]
-            listed = slice(segment.place, segment.place + len(columns))
+            listed = slice(segment.list_start, segment.list_start + len(columns))
             positions[row, listed], payload[row, listed] = columns.int(), rows[row, columns]
 
 
-def peaks(payload: Tensor, segments: Parts, magnitudes: Tensor) -> None:
+def peaks(payload: Tensor, segments: SketchSegments, magnitudes: Tensor) -> None:
     for i, segment in enumerate(segments):
         magnitudes[i] = payload[:, segment.listed].abs().amax()
 
 
-def round_to(payload: Tensor, quantum: Tensor, segments: Parts, residual: Tensor) -> None:
+def round_to(payload: Tensor, quantum: Tensor, segments: SketchSegments, residual: Tensor) -> None:
     for i, segment in enumerate(segments):
         values, remainder = payload[:, segment.listed], residual[:, segment.listed]
         rounded = (values / quantum[i]).round() * quantum[i] if segment.cells else values
@@ -50,7 +50,7 @@ def round_to(payload: Tensor, quantum: Tensor, segments: Parts, residual: Tensor
         values.copy_(rounded)
 
 
-def encode(payload: Tensor, positions: Tensor, segments: Parts, whole: Tensor, out: Tensor) -> None:
+def encode(payload: Tensor, positions: Tensor, segments: SketchSegments, whole: Tensor, out: Tensor) -> None:
     out.zero_()
     for segment in segments:
         if not segment.cells:
@@ -64,7 +64,9 @@ def encode(payload: Tensor, positions: Tensor, segments: Parts, whole: Tensor, o
                 cells.index_add_(0, table, values[is_listed] * signs)
 
 
-def peel(wire: Tensor, index: Tensor, segments: Parts, first: int, out: Tensor, lost: Tensor, estimate: bool) -> None:
+def peel(
+    wire: Tensor, index: Tensor, segments: SketchSegments, first: int, out: Tensor, lost: Tensor, estimate: bool
+) -> None:
     lost.zero_()
     out.zero_()
     for segment in segments:
@@ -73,13 +75,15 @@ def peel(wire: Tensor, index: Tensor, segments: Parts, first: int, out: Tensor, 
             continue
         for row in range(len(index)):
             wanted = first <= row < first + len(wire)
-            cells = wire[row - first, segment.wire] if wanted else wire.new_zeros(segment.sent)
+            cells = wire[row - first, segment.wire] if wanted else wire.new_zeros(segment.wire_numel)
             values = out[row - first, segment.columns] if wanted else None
             words = slice(row, row + 1), segment.words
             _peel(cells, index[words], segment, values, lost[words], estimate)
 
 
-def _peel(cells: Tensor, index: Tensor, segment: Part, out: Tensor | None, lost: Tensor, estimate: bool) -> None:
+def _peel(
+    cells: Tensor, index: Tensor, segment: SketchSegment, out: Tensor | None, lost: Tensor, estimate: bool
+) -> None:
     """All elements that are alone in a cell at once."""
     elements = mask.flags_of(index)[0].nonzero()[:, 0]
     cell_indices, signs = hashes(segment.seed, elements, segment.cells)
@@ -110,7 +114,9 @@ def _peel(cells: Tensor, index: Tensor, segment: Part, out: Tensor | None, lost:
     mask.pack(flags, lost)
 
 
-def settle(sent: Tensor, residual: Tensor, positions: Tensor, left: Tensor, segments: Parts, out: Tensor) -> None:
+def restore(
+    sent: Tensor, residual: Tensor, positions: Tensor, left: Tensor, segments: SketchSegments, out: Tensor
+) -> None:
     is_lost = mask.flags_of(left)
     for segment in segments:
         if not segment.cells:
@@ -124,6 +130,6 @@ def settle(sent: Tensor, residual: Tensor, positions: Tensor, left: Tensor, segm
             out[row, columns] = remainders[is_listed] + returned
 
 
-def count(words: Tensor, segments: Parts, counts: Tensor) -> None:
+def count(words: Tensor, segments: SketchSegments, counts: Tensor) -> None:
     for i, segment in enumerate(segments):
         counts[:, i] = mask.popcount(words[:, segment.words])

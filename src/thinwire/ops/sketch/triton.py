@@ -28,7 +28,7 @@ from thinwire.ops.mask.triton import _bits, _popcount
 from thinwire.ops.programs import programs_of
 
 if TYPE_CHECKING:
-    from thinwire.ops.sketch import Parts
+    from thinwire.ops.sketch import SketchSegments
 
 BLOCK = 512
 """Columns, or entries of a list, of one program."""
@@ -44,10 +44,10 @@ ROUND = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def _part_of(programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    """This program's row, its part's number and line in ``table``, and what it takes: entries of the part's list.
+def _segment_of(programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+    """Return this program's row, its segment's number and line in ``table``, and its entries of the segment's list.
 
-    ``programs``: of each the part, and its first entry there.
+    ``programs``: for each its segment, and its first entry there.
     """
     number = tl.load(programs + 2 * tl.program_id(0)).to(tl.int64)
     first = tl.load(programs + 2 * tl.program_id(0) + 1)
@@ -55,330 +55,351 @@ def _part_of(programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
 
 
 @triton.jit
-def _cells(part, element):
-    """Of the elements (int64) of a part: their cells in its three tables, and whether their sign is -1."""
-    cells, seed = tl.load(part + 6), tl.load(part + 7)
+def _cells(segment, element):
+    """Hash the elements (int64) of a segment: their cells in its three tables, and whether their sign is -1."""
+    cells, seed = tl.load(segment + 6), tl.load(segment + 7)
     word = (element + 1).to(tl.uint64) * GOLDEN + seed.to(tl.uint64)
     word = (word ^ (word >> 30)) * MIX1
     word = (word ^ (word >> 27)) * MIX2
-    first = word ^ (word >> 31)
-    second = (first ^ (first >> 32)) * MIX3
-    second = second ^ (second >> 32)
+    word1 = word ^ (word >> 31)
+    word2 = (word1 ^ (word1 >> 32)) * MIX3
+    word2 = word2 ^ (word2 >> 32)
     size = tl.zeros_like(word) + cells.to(tl.uint64)
-    a = (((first >> 32) * size) >> 32).to(tl.int64)
-    b = (((first & 0xFFFFFFFF) * size) >> 32).to(tl.int64) + cells
-    c = (((second >> 32) * size) >> 32).to(tl.int64) + 2 * cells
-    return a, b, c, (second & 1) != 0
+    a = (((word1 >> 32) * size) >> 32).to(tl.int64)
+    b = (((word1 & 0xFFFFFFFF) * size) >> 32).to(tl.int64) + cells
+    c = (((word2 >> 32) * size) >> 32).to(tl.int64) + 2 * cells
+    return a, b, c, (word2 & 1) != 0
 
 
 @triton.jit
 def _add(cells, a, b, c, values, mask):
-    """To three cells of each element."""
+    """Add ``values`` to three cells of each element."""
     tl.atomic_add(cells + a, values, mask=mask, sem="relaxed")
     tl.atomic_add(cells + b, values, mask=mask, sem="relaxed")
     tl.atomic_add(cells + c, values, mask=mask, sem="relaxed")
 
 
 @kernel
-def _peaks(payload, stride, found, programs, parts, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    """``found``: the bits of |values|, which have their order, as integers."""
-    row, number, part, i = _part_of(programs, parts, BLOCK, FIELDS)
-    values = tl.load(payload + row * stride + tl.load(part + 3) + i, mask=i < tl.load(part + 2), other=0)
+def _peaks(payload, stride, magnitudes, programs, segments, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+    """Write the bits of the largest |values| to ``magnitudes``: as integers they have the order of the values."""
+    row, number, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
+    values = tl.load(payload + row * stride + tl.load(segment + 3) + entry, mask=entry < tl.load(segment + 2), other=0)
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    tl.atomic_max(found + number, largest, sem="relaxed")
+    tl.atomic_max(magnitudes + number, largest, sem="relaxed")
 
 
 @kernel
 def _round_to(
-    payload, stride, rest, rest_stride, quantum, programs, parts, BLOCK: tl.constexpr, FIELDS: tl.constexpr
+    payload, stride, residual, residual_stride, quantum, programs, segments, BLOCK: tl.constexpr, FIELDS: tl.constexpr
 ):  # fmt: skip
-    row, number, part, i = _part_of(programs, parts, BLOCK, FIELDS)
-    inside, place = i < tl.load(part + 2), tl.load(part + 3) + i
-    values = tl.load(payload + row * stride + place, mask=inside, other=0)
+    row, number, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
+    inside, slot = entry < tl.load(segment + 2), tl.load(segment + 3) + entry
+    values = tl.load(payload + row * stride + slot, mask=inside, other=0)
     unit = tl.load(quantum + number)
     rounded = (tl.div_rn(values, tl.zeros_like(values) + unit) + ROUND - ROUND) * unit
-    rounded = tl.where(tl.load(part + 6) == 0, values, rounded)
-    tl.store(rest + row * rest_stride + place, values - rounded, mask=inside)
-    tl.store(payload + row * stride + place, rounded, mask=inside)
+    rounded = tl.where(tl.load(segment + 6) == 0, values, rounded)
+    tl.store(residual + row * residual_stride + slot, values - rounded, mask=inside)
+    tl.store(payload + row * stride + slot, rounded, mask=inside)
 
 
 @kernel
 def _encode(
-    payload, payload_stride, found, found_stride, whole, whole_stride, out, stride, programs, parts,
+    payload, payload_stride, positions, positions_stride, whole, whole_stride, out, stride, programs, segments,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    row, _, part, i = _part_of(programs, parts, BLOCK, FIELDS)
-    start, to = tl.load(part), out + row * stride + tl.load(part + 5)
-    if tl.load(part + 6) == 0:
-        inside = i < tl.load(part + 1)
-        tl.store(to + i, tl.load(whole + row * whole_stride + start + i, mask=inside), mask=inside)
+    row, _, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
+    start, target = tl.load(segment), out + row * stride + tl.load(segment + 5)
+    if tl.load(segment + 6) == 0:
+        inside = entry < tl.load(segment + 1)
+        tl.store(target + entry, tl.load(whole + row * whole_stride + start + entry, mask=inside), mask=inside)
     else:
-        inside, place = i < tl.load(part + 2), tl.load(part + 3) + i
-        column = tl.load(found + row * found_stride + place, mask=inside, other=-1)
-        value = tl.load(payload + row * payload_stride + place, mask=inside, other=0)
-        a, b, c, negative = _cells(part, column - start)
+        inside, slot = entry < tl.load(segment + 2), tl.load(segment + 3) + entry
+        column = tl.load(positions + row * positions_stride + slot, mask=inside, other=-1)
+        value = tl.load(payload + row * payload_stride + slot, mask=inside, other=0)
+        a, b, c, negative = _cells(segment, column - start)
         value = tl.where(negative, -value, value)
-        _add(to, a, b, c, value, column >= 0)
+        _add(target, a, b, c, value, column >= 0)
 
 
 @kernel
-def _tally(words, words_stride, tallies, tallies_stride, programs, parts, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+def _tally(words, words_stride, tallies, tallies_stride, programs, segments, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
     """``tallies`` (R, 1 + programs): the set bits of each program's columns; a zero before them."""
-    row, _, part, at = _part_of(programs, parts, BLOCK, FIELDS)
-    bits = _bits(words + row * words_stride + tl.load(part) // 64, at, at < tl.load(part + 1))
+    row, _, segment, element = _segment_of(programs, segments, BLOCK, FIELDS)
+    bits = _bits(words + row * words_stride + tl.load(segment) // 64, element, element < tl.load(segment + 1))
     tallies += row * tallies_stride
     tl.store(tallies, 0, mask=tl.program_id(0) == 0)
     tl.store(tallies + tl.program_id(0) + 1, tl.sum(bits, 0))
 
 
 @triton.jit
-def _places(words, at, inside, tallies, tallies_stride, row):
-    """Of a part's columns ``at``: which are set in its ``words``, and how many of its others come before.
+def _places(words, element, inside, tallies, tallies_stride, row):
+    """Tell which columns ``element`` of a segment are set in its ``words``, and how many set ones come before each.
 
     ``tallies``: the sums of ``_tally``.
     """
-    bits = _bits(words, at, inside)
+    bits = _bits(words, element, inside)
     tallies += row * tallies_stride + tl.program_id(0)
-    earlier = tl.min(at, 0) // at.shape[0]  # programs of this part
+    earlier = tl.min(element, 0) // element.shape[0]  # programs of this part
     return bits != 0, tl.load(tallies) - tl.load(tallies - earlier) + tl.cumsum(bits, 0) - bits
 
 
 @kernel
 def _gather(
-    rows, stride, words, words_stride, found, found_stride, payload, payload_stride, tallies, tallies_stride, programs,
-    parts, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    rows, stride, words, words_stride, positions, positions_stride, payload, payload_stride, tallies, tallies_stride,
+    programs,
+    segments, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    row, _, part, at = _part_of(programs, parts, BLOCK, FIELDS)
-    start = tl.load(part)
+    row, _, segment, element = _segment_of(programs, segments, BLOCK, FIELDS)
+    start = tl.load(segment)
     words += row * words_stride + start // 64
-    there, place = _places(words, at, at < tl.load(part + 1), tallies, tallies_stride, row)
-    there = there & (place < tl.load(part + 2))
-    column, place = start + at, tl.load(part + 3) + place
-    tl.store(found + row * found_stride + place, column.to(tl.int32), mask=there)
-    value = tl.load(rows + row * stride + column, mask=there, other=0)
-    tl.store(payload + row * payload_stride + place, value, mask=there)
+    is_set, slot = _places(words, element, element < tl.load(segment + 1), tallies, tallies_stride, row)
+    is_set = is_set & (slot < tl.load(segment + 2))
+    column, slot = start + element, tl.load(segment + 3) + slot
+    tl.store(positions + row * positions_stride + slot, column.to(tl.int32), mask=is_set)
+    value = tl.load(rows + row * stride + column, mask=is_set, other=0)
+    tl.store(payload + row * payload_stride + slot, value, mask=is_set)
 
 
 @kernel
 def _hold(
-    wire, wire_stride, counts, counts_stride, held, held_stride, programs, parts, count, row_of_wire, wired,
+    wire, wire_stride, counts, counts_stride, cell_sums, cell_sums_stride, programs, segments, count, row_of_wire,
+    wired,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Both copies: no elements in any cell yet, and, of the rows of the wire, each cell's sum."""
-    row, _, part, i = _part_of(programs, parts, BLOCK, FIELDS)
-    inside, cell = i < 3 * tl.load(part + 6), tl.load(part + 8) + i
+    row, _, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
+    inside, cell = entry < 3 * tl.load(segment + 6), tl.load(segment + 8) + entry
     zeros = tl.zeros((BLOCK,), tl.int32)
     tl.store(counts + row * counts_stride + cell, zeros, mask=inside)
     tl.store(counts + (count + row) * counts_stride + cell, zeros, mask=inside)
-    mine = row - row_of_wire
-    if (mine >= 0) & (mine < wired):
-        values = tl.load(wire + mine * wire_stride + tl.load(part + 5) + i, mask=inside).to(tl.float64)
-        tl.store(held + mine * held_stride + cell, values, mask=inside)
-        tl.store(held + (wired + mine) * held_stride + cell, values, mask=inside)
+    wire_row = row - row_of_wire
+    if (wire_row >= 0) & (wire_row < wired):
+        values = tl.load(wire + wire_row * wire_stride + tl.load(segment + 5) + entry, mask=inside).to(tl.float64)
+        tl.store(cell_sums + wire_row * cell_sums_stride + cell, values, mask=inside)
+        tl.store(cell_sums + (wired + wire_row) * cell_sums_stride + cell, values, mask=inside)
 
 
 @kernel
 def _list(
-    wire, wire_stride, index, index_stride, left, left_stride, out, stride, tallies, tallies_stride, elements,
-    elements_stride, counts, counts_stride, programs, parts, count, row_of_wire, wired, BLOCK: tl.constexpr,
+    wire, wire_stride, index, index_stride, lost, lost_stride, out, stride, tallies, tallies_stride, elements,
+    elements_stride, counts, counts_stride, programs, segments, count, row_of_wire, wired, BLOCK: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Each part's elements of ``index``, in order, -> ``elements``; both copies of ``counts`` count them.
+    """List each segment's elements of ``index``, in order, -> ``elements``; both copies of ``counts`` count them.
 
-    Nothing is recovered yet: ``left`` = ``index``, ``out`` = 0. Parts without a sketch are done.
+    Nothing is recovered yet: ``left`` = ``index``, ``out`` = 0. Segments without a sketch are done.
     """
-    row, _, part, at = _part_of(programs, parts, BLOCK, FIELDS)
-    start, width = tl.load(part), tl.load(part + 1)
-    plain = tl.where(tl.load(part + 6) == 0, width, 0)
-    inside, sketched = at < width, at < width - plain
-    mine = row - row_of_wire
-    if (mine >= 0) & (mine < wired):
-        values = tl.load(wire + mine * wire_stride + tl.load(part + 5) + at, mask=at < plain, other=0)
-        tl.store(out + mine * stride + start + at, values, mask=inside)
+    row, _, segment, element = _segment_of(programs, segments, BLOCK, FIELDS)
+    start, width = tl.load(segment), tl.load(segment + 1)
+    plain = tl.where(tl.load(segment + 6) == 0, width, 0)
+    inside, sketched = element < width, element < width - plain
+    wire_row = row - row_of_wire
+    if (wire_row >= 0) & (wire_row < wired):
+        values = tl.load(wire + wire_row * wire_stride + tl.load(segment + 5) + element, mask=element < plain, other=0)
+        tl.store(out + wire_row * stride + start + element, values, mask=inside)
     index += row * index_stride + start // 64
-    word = at // 64
+    word = element // 64
     tl.store(
-        left + row * left_stride + start // 64 + word,
-        tl.load(index + word, mask=sketched, other=0), mask=inside & (at % 64 == 0),
+        lost + row * lost_stride + start // 64 + word,
+        tl.load(index + word, mask=sketched, other=0), mask=inside & (element % 64 == 0),
     )  # fmt: skip
-    there, place = _places(index, at, sketched, tallies, tallies_stride, row)
-    there = there & (place < tl.load(part + 4))
-    tl.store(elements + row * elements_stride + tl.load(part + 9) + place, at, mask=there)
-    a, b, c, _ = _cells(part, at.to(tl.int64))
-    one = tl.full((BLOCK,), 1, tl.int32)
-    counts += row * counts_stride + tl.load(part + 8)
-    _add(counts, a, b, c, one, there)
-    _add(counts + tl.cast(count, tl.int64) * counts_stride, a, b, c, one, there)
+    is_set, slot = _places(index, element, sketched, tallies, tallies_stride, row)
+    is_set = is_set & (slot < tl.load(segment + 4))
+    tl.store(elements + row * elements_stride + tl.load(segment + 9) + slot, element, mask=is_set)
+    a, b, c, _ = _cells(segment, element.to(tl.int64))
+    ones = tl.full((BLOCK,), 1, tl.int32)
+    counts += row * counts_stride + tl.load(segment + 8)
+    _add(counts, a, b, c, ones, is_set)
+    _add(counts + tl.cast(count, tl.int64) * counts_stride, a, b, c, ones, is_set)
 
 
 @kernel
 def _round(
-    elements, elements_stride, counts, counts_stride, held, held_stride, out, stride, left, left_stride, programs,
-    parts, count, row_of_wire, wired, turn, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    elements, elements_stride, counts, counts_stride, cell_sums, cell_sums_stride, out, stride, lost, lost_stride,
+    programs,
+    segments, count, row_of_wire, wired, turn, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """An element is its number while it waits, -2 less its number when the round before has found it, -1 after that.
 
     ``turn``: which copy is read.
     """
-    row, _, part, i = _part_of(programs, parts, BLOCK, FIELDS)
-    elements += row * elements_stride + tl.load(part + 9)
-    state = tl.load(elements + i, mask=i < tl.load(part + 4), other=-1)
+    row, _, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
+    elements += row * elements_stride + tl.load(segment + 9)
+    state = tl.load(elements + entry, mask=entry < tl.load(segment + 4), other=-1)
     if tl.max((state != -1).to(tl.int32), 0) > 0:
-        waits, late = state >= 0, state < -1
-        element = tl.where(late, -2 - state, state).to(tl.int64)
-        a, b, c, negative = _cells(part, element)
-        cells, this = tl.load(part + 8), tl.cast(turn, tl.int64)
-        read = counts + (this * count + row) * counts_stride + cells
-        write = counts + ((1 - this) * count + row) * counts_stride + cells
+        waits, found_before = state >= 0, state < -1
+        element = tl.where(found_before, -2 - state, state).to(tl.int64)
+        a, b, c, negative = _cells(segment, element)
+        cells, copy_read = tl.load(segment + 8), tl.cast(turn, tl.int64)
+        read = counts + (copy_read * count + row) * counts_stride + cells
+        write = counts + ((1 - copy_read) * count + row) * counts_stride + cells
         in_a = tl.load(read + a, mask=waits, other=0) == 1
         in_b = tl.load(read + b, mask=waits, other=0) == 1
-        found = in_a | in_b | (tl.load(read + c, mask=waits, other=0) == 1)
-        gone = found | late
-        less = tl.full((BLOCK,), -1, tl.int32)
-        _add(write, a, b, c, less, gone)
-        mine = row - row_of_wire
-        if (mine >= 0) & (mine < wired):
-            to = out + mine * stride + tl.load(part) + element
-            source = held + (this * wired + mine) * held_stride + cells
-            sums = held + ((1 - this) * wired + mine) * held_stride + cells
-            alone = tl.load(source + tl.where(in_a, a, tl.where(in_b, b, c)), mask=found, other=0)
+        peeled = in_a | in_b | (tl.load(read + c, mask=waits, other=0) == 1)
+        removed = peeled | found_before
+        minus_one = tl.full((BLOCK,), -1, tl.int32)
+        _add(write, a, b, c, minus_one, removed)
+        wire_row = row - row_of_wire
+        if (wire_row >= 0) & (wire_row < wired):
+            target = out + wire_row * stride + tl.load(segment) + element
+            current_sums = cell_sums + (copy_read * wired + wire_row) * cell_sums_stride + cells
+            next_sums = cell_sums + ((1 - copy_read) * wired + wire_row) * cell_sums_stride + cells
+            alone = tl.load(current_sums + tl.where(in_a, a, tl.where(in_b, b, c)), mask=peeled, other=0)
             value = tl.where(negative, -alone, alone).to(tl.float32)
-            tl.store(to, value, mask=found)
-            value = tl.where(late, tl.load(to, mask=late, other=0), value).to(tl.float64)
+            tl.store(target, value, mask=peeled)
+            value = tl.where(found_before, tl.load(target, mask=found_before, other=0), value).to(tl.float64)
             value = tl.where(negative, value, -value)
-            _add(sums, a, b, c, value, gone)
+            _add(next_sums, a, b, c, value, removed)
         bit = tl.full((BLOCK,), 1, tl.int64) << (element & 63)
-        words = left + row * left_stride + tl.load(part) // 64
-        tl.atomic_and(words + (element >> 6), ~bit, mask=found, sem="relaxed")
-        tl.store(elements + i, tl.where(found, -2 - state, -1), mask=gone)
+        words = lost + row * lost_stride + tl.load(segment) // 64
+        tl.atomic_and(words + (element >> 6), ~bit, mask=peeled, sem="relaxed")
+        tl.store(elements + entry, tl.where(peeled, -2 - state, -1), mask=removed)
 
 
 @kernel
 def _estimate(
-    elements, elements_stride, held, held_stride, out, stride, programs, parts, row_of_wire, BLOCK: tl.constexpr,
+    elements, elements_stride, cell_sums, cell_sums_stride, out, stride, programs, segments, row_of_wire,
+    BLOCK: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """The median of its three signed cells for every element that still waits. ``held``: the copy that knows all."""
-    row, _, part, i = _part_of(programs, parts, BLOCK, FIELDS)
-    elements += (row_of_wire + row) * elements_stride + tl.load(part + 9)
-    element = tl.load(elements + i, mask=i < tl.load(part + 4), other=-1).to(tl.int64)
+    """Give each element that still waits the median of its three signed cells, from the copy that knows all."""
+    row, _, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
+    elements += (row_of_wire + row) * elements_stride + tl.load(segment + 9)
+    element = tl.load(elements + entry, mask=entry < tl.load(segment + 4), other=-1).to(tl.int64)
     waits = element >= 0
-    a, b, c, negative = _cells(part, element)
-    held += row * held_stride + tl.load(part + 8)
-    x, y = tl.load(held + a, mask=waits, other=0), tl.load(held + b, mask=waits, other=0)
-    z = tl.load(held + c, mask=waits, other=0)
+    a, b, c, negative = _cells(segment, element)
+    cell_sums += row * cell_sums_stride + tl.load(segment + 8)
+    x, y = tl.load(cell_sums + a, mask=waits, other=0), tl.load(cell_sums + b, mask=waits, other=0)
+    z = tl.load(cell_sums + c, mask=waits, other=0)
     low, high = tl.where(x < y, x, y), tl.where(x < y, y, x)
     middle = tl.where(z < low, low, tl.where(z < high, z, high))
-    to = out + row * stride + tl.load(part) + element
-    tl.store(to, tl.where(negative, -middle, middle).to(tl.float32), mask=waits)
+    target = out + row * stride + tl.load(segment) + element
+    tl.store(target, tl.where(negative, -middle, middle).to(tl.float32), mask=waits)
 
 
 @kernel
-def _settle(
-    sent, sent_stride, rest, rest_stride, found, found_stride, left, left_stride, out, stride, programs, parts,
+def _restore(
+    sent, sent_stride, residual, residual_stride, positions, positions_stride, lost, lost_stride, out, stride,
+    programs, segments,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    row, _, part, i = _part_of(programs, parts, BLOCK, FIELDS)
+    row, _, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
     out += row * stride
-    if tl.load(part + 6) == 0:
-        tl.store(out + tl.load(part) + i, tl.zeros((BLOCK,), tl.float32), mask=i < tl.load(part + 1))
+    if tl.load(segment + 6) == 0:
+        tl.store(out + tl.load(segment) + entry, tl.zeros((BLOCK,), tl.float32), mask=entry < tl.load(segment + 1))
     else:
-        inside, place = i < tl.load(part + 2), tl.load(part + 3) + i
-        column = tl.load(found + row * found_stride + place, mask=inside, other=-1).to(tl.int64)
-        there = column >= 0
-        value = tl.load(rest + row * rest_stride + place, mask=there, other=0)
-        word = tl.load(left + row * left_stride + (column >> 6), mask=there, other=0)
-        lost = there & (((word >> (column & 63)) & 1) != 0)
-        value += tl.load(sent + row * sent_stride + place, mask=lost, other=0)
-        tl.store(out + column, value, mask=there)
+        inside, slot = entry < tl.load(segment + 2), tl.load(segment + 3) + entry
+        column = tl.load(positions + row * positions_stride + slot, mask=inside, other=-1).to(tl.int64)
+        is_listed = column >= 0
+        value = tl.load(residual + row * residual_stride + slot, mask=is_listed, other=0)
+        word = tl.load(lost + row * lost_stride + (column >> 6), mask=is_listed, other=0)
+        is_lost = is_listed & (((word >> (column & 63)) & 1) != 0)
+        value += tl.load(sent + row * sent_stride + slot, mask=is_lost, other=0)
+        tl.store(out + column, value, mask=is_listed)
 
 
 @kernel
-def _count(words, words_stride, found, found_stride, programs, parts, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    row, number, part, word = _part_of(programs, parts, BLOCK, FIELDS)
-    words += row * words_stride + tl.load(part) // 64
-    bits = _popcount(tl.load(words + word, mask=word < tl.load(part + 1) // 64, other=0))
-    tl.atomic_add(found + row * found_stride + number, tl.sum(bits, 0), sem="relaxed")
+def _count(words, words_stride, counts, counts_stride, programs, segments, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+    row, number, segment, word = _segment_of(programs, segments, BLOCK, FIELDS)
+    words += row * words_stride + tl.load(segment) // 64
+    bits = _popcount(tl.load(words + word, mask=word < tl.load(segment + 1) // 64, other=0))
+    tl.atomic_add(counts + row * counts_stride + number, tl.sum(bits, 0), sem="relaxed")
 
 
-def _programs(sizes: Iterable[int], parts: Parts, block: int = BLOCK) -> Tensor:
-    """(2 programs,) int32: of each program along a row its part, and the first that it takes of that, of ``sizes``."""
-    there = streams(parts.device)  # what one stream has copied is not there for another
-    on = None if there is None else there.current_stream(parts.device)
-    return _made(tuple(sizes), block, parts.device, on)
+def _programs(sizes: Iterable[int], segments: SketchSegments, block: int = BLOCK) -> Tensor:
+    """Return (2 programs,) int32: for each program along a row its segment, and its first entry there, of ``sizes``."""
+    stream_module = streams(segments.device)  # what one stream has copied is not there for another
+    stream = None if stream_module is None else stream_module.current_stream(segments.device)
+    return _made(tuple(sizes), block, segments.device, stream)
 
 
 @functools.lru_cache(maxsize=256)
 def _made(sizes: tuple[int, ...], block: int, device: torch.device, stream: Any) -> Tensor:
     numbers, firsts = programs_of(sizes, block)
-    lines = ((number, (at - firsts[number]) * block) for at, number in enumerate(numbers))
+    lines = ((number, (program - firsts[number]) * block) for program, number in enumerate(numbers))
     return upload([value for line in lines for value in line], device)
 
 
-def _listed(parts: Parts) -> Tensor:
-    """Programs that go through lists and, of parts without a sketch, through columns."""
-    return _programs((part.k if part.cells else part.width for part in parts), parts)
+def _listed(segments: SketchSegments) -> Tensor:
+    """Return programs that go through lists and, of segments without a sketch, through columns."""
+    return _programs((segment.k if segment.cells else segment.width for segment in segments), segments)
 
 
 def _run(
-    kernel: Any, programs: Tensor, parts: Parts, rows: int, *given: Any, more: Any = (), block: int = BLOCK
+    kernel: Any, programs: Tensor, segments: SketchSegments, rows: int, *arguments: Any, trailing: Any = (),
+    block: int = BLOCK
 ) -> None:  # fmt: skip
-    """``given``, then ``programs`` and the table of ``parts``, then ``more``."""
+    """Launch ``kernel`` on ``arguments``, then ``programs`` and the table of ``segments``, then ``trailing``."""
     if len(programs):
         grid = len(programs) // 2, rows
-        launch(kernel, grid, *given, programs, parts.table.view(-1), *more, BLOCK=block, FIELDS=of.FIELDS)
+        launch(kernel, grid, *arguments, programs, segments.table.view(-1), *trailing, BLOCK=block, FIELDS=of.FIELDS)
 
 
-def _tallied(words: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
-    """Programs along columns, and how many bits each row of ``words`` has before each of them: (R, 1 + programs)."""
-    columns = _programs((part.width for part in parts), parts)
+def _tallied(words: Tensor, segments: SketchSegments) -> tuple[Tensor, Tensor]:
+    """Return programs along columns, and the bits of each row of ``words`` before each of them: (R, 1 + programs)."""
+    columns = _programs((segment.width for segment in segments), segments)
     tallies = torch.empty((len(words), 1 + len(columns) // 2), dtype=torch.int32, device=words.device)
-    _run(_tally, columns, parts, len(words), words, tallies)
+    _run(_tally, columns, segments, len(words), words, tallies)
     return columns, tallies.cumsum_(1)
 
 
-def gather(rows: Tensor, words: Tensor, parts: Parts, found: Tensor, payload: Tensor) -> None:
-    columns, tallies = _tallied(words, parts)
-    _run(_gather, columns, parts, len(rows), rows, words, found.fill_(-1), payload.zero_(), tallies)
+def gather(rows: Tensor, words: Tensor, segments: SketchSegments, positions: Tensor, payload: Tensor) -> None:
+    columns, tallies = _tallied(words, segments)
+    _run(_gather, columns, segments, len(rows), rows, words, positions.fill_(-1), payload.zero_(), tallies)
 
 
-def peaks(payload: Tensor, parts: Parts, found: Tensor) -> None:
-    programs = _programs((part.k for part in parts), parts)
-    _run(_peaks, programs, parts, len(payload), payload, found.zero_().view(torch.int32))
+def peaks(payload: Tensor, segments: SketchSegments, magnitudes: Tensor) -> None:
+    programs = _programs((segment.k for segment in segments), segments)
+    _run(_peaks, programs, segments, len(payload), payload, magnitudes.zero_().view(torch.int32))
 
 
-def round_to(payload: Tensor, quantum: Tensor, parts: Parts, rest: Tensor) -> None:
-    programs = _programs((part.k for part in parts), parts)
-    _run(_round_to, programs, parts, len(payload), payload, rest, quantum)
+def round_to(payload: Tensor, quantum: Tensor, segments: SketchSegments, residual: Tensor) -> None:
+    programs = _programs((segment.k for segment in segments), segments)
+    _run(_round_to, programs, segments, len(payload), payload, residual, quantum)
 
 
-def encode(payload: Tensor, found: Tensor, parts: Parts, whole: Tensor, out: Tensor) -> None:
-    _run(_encode, _listed(parts), parts, len(payload), payload, found, whole, out.zero_())
+def encode(payload: Tensor, positions: Tensor, segments: SketchSegments, whole: Tensor, out: Tensor) -> None:
+    _run(_encode, _listed(segments), segments, len(payload), payload, positions, whole, out.zero_())
 
 
-def peel(wire: Tensor, index: Tensor, parts: Parts, row: int, out: Tensor, left: Tensor, estimate: bool) -> None:
+def peel(
+    wire: Tensor, index: Tensor, segments: SketchSegments, row: int, out: Tensor, lost: Tensor, estimate: bool
+) -> None:
     rows, wired = len(index), len(wire)
-    rooms = [part.room if part.cells else 0 for part in parts]
-    cells = [3 * part.cells for part in parts]
+    rooms = [segment.room if segment.cells else 0 for segment in segments]
+    cells = [3 * segment.cells for segment in segments]
     counts = torch.empty((2 * rows, sum(cells)), dtype=torch.int32, device=index.device)
-    held = torch.empty((2 * wired, sum(cells)), dtype=torch.float64, device=index.device)
+    cell_sums = torch.empty((2 * wired, sum(cells)), dtype=torch.float64, device=index.device)
     elements = torch.full((rows, sum(rooms)), -1, dtype=torch.int32, device=index.device)
-    where = rows, row, wired
-    _run(_hold, _programs(cells, parts), parts, rows, wire, counts, held, more=where)
-    columns, tallies = _tallied(index, parts)
-    _run(_list, columns, parts, rows, wire, index, left, out, tallies, elements, counts, more=where)
-    waiting = _programs(rooms, parts)
+    rows_of_wire = rows, row, wired
+    _run(_hold, _programs(cells, segments), segments, rows, wire, counts, cell_sums, trailing=rows_of_wire)
+    columns, tallies = _tallied(index, segments)
+    _run(_list, columns, segments, rows, wire, index, lost, out, tallies, elements, counts, trailing=rows_of_wire)
+    waiting = _programs(rooms, segments)
     for number in range(of.ROUNDS):
-        _run(_round, waiting, parts, rows, elements, counts, held, out, left, more=(*where, number % 2))
+        _run(
+            _round,
+            waiting,
+            segments,
+            rows,
+            elements,
+            counts,
+            cell_sums,
+            out,
+            lost,
+            trailing=(*rows_of_wire, number % 2),
+        )
     if estimate:
-        known = held[wired:] if of.ROUNDS % 2 else held[:wired]
-        _run(_estimate, waiting, parts, wired, elements, known, out, more=(row,))
+        final_sums = cell_sums[wired:] if of.ROUNDS % 2 else cell_sums[:wired]
+        _run(_estimate, waiting, segments, wired, elements, final_sums, out, trailing=(row,))
 
 
-def settle(sent: Tensor, rest: Tensor, found: Tensor, left: Tensor, parts: Parts, out: Tensor) -> None:
-    _run(_settle, _listed(parts), parts, len(out), sent, rest, found, left, out)
+def restore(
+    sent: Tensor, residual: Tensor, positions: Tensor, lost: Tensor, segments: SketchSegments, out: Tensor
+) -> None:
+    _run(_restore, _listed(segments), segments, len(out), sent, residual, positions, lost, out)
 
 
-def count(words: Tensor, parts: Parts, found: Tensor) -> None:
-    programs = _programs((part.width // 64 for part in parts), parts, WORDS)
-    _run(_count, programs, parts, len(words), words, found.zero_(), block=WORDS)
+def count(words: Tensor, segments: SketchSegments, counts: Tensor) -> None:
+    programs = _programs((segment.width // 64 for segment in segments), segments, WORDS)
+    _run(_count, programs, segments, len(words), words, counts.zero_(), block=WORDS)
