@@ -18,10 +18,13 @@ import thinwire
 from breadth import dealt
 from engines import build, same_on_all_ranks, train
 from models import flat
+from papers.local_steps import LS1, SGD, AdamW, DiLoCo, SparseLoCo
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
+from thinwire.core.method import Step
 from thinwire.methods import LocalSteps, resolve
+from thinwire.methods.parts.own_adam import MeanMomentView
 from thinwire.proof.ranks import reduce_on_threads
 from thinwire.saved.format import entries
 
@@ -55,40 +58,35 @@ def weights_of(taken: dict[str, Any]) -> np.ndarray:
 # The papers' equations.
 
 
-class Adam64:
-    """AdamW on one rank, in float64; ``over``: what v counts as N times of."""
-
-    def __init__(self, numel: int, lr=1e-2, decay=0.1, over=1) -> None:
-        self.m, self.v, self.t, self.lr, self.decay, self.over = np.zeros(numel), np.zeros(numel), 0, lr, decay, over
-
-    def step(self, w: np.ndarray, g: np.ndarray) -> np.ndarray:
-        self.t += 1
-        self.m = 0.9 * self.m + 0.1 * g
-        self.v = 0.999 * self.v + 0.001 * g * g
-        m, v = self.m / (1 - 0.9**self.t), self.v / (1 - 0.999**self.t)
-        return w - self.lr * (m / (np.sqrt(v / self.over) + 1e-8) + self.decay * w)
+def adamw64() -> AdamW:
+    return AdamW(0.9, 0.999, 1e-8, 0.1)
 
 
 def given64(results, step: int) -> list[np.ndarray]:
     return [rank[step]["input"].double().numpy() for rank in results]
 
 
+def given_by_tensor(results, step: int) -> list[list[np.ndarray]]:
+    """[worker][tensor]."""
+    return [np.split(g, [math.prod(SHAPES["a"])]) for g in given64(results, step)]
+
+
+def zeros64() -> list[np.ndarray]:
+    return [np.zeros(math.prod(shape)) for shape in SHAPES.values()]
+
+
 @pytest.mark.parametrize(("every", "lr", "mu"), [(1, 1.0, 0.0), (2, 0.7, 0.9), (3, 0.5, 0.5)])
 def test_diloco_against_its_equations(every, lr, mu):
     size, steps = 3, 12
     results = play(lambda: LocalSteps(every=every, outer_lr=lr, outer_momentum=mu), size, steps, optimizer=adamw)
-    shared = np.zeros(len(weights_of(results[0][0])))
-    mine, momentum = [shared] * size, np.zeros_like(shared)
-    adams = [Adam64(len(shared)) for _ in range(size)]
+    paper = DiLoCo(zeros64(), size, adamw64, lr, mu)
     for step in range(steps):
-        mine = [adam.step(w, g) for adam, w, g in zip(adams, mine, given64(results, step), strict=True)]
+        for n, gradient in enumerate(given_by_tensor(results, step)):
+            paper.inner_step(n, gradient, 1e-2)
         if (step + 1) % every == 0:
-            outer = sum(shared - w for w in mine) / size
-            momentum = mu * momentum + outer
-            shared = shared - lr * (outer + mu * momentum)
-            mine = [shared] * size
+            paper.round()
         for n in range(size):
-            assert np.abs(weights_of(results[n][step]) - mine[n]).max() < 2e-6
+            assert np.abs(weights_of(results[n][step]) - np.concatenate(paper.local[n])).max() < 2e-6
 
 
 def test_sparseloco_forgets_what_waits():
@@ -96,23 +94,14 @@ def test_sparseloco_forgets_what_waits():
     size, steps, decay, density = 3, 10, 0.5, 0.1
     outer = f"topk(feedback='gradient', smallest=0, density={density})"
     results = play(lambda: LocalSteps(every=2, outer=outer, decay=decay, **PLAIN), size, steps)
-    widths = [math.prod(shape) for shape in SHAPES.values()]
-    shared = np.zeros(sum(widths))
-    waits, mine = [np.zeros_like(shared) for _ in range(size)], [shared] * size
+    paper = SparseLoCo(zeros64(), size, SGD, decay=decay, density=density, labels=None)
     for step in range(steps):
-        mine = [w - 0.1 * g for w, g in zip(mine, given64(results, step), strict=True)]
+        for n, gradient in enumerate(given_by_tensor(results, step)):
+            paper.inner_step(n, gradient, 0.1)
         if step % 2:
-            sent = []
-            for n in range(size):
-                error = decay * waits[n] + shared - mine[n]
-                parts = np.split(np.abs(error), [widths[0]])
-                keep = np.concatenate([part >= np.sort(part)[-int(density * len(part))] for part in parts])
-                sent.append(np.where(keep, error, 0))
-                waits[n] = error - sent[-1]
-            shared = shared - sum(sent) / size
-            mine = [shared] * size
+            paper.round()
         for n in range(size):
-            assert np.abs(weights_of(results[n][step]) - mine[n]).max() < 1e-6
+            assert np.abs(weights_of(results[n][step]) - np.concatenate(paper.local[n])).max() < 1e-6
 
 
 def binned(h: np.ndarray, k: int) -> np.ndarray:
@@ -142,10 +131,10 @@ def test_sparseloco_against_its_equations():
 
     count = 64 * 70
     shared = np.zeros(count + 40)
-    adams, mine = [Adam64(count + 40) for _ in range(size)], [shared] * size
+    adams, mine = [adamw64() for _ in range(size)], [shared] * size
     waits = [np.zeros(count) for _ in range(size)]
     for step in range(steps):
-        mine = [adam.step(w, g) for adam, w, g in zip(adams, mine, given64(results, step), strict=True)]
+        mine = [adam.step([w], [g], 1e-2)[0] for adam, w, g in zip(adams, mine, given64(results, step), strict=True)]
         if (step + 1) % every == 0:
             moved = [shared - w for w in mine]
             sent = []
@@ -160,15 +149,19 @@ def test_sparseloco_against_its_equations():
             assert np.abs(held(n, step) - mine[n]).max() < 2e-6
 
 
-def stepped(adams: list[Adam64], weights: list[np.ndarray], given: list[np.ndarray], step: int, start: int):
-    """The weights of each worker after LS1's step; before ``start`` all take the mean gradient."""
-    size = len(adams)
-    if step < start:
-        given = [sum(given) / size] * size
-    elif step == start:
-        for adam in adams:
-            adam.v, adam.over = size * adam.v, size
-    return [adam.step(w, g) for adam, w, g in zip(adams, weights, given, strict=True)]
+def ls1_agrees(results, size: int, every: int, start: int, steps: int, compress) -> None:
+    paper = LS1(zeros64(), size, (0.9, 0.999), 1e-8, 0.1, None, compress=compress, handover="scaled")
+    for step in range(steps):
+        given = given_by_tensor(results, step)
+        if step < start:
+            paper.warm_step(given, 1e-2)
+        else:
+            for n, gradient in enumerate(given):
+                paper.inner_step(n, gradient, 1e-2)
+            if (step + 1 - start) % every == 0 or step == steps - 1:
+                paper.round()
+        for n in range(size):
+            assert np.abs(weights_of(results[n][step]) - np.concatenate(paper.local[n])).max() < 5e-6
 
 
 @pytest.mark.parametrize("start", [0, 3])
@@ -176,18 +169,21 @@ def test_a_second_moment_of_the_mean(start):
     """LS1's step: w -= lr (m^ / (sqrt(v^ / N) + eps) + decay w); after a dense start v is N times the mean's."""
     size, steps = 4, 12
     make = partial(LocalSteps, every=4, start=start, second_moment="mean", **PLAIN)
-    results = play(make, size, steps, optimizer=adamw)
-    shared = np.zeros(len(weights_of(results[0][0])))
-    mine, adams = [shared] * size, [Adam64(len(shared)) for _ in range(size)]
-    for step in range(steps):
-        mine = stepped(adams, mine, given64(results, step), step, start)
-        if step < start:
-            shared = mine[0]
-        elif (step + 1 - start) % 4 == 0 or step == steps - 1:
-            shared = sum(mine) / size
-            mine = [shared] * size
-        for n in range(size):
-            assert np.abs(weights_of(results[n][step]) - mine[n]).max() < 5e-6
+    ls1_agrees(play(make, size, steps, optimizer=adamw), size, 4, start, steps, lambda x: x)
+
+
+def test_the_groups_of_the_user_stay_as_they_are():
+    """Adam steps with lr sqrt(N), decay / sqrt(N) and g / sqrt(N); the user's dicts are not written to."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), 4.0)
+    optimizer = adamw([weight])
+    groups, values = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
+    view, step = MeanMomentView(), Step(0, (optimizer,), {"a": weight})
+    view.enter(step, 4)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.02, 0.05)
+    assert weight.grad.tolist() == [2.0] * 3 and groups == values
+    view.leave(step)
+    assert optimizer.param_groups is groups and groups == values and weight.grad.tolist() == [4.0] * 3
 
 
 def signs(values: np.ndarray, size: int, group: int) -> np.ndarray:
@@ -207,30 +203,7 @@ def test_ls1_against_its_equations(size, every):
     make = partial(LocalSteps, every=every, start=start, second_moment="mean",
                    outer=f"sign(group={group}, smallest=0)", **PLAIN)  # fmt: skip
     results = play(make, size, steps, optimizer=adamw)
-    edge = [math.prod(SHAPES["a"])]
-
-    def coded(values: np.ndarray) -> np.ndarray:
-        return np.concatenate([signs(part, size, group) for part in np.split(values, edge)])
-
-    shared = np.zeros(len(weights_of(results[0][0])))
-    mine, errors, served = [shared] * size, [np.zeros_like(shared) for _ in range(size)], np.zeros_like(shared)
-    adams = [Adam64(len(shared)) for _ in range(size)]
-    for step in range(steps):
-        mine = stepped(adams, mine, given64(results, step), step, start)
-        if step < start:
-            shared = mine[0]
-        elif (step + 1 - start) % every == 0:
-            sent = []
-            for n in range(size):
-                waits = shared - mine[n] + errors[n]
-                sent.append(coded(waits))
-                errors[n] = waits - sent[-1]
-            mean = sum(sent) / size + served
-            served = mean - coded(mean)
-            shared = shared - coded(mean)
-            mine = [shared] * size
-        for n in range(size):
-            assert np.abs(weights_of(results[n][step]) - mine[n]).max() < 5e-6
+    ls1_agrees(results, size, every, start, steps, lambda x: signs(x, size, group))
 
 
 # Limits.
@@ -336,6 +309,12 @@ def test_a_run_whose_length_is_known_ends_with_a_round():
 def test_what_cannot_be_is_refused(knobs, word):
     with pytest.raises(ThinwireError, match=word):
         LocalSteps(**knobs)
+
+
+@pytest.mark.parametrize("preset", ["ls1", "diloco"])
+def test_a_removed_preset_says_what_to_write(preset):
+    with pytest.raises(ThinwireError, match=f"local-steps:{preset} is no longer there .* take local-steps"):
+        resolve(f"local-steps:{preset}")
 
 
 def test_it_can_be_written_on_the_command_line():

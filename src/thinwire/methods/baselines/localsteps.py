@@ -61,12 +61,12 @@ from thinwire.core.method_buckets import bucket_of
 from thinwire.core.selection import dense_among, keep_dense
 from thinwire.core.state import find_entries, find_written
 from thinwire.methods.parts.feedback import ErrorFeedback
-from thinwire.methods.parts.own_steps import has_step_of_torch
+from thinwire.methods.parts.own_adam import MeanMomentView, check_adam, check_saved_shape, restore_moment
 from thinwire.network.comm import local
 
 OWN_WEIGHT, OWN_MOMENT = "own weight", "own optimizer "
 """Kinds of state in checkpoints: what differs by rank between two rounds."""
-OF_START = "of the start"
+START_RESIDUAL = "of the start"
 """Kind of state: what few bits have left out of the start's gradients."""
 
 
@@ -146,13 +146,13 @@ class LocalSteps(Method):
         self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count
         self._apart = False  # do the ranks' weights differ?
-        self._due = False  # is all that waits to be delivered in the next round?
+        self._deliver_next = False  # is all that waits to be delivered in the next round?
         self._shown = False  # is what is this rank's own in the state?
         self._anchors: dict[str, nn.Parameter] = {}  # W
-        self._scaled: list[tuple[dict[str, Any], Any, Any]] = []  # groups of the user's, their lr and weight decay
+        self._adam_view = MeanMomentView()
 
     def make_codec(self) -> Codec | None:
-        """Of the start."""
+        """Return the codec of the gradients of the start; None: they are dense."""
         return None if self.start_bits == 32 else Integers(128, self.start_bits)
 
     def _check_outer(self) -> None:
@@ -186,7 +186,7 @@ class LocalSteps(Method):
                 "would miss the others: train in bfloat16"
             )
         if self.second_moment == "mean":
-            self._check_adam(run)
+            check_adam(self.name, run)
         self.first = first_step(self.name, "start", self.start, run.steps)
         # Without memory of their own until the first local step.
         self._anchors = {
@@ -199,20 +199,7 @@ class LocalSteps(Method):
         )
         rounds = None if run.steps is None else -(-(run.steps - self.first) // self.every)
         self._outer.begin(replace(run, steps=rounds, optimizers=(self._sgd,), weights=self._anchors))
-        self._parts: list[tuple[Method, Bucket, slice]] = []
-
-    def _check_adam(self, run: Run) -> None:
-        for name, (optimizer, _) in run.holders.items():
-            if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-                raise ThinwireError(
-                    f"{self.name}: second_moment='mean' is about Adam's: pass torch.optim.AdamW or Adam as the "
-                    f"optimizer of {name}, got {type(optimizer).__name__}, or leave it out"
-                )
-            if not has_step_of_torch(optimizer):
-                raise ThinwireError(
-                    f"{self.name}: second_moment='mean' lets Adam's own step see other gradients, and "
-                    f"{type(optimizer).__name__} has a step of its own: leave it out"
-                )
+        self._buckets: list[tuple[Method, Bucket, slice]] = []
 
     # What other parts ask.
 
@@ -257,25 +244,25 @@ class LocalSteps(Method):
     # A step.
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        """In the start the mean; then this rank's own gradient stays what it is."""
+        """Average the gradients in the start; after it each rank keeps its own."""
         if bucket.step < self.first - 1 and self.codec is not None:
-            residual = Residual(self.state.read(OF_START, bucket), self.state.write(OF_START, bucket))
+            residual = Residual(self.state.read(START_RESIDUAL, bucket), self.state.write(START_RESIDUAL, bucket))
             exchange.mean(bucket, self.codec, on_wire=False, residual=residual)
         elif bucket.step < self.first:
             self._mean(bucket, exchange)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
-        """What waits with the outer method is due at the end of the round."""
+        """Average the gradients in the start; later, let the round's end deliver what waits with the outer method."""
         if bucket.step < self.first:
             self._mean(bucket, exchange)
         else:
-            self._due = True
+            self._deliver_next = True
 
     def _mean(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Dense, of the gradients and of what waits of the start's."""
+        """Average the gradients in fp32, with what few bits have left out of them before."""
         if self.codec is not None:
-            bucket.rows.add_(self.state.read(OF_START, bucket))
-            self.state.write(OF_START, bucket).zero_()
+            bucket.rows.add_(self.state.read(START_RESIDUAL, bucket))
+            self.state.write(START_RESIDUAL, bucket).zero_()
         exchange.mean(bucket)
 
     def before_step(self, step: Step) -> None:
@@ -283,10 +270,10 @@ class LocalSteps(Method):
             return
         self._depart(step)
         if self.second_moment == "mean":
-            self._scale(step)
+            self._adam_view.enter(step, self.run.exchange.ranks)
 
     def after_step(self, step: Step) -> None:
-        self._unscale(step)
+        self._adam_view.leave(step)
         if step.number >= self.first:
             self._arrive(step)
 
@@ -298,11 +285,11 @@ class LocalSteps(Method):
         self._missed += 1
 
     def _depart(self, step: Step) -> None:
-        """Before the first local step: W is what all hold."""
+        """Copy W, which all ranks hold, before the first local step of the run."""
         self._hide()
         if find_entries(self.state, "anchor") or not self._anchors:
             return
-        self.state.drop(OF_START)
+        self.state.drop(START_RESIDUAL)
         self._sgd.state.clear()  # of weights that are no more
         weights = {name: local(weight).detach() for name, weight in step.weights.items()}
         if any(self._anchors[name].device != weight.device for name, weight in weights.items()):
@@ -316,28 +303,8 @@ class LocalSteps(Method):
                 if moment is not None:
                     local(moment).div_(math.sqrt(self.run.exchange.ranks))
 
-    def _scale(self, step: Step) -> None:
-        """Let Adam step with v / N: with g / sqrt(N) its m and v are m / sqrt(N) and v / N, and with lr sqrt(N) and
-        decay / sqrt(N), m / (sqrt(v / N) + eps) is as large, and lr decay the same. What Adam has of the start is the
-        mean's: its v is v / N already, and only m is scaled, once.
-        """
-        root = math.sqrt(self.run.exchange.ranks)
-        if gradients := _gradients(step):
-            torch._foreach_mul_(gradients, 1 / root)
-        for optimizer in step.optimizers:
-            for group in optimizer.param_groups:
-                self._scaled.append((group, group["lr"], group["weight_decay"]))
-                group["lr"], group["weight_decay"] = group["lr"] * root, group["weight_decay"] / root
-
-    def _unscale(self, step: Step) -> None:
-        if self._scaled and (gradients := _gradients(step)):
-            torch._foreach_mul_(gradients, math.sqrt(self.run.exchange.ranks))
-        for group, lr, decay in self._scaled:
-            group["lr"], group["weight_decay"] = lr, decay
-        self._scaled.clear()
-
     def _arrive(self, step: Step) -> None:
-        """The end of a step. All ranks count alike, whether they took or skipped it."""
+        """Count a step, which all ranks do whether they took or skipped it; the last step of a round ends the round."""
         past = step.number + self._missed + 1 - self.first
         ends = past % self.every == 0 or self.first + past == self.run.steps
         self._apart = not ends
@@ -348,24 +315,24 @@ class LocalSteps(Method):
     # A round.
 
     def _meet(self, step: Step, number: int) -> None:
-        """All ranks: D (l. 10-11), the outer step (l. 12), and w_n = W again."""
-        if not self._parts:
-            self._parts = self._make_parts()
+        """End a round on all ranks: average D (l. 10-11), take the outer step (l. 12), and make w_n = W again."""
+        if not self._buckets:
+            self._buckets = self._make_buckets()
         moved = self._moved(step)
         norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
-        for method, bucket, at in self._parts:
+        for method, bucket, columns in self._buckets:
             bucket.step = number
-            bucket.load(moved[at], moved[at])
-            due = self._due and method is self._outer
-            (method.deliver if due else method.reduce)(bucket, self.run.exchange)
+            bucket.load(moved[columns], moved[columns])
+            deliver_waiting = self._deliver_next and method is self._outer
+            (method.deliver if deliver_waiting else method.reduce)(bucket, self.run.exchange)
             if self.decay < 1 and method is self._outer:
                 self._forget(bucket)
-            bucket.store(moved[at])
+            bucket.store(moved[columns])
             bucket.release()
         if step.agree([norm, moved]):
             self.state.commit()
             self._outer_step(moved, number)
-            self._due = False
+            self._deliver_next = False
         else:
             self.state.rollback()
             self._outer.undo()
@@ -373,48 +340,48 @@ class LocalSteps(Method):
         for name, weight in step.weights.items():
             local(weight.detach()).copy_(self._anchors[name].detach())
 
-    def _make_parts(self) -> list[tuple[Method, Bucket, slice]]:
-        """One bucket for what the outer method compresses, one beside it for the rest, and where each lies."""
-        parts: list[tuple[Method, Bucket, slice]] = []
+    def _make_buckets(self) -> list[tuple[Method, Bucket, slice]]:
+        """Make a bucket of what the outer method compresses and one of what stays dense, each with its slice of D."""
+        pairs: list[tuple[Method, Bucket, slice]] = []
         end = 0
-        known = [self.run.parameters[name] for name in self._anchors]
-        kept = dense_among(self._outer, known)
-        sent = [parameter for parameter in known if parameter.name not in kept]
-        for method, of in ((self._outer, sent), (Fp32(), [p for p in known if p.name in kept])):
+        parameters = [self.run.parameters[name] for name in self._anchors]
+        dense_names = dense_among(self._outer, parameters)
+        sent = [parameter for parameter in parameters if parameter.name not in dense_names]
+        for method, members in ((self._outer, sent), (Fp32(), [p for p in parameters if p.name in dense_names])):
             first, pieces = end, []
-            for parameter in of:
+            for parameter in members:
                 pieces.append(Piece(parameter.name, end - first, parameter.local))
                 end += parameter.local
             if pieces:
                 bucket = bucket_of(method.card, pieces, self.run.exchange, self._anchors[pieces[0].name].device)
-                parts.append((method, bucket, slice(first, end)))
-        return parts
+                pairs.append((method, bucket, slice(first, end)))
+        return pairs
 
     def _moved(self, step: Step) -> Tensor:
-        """W - w_n (l. 10) of all parameters, (P,) float32, as the buckets lie in it; zeros in an engine's padding."""
-        moved = torch.zeros(self._parts[-1][2].stop, dtype=torch.float32, device=self._parts[0][1].device)
+        """Return W - w_n (l. 10) of all parameters, (P,) float32, in the buckets' order; zeros in the padding."""
+        moved = torch.zeros(self._buckets[-1][2].stop, dtype=torch.float32, device=self._buckets[0][1].device)
         for name, values in self._views(moved):
             weight = local(step.weights[name].detach())
             values.copy_(self._anchors[name].detach().to(weight.dtype)).sub_(weight)
         return moved
 
     def _views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
-        """Each parameter's values in ``flat`` (P,), in its shape on this rank."""
-        found = []
-        for _, bucket, at in self._parts:
+        """List each parameter's name and its values in ``flat`` (P,), in its shape on this rank."""
+        views = []
+        for _, bucket, columns in self._buckets:
             for segment in bucket.segments:
                 shape = self._anchors[segment.name].shape
-                found.append((segment.name, flat[at][segment.piece.offset :][: shape.numel()].view(shape)))
-        return found
+                views.append((segment.name, flat[columns][segment.piece.offset :][: shape.numel()].view(shape)))
+        return views
 
     def _forget(self, bucket: Bucket) -> None:
-        """SparseLoCo's decay of what waits, which comes before the next round's D is added to it."""
+        """Multiply what waits by SparseLoCo's decay, before the next round's D is added to it."""
         for kind in self._outer.card.promise.waits:
             if (waits := find_written(self._outer.state, kind, bucket)) is not None:
                 waits.mul_(self.decay)
 
     def _outer_step(self, mean: Tensor, number: int) -> None:
-        """l. 12: for the outer method, an optimizer's step like any."""
+        """Take the outer optimizer's step (l. 12), which the outer method sees like any step."""
         for name, values in self._views(mean):
             self._anchors[name].grad = values
         step = Step(number, (self._sgd,), self._anchors)
@@ -437,7 +404,7 @@ class LocalSteps(Method):
         self._outer.finish()
         self.state.keep("missed", "", torch.tensor(self._missed))
         self.state.keep("lost", "", torch.tensor(self._lost))
-        self.state.keep("due", "", torch.tensor(int(self._due)))
+        self.state.keep("due", "", torch.tensor(int(self._deliver_next)))
         if not find_entries(self.state, "anchor"):
             return
         self._shown = True
@@ -448,22 +415,22 @@ class LocalSteps(Method):
                     self.state.keep(f"{OWN_MOMENT}{kind}", name, local(value.detach()))
 
     def _hide(self) -> None:
-        """It is the model's and the optimizer's, and is not held twice."""
+        """Drop the weights and moments that ``finish`` showed: the model and the optimizer hold them."""
         if self._shown:
             for kind, name, _ in [*find_entries(self.state, OWN_WEIGHT), *find_entries(self.state, OWN_MOMENT)]:
                 self.state.keep(kind, name, None)
         self._shown = False
 
     def state_changed(self) -> None:
-        """Go on from a checkpoint: W and its momentum, and what is this rank's own, are there again."""
+        """Restore W, its momentum, and this rank's own weights and moments from a checkpoint."""
         self._outer.state_changed()
         counts = (self.state.get(kind, "") for kind in ("missed", "lost", "due"))
-        self._missed, self._lost, due = (0 if count is None else int(count) for count in counts)
-        self._due = bool(due)
+        self._missed, self._lost, deliver_next = (0 if count is None else int(count) for count in counts)
+        self._deliver_next = bool(deliver_next)
         self._sgd.state.clear()
         for kind, name, saved in find_entries(self.state):
             if kind in ("anchor", "outer momentum", OWN_WEIGHT):
-                self._check_saved(kind, name, saved)
+                check_saved_shape(self.run, kind, name, saved)
         for _, name, saved in find_entries(self.state, "anchor"):
             self._anchors[name].data = saved
         for _, name, saved in find_entries(self.state, "outer momentum"):
@@ -473,31 +440,6 @@ class LocalSteps(Method):
             local(self.run.weights[name].detach()).copy_(saved)
             self._apart |= not torch.equal(saved, self._anchors[name].detach().to(saved.dtype))
         for kind, name, saved in find_entries(self.state, OWN_MOMENT):
-            self._give_back(kind.removeprefix(OWN_MOMENT), name, saved)
+            restore_moment(self.run, kind.removeprefix(OWN_MOMENT), name, saved)
         self._shown = True
         self._hide()
-
-    def _check_saved(self, kind: str, name: str, saved: Tensor) -> None:
-        weight = self.run.weights.get(name)
-        if weight is None or local(weight).shape != saved.shape:
-            needs = "does not train it" if weight is None else f"needs {tuple(local(weight).shape)}"
-            raise ThinwireError(
-                f"state '{kind}' of {name} has shape {tuple(saved.shape)}, this run {needs}: it was saved with another "
-                "model, world size or engine"
-            )
-
-    def _give_back(self, kind: str, name: str, saved: Tensor) -> None:
-        """``saved`` becomes the ``kind`` of the optimizer's state of parameter ``name``."""
-        weight, (optimizer, group) = self.run.weights[name], self.run.holders[name]
-        moments = optimizer.state[weight]
-        if kind not in moments:
-            alike = saved.shape == local(weight).shape and saved.dim() > 0
-            on_device = group.get("capturable") or group.get("fused")
-            moments[kind] = torch.zeros_like(weight, dtype=saved.dtype, requires_grad=False) if alike else saved.clone()
-            if saved.dim() == 0 and not on_device:
-                moments[kind] = saved.cpu()
-        local(moments[kind]).copy_(saved)
-
-
-def _gradients(step: Step) -> list[Tensor]:
-    return [local(weight.grad) for weight in step.weights.values() if weight.grad is not None]

@@ -1,0 +1,91 @@
+"""The Adam of a rank that steps alone: steps as large as those of the mean gradient, and moments from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.base.errors import ThinwireError
+from thinwire.core.run import Run, Step
+from thinwire.methods.parts.own_steps import has_step_of_torch
+from thinwire.network.comm import local
+
+
+def check_adam(method: str, run: Run) -> None:
+    """Refuse optimizers whose step ``MeanMomentView`` cannot change: ``method`` runs with second_moment='mean'."""
+    for name, (optimizer, _) in run.holders.items():
+        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            raise ThinwireError(
+                f"{method}: second_moment='mean' is about Adam's: pass torch.optim.AdamW or Adam as the "
+                f"optimizer of {name}, got {type(optimizer).__name__}, or leave it out"
+            )
+        if not has_step_of_torch(optimizer):
+            raise ThinwireError(
+                f"{method}: second_moment='mean' lets Adam's own step see other gradients, and "
+                f"{type(optimizer).__name__} has a step of its own: leave it out"
+            )
+
+
+class MeanMomentView:
+    """Lets Adam step with v / N (LS1), by groups of its own in place of the user's, which stay as they are.
+
+    With g / sqrt(N) Adam's m and v are m / sqrt(N) and v / N, and with lr sqrt(N) and decay / sqrt(N) the step
+    m / (sqrt(v / N) + eps) is as large, and lr decay the same.
+    """
+
+    def __init__(self) -> None:
+        self._user_groups: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
+
+    def enter(self, step: Step, ranks: int) -> None:
+        """Give the optimizers of ``step`` gradients g / sqrt(N) and groups with lr sqrt(N), decay / sqrt(N)."""
+        self._root = math.sqrt(ranks)
+        if gradients := _gradients(step):
+            torch._foreach_mul_(gradients, 1 / self._root)
+        for optimizer in step.optimizers:
+            self._user_groups.append((optimizer, optimizer.param_groups))
+            optimizer.param_groups = [
+                {**group, "lr": group["lr"] * self._root, "weight_decay": group["weight_decay"] / self._root}
+                for group in optimizer.param_groups
+            ]
+
+    def leave(self, step: Step) -> None:
+        """Put the user's groups and gradients back."""
+        if self._user_groups and (gradients := _gradients(step)):
+            torch._foreach_mul_(gradients, self._root)
+        for optimizer, groups in self._user_groups:
+            optimizer.param_groups = groups
+        self._user_groups.clear()
+
+
+def _gradients(step: Step) -> list[Tensor]:
+    return [local(weight.grad) for weight in step.weights.values() if weight.grad is not None]
+
+
+def check_saved_shape(run: Run, kind: str, name: str, saved: Tensor) -> None:
+    """Refuse a ``saved`` state of parameter ``name`` whose shape is not that of this rank's weight."""
+    weight = run.weights.get(name)
+    if weight is None or local(weight).shape != saved.shape:
+        needs = "does not train it" if weight is None else f"needs {tuple(local(weight).shape)}"
+        raise ThinwireError(
+            f"state '{kind}' of {name} has shape {tuple(saved.shape)}, this run {needs}: it was saved with another "
+            "model, world size or engine"
+        )
+
+
+def restore_moment(run: Run, kind: str, name: str, saved: Tensor) -> None:
+    """Make ``saved`` the ``kind`` of the optimizer's state of parameter ``name``."""
+    weight, (optimizer, group) = run.weights[name], run.holders[name]
+    moments = optimizer.state[weight]
+    if kind not in moments:
+        like_weight = saved.shape == local(weight).shape and saved.dim() > 0
+        on_device = group.get("capturable") or group.get("fused")
+        if like_weight:
+            moments[kind] = torch.zeros_like(weight, dtype=saved.dtype, requires_grad=False)
+        else:
+            moments[kind] = saved.clone()
+        if saved.dim() == 0 and not on_device:
+            moments[kind] = saved.cpu()
+    local(moments[kind]).copy_(saved)
