@@ -38,12 +38,8 @@ LIMITS: dict[str, float] = {
 """The goals. A measure without one is printed for information."""
 
 TODAY: dict[str, float] = {
-    "lines of source": 29_595,
-    "members of Method": 16,
-    "members of interfaces": 55,
-    "knobs not measured": 72,
-    "empty names, percent": 12.49,
-    "long functions": 4,
+    "lines of source": 29_200,
+    "knobs not measured": 27,
 }
 """What is allowed where a limit is not reached yet. Lower an entry when its measure falls; remove it at the limit."""
 

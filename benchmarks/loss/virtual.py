@@ -419,7 +419,7 @@ class Trained:
 
 def acts_in_steps(method: Method) -> bool:
     """Does it look at weights and moments, or write to them, around the optimizer's step?"""
-    if isinstance(method, ErrorFeedback) and method.feedback == "update":
+    if isinstance(method, ErrorFeedback) and method.updates is not None:
         return True
     own = (type(method).before_step, type(method).after_step)
     return not {Method.before_step, ErrorFeedback.before_step, Method.after_step, ErrorFeedback.after_step} >= set(own)

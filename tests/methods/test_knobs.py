@@ -89,8 +89,8 @@ def test_a_knob_that_chooses_parameters_chooses_parameters(cls, knob):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tagc(theta=0, portion=0.5)", "portion does nothing with theta=0"),
-        ("topk:paper(beta1=0.5)", "beta1 does nothing with feedback='gradient'"),
+        ("tagc(theta=0, portion=0.5)", "delivered_share does nothing with theta=0"),
+        ("topk:paper(beta1=0.5)", "beta1 does nothing with feedback='gradients'"),
     ],
 )  # fmt: skip
 def test_a_knob_that_does_nothing_beside_another_is_refused(text, words):
@@ -102,15 +102,32 @@ def test_every_method_takes_or_refuses_each_feedback_in_one_line(cls):
     """With each kind of promise that its knobs give it: what a card says is known before a method has begun."""
     kinds = [values for values in (*KINDS.get(cls.name, ({},)), *cls.PRESETS.values()) if "feedback" not in values]
     for values in kinds:
-        for feedback in ({"feedback": "gradient"}, {"feedback": "update"}, {"feedback": "update", "portion": 0.5}):
+        for feedback in (methods.Gradients(), methods.Updates(), methods.Updates(delivered_share=0.5)):
             try:
-                made = cls(**values, **feedback)
+                made = cls(**values, feedback=feedback)
             except ThinwireError as error:
-                assert "\n" not in str(error) and "portion" in str(error)
+                assert "\n" not in str(error) and "delivered_share" in str(error)
                 continue
-            assert made.card.promise.of == ("updates" if feedback["feedback"] == "update" else "gradients") or (
+            assert methods.resolve(str(made)) == made and made == cls(**values, feedback=str(feedback))
+            waits_for_steps = isinstance(feedback, methods.Updates)
+            assert made.card.promise.of == ("updates" if waits_for_steps else "gradients") or (
                 made.card.promise.kind == "lossy"
             )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("topk(feedback='update',portion=0.25)", "topk(feedback='updates(delivered_share=0.25)')"),
+        ("topk(portion=0.25)", "topk(feedback='updates(delivered_share=0.25)')"),
+        ("topk(feedback='gradient')", "topk(feedback='gradients')"),
+        ("powersgd(feedback='update')", "powersgd"), ("powersgd(beta1=0.0)", "powersgd(feedback='updates')"),
+        ("trickle(direction='muon')", "trickle(feedback=\"updates(direction='muon')\")"),
+        ("radius(feedback='update')", "radius(feedback='updates')"),
+    ],
+)  # fmt: skip
+def test_what_older_versions_wrote_of_feedback_is_read(old, new):
+    assert methods.resolve(old) == methods.resolve(new)
 
 
 def test_local_steps_need_the_same_arithmetic_as_their_outer_method():
@@ -133,18 +150,19 @@ def test_defaults_presets_and_what_they_print_are_accepted():
 def test_a_bare_name_is_the_recommended_form_and_the_papers_is_beside_it(cls):
     """In Python as on the command line; a knob that is set leaves the others as recommended."""
     paper = methods.resolve(f"{cls.name}:paper")
-    assert paper != cls() and getattr(paper, "feedback", "gradient") == "gradient"
-    sends = {"topk": "update", "tagc": "update", "powersgd": "update", "radius": "gradient", "separate": "gradient"}
+    assert paper != cls() and getattr(paper, "feedback", methods.Gradients()) == methods.Gradients()
+    sends = {"topk": methods.Updates, "tagc": methods.Updates, "powersgd": methods.Updates, "radius": methods.Gradients,
+             "separate": methods.Gradients}  # fmt: skip
     if cls.name in sends:
-        assert methods.resolve(f"{cls.name}(start=7)").feedback == sends[cls.name]
+        assert isinstance(methods.resolve(f"{cls.name}(start=7)").feedback, sends[cls.name])
 
 
 @pytest.mark.parametrize("name", ["topk", "tagc", "powersgd", "trickle", "topk(error_feedback=False)"])
 def test_what_sends_adamws_steps_is_no_outer_method_and_what_to_write_is_said(name):
-    of_gradients = methods.resolve(name).of_gradients
-    refused(lambda: methods.resolve(f"local-steps(outer={name!r})"), "outer optimizer is SGD", f"write {of_gradients}")
-    outer = of_gradients.partition(", or ")[0]
-    assert methods.resolve(f"local-steps(outer={outer!r})").card.carrier.feedback == "gradient"
+    for_gradients = methods.resolve(name).for_gradients
+    refused(lambda: methods.resolve(f"local-steps(outer={name!r})"), "outer optimizer is SGD", f"write {for_gradients}")
+    outer = for_gradients.partition(", or ")[0]
+    assert methods.resolve(f"local-steps(outer={outer!r})").card.carrier.feedback == methods.Gradients()
 
 
 @pytest.mark.parametrize(
@@ -180,6 +198,7 @@ JUNK = {
     float: ("0.5", True, None, math.nan, math.inf, -math.inf, (0.5,)),
     bool: (3, 1, "True", None, 0.0),
     str: (3, True, None, ("a",)),
+    methods.Gradients: (3, True, None, "both", "updates(3)"),
     tuple: (5, ("a", 3), (None,), {"a"}, True, None, b"a"),
 }
 
@@ -196,7 +215,7 @@ def kind_of(cls: type, knob: str) -> set[type]:
 def test_values_of_another_type_are_refused_by_name(cls, knob):
     kinds = kind_of(cls, knob)
     allowed = tuple(kinds | ({int} if float in kinds else set()))
-    for kind in kinds - {NoneType, Method}:
+    for kind in kinds - {NoneType, Method, methods.Updates}:
         for value in JUNK[kind]:
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if (value is None and NoneType in kinds) or (number and isinstance(value, allowed)):

@@ -11,7 +11,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import TILE, TiledTopK
 from thinwire.methods import Trickle
-from thinwire.methods.parts.feedback import portion_of
+from thinwire.methods.parts.feedback import share_of
 
 KNOBS = {
     "mask": ("own", "merged"), "bits": (2, 4, 8), "group": (64, 32), "server_density": (0.1, 0.5, 1.0, 0.0),
@@ -59,7 +59,7 @@ def test_a_knob_that_does_nothing_is_refused_and_so_is_what_cannot_be_sent(mask)
             assert method.card.group == (TILE if bits == 2 else 64)
             assert method.card.summed_by_network == method.card.grows_with_ranks == (mask == "own")
             assert method.at_one_mask == (mask == "merged" and knobs["server_density"] < 1)
-            assert method.usual_portion == portion_of(density)
+            assert method.default_share == share_of(density)
             assert set(method.card.promise.waits) == ({"residual", "server"} if mask == "merged" else {"residual"})
     assert made > 20
 
@@ -68,14 +68,14 @@ def test_weights_are_refused_where_there_is_no_mask_for_all():
     assert Trickle(mask="merged", weights="masked").weights == "masked"
     with pytest.raises(ThinwireError, match="weights does nothing with mask='own'"):
         Trickle(weights="masked")
-    with pytest.raises(ThinwireError, match="weights does nothing with feedback='gradient'"):
+    with pytest.raises(ThinwireError, match="weights does nothing with feedback='gradients'"):
         Trickle(mask="merged", feedback="gradient", weights="masked")
 
 
 def test_what_does_not_grow_is_told_by_the_knobs():
     for spec, bits in (("trickle", 8), ("trickle(bits=2)", 4), ("trickle(bits=4,portion=0.5)", 4)):
         other = methods.resolve(methods.resolve(spec).card.instead_at_scale)
-        assert (other.mask, other.bits, other.portion) == ("merged", bits, None), spec
+        assert (other.mask, other.bits, other.feedback) == ("merged", bits, methods.Updates()), spec
     assert methods.resolve("trickle:merged").card.instead_at_scale == ""
 
 

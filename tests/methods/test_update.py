@@ -313,11 +313,11 @@ def test_a_density_takes_at_most_24_bits_a_value():
     ("optimizer", "spec", "words"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1), "trickle(smallest=0)",
-         r"built on Adam: .* got SGD, .* write trickle\(smallest=0, feedback='gradient'\)$"),
+         r"built on Adam: .* got SGD, .* write trickle\(smallest=0, feedback='gradients'\)$"),
         (lambda p: torch.optim.SGD(p, lr=0.1), "topk(smallest=0)",
-         r"write topk\(smallest=0, feedback='gradient'\), or topk:paper$"),
+         r"write topk\(smallest=0, feedback='gradients'\), or topk:paper$"),
         (thinwire.AdamS, "powersgd(smallest=0, beta1=0.9)",
-         r"got AdamS, .* write powersgd\(smallest=0, feedback='gradient'\), or powersgd:paper$"),
+         r"got AdamS, .* write powersgd\(smallest=0, feedback='gradients'\), or powersgd:paper$"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "trickle(smallest=0)", "amsgrad"),
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), "topk(smallest=0)", "decoupled"),
     ],
@@ -339,13 +339,14 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
         ("trickle(bits=5)", "bits is"), ("trickle(density=0)", "density is"),
         ("trickle(bits=2,group=32)", "group does nothing"),
         ("trickle(feedback='gradient',direction='muon')", "direction does nothing"),
-        ("topk(portion=0.0)", "portion is a share"), ("topk:paper(portion=0.5)", "portion does nothing"),
-        ("topk(error_feedback=False, portion=0.5)", "portion is for"),
-        ("sign(feedback='update', portion=0.5)", "portion is for"),
-        ("tagc(theta=0, portion=0.5)", "portion does nothing"), ("dgc(portion=0.5)", "no knob 'portion'"),
+        ("topk(portion=0.0)", "delivered_share is a share"),
+        ("topk:paper(portion=0.5)", "delivered_share does nothing"),
+        ("topk(error_feedback=False, portion=0.5)", "delivered_share is for"),
+        ("sign(feedback='update', portion=0.5)", "delivered_share is for"),
+        ("tagc(theta=0, portion=0.5)", "delivered_share does nothing"), ("dgc(portion=0.5)", "no knob 'portion'"),
         ("trickle(server_density=0.2)", "server_density does nothing"),
         ("trickle:merged(server_density=0.0)", "server_density is the share"),
-        ("trickle:merged(portion=0.5)", "portion is for"), ("trickle(mask='merged',bits=2)", "4 or 8"),
+        ("trickle:merged(portion=0.5)", "delivered_share is for"), ("trickle(mask='merged',bits=2)", "4 or 8"),
         ("trickle(direction='shampoo')", "direction is"),
         ("trickle(direction='muon',beta1=0.5)", "beta1 does nothing"),
     ],
@@ -473,7 +474,7 @@ def _conserves(rank: int, world: int) -> dict[str, float]:
     found = {}
     for spec in ("topk(density=0.1)", "tagc(theta=0.9)", "powersgd(rank=2)",
                  "trickle(density=0.1)"):  # fmt: skip
-        beta1 = resolve(spec).beta1
+        beta1 = resolve(spec).feedback.beta1
         some, all_ = (
             _alternates(rank, world, text, "AABBACAB")
             for text in (

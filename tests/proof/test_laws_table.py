@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from thinwire.core.method import CONSERVES, EXACT, Card, Rounding
 from thinwire.methods.baselines.localsteps import LocalSteps
 from thinwire.methods.baselines.plain import Int8
 from thinwire.methods.baselines.topk import TopK
+from thinwire.methods.parts.feedback import GRADIENTS
 from thinwire.network.ledger import Ledger
 from thinwire.plan.plan import Plan
 from thinwire.proof import ranks as testing
@@ -46,7 +47,9 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("local-steps", {"outer": "int8(smallest=0, error_feedback=True)", "every": 1, "second_moment": "mean"}),
     ("local-steps", {"outer": "topk(feedback='gradient', smallest=0, density=0.25)", "decay": 0.5}),
     ("local-steps", {"outer": "trickle(smallest=0, density=0.03125, bits=2, feedback='gradient')", "decay": 0.5}),
-    ("topk", {"portion": 1.0}), ("powersgd", {"portion": 0.5}), ("radius", {"feedback": "update", "portion": 0.5}),
+    ("topk", {"feedback": "updates(delivered_share=1.0)"}),
+    ("powersgd", {"feedback": "updates(delivered_share=0.5, beta1=0.5)"}),
+    ("radius", {"feedback": "updates(delivered_share=0.5)"}),
     ("trickle", {"mask": "merged"}), ("trickle", {"mask": "merged", "bits": 4, "feedback": "gradient"}),
     ("local-steps", {"outer": "trickle(smallest=0, density=0.1, mask='merged', feedback='gradient')", "decay": 0.5}),
     ("trickle", {"bits": 2, "group": 64}), ("trickle", {"bits": 2, "group": 64, "feedback": "gradient"}),
@@ -65,7 +68,7 @@ def test_so_it_does_with_other_knobs(name, knobs):
 
 
 def test_so_does_muons_direction_where_matrices_are_whole():
-    check_laws(methods.Trickle, setups=(Setup("all_reduce", 3),), direction="muon")
+    check_laws(methods.Trickle, setups=(Setup("all_reduce", 3),), feedback="updates(direction='muon')")
 
 
 @pytest.mark.parametrize(("name", "knobs"), [(name, {}) for name in methods.names()] + KNOBS, ids=str)
@@ -134,7 +137,7 @@ class Careful(TopK):
     """A method without a fault, to be broken."""
 
     name: ClassVar[str] = "careful"
-    feedback: Literal["gradient", "update"] = "gradient"
+    feedback: methods.Gradients | methods.Updates = GRADIENTS
 
 
 class LosesAValue(Careful):
@@ -244,7 +247,7 @@ class TurnsRound(TopK):
     """Lossy, and sends the wrong way."""
 
     name: ClassVar[str] = "turns-round"
-    feedback: Literal["gradient", "update"] = "gradient"
+    feedback: methods.Gradients | methods.Updates = GRADIENTS
     error_feedback: bool = False
 
     def compress(self, bucket, exchange):
@@ -257,7 +260,7 @@ class MakesSomethingOfNothing(TopK):
     """Lossy, and adds."""
 
     name: ClassVar[str] = "makes-something"
-    feedback: Literal["gradient", "update"] = "gradient"
+    feedback: methods.Gradients | methods.Updates = GRADIENTS
     error_feedback: bool = False
 
     def compress(self, bucket, exchange):

@@ -156,7 +156,7 @@ SAID = {
     "damaged": "'rank-000{rank}-of-0002/about' is damaged",
     "another method": "it was saved with method topk, this run has trickle",
     "another knob": "it was saved with density=0.1 of topk, this run has density=0.2",
-    "another default": "it was saved with feedback=gradient of topk, this run has feedback=update",
+    "another default": "it was saved with feedback=gradients of topk, this run has feedback=updates",
     "another seed": "it was saved with seed=0, this run has seed=1",
     "another bound": "it was saved with outlier_clip=10.0, this run has outlier_clip=None",
     "another engine": "it was saved on ddp, this run is on fsdp2",

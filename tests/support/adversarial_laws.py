@@ -336,7 +336,7 @@ def topk(view: View, turn: int, name: str) -> Iterator[Claim]:
 def trickle(view: View, turn: int, name: str) -> Iterator[Claim]:
     """Of gradients with masks of their own. Steps are made inside, merged masks are encoded twice: ``proof.laws``."""
     method: Any = view.method
-    if method.feedback == "update" or method.mask == "merged":
+    if method.updates is not None or method.mask == "merged":
         return
     given = view.inputs(turn, name)
     old, new = view.state(turn - 1, "residual", name), view.state(turn, "residual", name)

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from thinwire.base import device as devices
-from thinwire.core.bucket import Arena, Bucket, BucketGroup, Piece
+from thinwire.core.bucket import Arena, Bucket, Piece
+from thinwire.core.bucket_group import BucketGroup
 from thinwire.core.exchange import Exchange, dense_bytes, on_comm
 from thinwire.core.method import Fp32, Method, Parameter
 from thinwire.core.method_buckets import bucket_of

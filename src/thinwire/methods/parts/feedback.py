@@ -119,7 +119,7 @@ class Updates(_Feedback):
     beta1: float = 0.0
 
     def __post_init__(self) -> None:
-        check_types(self, lambda knob: f"feedback='updates({knob}=)'")
+        check_types(self, str)
         if not 0 <= self.beta1 < 1:
             raise ThinwireError(f"beta1 is the decay of an average, from 0 to below 1, got {self.beta1}")
         if self.delivered_share is not None and not 0 < self.delivered_share <= 1:
@@ -135,7 +135,7 @@ OLD_KNOBS = {"portion": "delivered_share", "direction": "direction", "beta1": "b
 """Knobs that methods had before ``Updates`` had them, which saved runs and measurements still say."""
 
 
-def read_feedback(text: str) -> Gradients | Updates:
+def read_feedback(text: str, method: str = "") -> Gradients | Updates:
     """Read "gradients" or "updates(delivered_share=0.25)". Raises ThinwireError for what is neither."""
     name, bracket, _ = text.strip().partition("(")
     kind = KINDS.get(name) or OLD_KINDS.get(name)
@@ -145,8 +145,9 @@ def read_feedback(text: str) -> Gradients | Updates:
             raise ValueError
         return kind(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
     except (SyntaxError, ValueError, TypeError):
+        label, names = f"{method}: " if method else "", ", ".join(OLD_KNOBS.values())
         raise ThinwireError(
-            f"feedback is 'gradients' or 'updates(knob=value, ...)' with {', '.join(OLD_KNOBS.values())}, got '{text}'"
+            f"{label}feedback is 'gradients' or 'updates(knob=value, ...)' with {names}, got '{text}'"
         ) from None
 
 
@@ -204,9 +205,8 @@ class ErrorFeedback(Method):
         self.first = 0
         self.update_space: UpdateSpace | None = None
         if isinstance(self.feedback, str):
-            self.feedback = translate_knobs(type(self).feedback, {"feedback": self.feedback})["feedback"]
-        if isinstance(self.feedback, str):
-            self.feedback = read_feedback(self.feedback)
+            known = translate_knobs(type(self).feedback, {"feedback": self.feedback})["feedback"]
+            self.feedback = read_feedback(known, self.name) if isinstance(known, str) else known
         super().__post_init__()
         check_start(self.name, "start", self.start)
         check_smallest(self.name, self.smallest_sent)
@@ -229,7 +229,7 @@ class ErrorFeedback(Method):
                 refuse_chunks(f"{self.name}(feedback={self.feedback})", run)
             sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]
             self.update_space = UpdateSpace(
-                self.name, self.updates, run, sent, read_state=lambda: self.state, instead=self.for_gradients
+                self.name, self.updates, run, sent, read_state=lambda: self.state, instead=lambda: self.for_gradients
             )
 
     @property

@@ -70,7 +70,8 @@ class UpdateSpace:
     """Turns gradients into steps before an exchange, and takes the steps that come back."""
 
     def __init__(
-        self, method: str, updates: Any, run: Run, sent: Sequence[str], *, read_state: Callable[[], State], instead: str
+        self, method: str, updates: Any, run: Run, sent: Sequence[str], *, read_state: Callable[[], State],
+        instead: Callable[[], str],
     ) -> None:
         """Make the steps of ``method``, which compresses ``sent``; ``updates``: the knobs that say how.
 
@@ -86,7 +87,7 @@ class UpdateSpace:
             adam_of(self._name, run, sent)
         except ThinwireError as refused:
             raise ThinwireError(
-                f"{refused}; with gradients in place of steps, any optimizer will do: write {instead}"
+                f"{refused}; with gradients in place of steps, any optimizer will do: write {instead()}"
             ) from None
         parameters = [run.parameters[name] for name in sent] if updates.direction == "muon" else []
         self._matrices = frozenset(p.name for p in parameters if p.role == "matrix" and len(p.shape) == 2)
