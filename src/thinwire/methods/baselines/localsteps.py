@@ -112,11 +112,11 @@ class LocalSteps(Method):
     )
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "recommended": {
-            "every": 4, "start": 0.1, "start_bits": 4, "outer": "trickle(density=0.05,bits=4,feedback='gradients')",
+            "every": 4, "start": 0.1, "start_bits": 4, "outer": "trickle(density=0.05,bits=4,feedback='gradient')",
             "outer_lr": 1.0, "outer_momentum": 0.0, "second_moment": "mean",
         },
         "sparseloco": {
-            "every": 30, "outer": "trickle(density=0.03125,bits=2,feedback='gradients',smallest=4096)", "outer_lr": 1.0,
+            "every": 30, "outer": "trickle(density=0.03125,bits=2,feedback='gradient',smallest=4096)", "outer_lr": 1.0,
             "outer_momentum": 0.0, "decay": 0.95,
         },
     }  # fmt: skip

@@ -377,18 +377,8 @@ def peel(
     _run(_list, columns, segments, rows, wire, index, lost, out, tallies, elements, counts, trailing=rows_of_wire)
     waiting = _programs(rooms, segments)
     for number in range(of.ROUNDS):
-        _run(
-            _round,
-            waiting,
-            segments,
-            rows,
-            elements,
-            counts,
-            cell_sums,
-            out,
-            lost,
-            trailing=(*rows_of_wire, number % 2),
-        )
+        trailing = *rows_of_wire, number % 2
+        _run(_round, waiting, segments, rows, elements, counts, cell_sums, out, lost, trailing=trailing)
     if estimate:
         final_sums = cell_sums[wired:] if of.ROUNDS % 2 else cell_sums[:wired]
         _run(_estimate, waiting, segments, wired, elements, final_sums, out, trailing=(row,))
