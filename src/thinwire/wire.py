@@ -462,7 +462,7 @@ class Wire:
         return norm
 
     def _power_of_moves(self) -> Tensor | None:
-        """Of all ranks, about the squared norm of the mean gradient of what is a step already, 0-dim."""
+        """Estimate the squared norm of the mean gradient of what is a step already, on all ranks, 0-dim."""
         step_maker = self.method.card.step_maker
         power = None if step_maker is None else step_maker.power()
         if power is None:
@@ -612,7 +612,7 @@ class Wire:
         return {**self.ledger.stats(), **memory, "method": self.method.facts(), "bound": cut}
 
     def memory_bytes(self) -> int:
-        """What this rank holds now for the method: state, workspaces of buckets and codecs, weights kept for it."""
+        """Count the bytes that this rank holds now for the method: state, workspaces of buckets and codecs, weights."""
         return resident_bytes(self._device, self._road, getattr(self.engine, "replicas", None))
 
     def last_step(self) -> dict:
@@ -624,7 +624,7 @@ class Wire:
         self.ledger.reset()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What this rank has to keep for the method: a flat dict of tensors, all of this rank's, none of another's.
+        """Return what this rank has to keep for the method: a flat dict of tensors, of this rank's alone.
 
         Keys are ``"rank-0003-of-0004/kind/parameter"`` (:mod:`thinwire.saved.format` lists them); they, shapes and
         dtypes are the same in every step. What has not been exchanged yet is zero. ``torch.distributed.checkpoint``

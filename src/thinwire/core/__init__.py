@@ -1,1 +1,1 @@
-"""What a method is made of and what carries it: buckets, exchanges, state, the road and the step."""
+"""The parts of a method and its carriers: buckets, exchanges, state, the road and the step."""

@@ -1,4 +1,4 @@
-"""What a method says of itself once: its card. What changes from step to step, ``Method`` says itself."""
+"""A method's card: all that it says of itself once. ``Method`` itself says what changes from step to step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Resized = Literal["equal", "shard", "mean", "anew"]
 
 @dataclass(frozen=True, kw_only=True)
 class StateKind:
-    """What holds of one kind of state, or of all kinds that an ``fnmatch`` pattern names.
+    """The properties of one kind of state, or of all kinds that an ``fnmatch`` pattern names.
 
     Attributes:
         resized: what becomes of a tensor that was ``put`` into the state when a run goes on with other ranks. "equal":
@@ -43,7 +43,7 @@ EQUAL, SHARD, MEAN, ANEW = (StateKind(resized=word) for word in ("equal", "shard
 
 
 class StepMaker(Protocol):
-    """What makes steps of the weights of gradients, before they are exchanged."""
+    """An object that makes steps of the weights of gradients, before they are exchanged."""
 
     @property
     def names(self) -> Collection[str]:
@@ -67,7 +67,7 @@ class StepMaker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What holds of a method with its knobs as they are and, once it has begun, in its run. Defaults: dense baseline.
+    """The properties of a method with its knobs as they are and, once begun, in its run. Defaults: dense baseline.
 
     Attributes:
         promise: what the method keeps of the values that it is given.
@@ -142,6 +142,6 @@ class Card:
         return [name for name, kind in self.state_kinds.items() if kind.offloaded]
 
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
-        """What of a ``saved`` state cannot be used, and why; "" where nothing is wrong."""
+        """Name what of a ``saved`` state cannot be used, and why; "" where nothing is wrong."""
         faults = (kind.fault(saved) for kind in self.state_kinds.values() if kind.fault is not None)
         return next(filter(None, faults), "")

@@ -44,7 +44,7 @@ MATRIX = 1024
 
 @dataclass
 class Method:
-    """One way to exchange gradients (and weights). This base class is the dense baseline.
+    """A way to exchange gradients (and weights). This base class is the dense baseline.
 
     A method is one paper in one file. It sees the network only through the exchange that the engine hands in, so it is
     written once for DDP, FSDP2 and HSDP. Three touch points:
@@ -66,11 +66,11 @@ class Method:
     """As written on the command line."""
     engines: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2", "hsdp")
     ELSEWHERE: ClassVar[str] = ""
-    """Why it does not run on other engines, and what to take there."""
+    """The reason why it does not run on other engines, and what to take there."""
     two_level: ClassVar[bool] = False
     """Made for two levels: used wherever there are several nodes of several ranks, unless the user says no."""
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.AdamW
-    """What it is made for, where nobody says otherwise."""
+    """The optimizer that it is made for, where nobody says otherwise."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings: ``"radius:paper"`` on the command line, further knobs in parentheses behind it."""
     ABSENT: ClassVar[Mapping[str, str]] = {}
@@ -150,7 +150,7 @@ class Method:
         return {}
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
-        """What travels of a module's weights, of which ``rank`` owns ``shard``; called only if the ``card`` says so."""
+        """Make the message of a module's weights, of which ``rank`` owns ``shard``, if the ``card`` says so."""
         raise NotImplementedError
 
     def state_changed(self) -> None:
@@ -233,7 +233,7 @@ def check_density(method: str, density: float, knob: str = "density") -> None:
 
 
 def count_of(density: float, values: int) -> int:
-    """How many of so many ``values`` a ``density`` sends: one at least."""
+    """Count how many of so many ``values`` a ``density`` sends: one at least."""
     return max(int(density * values), 1)
 
 

@@ -11,7 +11,7 @@ from thinwire.base.errors import ThinwireError
 
 @dataclass(frozen=True)
 class Safety:
-    """What protects a run from values that are not finite, gradients far too large, ranks that differ, flipped bits.
+    """Protect a run from values that are not finite, gradients far too large, ranks that differ, flipped bits.
 
     Args:
         guard: skip a step on all ranks when any gradient on any rank is not finite (one flag of 4 bytes and one host

@@ -1,4 +1,4 @@
-"""Which parameters a method compresses."""
+"""The choice of the parameters that a method compresses."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def listed() -> list[Listed]:
 
 
 def _described(name: str, cls: type[Method], does: str, promise: Promise) -> dict[str, Any]:
-    """One method for a program to read."""
+    """Describe one method for a program to read."""
     return {
         "name": name,
         "does": does,

@@ -1,1 +1,1 @@
-"""What the five systems build on, or are measured against."""
+"""The methods that the five systems build on, or are measured against."""

@@ -36,9 +36,9 @@ from thinwire.core.method import EQUAL, Card, Parameter
 from thinwire.methods.parts.feedback import GRADIENTS, ErrorFeedback, Gradients, Updates
 
 TINY = 2.0**-126
-"""What a column is divided by at least: one of zeros stays one."""
+"""The least length that a column is divided by: one of zeros stays one."""
 NOISE = 2.0**-16
-"""What is left of a column of length 1, without the columns before it, below which it is their rounding errors."""
+"""The length, of a column of length 1 less the columns before it, below which it is their rounding errors."""
 ALIGNED = 16
 """float32 values, 64 bytes: at these every matrix begins. A product's last bits may depend on where its factors lie,
 and where they lie in a bucket on which others are in it: a resumed run's first buckets are others."""

@@ -148,7 +148,7 @@ class SDP4Bit(Method):
         return Promise("rounds", f"what {' and '.join(named)} is not returned{returned}", rounding=self._rounding())
 
     def _rounding(self) -> Rounding:
-        """Of gradients, on the coarser of the two hops."""
+        """Return the rounding of gradients, on the coarser of the two hops."""
         bits = min(self.bits, self.intra_bits)
         if bits >= 16:
             return Rounding("bfloat16", value=2.0**-8) if bits == 16 else Rounding("float32")
@@ -180,7 +180,7 @@ class SDP4Bit(Method):
         self._sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        """One hop of Alg. 3: across nodes (l. 8-13); where all ranks are on one node, inside it (l. 2-7)."""
+        """Do one hop of Alg. 3: across nodes (l. 8-13); where all ranks are on one node, inside it (l. 2-7)."""
         codec = self._intra_codec if exchange.comm.one_node else self.codec
         assert codec is not None
         for segment in bucket.segments:
@@ -218,7 +218,7 @@ class SDP4Bit(Method):
 
 
 class QuantizedWeights(Message):
-    """One module's weights, or what has changed of them, in few bits; what stays dense travels behind as it is.
+    """A module's weights, or what has changed of them, in few bits; what stays dense travels behind as it is.
 
     Any method may take it for its ``weight_message``.
 
@@ -302,5 +302,5 @@ class QuantizedWeights(Message):
             peers_copy.copy_(rows[own_row])
 
     def _copy_tables(self, device: torch.device) -> tuple[CopyTable, CopyTable]:
-        """Of what is encoded, and of what is not."""
+        """Return the copies of what is encoded, and of what is not."""
         return self._columns.copy_table(device, shards.PER_PROGRAM), self._dense_columns.copy_table(device)

@@ -45,7 +45,7 @@ from thinwire.ops import sketch, sparse
 ATTENTION_INPUTS = re.compile(
     r"(to_)?(w?(q|k|v|kv|qkv)|query|key|value|key_value|query_key_value)(_proj)?(_weight)?|c_attn|in_proj(_weight)?"
 )
-"""One part of a dotted parameter name, in lower case: what makes queries, keys and values in the usual models."""
+"""The words of a dotted parameter name, in lower case, that make queries, keys and values in the usual models."""
 CELL_BITS = 24 - 4
 """A cell's sum is exact below 2^24 quanta; 2^4 elements per cell and rank are allowed for (at load 0.7 it has 2.1)."""
 LOAD = 0.7
@@ -54,7 +54,7 @@ sizes."""
 RESIZE = 50
 """Steps after which sketches are sized anew, from the largest union since the last time."""
 SMALLEST_EXPONENT = -126
-"""Of the quantum: below, it would leave float32 and become 0. Smaller values stay with their sender."""
+"""The least exponent of the quantum: below, it would become 0. Smaller values stay with their sender."""
 
 
 @dataclass
@@ -177,8 +177,8 @@ class TAGC(ErrorFeedback):
             self.state.put("counts", segment.name, host[:, i])
 
     def _measured(self, name: str) -> tuple[int, int, int]:
-        """Of a parameter's steps so far: what was left over, the largest union since its sketch was last sized, and the
-        union that it is sized for; -1: none was measured."""
+        """Count over a parameter's steps: what was left over, the largest union since its sketch was sized, and the union
+        that it is sized for; -1: none was measured."""
         lost_before, peak, sized = (
             -(kind == "union") if (value := self.state.get(kind, name)) is None else int(value)
             for kind in ("left", "peak", "union")
@@ -213,7 +213,7 @@ class TAGC(ErrorFeedback):
         return max(columns - int(self.theta * columns), 1)
 
     def _cells(self, name: str, columns: int, exchange: Exchange) -> int:
-        """Of each table of a parameter's sketch: for the union last measured, or for disjoint masks before any was.
+        """Size each table of a parameter's sketch: for the union last measured, or for disjoint masks before any was.
 
         0: it would be no smaller than the parameter.
         """

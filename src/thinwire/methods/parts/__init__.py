@@ -1,1 +1,1 @@
-"""What several methods are made of."""
+"""The building blocks that several methods share."""

@@ -36,7 +36,7 @@ from thinwire.methods.parts.updates import UpdateSpace
 
 @dataclass
 class Lossy(Method):
-    """What the lossy baselines share: the common policy, and error feedback.
+    """The base of the lossy baselines: the common policy, and error feedback.
 
     Args:
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
@@ -52,7 +52,7 @@ class Lossy(Method):
 
     @property
     def rounding(self) -> Rounding | None:
-        """Of one encoding; None: it leaves out more than a format bounds."""
+        """The rounding of one encoding; None: it leaves out more than a format bounds."""
         return None
 
     def describe(self) -> Card:
@@ -90,12 +90,12 @@ class _Feedback:
 
 @dataclass(frozen=True, repr=False)
 class Gradients(_Feedback):
-    """What waits is what was not sent of gradients, as the papers have it, for any optimizer."""
+    """Gradients are sent and wait, as the papers have it, for any optimizer."""
 
 
 @dataclass(frozen=True, repr=False)
 class Updates(_Feedback):
-    """What waits is what was not sent of steps of the weights.
+    """Steps of the weights are sent and wait.
 
     A step is made of this rank's gradient by Adam's rule without momentum (``parts/updates.py``), so that what waits is
     not scaled anew when it is sent, and a short run keeps dense's loss. Needs ``torch.optim.AdamW``, whose steps on the
@@ -185,7 +185,7 @@ def share_of(density: float) -> float:
 
 @dataclass
 class ErrorFeedback(Method):
-    """What the methods share that keep what they did not send: a residual as state, the common policy, a dense start.
+    """The base of methods that keep what they did not send: a residual as state, the common policy, a dense start.
 
     Args:
         start: dense before: a share of the run below 1, or a number of optimizer steps. Later => more bytes, and the
@@ -218,7 +218,7 @@ class ErrorFeedback(Method):
 
     @property
     def updates(self) -> Updates | None:
-        """How gradients become steps; None: gradients are sent."""
+        """Return the knobs by which gradients become steps; None: gradients are sent."""
         return self.feedback if isinstance(self.feedback, Updates) else None
 
     def begin(self, run: Run) -> None:

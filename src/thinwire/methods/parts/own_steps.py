@@ -13,7 +13,7 @@ from thinwire.core.run import Holder, Run, Step
 
 
 class OwnSteps:
-    """Those whose gradient, as the engine holds it, is something else, which the optimizer must not see.
+    """The parameters whose gradient, as the engine holds it, is something else, which the optimizer must not see.
 
     The optimizer leaves a parameter without gradient, and its moments and step count, as they are.
 
@@ -35,7 +35,7 @@ class OwnSteps:
         self.names.clear()
 
     def show(self, step: Step) -> None:
-        """What the engine holds as the gradient is there again for whoever looks at it."""
+        """Show the gradient as the engine holds it again to whoever looks at it."""
         for name, gradient in self._hidden.items():
             step.weights[name].grad = gradient
         self._hidden.clear()

@@ -217,7 +217,7 @@ class UpdateSpace:
             optimizer.state[weight] = self._moments(name, second if self._knows_second(name) else None)
 
     def moments_of(self, name: str) -> dict[str, Tensor] | None:
-        """What torch's Adam would keep of ``name``, by this rank's own v_n; None: it keeps its own, as it always does.
+        """Return what torch's Adam would keep of ``name``, by this rank's own v_n; None: it keeps its own.
 
         Where this rank has not all of v_n of its part, it is as if there had been no step yet.
         """
