@@ -177,8 +177,8 @@ class TAGC(ErrorFeedback):
             self.state.put("counts", segment.name, host[:, i])
 
     def _measured(self, name: str) -> tuple[int, int, int]:
-        """Count over a parameter's steps: what was left over, the largest union since its sketch was sized, and the union
-        that it is sized for; -1: none was measured."""
+        """Count over a parameter's steps: what was left over, the largest union since its sketch was sized, and the
+        union that it is sized for; -1: none was measured."""
         lost_before, peak, sized = (
             -(kind == "union") if (value := self.state.get(kind, name)) is None else int(value)
             for kind in ("left", "peak", "union")
