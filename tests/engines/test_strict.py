@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import nccl_double as strict
 import ranks
 import thinwire
 from breadth import falls_on
 from engines import adamw, build, train
 from models import Net
-from support import nccl_double as strict
-from support.nccl_double import Call
+from nccl_double import Call
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.proof.record import small

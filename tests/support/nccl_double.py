@@ -1,6 +1,6 @@
 """A stand-in for NCCL on a machine without a GPU: gloo underneath, as strict as NCCL, and every call is remembered.
 
-    from support import nccl_double                       # knows the backend "strict" from now on
+    import nccl_double                       # knows the backend "strict" from now on
     torch.distributed.init_process_group("strict")
     ...                                                   # some steps of any training
     everybody = [None] * torch.distributed.get_world_size()
