@@ -124,7 +124,7 @@ def _encode(payload, payload_stride, positions, positions_stride, whole, whole_s
 
 @njit
 def _estimate(lost, seed, cells, sums, out):
-    """The median of its three signed cells for every element that is left. ``held``: see ``_peel_row``."""
+    """The median of its three signed cells for every element that is left. ``sums``: see ``_peel_row``."""
     for i in range(lost.size):
         word = lost[i]
         while word != 0:
@@ -139,7 +139,7 @@ def _estimate(lost, seed, cells, sums, out):
 
 @njit
 def _peel_row(sketch, index, seed, cells, out, lost, wanted, tags, sums, queue):
-    """``tags`` and ``held`` are one memory, 16 bytes per cell: its elements' count and names, then its sum."""
+    """``tags`` and ``sums`` are one memory, 16 bytes per cell: its elements' count and names, then its sum."""
     size = np.int64(3 * cells)
     for i in range(size):
         tags[2 * i] = uint64(0)

@@ -19,12 +19,12 @@ MIX = 0xD6E8FEB86659FD93 - 2**64
 
 def hashes(seed: int, elements: Tensor, cells: int) -> tuple[Tensor, Tensor]:
     """Cells (3, k) int64, table j in [j * cells, (j + 1) * cells), and signs (k,) of +-1, int64."""
-    first = hash_of(seed, elements)
-    second = (first ^ shifted(first, 32)) * MIX
-    second = second ^ shifted(second, 32)
-    halves = (shifted(first, 32), first & 0xFFFFFFFF, shifted(second, 32))
+    word1 = hash_of(seed, elements)
+    word2 = (word1 ^ shifted(word1, 32)) * MIX
+    word2 = word2 ^ shifted(word2, 32)
+    halves = (shifted(word1, 32), word1 & 0xFFFFFFFF, shifted(word2, 32))
     cell_indices = torch.stack([shifted(half * cells, 32) + j * cells for j, half in enumerate(halves)])
-    return cell_indices, 1 - 2 * (second & 1)
+    return cell_indices, 1 - 2 * (word2 & 1)
 
 
 def gather(rows: Tensor, words: Tensor, segments: SketchSegments, positions: Tensor, payload: Tensor) -> None:
@@ -115,14 +115,14 @@ def _peel(
 
 
 def restore(
-    sent: Tensor, residual: Tensor, positions: Tensor, left: Tensor, segments: SketchSegments, out: Tensor
+    sent: Tensor, residual: Tensor, positions: Tensor, lost: Tensor, segments: SketchSegments, out: Tensor
 ) -> None:
-    is_lost = mask.flags_of(left)
+    is_lost = mask.flags_of(lost)
     for segment in segments:
         if not segment.cells:
             out[:, segment.columns].zero_()
             continue
-        listed = (each[:, segment.listed] for each in (sent, residual, positions))
+        listed = (values[:, segment.listed] for values in (sent, residual, positions))
         for row, (values, remainders, listed_columns) in enumerate(zip(*listed, strict=True)):
             is_listed = listed_columns >= 0
             columns = listed_columns[is_listed].long()

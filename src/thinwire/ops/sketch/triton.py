@@ -139,7 +139,7 @@ def _places(words, element, inside, tallies, tallies_stride, row):
     """
     bits = _bits(words, element, inside)
     tallies += row * tallies_stride + tl.program_id(0)
-    earlier = tl.min(element, 0) // element.shape[0]  # programs of this part
+    earlier = tl.min(element, 0) // element.shape[0]  # programs of this segment
     return bits != 0, tl.load(tallies) - tl.load(tallies - earlier) + tl.cumsum(bits, 0) - bits
 
 
@@ -187,7 +187,7 @@ def _list(
 ):  # fmt: skip
     """List each segment's elements of ``index``, in order, -> ``elements``; both copies of ``counts`` count them.
 
-    Nothing is recovered yet: ``left`` = ``index``, ``out`` = 0. Segments without a sketch are done.
+    Nothing is recovered yet: ``lost`` = ``index``, ``out`` = 0. Segments without a sketch are done.
     """
     row, _, segment, element = _segment_of(programs, segments, BLOCK, FIELDS)
     start, width = tl.load(segment), tl.load(segment + 1)
