@@ -111,10 +111,10 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         yield kernel, of, block
     yield sparse._sum_at, {}, block | aligned
     lines = {"FIELDS": sketch_parts.FIELDS}
-    held = {"left": "*i64", "held": "*fp64"}
+    sums = {"lost": "*i64", "cell_sums": "*fp64", "magnitudes": "*i32"}
     for kernel in (sketch._peaks, sketch._round_to, sketch._encode, sketch._tally, sketch._gather, sketch._hold,
                    sketch._list, sketch._round, sketch._estimate, sketch._restore):  # fmt: skip
-        yield kernel, of | held, block | lines
+        yield kernel, of | sums, block | lines
     yield sketch._count, of, {"BLOCK": sketch.WORDS} | lines
     row = {"BLOCK": moments.BLOCK, "DIRECTORY": moments.DIRECTORY} | aligned
     for one in (False, True):

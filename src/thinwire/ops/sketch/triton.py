@@ -146,8 +146,7 @@ def _places(words, element, inside, tallies, tallies_stride, row):
 @kernel
 def _gather(
     rows, stride, words, words_stride, positions, positions_stride, payload, payload_stride, tallies, tallies_stride,
-    programs,
-    segments, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    programs, segments, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     row, _, segment, element = _segment_of(programs, segments, BLOCK, FIELDS)
     start = tl.load(segment)
@@ -163,8 +162,7 @@ def _gather(
 @kernel
 def _hold(
     wire, wire_stride, counts, counts_stride, cell_sums, cell_sums_stride, programs, segments, count, row_of_wire,
-    wired,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    wired, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Both copies: no elements in any cell yet, and, of the rows of the wire, each cell's sum."""
     row, _, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
@@ -216,8 +214,7 @@ def _list(
 @kernel
 def _round(
     elements, elements_stride, counts, counts_stride, cell_sums, cell_sums_stride, out, stride, lost, lost_stride,
-    programs,
-    segments, count, row_of_wire, wired, turn, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    programs, segments, count, row_of_wire, wired, turn, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """An element is its number while it waits, -2 less its number when the round before has found it, -1 after that.
 
