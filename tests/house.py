@@ -39,7 +39,6 @@ LIMITS: dict[str, float] = {
 
 TODAY: dict[str, float] = {
     "lines of source": 29_380,
-    "knobs not measured": 27,
 }
 """What is allowed where a limit is not reached yet. Lower an entry when its measure falls; remove it at the limit."""
 
