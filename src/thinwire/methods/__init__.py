@@ -84,7 +84,10 @@ def resolve(method: Method | str) -> Method:
         values = {**cls.PRESETS[preset], **values}
     values = {RENAMED.get(f"{cls.name}({knob}=)", knob): value for knob, value in values.items()}
     if "feedback" in known:
-        values = translate_knobs(getattr(cls, "feedback"), values)  # noqa: B009  (Method has none)
+        try:
+            values = translate_knobs(getattr(cls, "feedback"), values)  # noqa: B009  (Method has none)
+        except ThinwireError as error:
+            raise ThinwireError(f"{cls.name}: {error}") from None
     for knob in values:
         if knob not in known:
             _refuse_removed(f"{cls.name}({knob}=)")

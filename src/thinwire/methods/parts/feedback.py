@@ -137,6 +137,7 @@ OLD_KNOBS = {"portion": "delivered_share", "direction": "direction", "beta1": "b
 
 def read_feedback(text: str, method: str = "") -> Gradients | Updates:
     """Read "gradients" or "updates(delivered_share=0.25)". Raises ThinwireError for what is neither."""
+    label, names = f"{method}: " if method else "", ", ".join(OLD_KNOBS.values())
     name, bracket, _ = text.strip().partition("(")
     kind = KINDS.get(name) or OLD_KINDS.get(name)
     try:
@@ -144,8 +145,9 @@ def read_feedback(text: str, method: str = "") -> Gradients | Updates:
         if kind is None or not isinstance(call, ast.Call) or call.args:
             raise ValueError
         return kind(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
+    except ThinwireError as error:
+        raise ThinwireError(f"{label}{error}") from None
     except (SyntaxError, ValueError, TypeError):
-        label, names = f"{method}: " if method else "", ", ".join(OLD_KNOBS.values())
         raise ThinwireError(
             f"{label}feedback is 'gradients' or 'updates(knob=value, ...)' with {names}, got '{text}'"
         ) from None
@@ -171,7 +173,8 @@ def translate_knobs(default: Any, knobs: Mapping[str, Any]) -> dict[str, Any]:
             if unset:
                 raise ThinwireError(f"{', '.join(unset)} does nothing with feedback='gradients': leave it out")
         else:
-            known["feedback"] = replace(feedback, **old)
+            muon = {"beta1": 0.0} if old.get("direction") == "muon" else {}  # a default that muon does not have
+            known["feedback"] = replace(feedback, **{**muon, **old})
     return known
 
 
