@@ -10,7 +10,7 @@ import torch
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.core.bucket import Bucket, Piece
-from thinwire.core.outliers import MEMORY, WATCHED, OutlierClip
+from thinwire.core.outliers import NORM_DECAY, WATCHED, OutlierClip
 from thinwire.core.state import State, dump_state, next_exchange
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_a_gradient_more_than_ten_times_as_large_as_usual_becomes_one_ten_times_
         assert step(of, 2.0, 1.0) == pytest.approx((2.0, 1.0))
     assert of.facts() == {"cut": 0, "norm": 0}
     assert step(of, 19.9, 1.0) == pytest.approx((19.9, 1.0))
-    usual = 2 * MEMORY + 19.9 * (1 - MEMORY)
+    usual = 2 * NORM_DECAY + 19.9 * (1 - NORM_DECAY)
     # b's share of what is usual in the model is more than its own norm was
     share = math.sqrt(0.7) * math.hypot(usual, 1.0)
     assert step(of, 1e4, 1e5) == pytest.approx((10 * usual, 10 * share), rel=1e-5)
@@ -248,7 +248,7 @@ def test_it_is_what_a_loop_over_parameters_says(rows, dtype, leaves):
             cut, norm = cut + over, norm + over * (size - left / times * most)
             if size:
                 size = most if over else size
-                usual[name] = MEMORY * usual[name] + (1 - MEMORY) * size if usual[name] else size
+                usual[name] = NORM_DECAY * usual[name] + (1 - NORM_DECAY) * size if usual[name] else size
         rest = torch.ones(len(memory), dtype=torch.bool)
         rest[7:].view(rows, width)[:, 1:9] = False
         assert torch.equal(memory[rest], given[rest])

@@ -24,7 +24,7 @@ from thinwire.core.bucket import Piece
 
 STEP = 2.0
 """Usual norms that a cut leaves where a gradient becomes a step or a momentum before it is averaged."""
-MEMORY = 0.9
+NORM_DECAY = 0.9
 """The decay per step of the usual norm: a norm counts for about ten steps."""
 WATCHED = 200
 """Steps between two looks at how often gradients are cut; a look waits for the device."""
@@ -99,7 +99,7 @@ class OutlierClip:
         if devices.streams(flat.device) is not None or bool(exceeds.any()):
             torch._foreach_mul_(views, list(factors.to(flat.dtype).unbind()))
         norm = torch.where(exceeds, largest, torch.where(counted, norms, usual_before))
-        usual_after = torch.where(usual_before > 0, MEMORY * usual_before + (1 - MEMORY) * norm, norm)
+        usual_after = torch.where(usual_before > 0, NORM_DECAY * usual_before + (1 - NORM_DECAY) * norm, norm)
         counts = torch.stack([counted.float(), exceeds.float(), torch.where(exceeds, norms - cut_to, 0.0)])
         self._next[:, columns] = torch.cat([usual_after.unsqueeze(0), before_step[1:] + counts])
 

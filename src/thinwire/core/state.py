@@ -14,7 +14,7 @@ from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Segment
 
-SMALL = "="
+LOOSE = "="
 """Precedes, in a saved state, the key of a value that does not live in a bucket."""
 
 
@@ -254,7 +254,7 @@ def dump_state(state: State) -> dict[str, Tensor]:
     for use, device in state._stages:
         if use == "write":
             devices.wait(device)  # copies to CPU memory may be under way
-    result = {f"{SMALL}{kind}/{name}": value.clone() for (kind, name), value in state._small.items()}
+    result = {f"{LOOSE}{kind}/{name}": value.clone() for (kind, name), value in state._small.items()}
     result |= {f"{kind}/{name}": values.clone() for (kind, name), values in state._loose.items()}
     for (kind, name), (home, segment) in state._home.items():
         result[f"{kind}/{name}"] = _columns(state._current[kind, home], segment).clone()
@@ -268,6 +268,6 @@ def load_state(state: State, values: dict[str, Tensor]) -> None:
         store.clear()
     state.loads += 1
     for key, tensor in values.items():
-        kind, _, name = key.removeprefix(SMALL).partition("/")
-        store = state._small if key.startswith(SMALL) else state._loose
+        kind, _, name = key.removeprefix(LOOSE).partition("/")
+        store = state._small if key.startswith(LOOSE) else state._loose
         store[kind, name] = tensor.clone()

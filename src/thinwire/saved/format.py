@@ -30,7 +30,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method, Parameter
-from thinwire.core.state import SMALL
+from thinwire.core.state import LOOSE
 from thinwire.methods.parts.feedback import GRADIENTS, OLD_KNOBS, UPDATES, translate_knobs
 
 FORMAT = 1
@@ -219,7 +219,7 @@ class Form:
     def __init__(self, header: Header, shapes: Mapping[str, Tensor]) -> None:
         self.header = header
         self.shapes = dict(sorted(shapes.items()))
-        self._small = [key for key in self.shapes if key.startswith(SMALL)]
+        self._small = [key for key in self.shapes if key.startswith(LOOSE)]
 
     def pack(self, values: Mapping[str, Tensor], device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Bring ``values``, by key without the rank, into this form, with zeros made on ``device`` for missing ones.
@@ -284,7 +284,7 @@ class Form:
 def trim(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a rank's ``values`` without entries that stand for none, and without the zeros behind a value."""
     trimmed = {key: value for key, value in sorted(values.items()) if key != "lengths"}
-    small = [key for key in trimmed if key.startswith(SMALL)]
+    small = [key for key in trimmed if key.startswith(LOOSE)]
     for key, length in zip(small, values["lengths"].tolist() if small else (), strict=True):
         if length < 0:
             del trimmed[key]

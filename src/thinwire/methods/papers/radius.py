@@ -37,7 +37,7 @@ from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange, bucket_rows, count_columns
 from thinwire.core.method import ANEW, Card, Run, StateKind, Step, check_density, count_of
 from thinwire.core.selection import keep_dense
-from thinwire.core.state import SMALL as LOOSE
+from thinwire.core.state import LOOSE
 from thinwire.methods.parts.feedback import ErrorFeedback
 from thinwire.network.comm import local
 from thinwire.ops import mask as masks
@@ -176,8 +176,8 @@ class Radius(ErrorFeedback):
         AdamW's own step has done Alg. 2, l. 1-2. With feedback="updates" what has come is the direction.
         """
         if self.update_space is not None:
-            come = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            return local(come).reshape(-1)
+            received_step = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            return local(received_step).reshape(-1)
         current = local(weight).detach()
         if name in self._before:
             return (self._before[name] - current).reshape(-1)

@@ -60,7 +60,7 @@ from thinwire.ops.quant import ORDER
 from thinwire.ops.rows import CopyTable
 
 WEIGHTS = ("difference", "plain", "dense")
-READ = 1 << 24
+DECODE_CHUNK_VALUES = 1 << 24
 """Values of shards that are decoded at once where no kernel knows the codec. More => fewer launches, more scratch
 memory (4 bytes each)."""
 _EVERYTHING = {"send": ("*",)}
@@ -186,7 +186,7 @@ class SDP4Bit(Method):
         for segment in bucket.segments:
             self._bits[segment.name] = 8 * len(bucket.rows) * codec.wire_bytes(segment.width), segment.piece.numel
         seed = self._seeds(bucket, exchange) if codec.draws else None
-        # Transform and quantize (l. 2-3, 8-9): Integers.encode, ops/quant. All-to-all (l. 4, 10): collectives.py.
+        # Transform and quantize (l. 2-3, 8-9): Integers.encode, ops/quant. All-to-all (l. 4, 10): core/exchange.py.
         # Values again, their sum, and transform it back (l. 5-7, 11-13): Integers.decode_sum, ops/quant.
         exchange.mean(bucket, codec, on_wire=False, seed=seed)
 
@@ -292,7 +292,7 @@ class QuantizedWeights(Message):
             return
         if peers_copy is not None:
             rows[own_row].copy_(peers_copy)
-        chunk_rows = max(READ // max(rows.shape[1], 1), 1)
+        chunk_rows = max(DECODE_CHUNK_VALUES // max(rows.shape[1], 1), 1)
         for chunk, wire in zip(rows.split(chunk_rows), wires.split(chunk_rows), strict=True):
             values = torch.empty((len(chunk), self._width), dtype=torch.float32, device=rows.device)
             self._codec.decode(wire, values)

@@ -28,7 +28,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Segment
 from thinwire.core.exchange import Exchange, bucket_rows
 from thinwire.core.method import Method, count_of
-from thinwire.core.state import SMALL as LOOSE
+from thinwire.core.state import LOOSE
 from thinwire.methods.parts.atmask import Unfolded
 from thinwire.network.comm import Work
 from thinwire.ops import mask as masks
