@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -44,6 +45,21 @@ def check_types(settings: Any, label: Callable[[str], str]) -> None:
         if not _fits(value, hint):
             shown = " ".join(repr(value).split())
             raise ThinwireError(f"{label(field.name)} is {_words(hint)}, got {shown[:60]}")
+
+
+def read_arguments(brackets: str) -> dict[str, Any]:
+    """Read ``"(knob=value, ...)"``, or "" for none, whose values are Python's literals.
+
+    Raises:
+        ValueError, SyntaxError: it is no such text, or names a knob twice.
+    """
+    call = ast.parse(f"f{brackets or '()'}", mode="eval").body
+    if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
+        raise ValueError
+    values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    if len(values) < len(call.keywords):
+        raise ValueError
+    return values
 
 
 def knobs_of(method: HasKnobs | type[HasKnobs]) -> list[Field[Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from thinwire.base.errors import ThinwireError
 
@@ -46,14 +45,9 @@ class Safety:
 
     def __post_init__(self) -> None:
         times = self.outlier_clip
-        if times is not None and not (_is_number(times, int | float) and 1 <= times < math.inf):
+        if times is not None and (times is True or not isinstance(times, int | float) or not 1 <= times < math.inf):
             raise ThinwireError(f"outlier_clip is a number of usual norms, 1 or more, or None for none, got {times!r}")
         for name in ("max_skipped", "check_every"):
             steps = getattr(self, name)
-            if steps is not None and not (_is_number(steps, int) and steps >= 1):
+            if steps is not None and (steps is True or not isinstance(steps, int) or steps < 1):
                 raise ThinwireError(f"{name} is a number of optimizer steps, 1 or more, or None, got {steps!r}")
-
-
-def _is_number(value: object, kind: Any) -> bool:
-    """Tell whether ``value`` is a number of ``kind``, which a bool is not."""
-    return isinstance(value, kind) and not isinstance(value, bool)

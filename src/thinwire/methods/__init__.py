@@ -8,7 +8,7 @@ from inspect import getdoc
 from typing import Any, NamedTuple
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import knobs_of, unknown_knob
+from thinwire.base.knobs import knobs_of, read_arguments, unknown_knob
 from thinwire.core.method import Method as Method
 from thinwire.core.method import Parameter as Parameter
 from thinwire.core.method import Promise as Promise
@@ -52,7 +52,7 @@ def resolve(method: Method | str) -> Method:
         return method
     if not isinstance(method, str):
         raise ThinwireError(f"a method is a thinwire method or its name, got {type(method).__name__}")
-    name, _, knobs = method.strip().partition("(")
+    name, bracket, knobs = method.strip().partition("(")
     name, *colons = name.split(":")
     by_name = {cls.name: cls for cls in TABLE}
     cls = by_name.get(name.strip().lower().replace("_", "-"))
@@ -62,10 +62,7 @@ def resolve(method: Method | str) -> Method:
     preset = colons.pop(0).strip() if len(colons) % 2 else None
     pairs = list(zip(map(str.strip, colons[::2]), map(_value, colons[1::2]), strict=True))
     try:
-        call = ast.parse(f"f({knobs}" if knobs or "(" in method else "f()", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
-            raise ValueError
-        pairs += [(str(keyword.arg), ast.literal_eval(keyword.value)) for keyword in call.keywords]
+        pairs += read_arguments(bracket + knobs).items()
         values = dict(pairs)
         if len(values) < len(pairs):
             raise ValueError

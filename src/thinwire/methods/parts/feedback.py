@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import check_types
+from thinwire.base.knobs import check_types, read_arguments
 from thinwire.codecs.base import Residual
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
@@ -129,25 +128,25 @@ class Updates(_Feedback):
 
 
 GRADIENTS, UPDATES = Gradients(), Updates()
-KINDS: dict[str, type[Gradients | Updates]] = {"gradients": Gradients, "updates": Updates}
-OLD_KINDS = {"gradient": Gradients, "update": Updates}
+KINDS: dict[str, Any] = {"gradients": Gradients, "updates": Updates}
 OLD_KNOBS = {"portion": "delivered_share", "direction": "direction", "beta1": "beta1"}
 """Knobs that methods had before ``Updates`` had them, which saved runs and measurements still say."""
 
 
-def read_feedback(text: str, method: str = "") -> Gradients | Updates:
-    """Read "gradients" or "updates(delivered_share=0.25)". Raises ThinwireError for what is neither."""
-    label, names = f"{method}: " if method else "", ", ".join(OLD_KNOBS.values())
-    name, bracket, _ = text.strip().partition("(")
-    kind = KINDS.get(name) or OLD_KINDS.get(name)
+def read_feedback(text: str, default: Any, method: str = "") -> Gradients | Updates:
+    """Read "gradients" or "updates(delivered_share=0.25)" for a ``method`` whose feedback is ``default``.
+
+    Older versions wrote "gradient" and "update": the default, if it is of that kind. Raises ThinwireError for others.
+    """
+    label, (name, bracket, knobs) = f"{method}: " if method else "", text.strip().partition("(")
     try:
-        call = ast.parse(f"f{text.strip()[len(name) :]}" if bracket else "f()", mode="eval").body
-        if kind is None or not isinstance(call, ast.Call) or call.args:
-            raise ValueError
-        return kind(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
+        kind = KINDS[name if name in KINDS else f"{name}s"]
+        is_default = name not in KINDS and not bracket and isinstance(default, kind)
+        return default if is_default else kind(**read_arguments(bracket + knobs))
     except ThinwireError as error:
         raise ThinwireError(f"{label}{error}") from None
-    except (SyntaxError, ValueError, TypeError):
+    except (KeyError, SyntaxError, ValueError, TypeError):
+        names = ", ".join(OLD_KNOBS.values())
         raise ThinwireError(
             f"{label}feedback is 'gradients' or 'updates(knob=value, ...)' with {names}, got '{text}'"
         ) from None
@@ -161,20 +160,16 @@ def translate_knobs(default: Any, knobs: Mapping[str, Any]) -> dict[str, Any]:
     """
     known = dict(knobs)
     old = {new: known.pop(name) for name, new in OLD_KNOBS.items() if name in known}
-    word = known.get("feedback")
-    if word in OLD_KINDS:
-        known["feedback"] = default if isinstance(default, OLD_KINDS[word]) else OLD_KINDS[word]()
-    if old:
-        feedback = known.get("feedback", default)
-        if isinstance(feedback, str):
-            feedback = read_feedback(feedback)
-        if not isinstance(feedback, Updates):
-            unset = {name: value for name, value in old.items() if value not in (None, "adam", 0.0)}
-            if unset:
-                raise ThinwireError(f"{', '.join(unset)} does nothing with feedback='gradients': leave it out")
-        else:
-            muon = {"beta1": 0.0} if old.get("direction") == "muon" else {}  # a default that muon does not have
-            known["feedback"] = replace(feedback, **{**muon, **old})
+    feedback = known.get("feedback", default)
+    if isinstance(feedback, str):
+        feedback = known["feedback"] = read_feedback(feedback, default)
+    if not isinstance(feedback, Updates):
+        unset = {name: value for name, value in old.items() if value not in (None, "adam", 0.0)}
+        if unset:
+            raise ThinwireError(f"{', '.join(unset)} does nothing with feedback='gradients': leave it out")
+    elif old:
+        muon = {"beta1": 0.0} if old.get("direction") == "muon" else {}  # a default that muon does not have
+        known["feedback"] = replace(feedback, **{**muon, **old})
     return known
 
 
@@ -208,8 +203,7 @@ class ErrorFeedback(Method):
         self.first = 0
         self.update_space: UpdateSpace | None = None
         if isinstance(self.feedback, str):
-            known = translate_knobs(type(self).feedback, {"feedback": self.feedback})["feedback"]
-            self.feedback = read_feedback(known, self.name) if isinstance(known, str) else known
+            self.feedback = read_feedback(self.feedback, type(self).feedback, self.name)
         super().__post_init__()
         check_start(self.name, "start", self.start)
         check_smallest(self.name, self.smallest_sent)
