@@ -26,16 +26,8 @@ from thinwire.lab.cluster import Cluster, NoNamespaces
 from thinwire.lab.link import Link
 from thinwire.lab.run import launch
 
+pytestmark = pytest.mark.usefixtures("namespaces")
 SOURCE = str(Path(thinwire.__file__).parents[1])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def namespaces() -> None:
-    try:
-        with Cluster(1, 1, "unlimited"):
-            pass
-    except NoNamespaces as error:
-        pytest.skip(f"needs network namespaces: {error}")
 
 
 def interfaces() -> str:

@@ -16,9 +16,9 @@ from breadth import spread
 from thinwire.base.errors import ThinwireError
 from thinwire.cli.lab import compare_main
 from thinwire.lab import compare as module
-from thinwire.lab.cluster import Cluster, NoNamespaces
 from thinwire.lab.link import Link
 
+pytestmark = pytest.mark.usefixtures("namespaces")
 FAKE = """
 import json, os, socket, sys, time
 from pathlib import Path
@@ -71,15 +71,6 @@ if rank == 0:
                "valid_loss": valid, "wire_bytes_per_step": {"inter": payload, "intra": 0}}
     (out / "summary.json").write_text(json.dumps(summary))
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def namespaces() -> None:
-    try:
-        with Cluster(1, 1, "unlimited"):
-            pass
-    except NoNamespaces as error:
-        pytest.skip(f"needs network namespaces: {error}")
 
 
 @pytest.fixture

@@ -31,16 +31,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "proofs"))
 import digests
 import lossy
 
+pytestmark = pytest.mark.usefixtures("namespaces")
 FAR = Link.parse("200mbit", 1500, "1ms", "0.5ms", "1%", "1%")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def namespaces() -> None:
-    try:
-        with Cluster(1, 1, "unlimited"):
-            pass
-    except NoNamespaces as error:
-        pytest.skip(f"needs network namespaces: {error}")
 
 
 def test_who_delays(record_property: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
