@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from programs import needs_triton, run_python
+from programs import check_interpreted, needs_triton
 from thinwire import AdamS
 from thinwire.base.errors import ThinwireError
 from thinwire.ops.adams import cpu, reference
@@ -174,10 +174,8 @@ from test_adams import check
 from thinwire.ops.adams import triton
 for n, dtype in ((1, torch.float32), (1500, torch.float32), (1025, torch.bfloat16)):
     check(triton, n, dtype)
-print("checked")
 """
-    done = run_python(code, TRITON_INTERPRET="1")
-    assert done.stdout.strip().endswith("checked"), done.stderr
+    check_interpreted(code)
 
 
 @pytest.mark.gpu

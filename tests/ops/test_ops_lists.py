@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from programs import needs_triton, run_python
+from programs import check_interpreted, needs_triton
 from test_ops_mask import SPECIAL, gaussian, topk_mask
 from thinwire.base.errors import ThinwireError
 from thinwire.codecs.base import Residual
@@ -233,10 +233,8 @@ for parts, kind, way in zip(t.PARTS[1:] * 2, (None, None, "one of four", "nans o
     t.check(triton, parts, kind, ways=(way,))
 t.check_packing(triton, t.MIXED)
 t.check_leaving_out(triton)
-print("checked")
 """
-    done = run_python(code, TRITON_INTERPRET="1")
-    assert done.stdout.strip().endswith("checked"), done.stderr
+    check_interpreted(code)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from programs import needs_triton, run_python
+from programs import check_interpreted, needs_triton
 from thinwire.base.errors import ThinwireError
 from thinwire.codecs import Masked, Residual, Sparse
 from thinwire.ops import mask, sparse
@@ -199,10 +199,8 @@ def test_triton_topk_interpreted_equals_reference():
 import test_ops_mask
 from thinwire.ops.sparse import triton
 test_ops_mask.check_topk(triton, 64 * 9, tuple(test_ops_mask.SPECIAL), (1, 200, 575))
-print("checked")
 """
-    done = run_python(code, TRITON_INTERPRET="1")
-    assert done.stdout.strip().endswith("checked"), done.stderr
+    check_interpreted(code)
 
 
 def check_positions(fast: ModuleType, device: str = "cpu") -> None:
@@ -326,10 +324,8 @@ from thinwire.ops.mask import triton
 test_ops_mask.check_positions(triton)
 test_ops_mask.check_renewed(triton)
 test_ops_mask.check_a_wrong_mask_stays_in_its_row(triton)
-print("checked")
 """
-    done = run_python(code, TRITON_INTERPRET="1")
-    assert done.stdout.strip().endswith("checked"), done.stderr
+    check_interpreted(code)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from programs import needs_triton, run_python
+from programs import check_interpreted, needs_triton, run_python
 from thinwire.base.random import Drawn, Pool, Seeds
 from thinwire.ops import quant as ops
 from thinwire.ops.quant import cpu, reference
@@ -301,10 +301,8 @@ cases = (
 for count, groups, group, dtype in cases:
     n = groups * group
     test_ops.check_all(triton_int8, count, n, group, dtype)
-print("checked")
 """
-    done = run_python(code, TRITON_INTERPRET="1")
-    assert done.stdout.strip().endswith("checked"), done.stderr
+    check_interpreted(code)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from programs import needs_triton, run_python
+from programs import check_interpreted, needs_triton
 from thinwire.ops.rows import CopySegment, CopyTable, pack, reference, unpack
 
 CPU = torch.device("cpu")
@@ -80,10 +80,8 @@ from thinwire.ops.rows import triton
 for rows in (1, 3):
     for narrow in (torch.float32, torch.bfloat16):
         test_ops_rows.check(triton, rows, narrow)
-print("checked")
 """
-    done = run_python(code, TRITON_INTERPRET="1")
-    assert done.stdout.strip().endswith("checked"), done.stderr
+    check_interpreted(code)
 
 
 @pytest.mark.gpu

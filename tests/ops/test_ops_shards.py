@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from programs import needs_triton, run_python
+from programs import check_interpreted, needs_triton
 from thinwire.base.random import Drawn
 from thinwire.ops import quant, shards
 from thinwire.ops.quant import Format
@@ -178,10 +178,8 @@ import test_ops_shards as t
 from thinwire.ops.shards import triton
 for case in t.CASES:
     t.check(triton, case)
-print("checked")
 """
-    done = run_python(code, TRITON_INTERPRET="1")
-    assert done.stdout.strip().endswith("checked"), done.stderr
+    check_interpreted(code)
 
 
 @pytest.mark.gpu

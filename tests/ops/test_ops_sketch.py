@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from programs import needs_triton, run_python
+from programs import check_interpreted, needs_triton
 from thinwire.base.errors import ThinwireError
 from thinwire.ops import mask, sketch, sparse
 from thinwire.ops.sketch import SketchSegment, SketchSegments, cpu, reference
@@ -197,7 +197,5 @@ for sketch.ROUNDS, holes in ((7, True), (2, False)):
     slow, fast = (everything(module, parts, rows, wired, row, holes=holes) for module in (reference, triton))
     for name in slow:
         assert torch.equal(slow[name], fast[name]), (name, sketch.ROUNDS)
-print("checked")
 """
-    done = run_python(code, TRITON_INTERPRET="1")
-    assert done.stdout.strip().endswith("checked"), done.stderr
+    check_interpreted(code)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from programs import needs_triton, run_python
+from programs import check_interpreted, needs_triton
 from thinwire.base.errors import ThinwireError
 from thinwire.base.random import random_bits, random_normal, random_order, random_signs, seed_of
 from thinwire.codecs import Masked, Sparse
@@ -258,7 +258,5 @@ for block in (256,):
         m.srht_reconstruct(payload, signs, chosen, out)
         found.append((payload, rest, out))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
-print("checked")
 """
-    done = run_python(code, TRITON_INTERPRET="1")
-    assert done.stdout.strip().endswith("checked"), done.stderr
+    check_interpreted(code)

@@ -10,7 +10,7 @@ import torch
 
 from breadth import spread
 from papers.onebit_adam import OneBitAdam as OneBitAdamPaper
-from programs import needs_triton, run_python
+from programs import check_interpreted, needs_triton
 from test_ops_quant import apart, assert_same_bits, hard_rows, margin, poisoned
 from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import Integers
@@ -343,10 +343,8 @@ import test_onebit
 from thinwire.ops.sign import triton as fast
 for case in ((3, 5, 128, torch.float32), (2, 37, 32, torch.bfloat16), (1, 3, 4096, torch.float32)):
     test_onebit.check_kernels(fast, *case)
-print("checked")
 """
-    done = run_python(code, TRITON_INTERPRET="1")
-    assert done.stdout.strip().endswith("checked"), done.stderr
+    check_interpreted(code)
 
 
 @pytest.mark.gpu

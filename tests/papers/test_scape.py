@@ -15,7 +15,7 @@ import thinwire
 from breadth import spread
 from engines import build, same_on_all_ranks, train
 from papers.scape import SCAPE as ScapePaper
-from programs import needs_triton, run_python
+from programs import check_interpreted, needs_triton
 from thinwire.base.errors import ThinwireError
 from thinwire.core.method import Parameter, Run
 from thinwire.methods import SCAPE, resolve
@@ -293,10 +293,8 @@ import test_scape
 from thinwire.ops.moments import triton
 for n, m in ((64, 64), (1088, 1030), (2048, 1)):
     test_scape.check(triton, n, m)
-print("checked")
 """
-    done = run_python(code, TRITON_INTERPRET="1")
-    assert done.stdout.strip().endswith("checked"), done.stderr
+    check_interpreted(code)
 
 
 @pytest.mark.gpu

@@ -24,3 +24,9 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run(
         [sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True, timeout=300 * PATIENCE
     )
+
+
+def check_interpreted(code: str) -> None:
+    """Run ``code``, in which kernels are Triton's and interpreted, and which fails where one of its checks does."""
+    done = run_python(f'{code}print("checked")\n', TRITON_INTERPRET="1")
+    assert done.stdout.strip().endswith("checked"), done.stderr
