@@ -25,18 +25,23 @@ def largest(
         total_out.copy_(total)
     positions.fill_(-1)
     for start, width, k, list_start in segments:
-        words = torch.empty(len(rows), width // masks.WORD, dtype=torch.int64, device=rows.device)
-        masks.topk_mask(total[:, start : start + width], k, words)
-        masks.indices(words, positions[:, list_start : list_start + k])
-        positions[:, list_start : list_start + k] += start
+        positions[:, list_start : list_start + k] = start + _largest_columns(total[:, start : start + width], k)
     payload.copy_(total.gather(1, positions.clamp(min=0).long()).masked_fill_(positions < 0, 0))
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
     words.zero_()
     for start, width, k, _ in segments:
-        own = words[:, start // masks.WORD : (start + width) // masks.WORD]
-        masks.topk_mask(rows[:, start : start + width], k, own)
+        columns = _largest_columns(rows[:, start : start + width], k)
+        masks.from_indices(columns, words[:, start // masks.WORD : (start + width) // masks.WORD])
+
+
+def _largest_columns(values: Tensor, k: int) -> Tensor:
+    magnitudes = values.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    # NaN above infinity, ties in order of position: two stable sorts, the less important key first
+    by_size = magnitudes.sort(dim=1, descending=True, stable=True).indices
+    by_nan = values.isnan().gather(1, by_size).to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+    return by_size.gather(1, by_nan)[:, :k].sort(1).values
 
 
 NOT_A_WIRE = "a wire of positions does not hold as many as it should, or one beyond its columns, or out of order"
