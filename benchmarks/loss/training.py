@@ -20,7 +20,7 @@ from pathlib import Path
 METHODS = {
     "dense": "dense",
     "bf16": "bf16",
-    "int8, error feedback": "int8(smallest={small},error_feedback=True)",
+    "int8, error feedback": "int8(smallest={small},feedback='gradients')",
     "Radius d=0.5, T=200 (paper)": "radius:paper-d0.5",
     "Radius d=0.4, T=200 (paper)": "radius:paper",
     "Radius d=0.1, T=200 (paper)": "radius:paper-d0.1",
@@ -43,11 +43,11 @@ METHODS = {
     "top-k d=0.01, error feedback": "topk(feedback='gradient',density=0.01,smallest={small})",
     "top-k d=0.4 from 15%, error feedback": "topk(feedback='gradient',density=0.4,start=0.15,smallest={small})",
     "top-k d=0.4 from 15%, no feedback": (
-        "topk(feedback='gradient',density=0.4,start=0.15,error_feedback=False,smallest={small})"
+        "topk(density=0.4,start=0.15,feedback=None,smallest={small})"
     ),
     "top-k d=0.01 from 15%, error feedback": "topk(feedback='gradient',density=0.01,start=0.15,smallest={small})",
     "top-k d=0.01 from 15%, no feedback": (
-        "topk(feedback='gradient',density=0.01,start=0.15,error_feedback=False,smallest={small})"
+        "topk(density=0.01,start=0.15,feedback=None,smallest={small})"
     ),
     "ZeRO++ (8-bit weights)": "zeropp(smallest={small})",
     "ZeRO++ as the paper compares it (4-bit weights)": (

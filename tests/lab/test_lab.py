@@ -302,8 +302,8 @@ def test_command_line_errors() -> None:
         with pytest.raises(ThinwireError):
             lab_main(argv)
     assert split(["--a", "--", "x", "--", "y"]) == (["--a"], ["x", "--", "y"])
-    assert method_names("dense, int8(group=64, error_feedback=True),bf16") == [
-        "dense", "int8(group=64, error_feedback=True)", "bf16",
+    assert method_names("dense, int8(group=64, feedback='gradients'),bf16") == [
+        "dense", "int8(group=64, feedback='gradients')", "bf16",
     ]  # fmt: skip
 
 

@@ -39,7 +39,7 @@ KNOBS = [(cls, knob.name) for cls in TABLE for knob in knobs_of(cls)]
 NAMED = [f"{cls.name}-{knob}" for cls, knob in KNOBS]
 KINDS = {
     "separate": ({}, {"beta": None}, {"beta": None, "reset": 3}, {"estimator": "paper", "beta": 0.95}),
-    "topk": ({}, {"error_feedback": False}), "tagc": ({}, {"leftovers": "median"}, {"theta": 0}),
+    "topk": ({}, {"feedback": None}), "tagc": ({}, {"leftovers": "median"}, {"theta": 0}),
     "loco": ({}, {"reset": 0}), "dgc": ({}, {"momentum": 0}), "trickle": ({}, {"mask": "merged"}),
 }  # fmt: skip
 """Settings of a method that promise different things."""
@@ -157,7 +157,7 @@ def test_a_bare_name_is_the_recommended_form_and_the_papers_is_beside_it(cls):
         assert isinstance(methods.resolve(f"{cls.name}(start=7)").feedback, sends[cls.name])
 
 
-@pytest.mark.parametrize("name", ["topk", "tagc", "powersgd", "trickle", "topk(error_feedback=False)"])
+@pytest.mark.parametrize("name", ["topk", "tagc", "powersgd", "trickle"])
 def test_what_sends_adamws_steps_is_no_outer_method_and_what_to_write_is_said(name):
     for_gradients = methods.resolve(name).for_gradients
     refused(lambda: methods.resolve(f"local-steps(outer={name!r})"), "outer optimizer is SGD", f"write {for_gradients}")
@@ -169,7 +169,7 @@ def test_what_sends_adamws_steps_is_no_outer_method_and_what_to_write_is_said(na
     ("text", "same"),
     [
         ("scape:density:0.1", "scape(density=0.1)"),
-        ("int8:group:64:error_feedback:True", "int8(group=64, error_feedback=True)"),
+        ("int8:group:64:feedback:gradients", "int8(group=64, feedback='gradients')"),
         ("topk:feedback:update:dense:*bias", "topk(feedback='update', dense='*bias')"),
         ("radius:paper:density:0.4", "radius:paper(density=0.4)"),
         (" int8 : group : 64 (smallest=3)", "int8(group=64, smallest=3)"),

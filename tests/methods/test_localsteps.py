@@ -273,7 +273,7 @@ def test_every_outer_method_runs(outer):
 
 @pytest.mark.parametrize("topology", ["all_reduce", "hsdp"])
 @pytest.mark.parametrize(
-    "outer", [TOPK, "int8(smallest=0, error_feedback=True)", "powersgd(feedback='gradient', smallest=0, rank=1)"]
+    "outer", [TOPK, "int8(smallest=0, feedback='gradients')", "powersgd(feedback='gradient', smallest=0, rank=1)"]
 )
 def test_what_was_moved_has_arrived_or_waits(outer, topology):
     """Of plain averaging with SGD: N times how far all are from the start + what waits = all local steps."""
@@ -318,8 +318,8 @@ def test_a_removed_preset_says_what_to_write(preset):
 
 
 def test_it_can_be_written_on_the_command_line():
-    method = resolve("local-steps(every=4, outer='int8(error_feedback=True)', outer_lr=0.7, outer_momentum=0.9)")
-    assert isinstance(method, LocalSteps) and method.card.carrier == resolve("int8(error_feedback=True)")
+    method = resolve("local-steps(every=4, outer='int8:feedback:gradients', outer_lr=0.7, outer_momentum=0.9)")
+    assert isinstance(method, LocalSteps) and method.card.carrier == resolve("int8(feedback='gradients')")
     assert resolve(str(method)) == method
     assert LocalSteps(outer=methods.TopK(feedback="gradient", density=0.5)).card.carrier.density == 0.5
     sparse = resolve("local-steps:sparseloco(every=15)")

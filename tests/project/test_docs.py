@@ -140,7 +140,7 @@ def test_a_form_means_what_was_recorded(figures: ModuleType) -> None:
         assert {**found[1], "outer": outer} == {**knobs_of(short)[1], "outer": str(knobs_of(short)[1].get("outer", ""))}
     assert figures.form("trickle(smallest=16384)") == "trickle"
     assert figures.form("topk(density=0.01, feedback='update', smallest=1024)") == "topk"
-    assert figures.form("int8(smallest=16384,error_feedback=True)") == "int8(error_feedback=True)"
+    assert figures.form("int8(smallest=16384,feedback='gradients')") == "int8(feedback='gradients')"
 
 
 def test_the_figures_of_readme_are_of_the_form_that_a_name_means(figures: ModuleType) -> None:

@@ -40,13 +40,12 @@ TRIP = (
 )  # fmt: skip
 """4 -> 2 -> 3 ranks, and DDP -> FSDP2 -> HSDP -> two levels -> DDP."""
 WAIT = [
-    cls for cls in TABLE if small(cls).card.keeps_state or "error_feedback" in {knob.name for knob in knobs_of(cls)}
+    cls for cls in TABLE if small(cls).card.keeps_state or "feedback" in {knob.name for knob in knobs_of(cls)}
 ]
 
 
 def make(cls: type) -> Any:
-    knobs = {knob.name for knob in knobs_of(cls)}
-    more = {"error_feedback": True} if "error_feedback" in knobs else {}
+    more = {"feedback": "gradients"} if cls.name == "int8" else {}
     outer = {"outer": "topk(feedback='gradient', smallest=0, density=0.25)"} if cls.name == "local-steps" else {}
     return small(cls, **more, **outer)
 

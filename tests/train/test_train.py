@@ -300,10 +300,10 @@ def refused(found: list[tuple[int, str]], line: str) -> bool:
 @pytest.mark.parametrize(
     ("engine", "world", "method"),
     spread(2, [
-        ("ddp", 3, "dense"), ("hsdp", 4, "bf16"), ("fsdp2", 2, "int8(smallest=1000, error_feedback=True)"),
-        ("hsdp", 4, "local-steps(every=4, start=1, outer='int8(smallest=1000, error_feedback=True)')"),
+        ("ddp", 3, "dense"), ("hsdp", 4, "bf16"), ("fsdp2", 2, "int8(smallest=1000, feedback='gradients')"),
+        ("hsdp", 4, "local-steps(every=4, start=1, outer='int8:smallest:1000:feedback:gradients')"),
         # Step 3 is inside the first round.
-        ("ddp", 2, "local-steps(every=4, start=1, outer='int8(smallest=1000, error_feedback=True)')"),
+        ("ddp", 2, "local-steps(every=4, start=1, outer='int8:smallest:1000:feedback:gradients')"),
     ]),
 )  # fmt: skip
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, text, engine, world, method):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable
 from inspect import getdoc
 from typing import Any, NamedTuple
 
@@ -30,8 +31,12 @@ REMOVED = {
     "trickle:shared": "trickle:merged", "trickle(choosers=)": "trickle:merged",
 }  # fmt: skip
 """Methods, presets and knobs that older versions had, and what to take in their place."""
-RENAMED = {"trickle(answer=)": "server_density"}
-"""Knobs by the names that older versions had for them, which saved runs still say."""
+TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "trickle(answer=)": lambda density: {"server_density": density},
+    "int8(error_feedback=)": lambda keeps: {"feedback": "gradients"} if keeps else {},
+    "topk(error_feedback=)": lambda keeps: {} if keeps else {"feedback": None},
+}
+"""Knobs of older versions, which saved runs still say, and what they are today."""
 
 
 def names() -> list[str]:
@@ -40,9 +45,9 @@ def names() -> list[str]:
 
 
 def resolve(method: Method | str) -> Method:
-    """A method from its name: ``"int8"``, ``"int8(group=64, error_feedback=True)"``, ``"radius:paper(density=0.4)"``.
+    """A method from its name: ``"int8"``, ``"int8(group=64, feedback='gradients')"``, ``"radius:paper(density=0.4)"``.
 
-    ``"int8:group:64:error_feedback:True"`` and ``"radius:paper:density:0.4"`` say the same to programs whose own
+    ``"int8:group:64:feedback:gradients"`` and ``"radius:paper:density:0.4"`` say the same to programs whose own
     parser takes ``=`` or brackets for itself.
 
     Raises:
@@ -79,7 +84,8 @@ def resolve(method: Method | str) -> Method:
             known_presets = ", ".join(f"{cls.name}:{known}" for known in cls.PRESETS) or "none"
             raise ThinwireError(f"{cls.name} has no preset '{preset}'; there are: {known_presets}")
         values = {**cls.PRESETS[preset], **values}
-    values = {RENAMED.get(f"{cls.name}({knob}=)", knob): value for knob, value in values.items()}
+    for knob in [knob for knob in values if f"{cls.name}({knob}=)" in TRANSLATED]:
+        values |= TRANSLATED[f"{cls.name}({knob}=)"](values.pop(knob))
     if "feedback" in known:
         try:
             values = translate_knobs(getattr(cls, "feedback"), values)  # noqa: B009  (Method has none)

@@ -60,7 +60,7 @@ from thinwire.core.method import (
 from thinwire.core.method_buckets import bucket_of
 from thinwire.core.selection import dense_among, keep_dense
 from thinwire.core.state import find_entries, find_written
-from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.methods.parts.feedback import Lossy
 from thinwire.methods.parts.own_adam import MeanMomentView, check_adam, check_saved_shape, restore_moment
 from thinwire.network.comm import local
 
@@ -159,7 +159,7 @@ class LocalSteps(Method):
         promise = self._outer.card.promise
         if isinstance(self._outer, LocalSteps) or not self._outer.rank_equal:
             raise ThinwireError(f"{self.name}: outer={self._outer.name} leaves ranks apart: take one that averages")
-        if isinstance(self._outer, ErrorFeedback) and self._outer.updates is not None:
+        if isinstance(self._outer, Lossy) and self._outer.updates is not None:
             raise ThinwireError(
                 f"{self.name}: outer={self._outer.name} sends AdamW's steps (feedback='updates'), and the outer "
                 f"optimizer is SGD: write {self._outer.for_gradients}"

@@ -38,7 +38,7 @@ from thinwire.core.exchange import Exchange, bucket_rows, count_columns
 from thinwire.core.method import ANEW, Card, Run, StateKind, Step, check_density, count_of
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import LOOSE
-from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Lossy, Updates
 from thinwire.network.comm import local
 from thinwire.ops import mask as masks
 from thinwire.ops import sparse
@@ -50,7 +50,7 @@ _PAPER = {"T": 200, "start": 0.15, "residual_scale": 1.0, **_BIASES}
 
 
 @dataclass
-class Radius(ErrorFeedback):
+class Radius(Lossy):
     """Values at one top-k mask, which is resampled every T steps; the rest waits in a residual (MLSys 2025, Alg. 1).
 
     Args:
@@ -73,6 +73,7 @@ class Radius(ErrorFeedback):
         "paper-d0.1": {**_PAPER, "density": 0.1},
     }
 
+    feedback: Gradients | Updates = GRADIENTS
     density: float = 0.5
     T: int = 50
     start: float = 0.15
@@ -101,7 +102,7 @@ class Radius(ErrorFeedback):
         )  # fmt: skip
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Alg. 1, l. 6-19. Before ``start`` it is ``ErrorFeedback.reduce`` that sends all (l. 3-5)."""
+        """Alg. 1, l. 6-19. Before ``start`` it is ``Lossy.reduce`` that sends all (l. 3-5)."""
         old = self.state.read("residual", bucket)
         new = self.state.write("residual", bucket)
         if self._resamples(bucket.step):  # l. 7
