@@ -85,7 +85,7 @@ class Radius(Lossy):
         check_density("radius", self.density)
         must(self, self.T >= 1, "T", "is a number of steps, 1 or more")
         must(self, 0 < self.residual_scale <= 1, "residual_scale", "is a share, above 0 and up to 1")
-        self._before: dict[str, Tensor] = {}
+        self._former_weights: dict[str, Tensor] = {}
 
     def begin(self, run: Run) -> None:
         super().begin(run)
@@ -122,7 +122,7 @@ class Radius(Lossy):
         for name, weight in step.weights.items():
             if self._is_sent(name):
                 self.state.put("mask", name, self._mask(name, self._direction(step, name, weight)))  # l. 23
-        self._before.clear()
+        self._former_weights.clear()
         self.state.put("resampled", "", torch.tensor(step.number))
         if step.clip_factor is not None:
             self.state.put("clip", "", step.clip_factor)
@@ -131,7 +131,7 @@ class Radius(Lossy):
         """An optimizer that is not AdamW shows its direction by the change it makes."""
         super().before_step(step)
         if self.update_space is None and self._resamples(step.number):
-            self._before = {
+            self._former_weights = {
                 name: local(weight).detach().clone()
                 for name, weight in step.weights.items()
                 if self._is_sent(name) and not isinstance(step.holders[name].optimizer, torch.optim.AdamW)
@@ -180,8 +180,8 @@ class Radius(Lossy):
             received_step = torch.zeros_like(weight) if weight.grad is None else weight.grad
             return local(received_step).reshape(-1)
         current = local(weight).detach()
-        if name in self._before:
-            return (self._before[name] - current).reshape(-1)
+        if name in self._former_weights:
+            return (self._former_weights[name] - current).reshape(-1)
         optimizer, group = step.holders[name]
         moments = optimizer.state.get(weight, {})
         if "exp_avg" not in moments:  # never had a gradient
@@ -191,8 +191,8 @@ class Radius(Lossy):
         second = local(moments["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
         denominator = (second / (1 - beta2**t)).sqrt_().add_(group["eps"])  # Alg. 2, l. 4
         adam = local(moments["exp_avg"]) / (1 - beta1**t) / denominator  # Alg. 2, l. 3
-        before = (current + lr * adam) / (1 - lr * decay)  # the paper's w is the one that the gradient was taken at
-        return adam.add_(before, alpha=decay).reshape(-1)  # Alg. 2, l. 5
+        former = (current + lr * adam) / (1 - lr * decay)  # the paper's w is the one that the gradient was taken at
+        return adam.add_(former, alpha=decay).reshape(-1)  # Alg. 2, l. 5
 
     def _mask(self, name: str, direction: Tensor) -> Tensor:
         """Mask words (R, width / 64) of the k largest |u| of every row; every rank has all rows."""

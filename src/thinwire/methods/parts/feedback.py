@@ -116,19 +116,19 @@ def translate_knobs(default: Any, knobs: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ThinwireError: a knob of steps is set for a method that sends gradients.
     """
-    known = dict(knobs)
-    old = {new: known.pop(name) for name, new in OLD_KNOBS.items() if name in known}
-    feedback = known.get("feedback", default)
+    translated = dict(knobs)
+    old = {new: translated.pop(name) for name, new in OLD_KNOBS.items() if name in translated}
+    feedback = translated.get("feedback", default)
     if isinstance(feedback, str):
-        feedback = known["feedback"] = read_feedback(feedback, default)
+        feedback = translated["feedback"] = read_feedback(feedback, default)
     if not isinstance(feedback, Updates):
         unset = {name: value for name, value in old.items() if value not in (None, "adam", 0.0)}
         if unset:
             raise ThinwireError(f"{', '.join(unset)} does nothing with feedback={feedback!r}: leave it out")
     elif old:
         muon = {"beta1": 0.0} if old.get("direction") == "muon" else {}  # a default that muon does not have
-        known["feedback"] = replace(feedback, **{**muon, **old})
-    return known
+        translated["feedback"] = replace(feedback, **{**muon, **old})
+    return translated
 
 
 def share_of(density: float) -> float:
@@ -225,8 +225,8 @@ class Lossy(Method):
     @property
     def for_gradients(self) -> str:
         """Write this method as it sends gradients, as the papers have it, and not steps."""
-        same = str(replace(self, feedback=Gradients()))
-        return f"{same}, or {self.name}:paper" if "paper" in self.PRESETS else same
+        text = str(replace(self, feedback=Gradients()))
+        return f"{text}, or {self.name}:paper" if "paper" in self.PRESETS else text
 
     @property
     def default_share(self) -> float:
@@ -283,11 +283,11 @@ class Lossy(Method):
 
     def before_step(self, step: Step) -> None:
         if self.update_space is not None:
-            self.update_space.take(step)
+            self.update_space.take_steps(step)
 
     def after_step(self, step: Step) -> None:
         if self.update_space is not None:
-            self.update_space.done(step)
+            self.update_space.end_step(step)
 
     def undo(self) -> None:
         if self.update_space is not None:

@@ -250,8 +250,7 @@ class Masks:
         return ""
 
     def _joined(self, messages: Tensor, slots: Slots) -> dict[str, Tensor]:
-        """Join the masks (1, bytes) of parameters with several choosers, from all ``messages`` (N, m) at once.
-        """
+        """Join the masks (1, bytes) of parameters with several choosers, from all ``messages`` (N, m) at once."""
         split_slots = {name: own_slots for name, own_slots in slots.items() if len(own_slots) > 1}
         if not split_slots:
             return {}
