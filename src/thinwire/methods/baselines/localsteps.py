@@ -162,9 +162,9 @@ class LocalSteps(Method):
             raise ThinwireError(f"{self.name}: decay={self.decay} needs an outer method with error feedback")
         self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count
-        self._apart = False  # do the ranks' weights differ?
+        self._ranks_differ = False  # do the ranks' weights differ?
         self._deliver_next = False  # is all that waits to be delivered in the next round?
-        self._shown = False  # is what is this rank's own in the state?
+        self._state_holds_weights = False  # is what is this rank's own in the state?
         self._anchors: dict[str, nn.Parameter] = {}  # W
         self._adam_view = MeanMomentView()
 
@@ -248,7 +248,7 @@ class LocalSteps(Method):
 
     @property
     def rank_equal(self) -> bool:
-        return not (self._apart and find_entries(self.state, "anchor"))
+        return not (self._ranks_differ and find_entries(self.state, "anchor"))
 
     def policy(self, parameter: Parameter) -> str | None:
         return keep_dense(self._outer, parameter)
@@ -282,25 +282,25 @@ class LocalSteps(Method):
     def before_step(self, step: Step) -> None:
         if step.number < self.first:
             return
-        self._depart(step)
+        self._copy_shared_weights(step)
         if self.second_moment == "mean":
             self._adam_view.enter(step, self.run.exchange.ranks)
 
     def after_step(self, step: Step) -> None:
         self._adam_view.leave(step)
         if step.number >= self.first:
-            self._arrive(step)
+            self._count_step(step)
 
     def after_skip(self, step: Step) -> None:
         """A step that this rank skips is one of the round's all the same (in the start: all ranks skip it)."""
         if step.number >= self.first:
-            self._depart(step)
-            self._arrive(step)
+            self._copy_shared_weights(step)
+            self._count_step(step)
         self._missed += 1
 
-    def _depart(self, step: Step) -> None:
+    def _copy_shared_weights(self, step: Step) -> None:
         """Copy W, which all ranks hold, before the first local step of the run."""
-        self._hide()
+        self._drop_saved()
         if find_entries(self.state, "anchor") or not self._anchors:
             return
         for kind in self._starter.card.promise.waits:
@@ -320,22 +320,22 @@ class LocalSteps(Method):
                 if moment is not None:
                     local(moment).div_(math.sqrt(self.run.exchange.ranks))
 
-    def _arrive(self, step: Step) -> None:
+    def _count_step(self, step: Step) -> None:
         """Count a step, which all ranks do whether they took or skipped it; the last step of a round ends the round."""
         past = step.number + self._missed + 1 - self.first
         ends = past % self.every == 0 or self.first + past == self.run.steps
-        self._apart = not ends
+        self._ranks_differ = not ends
         if ends and self._anchors:
             with self.run.exchange.span("exposed", next(iter(self._anchors.values()))):
-                self._meet(step, (past - 1) // self.every)
+                self._end_round(step, (past - 1) // self.every)
 
     # A round.
 
-    def _meet(self, step: Step, number: int) -> None:
+    def _end_round(self, step: Step, number: int) -> None:
         """End a round on all ranks: average D (l. 10-11), take the outer step (l. 12), and make w_n = W again."""
         if not self._buckets:
             self._buckets = self._make_buckets()
-        moved = self._moved(step)
+        moved = self._differences(step)
         norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
         for method, bucket, columns in self._buckets:
             bucket.step = number
@@ -343,7 +343,7 @@ class LocalSteps(Method):
             deliver_waiting = self._deliver_next and method is self._outer
             (method.deliver if deliver_waiting else method.reduce)(bucket, self.run.exchange)
             if self.decay < 1 and method is self._outer:
-                self._forget(bucket)
+                self._decay_waiting(bucket)
             bucket.store(moved[columns])
             bucket.release()
         if step.agree([norm, moved]):
@@ -374,7 +374,7 @@ class LocalSteps(Method):
                 pairs.append((method, bucket, slice(first, end)))
         return pairs
 
-    def _moved(self, step: Step) -> Tensor:
+    def _differences(self, step: Step) -> Tensor:
         """Return W - w_n (l. 10) of all parameters, (P,) float32, in the buckets' order; zeros in the padding."""
         moved = torch.zeros(self._buckets[-1][2].stop, dtype=torch.float32, device=self._buckets[0][1].device)
         for name, values in self._views(moved):
@@ -391,7 +391,7 @@ class LocalSteps(Method):
                 views.append((segment.name, flat[columns][segment.piece.offset :][: shape.numel()].view(shape)))
         return views
 
-    def _forget(self, bucket: Bucket) -> None:
+    def _decay_waiting(self, bucket: Bucket) -> None:
         """Multiply what waits by SparseLoCo's decay, before the next round's D is added to it."""
         for kind in self._outer.card.promise.waits:
             if (waits := find_written(self._outer.state, kind, bucket)) is not None:
@@ -424,19 +424,19 @@ class LocalSteps(Method):
         self.state.keep("due", "", torch.tensor(int(self._deliver_next)))
         if not find_entries(self.state, "anchor"):
             return
-        self._shown = True
+        self._state_holds_weights = True
         for name, weight in self.run.weights.items():
             self.state.keep(OWN_WEIGHT, name, local(weight.detach()))
             for kind, value in self.run.holders[name].optimizer.state.get(weight, {}).items():
                 if isinstance(value, Tensor):
                     self.state.keep(f"{OWN_MOMENT}{kind}", name, local(value.detach()))
 
-    def _hide(self) -> None:
+    def _drop_saved(self) -> None:
         """Drop the weights and moments that ``finish`` showed: the model and the optimizer hold them."""
-        if self._shown:
+        if self._state_holds_weights:
             for kind, name, _ in [*find_entries(self.state, OWN_WEIGHT), *find_entries(self.state, OWN_MOMENT)]:
                 self.state.keep(kind, name, None)
-        self._shown = False
+        self._state_holds_weights = False
 
     def state_changed(self) -> None:
         """Restore W, its momentum, and this rank's own weights and moments from a checkpoint."""
@@ -452,11 +452,11 @@ class LocalSteps(Method):
             self._anchors[name].data = saved
         for _, name, saved in find_entries(self.state, "outer momentum"):
             self._sgd.state[self._anchors[name]]["momentum_buffer"] = saved
-        self._apart = False
+        self._ranks_differ = False
         for _, name, saved in find_entries(self.state, OWN_WEIGHT):
             local(self.run.weights[name].detach()).copy_(saved)
-            self._apart |= not torch.equal(saved, self._anchors[name].detach().to(saved.dtype))
+            self._ranks_differ |= not torch.equal(saved, self._anchors[name].detach().to(saved.dtype))
         for kind, name, saved in find_entries(self.state, OWN_MOMENT):
             restore_moment(self.run, kind.removeprefix(OWN_MOMENT), name, saved)
-        self._shown = True
-        self._hide()
+        self._state_holds_weights = True
+        self._drop_saved()
