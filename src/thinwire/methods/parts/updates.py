@@ -294,8 +294,8 @@ class UpdateSpace:
             columns, beta2 = segment.columns, float(group["betas"][1])
             if segment.name in self._matrices:
                 shape = self._run.parameters[segment.name].shape
-                matrices = (tensor[:, columns] for tensor in (values, second, second_out))
-                muon(*matrices, shape, segment.span, float(group["lr"]))
+                gradients, old, new = (tensor[:, columns] for tensor in (values, second, second_out))
+                muon(gradients, old, new, shape, segment.span, float(group["lr"]))
                 continue
             segments.append(DirectionSegment(segment.start, segment.width, index, beta2, float(group["eps"])))
         scale, beta1 = r * unbias, self._momentum
