@@ -101,7 +101,7 @@ class Ranks:
             out = torch.zeros(engine.numel // engine.rows) if engine.owner else flat
             with torch.no_grad():
                 method = rank.road.last.method
-                rank.road.between_steps(flat, engine.pieces, out, partial(send_all, method.card, method.state))
+                rank.road.carry(flat, engine.pieces, out, partial(send_all, method.card, method.state))
             rank.method.state.commit()
             return out
 

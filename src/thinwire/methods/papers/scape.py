@@ -192,7 +192,7 @@ class SCAPE(Method):
                 choose=self._schedule.refreshes(bucket.step + 1),  # l. 15: the scores |m~_n|
             )  # fmt: skip
         put_back(self.state, "residual", bucket)
-        exchange.mean(Payload(payload, b), shared=True)  # l. 13-14: b = mean over n of m~_n on M
+        exchange.mean(Payload(payload, b, bucket), shared=True)  # l. 13-14: b = mean over n of m~_n on M
         # l. 15: the next M = top-k of the scores, which ``after_step`` takes of all buckets at once.
         with exchange.span("decode", bucket.mean):
             words, bit_offsets = mask.row(exchange.own_row)
