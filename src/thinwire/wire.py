@@ -155,11 +155,12 @@ class Options:
         }  # fmt: skip
         if self.method.two_level if self.two_level is None else self.two_level:
             settings["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE")
-        device = next(model.parameters()).device.type
-        engine_name = "HSDP" if len(engine_class.process_groups(model)) > 1 else engine_class.__name__
-        facts = host_facts(self.method, self.optimizers, device, engine_name) | describe_settings(settings)
-        facts |= self.facts_of_stages() | model_facts(model)
-        return facts | optimizer_facts(self.optimizers, model) | engine_class.facts(model)
+        facts = describe_settings(settings) | self.facts_of_stages() | model_facts(model)
+        facts |= optimizer_facts(self.optimizers, model) | engine_class.facts(model)
+        if next(model.parameters()).device.type == "cpu":
+            replicated = engine_class is DDP or len(engine_class.process_groups(model)) > 1
+            facts = host_facts(self.method, self.optimizers, replicated=replicated) | facts
+        return facts
 
     def facts_of_stages(self) -> dict[str, str]:
         """Describe what the stages of a pipeline must have in common, too, in words."""

@@ -9,9 +9,8 @@ ranks go their own ways it is done when they have met.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,15 +20,8 @@ from thinwire.core.agreement import Agreement, find_difference
 from thinwire.core.state import find_entries
 from thinwire.network.comm import Comm, GroupComm, local
 
-
-class Compared(Protocol):
-    """The steps of a model whose replicas are compared: their engine, method and road."""
-
-    engine: Any
-    method: Any
-    road: Any
-    weights: Mapping[str, Tensor]
-
+if TYPE_CHECKING:
+    from thinwire.core.step import StepLoop
 
 WIDTH = 4096
 """Words that are summed together."""
@@ -75,7 +67,7 @@ def _odd(device: torch.device) -> Tensor:
 class ReplicaCheck:
     """Compares the replicas of a model every so many steps. All its calls are collective."""
 
-    def __init__(self, steps: Compared, every: int) -> None:
+    def __init__(self, steps: StepLoop, every: int) -> None:
         """``every``: optimizer steps, skipped ones included; higher => cheaper, and noticed later."""
         self._steps, self.every, self._last = steps, every, 0
         self._comms = [_aside(comm) for comm in steps.engine.comms]
@@ -91,7 +83,7 @@ class ReplicaCheck:
         self._last = number
         with Agreement(self._comms), torch.no_grad():
             # All of them before one raises: other groups do not know yet, and their ranks go on to the next.
-            wrong = [self._compare(comm, tensors, number) for comm, tensors in self._tensors()]
+            wrong = [_compare(comm, tensors, number) for comm, tensors in self._tensors()]
             for line in filter(None, wrong):
                 raise ThinwireError(line)
 
@@ -107,9 +99,7 @@ class ReplicaCheck:
         if number - self._last < self.every or self._steps.engine.kind == "ddp":  # which exchanges all or none
             return
         comm = self._comms[0]
-        words = hashlib.sha256("\n".join(names).encode()).digest()[:8]
-        hashes = _gather(comm, torch.frombuffer(bytearray(words), dtype=torch.int64))
-        if len(set(hashes.flatten().tolist())) > 1:
+        if Agreement([comm]).collect({"names": "\n".join(names)}, {}) is not None:
             raise ThinwireError(
                 f"step {number}: rank {comm.ranks[comm.rank]} has gradients of {', '.join(names) or 'nothing more'}, "
                 "and another rank has others: each rank must use the same parameters in a step"
@@ -131,33 +121,22 @@ class ReplicaCheck:
             if replica.resident is not None:
                 yield _aside(replica.comm), {f"the gathered weights {replica.shard.names[0]}": replica.resident}
 
-    @staticmethod
-    def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], number: int) -> str:
-        """Say what differs, or "". First one hash of all goes round; only if two differ, one of each tensor."""
-        if not tensors:
-            return ""
-        hashes = torch.stack([digest(values) for values in tensors.values()])
-        if len(set(_gather(comm, digest(hashes).view(1)).flatten().tolist())) == 1:
-            return ""
-        rows = [
-            (rank, dict(zip(tensors, map(str, row), strict=True)))
-            for rank, row in zip(comm.ranks, _gather(comm, hashes).tolist(), strict=True)
-        ]
-        difference = find_difference(rows)
-        assert difference is not None
-        return (
-            f"after step {number}, {difference.name} on rank {difference.rank} are not those of "
-            f"{difference.other_ranks}: go back to a checkpoint, and look for what that rank does differently (its "
-            "learning rate, its memory)"
-        )
 
-
-def _gather(comm: GroupComm, hashes: Tensor) -> Tensor:
-    """Gather the ``hashes`` (P,) of all ranks: (N, P)."""
-    own_hashes = hashes.to(comm.device).view(torch.uint8)
-    gathered = own_hashes.new_empty((comm.size, len(own_hashes)))
-    comm.all_gather(gathered, own_hashes)
-    return gathered.cpu().view(torch.int64)
+def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], number: int) -> str:
+    """Say what differs between the ranks of ``comm``, or ""."""
+    if not tensors:
+        return ""
+    hashes = torch.stack([digest(values) for values in tensors.values()]).tolist()
+    rows = Agreement([comm]).collect(dict(zip(tensors, map(str, hashes), strict=True)), {})
+    if rows is None:
+        return ""
+    difference = find_difference([(rank, facts) for rank, facts, _ in rows])
+    assert difference is not None
+    return (
+        f"after step {number}, {difference.name} on rank {difference.rank} are not those of "
+        f"{difference.other_ranks}: go back to a checkpoint, and look for what that rank does differently (its "
+        "learning rate, its memory)"
+    )
 
 
 def _aside(comm: Comm) -> GroupComm:

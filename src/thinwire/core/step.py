@@ -89,8 +89,9 @@ class StepLoop:
         self._warned = False
         self._knows_scaler = run.scaled or not self.method.card.keeps_state
         self._names = {id(weight): name for name, weight in self.weights.items()}
-        drop = functools.partial(drop_waiting, self.method.card, self.state) if self.method.card.keeps_state else None
-        self.weight_watch = WeightWatch(self.method.name, list(self.weights.values()), drop)
+        watched = list(self.weights.values()) if self.method.card.keeps_state else []
+        drop = functools.partial(drop_waiting, self.method.card, self.state)
+        self.weight_watch = WeightWatch(self.method.name, watched, drop)
 
     # What the engines say.
 
