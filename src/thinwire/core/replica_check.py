@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.agreement import Agreement, find_difference
+from thinwire.core.engine import Engine
+from thinwire.core.road import Road
 from thinwire.core.state import find_entries
 from thinwire.network.comm import Comm, GroupComm, local
-
-if TYPE_CHECKING:
-    from thinwire.core.step import StepLoop
 
 WIDTH = 4096
 """Words that are summed together."""
@@ -67,10 +65,11 @@ def _odd(device: torch.device) -> Tensor:
 class ReplicaCheck:
     """Compares the replicas of a model every so many steps. All its calls are collective."""
 
-    def __init__(self, steps: StepLoop, every: int) -> None:
+    def __init__(self, engine: Engine, road: Road, weights: Mapping[str, Tensor], every: int) -> None:
         """``every``: optimizer steps, skipped ones included; higher => cheaper, and noticed later."""
-        self._steps, self.every, self._last = steps, every, 0
-        self._comms = [_aside(comm) for comm in steps.engine.comms]
+        self._engine, self._weights, self.every, self._last = engine, weights, every, 0
+        self._method, self._exchange = road.last.method, road.last.exchange
+        self._comms = [_aside(comm) for comm in engine.comms]
 
     def look(self, number: int) -> None:
         """Compare after step ``number``, if it is time to and the ranks are together.
@@ -78,7 +77,7 @@ class ReplicaCheck:
         Raises:
             ThinwireError: they are not the same. On all ranks; those that differ say what is first to differ.
         """
-        if number - self._last < self.every or not self._steps.method.rank_equal:
+        if number - self._last < self.every or not self._method.rank_equal:
             return
         self._last = number
         with Agreement(self._comms), torch.no_grad():
@@ -96,7 +95,7 @@ class ReplicaCheck:
         Raises:
             ThinwireError: another rank exchanges others, on all ranks.
         """
-        if number - self._last < self.every or self._steps.engine.kind == "ddp":  # which exchanges all or none
+        if number - self._last < self.every or self._engine.kind == "ddp":  # which exchanges all or none
             return
         comm = self._comms[0]
         if Agreement([comm]).collect({"names": "\n".join(names)}, {}) is not None:
@@ -107,11 +106,10 @@ class ReplicaCheck:
 
     def _tensors(self) -> Iterator[tuple[GroupComm, dict[str, Tensor]]]:
         """Yield groups of ranks, and the tensors that must be the same within each."""
-        steps = self._steps
-        engine, method, exchange = steps.engine, steps.method, steps.road.last.exchange
+        engine, method, exchange = self._engine, self._method, self._exchange
         if engine.kind != "fsdp2":
             comm = engine.comms[0] if engine.kind == "ddp" else exchange.comm
-            yield _aside(comm), {f"the weights {name}": local(weight) for name, weight in steps.weights.items()}
+            yield _aside(comm), {f"the weights {name}": local(weight) for name, weight in self._weights.items()}
         if kinds := method.card.equal_kinds:
             method.finish()
             entries = [entry for kind in kinds for entry in find_entries(method.state, kind)]

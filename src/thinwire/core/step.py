@@ -72,7 +72,7 @@ class StepLoop:
         self.state: State = self.method.state
         self.skipped = 0
         self._max_skipped, self._in_a_row = max_skipped, 0
-        self._replica_check = None if check_every is None else ReplicaCheck(self, check_every)
+        self._replica_check = None if check_every is None else ReplicaCheck(engine, road, self.weights, check_every)
         self.norm: Tensor | None = None
         self.clip_factor: Tensor | None = None
         self.closed = self.ended = False

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
-from thinwire.core.exchange import Exchange
-from thinwire.core.method import Method, Parameter
+from thinwire.core.engine import Engine
+from thinwire.core.method import Method, Run
 from thinwire.core.state import LOOSE
 from thinwire.methods.parts.feedback import GRADIENTS, OLD_KNOBS, UPDATES, translate_knobs
 
@@ -70,27 +70,17 @@ class Header:
 
     @classmethod
     def of_run(
-        cls,
-        rank: int,
-        ranks: int,
-        engine: str,
-        hops: Sequence[Exchange],
-        parameters: Iterable[Parameter],
-        method: Method,
-        *,
-        levels: bool = False,
-        inside: Method | None = None,
-        seed: int = 0,
+        cls, rank: int, ranks: int, engine: Engine, run: Run, method: Method, inside: Method | None = None,
         bound: float | None = None,
-        weights: Mapping[str, Tensor] | None = None,
-    ) -> Header:
-        """Describe this rank of a run. ``weights``: the trained parameters, of which DTensors know their sharding."""
+    ) -> Header:  # fmt: skip
+        """Describe this rank of a run."""
+        parameters = sorted(run.parameters.values(), key=lambda parameter: parameter.name)
         return cls(
-            rank, ranks, engine, levels, tuple((hop.rank, hop.ranks, hop.owner) for hop in hops), method.name,
-            _knobs(method),
-            None if inside is None else str(inside), seed, bound,
-            {p.name: (p.shape, p.local) for p in sorted(parameters, key=lambda p: p.name)},
-            tuple(sorted(name for name, weight in (weights or {}).items() if _across(weight))),
+            rank, ranks, engine.kind, engine.levels is not None,
+            tuple((hop.rank, hop.ranks, hop.owner) for hop in engine.hops), method.name, _knobs(method),
+            None if inside is None else str(inside), run.seed, bound,
+            {parameter.name: (parameter.shape, parameter.local) for parameter in parameters},
+            tuple(sorted(name for name, weight in run.weights.items() if _across(weight))),
         )  # fmt: skip
 
     @property
