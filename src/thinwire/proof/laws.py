@@ -21,14 +21,14 @@ each of them at most U times the length |x| of all that is involved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.exchange import AllReduce, bucket_rows
+from thinwire.core.exchange import bucket_rows
 from thinwire.core.method import Method, Rounding, carrier_of
 from thinwire.proof.ranks import Threads
 from thinwire.proof.record import Rank, Recording, Setup, StepRecord, common, play, small
@@ -169,12 +169,10 @@ class _Books:
     def _exact(self, step: int) -> bool:
         """Compare with the mean of the sum in rank order; DDP divides before, FSDP2 and HSDP after it."""
         inputs = [rank[step].hops[self.hop].entered for rank in self.ranks]
-        divides_first = isinstance(self.exchange, AllReduce) and self.exchange.divide == "before"
-        total = torch.zeros(())
-        for i, values in enumerate(inputs):
-            values = values * (1 / self.size) if divides_first else values
-            total = values if i == 0 else total + values
-        mean = total if divides_first else total / self.size
+        if self.exchange.divide == "before":
+            mean = reduce(torch.add, [values * (1 / self.size) for values in inputs])
+        else:
+            mean = reduce(torch.add, inputs) / self.size
         means = [rank[step].hops[self.hop].mean for rank in self.ranks]
         return torch.equal(torch.cat(means) if self.exchange.owner else means[0], mean)
 
@@ -186,13 +184,14 @@ class _Books:
         earlier: Tensor | float = 0.0
         if promise.of == "moments":
             beta1: float = self.method.beta1  # type: ignore[attr-defined]
-            earlier = beta1 * self._moments(step - 1, columns)
-            inputs, mean = (1 - beta1) * inputs, self._moments(step, columns)
+            earlier = beta1 * self._recorded("moments", step - 1, columns)
+            inputs, mean = (1 - beta1) * inputs, self._recorded("moments", step, columns)
         start = torch.zeros(())
         if promise.of == "weights" and self.ranks[0][step].alone:
-            start = self._common_weights(step, columns)
+            common_steps = [number for number in range(step) if self.ranks[0][number].equal]
+            start = self._recorded("weights", max(common_steps, default=-1), columns)
             inputs = start - torch.stack([self._flat(rank[step].stepped, columns) for rank in self.ranks])
-            mean = start - self._rows([rank[step].weights for rank in self.ranks], columns)
+            mean = start - self._recorded("weights", step, columns)
         old, new = self._waiting(step - 1, name), self._waiting(step, name)  # equal between rounds
         gap = inputs.sum(0) + old.sum(0) - new.sum(0) + self.size * (earlier - mean)
         gap = gap * self._flat(torch.ones(self.numel), columns)  # padding has no gradient to lose
@@ -225,14 +224,9 @@ class _Books:
         """Return rows (R, n) of values that all ranks hold whole, or each its own row of."""
         return self._flat(torch.cat(values) if self.exchange.owner else values[0], columns)
 
-    def _moments(self, step: int, columns: slice) -> Tensor:
-        moments = [rank[max(step, 0)].moments for rank in self.ranks]
-        return self._rows([values * (step >= 0) for values in moments], columns)
-
-    def _common_weights(self, step: int, columns: slice) -> Tensor:
-        """Return the weights when all ranks held the same ones last, before ``step``; zeros at first."""
-        equal = [earlier for earlier in range(step) if self.ranks[0][earlier].equal]
-        return self._rows([rank[max(equal, default=0)].weights * bool(equal) for rank in self.ranks], columns)
+    def _recorded(self, field: str, step: int, columns: slice) -> Tensor:
+        """Return rows (R, n) of a ``field`` of the records after ``step``; zeros before the first."""
+        return self._rows([getattr(rank[max(step, 0)], field) * (step >= 0) for rank in self.ranks], columns)
 
     def _waiting(self, step: int, name: str) -> Tensor:
         """Return the values that wait on each rank after ``step``, (N, R, n); zeros before the first."""

@@ -218,7 +218,7 @@ class Form:
         """
         entries = {"about": self.header.dump()}
         if self._small:
-            lengths = [-1 if key not in values else _last(values[key]) for key in self._small]
+            lengths = [torch.atleast_1d(values[key]).shape[-1] if key in values else -1 for key in self._small]
             entries["lengths"] = torch.tensor(lengths)
         for key, like in self.shapes.items():
             value = values.get(key)
@@ -260,15 +260,14 @@ class Form:
         if not owners:
             raise ThinwireError(f"the state is empty, and {this_rank}: each rank loads what its own state_dict() gave")
         for rank, ranks in owners:
+            advice = "each rank saves and loads its own"
             if ranks != header.ranks:
-                raise ThinwireError(
-                    f"the state is that of rank {rank} of {ranks}, and {this_rank}: hand in the states of all {ranks} "
-                    "ranks in one dict, with resize='flush', 'redistribute' or 'reset'"
+                advice = (
+                    f"hand in the states of all {ranks} ranks in one dict, with resize='flush', 'redistribute' or "
+                    "'reset'"
                 )
-            if rank != header.rank:
-                raise ThinwireError(
-                    f"the state is that of rank {rank} of {ranks}, and {this_rank}: each rank saves and loads its own"
-                )
+            if (rank, ranks) != (header.rank, header.ranks):
+                raise ThinwireError(f"the state is that of rank {rank} of {ranks}, and {this_rank}: {advice}")
 
 
 def trim(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -281,10 +280,6 @@ def trim(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif trimmed[key].dim():
             trimmed[key] = trimmed[key][..., :length]
     return trimmed
-
-
-def _last(value: Tensor) -> int:
-    return value.shape[-1] if value.dim() else 1
 
 
 def _check_keys(prefix: str, values: Mapping[str, Tensor], shapes: Mapping[str, Tensor]) -> None:
