@@ -26,7 +26,7 @@ from thinwire.base.extras import load
 from thinwire.core.agreement import Agreement, describe_settings, host_facts, model_facts, optimizer_facts, version
 from thinwire.core.bucket import Bucket
 from thinwire.core.card import StepMaker
-from thinwire.core.engine import Engine, Meet
+from thinwire.core.engine import Engine
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Run, intra_of
 from thinwire.core.method_buckets import drop_waiting, send_all
@@ -173,8 +173,14 @@ def _join(engine_class: EngineClass, model: Any, options: Options, agreement: Ag
     """Build the engine, tell the method its run, and make the wire; the ranks compare their facts on the way."""
     ledger, method, scaler = Ledger(), options.method, options.scaler
     compare = functools.partial(agreement.compare, *options.facts(engine_class, model))
-    engine = _engine(engine_class, model, method, ledger, options.two_level, compare)
+    _check_parameters(model, method)
+    engine = engine_class(model, method, ledger, two_level=options.two_level, meet=compare)
     agreement.undo = engine.close
+    if engine.kind not in method.engines:
+        why = f": {method.ELSEWHERE}" if method.ELSEWHERE else ""
+        raise ThinwireError(
+            f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}{why}"
+        )
     if options.safety.checksum:
         _seal(engine, next(model.parameters()).device.type)
     inner = _intra(engine, method, options.intra)
@@ -243,10 +249,8 @@ def _engine_class(model: nn.Module) -> tuple[EngineClass, Any]:
     )
 
 
-def _engine(
-    engine_class: EngineClass, model: Any, method: Method, ledger: Ledger, two_level: bool | None, meet: Meet
-) -> Engine:
-    """Build the engine of ``model``. Raises ThinwireError for gradients or engines that ``method`` does not carry."""
+def _check_parameters(model: Any, method: Method) -> None:
+    """Refuse a model without gradients, or with gradients that ``method`` does not carry."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ThinwireError("no parameter of the model requires a gradient")
     for name, parameter in model.named_parameters():
@@ -256,14 +260,6 @@ def _engine(
                 f"{name} is {parameter.dtype}: {method.name} carries float32 and bfloat16 gradients; "
                 "convert the model, or use method 'dense'"
             )
-    engine = engine_class(model, method, ledger, two_level=two_level, meet=meet)
-    if engine.kind not in method.engines:
-        engine.close()
-        why = f": {method.ELSEWHERE}" if method.ELSEWHERE else ""
-        raise ThinwireError(
-            f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}{why}"
-        )
-    return engine
 
 
 def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:

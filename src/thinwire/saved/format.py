@@ -237,9 +237,7 @@ class Form:
                 a key, has one that this run does not know, or one of another shape or dtype, or a value that is not
                 finite.
         """
-        self._check_owner(state)
-        own_values = {_KEY.fullmatch(key)[4]: value for key, value in state.items()}  # type: ignore[index]
-        prefix = self.header.prefix
+        prefix, own_values = self.header.prefix, {key: state[full] for key, full in self._own_keys(state).items()}
         if "about" not in own_values:
             raise ThinwireError(f"the state has no '{prefix}/about': it was not made by wire.state_dict()")
         unlike = self.header.unlike(Header.load(f"{prefix}/about", own_values.pop("about")))
@@ -249,12 +247,10 @@ class Form:
         if self._small:
             shapes["lengths"] = torch.empty(len(self._small), dtype=torch.int64, device="meta")
         _check_keys(prefix, own_values, shapes)
-        for key, value in own_values.items():
-            check_finite(f"{prefix}/{key}", value)
         return trim(own_values)
 
-    def _check_owner(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse a ``state`` that is not all this rank's."""
+    def _own_keys(self, state: Mapping[str, Tensor]) -> dict[str, str]:
+        """Return what ``split`` gives for this rank; refuse a ``state`` that is not all this rank's."""
         header, owners = self.header, split(state)
         this_rank = f"this is rank {header.rank} of {header.ranks}"
         if not owners:
@@ -268,6 +264,7 @@ class Form:
                 )
             if (rank, ranks) != (header.rank, header.ranks):
                 raise ThinwireError(f"the state is that of rank {rank} of {ranks}, and {this_rank}: {advice}")
+        return owners[header.rank, header.ranks]
 
 
 def trim(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -296,6 +293,7 @@ def _check_keys(prefix: str, values: Mapping[str, Tensor], shapes: Mapping[str, 
                 f"'{prefix}/{key}' is {value.dtype} {tuple(value.shape)}, this run needs {like.dtype} "
                 f"{tuple(like.shape)}"
             )
+        check_finite(f"{prefix}/{key}", value)
 
 
 def _and_others(keys: Sequence[str]) -> str:
@@ -311,13 +309,13 @@ def check_finite(key: str, values: Tensor) -> None:
         )
 
 
-def split(state: Iterable[str]) -> dict[tuple[int, int], list[str]]:
-    """Group the keys of ``state`` by (rank, ranks).
+def split(state: Iterable[str]) -> dict[tuple[int, int], dict[str, str]]:
+    """Group the keys of ``state`` by (rank, ranks): the key without the rank -> the key.
 
     Raises:
         ThinwireError: a key is no entry of a state.
     """
-    owners: dict[tuple[int, int], list[str]] = {}
+    owners: dict[tuple[int, int], dict[str, str]] = {}
     for key in state:
         match = _KEY.fullmatch(key)
         if match is None:
@@ -325,17 +323,17 @@ def split(state: Iterable[str]) -> dict[tuple[int, int], list[str]]:
                 f"'{key}' is no entry of a state: those are named 'rank-0000-of-0001/...', as wire.state_dict() does; "
                 "or an earlier version of Thinwire saved it"
             )
-        owners.setdefault((int(match[2]), int(match[3])), []).append(key)
+        owners.setdefault((int(match[2]), int(match[3])), {})[match[4]] = key
     return owners
 
 
 def own_of(state: Mapping[str, Tensor], header: Header) -> dict[str, Tensor] | None:
     """Return the entries of the rank of ``header`` in ``state``, if the same ranks saved it on the same engine."""
-    own_keys = split(state).get((header.rank, header.ranks))
-    key = f"{header.prefix}/about"
-    if own_keys is None or key not in own_keys or header.unlike_place(Header.load(key, state[key])):
+    own_keys = split(state).get((header.rank, header.ranks), {})
+    about = own_keys.get("about")
+    if about is None or header.unlike_place(Header.load(about, state[about])):
         return None
-    return {key: state[key] for key in own_keys}
+    return {key: state[key] for key in own_keys.values()}
 
 
 def from_dcp(checkpoint: str | os.PathLike, name: str = "wire") -> dict[str, Tensor]:

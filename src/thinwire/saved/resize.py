@@ -72,7 +72,7 @@ def _read(state: Mapping[str, Tensor], form: Form) -> list[_Saved]:
         raise ThinwireError(f"resize needs the states of all {size} ranks that saved: rank {missing[0]}'s is missing")
     ranks = []
     for rank in range(size):
-        keys = {key.partition("/")[2]: key for key in keys_by_rank[rank, size]}
+        keys = keys_by_rank[rank, size]
         if "about" not in keys:
             raise ThinwireError(f"the state of rank {rank} has no 'about': it was not made by wire.state_dict()")
         ranks.append(_Saved(Header.load(keys["about"], state[keys["about"]]), keys, state))
