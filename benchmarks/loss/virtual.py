@@ -32,7 +32,7 @@ from thinwire.methods import Method, resolve
 from thinwire.methods.parts.feedback import Lossy
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import LockStep, ThreadComm
+from thinwire.proof.ranks import ThreadComm, Threads
 from thinwire.train.config import Config
 from thinwire.train.data.windows import Windows, batches
 from thinwire.train.job.setup import make_optimizer
@@ -46,7 +46,7 @@ GIVE_UP = 20
 """Steps in a row whose gradients are not finite: the run has diverged."""
 
 
-class World(LockStep):
+class World(Threads):
     """Virtual ranks that make what all of them need once."""
 
     def __init__(self, size: int) -> None:

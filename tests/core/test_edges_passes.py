@@ -20,7 +20,7 @@ from thinwire.saved.format import entries
 OWN_MOMENTUM = ("scape", "onebit-adam", "dgc")
 
 
-def _next_moments(step: int, rank: int) -> dict[str, Tensor]:
+def _given(step: int, rank: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
@@ -72,7 +72,7 @@ def _spoilt_pairs(rank, world, engine):
         for step in steps:
             for half in (0, 1):
                 factor = float("nan") if (step, half) == poison and rank == 1 else 1.0
-                (model(_next_moments(2 * step + half, rank)) * factor).backward()
+                (model(_given(2 * step + half, rank)) * factor).backward()
             optimizer.step()
             optimizer.zero_grad()
         state = entries(wire.state_dict())
@@ -232,21 +232,21 @@ def _unexchanged(rank, world, engine):
                 wire = thinwire.compress(model, optimizer, case.method, steps=8, safety=thinwire.Safety(guard))
                 for step in (0, 1):
                     with wire.accumulate():
-                        model(_next_moments(step, rank)).backward()
+                        model(_given(step, rank)).backward()
                     optimizer.step()
                     optimizer.zero_grad()
                 with _unsynced(model, engine) if own else wire.accumulate(last=False):
-                    model(_next_moments(2, rank)).backward()
+                    model(_given(2, rank)).backward()
                 if tried:
                     before = flat(model)
                     found[f"{label}: raised"] = error_of(optimizer.step)
                     found[f"{label}: untouched"] = torch.equal(before, flat(model))
                 with wire.accumulate():  # the last one comes after all
-                    model(_next_moments(3, rank)).backward()
+                    model(_given(3, rank)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 with wire.accumulate():
-                    model(_next_moments(4, rank)).backward()
+                    model(_given(4, rank)).backward()
                 optimizer.step()
                 ends.append((flat(model), wire.step, wire.skipped))
                 wire.close()
@@ -283,7 +283,7 @@ def _unused(rank, world):
             optimizer = case.make(model.parameters())
             wire = thinwire.compress(model, optimizer, case.method, steps=8)
             for step in range(3):
-                before, given = flat(model), _next_moments(step, rank)
+                before, given = flat(model), _given(step, rank)
                 if step == 2:
                     given.pop(lacks)
                 with wire.accumulate():
@@ -321,16 +321,16 @@ def _closed(rank, world, engine):
         optimizer = case.make(model.parameters())
         wire = thinwire.compress(model, optimizer, case.method, steps=8)
         with wire.accumulate():
-            model(_next_moments(0, rank)).backward()
+            model(_given(0, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
         equal = same_on_all_ranks(model)
         wire.close()
         with torch.no_grad():
-            value = float(model(_next_moments(1, rank)))
+            value = float(model(_given(1, rank)))
         return {
-            "equal": equal, "value": value, "raised": error_of(lambda: model(_next_moments(1, rank)).backward()),
-            "accumulate": error_of(lambda: wire.accumulate(last=False)),
+            "equal": equal, "value": value, "raised": error_of(lambda: model(_given(1, rank)).backward()),
+            "accumulate": error_of(lambda: wire.accumulate(last=False).__enter__()),
         }  # fmt: skip
 
     return findings(UNEXCHANGED, look)

@@ -158,7 +158,7 @@ def test_groups_never_straddle_parameters():
 
 
 def test_a_rank_that_calls_other_verbs_does_not_hang():
-    world = Threads(2, seconds=1)
+    world = Threads(2)
 
     def body(rank):
         comm: Comm = ThreadComm(world, rank, Ledger())

@@ -6,6 +6,7 @@ import math
 import tempfile
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,10 +60,8 @@ class Ranks:
         self.forms = []
         for number, rank in enumerate(self.ranks):
             engine, method = rank.engine, rank.method
-            about = Header.of_run(
-                number, where.size, where.engine, engine.hops, engine.parameters.values(), method,
-                levels=engine.levels is not None,
-            )  # fmt: skip
+            kind: Any = SimpleNamespace(kind=where.engine, levels=engine.levels, hops=engine.hops)
+            about = Header.of_run(number, where.size, kind, rank.run, method)
             self.forms.append(Form(about, {**COUNTS, **shapes}))
 
     def train(self) -> None:
