@@ -22,9 +22,8 @@ from thinwire.core.selection import dense_among, keep_dense, unmatched
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.plan.dry_run import DryRun, dry_run, separate_buffers, stand_in_run
+from thinwire.plan.dry_run import DryRun, Memory, dry_run, separate_buffers, stand_in_run
 from thinwire.plan.measured import describe_measured
-from thinwire.plan.memory import Memory
 
 
 @dataclass(frozen=True)
