@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.train.data.corpus import HELD_OUT, is_held_out, match_paths
+from thinwire.train.data.corpus import HELD_OUT, match_paths
 from thinwire.train.data.windows import Windows
 
 Passage = tuple[str, bool]
@@ -40,7 +40,6 @@ class InstructionRows(Windows):
     def __post_init__(self) -> None:
         self.count = len(self._starts) - 1
         self.targets_per_window = (len(self.tokens) - self.count) / self.count
-        self._epoch, self._order = -1, torch.empty(0)
 
     def window(self, index: int) -> Tensor:
         return self.tokens[self._starts[index] : self._starts[index + 1]]
@@ -66,11 +65,10 @@ def read_rows(
     train = list(_tokenized(names, tokenizer))
     if valid:
         held_out = list(_tokenized(valid, tokenizer))
-    elif len(train) < HELD_OUT:
-        train, held_out = train[:-1], train[-1:]
     else:
-        held_out = [row for i, row in enumerate(train) if is_held_out(i)]
-        train = [row for i, row in enumerate(train) if not is_held_out(i)]
+        first = min(HELD_OUT, len(train)) - 1
+        held_out = train[first::HELD_OUT]
+        del train[first::HELD_OUT]
     return _cut(train, length, seed, "--data", warns), _cut(held_out, length, 0, "--valid", warns)
 
 
