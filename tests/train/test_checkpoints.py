@@ -106,9 +106,10 @@ def test_a_disk_that_fails_while_a_file_travels_is_told_by_all(tmp_path, monkeyp
 
     def open_(path: Path, mode: str = "r", **how: Any) -> Any:
         file = real(path, mode, **how)
-        if mode == ("rb" if call == "readinto" else "wb"):
+        if mode == ("rb" if call == "readinto" else "ab"):
             wrapped = mock.MagicMock(wraps=file, **{f"{call}.side_effect": OSError(5, "Input/output error")})
-            wrapped.name = file.name
+            wrapped.__enter__.return_value = wrapped
+            wrapped.__exit__.side_effect = lambda *error: wrapped.close()
             return wrapped
         return file
 
