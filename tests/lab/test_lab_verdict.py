@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from thinwire.base.errors import ThinwireError
-from thinwire.cli.lab import compare_main
+from thinwire.cli.compare import compare_main
 from thinwire.lab import report as reports
 from thinwire.lab import verdict
 from thinwire.lab.compare import Entry, joined, measure

@@ -19,7 +19,8 @@ from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
 from thinwire.cli import program as cli
-from thinwire.cli.lab import compare_main, lab_main
+from thinwire.cli.compare import compare_main
+from thinwire.cli.lab import lab_main
 from thinwire.core.method import Method, Parameter
 from thinwire.core.names import describe
 from thinwire.core.selection import keep_dense

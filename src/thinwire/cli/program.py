@@ -19,7 +19,7 @@ COMMANDS = {
         "thinwire.train.checkpoint.inspect:main",
         "show what a checkpoint holds and whether it is whole, or compare two",
     ),
-    "compare": ("thinwire.cli.lab:compare_main", "train with several methods on an emulated network: a verdict"),
+    "compare": ("thinwire.cli.compare:compare_main", "train with several methods on an emulated network: a verdict"),
     "lab": ("thinwire.cli.lab:lab_main", "run any torchrun-style command on an emulated cluster"),
     "tokenize": ("thinwire.train.data.token_files:main", "tokenize text once, for `thinwire train --corpus FOLDER`"),
     "sample": ("thinwire.train.checkpoint.trained_model:sample_main", "print text that a trained model goes on with"),

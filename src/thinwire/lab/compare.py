@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 import re
 import shlex
 import statistics
@@ -13,20 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from tyro.conf import Fixed, Suppress
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import Bytes
 from thinwire.lab import framing, verdict
 from thinwire.lab.cluster import Cluster
-from thinwire.lab.link import Link
-from thinwire.lab.report import machine, markdown, notes, page, table
+from thinwire.lab.link import Network, share
 from thinwire.lab.run import launch, open_cluster
 from thinwire.lab.verdict import DENSE, SILENT, Run
 
 FAILED, LOSS_TOO_HIGH = 1, 3
 """Exit statuses: a method has failed; a method's loss is above the limit."""
-SLOW_LINK = Link.parse("200mbit")
 
 
 @dataclass(frozen=True)
@@ -58,36 +58,52 @@ class Entry:
         return [*extra, *([] if chosen or optimizer == "adamw" else ["--optimizer", optimizer]), *self.flags]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The settings of :func:`compare`.
+@dataclass
+class Comparison(Network):
+    """Train the same model on the same data with each method, on one emulated network, and show what each gains.
 
-    Attributes:
-        methods: names as ``thinwire.methods.resolve`` takes them, each with flags of its own behind it or not (see
-            ``Entry``); "none" is run first in any case.
-        preset, steps, extra: handed to the training program.
-        out: a directory that does not exist yet, or is empty.
-        nodes, ranks_per_node, link: the emulated network.
-        limit_s: for each run.
-        seeds: the same for every method; none: one run of each, with the program's own.
-        fail_above: share above dense's loss from which a method's loss fails the comparison (lower: stricter).
-        command: how this was called, for the reports.
-        program: the training program; it keeps the contract of ``thinwire train`` (metrics.jsonl, summary.json).
+    A run that communicates nothing (method "none") always comes first, because no method can be faster. Flags
+    for ``thinwire train`` follow after ``--``. Prints a verdict and a table; writes them with pictures to report.html
+    (one file), report.md and report.json. Exit status: 0; 1: a method has failed; 3: --fail-if-loss-worse-than.
     """
 
-    methods: Sequence[str]
-    preset: str
-    steps: int
-    out: Path
-    nodes: int = 2
-    ranks_per_node: int = 1
-    link: Link = SLOW_LINK
-    limit_s: float | None = None
-    seeds: Sequence[int] = ()
-    fail_above: float | None = None
-    command: str = ""
-    extra: Sequence[str] = ()
-    program: Sequence[str] = ("thinwire", "train", "--no-checkpoints")
+    methods: str = "dense,bf16,int8,sdp4bit,topk"
+    """Comma-separated names, with or without knobs, and with flags of thinwire train for one alone behind its name:
+    'dense,int8(group=64),topk --lr 1e-3'. 'thinwire methods' lists them."""
+    preset: str = "net20m"
+    """The model and its settings; see thinwire train --help. Tensors of the smallest, tiny and small, are mostly too
+    small to be worth compressing."""
+    steps: int = 20
+    """Optimizer steps of every run. Times need at least 5; the first two are left out of the median."""
+    seeds: int = 1
+    """Runs of each method, with the seeds S, S + 1, ... (S: --seed after --, or 0). More: the losses and speeds have
+    intervals."""
+    fail_if_loss_worse_than: str | None = None
+    """Largest loss above dense's, as 1% or 0.01 (lower: stricter): with a method's mean above it the exit status is 3.
+    """
+    out: Path = Path("runs/compare")
+    """A new directory for the report; each method's run lies in a directory of its own beneath."""
+    limit_minutes: float = 60.0
+    """A method fails when one of its runs takes longer than this."""
+    extra: Suppress[Fixed[tuple[str, ...]]] = ()
+    """Flags for the training program, of all methods."""
+    first_seed: Suppress[Fixed[int]] = 0
+    """The first of several seeds. A single run of each method has the program's own."""
+    command: Suppress[Fixed[str]] = ""
+    """How this was called, for the reports."""
+    program: Suppress[Fixed[tuple[str, ...]]] = ("thinwire", "train", "--no-checkpoints")
+    """The training program; it keeps the contract of ``thinwire train`` (metrics.jsonl, summary.json)."""
+
+    @property
+    def fail_above(self) -> float | None:
+        """Share above dense's loss from which a method's loss fails the comparison."""
+        text = self.fail_if_loss_worse_than
+        return None if text is None else share(text, "--fail-if-loss-worse-than, of dense's loss,")
+
+    @property
+    def seed_numbers(self) -> Sequence[int]:
+        """The seeds, the same for every method; none: one run of each, with the program's own."""
+        return range(self.first_seed, self.first_seed + self.seeds) if self.seeds > 1 else ()
 
     def entries(self) -> dict[str, Entry]:
         """Return the entries by label, the silent run first.
@@ -97,14 +113,16 @@ class Comparison:
         """
         from thinwire.methods import resolve
 
-        Cluster(self.nodes, self.ranks_per_node, self.link)  # refuses what cannot be; nothing is made yet
-        entries = {entry.label: entry for entry in map(Entry.parse, [SILENT, *self.methods])}
+        Cluster(self.nodes, self.ranks_per_node, self.parse_link())  # refuses what cannot be; nothing is made yet
+        entries = {entry.label: entry for entry in map(Entry.parse, [SILENT, *method_names(self.methods)])}
         for entry in entries.values():
             resolve(entry.method)
         if self.steps < 1:
             raise ThinwireError(f"{self.steps} steps cannot be compared: choose 1 or more (5 for usable times)")
-        if self.limit_s is not None and not 0 < self.limit_s < math.inf:
-            raise ThinwireError(f"a limit of {self.limit_s / 60:g} minutes ends nothing in time: choose one above 0")
+        if self.seeds < 1:
+            raise ThinwireError(f"--seeds is the number of runs of each method, 1 or more, got {self.seeds}")
+        if not 0 < self.limit_minutes < math.inf:
+            raise ThinwireError(f"a limit of {self.limit_minutes:g} minutes ends nothing in time: choose one above 0")
         if self.fail_above is not None and DENSE not in entries:
             raise ThinwireError("--fail-if-loss-worse-than compares with dense: add it to --methods")
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
@@ -119,6 +137,21 @@ class Comparison:
         return flags + (["--engine", "ddp"] if entry.label == SILENT else [])
 
 
+def method_names(text: str) -> list[str]:
+    """``"dense,int8(group=64, error_feedback=True)"`` -> its methods: commas within parentheses do not separate."""
+    names, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            names.append("")
+        else:
+            names[-1] += letter
+    stripped = [name.strip() for name in names if name.strip()]
+    if not stripped:
+        raise ThinwireError("no methods to compare: write for example --methods dense,bf16,int8")
+    return stripped
+
+
 def compare(settings: Comparison) -> int:
     """Train per seed and method in one cluster, one after the other; write the reports and the pictures.
 
@@ -129,7 +162,7 @@ def compare(settings: Comparison) -> int:
     """
     entries = settings.entries()
     settings.out.mkdir(parents=True, exist_ok=True)
-    with open_cluster(settings.nodes, settings.ranks_per_node, settings.link) as cluster:
+    with open_cluster(settings.nodes, settings.ranks_per_node, settings.parse_link()) as cluster:
         runs, failed = _train_all(settings, entries, cluster)
         report = _facts(settings, cluster) | {
             "runs": [
@@ -153,7 +186,7 @@ def _train_all(
     """Return each entry's runs by label, one per seed, and why an entry has failed."""
     runs: dict[str, list[Run]] = {label: [] for label in entries}
     failed: dict[str, str] = {}
-    for seed in settings.seeds or (None,):
+    for seed in settings.seed_numbers or (None,):
         for label, entry in entries.items():
             if label in failed:
                 continue
@@ -162,7 +195,7 @@ def _train_all(
             directory = settings.out / directory_name(f"{label} {seed_text}")
             command = [*settings.program, *settings.flags(entry, seed, directory)]
             try:
-                run = train(command, directory, cluster, settings.limit_s)
+                run = train(command, directory, cluster, 60 * settings.limit_minutes)
                 runs[label].append(run | {"seed": seed})
                 print(f"{run['seconds']:.1f} s", file=sys.stderr)
             except ThinwireError as error:
@@ -182,8 +215,8 @@ def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
         "steps": settings.steps,
         "nodes": settings.nodes,
         "ranks_per_node": settings.ranks_per_node,
-        "link": settings.link.text,
-        "mtu": settings.link.mtu,
+        "link": settings.parse_link().text,
+        "mtu": settings.mtu,
         "distance": cluster.link.distance,
         "delay_s": cluster.link.delay,
         "jitter_s": cluster.link.jitter,
@@ -193,15 +226,29 @@ def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
         "forwarded": cluster.forwarded(),
         "rate_bits_per_s": cluster.link.rate,
         "emulated_network": cluster.emulated,
-        "seeds": list(settings.seeds),
+        "seeds": list(settings.seed_numbers),
         "fail_above": settings.fail_above,
         "extra": list(settings.extra),
     }
 
 
+def machine() -> str:
+    """Describe processor, operating system and Python, for readers of the times."""
+    model = platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{os.cpu_count()} x {model}, {platform.system()} {platform.release()}, Python {platform.python_version()}"
+
+
 def _write(report: dict[str, Any], out: Path) -> None:
     """Write the reports and the pictures to ``out``; print the verdict, the table and the notes."""
+    from rich.console import Console
+
     from thinwire.lab.plots import draw
+    from thinwire.lab.report import markdown, notes, page, table
 
     (out / "report.json").write_text(json.dumps(for_json(report), indent=1) + "\n")
     pictures = draw(report, out)
@@ -228,7 +275,7 @@ def log_of(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.log")
 
 
-def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: float | None) -> Run:
+def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: float) -> Run:
     """Run ``command``; return what its files hold, and the kernel's bytes of each node over the whole run.
 
     Raises:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import os
-import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
@@ -27,17 +25,6 @@ def network(report: dict[str, Any]) -> str:
     frames = f", MTU {report['mtu']}" if report["mtu"] != 1500 else ""
     distance = f", {report['distance']} (by {report['delayed_by']})" if report.get("distance") else ""
     return f"{world}, {report['link']} per node{frames}{distance}"
-
-
-def machine() -> str:
-    """Describe processor, operating system and Python, for readers of the times."""
-    model = platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{os.cpu_count()} x {model}, {platform.system()} {platform.release()}, Python {platform.python_version()}"
 
 
 def human(count: float | None) -> str:
