@@ -175,10 +175,11 @@ def test_a_failing_method_has_a_row_and_the_others_go_on(
     verdict, written = report["verdict"], (out / "report.md").read_text()
     assert "int8 --lr 1e-3: 1.0x" not in verdict and "int8 --lr 1e-3: 1.5x faster than dense, same loss" in verdict
     assert "do not use int8 --off 0.1 here: loss +10%" in verdict and "bf16 failed: seed 4: rank 1 failed" in verdict
-    assert "| bf16 | failed: seed 4: rank 1 failed" in written and verdict in written
+    assert "| bf16 | failed | - |" in written and "* bf16 failed: seed 4: rank 1 failed" in written
+    assert verdict in written and "* bf16 failed: seed 4: rank 1 failed" in said.out
     assert "scape: trained with --optimizer adams" in written
     page = (out / "report.html").read_text()
-    assert '<td class="why" colspan="8">failed: seed 4: rank 1' in page
+    assert "<li>bf16 failed: seed 4: rank 1" in page
     assert "&lt;here&gt;" in page and "<here>" not in page
 
 

@@ -256,7 +256,8 @@ def _write(report: dict[str, Any], out: Path) -> None:
     (out / "report.html").write_text(page(report, pictures))
     terminal = sys.stdout.isatty()
     print(report["verdict"])
-    Console(width=None if terminal else 1000, color_system="auto" if terminal else None).print(table(report, terminal))
+    console = Console(markup=False) if terminal else Console(markup=False, width=1000, color_system=None)
+    console.print(table(report, terminal))
     for note in notes(report):
         print(f"* {note}")
     print(f"{out / 'report.html'}, report.md, report.json and {len(pictures)} pictures")
