@@ -12,12 +12,9 @@ from thinwire.lab.compare import Comparison, compare
 from thinwire.train.config import from_arguments
 
 OURS = {
-    "--preset": "write it before --",
-    "--steps": "write it before --",
+    **dict.fromkeys(("--preset", "--steps", "--out", "--ranks-per-node"), "write it before --"),
     "--method": "write --methods before --",
-    "--out": "write it before --",
     "--ranks": "write --nodes and --ranks-per-node before --",
-    "--ranks-per-node": "write it before --",
 }
 """Flags of ``thinwire train`` that ``thinwire compare`` sets itself, and what to do instead."""
 

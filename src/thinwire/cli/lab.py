@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.options import read_options
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.link import Network
-from thinwire.lab.run import launch, open_cluster
+from thinwire.lab.run import launch, open_cluster, say
 
 
 @dataclass
@@ -61,10 +60,6 @@ def delayed(cluster: Cluster) -> str:
         "overtook, {queue_full:,} found the receiver's queue full and {no_room:,} the path; {missed:,} it did not see; "
         "{late:,} left over 1 ms late, at most {latest_ms:.1f} ms; processor {cpu_s:.1f} s"
     ).format(**counts)
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -36,6 +36,12 @@ from thinwire.lab.link import Link
 TOOLS = ("unshare", "nsenter", "ip", "tc")
 LIMIT_S = 20.0  # for any one step of the set-up
 INTERFACE = "eth0"
+# Of every namespace. Neighbour discovery and router solicitations would be counted as traffic. The host's congestion
+# control would be felt (BBR paces itself): cubic where there is one, as most clusters have.
+SYSCTLS = """
+for f in /proc/sys/net/ipv6/conf/*/disable_ipv6; do echo 1 > $f || true; done
+for c in reno cubic; do echo $c > /proc/sys/net/ipv4/tcp_congestion_control || true; done
+"""
 
 
 class NoNamespaces(ThinwireError):
@@ -185,17 +191,12 @@ class Cluster:
         for tool in TOOLS:
             if shutil.which(tool) is None:
                 raise NoNamespaces(f"'{tool}' is missing: install iproute2 and util-linux, or use --link loopback")
-        switch_pid, user = self._keeper()
-        join = ["nsenter", f"--target={switch_pid}", "--mount", "--pid", "--net"]
-        if user:
-            join += ["--user", "--preserve-credentials"]
+        join = self._keeper()
         holders = [self._hold(join) for _ in range(self.nodes)]
         self._holders = [pid for pid, _ in holders]
         self._enter = [[join[0], f"--target={pid}", *join[2:]] for pid in self._holders]
         for enter in [join, *self._enter]:
-            # Neighbour discovery and router solicitations would be counted as traffic.
-            quiet = "for f in /proc/sys/net/ipv6/conf/*/disable_ipv6; do echo 1 > $f || true; done"
-            self._call(enter, ["sh", "-c", quiet])
+            self._call(enter, ["sh", "-c", SYSCTLS])
         netem = self.link.distant and self._knows_netem(join)
         forwards = self.link.distant and not netem
         if not forwards:
@@ -210,9 +211,6 @@ class Cluster:
                 *([] if forwards else [f"link set port{node} master switch"]),
                 f"link set port{node} up",
             ])  # fmt: skip
-            # The host's choice would be felt (BBR paces itself): cubic where there is one, as most clusters have.
-            choose = "for c in reno cubic; do echo $c > /proc/sys/net/ipv4/tcp_congestion_control || true; done"
-            self._call(enter, ["sh", "-c", choose])
             self._ip(enter, [
                 "link set lo up",
                 f"addr add {self.address(node)}/24 dev {INTERFACE}",
@@ -237,8 +235,8 @@ class Cluster:
         probe = [*join, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
         return subprocess.run(probe, capture_output=True, timeout=LIMIT_S).returncode == 0
 
-    def _keeper(self) -> tuple[int, bool]:
-        """Start the lab's first process, which holds the switch. Returns its pid, and whether in a user namespace."""
+    def _keeper(self) -> list[str]:
+        """Start the lab's first process, which holds the switch. Returns the command that joins its namespaces."""
         as_root = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         as_user = [*as_root, "--user", "--map-root-user"]
         line = ""
@@ -248,7 +246,8 @@ class Cluster:
                 stdin=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             if line == "up":
-                return only_child(process), command is as_user
+                user = ["--user", "--preserve-credentials"] if command is as_user else []
+                return ["nsenter", f"--target={only_child(process)}", "--mount", "--pid", "--net", *user]
         raise NoNamespaces(f"no network namespaces may be made here ({line}): run as root, or use --link loopback")
 
     def _hold(self, join: list[str]) -> tuple[int, int]:

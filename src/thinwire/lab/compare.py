@@ -22,7 +22,7 @@ from thinwire.base.processes import Bytes
 from thinwire.lab import framing, verdict
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.link import Network, share
-from thinwire.lab.run import launch, open_cluster
+from thinwire.lab.run import launch, open_cluster, say
 from thinwire.lab.verdict import DENSE, SILENT, Run
 
 FAILED, LOSS_TOO_HIGH = 1, 3
@@ -49,13 +49,13 @@ class Entry:
     def label(self) -> str:
         return " ".join((self.method, *self.flags))
 
-    def arguments(self, extra: Sequence[str]) -> list[str]:
-        """Return ``extra``, the flags of all methods, then its own; with the optimizer that the method is made for."""
+    def own_flags(self, extra: Sequence[str]) -> list[str]:
+        """Return its flags, with the optimizer that the method is made for. ``extra``: those of all methods."""
         from thinwire.methods import resolve
 
         optimizer = resolve(self.method).OPTIMIZER.__name__.lower()
         chosen = any(word.partition("=")[0] == "--optimizer" for word in (*extra, *self.flags))
-        return [*extra, *([] if chosen or optimizer == "adamw" else ["--optimizer", optimizer]), *self.flags]
+        return [*([] if chosen or optimizer == "adamw" else ["--optimizer", optimizer]), *self.flags]
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Comparison(Network):
     def flags(self, entry: Entry, seed: int | None, directory: Path) -> list[str]:
         """Return the program's flags for one run."""
         flags = ["--preset", self.preset, "--method", entry.method, "--steps", str(self.steps), "--out", str(directory)]
-        flags += entry.arguments(self.extra) + ([] if seed is None else ["--seed", str(seed)])
+        flags += [*self.extra, *entry.own_flags(self.extra), *([] if seed is None else ["--seed", str(seed)])]
         # Nothing is exchanged on DDP only: sharded weights must be gathered. It is the floor for all engines.
         return flags + (["--engine", "ddp"] if entry.label == SILENT else [])
 
@@ -163,27 +163,19 @@ def compare(settings: Comparison) -> int:
     entries = settings.entries()
     settings.out.mkdir(parents=True, exist_ok=True)
     with open_cluster(settings.nodes, settings.ranks_per_node, settings.parse_link()) as cluster:
-        runs, failed = _train_all(settings, entries, cluster)
-        report = _facts(settings, cluster) | {
-            "runs": [
-                joined(entry, entry.arguments(settings.extra)[len(settings.extra) :], runs[label], failed.get(label),
-                       settings.ranks_per_node)
-                for label, entry in entries.items()
-            ],
-        }  # fmt: skip
+        runs = _train_all(settings, entries, cluster)
+        report = _facts(settings, cluster) | {"runs": runs}
     measure(report)
     report["verdict"] = verdict.line(report)
     _write(report, settings.out)
     too_high: list[str] = []
     if settings.fail_above is not None and (too_high := verdict.worse(report, settings.fail_above)):
-        say(f"loss is more than {100 * settings.fail_above:g}% above dense's: {', '.join(too_high)}")
-    return FAILED if failed else LOSS_TOO_HIGH if too_high else 0
+        say(f"thinwire: loss is more than {100 * settings.fail_above:g}% above dense's: {', '.join(too_high)}")
+    return FAILED if any(run["failed"] for run in runs) else LOSS_TOO_HIGH if too_high else 0
 
 
-def _train_all(
-    settings: Comparison, entries: dict[str, Entry], cluster: Cluster
-) -> tuple[dict[str, list[Run]], dict[str, str]]:
-    """Return each entry's runs by label, one per seed, and why an entry has failed."""
+def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster) -> list[Run]:
+    """Train once per seed and entry; an entry that has failed is left out from then on. Returns a run per entry."""
     runs: dict[str, list[Run]] = {label: [] for label in entries}
     failed: dict[str, str] = {}
     for seed in settings.seed_numbers or (None,):
@@ -201,8 +193,11 @@ def _train_all(
             except ThinwireError as error:
                 failed[label] = f"{seed_text}: {error}" if seed_text else str(error)
                 print("failed", file=sys.stderr)
-                say(f"method {label}: {failed[label]}; its output is in {log_of(directory)}")
-    return runs, failed
+                say(f"thinwire: method {label}: {failed[label]}; its output is in {log_of(directory)}")
+    return [
+        joined(entry, entry.own_flags(settings.extra), runs[label], failed.get(label), settings.ranks_per_node)
+        for label, entry in entries.items()
+    ]
 
 
 def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
@@ -261,10 +256,6 @@ def _write(report: dict[str, Any], out: Path) -> None:
     for note in notes(report):
         print(f"* {note}")
     print(f"{out / 'report.html'}, report.md, report.json and {len(pictures)} pictures")
-
-
-def say(line: str) -> None:
-    print(f"thinwire: {line}", file=sys.stderr, flush=True)
 
 
 def directory_name(label: str) -> str:
@@ -354,12 +345,11 @@ def measure(report: dict[str, Any]) -> None:
     for run in finished.values():
         summary = run["summary"]
         if dense:
+            pairs = list(zip(run["parts"], dense["parts"], strict=True))
             run["step_to_dense"] = summary["step_ms"] / dense["summary"]["step_ms"]
-            run["faster"], run["loss_gap"] = verdict.faster(run, dense), verdict.above(run, dense)
-            run["to_dense"] = [
-                _point(verdict.reached(seed_run["rows"], verdict.target(seed_dense["rows"])))
-                for seed_run, seed_dense in zip(run["parts"], dense["parts"], strict=True)
-            ]
+            run["faster"], run["loss_gap"] = verdict.faster(pairs), verdict.above(pairs)
+            rows = [verdict.reached(*pair) for pair in pairs]
+            run["to_dense"] = [row and {key: row[key] for key in ("step", "wall_s", "tokens")} for row in rows]
         run["step_to_none"] = summary["step_ms"] / silent["summary"]["step_ms"] if silent else None
         run["final"] = verdict.interval([verdict.final_loss(seed_run["summary"]) for seed_run in run["parts"]])
         payload = summary["wire_bytes_per_step"]["inter"] * report["ranks_per_node"]
@@ -377,10 +367,6 @@ def measure(report: dict[str, Any]) -> None:
         busy = summary["wire_ms"] / 1000
         rate = report["rate_bits_per_s"]
         run["link_use"] = kernel.tx * 8 / (busy * rate) if kernel and exchanges and busy and rate else None
-
-
-def _point(row: dict[str, Any] | None) -> dict[str, Any] | None:
-    return row and {key: row[key] for key in ("step", "wall_s", "tokens")}
 
 
 def kernel_bytes(run: Run, silent: Run | None, steps: int) -> tuple[Bytes | None, str]:

@@ -84,11 +84,9 @@ def draw(report: dict[str, Any], out: Path) -> list[Path]:
             "bytes_per_step": traffic(report),
             "step_time": step_time(report),
         }
-        paths = []
         for name, figure in figures.items():
-            paths.append(out / f"{name}.png")
-            save(figure, paths[-1])
-    return paths
+            save(figure, out / f"{name}.png")
+    return [out / f"{name}.png" for name in figures]
 
 
 def save(figure: Figure, path: Path, text: Mapping[str, str] | None = None) -> None:
@@ -182,26 +180,24 @@ def step_time(report: dict[str, Any]) -> Figure:
     """Draw a step's time: computation, and communication that computation did not hide."""
     runs = report["runs"]
     figure, axes = bars([run["method"] for run in runs])
-    top = max(run["summary"]["step_ms"] for run in runs)
-    for index, run in enumerate(runs):
-        total = run["summary"]["step_ms"]
-        exposed = min(run["summary"]["exposed_ms"], total)
-        spans = ((0.0, total - exposed, COMPUTE, INK), (total - exposed, exposed, EXPOSED, "white"))
-        for start, width, colour, ink in spans:
-            axes.barh(index, width, left=start, color=colour, height=0.6)
-            if width > 0.07 * top:
-                axes.text(start + width / 2, index, f"{width:.0f}", ha="center", va="center", color=ink)
-        axes.annotate(f"{total:.0f} ms", (total, index), xytext=(8, 0), textcoords="offset points", va="center",
-                      color=INK, fontweight="bold")  # fmt: skip
+    totals = [run["summary"]["step_ms"] for run in runs]
+    exposed = [min(run["summary"]["exposed_ms"], total) for run, total in zip(runs, totals, strict=True)]
+    hidden = [total - waited for total, waited in zip(totals, exposed, strict=True)]
+    for widths, starts, tint, ink, label in (
+        (hidden, [0.0] * len(runs), COMPUTE, INK, "computation, and communication hidden behind it"),
+        (exposed, hidden, EXPOSED, "white", "exposed communication"),
+    ):
+        spans = axes.barh(range(len(runs)), widths, left=starts, color=tint, height=0.6, label=label)
+        texts = [f"{width:.0f}" if width > 0.07 * max(totals) else "" for width in widths]
+        axes.bar_label(spans, texts, label_type="center", color=ink)
+    axes.bar_label(spans, [f"{total:.0f} ms" for total in totals], padding=8, color=INK, fontweight="bold")
     for silent in (run for run in runs if run["method"] == "none"):
         axes.axvline(silent["summary"]["step_ms"], color=GREY, linestyle="--", linewidth=1.2, zorder=0.5)
-    axes.set_xlim(0, top * 1.15)
+    axes.set_xlim(0, max(totals) * 1.15)
     axes.set_xlabel("milliseconds per optimizer step (median); dashed: the run that exchanges nothing")
     axes.set_title(f"Where a step's time goes: {subtitle(report)}", pad=30)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (COMPUTE, EXPOSED)]
-    labels = ["computation, and communication hidden behind it", "exposed communication"]
-    axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(-0.01, 1.0),
-                ncols=2, frameon=False, borderaxespad=0.2, handlelength=1.2)  # fmt: skip
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=2, frameon=False, borderaxespad=0.2,
+                handlelength=1.2)  # fmt: skip
     return figure
 
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -42,18 +42,18 @@ class Outcome:
 @contextmanager
 def open_cluster(nodes: int, ranks_per_node: int, link: Link) -> Iterator[Cluster]:
     """Open a cluster; on a machine that allows no namespaces, plain loopback, with a line on stderr that says so."""
-    cluster = Cluster(nodes, ranks_per_node, link)
-    try:
-        cluster.__enter__()
-    except NoNamespaces as error:
-        without = "WITHOUT a rate limit" + (", delay or loss" if link.distant else "")
-        line = f"NO EMULATED NETWORK, the ranks use plain loopback {without}: {error}"
-        print(f"thinwire: {line}", file=sys.stderr, flush=True)
-        cluster = Cluster(nodes, ranks_per_node, Link("loopback", None, loopback=True))
-    try:
+    with ExitStack() as stack:
+        try:
+            cluster = stack.enter_context(Cluster(nodes, ranks_per_node, link))
+        except NoNamespaces as error:
+            without = "WITHOUT a rate limit" + (", delay or loss" if link.distant else "")
+            say(f"thinwire: NO EMULATED NETWORK, the ranks use plain loopback {without}: {error}")
+            cluster = stack.enter_context(Cluster(nodes, ranks_per_node, "loopback"))
         yield cluster
-    finally:
-        cluster.close()
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def launch(
