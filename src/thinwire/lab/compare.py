@@ -90,7 +90,7 @@ class Comparison(Network):
     first_seed: Suppress[Fixed[int]] = 0
     """The first of several seeds. A single run of each method has the program's own."""
     command: Suppress[Fixed[str]] = ""
-    """How this was called, for the reports."""
+    """The command line, for the reports."""
     program: Suppress[Fixed[tuple[str, ...]]] = ("thinwire", "train", "--no-checkpoints")
     """The training program; it keeps the contract of ``thinwire train`` (metrics.jsonl, summary.json)."""
 
@@ -182,16 +182,16 @@ def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster
         for label, entry in entries.items():
             if label in failed:
                 continue
-            seed_text = "" if seed is None else f"seed {seed}"
-            print(f"compare: {' '.join(filter(None, (label, seed_text)))} ...", end=" ", file=sys.stderr, flush=True)
-            directory = settings.out / directory_name(f"{label} {seed_text}")
+            name = label if seed is None else f"{label} seed {seed}"
+            print(f"compare: {name} ...", end=" ", file=sys.stderr, flush=True)
+            directory = settings.out / directory_name(name)
             command = [*settings.program, *settings.flags(entry, seed, directory)]
             try:
                 run = train(command, directory, cluster, 60 * settings.limit_minutes)
                 runs[label].append(run | {"seed": seed})
                 print(f"{run['seconds']:.1f} s", file=sys.stderr)
             except ThinwireError as error:
-                failed[label] = f"{seed_text}: {error}" if seed_text else str(error)
+                failed[label] = str(error) if seed is None else f"seed {seed}: {error}"
                 print("failed", file=sys.stderr)
                 say(f"thinwire: method {label}: {failed[label]}; its output is in {log_of(directory)}")
     return [
@@ -293,7 +293,7 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
         "directory": directory.name,
         "seconds": outcome.seconds,
         "summary": summary,
-        "rows": rows,
+        "rows": [row for row in rows if "loss" in row],  # those of steps, without those of evaluations
         "node_totals": None if outcome.traffic is None else [traffic._asdict() for traffic in outcome.traffic],
     }
 
@@ -325,7 +325,7 @@ def curve(runs: Sequence[Run], ranks_per_node: int) -> list[dict[str, Any]]:
     """Return for each step the mean, least and largest loss of all seeds, mean seconds, and a node's bytes so far."""
     rows = []
     sent_bytes = 0.0
-    for step in zip(*([row for row in run["rows"] if "loss" in row] for run in runs), strict=True):
+    for step in zip(*(run["rows"] for run in runs), strict=True):
         losses = [row["loss"] for row in step]
         sent_bytes += statistics.fmean(row["wire_bytes"]["inter"] for row in step) * ranks_per_node
         rows.append({
@@ -377,7 +377,7 @@ def kernel_bytes(run: Run, silent: Run | None, steps: int) -> tuple[Bytes | None
     and evaluation and exchanges nothing.
     """
     keys = ("link_tx_bytes", "link_rx_bytes")
-    noted = [row for row in run["rows"] if "loss" in row and all(row.get(key) is not None for key in keys)]
+    noted = [row for row in run["rows"] if all(row.get(key) is not None for key in keys)]
     if len(noted) > 1:
         first, last = noted[0], noted[-1]
         tx, rx = ((last[key] - first[key]) / (last["step"] - first["step"]) for key in keys)

@@ -65,7 +65,7 @@ def faster(pairs: Pairs) -> Span:
 
 
 def _quartiles(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    times = [row["step_ms"] for row in rows if "loss" in row]
+    times = [row["step_ms"] for row in rows]
     settled = times[2:] if len(times) > 4 else times  # as the median in summary.json
     cuts = statistics.quantiles(settled, n=4) if len(settled) > 1 else settled
     return cuts[0], cuts[-1]
@@ -90,7 +90,7 @@ def percent(share: float) -> str:
 def line(report: dict[str, Any]) -> str:
     """Sum up ``report``, after ``compare.measure``, in one line."""
     runs = {run["method"]: run for run in report["runs"]}
-    compared = [run for run in report["runs"] if run["method"] not in (SILENT, DENSE)]
+    compared = [run for run in report["runs"] if run["method"] not in (SILENT, DENSE) and not run["failed"]]
     failed = [f"{run['method']} failed: {run['failed']}" for run in report["runs"] if run["failed"]]
     dense = runs.get(DENSE)
     if dense is None or dense["failed"]:
@@ -101,8 +101,6 @@ def line(report: dict[str, Any]) -> str:
     good: list[str] = []
     bad: list[str] = []
     for run in compared:
-        if run["failed"]:
-            continue
         speed, gap = run["faster"], run["loss_gap"]
         against = [f"loss {_loss(gap, seeds)}"] if gap.low > limit else []
         if speed.high < 1:
@@ -148,9 +146,7 @@ def reached(run: Run, dense: Run) -> dict[str, Any] | None:
 
 def _smooth(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of steps, with the mean loss of the last tenth of the run's steps in place of each step's own."""
-    steps = [row for row in rows if "loss" in row]
-    width = max(1, len(steps) // 10)
-    losses = [row["loss"] for row in steps]
-    return [
-        steps[end - 1] | {"loss": statistics.fmean(losses[end - width : end])} for end in range(width, len(steps) + 1)
-    ]
+    width = max(1, len(rows) // 10)
+    losses = [row["loss"] for row in rows]
+    means = [statistics.fmean(losses[end - width : end]) for end in range(width, len(rows) + 1)]
+    return [row | {"loss": mean} for row, mean in zip(rows[width - 1 :], means, strict=True)]
