@@ -142,11 +142,12 @@ def draw(args: argparse.Namespace, methods: dict[str, str]) -> None:
     from thinwire.lab import plots
 
     dense, rest = curves["dense"], [label for label in curves if label != "dense"]
-    panels = [rest[at : at + plots.MOST - 1] for at in range(0, max(len(rest), 1), plots.MOST - 1)]
+    size = plots.PANEL_CURVES - 1
+    panels = [rest[at : at + size] for at in range(0, max(len(rest), 1), size)]
     with plt.rc_context(plots.STYLE):
         figure, grid = plt.subplots(len(panels), 2, figsize=(15, 5 * len(panels)), squeeze=False)
         for (left, right), labels in zip(grid, panels, strict=True):
-            ends, seen = [], []
+            seen = []
             for label in ["dense", *labels]:
                 tint = plots.colour(methods[label].partition(" ")[0])
                 dashes = plots.DASHES[seen.count(tint) % len(plots.DASHES)]
@@ -154,9 +155,8 @@ def draw(args: argparse.Namespace, methods: dict[str, str]) -> None:
                 steps = [step for step in curves[label] if step in dense and step > 0]
                 gaps = [100 * (curves[label][step] / dense[step] - 1) for step in steps]
                 left.plot(steps, [curves[label][step] for step in steps], dashes, color=tint, marker=".")
-                right.plot(steps, gaps, dashes, color=tint, marker=".")
-                ends.append((steps[-1], gaps[-1], label, tint))
-            plots.label_ends(right, ends)
+                right.plot(steps, gaps, dashes, color=tint, marker=".", label=label)
+            plots.label_curves(right)
             left.set_ylabel("validation loss, nats per byte")
             right.set_ylabel("above dense at the same step, %")
         for axes in grid[-1]:

@@ -20,9 +20,10 @@ import thinwire
 from patience import PATIENCE
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import interface_bytes
-from thinwire.cli.lab import lab_main, method_names, split
+from thinwire.cli.lab import lab_main, split
 from thinwire.lab import framing
 from thinwire.lab.cluster import Cluster, NoNamespaces
+from thinwire.lab.compare import method_names
 from thinwire.lab.link import Link
 from thinwire.lab.run import launch
 

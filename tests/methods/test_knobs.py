@@ -19,7 +19,8 @@ from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
 from thinwire.cli import program as cli
-from thinwire.cli.lab import compare_main, lab_main
+from thinwire.cli.compare import compare_main
+from thinwire.cli.lab import lab_main
 from thinwire.core.method import Method, Parameter
 from thinwire.core.names import describe
 from thinwire.core.selection import keep_dense
@@ -452,7 +453,7 @@ def test_a_comparison_shows_what_is_compressed_and_why_so_little():
               "runs": [run("none"), run("int8", compressed_values=0.0, note=note),
                        run("int8(group=64)", compressed_values=0.0, note=note)]}  # fmt: skip
     written = comparison.markdown(report, [Path("a.png")])
-    rows = [line for line in written.splitlines() if line.startswith("| ")]
+    rows = [line for line in written.partition("## All columns")[2].splitlines() if line.startswith("| ")]
     column = rows[0].split(" | ").index("compressed values")
     assert [row.split(" | ")[column] for row in rows[1:]] == ["-", "0.0%", "0.0%"]
     assert f"\n* {note}\n" in written and f"\n* int8(group=64): {note}\n" in written

@@ -21,9 +21,9 @@ import pytest
 import thinwire
 from ranks import run
 from thinwire.base.knobs import knobs_of as fields_of
-from thinwire.cli.lab import Compare, LabRun, method_names
+from thinwire.cli.lab import LabRun
 from thinwire.cli.program import COMMANDS
-from thinwire.lab.compare import Entry
+from thinwire.lab.compare import Comparison, Entry, method_names
 from thinwire.methods import TABLE, resolve
 from thinwire.train.checkpoint.evaluation import Options as EvalOptions
 from thinwire.train.checkpoint.trained_model import ExportOptions, SampleOptions
@@ -277,7 +277,7 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
 
 ENGLISH = {"sure"}
 OPTIONS: dict[str, type] = {
-    "compare": Compare, "sample": SampleOptions, "export": ExportOptions, "tokenize": TokenizeOptions,
+    "compare": Comparison, "sample": SampleOptions, "export": ExportOptions, "tokenize": TokenizeOptions,
     "eval": EvalOptions,
 }  # fmt: skip
 
