@@ -207,7 +207,8 @@ class Road:
 
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None) -> None:
         """Reduce without looking at the values, and without counting; ``send``: as the last stage has it."""
-        stages: list[Carry] = [*(stage.carry for stage in self.stages[:-1]), functools.partial(self.last.carry, send=send)]
+        last = functools.partial(self.last.carry, send=send)
+        stages: list[Carry] = [*(stage.carry for stage in self.stages[:-1]), last]
         self._through(flat, pieces, out, stages)
 
     def _through(self, flat: Tensor, pieces: Pieces, out: Tensor, stages: Sequence[Carry]) -> None:
