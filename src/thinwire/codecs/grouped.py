@@ -50,9 +50,12 @@ class GroupedBytes(Codec):
     def _payload(self, n: int) -> int:
         return n * self.bits // 8
 
-    def _split(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Payload (R, n * bits / 8) uint8 and scales (R, n / group) float32, views of ``wire``."""
+    def codes_of(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Return codes, (R, n) int8 or, of fewer bits, (R, n * bits / 8) uint8, and scales (R, n / group) float32.
+
+        Both are views of ``wire``.
+        """
         if wire.storage_offset() % 4 or (wire.shape[0] > 1 and wire.stride(0) % 4):
             raise ThinwireError(f"{self}: wire rows must start at a multiple of 4 bytes, because they hold fp32 scales")
-        wire, size = viewable(wire), self._payload(n)
-        return wire[:, :size], wire[:, size:].view(torch.float32)
+        codes, scales = viewable(wire).tensor_split([self._payload(n)], 1)
+        return codes.view(torch.int8) if self.bits == 8 else codes, scales.view(torch.float32)
