@@ -160,13 +160,6 @@ class Codec(ABC):
         self._decode_sum(wire, total[0], scale, space)
         self._encode(total, out, seed, space)
 
-    def part(self, wire: Tensor, n: int, columns: slice) -> Tensor:
-        """Cut the wire of ``columns``, a segment, out of ``wire`` (R, wire_numel(n)) of rows of ``n`` values.
-
-        A new tensor. Not every codec's wire can be taken apart.
-        """
-        raise NotImplementedError(f"{self}: its wire is not taken apart")
-
     def _check(self, values: Tensor, wire: Tensor) -> None:
         """Refuse shapes and dtypes that do not belong together, before a kernel writes out of bounds."""
         if values.dim() != 2 or values.shape[1] % self.group:

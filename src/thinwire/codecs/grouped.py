@@ -43,6 +43,7 @@ class GroupedBytes(Codec):
         return self._payload(n) + n // self.group * 4
 
     def part(self, wire: Tensor, n: int, columns: slice) -> Tensor:
+        """Copy the wire of ``columns``, a segment, out of ``wire`` (R, wire_numel(n)) of rows of ``n`` values."""
         head, (start, stop) = self._payload(n), (columns.start, columns.stop)
         scales = slice(head + start // self.group * 4, head + stop // self.group * 4)
         return torch.cat([wire[:, self._payload(start) : self._payload(stop)], wire[:, scales]], 1)
