@@ -34,30 +34,36 @@ def _subtract_moment(values, moment, words, beta1):
 
 
 @njit
-def _advance(mean, moment, words, beta1, rest1, next_moment, common, common_out):
-    """``common``, unless it is empty, joins the mean first."""
+def _join_common(mean, common, moment, words, beta1, common_out):
     m = moment.size
-    next_moment[:] = np.float32(0)
     for number in range(words.size):
         start = WORD * number
         word = words[number]
         while word != 0:
             element = start + np.int64(trailing_zeros(word))
-            if common.size:
-                mean[element] += common[element]
-            if element < m:
+            mean[element] += common[element]
+            word &= word - uint64(1)
+        for i in range(start, min(start + WORD, m)):
+            common_out[i] = common[i] + beta1 * moment[i]
+        for i in range(max(start, m), start + WORD):
+            common_out[i] = common[i]
+        word = words[number]
+        while word != 0:
+            common_out[start + np.int64(trailing_zeros(word))] = np.float32(0)
+            word &= word - uint64(1)
+
+
+@njit
+def _advance(mean, moment, words, beta1, rest1, next_moment):
+    next_moment[:] = np.float32(0)
+    for i in range(words.size):
+        word = words[i]
+        while word != 0:
+            element = WORD * i + np.int64(trailing_zeros(word))
+            if element < moment.size:
                 next_moment[element] = beta1 * moment[element] + mean[element]
             mean[element] /= rest1
             word &= word - uint64(1)
-        if common.size:
-            for i in range(start, min(start + WORD, m)):
-                common_out[i] = common[i] + beta1 * moment[i]
-            for i in range(max(start, m), start + WORD):
-                common_out[i] = common[i]
-            word = words[number]
-            while word != 0:
-                common_out[start + np.int64(trailing_zeros(word))] = np.float32(0)
-                word &= word - uint64(1)
 
 
 def add_up(
@@ -86,10 +92,11 @@ def advance(
 ) -> None:  # fmt: skip
     if payload.data_ptr() != gradient.data_ptr():
         scatter(payload.unsqueeze(0), words.unsqueeze(0), gradient.unsqueeze(0))
-    old, new = (gradient[:0] if memory is None else memory for memory in (common, common_out))
-    for segment, bits, mean, next_m, x, next_x in moments.split(words, gradient, next_moment, old, new):
-        moment = segment.moment.numpy()
-        _advance(
-            mean.numpy(), moment, bits.numpy().view(np.uint64), np.float32(beta1), np.float32(1 - beta1),
-            next_m[: moment.size].numpy(), x.numpy(), next_x.numpy(),
-        )  # fmt: skip
+    b1, rest1 = np.float32(beta1), np.float32(1 - beta1)
+    old, new = (gradient if memory is None else memory for memory in (common, common_out))  # not touched
+    for segment, bits, *values in moments.split(words, gradient, next_moment, old, new):
+        moment, mask = segment.moment.numpy(), bits.numpy().view(np.uint64)
+        mean, next_m, x, next_x = (value.numpy() for value in values)
+        if common is not None:
+            _join_common(mean, x, moment, mask, b1, next_x)
+        _advance(mean, moment, mask, b1, rest1, next_m[: moment.size])
