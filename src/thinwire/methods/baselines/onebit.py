@@ -39,6 +39,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.codecs.base import Codec
+from thinwire.codecs.grouped import GroupedBytes
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sign import Sign
 from thinwire.core.bucket import Bucket
@@ -144,7 +145,7 @@ class OneBitAdam(Method):
         if bucket.step < self.first:
             self._warm_up(bucket, exchange)
             return
-        assert self.codec is not None
+        assert isinstance(self.codec, GroupedBytes)
         bucket.rows.mul_(1 - self.beta1).add_(self._moment(bucket, exchange), alpha=self.beta1)  # l. 6
         wires = mean_both_ways(bucket, exchange, self.codec, self.state)  # l. 7-11
         assert wires is not None

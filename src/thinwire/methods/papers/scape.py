@@ -157,8 +157,8 @@ class SCAPE(Method):
     def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
         """Take a bucket through Alg. 1, l. 10-17. ``whole``: M is all ones, as at first (l. 5).
 
-        The passes before and after the exchange are, in plain torch, these of ``ops/moments/reference.py``: ``add_up``
-        (``blend`` where a row's owner alone has its m, and x), and ``advance``.
+        The passes before and after the exchange are, in plain torch, ``add_up`` and ``advance`` of
+        ``ops/moments/reference.py``.
         """
         if self.density == 1:
             exchange.mean(bucket)

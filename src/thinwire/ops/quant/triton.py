@@ -47,10 +47,10 @@ def _magnitude(values):
 
 
 @triton.jit
-def _scale_of(largest, FOUR: tl.constexpr):
+def _scale_of(largest, LEVELS: tl.constexpr):
     """Return every group's scale from its largest magnitude, NaN where that is not finite, and the reciprocal."""
     finite = largest < 0x7F800000
-    scale = tl.maximum(largest.to(tl.float32, bitcast=True) * (1 / (INT4_LEVELS if FOUR else INT8_LEVELS)), TINY)
+    scale = tl.maximum(largest.to(tl.float32, bitcast=True) * (1 / LEVELS), TINY)
     scale = tl.where(finite, tl.where(largest == 0, 1.0, scale), 1.0)
     per_scale = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     return tl.where(finite, scale, float("nan")), per_scale
@@ -72,28 +72,8 @@ def _stochastic(scaled, bits, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(
-    codes, byte, inside, low, high, finite, per_scale, pair, key, HALF: tl.constexpr, FOUR: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):  # fmt: skip
-    """Store elements ``low`` of some groups, at ``byte``, and ``high``, half a group further on."""
-    low, high = tl.where(finite, low, 0.0) * per_scale, tl.where(finite, high, 0.0) * per_scale
-    if STOCHASTIC:
-        word = _random(pair, key)
-        low = _stochastic(low, word & 0xFFFF, INT4_LEVELS if FOUR else INT8_LEVELS)
-        high = _stochastic(high, word >> 16, INT4_LEVELS if FOUR else INT8_LEVELS)
-    else:
-        low, high = ((low + ROUND) - ROUND).to(tl.int32), ((high + ROUND) - ROUND).to(tl.int32)
-    if FOUR:
-        tl.store(codes + byte, (low + (high << 4) + 0x88).to(tl.uint8), mask=inside)
-    else:
-        tl.store(codes + byte, low.to(tl.int8), mask=inside)
-        tl.store(codes + byte + HALF, high.to(tl.int8), mask=inside)
-
-
-@triton.jit
 def _load_codes(codes, byte, inside, HALF: tl.constexpr, FOUR: tl.constexpr):
-    """Load as float32 what ``_store_codes`` stored."""
+    """Load as float32 what ``_encode`` stored."""
     if FOUR:
         pair = tl.load(codes + byte, mask=inside, other=0).to(tl.int32)
         return ((pair & 15) - 8).to(tl.float32), ((pair >> 4) - 8).to(tl.float32)
@@ -153,14 +133,26 @@ def _encode(
     low, high, codes, byte, scales, g, last, pair, key, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
     STOCHASTIC: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the groups ``g`` below ``last`` of a row, whose values are ``low`` and ``high``."""
+    """Quantize the groups ``g`` below ``last`` of a row: values ``low``, whose codes are stored at ``byte``, and
+    ``high``, half a group further on."""
+    LEVELS: tl.constexpr = INT4_LEVELS if FOUR else INT8_LEVELS
     if ROTATED:
         low, high = _rotate(low * NORM, high * NORM, BLOCK, GROUP)
     largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
-    scale, per_scale = _scale_of(largest, FOUR)
-    inside, finite = (g < last)[:, None], (largest < 0x7F800000)[:, None]
-    _store_codes(codes, byte, inside, low, high, finite, per_scale[:, None], pair, key, GROUP // 2, FOUR, STOCHASTIC)
+    scale, per_scale = _scale_of(largest, LEVELS)
     tl.store(scales + g, scale, mask=g < last)
+    inside, finite = (g < last)[:, None], (largest < 0x7F800000)[:, None]
+    low, high = tl.where(finite, low, 0.0) * per_scale[:, None], tl.where(finite, high, 0.0) * per_scale[:, None]
+    if STOCHASTIC:
+        word = _random(pair, key)
+        low, high = _stochastic(low, word & 0xFFFF, LEVELS), _stochastic(high, word >> 16, LEVELS)
+    else:
+        low, high = ((low + ROUND) - ROUND).to(tl.int32), ((high + ROUND) - ROUND).to(tl.int32)
+    if FOUR:
+        tl.store(codes + byte, (low + (high << 4) + 0x88).to(tl.uint8), mask=inside)
+    else:
+        tl.store(codes + byte, low.to(tl.int8), mask=inside)
+        tl.store(codes + byte + GROUP // 2, high.to(tl.int8), mask=inside)
 
 
 @triton.jit
