@@ -208,8 +208,7 @@ class Road:
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None) -> None:
         """Reduce without looking at the values, and without counting; ``send``: as the last stage has it."""
         last = functools.partial(self.last.carry, send=send)
-        stages: list[Carry] = [*(stage.carry for stage in self.stages[:-1]), last]
-        self._through(flat, pieces, out, stages)
+        self._through(flat, pieces, out, [*(stage.carry for stage in self.stages[:-1]), last])
 
     def _through(self, flat: Tensor, pieces: Pieces, out: Tensor, stages: Sequence[Carry]) -> None:
         if self.levels is not None:
