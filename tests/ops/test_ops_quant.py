@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from programs import check_interpreted, needs_triton, run_python
-from thinwire.base.random import Drawn, Pool, Seeds
+from thinwire.base.random import Pool, Seeds
 from thinwire.ops import quant as ops
 from thinwire.ops.quant import cpu, reference
 
@@ -89,11 +89,11 @@ def operations(module: ModuleType) -> tuple[Callable[..., object], ...]:
     return tuple(getattr(module, verb) for verb in ("quantize", "dequantize", "dequantize_sum"))
 
 
-def drawn_of(parts: list[tuple[int, int, int]]) -> Drawn:
+def drawn_of(parts: list[tuple[int, int, int]]) -> Seeds:
     """Seeds of a pool, which has them in another order, and some that are not asked for."""
-    pool = Pool({"another": 5} | {str(first): seed for first, _, seed in reversed(parts)})
-    drawn = Seeds(tuple((first, last, pool.indices[str(first)]) for first, last, _ in parts), pool).over(parts[-1][1])
-    assert drawn is not None and drawn.ranges == parts and drawn.pool is pool
+    pool = Pool([5, *(seed for _, _, seed in reversed(parts))])
+    drawn = Seeds(tuple(parts), pool).over(parts[-1][1])
+    assert drawn is not None and drawn.ranges == tuple(parts) and drawn.pool is pool
     return drawn
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from programs import check_interpreted, needs_triton
-from thinwire.base.random import Drawn
+from thinwire.base.random import Seeds
 from thinwire.ops import quant, shards
 from thinwire.ops.quant import Format
 from thinwire.ops.rows import CopySegment, CopyTable
@@ -63,7 +63,7 @@ class Shard:
             place += size
         self.case, self.n, self.width, self.tail, self.device = case, place + gap, first, tail + 2, device
         self.encoded, self.kept = CopyTable(encoded, device, shards.PER_PROGRAM), CopyTable(kept, device)
-        self.drawn = Drawn(drawn) if case.draws and drawn else None
+        self.drawn = Seeds(tuple(drawn)) if case.draws and drawn else None
         generator = torch.Generator().manual_seed(1)
         values = torch.randn((2 + PEERS, self.n), generator=generator)
         values[:, : min(100, self.n)] *= 1e4

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.base.random import Drawn
+from thinwire.base.random import Seeds
 from thinwire.ops.backends import backend
 from thinwire.ops.quant.reference import ORDER, Format
 
@@ -48,7 +48,7 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
         _backend(rows).quantize(rows, format, codes, scales, seed)
 
 
-def quantize_segments(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
+def quantize_segments(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds) -> None:
     """``quantize`` some columns after others, each segment with random bits of its own."""
     if rows.numel():
         _backend(rows).quantize_segments(rows, format, codes, scales, drawn)
@@ -70,7 +70,7 @@ def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, s
 
 def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float = 1.0,
-    drawn: Drawn | None = None,
+    drawn: Seeds | None = None,
 ) -> None:  # fmt: skip
     """``quantize`` what ``dequantize_sum`` gives of N peers, in one pass; ``codes_out``, ``scales_out``: of one row.
 

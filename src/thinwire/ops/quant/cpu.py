@@ -22,7 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from thinwire.base.random import Drawn, key_of
+from thinwire.base.random import Seeds, key_of
 from thinwire.ops.kernels import flat, inlined, njit
 from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import INT4_LEVELS, INT8_LEVELS, MIX_1, MIX_2, NORM, ORDER, SMALLEST_SCALE, Format
@@ -340,7 +340,7 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
     kernel(*flat(rows), *rows.shape, format.group, *flat(codes.view(torch.uint8)), *flat(scales), key)
 
 
-def quantize_segments(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
+def quantize_segments(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds) -> None:
     reference.quantize_segments(rows, format, codes, scales, drawn, quantize)
 
 
@@ -363,7 +363,7 @@ def _values(
 
 def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float,
-    drawn: Drawn | None,
+    drawn: Seeds | None,
 ) -> None:  # fmt: skip
     bits, group = format.bits, format.group
     kernel = REQUANTIZE[bits == 4, drawn is not None, format.hadamard]

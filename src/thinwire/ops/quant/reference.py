@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.random import Drawn, key_of
+from thinwire.base.random import Seeds, key_of
 
 INT4_LEVELS = 7
 INT8_LEVELS = 127
@@ -112,7 +112,7 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
 
 
 def quantize_segments(
-    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn,
+    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds,
     quantize_segment: Callable[[Tensor, Format, Tensor, Tensor, int], None] = quantize,
 ) -> None:  # fmt: skip
     """Quantize one segment after the other; ``quantize_segment``: this or another backend's ``quantize``."""
@@ -139,7 +139,7 @@ def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, s
 
 def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float,
-    drawn: Drawn | None,
+    drawn: Seeds | None,
 ) -> None:  # fmt: skip
     total = torch.empty((1, scales.shape[1] * format.group), device=codes.device)
     dequantize_sum(codes, scales, format, total[0], scale)

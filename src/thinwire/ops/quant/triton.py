@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.base.random import Drawn
+from thinwire.base.random import Seeds
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole, wire_alignment
 from thinwire.ops.programs import programs_of
 from thinwire.ops.quant import reference
@@ -261,7 +261,7 @@ def _blocks(n: int, group: int) -> tuple[int, int]:
 def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
     count, n = rows.shape
     if seed is not None:
-        quantize_segments(rows, format, codes, scales, Drawn([(0, n, seed)]))
+        quantize_segments(rows, format, codes, scales, Seeds(((0, n, seed),)))
         return
     block, programs = _blocks(n, format.group)
     launch(
@@ -270,7 +270,7 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: 
     )  # fmt: skip
 
 
-def quantize_segments(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
+def quantize_segments(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds) -> None:
     block, _ = _blocks(rows.shape[1], format.group)
     tables = _tables(drawn, format, block, rows.device)
     launch(
@@ -279,7 +279,7 @@ def quantize_segments(rows: Tensor, format: Format, codes: Tensor, scales: Tenso
     )  # fmt: skip
 
 
-def _tables(drawn: Drawn, format: Format, block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _tables(drawn: Seeds, format: Format, block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return programs, segments and keys of a kernel that draws."""
     keys, key_indices = drawn.keys(device)
     groups = tuple((first // format.group, (last - first) // format.group) for first, last, _ in drawn.ranges)
@@ -320,7 +320,7 @@ def _decode(codes: Tensor, scales: Tensor, peers: int, format: Format, out: Tens
 
 def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float,
-    drawn: Drawn | None,
+    drawn: Seeds | None,
 ) -> None:  # fmt: skip
     groups = scales.shape[1]
     block, programs = _blocks(groups * format.group, format.group)
