@@ -29,7 +29,7 @@ from thinwire.core.road import Road, Stage
 from thinwire.core.selection import dense_among
 from thinwire.core.state import State
 from thinwire.methods import Method, resolve
-from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.methods.parts.feedback import Lossy
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadComm, Threads
@@ -419,10 +419,10 @@ class Trained:
 
 def acts_in_steps(method: Method) -> bool:
     """Does it look at weights and moments, or write to them, around the optimizer's step?"""
-    if isinstance(method, ErrorFeedback) and method.updates is not None:
+    if isinstance(method, Lossy) and method.updates is not None:
         return True
     own = (type(method).before_step, type(method).after_step)
-    return not {Method.before_step, ErrorFeedback.before_step, Method.after_step, ErrorFeedback.after_step} >= set(own)
+    return not {Method.before_step, Lossy.before_step, Method.after_step, Lossy.after_step} >= set(own)
 
 
 @torch.no_grad()

@@ -493,7 +493,7 @@ class Wire:
         for pieces, dtype in zip(layout.buffers, layout.dtypes, strict=True):
             flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=self._device)
             out = flat.new_zeros(pieces[0].stride) if pieces[0].stride else flat
-            self._road.between_steps(flat, pieces, out, send)
+            self._road.carry(flat, pieces, out, send)
             for piece in shard_of(pieces) if pieces[0].stride else pieces:
                 shape = local(self._turn.weights[piece.name]).shape
                 yield piece.name, out[piece.columns][: shape.numel()].view(shape)

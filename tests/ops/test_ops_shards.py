@@ -127,8 +127,8 @@ def test_the_reference_is_each_parameter_by_itself(case):
         values = torch.zeros(1, part.width)
         values[0, : part.numel] = difference[part.offset : part.offset + part.numel]
         at, groups = (slice(part.start // by, (part.start + part.width) // by) for by in (8 // case.bits, case.group))
-        seed = None if shard.drawn is None else shard.drawn.ranges[number][2]
-        quant.quantize(values, case.format, expected_codes[:, at], expected_scales[:, groups], seed)
+        drawn = None if shard.drawn is None else Seeds(((0, part.width, shard.drawn.ranges[number][2]),))
+        quant.quantize(values, case.format, expected_codes[:, at], expected_scales[:, groups], drawn)
     for part in shard.kept.segments:
         expected_tail[0, part.start : part.start + part.numel] = shard.own[part.offset : part.offset + part.numel]
     for found, expected in ((codes, expected_codes), (scales, expected_scales), (tail, expected_tail)):

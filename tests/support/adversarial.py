@@ -110,7 +110,7 @@ Knobs = dict[str, Any]
 
 
 def _grouped(pick: Pick) -> Knobs:
-    return {"group": pick(8, 16, 32, 128), "error_feedback": pick(True, False)}
+    return {"group": pick(8, 16, 32, 128), "feedback": pick("gradients", None)}
 
 
 def _radius(pick: Pick) -> Knobs:
@@ -163,8 +163,8 @@ def _weights(pick: Pick) -> Knobs:
 
 def _topk(pick: Pick) -> Knobs:
     return {
-        "density": pick(0.003, 0.01, 0.1, 0.5, 1.0), "start": pick(0, 0, 1), "error_feedback": pick(True, True, False),
-        "feedback": "gradient",
+        "density": pick(0.003, 0.01, 0.1, 0.5, 1.0), "start": pick(0, 0, 1),
+        "feedback": pick("gradients", "gradients", None),
     }  # fmt: skip
 
 

@@ -58,11 +58,7 @@ class Integers(GroupedBytes):
 
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
         n = rows.shape[1]
-        codes, scales = self.codes_of(out, n)
-        if (drawn := self.drawn(n, seed)) is None:
-            quant.quantize(rows, self.format, codes, scales)
-        else:
-            quant.quantize_segments(rows, self.format, codes, scales, drawn)
+        quant.quantize(rows, self.format, *self.codes_of(out, n), self.drawn(n, seed))
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         quant.dequantize(*self.codes_of(wire, out.shape[1]), self.format, out)

@@ -123,7 +123,7 @@ class DDP(Engine):
         if method.card.keeps_state and model.find_unused_parameters:
             raise ThinwireError(
                 f"{method}: a residual sent for a parameter that no rank used would be lost with "
-                "find_unused_parameters=True: turn that off, or error_feedback off"
+                "find_unused_parameters=True: turn that off, or take feedback=None"
             )
         for name, module in model.module.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

@@ -122,6 +122,31 @@ class Link:
         return " ".join(words)
 
 
+@dataclass
+class Network:
+    """The emulated network, as a command line has it."""
+
+    nodes: int = 2
+    """Emulated nodes, each with a link of its own."""
+    ranks_per_node: int = 1
+    """Ranks on each node; they share its link, and reach each other without it."""
+    link: str = "200mbit"
+    """Rate of each node's link in each direction: 200mbit, 1gbit, unlimited; or loopback: no network at all."""
+    mtu: int = 1500
+    """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less of the processors (see docs/lab.md)."""
+    delay: str = "0ms"
+    """From a node to another, one way: 30ms, 200us, 0.2s. An answer takes twice as long."""
+    jitter: str = "0ms"
+    """Each packet's delay lies evenly within the delay plus or minus this; so packets change places."""
+    loss: str = "0%"
+    """Share of the packets that never arrive: 1% or 0.01. TCP sends them again."""
+    reorder: str = "0%"
+    """Share of the packets that are not delayed and so overtake the others: 1% or 0.01."""
+
+    def parse_link(self) -> Link:
+        return Link.parse(self.link, self.mtu, self.delay, self.jitter, self.loss, self.reorder)
+
+
 def duration(text: str, label: str) -> float:
     """Read ``"30ms"`` (also us, s, and decimals), in seconds. ``label``: its name in the error."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())

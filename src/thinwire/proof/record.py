@@ -15,7 +15,7 @@ from thinwire.base.knobs import knobs_of
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method
-from thinwire.core.road import Pieces, Stage
+from thinwire.core.road import Pieces, Send, Stage
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import dump_state
 from thinwire.network.ledger import Ledger
@@ -129,7 +129,7 @@ def play(
 class RecordedStage(Stage):
     """A stage that keeps the last input of its method, and the mean."""
 
-    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
+    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None) -> None:
         entered, method = flat.clone(), self.method
         if method.card.promise.of == "updates":
             compress = method.compress  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ class RecordedStage(Stage):
                 compress(bucket, exchange)
 
             method.compress = recorded  # type: ignore[attr-defined]
-        super().carry(flat, pieces, out)
+        super().carry(flat, pieces, out, send)
         if "compress" in vars(method):
             del method.compress  # type: ignore[attr-defined]
         self.hop = Hop(entered, out.clone())

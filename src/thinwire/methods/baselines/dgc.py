@@ -32,9 +32,7 @@ class DGC(Largest):
     name: ClassVar[str] = "dgc"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
-    ABSENT: ClassVar[Mapping[str, str]] = {
-        "feedback": "the momentum waits: topk has it"
-    }
+    ABSENT: ClassVar[Mapping[str, str]] = {"feedback": "the momentum waits: topk has it"}
 
     feedback: Gradients | Updates = GRADIENTS
     density: float = 0.001

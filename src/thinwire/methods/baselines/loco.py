@@ -21,11 +21,11 @@ from thinwire.codecs.intquant import Int4
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Card, Promise
-from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Lossy, Updates
 
 
 @dataclass
-class LoCo(ErrorFeedback):
+class LoCo(Lossy):
     """Gradients in 4 bits with a moving average of what was left out (arXiv 2407.04480).
 
     Args:
@@ -35,6 +35,7 @@ class LoCo(ErrorFeedback):
     """
 
     name: ClassVar[str] = "loco"
+    feedback: Gradients | Updates = GRADIENTS
     beta: float = 0.8
     reset: int = 1024
     group: int = 128
@@ -45,11 +46,13 @@ class LoCo(ErrorFeedback):
         must(self, self.reset >= 0, "reset", "is a number of steps, or 0 for never")
 
     def describe(self) -> Card:
+        return replace(super().describe(), summed_by_network=False)
+
+    def _promise(self) -> Promise:
         waits = {"error": 1 / (1 - self.beta)}
-        promise = replace(self.conserves, waits=waits)
         if self.reset:
-            promise = Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", waits)
-        return replace(super().describe(), promise=promise, summed_by_network=False)
+            return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", waits)
+        return replace(self.conserves, waits=waits)
 
     def make_codec(self) -> Codec:
         return Int4(self.group)

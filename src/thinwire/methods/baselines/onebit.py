@@ -190,7 +190,7 @@ class OneBitAdam(Method):
             local(moments["exp_avg"]).copy_(moment)
             _frozen_step(local(weight.detach()), moment, local(moments["exp_avg_sq"]), moments["step"], frozen, group)
 
-        self._steps.take(step, move)
+        self._steps.take_all(step, move)
 
     def after_step(self, step: Step) -> None:
         self._steps.show(step)

@@ -33,7 +33,7 @@ from thinwire.base.random import random_normal, seed_of
 from thinwire.core.bucket import Bucket, Segment
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import EQUAL, Card, Parameter
-from thinwire.methods.parts.feedback import GRADIENTS, ErrorFeedback, Gradients, Updates
+from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Lossy, Updates
 
 TINY = 2.0**-126
 """The least length that a column is divided by: one of zeros stays one."""
@@ -49,7 +49,7 @@ HALF_MOMENTUM = Updates(beta1=0.5)
 
 
 @dataclass
-class PowerSGD(ErrorFeedback):
+class PowerSGD(Lossy):
     """Low-rank gradients with error feedback: r (rows + cols) values, not rows * cols (arXiv 1905.13727, Alg. 1-2).
 
     By default g_n is the step that AdamW would take, with half of its momentum (``feedback``, ``beta1``);

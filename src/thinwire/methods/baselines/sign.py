@@ -29,12 +29,12 @@ from thinwire.codecs.sign import Sign as SignCodec
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Card
-from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Lossy, Updates
 from thinwire.methods.parts.twoway import mean_both_ways
 
 
 @dataclass
-class Sign(ErrorFeedback):
+class Sign(Lossy):
     """Signs with a scale per group, errors kept at both ends: 1 + 32 / group bits a value each way (arXiv 1901.09847).
 
     Args:
@@ -44,6 +44,7 @@ class Sign(ErrorFeedback):
     """
 
     name: ClassVar[str] = "sign"
+    feedback: Gradients | Updates = GRADIENTS
     group: int = 128
     scale: str = "mean"
 

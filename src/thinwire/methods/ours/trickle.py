@@ -43,7 +43,7 @@ from thinwire.core.exchange import Exchange, scratch
 from thinwire.core.method import Card, check_density
 from thinwire.core.run import Run, Step
 from thinwire.core.weights import Message
-from thinwire.methods.parts.atmask import Unfolded, WeightsAtMask
+from thinwire.methods.parts.atmask import BucketMasks, WeightsAtMask
 from thinwire.methods.parts.feedback import UPDATES, Gradients, Updates
 from thinwire.methods.parts.largest import Largest
 from thinwire.methods.parts.twoway import mean_both_ways, serve
@@ -181,4 +181,4 @@ class Trickle(Largest):
             layout.read(wires, words, scratch(bucket))
             names = tuple(segment.name for segment in bucket.segments)
             counts = tuple(k for _, k in layout.segments)
-            self._gathered.note(bucket, Unfolded(names, counts, words, masks.directory(words)))
+            self._gathered.note(bucket, BucketMasks(names, counts, words, masks.directory(words)))

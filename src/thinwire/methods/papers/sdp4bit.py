@@ -181,15 +181,22 @@ class SDP4Bit(Method):
         self._sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Do one hop of Alg. 3: across nodes (l. 8-13); where all ranks are on one node, inside it (l. 2-7)."""
-        codec = self._intra_codec if exchange.comm.one_node else self.codec
-        assert codec is not None
+        """Do one hop of Alg. 3, in its order: inside the node (l. 2-7), or across nodes (l. 8-13)."""
+        inside = exchange.comm.one_node
+        quantizer = self._intra_codec if inside else self.codec  # Q8 inside, Q4 across
+        assert quantizer is not None
+        exchange.mean(
+            bucket,
+            # Integers.encode, l. 2 and 8: Hadamard. l. 3 and 9: Quantize8Bit, Quantize4Bit.
+            quantizer,
+            # l. 4 and 10: IntraAlltoAll, InterAlltoAll, in place of a sum by the network.
+            on_wire=False,
+            # Integers.decode_sum, l. 5 and 11: Dequantize. l. 7 and 12: Reduction. l. 6 and 13: Hadamard, of the sum.
+            seed=self._seeds(bucket, exchange) if quantizer.draws else None,
+        )
         for segment in bucket.segments:
-            self._bits[segment.name] = 8 * len(bucket.rows) * codec.wire_bytes(segment.width), segment.piece.numel
-        seed = self._seeds(bucket, exchange) if codec.draws else None
-        # Transform and quantize (l. 2-3, 8-9): Integers.encode, ops/quant. All-to-all (l. 4, 10): core/exchange.py.
-        # Values again, their sum, and transform it back (l. 5-7, 11-13): Integers.decode_sum, ops/quant.
-        exchange.mean(bucket, codec, on_wire=False, seed=seed)
+            bits = 8 * len(bucket.rows) * quantizer.wire_bytes(segment.width)
+            self._bits[segment.name] = bits, segment.piece.numel
 
     def _seeds(self, bucket: Bucket, exchange: Exchange) -> Seeds:
         stream = f"{type(exchange).__name__}/{self.run.hop}/{self.run.rank}"

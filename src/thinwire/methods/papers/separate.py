@@ -34,16 +34,15 @@ import torch
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import must
-from thinwire.codecs.base import Residual
 from thinwire.codecs.projection import ESTIMATORS, Estimator, Projection
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Card, Promise
-from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Lossy, Updates
 
 
 @dataclass
-class SEPARATE(ErrorFeedback):
+class SEPARATE(Lossy):
     """A common random projection of every block: 32 / ratio bits per value (ICLR 2025, Alg. 1, and without feedback).
 
     Args:
@@ -66,6 +65,7 @@ class SEPARATE(ErrorFeedback):
         "paper": {"ratio": 16, "estimator": "paper", "beta": 0.95, "reset": 128},
     }
 
+    feedback: Gradients | Updates = GRADIENTS
     ratio: int = 16
     estimator: str = "cyclic_srht"
     block: int | None = None
@@ -102,7 +102,7 @@ class SEPARATE(ErrorFeedback):
 
     def describe(self) -> Card:
         return replace(
-            super().describe(), promise=self._promise(), group=self._estimator.granule, same_arithmetic=True,
+            super().describe(), group=self._estimator.granule, same_arithmetic=True,
             keeps_state=self._weight_of_old < 1 or self.updates is not None,
         )  # fmt: skip
 
@@ -115,9 +115,7 @@ class SEPARATE(ErrorFeedback):
         return replace(self.conserves, waits=waits)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        residual: Residual | None = None
-        if self._weight_of_old < 1:
-            residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
+        residual = self.residual(bucket) if self._weight_of_old < 1 else None
         segments = [(s.name, s.start, s.width) for s in bucket.segments]
         codec = self.codec_for(segments, bucket.step, bucket.device, bucket.once, self.run.seed)  # STEP 2: M
         # STEP 1: with the residual. STEP 2: Projection.encode. STEP 3: the network's mean. STEP 4: Projection.decode.

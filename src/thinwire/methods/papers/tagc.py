@@ -38,7 +38,7 @@ from thinwire.codecs.sketch import CountSketch
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange, bucket_rows, count_columns
 from thinwire.core.method import ANEW, Card, Parameter, Promise
-from thinwire.methods.parts.feedback import GRADIENTS, UPDATES, ErrorFeedback, Gradients, Updates, share_of
+from thinwire.methods.parts.feedback import GRADIENTS, UPDATES, Gradients, Lossy, Updates, share_of
 from thinwire.ops import mask as masks
 from thinwire.ops import sketch, sparse
 
@@ -58,7 +58,7 @@ SMALLEST_EXPONENT = -126
 
 
 @dataclass
-class TAGC(ErrorFeedback):
+class TAGC(Lossy):
     """Each rank's own largest values, merged in one count sketch and one index of bits (EuroMLSys 2025, Alg. 1).
 
     By default they are the values of the step that AdamW would take (``feedback``), and the union of the masks, with it

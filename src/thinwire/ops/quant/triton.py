@@ -252,38 +252,22 @@ def _words(rows: Tensor) -> Tensor:
     return rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
 
 
-def _blocks(n: int, group: int) -> tuple[int, int]:
-    """Return groups per program, and programs per row."""
-    block = max(1, PER_PROGRAM // group)
-    return block, triton.cdiv(n // group, block)
+def _constants(format: Format) -> dict[str, Any]:
+    block = max(1, PER_PROGRAM // format.group)
+    return {"GROUP": format.group, "BLOCK": block, "FOUR": format.bits == 4, "ROTATED": format.hadamard}
 
 
-def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    count, n = rows.shape
-    if seed is not None:
-        quantize_segments(rows, format, codes, scales, Seeds(((0, n, seed),)))
-        return
-    block, programs = _blocks(n, format.group)
-    launch(
-        _quantize, (programs, count), _words(rows), codes, scales, n // format.group, None, None, None, BLOCK=block,
-        STOCHASTIC=False, WIRE=wire_alignment(codes, rows), **_constants(format),
-    )  # fmt: skip
-
-
-def quantize_segments(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds) -> None:
-    block, _ = _blocks(rows.shape[1], format.group)
-    tables = _tables(drawn, format, block, rows.device)
-    launch(
-        _quantize, (len(tables[0]), len(rows)), _words(rows), codes, scales, 0, *tables, BLOCK=block, STOCHASTIC=True,
-        WIRE=wire_alignment(codes, rows), **_constants(format),
-    )  # fmt: skip
-
-
-def _tables(drawn: Seeds, format: Format, block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return programs, segments and keys of a kernel that draws."""
+def _draw(
+    drawn: Seeds | None, groups: int, constants: dict[str, Any], device: torch.device
+) -> tuple[int, tuple[Tensor | None, ...]]:
+    """Return the number of programs for ``groups`` along a row; and, of random bits, programs, segments and keys."""
+    block, group = constants["BLOCK"], constants["GROUP"]
+    if drawn is None:
+        return triton.cdiv(groups, block), (None, None, None)
     keys, key_indices = drawn.keys(device)
-    groups = tuple((first // format.group, (last - first) // format.group) for first, last, _ in drawn.ranges)
-    return *_table(groups, key_indices, block, device), keys
+    ranges = tuple((first // group, (last - first) // group) for first, last, _ in drawn.ranges)
+    programs, segments = _table(ranges, key_indices, block, device)
+    return len(programs), (programs, segments, keys)
 
 
 @functools.cache
@@ -299,45 +283,35 @@ def _table(
     )
 
 
-def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:
-    _decode(codes, scales, 1, format, out, 1.0)
-
-
-def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, scale: float) -> None:
-    _decode(codes, scales, len(codes), format, out.unsqueeze(0), scale)
-
-
-def _decode(codes: Tensor, scales: Tensor, peers: int, format: Format, out: Tensor, scale: float) -> None:
-    """Decode ``out`` (R, n), of ``peers`` rows of codes each; R or ``peers`` is 1."""
-    count, n = out.shape
-    block, programs = _blocks(n, format.group)
-    factor = scale * reference.NORM if format.hadamard else scale
+def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds | None = None) -> None:
+    groups, constants = scales.shape[1], _constants(format)
+    programs, tables = _draw(drawn, groups, constants, rows.device)
     launch(
-        _dequantize, (programs, count), codes, scales, out, factor, peers, n // format.group, BLOCK=block,
-        WIRE=wire_alignment(codes, out), **_constants(format),
+        _quantize, (programs, len(rows)), _words(rows), codes, scales, groups, *tables, STOCHASTIC=drawn is not None,
+        WIRE=wire_alignment(codes, rows), **constants,
+    )  # fmt: skip
+
+
+def decode(codes: Tensor, scales: Tensor, format: Format, out: Tensor, peers: int, factor: float) -> None:
+    """Decode ``out`` (R, n), of ``peers`` rows of codes each; R or ``peers`` is 1."""
+    groups, constants = scales.shape[1], _constants(format)
+    launch(
+        _dequantize, (triton.cdiv(groups, constants["BLOCK"]), len(out)), codes, scales, out, factor, peers, groups,
+        WIRE=wire_alignment(codes, out), **constants,
     )  # fmt: skip
 
 
 def requantize(
-    codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float,
+    codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, factor: float,
     drawn: Seeds | None,
 ) -> None:  # fmt: skip
-    groups = scales.shape[1]
-    block, programs = _blocks(groups * format.group, format.group)
-    tables: tuple[Tensor | None, ...] = (None, None, None)
-    if drawn is not None:
-        tables = _tables(drawn, format, block, codes.device)
-        programs = len(tables[0])
-    factor = scale * reference.NORM if format.hadamard else scale
+    groups, constants = scales.shape[1], _constants(format)
+    programs, tables = _draw(drawn, groups, constants, codes.device)
     wire = min(wire_alignment(codes), wire_alignment(codes_out))
     launch(
         _requantize, (programs, 1), codes, scales, codes_out, scales_out[0], factor, len(codes), groups, *tables,
-        BLOCK=block, STOCHASTIC=drawn is not None, WIRE=wire, **_constants(format),
+        STOCHASTIC=drawn is not None, WIRE=wire, **constants,
     )  # fmt: skip
-
-
-def _constants(format: Format) -> dict[str, Any]:
-    return {"GROUP": format.group, "FOUR": format.bits == 4, "ROTATED": format.hadamard}
 
 
 def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:

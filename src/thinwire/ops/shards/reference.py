@@ -18,10 +18,7 @@ def write(
     values = torch.empty((1, scales.shape[1] * format.group), dtype=torch.float32, device=own.device)
     if encoded.segments:
         pack(own if resident is None else own - resident, encoded, values[0])
-    if drawn is None:
-        quant.quantize(values, format, codes, scales)
-    else:
-        quant.quantize_segments(values, format, codes, scales, drawn)
+    quant.quantize(values, format, codes, scales, drawn)
     pack(own, copied, message)
 
 

@@ -49,9 +49,10 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
             f"rank {rank} of {size} is number {local_rank} of {per_node} on its node: as many ranks are needed on each "
             "node, and neighbours on one (srun --distribution=block, mpirun --map-by core)"
         )
+    job = " ".join(environment.get(name, "") for name in JOB)
     derived = {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(per_node),
-        "MASTER_PORT": _port(environment),
+        "MASTER_PORT": str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS),
     }  # fmt: skip
     if size == per_node:
         derived |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -84,11 +85,10 @@ def first_host(nodes: str) -> str:
     Raises:
         ThinwireError: it is not such a list.
     """
-    match = re.match(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)", nodes)
-    if match is None or (match[2] is not None and not re.match(r"\d+", match[2])):
+    match = re.match(r"([^,\[\]]+)(?:\[(\d+)[^\]]*\])?([^,\[\]]*)(?:,|$)", nodes)
+    if match is None:
         raise ThinwireError(f"cannot read Slurm's list of nodes '{nodes}': set MASTER_ADDR to the host of rank 0")
-    number = re.match(r"\d+", match[2] or "")
-    return match[1] + (number[0] if number else "") + match[3]
+    return match[1] + (match[2] or "") + match[3]
 
 
 def _by_mpi(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:
@@ -139,8 +139,3 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         return int(environment[name])
     except (KeyError, ValueError):
         raise ThinwireError(f"{name} is '{environment.get(name, '')}', which is no number: who has set it?") from None
-
-
-def _port(environment: Mapping[str, str]) -> str:
-    job = " ".join(environment.get(name, "") for name in JOB)
-    return str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)

@@ -115,12 +115,11 @@ def _add_adapters(hub: Any, adapters: AdapterConfig) -> Any:
 
 def save_hub_files(init: str, run: Path) -> None:
     """Write what a run needs of the folder ``init`` beside its checkpoints to ``run``/hf."""
-    transformers, folder = extras.load("transformers"), run / HUB_FOLDER
-    with _quiet(f"cannot load the tokenizer in {init}"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(init, local_files_only=True)
+    tokenizer, folder = load_tokenizer(Path(init)), run / HUB_FOLDER
+    with _quiet(f"cannot copy the settings in {init}"):
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(folder)
-        transformers.AutoConfig.from_pretrained(init, local_files_only=True).save_pretrained(folder)
+        extras.load("transformers").AutoConfig.from_pretrained(init, local_files_only=True).save_pretrained(folder)
     if (source := Path(init, GENERATION)).exists():
         shutil.copyfile(source, folder / GENERATION)
     if not (folder / "tokenizer.json").exists():
@@ -150,12 +149,9 @@ def rebuild(
         model = load(init, adapters)
         if model.digest != digest:
             raise ThinwireError(f"{init} does not hold the weights that the run began with")
-    parameters = dict(model.named_parameters())
-    if unknown := sorted({*weights} - {*parameters}):
+    _, unknown = model.load_state_dict(weights, strict=False)
+    if unknown:
         raise ThinwireError(f"{run} holds {unknown[0]}, which the model has not")
-    with torch.no_grad():
-        for name, weight in weights.items():
-            parameters[name].copy_(weight)
     return model.eval()
 
 
@@ -171,15 +167,12 @@ def export(model: Pretrained, run: Path, folder: Path, *, adapter: bool) -> None
     for name in ("config.json", "adapter_config.json"):
         if (folder / name).exists():
             raise ThinwireError(f"{folder} holds a model already: name another folder")
-    try:
-        with _quiet("cannot export"):
-            whole = model.hub if adapter or not merges else model.hub.merge_and_unload()
-            whole.save_pretrained(folder)
-            load_tokenizer(run / HUB_FOLDER).save_pretrained(folder)
-            if not adapter and (source := run / HUB_FOLDER / GENERATION).exists():
-                shutil.copyfile(source, folder / GENERATION)
-    except OSError as error:
-        raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
+    with _quiet(f"cannot write to {folder}"):
+        whole = model.hub if adapter or not merges else model.hub.merge_and_unload()
+        whole.save_pretrained(folder)
+        load_tokenizer(run / HUB_FOLDER).save_pretrained(folder)
+        if not adapter and (source := run / HUB_FOLDER / GENERATION).exists():
+            shutil.copyfile(source, folder / GENERATION)
 
 
 def _digest(hub: nn.Module) -> str:
@@ -193,9 +186,9 @@ def _digest(hub: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _quiet(trouble: str) -> Iterator[None]:
-    """Let transformers draw no bars and log nothing; its errors become one line that begins with ``trouble``."""
+    """Let transformers draw no bars and log nothing from here on; its errors become one line that begins with
+    ``trouble``."""
     logging = extras.load("transformers").utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -204,7 +197,3 @@ def _quiet(trouble: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ThinwireError(f"{trouble}: {next(iter(str(error).strip().splitlines()), type(error).__name__)}") from None
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
