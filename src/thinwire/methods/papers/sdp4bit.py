@@ -115,7 +115,8 @@ class SDP4Bit(Method):
         self._intra_codec = self._gradients(self.intra_bits)
         self._weight_codec = self.make_weight_codec()
         self._messages: dict[tuple[str, ...], QuantizedWeights] = {}  # by module
-        self._pool: tuple[tuple[str, int], Pool] = (("", -1), Pool({}))  # of the last step: its streams, and seeds
+        # Of the last step: its stream, and the seed of each parameter.
+        self._pool: tuple[tuple[str, int], dict[str, int], Pool] = ("", -1), {}, Pool(())
         self._bits: dict[str, tuple[int, int]] = {}  # of each parameter: bits sent, values
 
     def describe(self) -> Card:
@@ -190,10 +191,9 @@ class SDP4Bit(Method):
         stream = f"{type(exchange).__name__}/{self.run.hop}/{self.run.rank}"
         if self._pool[0] != (stream, bucket.step):
             seeds = {name: seed_of(self.run.seed, f"{stream}/{name}", bucket.step) for name in self._sent}
-            self._pool = (stream, bucket.step), Pool(seeds)
-        pool = self._pool[1]
-        ranges = tuple((s.start, s.start + s.width, pool.indices[s.name]) for s in bucket.segments)
-        return Seeds(ranges, pool)
+            self._pool = (stream, bucket.step), seeds, Pool(seeds.values())
+        _, seeds, pool = self._pool
+        return Seeds(tuple((s.start, s.start + s.width, seeds[s.name]) for s in bucket.segments), pool)
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
         difference = self.weights == "difference"
