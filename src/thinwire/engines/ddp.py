@@ -161,7 +161,7 @@ class DDP(Engine):
             self._inspected = True
             self._dropped = all_zero(weight.grad for weight in turn.exchanged())
 
-    def _trained(self) -> list[nn.Parameter]:
+    def _trained(self) -> list[Tensor]:
         return [weight for weight in self.model.module.parameters() if id(weight) in self.parameters]
 
     def cut_short(self) -> bool:

@@ -36,9 +36,9 @@ from thinwire.network.ledger import Ledger
 def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
     """List every FSDP module of ``model`` with its parameter group; but those without parameters of their own."""
     modules: dict[Any, FSDPModule] = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            modules.setdefault(module._get_fsdp_state(), module)  # fully_shard([a, b]) gives two modules one state
+    for candidate in model.modules():
+        if isinstance(candidate, FSDPModule):
+            modules.setdefault(candidate._get_fsdp_state(), candidate)  # fully_shard([a, b]) gives two modules one state
     pairs: list[tuple[FSDPModule, Any]] = []
     for state, module in modules.items():
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and newer
@@ -114,7 +114,7 @@ class FSDP2(ShardedEngine):
             self.hops = ReduceScatter(intra), ReduceScatter(inter)
             self._own_comms += [intra, inter]
         self.ranks = math.prod(comm.size for comm in self.comms)
-        others = _other_groups(model, [comm.group for comm in self._comms.values()])
+        others = _other_groups(self.model, [comm.group for comm in self._comms.values()])
         self.beside = [self.comm(group) for group in others]  # whose ranks share the guard's flag, too
         self.comms += self.beside
         self.exchanges = any(hop.ranks > 1 for hop in self.hops)
