@@ -38,7 +38,7 @@ def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
     modules: dict[Any, FSDPModule] = {}
     for candidate in model.modules():
         if isinstance(candidate, FSDPModule):
-            modules.setdefault(candidate._get_fsdp_state(), candidate)  # fully_shard([a, b]) gives two modules one state
+            modules.setdefault(candidate._get_fsdp_state(), candidate)  # fully_shard([a, b]) gives both one state
     pairs: list[tuple[FSDPModule, Any]] = []
     for state, module in modules.items():
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and newer
