@@ -185,10 +185,7 @@ class Trainer:
         return summary
 
     def evaluate(self) -> float:
-        """Compute, show and log the mean loss over held-out sequences; NaN where there is no evaluation. Collective.
-
-        They are always the same ones, dealt out to the ranks; what is not learnt of them does not count.
-        """
+        """Compute, show and log the mean loss over held-out text, always the same; NaN: not evaluated. Collective."""
         config = self.config
         if not config.eval_sequences:
             return math.nan
@@ -351,10 +348,8 @@ class Trainer:
         """Make what summary.json holds. Collective."""
         config, cuda, times = self.config, self.ranks.device.type == "cuda", self.step_seconds
         step_ms = 1e3 * statistics.median(times[2:] if len(times) > 4 else times)
-        if cuda:
-            peak_mb = torch.cuda.max_memory_allocated() / 1e6
-        else:
-            peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak_mb = (torch.cuda.max_memory_allocated() if cuda else 1024 * kib) / 1e6
         highest: Tensor = self.ranks.comm.all_reduce(torch.tensor([peak_mb], device=self.ranks.device), "max")
         return {
             "method": config.method,

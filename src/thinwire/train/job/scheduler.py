@@ -52,13 +52,11 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     job = " ".join(environment.get(name, "") for name in JOB)
     derived = {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(per_node),
-        "MASTER_PORT": str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS),
     }  # fmt: skip
     if size == per_node:
-        derived |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    elif "MASTER_ADDR" in environment:
-        derived["MASTER_ADDR"] = environment["MASTER_ADDR"]
-    else:
+        derived["GLOO_SOCKET_IFNAME"] = "lo"
+    elif "MASTER_ADDR" not in environment:
         variables = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
         nodes = next(filter(None, map(environment.get, variables)), "")
         if not nodes:
