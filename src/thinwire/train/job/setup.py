@@ -171,7 +171,7 @@ def read_inputs(config: Config, folder: RunFolder) -> Inputs:
     collective = folder.collective
     if config.init:
         init = config.init
-        model = collective.do(lambda: pretrained.load(init, config.adapters))
+        model = collective.do(lambda: pretrained.load(init, config.adapters, config.seed))
         folder.do_once(lambda: pretrained.save_hub_files(init, folder.path))
         return Inputs(model, *collective.do(lambda: _read_pretrained_text(config, folder, model.vocabulary)))
     return Inputs(None, *_read_text(config, folder))
