@@ -120,8 +120,8 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield sketch._count, of, {"BLOCK": sketch.WORDS} | lines
     row = {"BLOCK": moments.BLOCK, "DIRECTORY": moments.DIRECTORY} | aligned
     for one in (False, True):
-        for kernel in (moments._blend, moments._add_up):
-            yield kernel, {}, row | {"CHOOSE": one}
+        for common in (False, True):
+            yield moments._add_up, {}, row | {"CHOOSE": one, "COMMON": common}
         yield moments._advance, {}, row | {"COMMON": one}
     for kind in ("*fp32", "*bf16"):
         pointers = dict.fromkeys(("weight", "moment", "gradient", "next_moment"), kind)
