@@ -5,7 +5,6 @@ trailing zeros, so that the cost follows the number of set bits."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -151,6 +150,4 @@ def from_indices(positions: Tensor, words: Tensor, rise: bool = False) -> None:
         raise reference.list_error(words)
 
 
-def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> None:
-    for positions, columns in lists:
-        from_indices(positions, words[:, columns], rise=True)
+from_lists = functools.partial(reference.from_lists, from_indices=from_indices)

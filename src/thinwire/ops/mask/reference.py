@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 WORD = 64
 
 
-def _bits(device: torch.device) -> Tensor:
-    return torch.arange(WORD, dtype=torch.int64, device=device)
-
-
 def directory(words: Tensor) -> None:
     """None is needed."""
 
@@ -107,12 +103,12 @@ def split_segments(
 
 def pack(flags: Tensor, words: Tensor) -> None:
     grouped = flags.view(*words.shape, WORD).to(torch.int64)
-    words.copy_((grouped << _bits(flags.device)).sum(2))  # each bit once: the sum carries nothing
+    words.copy_((grouped << torch.arange(WORD, device=flags.device)).sum(2))  # each bit once: the sum carries nothing
 
 
 def flags_of(words: Tensor) -> Tensor:
     """Unpack mask words (..., w) to bools (..., 64 w)."""
-    return ((words.unsqueeze(-1) >> _bits(words.device)) & 1).bool().flatten(-2)
+    return ((words.unsqueeze(-1) >> torch.arange(WORD, device=words.device)) & 1).bool().flatten(-2)
 
 
 def list_error(words: Tensor) -> ThinwireError:
@@ -132,6 +128,9 @@ def from_indices(positions: Tensor, words: Tensor, rise: bool = False) -> None:
     pack(flags.scatter_(1, positions.long(), True), words)
 
 
-def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> None:
+def from_lists(
+    lists: Sequence[tuple[Tensor, slice]], words: Tensor, from_indices: Callable[..., None] = from_indices
+) -> None:
+    """``from_indices``: this or another backend's."""
     for positions, columns in lists:
         from_indices(positions, words[:, columns], rise=True)

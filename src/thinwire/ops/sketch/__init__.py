@@ -154,7 +154,7 @@ def gather(rows: Tensor, words: Tensor, segments: SketchSegments, positions: Ten
 def peaks(payload: Tensor, segments: SketchSegments) -> Tensor:
     """Return (segments,) float32, the largest |``payload``| (R, m) of each in all rows; a NaN is the largest."""
     _check(segments, None, payload)
-    magnitudes = payload.new_empty(len(segments))
+    magnitudes = payload.new_zeros(len(segments))
     _backend(payload).peaks(payload, segments, magnitudes)
     return magnitudes
 

@@ -61,7 +61,7 @@ def gather(values, words, table, positions, payload):
 
 
 @_by_row
-def _peaks(payload, table, magnitudes):
+def peaks(payload, table, magnitudes):
     """As integers, which have the order of sizes."""
     sizes, largest = payload.view(np.int32), magnitudes.view(np.int32)
     for segment in range(len(table)):
@@ -220,7 +220,3 @@ def count(words, table, counts):
         for i in range(start // 64, (start + width) // 64):
             total += set_bits(words[i])
         counts[segment] = total
-
-
-def peaks(payload: Tensor, segments: SketchSegments, magnitudes: Tensor) -> None:
-    _peaks(payload, segments, magnitudes.zero_())
