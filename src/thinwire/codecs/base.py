@@ -84,11 +84,7 @@ class Codec(ABC):
         self._check(rows, out)
         if rows.dtype not in (torch.float32, torch.bfloat16):
             raise ThinwireError(f"{self}: encodes float32 or bfloat16, got {rows.dtype}")
-        space = space or _new_on(rows.device)
-        if residual is None:
-            self._encode(rows, out, seed, space)
-        else:
-            self._encode_and_keep(rows, out, residual, seed, space)
+        self._encode_and_keep(rows, out, residual, seed, space or _new_on(rows.device))
         return out
 
     def decode(self, wire: Tensor, out: Tensor, *, space: Space | None = None) -> Tensor:
@@ -127,16 +123,22 @@ class Codec(ABC):
         self._encode_sum(wire, out, n, scale, seed, space or _new_on(wire.device))
         return out
 
-    @abstractmethod
-    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None: ...
-
-    def _encode_and_keep(self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space) -> None:
+    def _encode_and_keep(
+        self, rows: Tensor, out: Tensor, residual: Residual | None, seed: Seeds | None, space: Space
+    ) -> None:
         """Decode what was encoded, and subtract it. A codec that knows the difference anyway takes one pass."""
+        if residual is None:
+            self._encode(rows, out, seed, space)
+            return
         if residual.old is not None:
             rows.add_(residual.old)
         self._encode(rows, out, seed, space)
         self._decode(out, residual.new, space)
         torch.sub(rows, residual.new, out=residual.new)
+
+    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
+        """Encode without a residual. A codec that takes one pass in ``_encode_and_keep`` needs none."""
+        raise NotImplementedError
 
     @abstractmethod
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None: ...
@@ -158,7 +160,7 @@ class Codec(ABC):
             return
         total = space("sum", (1, n), torch.float32)
         self._decode_sum(wire, total[0], scale, space)
-        self._encode(total, out, seed, space)
+        self._encode_and_keep(total, out, None, seed, space)
 
     def _check(self, values: Tensor, wire: Tensor) -> None:
         """Refuse shapes and dtypes that do not belong together, before a kernel writes out of bounds."""

@@ -46,9 +46,6 @@ class Masked(Codec):
     def wire_numel(self, n: int) -> int:
         return self.k
 
-    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
-        self._encode_and_keep(rows, out, None, seed, space)
-
     def _encode_and_keep(
         self, rows: Tensor, out: Tensor, residual: Residual | None, seed: Seeds | None, space: Space
     ) -> None:

@@ -118,8 +118,10 @@ class Projection(Codec):
             torch.mm(blocks, drawn[0], out=product.view(-1, self.estimator.sent_per_block))
             payload.copy_(product)
 
-    def _encode_and_keep(self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space) -> None:
-        if not self.estimator.srht:
+    def _encode_and_keep(
+        self, rows: Tensor, out: Tensor, residual: Residual | None, seed: Seeds | None, space: Space
+    ) -> None:
+        if residual is None or not self.estimator.srht:
             super()._encode_and_keep(rows, out, residual, seed, space)
             return
         for columns, sent, (signs, chosen) in self._slices():

@@ -116,9 +116,6 @@ class LargestValues(Codec):
     def _values_in(self, wire: Tensor, n: int, space: Space) -> Tensor:
         """Return the values (R, m) float32 that ``wire`` holds."""
 
-    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
-        self._encode_and_keep(rows.float(), out, None, seed, space)
-
     def _encode_and_keep(
         self, rows: Tensor, out: Tensor, residual: Residual | None, seed: Seeds | None, space: Space
     ) -> None:
@@ -127,7 +124,7 @@ class LargestValues(Codec):
         n, layout = rows.shape[1], self._positions(rows.shape[1])
         positions = layout.memory(len(rows), space)
         values = space(("values", len(rows)), positions.shape, torch.float32)
-        sparse.largest(rows, old, layout.lists, new, positions, values)
+        sparse.largest(rows.float(), old, layout.lists, new, positions, values)
         self._write(positions, values, out, seed)
         if new is not None:
             sparse.put(values.sub_(self._values_in(out, n, space)), positions, new)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinwire.base.device import upload
 from thinwire.ops.backends import backend
-from thinwire.ops.programs import programs_of
+from thinwire.ops.programs import programs_on
 
 __all__ = ["MomentSegment", "Moments", "Sent", "add_up", "advance"]
 
@@ -50,17 +50,16 @@ class Moments:
 
     @functools.cached_property
     def programs(self) -> Tensor:
-        """(B,) int32: the number of each program's segment, along a row."""
-        return upload(self._programs[0], self.device)
+        """(2 B,) int32: see ``programs_on``."""
+        return programs_on(self.device, (segment.width for segment in self.segments), PER_PROGRAM)
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """(segments * 6,) int64: each one's moment's address, m, start, width, the number of its first program, and
-        the address of its scores, or 0."""
+        """(segments * 5,) int64: each one's moment's address, m, start, width, and the address of its scores, or 0."""
         values: list[int] = []
-        for segment, first in zip(self.segments, self._programs[1], strict=True):
+        for segment in self.segments:
             scores = 0 if segment.scores is None else segment.scores.data_ptr()
-            values += [segment.moment.data_ptr(), segment.moment.numel(), segment.start, segment.width, first, scores]
+            values += [segment.moment.data_ptr(), segment.moment.numel(), segment.start, segment.width, scores]
         return upload(values, self.device, torch.int64)
 
     def split(self, words: Tensor, *rows: Tensor) -> Iterator[tuple[Any, ...]]:
@@ -68,10 +67,6 @@ class Moments:
         for segment in self.segments:
             first, last = segment.start // 64, (segment.start + segment.width) // 64
             yield segment, words[first:last], *(row[segment.columns] for row in rows)
-
-    @property
-    def _programs(self) -> tuple[list[int], list[int]]:
-        return programs_of((segment.width for segment in self.segments), PER_PROGRAM)
 
 
 class Sent(NamedTuple):

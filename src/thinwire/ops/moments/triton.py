@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
+from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, segment_of, whole
 from thinwire.ops.mask.triton import BLOCK as DIRECTORY
 from thinwire.ops.mask.triton import _bits, directory
 from thinwire.ops.moments import PER_PROGRAM, Moments, Sent
@@ -19,13 +19,10 @@ BLOCK = PER_PROGRAM
 def _segment(programs, table, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     """Find this program's columns: their elements in the row, which are inside its segment, their moments, which have
     one, the address of the segment's scores, or 0, and the columns within it."""
-    number = tl.program_id(0)
-    segment = table + tl.load(programs + number).to(tl.int64) * 6
+    _, _, segment, column = segment_of(programs, table, BLOCK, 5)
     moment, m, start = tl.load(segment).to(tl.pointer_type(tl.float32)), tl.load(segment + 1), tl.load(segment + 2)
-    column = (number - tl.load(segment + 4)) * BLOCK + tl.arange(0, BLOCK)
     has_moment, inside = column < whole(m, ALIGN), column < whole(tl.load(segment + 3), ALIGN)
-    scores = tl.load(segment + 5)
-    return start + column, inside, along(moment, column, ALIGN), has_moment, scores, column
+    return start + column, inside, along(moment, column, ALIGN), has_moment, tl.load(segment + 4), column
 
 
 @triton.jit
@@ -101,8 +98,8 @@ def add_up(
     words, bit_offsets, payload, residual_out, share = sent
     shared = rows[0] if common is None else common  # not touched
     launch(
-        _add_up, (len(moments.programs), len(rows)), rows, residual, shared, own_row, moments.programs, moments.table,
-        words, directory(words) if bit_offsets is None else bit_offsets, payload, residual_out, share,
+        _add_up, (len(moments.programs) // 2, len(rows)), rows, residual, shared, own_row, moments.programs,
+        moments.table, words, directory(words) if bit_offsets is None else bit_offsets, payload, residual_out, share,
         payload.shape[1], beta1, 1 - beta1, COMMON=common is not None, CHOOSE=choose, BLOCK=BLOCK, DIRECTORY=DIRECTORY,
         ALIGN=_aligned(moments, rows, residual, shared, residual_out),
     )  # fmt: skip
@@ -114,7 +111,7 @@ def advance(
 ) -> None:  # fmt: skip
     old, new = (gradient if memory is None else memory for memory in (common, common_out))  # not touched
     launch(
-        _advance, (len(moments.programs),), payload, old, moments.programs, moments.table, words,
+        _advance, (len(moments.programs) // 2,), payload, old, moments.programs, moments.table, words,
         directory(words.view(1, -1))[0] if bit_offsets is None else bit_offsets, len(payload), beta1, 1 - beta1,
         next_moment, gradient, new, COMMON=common is not None, BLOCK=BLOCK, DIRECTORY=DIRECTORY,
         ALIGN=_aligned(moments, gradient, next_moment, old, new),

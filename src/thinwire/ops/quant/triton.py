@@ -6,7 +6,6 @@ Launched without floating-point fusion: a product contracted into an addition wo
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.base.random import Seeds
-from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole, wire_alignment
-from thinwire.ops.programs import programs_of
+from thinwire.base.device import uploaded
+from thinwire.base.random import Drawn
+from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, segment_of, whole, wire_alignment
+from thinwire.ops.programs import programs_on
 from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import Format
 
@@ -84,9 +84,8 @@ def _load_codes(codes, byte, inside, HALF: tl.constexpr, FOUR: tl.constexpr):
 
 
 @triton.jit
-def _group_elements(program, first, BLOCK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr):
-    """Number the program's groups, from ``first`` on, their elements, and the bytes of the low halves."""
-    g = first + program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _group_elements(g, GROUP: tl.constexpr, FOUR: tl.constexpr):
+    """Return the groups ``g``, int64, the numbers of their elements, and the bytes of the low halves."""
     lane = tl.arange(0, GROUP // 2)[None, :]
     return g, g[:, None] * GROUP + lane, g[:, None] * (GROUP // 2 if FOUR else GROUP) + lane
 
@@ -112,19 +111,17 @@ def _program(
 ):  # fmt: skip
     """Number this program's groups as ``_group_elements``, with their end, and their pairs of elements, with the key.
 
-    Stochastically, ``programs`` holds the number of each program's segment, and a row of ``segments`` its first group,
-    groups, first program and the index of its key.
+    Stochastically, a row of ``segments`` holds the first group of a segment, its groups, and the index of its key.
     """
     if STOCHASTIC:
-        number = tl.program_id(0)
-        segment = segments + tl.load(programs + number) * 4
-        key = tl.load(keys + tl.load(segment + 3))
+        _, _, segment, g = segment_of(programs, segments, BLOCK, 3)
+        key = tl.load(keys + tl.load(segment + 2))
         first, groups = tl.load(segment).to(tl.int64), tl.load(segment + 1).to(tl.int64)
-        g, element, byte = _group_elements(number - tl.load(segment + 2), first, BLOCK, GROUP, FOUR)
+        g, element, byte = _group_elements(first + g, GROUP, FOUR)
         pair = (row * groups + g - first)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
         return g, element, byte, first + groups, pair, key
     else:
-        g, element, byte = _group_elements(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
+        g, element, byte = _group_elements(tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), GROUP, FOUR)
         return g, element, byte, tl.cast(groups, tl.int64), element, 0
 
 
@@ -201,7 +198,7 @@ def _dequantize(
 ):  # fmt: skip
     """Make every row of ``out`` = ``factor`` * the sum of ``peers`` rows of codes from its own on, or its transform."""
     row = tl.program_id(1).to(tl.int64)
-    g, element, byte = _group_elements(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
+    g, element, byte = _group_elements(tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), GROUP, FOUR)
     low, high = _sum(
         codes, codes_stride, scales, scales_stride, row, peers, factor, g, byte, groups, GROUP, BLOCK, FOUR, ROTATED,
         WIRE,
@@ -257,22 +254,11 @@ def _draw(
     if drawn is None:
         return triton.cdiv(groups, block), (None, None, None)
     keys, key_indices = drawn.keys(device)
-    ranges = tuple((first // group, (last - first) // group) for first, last, _ in drawn.ranges)
-    programs, segments = _table(ranges, key_indices, block, device)
-    return len(programs), (programs, segments, keys)
-
-
-@functools.cache
-def _table(
-    groups: tuple[tuple[int, int], ...], key_indices: tuple[int, ...], block: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """(programs along a row,) int32, their segments; (segments * 4,) int32, first group, groups, first program, key."""
-    programs, first_programs = programs_of((count for _, count in groups), block)
-    table = [(*segment, *fields) for segment, *fields in zip(groups, first_programs, key_indices, strict=True)]
-    return (
-        torch.tensor(programs, dtype=torch.int32, device=device),
-        torch.tensor(table, dtype=torch.int32, device=device).view(-1),
-    )
+    table: list[int] = []
+    for (first, last, _), key_index in zip(drawn.ranges, key_indices, strict=True):
+        table += [first // group, (last - first) // group, key_index]
+    programs = programs_on(device, table[1::3], block)
+    return len(programs) // 2, (programs, uploaded(table, device), keys)
 
 
 def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds | None = None) -> None:
