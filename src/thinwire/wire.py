@@ -27,8 +27,7 @@ from thinwire.core.agreement import Agreement, describe_settings, host_facts, mo
 from thinwire.core.bucket import Bucket
 from thinwire.core.engine import Engine, Meet
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Run, find_holders, intra_of
-from thinwire.core.method_buckets import drop_waiting, send_all
+from thinwire.core.method import Run, drop_waiting, find_holders, intra_of
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
@@ -373,9 +372,7 @@ class Wire:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
             compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
-        self._turn = StepLoop(
-            engine, run, self._road, max_skipped=safety.max_skipped, check_every=safety.check_every
-        )
+        self._turn = StepLoop(engine, run, self._road, safety)
         self._hooks: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -514,7 +511,7 @@ class Wire:
         if self._road.step <= method.card.steady:
             return
         with torch.no_grad():
-            for name, change in self._means(functools.partial(send_all, method.card, self._state)):
+            for name, change in self._means(functools.partial(Method.deliver, method)):
                 local(self._turn.weights[name].detach()).sub_(change)
         self._state.commit()
         self.engine.weights_changed()
@@ -567,7 +564,7 @@ class Wire:
         if self._turn.exchanged():
             raise ThinwireError("wire.reset() after an exchange: call it before the step's backward pass")
         self.method.finish()
-        drop_waiting(self.method.card, self._state)
+        drop_waiting(self.method)
         self._stage.flush_at = None
         self._turn.weight_watch.trust()
         self.engine.weights_changed()

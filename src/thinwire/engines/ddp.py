@@ -15,11 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout, Piece
-from thinwire.core.engine import Engine, Meet, StepEvents, all_zero, split_by_node, wants_two_levels
+from thinwire.core.engine import Engine, Meet, all_zero, split_by_node, wants_two_levels
 from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method
 from thinwire.core.names import describe
 from thinwire.core.road import Road, ScatterAndShare, Worker
+from thinwire.core.step import StepLoop
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 
@@ -132,7 +133,7 @@ class DDP(Engine):
         if getattr(dynamo, "optimize_ddp", None) == "python_reducer":
             raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
 
-    def attach(self, turn: StepEvents, road: Road) -> None:
+    def attach(self, turn: StepLoop, road: Road) -> None:
         """Register the hook."""
 
         def hook(bucket: dist.GradBucket) -> Any:
@@ -158,7 +159,7 @@ class DDP(Engine):
         self._hook.reduce, self._hook.free = hook, False
         self._watch(turn)
 
-    def _watch(self, turn: StepEvents) -> None:
+    def _watch(self, turn: StepLoop) -> None:
         """Find out, in a second backward pass, whether the first one's gradients are still there: when the hook is
         called, autograd has added the new ones to them, or put them in their place.
         """
@@ -174,7 +175,7 @@ class DDP(Engine):
             if id(weight) in self.parameters:
                 watch(self.parameters[id(weight)].name, weight)
 
-    def _look(self, weight: Tensor, turn: StepEvents) -> None:
+    def _look(self, weight: Tensor, turn: StepLoop) -> None:
         if weight.grad is None:
             self._dropped = all(weight.grad is None for weight in turn.exchanged())
         elif not self._inspected:  # once, because it waits for the device

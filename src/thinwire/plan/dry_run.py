@@ -155,7 +155,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     ledger = Ledger()
 
     def lone(comm: Comm) -> Comm:
-        counting = CountingComm(0, 1, [0], ledger)
+        counting = CountingComm(0, [0], ledger)
         counting.one_node = comm.one_node  # a method may send something else inside a node
         return counting
 
@@ -165,7 +165,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     pieces = tuple(Piece(p.name, first, p.local) for p, first in zip(smallest, offsets, strict=False))
     shards = [Shard(pieces, (), offsets[-1], dtype) for dtype in run.gathers]
     layout = separate_buffers(smallest, lone_road, torch.float32)
-    layout = replace(layout, shards=shards, comm=CountingComm(0, 1, [0], ledger))
+    layout = replace(layout, shards=shards, comm=CountingComm(0, [0], ledger))
     play = _Playback(layout, lone_road, small_run, ledger, None, None, device)
     token = every_variant.set(True)
     try:

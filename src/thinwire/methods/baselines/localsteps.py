@@ -53,11 +53,11 @@ from thinwire.core.method import (
     Run,
     StateKind,
     Step,
+    bucket_of,
     check_start,
     first_step,
     refuse_chunks,
 )
-from thinwire.core.method_buckets import bucket_of
 from thinwire.core.selection import dense_among, keep_dense
 from thinwire.core.state import find_entries, find_written
 from thinwire.methods.parts.feedback import ErrorFeedback
@@ -353,7 +353,7 @@ class LocalSteps(Method):
                 pieces.append(Piece(parameter.name, end - first, parameter.local))
                 end += parameter.local
             if pieces:
-                bucket = bucket_of(method.card, pieces, self.run.exchange, self._anchors[pieces[0].name].device)
+                bucket = bucket_of(method, pieces, self.run.exchange, self._anchors[pieces[0].name].device)
                 pairs.append((method, bucket, slice(first, end)))
         return pairs
 
