@@ -152,7 +152,7 @@ def test_the_machine_code_of_all_kernels(capability, tmp_path):
         widths = {int(access[2:]) for access in found["accesses"]}
         by_bytes = found["constants"].get("NARROW")  # small tensors in bfloat16, which lie anywhere
         assert min(widths) >= 4 or by_bytes, found
-        by_places = found["constants"].get("ALL") is False or found["kernel"] == "mask._unpack"
+        by_places = found["constants"].get("ALL") is False
         if {"ALIGN", "WIRE"} & found["constants"].keys() and not by_places and "projection" not in found["kernel"]:
             # Of one wire another is made: there is nothing else in it.
             widest = found["constants"]["WIRE"] if found["kernel"] == "quant._requantize" else 16

@@ -71,7 +71,8 @@ class StepLoop:
         self.state: State = self.method.state
         self.skipped = 0
         self._max_skipped, self._in_a_row = safety.max_skipped, 0
-        self._replica_check = None if safety.check_every is None else ReplicaCheck(self, safety.check_every)
+        every = safety.check_every
+        self._replica_check = None if every is None else ReplicaCheck(engine, road, self.weights, every)
         self.norm: Tensor | None = None
         self.clip_factor: Tensor | None = None
         self.closed = self.ended = False
@@ -88,8 +89,8 @@ class StepLoop:
         self._warned = False
         self._knows_scaler = run.scaled or not self.method.card.keeps_state
         self._names = {id(weight): name for name, weight in self.weights.items()}
-        drop = functools.partial(drop_waiting, self.method) if self.method.card.keeps_state else None
-        self.weight_watch = WeightWatch(self.method.name, list(self.weights.values()), drop)
+        watched = list(self.weights.values()) if self.method.card.keeps_state else []
+        self.weight_watch = WeightWatch(self.method.name, watched, functools.partial(drop_waiting, self.method))
 
     # What the engines say.
 

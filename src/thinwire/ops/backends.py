@@ -44,13 +44,17 @@ host_code: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("host_code",
 """The module that runs on tensors without storage, by family; nothing runs without: see ``thinwire.ops.dry``."""
 
 
+def count_launch(name: str) -> None:
+    if (counter := launches.get()) is not None:
+        counter[name] += 1
+
+
 class _Nothing(ModuleType):
     """Counts operations on tensors without storage and does nothing: they write to tensors that are handed in."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def count(*args: object, **knobs: object) -> None:
-            if (counter := launches.get()) is not None:
-                counter[f"{self.__name__}.{name}"] += 1
+            count_launch(f"{self.__name__}.{name}")
 
         return count
 
