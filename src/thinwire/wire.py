@@ -211,8 +211,8 @@ def _seal(engine: Engine, device: str) -> None:
             "links between GPUs have checksums of their own: leave it out"
         )
     load("xxhash")
-    inside = [] if engine.levels is None else [getattr(engine.levels, "intra", None)]
-    for comm in [*engine.comms, *(hop.comm for hop in engine.hops), *inside]:
+    inside = getattr(engine.levels, "intra", None)
+    for comm in [*engine.comms, *(hop.comm for hop in engine.hops), inside]:
         if comm is not None:
             comm.checksums = True
 
@@ -500,11 +500,10 @@ class Wire:
     def hand_over(self) -> None:
         """Give the optimizer the moments that another one would go on with. Collective, between two steps.
 
-        With feedback="updates" the optimizer steps none of the compressed parameters, and its state knows nothing of
-        them: training that goes on from it without the method would begin with steps of lr for each value. After this
-        ``optimizer.state`` holds, of each of them, ``exp_avg_sq`` = r mean_n v_n, which stands for the average of
-        squared mean gradients, ``exp_avg`` = 0, and as ``step`` the gradients seen. One dense exchange. The next step
-        with the method lets go of them again. With all other methods nothing is done.
+        With feedback="updates" the optimizer has no state of the compressed parameters: training that goes on from it
+        without the method would begin with steps of lr for each value. After this ``optimizer.state`` holds, of each of
+        them, ``exp_avg_sq`` = r mean_n v_n, which stands for the average of squared mean gradients, ``exp_avg`` = 0,
+        and as ``step`` the gradients seen, until the method's next step. With other methods nothing is done.
 
         ``optimizer.state_dict()`` alone, which is not collective, holds the same by this rank's own v_n. Where there is
         no second moment of each value (direction="muon"; alone also two_level on DDP, where a rank has a part of it)
