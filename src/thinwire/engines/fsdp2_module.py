@@ -5,6 +5,7 @@ Torch's private names are those of a module's parameter group and of its paramet
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -95,18 +96,14 @@ class ShardedEngine(Engine):
         mode = bool(self.model.training), torch.is_grad_enabled()
         if mode != self._mode or (not all(mode) and id(link) in self._asked):
             if self._mode is not None:
-                self._agree_on_changes()
+                changed = any([replica.changed_unseen() for replica in self.replicas])
+                flag = torch.full((1,), float(changed), device=link.device)
+                self.comms[0].all_reduce(flag, "max")
+                if bool(flag):
+                    self.weights_changed()
             self._asked.clear()
             self._mode = mode
         self._asked.add(id(link))
-
-    def _agree_on_changes(self) -> None:
-        """Have all ranks gather anew the weights that have changed on any rank."""
-        changed = torch.zeros(1, device=self.groups[0][1].device)
-        changed.fill_(float(any([replica.changed_unseen() for replica in self.replicas])))
-        self.comms[0].all_reduce(changed, "max")
-        if bool(changed):
-            self.weights_changed()
 
     @contextmanager
     def _waited(self) -> Iterator[None]:
@@ -115,6 +112,10 @@ class ShardedEngine(Engine):
         yield
         if devices.streams(self.groups[0][1].device) is None:
             self.ledger.add("exposed", time.perf_counter() - began)
+
+
+_WRAPPED = ("unshard", "wait_for_unshard", "post_backward")
+"""The functions of torch's parameter group around which its link puts its own."""
 
 
 class GroupLink:
@@ -144,55 +145,46 @@ class GroupLink:
         self._computed: Any = None  # an event: the gradients of the next reduction are there
         self._key: tuple[int, ...] = ()  # ids of the active parameters
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
-        self._watch()
+        for name in _WRAPPED:
+            setattr(group, name, functools.partial(getattr(self, name), getattr(group, name)))
 
-    def _watch(self) -> None:
+    def unshard(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Note that a forward pass asks for the weights of the module, before torch's ``original`` gathers them."""
+        if self.group._training_state.name == "FORWARD":
+            self.engine.begin_forward(self)
+        return original(*arguments, **options)
+
+    def wait_for_unshard(self, original: Callable[[], None]) -> None:
+        """Note when the stream that computes, on a GPU, has come to where it needs the weights."""
+        if self.gathered is not None:
+            self.engine.ledger.between("exposed", devices.mark(self.device), self.gathered)
+            self.gathered = None
+        original()
+        self.copied = devices.mark(self.device)
+        self.engine.go_on()
+
+    def post_backward(self, original: Callable[..., Any], *arguments: Any) -> Any:
         """Find out which parameters are in the next reduction: torch leaves out those without a gradient.
 
-        The numel can be the same for other parameters, so the set has to be read where torch decides it. On a GPU,
-        also when the stream that computes has come to where it needs what is on its way.
+        The numel can be the same for other parameters, so the set has to be read where torch decides it.
         """
-        original, original_wait, original_unshard = (
-            self.group.post_backward, self.group.wait_for_unshard, self.group.unshard,
-        )  # fmt: skip
-
-        def unshard(*arguments: Any, **options: Any) -> Any:
-            if self.group._training_state.name == "FORWARD":
-                self.engine.begin_forward(self)
-            return original_unshard(*arguments, **options)
-
-        self.group.unshard = unshard
-
-        def wait_for_unshard() -> None:
-            if self.gathered is not None:
-                self.engine.ledger.between("exposed", devices.mark(self.device), self.gathered)
-                self.gathered = None
-            original_wait()
-            self.copied = devices.mark(self.device)
-            self.engine.go_on()
-
-        self.group.wait_for_unshard = wait_for_unshard
-
-        def post_backward(*unused: Any) -> Any:
-            self._computed = devices.mark(self.device)
-            zeros = getattr(self.group, "reduce_scatter_unused_params", False)
-            self._active = [
-                fsdp_param
-                for fsdp_param in self.in_order()
-                if has_own_gradient(fsdp_param)
-                or (zeros and hasattr(fsdp_param, "_unsharded_param") and fsdp_param._unsharded_param.requires_grad)
-            ]
-            self._key = tuple(map(id, self._active))
-            # Read when first seen only: under tensor parallelism, reading may cost an all-reduce.
-            is_known = self._key in self._pieces
-            self._expected = None if is_known else [self._gradient(fsdp_param) for fsdp_param in self._active]
-            return original(*unused)
-
-        self.group.post_backward = post_backward
+        self._computed = devices.mark(self.device)
+        zeros = getattr(self.group, "reduce_scatter_unused_params", False)
+        self._active = [
+            fsdp_param
+            for fsdp_param in self.in_order()
+            if has_own_gradient(fsdp_param)
+            or (zeros and hasattr(fsdp_param, "_unsharded_param") and fsdp_param._unsharded_param.requires_grad)
+        ]
+        self._key = tuple(map(id, self._active))
+        # Read when first seen only: under tensor parallelism, reading may cost an all-reduce.
+        is_known = self._key in self._pieces
+        self._expected = None if is_known else [self._gradient(fsdp_param) for fsdp_param in self._active]
+        return original(*arguments)
 
     def detach(self) -> None:
         """Put torch's own communication back in place."""
-        for name in ("post_backward", "wait_for_unshard", "unshard"):
+        for name in _WRAPPED:
             delattr(self.group, name)  # the class's own show again
         for name, value in self._stock.items():
             setattr(self.group, name, value)
@@ -289,8 +281,8 @@ class GroupLink:
         """Return this rank's shard of each parameter."""
         return [cast(Any, fsdp_param.sharded_param)._local_tensor for fsdp_param in self.group.fsdp_params]
 
-    def shard(self, numel: int, dtype: torch.dtype) -> Shard:
-        """Locate each parameter in this rank's shard of ``numel`` values, gathered in ``dtype``."""
+    def shard(self, dtype: torch.dtype) -> Shard:
+        """Locate each parameter in this rank's shard, gathered in ``dtype``."""
         trained, frozen, column = [], [], 0
         for fsdp_param in self.group.fsdp_params:
             width = math.prod(fsdp_param.padded_sharded_param_size)
@@ -305,10 +297,7 @@ class GroupLink:
             else:
                 frozen.append(piece)
             column += width
-        if column != numel:
-            names = ", ".join(piece.name for piece in trained)
-            raise ThinwireError(f"FSDP2 gathers {numel} values per rank, but the shards of {names} have {column}")
-        return Shard(tuple(trained), tuple(frozen), numel, dtype)
+        return Shard(tuple(trained), tuple(frozen), column, dtype)
 
     def name(self, fsdp_param: Any) -> str:
         """Return the parameter's name in the user's model."""

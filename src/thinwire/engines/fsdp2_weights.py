@@ -41,7 +41,10 @@ class ModuleAllGather:
             )
         comm = self.engine.comm(self.link.group.mesh_info.shard_process_group)
         link, replica = self.link, self.link.replica
-        shard = link.shard(math.prod(size) // comm.size, dtype)
+        shard, numel = link.shard(dtype), math.prod(size) // comm.size
+        if shard.numel != numel:
+            names = ", ".join(piece.name for piece in shard.pieces)
+            raise ThinwireError(f"FSDP2 gathers {numel} values per rank, but the shards of {names} have {shard.numel}")
         if replica is None or (replica.shard, replica.device) != (shard, device):
             message = method.weight_message(shard, comm.rank)
             if replica is not None:
