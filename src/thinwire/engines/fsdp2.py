@@ -246,9 +246,8 @@ class FSDP2(ShardedEngine):
         return any(has_own_gradient(fsdp_param) for _, group in self.groups for fsdp_param in group.fsdp_params)
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
-        if not look:
-            return weights[0].grad is None and all(weight.grad is None for weight in weights)
-        return all_zero((weight.grad for weight in weights), self.comms)
+        gradients = [weight.grad for weight in weights]
+        return all_zero(gradients, self.comms) if look else all(gradient is None for gradient in gradients)
 
     def settled(self) -> None:
         self.tail = None

@@ -6,6 +6,7 @@ Torch's private names are those of a module's parameter group and of its paramet
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -116,6 +117,8 @@ class ShardedEngine(Engine):
 
 _WRAPPED = ("unshard", "wait_for_unshard", "post_backward")
 """The functions of torch's parameter group around which its link puts its own."""
+_REPLACED = ("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook", "mesh_info", "post_forward_mesh_info")
+"""The attributes of it that are others until the link is detached."""
 
 
 class GroupLink:
@@ -129,13 +132,7 @@ class GroupLink:
     def __init__(self, engine: ShardedEngine, group: Any, turn: StepEvents, road: Road) -> None:
         self.engine, self.group, self.turn, self.road = engine, group, turn, road
         self.replica: Replica | None = None
-        # What torch had there before.
-        self._stock = {
-            name: getattr(group, name)
-            for name in ("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook", "_all_reduce_hook_stream",
-                         "mesh_info", "post_forward_mesh_info")
-            if hasattr(group, name)
-        }  # fmt: skip
+        self._stock = {name: getattr(group, name) for name in _REPLACED}
         self._active: list[Any] = []
         self._ranks = engine.reduce_group.size()
         self._expected: list[Tensor] | None = None
@@ -266,11 +263,11 @@ class GroupLink:
     def pieces_of(self, fsdp_params: list[Any]) -> tuple[Piece, ...]:
         """Locate each of ``fsdp_params`` in a flat input of theirs."""
         ranks, widths = self._ranks, [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in fsdp_params]
-        total, pieces, column = sum(widths), [], 0
-        for fsdp_param, width in zip(fsdp_params, widths, strict=True):
-            pieces.append(Piece(self.name(fsdp_param), column, width * ranks, ranks, total))
-            column += width
-        return tuple(pieces)
+        *columns, total = itertools.accumulate(widths, initial=0)
+        return tuple(
+            Piece(self.name(fsdp_param), column, width * ranks, ranks, total)
+            for fsdp_param, column, width in zip(fsdp_params, columns, widths, strict=True)
+        )
 
     def version(self) -> int:
         """Return a number that rises with each change of this rank's shard that torch counts (not by ``.data``)."""
@@ -283,10 +280,9 @@ class GroupLink:
 
     def shard(self, dtype: torch.dtype) -> Shard:
         """Locate each parameter in this rank's shard, gathered in ``dtype``."""
-        trained, frozen, column = [], [], 0
-        for fsdp_param in self.group.fsdp_params:
-            width = math.prod(fsdp_param.padded_sharded_param_size)
-            piece = Piece(self.name(fsdp_param), column, width)
+        trained, frozen, fsdp_params = [], [], self.group.fsdp_params
+        pieces = shard_of(self.pieces_of(fsdp_params))
+        for piece, fsdp_param in zip(pieces, fsdp_params, strict=True):
             if id(fsdp_param.sharded_param) in self.engine.parameters:
                 trained.append(piece)
             elif fsdp_param.sharded_param.requires_grad:
@@ -296,8 +292,7 @@ class GroupLink:
                 )
             else:
                 frozen.append(piece)
-            column += width
-        return Shard(tuple(trained), tuple(frozen), column, dtype)
+        return Shard(tuple(trained), tuple(frozen), sum(piece.numel for piece in pieces), dtype)
 
     def name(self, fsdp_param: Any) -> str:
         """Return the parameter's name in the user's model."""

@@ -53,8 +53,7 @@ class Watch(TorchDispatchMode):
         for tensor in tensors:
             self._note(tensor, 0)
             key = tensor.untyped_storage()._cdata
-            if key in self._sizes:
-                self.live, self._sizes[key] = self.live - self._sizes[key], 0
+            self.live, self._sizes[key] = self.live - self._sizes[key], 0
 
     def _note(self, tensor: Tensor, nbytes: int) -> None:
         storage = tensor.untyped_storage()
