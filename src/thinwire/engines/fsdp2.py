@@ -265,7 +265,7 @@ class FSDP2(ShardedEngine):
             replica.stepped()
 
     def ahead(self, step: int) -> None:
-        with self._waited():
+        with self.waited():
             self.sender.begin(step)
 
     def arrive(self) -> None:

@@ -77,13 +77,8 @@ class ShardedEngine(Engine):
     def drain(self) -> None:
         """Wait for the gradients that are under way beside the backward pass. Raises what their exchange has raised."""
         if self.worker is not None:
-            with self._waited():
+            with self.waited():
                 self.worker.drain()
-
-    def go_on(self) -> None:
-        """Let weights of other modules leave: one has got its own."""
-        with self._waited():
-            self.sender.go_on()
 
     def begin_forward(self, link: GroupLink) -> None:
         """Note that a module will ask for its weights in a forward pass. Collective where such a pass begins.
@@ -107,7 +102,7 @@ class ShardedEngine(Engine):
         self._asked.add(id(link))
 
     @contextmanager
-    def _waited(self) -> Iterator[None]:
+    def waited(self) -> Iterator[None]:
         """Count the time of the body as exposed, unless a device does the work."""
         began = time.perf_counter()
         yield
@@ -158,7 +153,8 @@ class GroupLink:
             self.gathered = None
         original()
         self.copied = devices.mark(self.device)
-        self.engine.go_on()
+        with self.engine.waited():  # one module has got its weights: those of others may leave
+            self.engine.sender.go_on()
 
     def post_backward(self, original: Callable[..., Any], *arguments: Any) -> Any:
         """Find out which parameters are in the next reduction: torch leaves out those without a gradient.
@@ -233,7 +229,10 @@ class GroupLink:
             self.engine.tail = self._computed, devices.mark(self.device)  # of a backward pass, the last one's
             return
         worker.submit(job, mean.device, last=False)
-        if not (self._only_views(mean) and _at_the_end_of_backward(self.engine.drain)):
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and self._only_views(mean):
+            torch.autograd.Variable._execution_engine.queue_callback(self.engine.drain)  # at its end
+        else:
             self.engine.drain()
 
     def _only_views(self, mean: Tensor) -> bool:
@@ -333,12 +332,3 @@ class GroupLink:
             self.exchange(inter, lambda: stage.reduce(shard, inter, shard), shard)
 
         return hook
-
-
-def _at_the_end_of_backward(call: Callable[[], None]) -> bool:
-    """Have ``call`` called at the end of the backward pass. Returns False outside of one."""
-    try:
-        torch.autograd.Variable._execution_engine.queue_callback(call)
-    except RuntimeError:
-        return False
-    return True

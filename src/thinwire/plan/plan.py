@@ -99,6 +99,7 @@ class Plan:
         self._road, self._run, self._wire_dtype, self._layout, self._guards = road, run, wire_dtype, layout, guards
         self.ranks = math.prod(stage.exchange.ranks for stage in road.stages)
         self._parameters = list(run.parameters.values())
+        self._values = max(sum(parameter.numel for parameter in self._parameters), 1)
         self._reasons = {parameter.name: keep_dense(method, parameter) for parameter in self._parameters}
         stages = list(reversed(road.stages))
         lines = (unmatched(carrier_of(stage.method), self._reasons) for stage in stages)
@@ -175,9 +176,8 @@ class Plan:
         A message m to all costs (N - 1) m, a ring of D bytes 2 (N - 1) / N D. ``largest_bytes`` at two N tells m and D.
         """
         last, sent = self._road.last, self._sent(self._road.last)
-        if not last.method.card.grows_with_ranks or last.exchange.owner or not sent:
-            return None
-        if len(self._road.stages) > 1 or self.ranks == 1:
+        replicates = len(self._road.stages) == 1 < self.ranks and not last.exchange.owner
+        if not (last.method.card.grows_with_ranks and sent and replicates):
             return None
         largest, ranks = max(sent, key=lambda parameter: parameter.numel), self.ranks
         layout = separate_buffers([largest], self._road, self._wire_dtype)
@@ -251,10 +251,6 @@ class Plan:
             f"{method.name} compresses {len(self.rows) - len(dense)} of {len(self.rows)} tensors ({share:.1%} of "
             f"the values): {reason} keeps {len(rows)} tensors, {share_text}, dense: {remedy}"
         )
-
-    @property
-    def _values(self) -> int:
-        return max(sum(p.numel for p in self._parameters), 1)
 
     def __str__(self) -> str:
         title = f"{self.method} on {self.engine}, {self.ranks} ranks: sent per step and rank"
