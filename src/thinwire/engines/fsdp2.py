@@ -82,10 +82,9 @@ class FSDP2(ShardedEngine):
         meet()
         shards = {
             id(fsdp_param.sharded_param): (tuple(fsdp_param._orig_size), tuple(fsdp_param.padded_sharded_param_size))
-            for _, group in self.groups
-            for fsdp_param in group.fsdp_params
+            for fsdp_param in self.fsdp_params
         }
-        self.parameters = describe(cast(nn.Module, model), shards)
+        self.parameters = describe(self.model, shards)
         info = self.groups[0][1].mesh_info
         self.wire_dtype = self._reduce_dtype(self.groups[0][1])
         shard = self.comm(info.shard_process_group)
@@ -114,15 +113,11 @@ class FSDP2(ShardedEngine):
             self.hops = ReduceScatter(intra), ReduceScatter(inter)
             self._own_comms += [intra, inter]
         self.ranks = math.prod(comm.size for comm in self.comms)
-        others = _other_groups(self.model, [comm.group for comm in self._comms.values()])
-        self.beside = [self.comm(group) for group in others]  # whose ranks share the guard's flag, too
+        listed = [comm.group for comm in self._comms.values()]
+        self.beside = [self.comm(group) for group in _other_groups(self.model, listed)]
         self.comms += self.beside
         self.exchanges = any(hop.ranks > 1 for hop in self.hops)
-        self.gathers = frozenset(
-            fsdp_param.mp_policy.param_dtype or fsdp_param.sharded_param.dtype
-            for _, group in self.groups
-            for fsdp_param in group.fsdp_params
-        )
+        self.gathers = frozenset(p.mp_policy.param_dtype or p.sharded_param.dtype for p in self.fsdp_params)
 
     @staticmethod
     def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -243,7 +238,7 @@ class FSDP2(ShardedEngine):
                 link.detach()
 
     def accumulated(self) -> bool:
-        return any(has_own_gradient(fsdp_param) for _, group in self.groups for fsdp_param in group.fsdp_params)
+        return any(map(has_own_gradient, self.fsdp_params))
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
         gradients = [weight.grad for weight in weights]

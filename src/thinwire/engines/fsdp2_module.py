@@ -41,7 +41,8 @@ class ShardedEngine(Engine):
     """The half of ``FSDP2`` that the links between its modules and the road use.
 
     Attributes:
-        groups: every FSDP module of the model with its parameter group. links: to each of them, once attached.
+        groups: every FSDP module of the model with its parameter group. fsdp_params: torch's, of all of them.
+        links: to each of them, once attached.
         ranks: among which gradients are averaged. reduce_group: torch's, of its reduce-scatter.
         worker: runs exchanges beside the backward pass where there are no streams. tail: events of the last reduction:
             gradients were there, means were.
@@ -53,6 +54,7 @@ class ShardedEngine(Engine):
 
     def __init__(self, model: Any, method: Method, ledger: Ledger, groups: list[tuple[FSDPModule, Any]]) -> None:
         self.model, self.method, self.ledger, self.groups = model, method, ledger, groups
+        self.fsdp_params = [fsdp_param for _, group in groups for fsdp_param in group.fsdp_params]
         self.links: list[GroupLink] = []
         self.sender = EarlySender()
         self.tail: tuple[Any, Any] | None = None
