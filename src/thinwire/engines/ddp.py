@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -211,12 +212,10 @@ class DDP(Engine):
             sizes.insert(0, dist._DEFAULT_FIRST_BUCKET_BYTES)
         buffers, dtypes = [], []
         for indices in dist._compute_bucket_assignment_by_size(order, sizes)[0]:
-            pieces: list[Piece] = []
-            for parameter in (self.parameters[id(order[index])] for index in indices):
-                offset = pieces[-1].offset + pieces[-1].numel if pieces else 0
-                pieces.append(Piece(parameter.name, offset, parameter.numel))
-            buffers.append(tuple(pieces))
-            dtypes.append(order[indices[0]].dtype)
+            members = [self.parameters[id(order[index])] for index in indices]
+            *offsets, _ = itertools.accumulate((member.numel for member in members), initial=0)
+            buffers.append(tuple(Piece(m.name, offset, m.numel) for m, offset in zip(members, offsets, strict=True)))
+            dtypes.append(members[0].dtype)
         return Layout(buffers, dtypes)
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:

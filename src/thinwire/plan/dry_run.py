@@ -83,7 +83,7 @@ def dry_run(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), *
     method, ledger, card, peak = play.method, play.ledger, play.method.card, 0
     sent, parameters, collectives, launches = (Counter[str]() for _ in range(4))
     cycle, launch_shares = card.steady_steps, _launch_shares(method)
-    with torch.no_grad(), watch.counting() if watched else nullcontext():
+    with torch.no_grad(), watch if watched else nullcontext():
         play.open()
         watch.launches.clear()
         ledger.current = weights = Account()
