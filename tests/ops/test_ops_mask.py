@@ -87,7 +87,7 @@ def test_topk_equals_reference(kind):
 
 def test_a_wrong_sample_costs_time_and_nothing_else():
     """The sampled places hold the smallest values: the bracket misses, on either side."""
-    step = (LONG // cpu.SAMPLE) | 1
+    step = (LONG // sparse_cpu.SAMPLE) | 1
     assert step > 1
     for factor in (0.0, 1e9):
         values = gaussian(1, LONG)
@@ -212,7 +212,6 @@ def check_positions(fast: ModuleType, device: str = "cpu") -> None:
         for module in (reference, fast):
             listed = torch.full((rows, k + 3), -9, dtype=torch.int32, device=device)
             again = torch.full((rows, n // 64 + 2), -7, device=device)
-            flags = torch.ones(rows, n + 16, dtype=torch.bool, device=device)
             reference.indices(words, listed[:, 1 : k + 1])
             module.from_indices(listed[:, 1 : k + 1].flip(1), again[:, 1:-1])
             beside = torch.full((rows, n // 32 + 3), -7, device=device)  # twice, and what is no part of either
@@ -226,12 +225,11 @@ def check_positions(fast: ModuleType, device: str = "cpu") -> None:
             assert (known is None) == (directory is None) and (known is None or torch.equal(known, directory))
             assert (beside[:, [0, 1 + n // 64, -1]] == -7).all()
             assert all(torch.equal(beside[:, at], words) for at in parts)
-            module.unpack(words, flags[:, :n])
             payload, spread = (torch.full((rows, size), math.nan, device=device) for size in (k, n))
             before = module.directory(words)  # which somebody has kept
             module.gather_keep(x.to(device), None, words, payload, None, before)
             module.scatter(payload[-1:], words[-1:], spread[-1:], None if before is None else before[-1:])
-            found.append((again, flags, payload, spread[-1:], module.popcount(words)))
+            found.append((again, payload, spread[-1:], module.popcount(words)))
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), (n, k, rows)
 
 

@@ -737,7 +737,7 @@ def one_rank(tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     small = [
         "--preset", "tiny", "--layers", "1", "--width", "64", "--seq-len", "16", "--batch-size", "2", "--device", "cpu",
         "--corpus", str(text), "--eval-sequences", "2", "--eval-every", "2",
-        "--method", "int8(smallest=1000, error_feedback=True)",
+        "--method", "int8(smallest=1000, feedback='gradients')",
     ]  # fmt: skip
 
     def train(*words: str) -> dict[str, Any]:

@@ -117,17 +117,13 @@ class LargestValues(Codec):
         """Return the values (R, m) float32 that ``wire`` holds."""
 
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
-        self._choose(rows.float(), None, None, out, seed, space)
+        self._encode_and_keep(rows.float(), out, None, seed, space)
 
     def _encode_and_keep(
-        self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
+        self, rows: Tensor, out: Tensor, residual: Residual | None, seed: Seeds | None, space: Space
     ) -> None:
-        self._choose(rows, residual.old, residual.new, out, seed, space)
-
-    def _choose(
-        self, rows: Tensor, old: Tensor | None, new: Tensor | None, out: Tensor, seed: Seeds | None, space: Space
-    ) -> None:
-        """Send the largest of ``rows`` + ``old``: one pass over the values; all else is as short as the wire."""
+        """Send the largest in one pass over the values; all else is as short as the wire."""
+        old, new = (None, None) if residual is None else (residual.old, residual.new)
         n, layout = rows.shape[1], self._positions(rows.shape[1])
         positions = layout.memory(len(rows), space)
         values = space(("values", len(rows)), positions.shape, torch.float32)

@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -79,18 +79,6 @@ class Segment:
     def groups(self, size: int) -> slice:
         """The columns counted in groups of ``size`` values (mask words, scales); their ends are multiples of it."""
         return slice(self.start // size, (self.start + self.width) // size)
-
-
-class Rows(Protocol):
-    """A bucket as an exchange sees it."""
-
-    rows: Tensor
-    mean: Tensor
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-    def scratch(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
 
 class Arena:

@@ -13,7 +13,6 @@ inside the node and the second, the method's own, across nodes:
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import queue
 import threading
@@ -41,6 +40,8 @@ T = TypeVar("T")
 Pieces = tuple[Piece, ...]
 Carry = Callable[[Tensor, Pieces, Tensor], object]
 """A stage: a function of an engine's buffer, its pieces, and the tensor that receives the means."""
+Send = Callable[[Bucket, Exchange], None]
+"""Exchanges a bucket, which holds zeros, in place of ``Method.reduce``."""
 
 
 @dataclass
@@ -73,7 +74,6 @@ class Stage:
         # What stays dense beside compressed parameters is summed in rank order too: then no bit depends on how the
         # engine happened to cut its buckets, and a resumed run is the same run.
         self._side = Fp32()
-        self._dense_bytes = functools.cache(functools.partial(dense_bytes, self.exchange))
 
     def reduce(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         """Average ``flat`` (1-D, the parameters of ``pieces``) over the ranks of this hop.
@@ -84,7 +84,7 @@ class Stage:
         with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
             self.guard.observe(flat)
             if self.counts_dense:
-                self.ledger.count_dense(self._dense_bytes(flat.numel(), flat.dtype))
+                self.ledger.count_dense(dense_bytes(self.exchange, flat.numel(), flat.dtype))
             loss_scale = None if self.scale is None else self.scale(flat.device)
             if loss_scale is not None:
                 flat.div_(loss_scale)
@@ -94,29 +94,24 @@ class Stage:
             if loss_scale is not None:
                 out.mul_(loss_scale)
 
-    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
-        """Reduce without looking at the values, and without counting."""
+    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None) -> None:
+        """Reduce without looking at the values, and without counting.
+
+        ``send``: fills the method's buckets instead of the method, between steps; what stays dense becomes zero.
+        """
         for packed, buckets in self._buckets.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
             packed.load(flat, out)
             for method, bucket in buckets:
                 bucket.step = self.step
-                delivers = self.flush_at == self.step and method is self.method
-                (method.deliver if delivers else method.reduce)(bucket, self.exchange)
+                if send is None:
+                    delivers = self.flush_at == self.step and method is self.method
+                    (method.deliver if delivers else method.reduce)(bucket, self.exchange)
+                elif method is self.method:
+                    send(bucket, self.exchange)
+                else:
+                    bucket.mean.zero_()
             packed.store(out)
             packed.release()
-
-    def between_steps(
-        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Callable[[Bucket, Exchange], None]
-    ) -> None:
-        """Carry zeros, where ``send`` fills the method's buckets; what stays dense stays zero."""
-        groups = self._buckets.once(pieces, flat.dtype, lambda: self._split(flat, pieces))
-        for method, bucket in itertools.chain.from_iterable(group.buckets for group in groups):
-            if method is self.method:
-                bucket.step = self.step
-                bucket.load(flat, out)
-                send(bucket, self.exchange)
-                bucket.store(out)
-                bucket.release()
 
     def _split(self, flat: Tensor, pieces: Pieces) -> list[_PackedBuckets]:
         """Make a bucket for what is compressed, and one beside it for what stays dense."""
@@ -205,23 +200,14 @@ class Road:
         """
         out = flat if out is None else out
         if self.levels is not None:
-            self.last.ledger.count_dense(self.levels.stock_bytes(flat.numel(), flat.dtype))
+            self.last.ledger.count_dense(dense_bytes(self.levels.stock, flat.numel(), flat.dtype))
         with torch.no_grad():
             self._through(flat, pieces, out, [stage.reduce for stage in self.stages])
         return out
 
-    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
-        """Reduce without looking at the values, and without counting."""
-        self._through(flat, pieces, out, [stage.carry for stage in self.stages])
-
-    def between_steps(
-        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Callable[[Bucket, Exchange], None]
-    ) -> None:
-        """Carry zeros ``flat``, and what ``send`` puts into the buckets of the last stage."""
-
-        def last(flat: Tensor, pieces: Pieces, out: Tensor) -> None:
-            self.last.between_steps(flat, pieces, out, send)
-
+    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None) -> None:
+        """Reduce without looking at the values, and without counting; ``send``: as the last stage has it."""
+        last = functools.partial(self.last.carry, send=send)
         self._through(flat, pieces, out, [*(stage.carry for stage in self.stages[:-1]), last])
 
     def _through(self, flat: Tensor, pieces: Pieces, out: Tensor, stages: Sequence[Carry]) -> None:
@@ -262,7 +248,6 @@ class Levels(ABC):
 
     def __init__(self, stock: Exchange) -> None:
         self.stock = stock
-        self.stock_bytes = functools.cache(functools.partial(dense_bytes, stock))
 
     @abstractmethod
     def through(

@@ -72,7 +72,7 @@ class StepLoop:
         self.state: State = self.method.state
         self.skipped = 0
         self._max_skipped, self._in_a_row = max_skipped, 0
-        self._replica_check = None if check_every is None else ReplicaCheck(self, check_every)
+        self._replica_check = None if check_every is None else ReplicaCheck(engine, road, self.weights, check_every)
         self.norm: Tensor | None = None
         self.clip_factor: Tensor | None = None
         self.closed = self.ended = False
@@ -89,8 +89,9 @@ class StepLoop:
         self._warned = False
         self._knows_scaler = run.scaled or not self.method.card.keeps_state
         self._names = {id(weight): name for name, weight in self.weights.items()}
-        drop = functools.partial(drop_waiting, self.method.card, self.state) if self.method.card.keeps_state else None
-        self.weight_watch = WeightWatch(self.method.name, list(self.weights.values()), drop)
+        watched = list(self.weights.values()) if self.method.card.keeps_state else []
+        drop = functools.partial(drop_waiting, self.method.card, self.state)
+        self.weight_watch = WeightWatch(self.method.name, watched, drop)
 
     # What the engines say.
 

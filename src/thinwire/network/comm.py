@@ -16,7 +16,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -65,7 +65,7 @@ class Comm(ABC):
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce ``tensor`` over all ranks, in place; ``op`` is "sum", "mean" or "max"."""
         if self.size > 1:
-            self._count_ring("all_reduce", 2 * (self.size - 1) / self.size * tensor.nbytes)
+            self._count_ring("all_reduce", tensor.nbytes)
             with self.ledger.span("wire", tensor):
                 self._all_reduce(tensor, op)
         return tensor
@@ -74,8 +74,7 @@ class Comm(ABC):
         """Reduce all ranks' ``rows`` (N, n), and write row ``rank`` of the result to ``out`` (n,)."""
         if self.size == 1:
             return out.copy_(rows.view_as(out))
-        share = 2 if self.reduce_scatter_is_all_reduce else 1
-        self._count_ring("reduce_scatter", share * (self.size - 1) / self.size * rows.nbytes)
+        self._count_ring("reduce_scatter", rows.nbytes)
         with self.ledger.span("wire", rows):
             self._reduce_scatter(out, rows, op)
         return out
@@ -86,42 +85,30 @@ class Comm(ABC):
             if out.data_ptr() != row.data_ptr():
                 out.copy_(row.view_as(out))
             return None
-        if self.checksums:
-            return self._gather_sealed(out, row, async_op)
-        self._count_peers("all_gather", row.nbytes)
-        if async_op:
-            return self._all_gather(out, row, async_op=True)
-        with self.ledger.span("wire", row):
-            return self._all_gather(out, row, async_op=False)
+        message = seal(row.reshape(1, -1))[0] if self.checksums else row
+        received = message.new_empty((self.size, len(message))) if self.checksums else out
+        self._count_peers("all_gather", message.nbytes)
+        with nullcontext() if async_op else self.ledger.span("wire", row):
+            work = self._all_gather(received, message, async_op=async_op)
+        if not self.checksums:
+            return work
+        if work is not None:
+            return ChainedWork(work, lambda: self._unseal(received, out, "all-gather"))
+        self._unseal(received, out, "all-gather")
+        return None
 
     def all_to_all(self, out: Tensor, rows: Tensor) -> Tensor:
         """Fill row r of ``out`` (N, m) with row ``rank`` of rank r's ``rows`` (N, m)."""
         if self.size == 1:
             return out.copy_(rows)
-        if self.checksums:
-            sealed = seal(rows.reshape(self.size, -1))
-            received = torch.empty_like(sealed)
-            self._count_peers("all_to_all", sealed.nbytes / self.size)
-            with self.ledger.span("wire", rows):
-                self._all_to_all(received, sealed)
-            self._unseal(received, out, "all-to-all")
-            return out
-        self._count_peers("all_to_all", rows.nbytes / self.size)
+        messages = seal(rows.reshape(self.size, -1)) if self.checksums else rows
+        received = torch.empty_like(messages) if self.checksums else out
+        self._count_peers("all_to_all", messages.nbytes / self.size)
         with self.ledger.span("wire", rows):
-            self._all_to_all(out, rows)
+            self._all_to_all(received, messages)
+        if self.checksums:
+            self._unseal(received, out, "all-to-all")
         return out
-
-    def _gather_sealed(self, out: Tensor, row: Tensor, async_op: bool) -> Work | None:
-        sealed = seal(row.reshape(1, -1))[0]
-        received = sealed.new_empty((self.size, len(sealed)))
-        self._count_peers("all_gather", sealed.nbytes)
-        if async_op and (work := self._all_gather(received, sealed, async_op=True)) is not None:
-            return ChainedWork(work, lambda: self._unseal(received, out, "all-gather"))
-        if not async_op:
-            with self.ledger.span("wire", row):
-                self._all_gather(received, sealed, async_op=False)
-        self._unseal(received, out, "all-gather")
-        return None
 
     def _unseal(self, received: Tensor, out: Tensor, verb: str) -> None:
         """Raise DamagedMessage if a row is not what its sender has sent."""
@@ -129,14 +116,19 @@ class Comm(ABC):
         if damaged is not None:
             raise DamagedMessage(self.number(self.rank), self.number(damaged), verb)
 
+    def ring_bytes(self, verb: str, nbytes: int) -> float:
+        """Count the bytes that each rank hands to its neighbour where a ring reduces ``nbytes``."""
+        passes = 2 if verb == "all_reduce" or self.reduce_scatter_is_all_reduce else 1
+        return passes * (self.size - 1) / self.size * nbytes
+
     def number(self, rank: int) -> int:
         """Return the number in the job of a ``rank`` of this group."""
         return rank
 
-    def _count_ring(self, kind: str, nbytes: float) -> None:
-        """Count ``nbytes`` on the link to one neighbour, to whom a ring hands everything."""
-        self.ledger.call(kind)
-        self.ledger.count(self.link((self.rank - 1) % self.size), nbytes)
+    def _count_ring(self, verb: str, nbytes: int) -> None:
+        """Count what reduces ``nbytes`` on the link to one neighbour, to whom a ring hands everything."""
+        self.ledger.call(verb)
+        self.ledger.count(self.link((self.rank - 1) % self.size), self.ring_bytes(verb, nbytes))
 
     def _count_peers(self, kind: str, nbytes: float) -> None:
         """Count ``nbytes`` to every other rank."""

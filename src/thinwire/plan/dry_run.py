@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -31,9 +31,19 @@ from thinwire.network.guard import Guard
 from thinwire.network.ledger import Account, Ledger
 from thinwire.ops.backends import every_variant
 from thinwire.plan.doubles import CountedState, Watch, optimizer_like, step_once, zeros_like
-from thinwire.plan.memory import Memory
 
 META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device of one rank in the steady state, beyond those of engine, model and optimizer.
+
+    ``resident``: from step to step. ``peak``: with all that comes and goes inside a step, at its largest.
+    """
+
+    resident: int
+    peak: int
 
 
 @dataclass(frozen=True)
@@ -57,9 +67,7 @@ class DryRun:
     memory: Memory | None
 
 
-def dry_run(
-    layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), *, watched: bool = True
-) -> DryRun:
+def dry_run(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), *, watched: bool = True) -> DryRun:
     """Play the method of ``road`` in its steady state. Nothing of that size is allocated.
 
     Args:
@@ -70,40 +78,44 @@ def dry_run(
     Raises:
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
     """
-    on_cpu = all(local(weight).device.type == "cpu" for weight in run.weights.values())
-    watch, ledger = Watch() if watched else None, Ledger()
-
-    def agree(comms: Iterable[Comm]) -> None:
-        for comm in comms:
-            CountingComm.like(comm, ledger).all_reduce(torch.empty(1, device=META), "max")
-
-    play = _Playback(layout, road, run, ledger, watch, None if on_cpu else watch, agree=lambda: agree(guards))
-    method, average, peak = play.method, _Average(), 0
-    cycle, launch_shares = method.card.steady_steps, _launch_shares(method)
-    with torch.no_grad(), nullcontext() if watch is None else watch.counting():
+    watch = Watch()
+    play = _Playback(layout, road, run, watch=watch, guards=guards)
+    method, ledger, card, peak = play.method, play.ledger, play.method.card, 0
+    sent, parameters, collectives, launches = (Counter[str]() for _ in range(4))
+    cycle, launch_shares = card.steady_steps, _launch_shares(method)
+    with torch.no_grad(), watch.counting() if watched else nullcontext():
         play.open()
-        if watch is not None:
-            watch.launches.clear()
+        watch.launches.clear()
         ledger.current = weights = Account()
         for number in _steps(method, watched=watched):
             play.gather(number)
             ledger.current = gradients = Account()
-            parameters = play.exchange(number)
-            apart = method.card.alone(number)
-            agree([comm for comm in guards if comm is not road.last.exchange.comm] if apart else guards)
+            sent_by_parameter = play.exchange(number)
+            alone = card.alone(number)
+            play.agree([comm for comm in guards if comm is not road.last.exchange.comm] if alone else guards)
             play.step(number)
-            average.add(cycle.get(number, 0.0), gradients, weights, parameters)
-            if watch is not None:
-                average.launch(launch_shares.get(number, 0.0), watch.launches)
-                peak = max(peak, watch.peak) if number >= method.card.steady else 0
-                watch.peak = watch.live
-                watch.launches.clear()
+            share = cycle.get(number, 0.0)
+            _add(sent, gradients.bytes, share)
+            _add(parameters, sent_by_parameter, share)
+            _add(collectives, gradients.calls, share)
+            _add(launches, watch.launches, launch_shares.get(number, 0.0))
+            weight_bytes = sum(weights.bytes.values())  # the first of all gathers everything, the last is as all others
+            peak = max(peak, watch.peak) if number >= card.steady else 0
+            watch.peak = watch.live
+            watch.launches.clear()
             ledger.current = weights = Account()
-            play.ahead(number + 1)
-        if watch is not None:
-            peak = max(peak, watch.peak)
-        sizes = {name: parameter.local for name, parameter in run.parameters.items()}
-        return average.result(sizes, None if watch is None else Memory(watch.live, peak))
+            play.sender.begin(number + 1)
+    values = max(sum(parameter.local for parameter in run.parameters.values()), 1)
+    unassigned = sum(sent.values()) - sum(parameters.values())
+    by_name = {name: parameters[name] + unassigned * p.local / values for name, p in run.parameters.items()}
+    memory = Memory(watch.live, max(peak, watch.peak)) if watched else None
+    return DryRun(sent, by_name, weight_bytes, collectives, launches, memory)
+
+
+def _add(total: Counter[str], counts: Mapping[str, float], share: float) -> None:
+    """Add ``share`` of ``counts`` to ``total``."""
+    for name, count in counts.items() if share else ():
+        total[name] += share * count  # type: ignore[assignment]
 
 
 def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
@@ -116,11 +128,12 @@ def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
     card, state = road.last.method.card, dict[str, Tensor]()
     if not card.keeps_state and not card.encodes_weights:
         return state
-    play = _Playback(layout, road, run, Ledger(), None, None)
+    play = _Playback(layout, road, run)
     try:
         with torch.no_grad():
             if card.alone(card.steady):  # its state holds what differs by rank, of the user's optimizers too
-                play.own_moments(run)
+                for double, original in zip(play.optimizers, run.optimizers, strict=True):
+                    step_once(double, original)
             play.open()
             for number in sorted({0, card.steady, *card.steady_steps}):  # where a warm-up begins, most is sent
                 play.gather(number)
@@ -143,30 +156,31 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     So no rank compiles in the first steps, while the others wait. Costs nothing where nothing is compressed.
     """
     method = road.last.method
-    sent = [parameter for parameter in run.parameters.values() if keep_dense(method, parameter) is None]
-    if method.card.native or not sent:
+    by_size = sorted(run.parameters.values(), key=lambda parameter: (parameter.local, parameter.name), reverse=True)
+    smallest_by_choice = {keep_dense(method, parameter) is None: parameter for parameter in by_size}
+    if method.card.native or True not in smallest_by_choice:
         return
-    dense = [parameter for parameter in run.parameters.values() if keep_dense(method, parameter) is not None]
-    smallest = [min(group, key=lambda parameter: (parameter.local, parameter.name)) for group in (sent, dense) if group]
-    names = [parameter.name for parameter in smallest]
-    weights = {name: run.weights[name] for name in names}
-    small_run = replace(run, parameters=dict(zip(names, smallest, strict=True)), weights=weights)
-    # Groups of one rank: others would have to choose masks and scales that fit.
-    ledger = Ledger()
+    smallest = [smallest_by_choice[sent] for sent in (True, False) if sent in smallest_by_choice]
+    weights = {parameter.name: run.weights[parameter.name] for parameter in smallest}
+    small_run = replace(run, parameters={parameter.name: parameter for parameter in smallest}, weights=weights)
 
     def lone(comm: Comm) -> Comm:
-        counting = CountingComm(0, 1, [0], ledger)
+        """Make a group of one rank: others would have to choose masks and scales that fit."""
+        counting = CountingComm(0, 1, [0], Ledger())
         counting.one_node = comm.one_node  # a method may send something else inside a node
         return counting
 
-    stages = [replace(stage, exchange=on_comm(stage.exchange, lone(stage.exchange.comm))) for stage in road.stages]
-    lone_road = Road(stages)
-    offsets = [*itertools.accumulate((parameter.local for parameter in smallest), initial=0)]
-    pieces = tuple(Piece(p.name, first, p.local) for p, first in zip(smallest, offsets, strict=False))
-    shards = [Shard(pieces, (), offsets[-1], dtype) for dtype in run.gathers]
-    layout = separate_buffers(smallest, lone_road, torch.float32)
-    layout = replace(layout, shards=shards, comm=CountingComm(0, 1, [0], ledger))
-    play = _Playback(layout, lone_road, small_run, ledger, None, None, device)
+    lone_road = Road(
+        [replace(stage, exchange=on_comm(stage.exchange, lone(stage.exchange.comm))) for stage in road.stages]
+    )
+    *offsets, numel = itertools.accumulate((parameter.local for parameter in smallest), initial=0)
+    pieces = tuple(Piece(p.name, first, p.local) for p, first in zip(smallest, offsets, strict=True))
+    layout = replace(
+        separate_buffers(smallest, lone_road, torch.float32),
+        shards=[Shard(pieces, (), numel, dtype) for dtype in run.gathers],
+        comm=CountingComm(0, 1, [0], Ledger()),
+    )
+    play = _Playback(layout, lone_road, small_run, device)
     token = every_variant.set(True)
     try:
         with torch.no_grad():
@@ -191,13 +205,13 @@ def _move(device: torch.device) -> None:
         bucket.copies.unpack(rows, flat)
 
 
-def separate_buffers(parameters: Iterable[Parameter], road: Road, dtype: torch.dtype | None) -> Layout:
+def separate_buffers(parameters: Collection[Parameter], road: Road, dtype: torch.dtype | None) -> Layout:
     """Make a layout with one buffer for each of ``parameters``, as the engine would hand them out.
 
     ``dtype``: of all buffers; None: as the parameters.
     """
-    pairs = [(road.piece(parameter), dtype or parameter.dtype) for parameter in parameters]
-    return Layout([(piece,) for piece, _ in pairs], [buffer_dtype for _, buffer_dtype in pairs])
+    buffers = [(road.piece(parameter),) for parameter in parameters]
+    return Layout(buffers, [dtype or parameter.dtype for parameter in parameters])
 
 
 def stand_in_run(method: Method, parameters: Iterable[Parameter], exchange: Exchange, steps: int = 10_000) -> Run:
@@ -230,36 +244,6 @@ def _launch_shares(method: Method) -> Mapping[int, float]:
     return {number + 1: share for number, share in cycle.items()} if len(cycle) == 1 else cycle
 
 
-class _Average:
-    """A sum of accounts, by their share of all steps."""
-
-    def __init__(self) -> None:
-        self._sent: Counter[str] = Counter()
-        self._parameters: Counter[str] = Counter()
-        self._collectives: Counter[str] = Counter()
-        self._launches: Counter[str] = Counter()
-        self._weights = 0.0
-
-    def add(self, share: float, account: Account, weights: Account, parameters: dict[str, float]) -> None:
-        for total, counts in (
-            (self._sent, account.bytes), (self._collectives, account.calls), (self._parameters, parameters),
-        ):  # fmt: skip
-            for key, value in counts.items():
-                total[key] += share * value  # type: ignore[assignment]
-        self._weights = sum(weights.bytes.values())  # the first of all gathers everything, the last is as all others
-
-    def launch(self, share: float, kernels: Mapping[str, int]) -> None:
-        for name, count in kernels.items() if share else ():
-            self._launches[name] += share * count  # type: ignore[assignment]
-
-    def result(self, sizes: Mapping[str, int], memory: Memory | None) -> DryRun:
-        unassigned = sum(self._sent.values()) - sum(self._parameters.values())
-        values = max(sum(sizes.values()), 1)
-        parameters = {name: self._parameters[name] + unassigned * size / values for name, size in sizes.items()}
-        calls = {kind: count for kind, count in self._collectives.items() if count}
-        return DryRun(dict(self._sent), parameters, self._weights, calls, dict(self._launches), memory)
-
-
 class _Playback:
     """Doubles of a road, buffers, weights and optimizers, and steps on them."""
 
@@ -268,57 +252,47 @@ class _Playback:
         layout: Layout,
         road: Road,
         run: Run,
-        ledger: Ledger,
-        watch: Watch | None,
-        offloads: Watch | None,
         device: torch.device = META,
-        agree: Callable[[], object] = lambda: None,
+        watch: Watch | None = None,
+        guards: Sequence[Comm] = (),
     ) -> None:
-        """Make the doubles. ``watch`` is told of the engine's own; ``offloads`` also of state off the device.
-
-        ``agree``: all ranks agree on a flag beside a step's own.
-        """
-        self._layout, self._watch, self._device, self._ledger, self._agree = layout, watch, device, ledger, agree
-        self._weights = {
-            name: nn.Parameter(zeros_like(local(weight), device)) for name, weight in run.weights.items()
-        }
+        """Make the doubles. ``watch`` is told of the engine's own. ``guards``: on which a method agrees on a flag."""
+        self.ledger = Ledger()
+        self._layout, self._device, self._guards, self._watch = layout, device, guards, watch or Watch()
+        self._comm = functools.partial(CountingComm.like, ledger=self.ledger)
+        self._weights = {name: nn.Parameter(zeros_like(local(weight), device)) for name, weight in run.weights.items()}
         doubles = {id(weight): self._weights[name] for name, weight in run.weights.items()}
-        self._optimizers = tuple(optimizer_like(optimizer, doubles) for optimizer in run.optimizers)
+        self.optimizers = tuple(optimizer_like(optimizer, doubles) for optimizer in run.optimizers)
         self._gradients = {name: zeros_like(weight) for name, weight in self._weights.items()}
-        self._lend(*self._weights.values(), *self._gradients.values())
-        for optimizer in self._optimizers:
+        self._watch.lend(*self._weights.values(), *self._gradients.values())
+        for optimizer in self.optimizers:
             for moments in optimizer.state.values():
-                self._lend(*moments.values())
-        self._road = self._double(road, run, offloads)
+                self._watch.lend(*moments.values())
+        self._road = self._double(road, run)
         self.method = self._road.last.method
         self._buffers = [self._buffer(*pair) for pair in zip(layout.buffers, layout.dtypes, strict=True)]
         self._gathers: list[tuple[Replica, Tensor]] = []  # and where it puts everybody's weights
-        self._ahead = EarlySender()
-
-    def own_moments(self, run: Run) -> None:
-        """Have the optimizers keep what the user's do, instead of what any Adam does."""
-        for double, original in zip(self._optimizers, run.optimizers, strict=True):
-            step_once(double, original)
+        self.sender = EarlySender()
 
     def open(self) -> None:
         """Make the replicas of weights that the engine keeps for the method."""
         if not self.method.card.encodes_weights or self._layout.comm is None:
             return
-        comm = CountingComm.like(self._layout.comm, self._ledger)
+        comm = self._comm(self._layout.comm)
         for shard in self._layout.shards:
             message = self.method.weight_message(shard, comm.rank)
             replica = Replica(message, self.method.state, shard, comm, self._device)
             out = replica.allocate()
             if not replica.message.resident:
-                self._lend(out)
+                self._watch.lend(out)
             self._gathers.append((replica, out))
 
     def gather(self, number: int) -> None:
         """Gather all weights once, in step ``number``."""
         for replica, out in self._gathers:
-            self._ahead.asks(replica, functools.partial(self._send, replica, out))
+            self.sender.asks(replica, functools.partial(self._send, replica, out))
             replica.gather(out, number)
-            self._ahead.go_on()
+            self.sender.go_on()
 
     def read_own(self, number: int) -> None:
         """Write a message of each module, and read it: a rank without peers might have none to read."""
@@ -327,10 +301,6 @@ class _Playback:
             resident = rows[0].clone() if replica.message.resident and not replica.message.exact else None
             message = replica.message.write(rows[0], resident, number)
             replica.message.read(slice(0, 1), message.view(1, -1), rows[:1], resident)
-
-    def ahead(self, number: int) -> None:
-        """Send the weights that leave before step ``number`` gathers them."""
-        self._ahead.begin(number)
 
     @staticmethod
     def _send(replica: Replica, out: Tensor, number: int) -> None:
@@ -342,9 +312,9 @@ class _Playback:
         sent: dict[str, float] = defaultdict(float)
         self._road.step = number
         for flat, out, pieces in self._buffers:
-            sent_before = sum(self._ledger.current.bytes.values())
+            sent_before = sum(self.ledger.current.bytes.values())
             self._road.carry(flat, pieces, out)
-            sent[pieces[0].name] += sum(self._ledger.current.bytes.values()) - sent_before
+            sent[pieces[0].name] += sum(self.ledger.current.bytes.values()) - sent_before
         return sent
 
     def step(self, number: int) -> None:
@@ -352,10 +322,10 @@ class _Playback:
         method = self.method
 
         def agree(values: Iterable[Tensor]) -> bool:
-            self._agree()
+            self.agree(self._guards)
             return True
 
-        step = Step(number, self._optimizers, self._weights, torch.ones((), device=self._device), agree)
+        step = Step(number, self.optimizers, self._weights, torch.ones((), device=self._device), agree)
         for name, weight in self._weights.items():
             weight.grad = self._gradients[name]
         method.state.commit()
@@ -364,30 +334,25 @@ class _Playback:
         method.state.commit()
         method.finish()
 
-    def _lend(self, *tensors: Tensor) -> None:
-        if self._watch is not None:
-            self._watch.lend(*tensors)
+    def agree(self, comms: Iterable[Comm]) -> None:
+        """Agree on a flag with the ranks of each of ``comms``."""
+        for comm in comms:
+            self._comm(comm).all_reduce(torch.empty(1, device=META), "max")
 
-    def _double(self, road: Road, run: Run, offloads: Watch | None) -> Road:
-        ledger = self._ledger
-
-        def double(comm: Comm) -> Comm:
-            return CountingComm.like(comm, ledger)
-
+    def _double(self, road: Road, run: Run) -> Road:
+        on_cpu = all(local(weight).device.type == "cpu" for weight in run.weights.values())
         stages = []
         for hop, stage in enumerate(road.stages, 1):
-            method, exchange = replace(stage.method), on_comm(stage.exchange, double(stage.exchange.comm))
-            method.state = CountedState(method.card.offloaded_kinds, offloads)
-            method.begin(
-                replace(run, exchange=exchange, weights=self._weights, optimizers=self._optimizers, hop=hop)
-            )
-            stages.append(Stage(method, stage.dense, exchange, Guard([], False), ledger))
-        return Road(stages, None if road.levels is None else road.levels.on(double))
+            method, exchange = replace(stage.method), on_comm(stage.exchange, self._comm(stage.exchange.comm))
+            method.state = CountedState(method.card.offloaded_kinds, None if on_cpu else self._watch)
+            method.begin(replace(run, exchange=exchange, weights=self._weights, optimizers=self.optimizers, hop=hop))
+            stages.append(Stage(method, stage.dense, exchange, Guard([], False), self.ledger))
+        return Road(stages, None if road.levels is None else road.levels.on(self._comm))
 
     def _buffer(self, pieces: tuple[Piece, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Piece, ...]]:
         """Make a buffer of the engine's and one for its means; return them with its pieces."""
         device = self._device
         flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=device)
         out = torch.zeros(pieces[0].stride, dtype=dtype, device=device) if pieces[0].stride else flat
-        self._lend(flat, out)
+        self._watch.lend(flat, out)
         return flat, out, pieces

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import csv
 import functools
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import get_type_hints
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
@@ -52,38 +53,22 @@ class MeasuredLoss:
 def read_measured() -> tuple[MeasuredLoss, ...]:
     """Read all rows of ``measured.csv``."""
     text = files("thinwire.plan").joinpath("measured.csv").read_text()
-    numbers = {"ranks": int, "parameters": int, "steps": int, "seeds": int, "gap_percent": float}
+    types = get_type_hints(MeasuredLoss)
     return tuple(
-        MeasuredLoss(**{name: numbers.get(name, str)(value) for name, value in row.items()})  # type: ignore[arg-type]
+        MeasuredLoss(**{name: types[name](value) for name, value in row.items()})
         for row in csv.DictReader(text.splitlines())
     )
 
 
-@functools.cache
-def _knobs_of(spec: str) -> dict[str, Any] | None:
-    """Return the knobs of a method as it was run; None: this version has not that method, or not that knob."""
-    try:
-        return knob_values(resolve(spec))
-    except ThinwireError:
-        return None
-
-
-def knob_values(method: Method) -> dict[str, Any]:
-    """Return the values of all knobs that say how ``method`` compresses, and its name."""
-    return {"name": method.name} | {
-        knob.name: getattr(method, knob.name) for knob in knobs_of(method) if knob.name not in CHOOSE
-    }
-
-
 def nearest_measured(method: Method, ranks: int, count: int = 2) -> list[MeasuredLoss]:
     """Find up to ``count`` rows of ``method`` with the fewest other knobs, each of another text; "scratch" first."""
-    own_knobs = knob_values(method)
-    measured = [(row, _knobs_of(row.method) or {}) for row in read_measured()]
-    differing = {
-        row: sum(knobs[knob] != value for knob, value in own_knobs.items())
-        for row, knobs in measured
-        if knobs.get("name") == method.name
-    }
+    knobs = [knob.name for knob in knobs_of(method) if knob.name not in CHOOSE]
+    differing: dict[MeasuredLoss, int] = {}
+    for row in read_measured():
+        with suppress(ThinwireError):  # this version has not that method, or not that knob
+            measured = resolve(row.method)
+            if measured.name == method.name:
+                differing[row] = sum(getattr(measured, knob) != getattr(method, knob) for knob in knobs)
 
     def distance(row: MeasuredLoss) -> tuple[bool, bool, int, int]:
         far = max(row.ranks, ranks) // max(min(row.ranks, ranks), 1)

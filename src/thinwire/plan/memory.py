@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,17 +11,6 @@ from thinwire.core.method import Method, Run
 from thinwire.network.comm import Comm
 from thinwire.network.ledger import Ledger
 from thinwire.ops.moments import Moments
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on the device of one rank in the steady state, beyond those of engine, model and optimizer.
-
-    ``resident``: from step to step. ``peak``: with all that comes and goes inside a step, at its largest.
-    """
-
-    resident: int
-    peak: int
 
 
 def resident_bytes(device: torch.device, *roots: object) -> int:

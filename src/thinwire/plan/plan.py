@@ -6,7 +6,7 @@ import functools
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +22,8 @@ from thinwire.core.selection import dense_among, keep_dense, unmatched
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.plan.dry_run import DryRun, dry_run, separate_buffers, stand_in_run
+from thinwire.plan.dry_run import DryRun, Memory, dry_run, separate_buffers, stand_in_run
 from thinwire.plan.measured import describe_measured
-from thinwire.plan.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -221,10 +220,6 @@ class Plan:
         """The bytes that the method needs on this rank at its peak in the steady state, beyond the stock engine."""
         return None if self.memory is None else self.memory.peak
 
-    def why_dense(self, name: str) -> str | None:
-        """Return the reason why the parameter stays dense, or None if it is compressed."""
-        return self._reasons[name]
-
     def _share(self, stage: Stage) -> float | None:
         """Return ``compressed`` of ``stage`` itself."""
         carrier = carrier_of(stage.method)
@@ -276,25 +271,28 @@ class Plan:
             shape = "x".join(map(str, row.parameter.shape))
             sent, dense = human(row.wire_bytes), human(row.dense_bytes)
             table.add_row(row.parameter.name, shape, row.parameter.role, encoding, sent, dense)
+        table.caption = "\n".join(filter(None, self._summary()))
+        return in_text(table, 120)
+
+    def _summary(self) -> Iterator[str | None]:
+        """Yield the lines below the table; None or "" for those that say nothing here."""
         share = self.wire_bytes / self.dense_bytes if self.dense_bytes else 1.0
-        table.caption = f"{human(self.wire_bytes)} of {human(self.dense_bytes)} ({share:.1%}) for gradients"
+        totals = f"{human(self.wire_bytes)} of {human(self.dense_bytes)} ({share:.1%}) for gradients"
         if self.weight_bytes < self.dense_weight_bytes:
             weights, dense_weights = human(self.weight_bytes), human(self.dense_weight_bytes)
             share = self.weight_bytes / self.dense_weight_bytes
-            table.caption += f", {weights} of {dense_weights} ({share:.1%}) to gather the weights"
+            totals += f", {weights} of {dense_weights} ({share:.1%}) to gather the weights"
         if self.compressed is not None and self._little is None:
-            table.caption += f"; {self.compressed:.1%} of the values compressed"
+            totals += f"; {self.compressed:.1%} of the values compressed"
         if self.memory is not None:
-            table.caption += f"; {human(self.memory.peak)} of memory beside the engine's"
-        if self.lost:
-            table.caption += f"\n{self.lost}"
-        if self.measured:
-            table.caption += f"\n{self.measured}"
+            totals += f"; {human(self.memory.peak)} of memory beside the engine's"
+        yield totals
+        yield self.lost
+        yield self.measured
         if self.bucket_cap_mb is not None:
-            table.caption += f"\nDistributedDataParallel(bucket_cap_mb={self.bucket_cap_mb:g}) suits it"
-        for line in filter(None, (self._grows, self.note)):
-            table.caption += f"\n{line}"
-        return in_text(table, 120)
+            yield f"DistributedDataParallel(bucket_cap_mb={self.bucket_cap_mb:g}) suits it"
+        yield self._grows
+        yield self.note
 
 
 def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from thinwire.base import extras
-from thinwire.network.ledger import KINDS, LINKS
+from thinwire.network.ledger import KINDS
 from thinwire.plan.plan import Plan, human, in_text
 
 
@@ -17,32 +17,27 @@ class Report:
         self.stats, self.plan = stats, plan
 
     def __str__(self) -> str:
-        stats = self.stats
+        stats, sent, dense = self.stats, self.stats["wire_bytes_per_step"], self.stats["dense_bytes_per_step"]
+        for_weights, cut, planned = stats["weight_bytes_per_step"], stats["bound"], stats["memory_planned_bytes"]
+        rows = {
+            "sent across nodes": human(sent["inter"]),
+            "sent inside the node": human(sent["intra"]),
+            "  of that for weights": human(for_weights) if for_weights else None,
+            "dense would send": human(dense),
+            "share of dense": f"{sum(sent.values()) / dense:.1%}" if dense else "-",
+            "values compressed": None if self.plan.compressed is None else f"{self.plan.compressed:.1%}",
+            **{kind: f"{stats[f'{kind}_ms']:.2f} ms" for kind in KINDS},
+            **{name: f"{value:.4g}" for name, value in stats["method"].items()},
+            "gradients cut by the bound, so far": f"{cut['cut']}" if cut.get("cut") else None,
+            "  norm cut off": f"{cut['norm']:.4g}" if cut.get("cut") else None,
+            "skipped steps": str(stats["skipped"]),
+            "memory held": human(stats["memory_bytes"]),
+            "memory at its peak, as planned": None if planned is None else human(planned),
+        }
         title = f"{self.plan.method} on {self.plan.engine}: {stats['steps']} steps, this rank"
-        table = extras.load("rich.table").Table(title=title)
-        table.add_column("")
+        table = extras.load("rich.table").Table("", title=title, caption=self.plan.note)
         table.add_column("per step (times: median)", justify="right")
-        sent = sum(stats["wire_bytes_per_step"].values())
-        for link in LINKS:
-            label = "across nodes" if link == "inter" else "inside the node"
-            table.add_row(f"sent {label}", human(stats["wire_bytes_per_step"][link]))
-        if stats["weight_bytes_per_step"]:
-            table.add_row("  of that for weights", human(stats["weight_bytes_per_step"]))
-        dense = stats["dense_bytes_per_step"]
-        table.add_row("dense would send", human(dense))
-        table.add_row("share of dense", f"{sent / dense:.1%}" if dense else "-")
-        if self.plan.compressed is not None:
-            table.add_row("values compressed", f"{self.plan.compressed:.1%}")
-        for kind in KINDS:
-            table.add_row(kind, f"{stats[f'{kind}_ms']:.2f} ms")
-        for name, value in stats["method"].items():
-            table.add_row(name, f"{value:.4g}")
-        if stats["bound"].get("cut"):
-            table.add_row("gradients cut by the bound, so far", f"{stats['bound']['cut']}")
-            table.add_row("  norm cut off", f"{stats['bound']['norm']:.4g}")
-        table.add_row("skipped steps", str(stats["skipped"]))
-        table.add_row("memory held", human(stats["memory_bytes"]))
-        if stats["memory_planned_bytes"] is not None:
-            table.add_row("memory at its peak, as planned", human(stats["memory_planned_bytes"]))
-        table.caption = self.plan.note
+        for name, text in rows.items():
+            if text is not None:
+                table.add_row(name, text)
         return in_text(table, 100)

@@ -21,7 +21,7 @@ from thinwire.ops.backends import backend
 from thinwire.ops.rows import CopyTable
 
 __all__ = ["WORD", "MaskedSegment", "collect", "directory", "from_indices", "from_lists", "gather_keep",
-           "pack", "popcount", "renew", "scatter", "unpack"]  # fmt: skip
+           "pack", "popcount", "renew", "scatter"]  # fmt: skip
 
 WORD = 64
 """Elements per mask word."""
@@ -139,13 +139,6 @@ def pack(flags: Tensor, words: Tensor) -> Tensor:
     _check(words, flags, dtype=torch.bool)
     _backend(flags).pack(flags, words)
     return words
-
-
-def unpack(words: Tensor, flags: Tensor) -> Tensor:
-    """``words`` (R, n / 64) -> ``flags`` (R, n) bool."""
-    _check(words, flags, dtype=torch.bool)
-    _backend(words).unpack(words, flags)
-    return flags
 
 
 def popcount(words: Tensor) -> Tensor:

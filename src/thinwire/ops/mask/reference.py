@@ -115,10 +115,6 @@ def flags_of(words: Tensor) -> Tensor:
     return ((words.unsqueeze(-1) >> _bits(words.device)) & 1).bool().flatten(-2)
 
 
-def unpack(words: Tensor, flags: Tensor) -> None:
-    flags.copy_(flags_of(words))
-
-
 def popcount(words: Tensor) -> Tensor:
     return flags_of(words).sum(1)
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.base.device import upload, uploaded
-from thinwire.ops.gpu import alignment, kernel, launch, row_of, whole
+from thinwire.ops.gpu import alignment, kernel, launch, row_of, segment_of, whole
 from thinwire.ops.mask import reference
 from thinwire.ops.programs import programs_of
 from thinwire.ops.rows import FIELDS
@@ -53,6 +53,34 @@ def _slots(words, bit_offsets, element, inside, k):
     bits = _bits(words, element, inside)
     slot = tl.load(bit_offsets) + tl.cumsum(bits, 0) - bits
     return (bits != 0) & (slot < k), slot
+
+
+@kernel
+def _tally(
+    programs, table, words, words_stride, tallies, tallies_stride, START: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """``tallies`` (R, 1 + programs): the set bits of each program's elements; a zero before them.
+
+    A segment has the bits from the one that is its field ``START`` on, as many as its field ``COUNT`` says.
+    """
+    row, _, segment, element = segment_of(programs, table, BLOCK, FIELDS)
+    words += row * words_stride + tl.load(segment + START) // 64
+    bits = _bits(words, element, element < tl.load(segment + COUNT))
+    tallies += row * tallies_stride
+    tl.store(tallies, 0, mask=tl.program_id(0) == 0)
+    tl.store(tallies + tl.program_id(0) + 1, tl.sum(bits, 0))
+
+
+@triton.jit
+def count_before(tallies, element, bits):
+    """Count the ``bits`` (0 or 1) of a segment that are set before each of this program's elements.
+
+    ``tallies`` points at the sums of all programs' bits in this row, after a zero.
+    """
+    tallies += tl.program_id(0)
+    earlier = tl.min(element, 0) // element.shape[0]  # programs of this segment
+    return tl.load(tallies) - tl.load(tallies - earlier) + tl.cumsum(bits, 0) - bits
 
 
 @kernel
@@ -207,14 +235,6 @@ def _from_lists(
 
 
 @kernel
-def _unpack(words, words_stride, flags, stride, n, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bits = _bits(words + row * words_stride, element, element < whole(n, ALIGN))
-    tl.store(row_of(flags, stride, row, ALIGN) + element, bits.to(tl.uint8), mask=element < whole(n, ALIGN))
-
-
-@kernel
 def _pack(flags, flags_stride, words, words_stride, count, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -227,6 +247,14 @@ def _pack(flags, flags_stride, words, words_stride, count, BLOCK: tl.constexpr, 
 
 def _grid(words: Tensor) -> tuple[int, int]:
     return triton.cdiv(words.shape[1] * reference.WORD, BLOCK), words.shape[0]
+
+
+def tallied(programs: Tensor, table: Tensor, words: Tensor, **fields: Any) -> Tensor:
+    """Return the set bits of each row of ``words`` before those of each program: (R, 1 + programs) int32."""
+    grid = len(programs) // 2, len(words)
+    tallies = torch.empty((len(words), 1 + grid[0]), dtype=torch.int32, device=words.device)
+    launch(_tally, grid, programs, table, words, tallies, BLOCK=BLOCK, **fields)
+    return tallies.cumsum_(1)
 
 
 def _counts(words: Tensor) -> Tensor:
@@ -344,8 +372,3 @@ def pack(flags: Tensor, words: Tensor) -> None:
     grid = (triton.cdiv(words.shape[1], 64), words.shape[0])
     flags = flags.view(torch.uint8)
     launch(_pack, grid, flags, words, words.shape[1], BLOCK=64, ALIGN=alignment(flags))
-
-
-def unpack(words: Tensor, flags: Tensor) -> None:
-    flags = flags.view(torch.uint8)
-    launch(_unpack, _grid(words), words, flags, flags.shape[1], BLOCK=BLOCK, ALIGN=alignment(flags))

@@ -82,9 +82,9 @@ def _read(checkpoint: Checkpoint) -> TrainedModel:
     config = from_yaml(run / "config.yaml")
     shape = None
     if init:
-        tokenizer = Tokenizer(f"folder:{config.init}", (), run / pretrained.HUB_FOLDER, trains=False)
+        tokenizer = Tokenizer(f"folder:{config.init}", None, run / pretrained.HUB_FOLDER)
     else:
-        tokenizer = Tokenizer(config.tokenizer, (), run, trains=False)
+        tokenizer = Tokenizer(config.tokenizer, None, run)
         sizes = {field.name: description[field.name] for field in fields(ModelConfig)}
         # The context of a llama is no part of a run's description.
         shape = ModelConfig(**{**sizes, "context": config.sequence_length}).check()

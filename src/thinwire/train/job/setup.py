@@ -171,7 +171,7 @@ def read_inputs(config: Config, folder: RunFolder) -> Inputs:
     collective = folder.collective
     if config.init:
         init = config.init
-        model = collective.do(lambda: pretrained.load(init, config.adapters))
+        model = collective.do(lambda: pretrained.load(init, config.adapters, config.seed))
         folder.do_once(lambda: pretrained.save_hub_files(init, folder.path))
         return Inputs(model, *collective.do(lambda: _read_pretrained_text(config, folder, model.vocabulary)))
     return Inputs(None, *_read_text(config, folder))
@@ -183,11 +183,12 @@ def _read_text(config: Config, folder: RunFolder) -> tuple[Tokenizer, Windows, W
     corpus = collective.do(lambda: find_token_files(config.corpus, config.valid, config.tokenizer))
     if corpus is not None:
         folder.do_once(lambda: copy_tokenizer(corpus, folder.path))
-        tokenizer = collective.do(lambda: Tokenizer(corpus.tokenizer, (), folder.path, trains=False))
+        tokenizer = collective.do(lambda: Tokenizer(corpus.tokenizer, None, folder.path))
         return tokenizer, *_windows(config, corpus.train, corpus.valid)
 
     def make_tokenizer(trains: bool) -> Tokenizer:
-        return Tokenizer(config.tokenizer, spans([train_text]), folder.path, trains=trains, anew=config.overwrite)
+        train = spans([train_text]) if trains else None
+        return Tokenizer(config.tokenizer, train, folder.path, anew=config.overwrite)
 
     texts = train_text, _ = collective.do(lambda: _texts(config))
     collective.do(lambda: make_tokenizer(True) if collective.rank == 0 else None)
@@ -200,7 +201,7 @@ def _read_text(config: Config, folder: RunFolder) -> tuple[Tokenizer, Windows, W
 def _read_pretrained_text(config: Config, folder: RunFolder, vocabulary: int) -> tuple[Tokenizer, Windows, Windows]:
     """Read instructions, token files or text, with the tokenizer of --init."""
     hub_files = folder.path / pretrained.HUB_FOLDER
-    tokenizer = Tokenizer(f"folder:{config.init}", (), hub_files, trains=False)
+    tokenizer = Tokenizer(f"folder:{config.init}", None, hub_files)
     if (size := tokenizer.vocabulary) > vocabulary:
         raise ThinwireError(f"--init {config.init}: its tokenizer has {size} tokens, its model {vocabulary}")
     if config.data:
