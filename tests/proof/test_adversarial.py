@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from thinwire.core.method_buckets import bucket_of
 from torch import Tensor
 
 from adversarial import KINDS, draw, judge, search
@@ -17,7 +16,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import Integers
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Method
+from thinwire.core.method import Method, bucket_of
 from thinwire.methods import LHC, SCAPE, PowerSGD
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadEngine, Threads, reduce_on_threads
