@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from programs import check_interpreted, needs_triton, run_python
-from thinwire.base.random import Drawn, Pool, Seeds
+from thinwire.base.random import Pool, Seeds
 from thinwire.ops import quant as ops
 from thinwire.ops.quant import cpu, reference
 
@@ -68,7 +68,7 @@ def margin(rows: Tensor) -> Tensor:
     return whole.contiguous().view(torch.uint8)
 
 
-Kind = tuple[ops.Format, torch.dtype, int, Drawn | None]
+Kind = tuple[ops.Format, torch.dtype, int, Seeds | None]
 """A format, dtype and number of its codes, source of random bits."""
 
 
@@ -77,17 +77,17 @@ def kinds(n: int, group: int) -> list[Kind]:
     return [
         (ops.Format(bits, group, hadamard), dtype, size, drawn)
         for bits, dtype, size in codes
-        for drawn in (None, Drawn([(0, n, SEED)]))
+        for drawn in (None, Seeds(((0, n, SEED),)))
         for hadamard in (False, True)
         if not hadamard or group % ops.ORDER == 0
     ]
 
 
-def drawn_of(parts: list[tuple[int, int, int]]) -> Drawn:
+def drawn_of(parts: list[tuple[int, int, int]]) -> Seeds:
     """Seeds of a pool, which has them in another order, and some that are not asked for."""
-    pool = Pool({"another": 5} | {str(first): seed for first, _, seed in reversed(parts)})
-    drawn = Seeds(tuple((first, last, pool.indices[str(first)]) for first, last, _ in parts), pool).over(parts[-1][1])
-    assert drawn is not None and drawn.ranges == parts and drawn.pool is pool
+    pool = Pool([5, *(seed for _, _, seed in reversed(parts))])
+    drawn = Seeds(tuple(parts), pool).over(parts[-1][1])
+    assert drawn is not None and drawn.ranges == tuple(parts) and drawn.pool is pool
     return drawn
 
 
@@ -216,7 +216,7 @@ def test_random_bits_are_those_of_the_mixer() -> None:
     rows = torch.full((count, n), 0.5)
     rows[:, ::group] = 127.0  # scale 1
     codes, scales = torch.empty(count, n, dtype=torch.int8), torch.empty(count, n // group)
-    ops.quantize(rows, ops.Format(8, group), codes, scales, Drawn([(0, n, SEED)]))
+    ops.quantize(rows, ops.Format(8, group), codes, scales, Seeds(((0, n, SEED),)))
     assert codes.flatten().tolist() == expected
     assert 5 < sum(code == 1 for code in expected) < 37
 

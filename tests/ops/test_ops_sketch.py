@@ -61,7 +61,7 @@ def everything(
         listed, payload = torch.full_like(found, -7), torch.full_like(sent, POISON)
         module.gather(h, words, parts, listed, payload)
         assert torch.equal(listed, found) and torch.equal(payload, sent)
-        module.peaks(sent, parts, result.setdefault(f"peaks {rank}", torch.full((len(parts),), POISON)))
+        module.peaks(sent, parts, result.setdefault(f"peaks {rank}", torch.zeros(len(parts))))
         rest = torch.full_like(sent, POISON)
         module.round_to(sent, torch.full((len(parts),), 2.0**-16), parts, rest)
         own = torch.full((rows, parts.wire_numel), POISON)

@@ -95,12 +95,12 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._gather_keep, {}, block | aligned | {"FEEDBACK": True, "KEEP": True}
     yield mask._scatter, {}, block | aligned
     for kernel in (mask._collect, mask._renew):
-        yield kernel, {"factors": "*i32", "row": "*fp32"}, block | copied
+        yield kernel, {"row": "*fp32"}, block | copied
     yield mask._from_indices, {}, block
-    yield mask._from_lists, {}, {"BLOCK": mask.WORDS}
+    yield mask._from_lists, {}, {"BLOCK": mask.WORDS, "FIELDS": 6}
     yield mask._pack, {}, {"BLOCK": 64} | aligned
     of, lines = {"parts": "*i64", "segments": "*i64"}, {"FIELDS": sparse_parts.FIELDS}
-    yield mask._tally, {"table": "*i64"}, block | lines | {"START": 4, "COUNT": 5}
+    yield mask._tally, {}, block | lines | {"START": 4, "COUNT": 5}
     counted = {"BLOCK": sparse.COUNTED} | aligned | lines
     for number, (_, bins) in enumerate(sparse.DIGITS):
         first = number == 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.random import Drawn, Seeds
+from thinwire.base.random import Seeds
 from thinwire.codecs.base import Space
 from thinwire.codecs.grouped import GroupedBytes
 from thinwire.ops import quant
@@ -69,7 +69,7 @@ class Integers(GroupedBytes):
     def _encode_sum(self, wire: Tensor, out: Tensor, n: int, scale: float, seed: Seeds | None, space: Space) -> None:
         quant.requantize(*self.codes_of(wire, n), self.format, *self.codes_of(out, n), scale, self.drawn(n, seed))
 
-    def drawn(self, n: int, seed: Seeds | None) -> Drawn | None:
+    def drawn(self, n: int, seed: Seeds | None) -> Seeds | None:
         """Return the source of the random bits of ``n`` columns; None: there are none."""
         if not self.draws:
             return None

@@ -59,6 +59,7 @@ class Engine:
         rank: of this process among the data-parallel ones.
         wire_dtype: of the engine's buffers; None: as the parameters.
         gathers: dtypes in which sharded weights are gathered; none where they are not sharded.
+        exchanges: are we called at all? Not where torch leaves out what a single rank would exchange with itself.
     """
 
     kind: str
@@ -71,15 +72,8 @@ class Engine:
     beside: Sequence[GroupComm] = ()
     rank: int
     wire_dtype: torch.dtype | None = None
-
-    @property
-    def gathers(self) -> frozenset[torch.dtype]:
-        return frozenset()
-
-    @property
-    def exchanges(self) -> bool:
-        """Are we called at all? Not where torch leaves out what a single rank would exchange with itself."""
-        return True
+    gathers: frozenset[torch.dtype] = frozenset()
+    exchanges = True
 
     def attach(self, steps: StepEvents, road: Road) -> None:
         """Send every gradient down ``road``, and tell ``steps``."""

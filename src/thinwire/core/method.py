@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import check_types, unknown_knob
+from thinwire.base.knobs import Within, check_types, unknown_knob
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Fp32 as Fp32Codec
 from thinwire.core.bucket import Bucket, Shard
@@ -40,6 +40,17 @@ SMALL = 64 * 1024
 """Elements below which a tensor is not worth compressing: 0.3% of a model's values, most of an 8-bit wire's error."""
 MATRIX = 1024
 """Elements below which nothing is a matrix of a model's: all others are sent where what is sent are steps."""
+
+Smallest = Annotated[int, Within(lambda elements: elements >= 0, "must be 0 or more elements")]
+Density = Annotated[float, Within(lambda share: 0 < share <= 1, "is the share of values sent, above 0 and up to 1")]
+Start = Annotated[
+    float,
+    Within(
+        lambda start: start >= 0 and (start < 1 or start == int(start)),
+        "is a share of the run below 1 or a whole number of steps",
+    ),
+]
+"""See ``first_step``."""
 
 
 @dataclass
@@ -205,31 +216,12 @@ def first_step(method: str, knob: str, value: float, steps: int | None) -> int:
     Raises:
         ThinwireError: the share of an unknown number of steps; a step beyond the end of the run.
     """
-    check_start(method, knob, value)
     if 0 < value < 1 and steps is None:
         raise ThinwireError(f"{method}: {knob}={value} is a share of the run: compress() needs steps=")
     first = int(value) if value == 0 or value >= 1 else round(value * (steps or 0))
     if steps is not None and first >= steps:
         raise ThinwireError(f"{method}: {knob}={value} lies beyond the end of the run of {steps} steps")
     return first
-
-
-def check_start(method: str, knob: str, value: float) -> None:
-    """Refuse a ``value`` that ``first_step`` cannot read, whatever the run."""
-    if value < 0 or (value >= 1 and value != int(value)):
-        raise ThinwireError(f"{method}: {knob} is a share of the run below 1 or a whole number of steps, got {value}")
-
-
-def check_smallest(method: str, smallest: int) -> None:
-    """Refuse a ``smallest`` that is no number of elements."""
-    if smallest < 0:
-        raise ThinwireError(f"{method}: smallest must be 0 or more elements, got {smallest}")
-
-
-def check_density(method: str, density: float, knob: str = "density") -> None:
-    """Refuse a ``density`` that is no share of values."""
-    if not 0 < density <= 1:
-        raise ThinwireError(f"{method}: {knob} is the share of values sent, above 0 and up to 1, got {density}")
 
 
 def count_of(density: float, values: int) -> int:

@@ -207,8 +207,8 @@ class Road:
 
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None) -> None:
         """Reduce without looking at the values, and without counting; ``send``: as the last stage has it."""
-        stages: list[Carry] = [*(stage.carry for stage in self.stages[:-1]), functools.partial(self.last.carry, send=send)]
-        self._through(flat, pieces, out, stages)
+        last = functools.partial(self.last.carry, send=send)
+        self._through(flat, pieces, out, [*(stage.carry for stage in self.stages[:-1]), last])
 
     def _through(self, flat: Tensor, pieces: Pieces, out: Tensor, stages: Sequence[Carry]) -> None:
         if self.levels is not None:

@@ -27,24 +27,20 @@ from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method
 from thinwire.core.names import clean_name, describe
 from thinwire.core.road import Regroup, Road, Worker
-from thinwire.core.weights import EarlySender
 from thinwire.engines.fsdp2_module import GroupLink, ShardedEngine, has_own_gradient
-from thinwire.engines.fsdp2_weights import ForwardPasses, ModuleAllGather
+from thinwire.engines.fsdp2_weights import ModuleAllGather
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 
 
 def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
     """List every FSDP module of ``model`` with its parameter group; but those without parameters of their own."""
+    modules: dict[Any, FSDPModule] = {}
+    for candidate in model.modules():
+        if isinstance(candidate, FSDPModule):
+            modules.setdefault(candidate._get_fsdp_state(), candidate)  # fully_shard([a, b]) gives both one state
     pairs: list[tuple[FSDPModule, Any]] = []
-    state_ids: set[int] = set()
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        if id(state) in state_ids:  # fully_shard([a, b]) gives two modules one state
-            continue
-        state_ids.add(id(state))
+    for state, module in modules.items():
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and newer
         if groups is None:
             groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -77,8 +73,7 @@ class FSDP2(ShardedEngine):
     kind = "fsdp2"
 
     def __init__(self, model: Any, method: Method, ledger: Ledger, *, two_level: bool | None, meet: Meet) -> None:
-        self.model, self.method, self.ledger = model, method, ledger
-        self.groups = param_groups(model)
+        super().__init__(model, method, ledger, param_groups(model))
         if not self.groups:
             raise ThinwireError("the model has FSDP modules but no sharded parameters: call fully_shard() on its parts")
         if not isinstance(model, FSDPModule):
@@ -91,12 +86,6 @@ class FSDP2(ShardedEngine):
             for fsdp_param in group.fsdp_params
         }
         self.parameters = describe(cast(nn.Module, model), shards)
-        self._comms: dict[int, GroupComm] = {}
-        self._gathers: list[ModuleAllGather] = []
-        self._ahead = EarlySender()
-        self.closed = False
-        self.forward_passes = ForwardPasses(self)
-        self.tail: tuple[Any, Any] | None = None  # events of the last reduction: gradients were there; means were
         info = self.groups[0][1].mesh_info
         self.wire_dtype = self._reduce_dtype(self.groups[0][1])
         shard = self.comm(info.shard_process_group)
@@ -125,8 +114,15 @@ class FSDP2(ShardedEngine):
             self.hops = ReduceScatter(intra), ReduceScatter(inter)
             self._own_comms += [intra, inter]
         self.ranks = math.prod(comm.size for comm in self.comms)
-        self.beside = self._beside()
+        others = _other_groups(self.model, [comm.group for comm in self._comms.values()])
+        self.beside = [self.comm(group) for group in others]  # whose ranks share the guard's flag, too
         self.comms += self.beside
+        self.exchanges = any(hop.ranks > 1 for hop in self.hops)
+        self.gathers = frozenset(
+            fsdp_param.mp_policy.param_dtype or fsdp_param.sharded_param.dtype
+            for _, group in self.groups
+            for fsdp_param in group.fsdp_params
+        )
 
     @staticmethod
     def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -146,19 +142,6 @@ class FSDP2(ShardedEngine):
             facts[f"FSDP module '{names[id(module)]}'"] = f"{len(group.fsdp_params)} parameters, {_policy(group)}, " \
                 f"resharded over {resharded}"
         return facts
-
-    def _beside(self) -> list[GroupComm]:
-        """Return comms of mesh dimensions that are not data parallel, whose ranks share the guard's flag, too."""
-        return [self.comm(group) for group in _other_groups(self.model, [comm.group for comm in self._comms.values()])]
-
-    @property
-    def gathers(self) -> frozenset[torch.dtype]:
-        """The dtypes in which the weights are gathered."""
-        return frozenset(
-            fsdp_param.mp_policy.param_dtype or fsdp_param.sharded_param.dtype
-            for _, group in self.groups
-            for fsdp_param in group.fsdp_params
-        )
 
     @staticmethod
     def _reduce_dtype(group: Any) -> torch.dtype | None:
@@ -215,10 +198,10 @@ class FSDP2(ShardedEngine):
         """Give every FSDP module its communication objects; on HSDP torch calls both stages of the road by itself."""
         for module, group in self.groups:
             link = GroupLink(self, group, turn, road)
+            self.links.append(link)
             # Duck-typed: torch does not look at the type, and the base classes are private names.
-            module.set_custom_reduce_scatter(cast(Any, link.reduce_scatter))
-            self._gathers.append(ModuleAllGather(link, road))
-            module.set_custom_all_gather(cast(Any, self._gathers[-1]))
+            module.set_custom_reduce_scatter(cast(Any, link))
+            module.set_custom_all_gather(cast(Any, ModuleAllGather(link)))
             if self.kind == "hsdp":
                 # FSDP's own all-reduce cannot be replaced, only left out: it believes that it is 1-D, and our hook
                 # averages across nodes. Parameters keep their (Replicate, Shard) placements.
@@ -231,21 +214,18 @@ class FSDP2(ShardedEngine):
     def layout(self) -> Layout:
         """Return a buffer and a shard per FSDP module, last module first, if every parameter has a gradient."""
         buffers, dtypes, shards = [], [], []
-        comm = self.comm(self.groups[0][1].mesh_info.shard_process_group)
-        for gather in reversed(self._gathers):
-            link = gather.link
+        for link in reversed(self.links):
             params = link.in_order()
             if trained := [param for param in params if id(param.sharded_param) in self.parameters]:
-                buffers.append(link.pieces_of(trained, comm.size))
+                buffers.append(link.pieces_of(trained))
                 dtypes.append(self.wire_dtype or trained[0].sharded_param.dtype)
             dtype = _policy(link.group).param_dtype or params[0].sharded_param.dtype
             numel = sum(math.prod(param.padded_sharded_param_size) for param in params)
             shards.append(link.shard(numel, dtype))
-        return Layout(buffers, dtypes, shards, comm)
+        return Layout(buffers, dtypes, shards, self.comm(self.groups[0][1].mesh_info.shard_process_group))
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
-        """No exchange in this backward pass unless it is the ``last`` of the optimizer step."""
         self.model.set_requires_gradient_sync(last)
         try:
             yield
@@ -254,7 +234,7 @@ class FSDP2(ShardedEngine):
 
     def close(self) -> None:
         """Close the worker. The communication objects live as long as the model, or until ``renew``, and do nothing."""
-        self._ahead.stop()
+        self.sender.stop()
         for replica in self.replicas:
             replica.drop()
         if self.worker is not None:
@@ -267,58 +247,42 @@ class FSDP2(ShardedEngine):
     def renew(model: Any) -> None:
         """If an engine that was closed has its communication objects on ``model``, put torch's own back."""
         for _, group in param_groups(model):
-            link = getattr(getattr(group, "_reduce_scatter_comm", None), "link", None)
+            link = group._reduce_scatter_comm
             if isinstance(link, GroupLink) and link.engine.closed:
                 link.detach()
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether torch calls us at all: it leaves out exchanges of a single rank with itself."""
-        return any(hop.ranks > 1 for hop in self.hops)
-
     def accumulated(self) -> bool:
-        """Tell whether torch keeps gradients of this rank from the optimizer until a backward pass exchanges them."""
         return any(has_own_gradient(fsdp_param) for _, group in self.groups for fsdp_param in group.fsdp_params)
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
-        """Tell whether the gradients of ``weights``, exchanged in an earlier backward pass of this step, were dropped.
-
-        ``look``: at their values too, whether they were set to zero. Collective then.
-        """
         if not look:
             return weights[0].grad is None and all(weight.grad is None for weight in weights)
         return all_zero((weight.grad for weight in weights), self.comms)
 
     def settled(self) -> None:
-        """The step is over."""
         self.tail = None
 
     def stepping(self) -> None:
-        """An optimizer is about to give the weights new values; any others that they were given are news."""
         if self.tail is not None:
             self.ledger.between("exposed", *self.tail)
             self.tail = None
-        self._ahead.stop()
+        self.sender.stop()
         for replica in self.replicas:
-            replica.look()
+            replica.look()  # what has changed the weights so far was no optimizer
 
     def stepped(self) -> None:
-        """Note that the optimizer has given the weights new values."""
         for replica in self.replicas:
             replica.stepped()
 
     def ahead(self, step: int) -> None:
-        """Let weights leave for the next forward pass, in the order in which the last one asked for them."""
         with self._waited():
-            self._ahead.begin(step)
+            self.sender.begin(step)
 
     def arrive(self) -> None:
-        """Wait for the weights that have left."""
         for replica in self.replicas:
             replica.arrive()
 
     def weights_changed(self) -> None:
-        """Note that weights were changed in a way that torch may not have noticed."""
         for replica in self.replicas:
             replica.changed = True
 

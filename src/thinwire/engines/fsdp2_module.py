@@ -39,28 +39,31 @@ class ShardedEngine(Engine):
     """The half of ``FSDP2`` that the links between its modules and the road use.
 
     Attributes:
-        groups: every FSDP module of the model with its parameter group. ranks: among which gradients are averaged.
-        worker: runs exchanges beside the backward pass where there are no streams. tail: events of the last reduction.
-        reduce_group: torch's, of its reduce-scatter.
+        groups: every FSDP module of the model with its parameter group. links: to each of them, once attached.
+        ranks: among which gradients are averaged. reduce_group: torch's, of its reduce-scatter.
+        worker: runs exchanges beside the backward pass where there are no streams. tail: events of the last reduction:
+            gradients were there, means were.
     """
 
-    method: Method
-    ledger: Ledger
-    groups: list[tuple[FSDPModule, Any]]
     ranks: int
-    closed: bool
-    worker: Worker | None
-    tail: tuple[Any, Any] | None
     reduce_group: dist.ProcessGroup
-    forward_passes: Any
-    _comms: dict[int, GroupComm]
-    _gathers: list[Any]
-    _ahead: EarlySender
+    worker: Worker | None
+
+    def __init__(self, model: Any, method: Method, ledger: Ledger, groups: list[tuple[FSDPModule, Any]]) -> None:
+        self.model, self.method, self.ledger, self.groups = model, method, ledger, groups
+        self.links: list[GroupLink] = []
+        self.sender = EarlySender()
+        self.tail: tuple[Any, Any] | None = None
+        self.closed = False
+        self.names = {id(weight): clean_name(name) for name, weight in model.named_parameters()}
+        self._comms: dict[int, GroupComm] = {}
+        self._mode: tuple[bool, bool] | None = None  # of the last forward pass: training, recording gradients?
+        self._asked: set[int] = set()  # modules that have asked for their weights in it
 
     @property
     def replicas(self) -> list[Replica]:
         """The weights whose gathers the method has a hand in."""
-        return [gather.replica for gather in self._gathers if gather.replica is not None]
+        return [link.replica for link in self.links if link.replica is not None]
 
     def comm(self, group: dist.ProcessGroup) -> GroupComm:
         """The verbs on one of the engine's own groups."""
@@ -69,20 +72,41 @@ class ShardedEngine(Engine):
             self._comms[id(group)] = GroupComm(group, self.ledger, device=device)
         return self._comms[id(group)]
 
-    def arrived(self) -> None:
+    def drain(self) -> None:
         """Wait for the gradients that are under way beside the backward pass. Raises what their exchange has raised."""
         if self.worker is not None:
             with self._waited():
                 self.worker.drain()
 
-    def asks(self, gather: Any, replica: Replica) -> None:
-        """Note that torch gathers a module's weights."""
-        self._ahead.asks(replica, gather.send)
-
     def go_on(self) -> None:
         """Let weights of other modules leave: one has got its own."""
         with self._waited():
-            self._ahead.go_on()
+            self.sender.go_on()
+
+    def begin_forward(self, link: GroupLink) -> None:
+        """Note that a module will ask for its weights in a forward pass. Collective where such a pass begins.
+
+        Averaged weights, say, are put in for an evaluation and taken out after it, and classes that do so write them
+        through ``.data``, which torch does not count. So before every forward pass that records no gradients, and where
+        training goes on after it, ranks agree on whether anybody's have changed: evaluating is what they do together.
+        """
+        if not self.replicas:
+            return
+        mode = bool(self.model.training), torch.is_grad_enabled()
+        if mode != self._mode or (not all(mode) and id(link) in self._asked):
+            if self._mode is not None:
+                self._agree_on_changes()
+            self._asked.clear()
+            self._mode = mode
+        self._asked.add(id(link))
+
+    def _agree_on_changes(self) -> None:
+        """Have all ranks gather anew the weights that have changed on any rank."""
+        changed = torch.zeros(1, device=self.groups[0][1].device)
+        changed.fill_(float(any([replica.changed_unseen() for replica in self.replicas])))
+        self.comms[0].all_reduce(changed, "max")
+        if bool(changed):
+            self.weights_changed()
 
     @contextmanager
     def _waited(self) -> Iterator[None]:
@@ -94,10 +118,16 @@ class ShardedEngine(Engine):
 
 
 class GroupLink:
-    """The link between one FSDP parameter group and the road."""
+    """The link between one FSDP parameter group and the road: the callable in place of torch's own reduce-scatter.
+
+    torch runs it on a stream of its own, beside the backward pass. A CPU has none: there it is a worker's job, as on
+    DDP, and torch makes views of an output that is still to come. One module's gradients are under way at a time, as
+    many as torch holds anyway.
+    """
 
     def __init__(self, engine: ShardedEngine, group: Any, turn: StepEvents, road: Road) -> None:
         self.engine, self.group, self.turn, self.road = engine, group, turn, road
+        self.replica: Replica | None = None
         # What torch had there before.
         self._stock = {
             name: getattr(group, name)
@@ -105,14 +135,14 @@ class GroupLink:
                          "mesh_info", "post_forward_mesh_info")
             if hasattr(group, name)
         }  # fmt: skip
-        self.reduce_scatter = ModuleReduceScatter(self)
-        self.entered = False  # is this reduction known to the turn?
         self._active: list[Any] = []
+        self._ranks = engine.reduce_group.size()
         self._expected: list[Tensor] | None = None
         self.device: torch.device = group.device
         self.gathered: Any = None  # an event: the last gather of the weights is over
         self.copied: Any = None  # an event: FSDP2 has read what it gave
         self._computed: Any = None  # an event: the gradients of the next reduction are there
+        self._key: tuple[int, ...] = ()  # ids of the active parameters
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
         self._watch()
 
@@ -128,7 +158,7 @@ class GroupLink:
 
         def unshard(*arguments: Any, **options: Any) -> Any:
             if self.group._training_state.name == "FORWARD":
-                self.engine.forward_passes.begin(self)
+                self.engine.begin_forward(self)
             return original_unshard(*arguments, **options)
 
         self.group.unshard = unshard
@@ -152,8 +182,9 @@ class GroupLink:
                 if has_own_gradient(fsdp_param)
                 or (zeros and hasattr(fsdp_param, "_unsharded_param") and fsdp_param._unsharded_param.requires_grad)
             ]
+            self._key = tuple(map(id, self._active))
             # Read when first seen only: under tensor parallelism, reading may cost an all-reduce.
-            is_known = self._key() in self._pieces
+            is_known = self._key in self._pieces
             self._expected = None if is_known else [self._gradient(fsdp_param) for fsdp_param in self._active]
             return original(*unused)
 
@@ -179,6 +210,26 @@ class GroupLink:
         """The user's divisor of the sum over all ranks (``set_gradient_divide_factor``); None: their number."""
         return getattr(self.group, "gradient_divide_factor", None)
 
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.engine.drain()
+        return torch.empty(*size, dtype=dtype, device=device)  # the output becomes ``.grad``, so it is fresh every time
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
+        engine = self.engine
+        if self.divisor is None and op != dist.ReduceOp.AVG:
+            raise ThinwireError(f"FSDP2 asks for {op}: Thinwire returns the mean; see reduce_dtype")
+        if group is not engine.reduce_group:
+            raise ThinwireError(
+                f"FSDP2 reduces gradients over another group of {group.size()} ranks than when compress() was called, "
+                f"of {engine.reduce_group.size()}: call set_separate_reduce_scatter_group() before compress()"
+            )
+        pieces = self.verify(input_tensor)
+        if self.divisor is not None:  # the sum divided by it is the mean of what is so many times as large
+            input_tensor.mul_(engine.ranks / self.divisor)
+        self.turn.enter([piece.name for piece in pieces])
+        road = self.road.stages[0] if engine.kind == "hsdp" else self.road
+        self.exchange(pieces, lambda: road.reduce(input_tensor, pieces, output_tensor), output_tensor)
+
     def exchange(self, pieces: Sequence[Piece], reduce: Callable[[], object], mean: Tensor) -> None:
         """``reduce`` the gradients of ``pieces`` to their ``mean``, now or, on a CPU, beside the backward pass."""
 
@@ -193,8 +244,8 @@ class GroupLink:
             self.engine.tail = self._computed, devices.mark(self.device)  # of a backward pass, the last one's
             return
         worker.submit(job, mean.device, last=False)
-        if not (self._only_views(mean) and _at_the_end_of_backward(self.engine.arrived)):
-            self.engine.arrived()
+        if not (self._only_views(mean) and _at_the_end_of_backward(self.engine.drain)):
+            self.engine.drain()
 
     def _only_views(self, mean: Tensor) -> bool:
         """Tell whether torch will make views of ``mean``, which is still to come, and look at none of its values."""
@@ -213,19 +264,16 @@ class GroupLink:
             return fsdp_param.unsharded_grad_data
         return torch.zeros(())
 
-    def _key(self) -> tuple[int, ...]:
-        return tuple(id(fsdp_param) for fsdp_param in self._active)
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The place of each parameter in the flat input: columns of (ranks, n), in the group's order."""
+        if self._key not in self._pieces:
+            self._pieces[self._key] = self.pieces_of(self._active)
+        return self._pieces[self._key]
 
-    def pieces(self, ranks: int) -> tuple[Piece, ...]:
-        """Locate each parameter in the flat input: columns of (ranks, n), in the group's order."""
-        key = self._key()
-        if key not in self._pieces:
-            self._pieces[key] = self.pieces_of(self._active, ranks)
-        return self._pieces[key]
-
-    def pieces_of(self, fsdp_params: list[Any], ranks: int) -> tuple[Piece, ...]:
+    def pieces_of(self, fsdp_params: list[Any]) -> tuple[Piece, ...]:
         """Locate each of ``fsdp_params`` in a flat input of theirs."""
-        widths = [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in fsdp_params]
+        ranks, widths = self._ranks, [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in fsdp_params]
         total, pieces, column = sum(widths), [], 0
         for fsdp_param, width in zip(fsdp_params, widths, strict=True):
             pieces.append(Piece(self.name(fsdp_param), column, width * ranks, ranks, total))
@@ -264,19 +312,13 @@ class GroupLink:
 
     def name(self, fsdp_param: Any) -> str:
         """Return the parameter's name in the user's model."""
-        described = self.engine.parameters.get(id(fsdp_param.sharded_param))
-        if described is not None:
-            return described.name
-        if fsdp_param._param_fqn is not None:
-            return clean_name(fsdp_param._param_fqn)
-        # Frozen, and before the first forward pass, in which torch fills it in.
-        named = self.engine.model.named_parameters()
-        return next(clean_name(name) for name, weight in named if weight is fsdp_param.sharded_param)
+        known = self.engine.names.get(id(fsdp_param.sharded_param))
+        return clean_name(fsdp_param._param_fqn) if known is None else known  # torch's: of another object since
 
-    def verify(self, flat: Tensor, ranks: int) -> tuple[Piece, ...]:
+    def verify(self, flat: Tensor) -> tuple[Piece, ...]:
         """Return the pieces. When a composition is first seen, the values must lie where they should."""
         expected, self._expected = self._expected, None
-        pieces = self.pieces(ranks)
+        pieces, ranks = self.pieces, self._ranks
         if sum(piece.numel for piece in pieces) != flat.numel():
             names = ", ".join(piece.name for piece in pieces)
             raise ThinwireError(f"FSDP2's buffer has {flat.numel()} values, but not those of {names}")
@@ -296,53 +338,17 @@ class GroupLink:
 
         def hook(shard: Tensor) -> None:
             devices.keep(shard)  # torch 2.11 to 2.13 let go of the buffer while this stream still reads it
-            ranks = self.engine.hops[0].ranks
-            if self.divisor is not None and ranks == 1:  # torch has divided by it already
-                shard.mul_(self.divisor)
-            if self._expected is not None and ranks == 1:
-                self.verify(shard, 1)
-            if self.divisor is not None and ranks == 1:
-                shard.mul_(self.engine.ranks / self.divisor)
-            inter = shard_of(self.pieces(ranks))
-            if not self.entered:  # torch leaves the reduce-scatter out where one rank has all of the shard
+            inter = shard_of(self.pieces)
+            if self._ranks == 1:  # torch leaves the reduce-scatter out where one rank has all of the shard
+                if self.divisor is not None:  # torch has divided by it already
+                    shard.mul_(self.divisor)
+                self.verify(shard)
+                if self.divisor is not None:
+                    shard.mul_(self.engine.ranks / self.divisor)
                 self.turn.enter([piece.name for piece in inter])
-            self.entered = False
             self.exchange(inter, lambda: stage.reduce(shard, inter, shard), shard)
 
         return hook
-
-
-class ModuleReduceScatter:
-    """The callable in place of torch's own reduce-scatter. The output becomes ``.grad``, so it is fresh every time.
-
-    torch runs it on a stream of its own, beside the backward pass. A CPU has none: there it is a worker's job, as on
-    DDP, and torch makes views of an output that is still to come. One module's gradients are under way at a time, as
-    many as torch holds anyway.
-    """
-
-    def __init__(self, link: GroupLink) -> None:
-        self.link = link
-
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.link.engine.arrived()
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
-        link, engine = self.link, self.link.engine
-        if link.divisor is None and op != dist.ReduceOp.AVG:
-            raise ThinwireError(f"FSDP2 asks for {op}: Thinwire returns the mean; see reduce_dtype")
-        if group is not engine.reduce_group:
-            raise ThinwireError(
-                f"FSDP2 reduces gradients over another group of {group.size()} ranks than when compress() was called, "
-                f"of {engine.reduce_group.size()}: call set_separate_reduce_scatter_group() before compress()"
-            )
-        pieces = link.verify(input_tensor, group.size())
-        if link.divisor is not None:  # the sum divided by it is the mean of what is so many times as large
-            input_tensor.mul_(engine.ranks / link.divisor)
-        link.turn.enter([piece.name for piece in pieces])
-        link.entered = True
-        road = link.road.stages[0] if engine.kind == "hsdp" else link.road
-        link.exchange(pieces, lambda: road.reduce(input_tensor, pieces, output_tensor), output_tensor)
 
 
 def _at_the_end_of_backward(call: Callable[[], None]) -> bool:

@@ -41,7 +41,7 @@ every_variant: ContextVar[bool] = ContextVar("every_variant", default=False)
 """Compile what a launch would need on other memory, too: on a GPU, before the first step."""
 
 host_code: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("host_code", default=None)
-"""The module that runs on tensors without storage, by family; nothing runs without: see ``thinwire.ops.dry``."""
+"""The module that runs on tensors without storage, by family; nothing runs without. Set by tests alone."""
 
 
 def count_launch(name: str) -> None:

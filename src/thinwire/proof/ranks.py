@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -126,13 +127,8 @@ def _reduced(values: Sequence[Tensor], op: str) -> Tensor:
     if len({value.shape for value in values}) > 1:  # where gloo would end the process
         sizes = ", ".join(str(message.numel()) for message in values)
         raise ThinwireError(f"ranks reduce messages of unlike sizes: {sizes}")
-    result = values[0].clone()
-    for value in values[1:]:
-        if op == "max":
-            result = torch.maximum(result, value)
-        else:
-            result += value
-    return result / len(values) if op == "mean" else result
+    total = reduce(torch.maximum if op == "max" else torch.add, values)
+    return total / len(values) if op == "mean" else total
 
 
 def exchange_on(topology: str, world: Threads, rank: int, ledger: Ledger, per_node: int = 1) -> Exchange:

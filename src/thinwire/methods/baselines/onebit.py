@@ -41,7 +41,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.codecs.base import Codec
 from thinwire.codecs.grouped import GroupedBytes
 from thinwire.codecs.intquant import Integers
-from thinwire.codecs.sign import SCALES, Sign
+from thinwire.codecs.sign import Sign
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import (
@@ -53,9 +53,9 @@ from thinwire.core.method import (
     Parameter,
     Promise,
     Run,
+    Smallest,
+    Start,
     Step,
-    check_smallest,
-    check_start,
     exempt_small,
     first_step,
     refuse_chunks,
@@ -95,18 +95,14 @@ class OneBitAdam(Method):
         "paper": {"warmup": 0.15, "scale": "rms", "group": 4096, "smallest": 0, "send": ("*",)},
     }
 
-    warmup: float = 0.15
+    warmup: Start = 0.15
     group: int = 2048
-    scale: str = "mean"
+    scale: Literal["mean", "rms"] = "mean"
     warmup_bits: Literal[4, 8, 32] = 32
-    smallest: int = SMALL
+    smallest: Smallest = SMALL
 
     def __post_init__(self) -> None:
-        if self.scale not in SCALES:
-            raise ThinwireError(f"onebit-adam: scale is 'mean' or 'rms', got '{self.scale}'")
         super().__post_init__()
-        check_smallest(self.name, self.smallest)
-        check_start(self.name, "warmup", self.warmup)
         self.first = 0
         self._steps = OwnSteps()  # of those whose gradient is a momentum in this step
 

@@ -143,10 +143,10 @@ def pack(flags: Tensor, words: Tensor) -> Tensor:
 
 def popcount(words: Tensor) -> Tensor:
     """Count the set bits of every row of ``words`` (R, w): (R,) int64."""
-    if words.is_meta:
-        return words.new_empty(len(words))
-    counts: Tensor = _backend(words).popcount(words)
-    return counts
+    words = words - (words >> 1 & 0x5555555555555555)  # of pairs of bits, then of fours and of bytes
+    words = (words & 0x3333333333333333) + (words >> 2 & 0x3333333333333333)
+    words = words + (words >> 4) & 0x0F0F0F0F0F0F0F0F
+    return (words * 0x0101010101010101 >> 56).sum(1)
 
 
 def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor | None:

@@ -5,7 +5,6 @@ trailing zeros, so that the cost follows the number of set bits."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,8 +13,7 @@ from numba.core import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from thinwire.base.errors import ThinwireError
-from thinwire.ops.kernels import by_row
+from thinwire.ops.kernels import by_row, njit
 from thinwire.ops.mask import reference
 
 WORD = 64
@@ -35,6 +33,25 @@ def set_bits(context, word):
         return builder.ctpop(arguments[0])
 
     return types.uint64(types.uint64), code
+
+
+@njit
+def list_bits(values, words, start, positions, payload):
+    """List the bits that are set, numbered from ``start`` on, and the values there, as far as there is room.
+
+    Behind them -1 and 0.
+    """
+    entry = 0
+    for i in range(words.size):
+        word = words[i]
+        while word != 0 and entry < positions.size:
+            column = WORD * i + np.int64(trailing_zeros(word))
+            positions[entry] = start + column
+            payload[entry] = values[column]
+            entry += 1
+            word &= word - uint64(1)
+    positions[entry:] = -1
+    payload[entry:] = np.float32(0)
 
 
 @by_row
@@ -67,11 +84,8 @@ def _gather_keep(rows, residual, words, payload, residual_out):
 
 
 @by_row
-def _scatter(payload, words, out, factor):
-    """Write ``payload`` at the mask; off it a value becomes 0 (``factor`` None), or ``factor`` times itself.
-
-    A mask with more bits than values, or one beyond the columns, is refused, as is one with fewer when all is written.
-    """
+def _write_at(payload, words, out, factor):
+    """See ``reference.write_at``: more bits than values are never written."""
     full_words, tail = out.size // WORD, out.size % WORD
     if tail != 0 and words[full_words] >> uint64(tail) != 0:
         return False
@@ -93,14 +107,6 @@ def _scatter(payload, words, out, factor):
 
 
 @by_row
-def _popcount(words, count):
-    total = uint64(0)
-    for i in range(words.size):
-        total += set_bits(words[i])
-    count[0] = total
-
-
-@by_row
 def _from_indices(positions, words, rise):
     """Refuse positions out of range, which would become addresses, and with ``rise`` those that do not rise."""
     previous = np.int64(-1)
@@ -111,11 +117,6 @@ def _from_indices(positions, words, rise):
         words[position >> 6] |= uint64(1) << uint64(position & 63)
         previous = position
     return True
-
-
-def _expect(exact: bool, payload: Tensor) -> None:
-    if not exact:
-        raise ThinwireError(f"a row's mask does not have the {payload.shape[1]} bits that its payload has room for")
 
 
 directory = reference.directory
@@ -129,26 +130,18 @@ def gather_keep(
     residual_out: Tensor | None,
     bit_offsets: Tensor | None = None,
 ) -> None:
-    _expect(_gather_keep(rows, residual, words, payload, residual_out), payload)
-
-
-def scatter(payload: Tensor, words: Tensor, out: Tensor, bit_offsets: Tensor | None = None) -> None:
-    _expect(_scatter(payload, words, out, None), payload)
+    if not _gather_keep(rows, residual, words, payload, residual_out):
+        raise reference.size_error(payload)
 
 
 collect = functools.partial(reference.collect, gather=gather_keep)
-renew = functools.partial(reference.renew, scatter_segment=_scatter)
+scatter = functools.partial(reference.scatter, write_at=_write_at)
+renew = functools.partial(reference.renew, write_at=_write_at)
 
 
 def pack(flags: Tensor, words: Tensor) -> None:
     packed = np.packbits(flags.numpy(), axis=1, bitorder="little")
     words.copy_(torch.from_numpy(packed.view(np.int64)))
-
-
-def popcount(words: Tensor) -> Tensor:
-    counts = torch.empty((len(words), 1), dtype=torch.int64)
-    _popcount(words, counts)
-    return counts.squeeze(1)
 
 
 def from_indices(positions: Tensor, words: Tensor, rise: bool = False) -> None:
@@ -157,6 +150,4 @@ def from_indices(positions: Tensor, words: Tensor, rise: bool = False) -> None:
         raise reference.list_error(words)
 
 
-def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> None:
-    for positions, columns in lists:
-        from_indices(positions, words[:, columns], rise=True)
+from_lists = functools.partial(reference.from_lists, from_indices=from_indices)

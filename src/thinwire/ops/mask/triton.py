@@ -21,7 +21,7 @@ from torch import Tensor
 from thinwire.base.device import upload, uploaded
 from thinwire.ops.gpu import alignment, kernel, launch, row_of, segment_of, whole
 from thinwire.ops.mask import reference
-from thinwire.ops.programs import programs_of
+from thinwire.ops.programs import programs_of, programs_on
 from thinwire.ops.rows import FIELDS
 from thinwire.ops.rows import PER_PROGRAM as COPIED
 from thinwire.ops.rows.triton import _copy_offsets
@@ -137,14 +137,15 @@ def _scatter(
 
 @triton.jit
 def _segment_columns(segment_numbers, table, block, n, BLOCK: tl.constexpr):
-    """Return a block's elements, which of them their segment has, their columns in a row, and its index of a factor.
+    """Return a block's elements, which of them their segment has, their columns in a row, and their factors.
 
     ``segment_numbers``: the segment of each word. ``table``: for each segment the distance from an element of the masks
-    to its column in a row, the element where it ends, and the index of its factor.
+    to its column in a row, the element where it ends, and the bits of its factor.
     """
     element = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     segment = table + tl.load(segment_numbers + element // 64, mask=element < n, other=0).to(tl.int64) * 3
-    return element, (element < n) & (element < tl.load(segment + 1)), element + tl.load(segment), tl.load(segment + 2)
+    factor = tl.load(segment + 2).to(tl.int32).to(tl.float32, bitcast=True)
+    return element, (element < n) & (element < tl.load(segment + 1)), element + tl.load(segment), factor
 
 
 @kernel
@@ -166,7 +167,7 @@ def _collect(
 @kernel
 def _renew(
     message, message_stride, words, words_stride, bit_offsets, offsets_stride, rows, stride, segment_numbers, table,
-    factors, blocks, n, k, copy_programs, copy_table, BLOCK: tl.constexpr, COPIED: tl.constexpr, FIELDS: tl.constexpr,
+    blocks, n, k, copy_programs, copy_table, BLOCK: tl.constexpr, COPIED: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Scatter each row's values to masks in the first ``blocks`` programs, and copy whole segments in the others."""
     program, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -176,7 +177,6 @@ def _renew(
         offsets = bit_offsets + row * offsets_stride + program
         is_set, slot = _slots(words + row * words_stride, offsets, element, inside, k)
         fresh = tl.load(message + slot, mask=is_set, other=0.0)
-        factor = tl.load(factors + factor).to(tl.float32, bitcast=True)
         faded = tl.load(rows + column, mask=inside, other=0.0) * factor
         tl.store(rows + column, tl.where(is_set, fresh, faded), mask=inside)
     else:
@@ -209,17 +209,17 @@ def _count_below(positions, k, column, steps):
 
 @kernel
 def _from_lists(
-    base, table, lists, words, words_stride, bit_offsets, offsets_stride, steps, count, BLOCK: tl.constexpr
+    programs, table, base, words, words_stride, bit_offsets, offsets_stride, steps, count, BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Make up to ``BLOCK`` words of a list, and their entries of ``bit_offsets``.
 
     ``table``: for each list its distance from ``base`` in elements, the stride of its rows, k, its first word, its
-    number of words, the bits before it, and its first program; behind that the list of each program.
+    number of words, and the bits before it.
     """
-    row, number = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    segment = table + tl.load(table + tl.cast(lists, tl.int64) * 7 + number) * 7
+    row, _, segment, word = segment_of(programs, table, BLOCK, FIELDS)
     positions, k = base + tl.load(segment) + row * tl.load(segment + 1), tl.load(segment + 2)
-    word = (number - tl.load(segment + 6)) * BLOCK + tl.arange(0, BLOCK)
+    word = word.to(tl.int64)
     inside = word < tl.load(segment + 4)
     first, end = _count_below(positions, k, word * 64, steps), _count_below(positions, k, word * 64 + 64, steps)
     bits = word * 0
@@ -257,21 +257,12 @@ def tallied(programs: Tensor, table: Tensor, words: Tensor, **fields: Any) -> Te
     return tallies.cumsum_(1)
 
 
-def _counts(words: Tensor) -> Tensor:
-    """Return a zero, then the set bits of every 512 elements of each row: (R, 1 + blocks) int32."""
+def directory(words: Tensor) -> Tensor:
+    """Return the set bits of each row before every 512 elements, and of all: (R, 1 + blocks) int32."""
     blocks, count = _grid(words)
     counts = torch.empty((count, 1 + blocks), dtype=torch.int32, device=words.device)
     launch(_count, (blocks, count), words, counts, words.shape[1] * reference.WORD, BLOCK=BLOCK)
-    return counts
-
-
-def directory(words: Tensor) -> Tensor:
-    """Return the set bits of each row before every 512 elements, and of all: (R, 1 + blocks) int32."""
-    return _counts(words).cumsum_(1)
-
-
-def popcount(words: Tensor) -> Tensor:
-    return _counts(words).sum(1)
+    return counts.cumsum_(1)
 
 
 def gather_keep(
@@ -306,7 +297,7 @@ def collect(
 ) -> None:  # fmt: skip
     grid, arguments, constants = _segment_arguments(words, segments, copied)
     bit_offsets = directory(words) if bit_offsets is None else bit_offsets
-    launch(_collect, grid, row, words[0], bit_offsets[0], message, *arguments[:2], *arguments[3:], **constants)
+    launch(_collect, grid, row, words[0], bit_offsets[0], message, *arguments, **constants)
 
 
 def renew(
@@ -322,16 +313,15 @@ def _segment_arguments(
     words: Tensor, segments: Sequence[MaskedSegment], copied: CopyTable
 ) -> tuple[tuple[int], tuple[Tensor | int, ...], dict[str, Any]]:
     """Return the grid of a row, and the arguments and the constants that both kernels have in common."""
-    factors = {factor: index for index, factor in enumerate(dict.fromkeys(segment.factor for segment in segments))}
-    factor_bits = np.array(list(factors), np.float32).view(np.int32).tolist()
-    table, mask_start = [], 0
+    values, mask_start = [], 0
     for segment in segments:
-        table += [segment.start - mask_start, mask_start + segment.numel, factors[segment.factor]]
+        factor_bits = int(np.float32(segment.factor).view(np.int32))
+        values += [segment.start - mask_start, mask_start + segment.numel, factor_bits]
         mask_start += segment.width
     segment_numbers = _segment_numbers(tuple(segment.width for segment in segments), words.device)
-    tables = uploaded(table, words.device, torch.int64), uploaded(factor_bits, words.device)
+    table = uploaded(values, words.device, torch.int64)
     (blocks, _), k = _grid(words), sum(segment.k for segment in segments)
-    arguments = (segment_numbers, *tables, blocks, mask_start, k, copied.programs, copied.table)
+    arguments = (segment_numbers, table, blocks, mask_start, k, copied.programs, copied.table)
     return (blocks + len(copied.programs),), arguments, {"BLOCK": BLOCK, "COPIED": COPIED, "FIELDS": FIELDS}
 
 
@@ -353,17 +343,16 @@ def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor |
     table: list[int] = []
     base, bit_count = lists[0][0], 0
     widths = [columns.stop - columns.start for _, columns in lists]
-    programs, firsts = programs_of(widths, WORDS)
-    for (positions, columns), width, first in zip(lists, widths, firsts, strict=True):
+    for (positions, columns), width in zip(lists, widths, strict=True):
         distance = (positions.data_ptr() - base.data_ptr()) // 4  # the same in every step, for lists in one memory
-        table += [distance, positions.stride(0), positions.shape[1], columns.start, width, bit_count, first]
+        table += [distance, positions.stride(0), positions.shape[1], columns.start, width, bit_count]
         bit_count += positions.shape[1]
     bit_offsets = torch.empty((len(words), 1 + _grid(words)[0]), dtype=torch.int32, device=words.device)
     steps = max(positions.shape[1] for positions, _ in lists).bit_length()
+    programs = programs_on(words.device, widths, WORDS)
     launch(
-        _from_lists, (len(programs), len(words)), base[0],
-        uploaded([*table, *programs], words.device, torch.int64), len(lists), words, bit_offsets, steps, words.shape[1],
-        BLOCK=WORDS,
+        _from_lists, (len(programs) // 2, len(words)), programs, uploaded(table, words.device, torch.int64), base[0],
+        words, bit_offsets, steps, words.shape[1], BLOCK=WORDS, FIELDS=6,
     )  # fmt: skip
     return bit_offsets if sum(widths) == words.shape[1] else None
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.base.random import Drawn
+from thinwire.base.random import Seeds
 from thinwire.ops.backends import backend
 from thinwire.ops.quant.reference import ORDER, Format
 
@@ -38,7 +38,7 @@ __all__ = [
 _backend = backend("thinwire.ops.quant")
 
 
-def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn | None = None) -> None:
+def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds | None = None) -> None:
     """``rows`` (R, n) float32 or bfloat16, or their transform -> ``codes`` and ``scales`` (R, n / group) float32.
 
     ``codes``: (R, n) int8, or in 4 bits (R, n / 2) uint8. ``drawn``: random bits, for each segment of columns its own.
@@ -63,7 +63,7 @@ def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, s
 
 def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float = 1.0,
-    drawn: Drawn | None = None,
+    drawn: Seeds | None = None,
 ) -> None:  # fmt: skip
     """``quantize`` what ``dequantize_sum`` gives of N peers, in one pass; ``codes_out``, ``scales_out``: of one row."""
     if codes_out.numel():

@@ -22,7 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from thinwire.base.random import Drawn, key_of
+from thinwire.base.random import Seeds, key_of
 from thinwire.ops.kernels import flat, inlined, njit
 from thinwire.ops.quant.reference import INT4_LEVELS, INT8_LEVELS, MIX_1, MIX_2, NORM, ORDER, SMALLEST_SCALE, Format
 
@@ -319,13 +319,13 @@ def _sum_rows(narrow, values, stride, rows, n, out, factor):
         _scaled(total, factor, out[block : block + size])
 
 
-def _ranges(drawn: Drawn | None, n: int) -> list[tuple[int, int, np.uint32]]:
+def _ranges(drawn: Seeds | None, n: int) -> list[tuple[int, int, np.uint32]]:
     """List (first column, last column, key) of ``n`` columns."""
     ranges = [(0, n, 0)] if drawn is None else drawn.ranges
     return [(first, last, np.uint32(key_of(seed) & 0xFFFFFFFF)) for first, last, seed in ranges]
 
 
-def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn | None = None) -> None:
+def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds | None = None) -> None:
     bits, group = format.bits, format.group
     kernel = QUANTIZE[rows.dtype == torch.bfloat16, bits == 4, drawn is not None, format.hadamard]
     (values, stride), (octets, octets_stride) = flat(rows), flat(codes.view(torch.uint8))
@@ -345,7 +345,7 @@ def decode(codes: Tensor, scales: Tensor, format: Format, out: Tensor, peers: in
 
 def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, factor: float,
-    drawn: Drawn | None,
+    drawn: Seeds | None,
 ) -> None:  # fmt: skip
     bits, group = format.bits, format.group
     kernel = REQUANTIZE[bits == 4, drawn is not None, format.hadamard]

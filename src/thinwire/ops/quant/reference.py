@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.random import Drawn, key_of
+from thinwire.base.random import Seeds, key_of
 
 INT4_LEVELS = 7
 INT8_LEVELS = 127
@@ -72,7 +72,7 @@ def _scaled(rows: Tensor, group: int, levels: int, scales: Tensor) -> Tensor:
     return torch.where(finite.unsqueeze(2), groups * scale.reciprocal().unsqueeze(2), 0.0)
 
 
-def _stochastic(scaled: Tensor, levels: int, drawn: Drawn) -> Tensor:
+def _stochastic(scaled: Tensor, levels: int, drawn: Seeds) -> Tensor:
     """Round ``scaled`` (R, g, group).
 
     In units of 2^-16 of a level, where adding 16 random bits and dropping them again rounds up in proportion. The
@@ -107,7 +107,7 @@ def _rotated(rows: Tensor) -> Tensor:
     return blocks.reshape(rows.shape)
 
 
-def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn | None = None) -> None:
+def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds | None = None) -> None:
     values = _rotated(rows.float() * NORM) if format.hadamard else rows
     levels = INT4_LEVELS if format.bits == 4 else INT8_LEVELS
     scaled = _scaled(values, format.group, levels, scales)
@@ -125,7 +125,7 @@ def decode(codes: Tensor, scales: Tensor, format: Format, out: Tensor, peers: in
 
 def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, factor: float,
-    drawn: Drawn | None,
+    drawn: Seeds | None,
 ) -> None:  # fmt: skip
     total = torch.empty((1, scales.shape[1] * format.group), device=codes.device)
     decode(codes, scales, format, total, len(codes), factor)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.base.device import uploaded
-from thinwire.base.random import Drawn
+from thinwire.base.random import Seeds
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, segment_of, whole, wire_alignment
 from thinwire.ops.programs import programs_on
 from thinwire.ops.quant import reference
@@ -247,7 +247,7 @@ def _constants(format: Format) -> dict[str, Any]:
 
 
 def _draw(
-    drawn: Drawn | None, groups: int, constants: dict[str, Any], device: torch.device
+    drawn: Seeds | None, groups: int, constants: dict[str, Any], device: torch.device
 ) -> tuple[int, tuple[Tensor | None, ...]]:
     """Return the number of programs for ``groups`` along a row; and, of random bits, programs, segments and keys."""
     block, group = constants["BLOCK"], constants["GROUP"]
@@ -261,7 +261,7 @@ def _draw(
     return len(programs) // 2, (programs, uploaded(table, device), keys)
 
 
-def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn | None = None) -> None:
+def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds | None = None) -> None:
     groups, constants = scales.shape[1], _constants(format)
     programs, tables = _draw(drawn, groups, constants, rows.device)
     launch(
@@ -281,7 +281,7 @@ def decode(codes: Tensor, scales: Tensor, format: Format, out: Tensor, peers: in
 
 def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, factor: float,
-    drawn: Drawn | None,
+    drawn: Seeds | None,
 ) -> None:  # fmt: skip
     groups, constants = scales.shape[1], _constants(format)
     programs, tables = _draw(drawn, groups, constants, codes.device)

@@ -16,7 +16,7 @@ from numba import uint64
 from torch import Tensor
 
 from thinwire.ops.kernels import by_row, njit, rows_of
-from thinwire.ops.mask.cpu import set_bits, trailing_zeros
+from thinwire.ops.mask.cpu import list_bits, set_bits, trailing_zeros
 
 if TYPE_CHECKING:
     from thinwire.ops.sketch import SketchSegments
@@ -55,22 +55,13 @@ def _cells(word1, word2, cells):
 @_by_row
 def gather(values, words, table, positions, payload):
     for segment in range(len(table)):
-        start, width, k, entry = table[segment, :4]
-        end = entry + k
-        for first_column in range(start, start + width, 64):
-            word = words[first_column // 64]
-            while word != 0 and entry < end:
-                column = first_column + np.int64(trailing_zeros(word))
-                positions[entry] = column
-                payload[entry] = values[column]
-                entry += 1
-                word &= word - uint64(1)
-        positions[entry:end] = -1
-        payload[entry:end] = np.float32(0)
+        start, width, k, first = table[segment, :4]
+        end, own_words = start + width, words[start // 64 : (start + width) // 64]
+        list_bits(values[start:end], own_words, start, positions[first : first + k], payload[first : first + k])
 
 
 @_by_row
-def _peaks(payload, table, magnitudes):
+def peaks(payload, table, magnitudes):
     """As integers, which have the order of sizes."""
     sizes, largest = payload.view(np.int32), magnitudes.view(np.int32)
     for segment in range(len(table)):
@@ -229,7 +220,3 @@ def count(words, table, counts):
         for i in range(start // 64, (start + width) // 64):
             total += set_bits(words[i])
         counts[segment] = total
-
-
-def peaks(payload: Tensor, segments: SketchSegments, magnitudes: Tensor) -> None:
-    _peaks(payload, segments, magnitudes.zero_())

@@ -297,7 +297,7 @@ def gather(rows: Tensor, words: Tensor, segments: SketchSegments, positions: Ten
 
 def peaks(payload: Tensor, segments: SketchSegments, magnitudes: Tensor) -> None:
     programs = _programs((segment.k for segment in segments), segments)
-    _run(_peaks, programs, segments, len(payload), payload, magnitudes.zero_().view(torch.int32))
+    _run(_peaks, programs, segments, len(payload), payload, magnitudes.view(torch.int32))
 
 
 def round_to(payload: Tensor, quantum: Tensor, segments: SketchSegments, residual: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.ops import sparse as of
 from thinwire.ops.kernels import by_row, flat, njit, rows_of
-from thinwire.ops.mask.cpu import WORD, set_bits, trailing_zeros
+from thinwire.ops.mask.cpu import WORD, list_bits, set_bits, trailing_zeros
 from thinwire.ops.sparse import reference
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _by_row = functools.partial(by_row, table=lambda segments: of.wire_table(segment
 
 @intrinsic
 def _at_least(context, bits, first, low):
-    """Return a mask word: which of the 64 values from ``bits[first]`` on have a :func:`_magnitude` >= ``low``.
+    """Return a mask word: of which of the 64 values from ``bits[first]`` on the magnitude is ``low`` or more.
 
     In LLVM's own vectors, whose comparisons are mask words already: a loop that sets one bit after the other is 8 times
     slower.
@@ -57,10 +57,9 @@ def _at_least(context, bits, first, low):
     return types.uint64(bits, types.int64, types.int32), code
 
 
-@njit
-def _magnitude(bits):
-    """Return |value| as an integer: the order of floats, every NaN the same and the largest."""
-    return min(np.int32(bits & MAGNITUDE_BITS), NAN_BITS)
+def _magnitudes(bits: np.ndarray) -> np.ndarray:
+    """Return |values| as integers: the order of floats, every NaN the same and the largest."""
+    return np.minimum(bits & MAGNITUDE_BITS, NAN_BITS)
 
 
 @njit
@@ -79,7 +78,7 @@ def _collect_between(bits, low, high, between):
             count += inside
             continue
         while word != 0:
-            between[count] = _magnitude(bits[first + np.int64(trailing_zeros(word))])
+            between[count] = min(bits[first + np.int64(trailing_zeros(word))] & MAGNITUDE_BITS, NAN_BITS)
             count += 1
             word &= word - uint64(1)
     return above, count
@@ -98,11 +97,6 @@ def _threshold_words(bits, threshold, ties, words):
                 equal ^= lowest
                 ties -= 1
         words[i] = word
-
-
-def _magnitudes(bits: np.ndarray) -> np.ndarray:
-    """Return the :func:`_magnitude` of each."""
-    return np.minimum(bits & MAGNITUDE_BITS, NAN_BITS)
 
 
 def _around(size: int, share: float) -> tuple[int, int]:
@@ -144,6 +138,14 @@ def _kth(bits: np.ndarray, k: int) -> tuple[int, int]:
     return int(threshold), int(np.count_nonzero(sample > threshold))
 
 
+def _mask_of(values: np.ndarray, k: int) -> np.ndarray:
+    """Return the mask of the ``k`` largest, 1 at least."""
+    bits, words = values.view(np.int32), np.empty(values.size // WORD, np.uint64)
+    threshold, above = _kth(bits, k)
+    _threshold_words(bits, np.int32(threshold), k - above, words)
+    return words
+
+
 @njit
 def _add(values, addends, out):
     for i in range(out.size):
@@ -175,38 +177,15 @@ def _listed(rows, residual, total, feedback, threshold, columns, values):
 
 
 @njit
-def _chosen(columns, values, threshold, start, positions, payload):
-    """Choose of ``columns`` those whose size is above ``threshold``, and the first that equal it, until all is full."""
-    bits = values.view(np.int32)
-    ties, entry = positions.size, 0
-    for i in range(columns.size):
-        ties -= _magnitude(bits[i]) > threshold
-    for i in range(columns.size):
-        size = _magnitude(bits[i])
-        if size > threshold or (size == threshold and ties > 0):
-            ties -= size == threshold
+def _chosen(columns, values, sizes, threshold, ties, start, positions, payload):
+    """Choose of ``columns`` those whose size is above ``threshold``, and the first ``ties`` that equal it."""
+    entry = 0
+    for i in range(sizes.size):
+        if sizes[i] > threshold or (sizes[i] == threshold and ties > 0):
+            ties -= sizes[i] == threshold
             positions[entry] = start + columns[i]
             payload[entry] = values[i]
             entry += 1
-
-
-@njit
-def _walked(values, threshold, ties, start, positions, payload):
-    """Choose as ``_chosen`` of all columns; ``ties``: how many that equal the ``threshold`` are among the chosen."""
-    bits = values.view(np.int32)
-    entry = 0
-    for word in range(0, values.size, WORD):
-        above = _at_least(bits, word, threshold + np.int32(1))
-        large = _at_least(bits, word, threshold) if ties > 0 else above
-        while large != 0:
-            equal = (large & ~above & (~large + uint64(1))) != 0  # its lowest bit is none of those above
-            if not equal or ties > 0:
-                ties -= equal
-                column = word + np.int64(trailing_zeros(large))
-                positions[entry] = start + column
-                payload[entry] = values[column]
-                entry += 1
-            large &= large - uint64(1)
 
 
 @njit
@@ -324,11 +303,10 @@ def _largest(operands: list[np.ndarray], feedback: bool, k: int, start: int, lis
         return
     if k <= count <= room:
         sizes = _magnitudes(values[:count].view(np.int32))
-        sizes.partition(count - k)
-        _chosen(columns[:count], values[:count], sizes[count - k], start, *lists)
+        threshold = np.partition(sizes, count - k)[count - k]
+        _chosen(columns, values, sizes, threshold, k - np.count_nonzero(sizes > threshold), start, *lists)
     else:
-        threshold, above = _kth(total.view(np.int32), k)
-        _walked(total, np.int32(threshold), k - above, start, *lists)
+        list_bits(total, _mask_of(total, k), start, *lists)
 
 
 def _bracket(rows: np.ndarray, residual: np.ndarray, feedback: bool, k: int) -> tuple[np.int32, int]:
@@ -353,9 +331,7 @@ def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> No
     for values, mask in rows_of(rows, words):
         for start, width, k, _ in segments:
             if k:
-                bits = values[start : start + width].view(np.int32)
-                threshold, above = _kth(bits, k)
-                _threshold_words(bits, np.int32(threshold), k - above, mask[start // WORD : (start + width) // WORD])
+                mask[start // WORD : (start + width) // WORD] = _mask_of(values[start : start + width], k)
 
 
 def pack(positions: Tensor, segments: tuple[ListSegment, ...], wire: Tensor) -> None:

@@ -265,21 +265,18 @@ def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> No
     from_indices(positions, words)
 
 
-def _words(wire: Tensor) -> Tensor:
-    return viewable(wire).view(torch.int64)
-
-
 def pack(positions: Tensor, segments: tuple[ListSegment, ...], wire: Tensor) -> None:
     wire.zero_()
     programs = programs_on(wire.device, (segment.k for segment in segments), BLOCK)
     if len(programs):
-        table, grid = of.wire_table(segments, wire.device).view(-1), (len(programs) // 2, len(wire))
-        launch(_pack, grid, programs, table, positions, _words(wire), BLOCK=BLOCK, FIELDS=of.FIELDS)
+        table, words = of.wire_table(segments, wire.device).view(-1), viewable(wire).view(torch.int64)
+        grid = len(programs) // 2, len(wire)
+        launch(_pack, grid, programs, table, positions, words, BLOCK=BLOCK, FIELDS=of.FIELDS)
 
 
 def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -> None:
     positions.fill_(-1)
-    words, table = _words(wire), of.wire_table(segments, wire.device).view(-1)
+    words, table = viewable(wire).view(torch.int64), of.wire_table(segments, wire.device).view(-1)
     programs = programs_on(wire.device, (8 * segment.high_bytes for segment in segments), BLOCK)
     tallies = tallied(programs, table, words, START=4, COUNT=5, FIELDS=of.FIELDS)
     grid = len(programs) // 2, len(wire)
