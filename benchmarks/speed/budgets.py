@@ -150,7 +150,7 @@ def replicated(parameters: Iterable[Parameter]) -> Layout:
 
 def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) -> Budget:
     """Of ``method`` with ``ranks`` ranks, ``per_node`` on a node; ``engine``: ddp or fsdp2."""
-    comm = CountingComm(0, ranks, [rank // per_node for rank in range(ranks)], Ledger())
+    comm = CountingComm(0, [rank // per_node for rank in range(ranks)], Ledger())
     exchange = AllReduce(comm) if engine == "ddp" else ReduceScatter(comm)
     shards = ranks if engine == "fsdp2" else 1
     modules = [[parameter(name, shape, shards) for name, shape in of.items()] for of in MODELS[model]()]

@@ -28,8 +28,7 @@ from thinwire.core.bucket import Bucket
 from thinwire.core.card import StepMaker
 from thinwire.core.engine import Engine
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Run, intra_of
-from thinwire.core.method_buckets import drop_waiting, send_all
+from thinwire.core.method import Run, drop_waiting, intra_of
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
@@ -212,8 +211,8 @@ def _seal(engine: Engine, device: str) -> None:
             "links between GPUs have checksums of their own: leave it out"
         )
     load("xxhash")
-    inside = [] if engine.levels is None else [getattr(engine.levels, "intra", None)]
-    for comm in [*engine.comms, *(hop.comm for hop in engine.hops), *inside]:
+    inside = getattr(engine.levels, "intra", None)
+    for comm in [*engine.comms, *(hop.comm for hop in engine.hops), inside]:
         if comm is not None:
             comm.checksums = True
 
@@ -336,7 +335,7 @@ class Wire:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
             compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
-        self._turn = StepLoop(engine, run, self._road, max_skipped=safety.max_skipped, check_every=safety.check_every)
+        self._turn = StepLoop(engine, run, self._road, safety)
 
     def attach(self) -> None:
         """Begin: ``compress()`` calls this once all ranks have come so far."""
@@ -471,7 +470,7 @@ class Wire:
         if self._step_maker is None:
             return
         with torch.no_grad():
-            for name, change in self._means(functools.partial(send_all, card, self._state)):
+            for name, change in self._means(functools.partial(Method.deliver, self.method)):
                 local(self._turn.weights[name].detach()).sub_(change)
         self._state.commit()
         self.weights_changed()
@@ -501,11 +500,10 @@ class Wire:
     def hand_over(self) -> None:
         """Give the optimizer the moments that another one would go on with. Collective, between two steps.
 
-        With feedback="updates" the optimizer steps none of the compressed parameters, and its state knows nothing of
-        them: training that goes on from it without the method would begin with steps of lr for each value. After this
-        ``optimizer.state`` holds, of each of them, ``exp_avg_sq`` = r mean_n v_n, which stands for the average of
-        squared mean gradients, ``exp_avg`` = 0, and as ``step`` the gradients seen. One dense exchange. The next step
-        with the method lets go of them again. With all other methods nothing is done.
+        With feedback="updates" the optimizer has no state of the compressed parameters: training that goes on from it
+        without the method would begin with steps of lr for each value. After this ``optimizer.state`` holds, of each of
+        them, ``exp_avg_sq`` = r mean_n v_n, which stands for the average of squared mean gradients, ``exp_avg`` = 0,
+        and as ``step`` the gradients seen, until the method's next step. With other methods nothing is done.
 
         ``optimizer.state_dict()`` alone, which is not collective, holds the same by this rank's own v_n. Where there is
         no second moment of each value (direction="muon"; alone also two_level on DDP, where a rank has a part of it)
@@ -530,7 +528,7 @@ class Wire:
         self._turn.finish()
         self._refuse_exchanged("wire.reset()")
         self.method.finish()
-        drop_waiting(self.method.card, self._state)
+        drop_waiting(self.method)
         self._stage.flush_at = None
         self.weights_changed()
 

@@ -16,10 +16,10 @@ from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import Integers
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Method
+from thinwire.core.method import Method, bucket_of
 from thinwire.methods import LHC, SCAPE, PowerSGD
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import Threads, bucket_for, exchange_on, reduce_on_threads
+from thinwire.proof.ranks import ThreadEngine, Threads, reduce_on_threads
 
 CHUNKS, CASES = 10, 200
 
@@ -255,8 +255,9 @@ def test_lhc_keeps_what_rounding_cut_off_of_every_tensor():
 
 def test_scape_at_density_one_pads_nothing():
     """What goes out as it is has the bytes that the plan announces."""
-    bucket, numel = bucket_for(SCAPE(density=1), exchange_on("all_reduce", Threads(1), 0, Ledger()), {"a": 7, "b": 65})
-    assert bucket.shape[1] == numel
+    engine = ThreadEngine("all_reduce", Threads(1), 0, Ledger(), {"a": 7, "b": 65})
+    bucket = bucket_of(SCAPE(density=1), engine.pieces, engine.hops[0], torch.device("cpu"))
+    assert bucket.shape[1] == engine.numel
 
 
 def test_scape_lists_positions_with_zeros_behind_them():

@@ -79,7 +79,7 @@ def _forms(rank: int, world: int, kind: str) -> list[str]:
 
 def _on_the_wrong_side(wire: thinwire.Wire, state: dict) -> list[str]:
     """What of ``state`` is loaded onto the device and belongs to the host, which counts, or the other way round."""
-    with mock.patch.object(thinwire.Wire, "_where", torch.device("meta")):
+    with mock.patch.object(thinwire.Wire, "_device", torch.device("meta")):
         wire.load_state_dict(state)
     found = {kind: value.device.type for kind, _, value in find_entries(wire._state)}
     there = {"chosen": "cpu", "resampled": "cpu", "replica step": "cpu", "mask": "meta", "replica": "meta"}

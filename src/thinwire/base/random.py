@@ -26,8 +26,7 @@ def seed_of(seed: int, name: str, step: int = 0) -> int:
 
 def key_of(seed: int) -> int:
     """Fold ``seed`` to 32 bits, as a signed integer: the key that kernels use."""
-    key = (seed ^ seed >> 32) & 0xFFFFFFFF
-    return key - 2**32 if key >= 2**31 else key
+    return _signed((seed ^ seed >> 32) & 0xFFFFFFFF, 32)
 
 
 class Pool:
@@ -105,9 +104,9 @@ def _following(seed: int, number: int) -> int:
     return seed_of(seed, str(number)) if number else seed
 
 
-def _signed(value: int) -> int:
-    """Return 64 bits as torch's int64 holds them."""
-    return value - 2**64 if value >= 2**63 else value
+def _signed(value: int, bits: int) -> int:
+    """Return ``value``, so many bits, as torch's integers hold them."""
+    return value - 2**bits if value >> (bits - 1) else value
 
 
 def shifted(words: Tensor, bits: int) -> Tensor:
@@ -117,9 +116,9 @@ def shifted(words: Tensor, bits: int) -> Tensor:
 
 def hash_of(seed: int, counters: Tensor) -> Tensor:
     """Return 64 random bits for every value of ``counters`` (int64): splitmix64's output at that position."""
-    words = (counters + 1) * _signed(0x9E3779B97F4A7C15) + seed
-    words = (words ^ shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
-    words = (words ^ shifted(words, 27)) * _signed(0x94D049BB133111EB)
+    words = (counters + 1) * _signed(0x9E3779B97F4A7C15, 64) + seed
+    words = (words ^ shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9, 64)
+    words = (words ^ shifted(words, 27)) * _signed(0x94D049BB133111EB, 64)
     return words ^ shifted(words, 31)
 
 

@@ -6,7 +6,7 @@ here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
@@ -17,24 +17,16 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import Within, check_types, unknown_knob
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Fp32 as Fp32Codec
-from thinwire.core.bucket import Bucket, Shard
-from thinwire.core.card import ANEW as ANEW
-from thinwire.core.card import EQUAL as EQUAL
-from thinwire.core.card import Card as Card
-from thinwire.core.card import StateKind as StateKind
-from thinwire.core.exchange import Exchange
-from thinwire.core.method_buckets import send_all
-from thinwire.core.promise import CONSERVES as CONSERVES
-from thinwire.core.promise import EXACT as EXACT
-from thinwire.core.promise import Promise as Promise
-from thinwire.core.promise import Rounding as Rounding
-from thinwire.core.run import Holder as Holder
-from thinwire.core.run import Parameter as Parameter
-from thinwire.core.run import Run as Run
-from thinwire.core.run import Step as Step
-from thinwire.core.run import find_holders as find_holders
-from thinwire.core.state import State
+from thinwire.core.bucket import Arena, Bucket, Piece, Shard
+from thinwire.core.card import ANEW, EQUAL, Card, StateKind
+from thinwire.core.exchange import Exchange, bucket_rows
+from thinwire.core.promise import CONSERVES, EXACT, Promise, Rounding
+from thinwire.core.run import Holder, Parameter, Run, Step, find_holders
+from thinwire.core.state import State, find_entries, put_back, read_existing
 from thinwire.core.weights import Message
+
+__all__ = ["ANEW", "CONSERVES", "EQUAL", "EXACT", "Card", "Fp32", "Holder", "Method", "Parameter", "Promise",
+           "Rounding", "Run", "StateKind", "Step", "find_holders"]  # fmt: skip
 
 SMALL = 64 * 1024
 """Elements below which a tensor is not worth compressing: 0.3% of a model's values, most of an 8-bit wire's error."""
@@ -136,7 +128,7 @@ class Method:
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
         """``reduce`` in a step that is dense, after which nothing waits."""
-        send_all(self.card, self.state, bucket, exchange)
+        send_all(self.card.promise.waits, self.state, bucket, exchange)
 
     def before_step(self, step: Step) -> None:
         """Called once per optimizer step, when its gradients are known to be finite, before the step is taken."""
@@ -199,6 +191,48 @@ def carrier_of(method: Method) -> Method:
 def intra_of(method: Method) -> Method:
     """Return the method of the hop inside a node, where there are two hops: dense unless the card names another."""
     return method.card.intra or Method()
+
+
+def bucket_of(
+    method: Method, pieces: Sequence[Piece], exchange: Exchange, device: torch.device, arena: Arena | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Bucket:  # fmt: skip
+    """Make the bucket for ``pieces`` that ``method`` reduces over ``exchange``.
+
+    ``arena``: the memory that the bucket shares with others.
+    """
+    rows = bucket_rows(exchange, method.card.summed_by_network)
+    return Bucket(
+        pieces, rows=rows, owner=exchange.owner, group=method.card.group, dtype=dtype, device=device, arena=arena
+    )
+
+
+def send_all(waits: Mapping[str, float], state: State, bucket: Bucket, exchange: Exchange) -> None:
+    """Set ``bucket.mean`` to the mean over ranks of ``bucket.rows`` and of all that ``waits``; nothing waits then.
+
+    It is one dense exchange. The rows are in the unit of what waits; between steps they are zeros.
+    """
+    for kind, weight in waits.items():
+        waiting = read_existing(state, kind, bucket)
+        if waiting is None:
+            continue
+        if len(waiting) == len(bucket.rows):
+            bucket.rows.add_(waiting, alpha=weight)
+        else:  # an owner's, which stands for all ranks
+            bucket.rows[exchange.rank].add_(waiting[0], alpha=exchange.ranks * weight)
+        state.write(kind, bucket, len(waiting)).zero_()
+        put_back(state, kind, bucket)
+    bucket.clear_padding(bucket.rows)
+    exchange.mean(bucket)
+
+
+def drop_waiting(method: Method) -> None:
+    """Drop what waits on this rank, and what else belongs to weights that are no more."""
+    for kind in method.card.promise.waits:
+        method.state.drop(kind)
+    for pattern, kinds in method.card.state_kinds.items():
+        for _, name, _ in find_entries(method.state, pattern) if kinds.of_weights else ():
+            method.state.keep(pattern, name, None)
 
 
 def refuse_chunks(method: str, run: Run) -> None:

@@ -150,8 +150,7 @@ class OutlierClip:
         self._next = None
         self._statistics.zero_()
         for name, i in self._index.items():
-            usual = state.get(f"usual norm/{name}")
-            self._statistics[0, i] = 0.0 if usual is None else usual
+            self._statistics[0, i] = state.get(f"usual norm/{name}", 0.0)
         if "cut" in state:
             self._cut_before.copy_(state["cut"])
 
@@ -164,7 +163,5 @@ class OutlierClip:
 
 def _values(flat: Tensor, piece: Piece) -> Tensor:
     """View all of a parameter's values in an engine's buffer, in whatever order."""
-    if piece.stride:
-        size, strides = (piece.rows, piece.numel // piece.rows), (piece.stride, 1)
-        return flat.as_strided(size, strides, flat.storage_offset() + piece.offset)
-    return flat[piece.offset : piece.offset + piece.numel]
+    size, strides = (piece.rows, piece.numel // piece.rows), (piece.stride, 1)
+    return flat.as_strided(size, strides, flat.storage_offset() + piece.offset)

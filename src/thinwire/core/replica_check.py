@@ -21,29 +21,22 @@ from thinwire.core.road import Road
 from thinwire.core.state import find_entries
 from thinwire.network.comm import Comm, GroupComm, local
 
-WIDTH = 4096
-"""Words that are summed together."""
-AT_ONCE = 1024 * WIDTH
+WIDTH = 1 << 20
 """Words that are hashed at once: the scratch memory is 8 bytes for each."""
+STEP = 0x9E3779B97F4A7C1
+"""An odd factor, by which the hash of what comes before is multiplied."""
 
 
 def digest(values: Tensor) -> Tensor:
     """Hash the raw bits of ``values`` (any shape and dtype) to a 0-dim int64 on their device, without a host sync.
 
-    The sum of 32-bit words, each times an odd number of its place, modulo 2^64; of the sums of ``WIDTH`` words the
-    same again. Integers: so it does not depend on the order of summing. It is no defence against an adversary.
+    The sum of ``WIDTH`` 32-bit words, each times an odd number of its place, modulo 2^64; of such sums a polynomial in
+    ``STEP``. Integers: so it does not depend on the order of summing. It is no defence against an adversary.
     """
-    words = _words(values)
-    odd = _odd(words.device)
-    while len(words) > WIDTH:
-        whole = len(words) // WIDTH * WIDTH
-        sums = [(rows.view(-1, WIDTH) * odd).sum(1) for rows in words[:whole].split(AT_ONCE)]
-        words = torch.cat([*sums, _sum(words[whole:], odd).view(1)]).view(torch.int32)
-    return _sum(words, odd)
-
-
-def _sum(words: Tensor, odd: Tensor) -> Tensor:
-    return (words * odd[: len(words)]).sum()
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for words in _words(values).split(WIDTH):
+        total = total * STEP + (words * _odd(words.device)[: len(words)]).sum()
+    return total
 
 
 def _words(values: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,11 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout, Piece
-from thinwire.core.engine import Engine, Meet, StepEvents, all_zero, split_by_node, wants_two_levels
+from thinwire.core.engine import Engine, Meet, all_zero, split_by_node, wants_two_levels
 from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method
 from thinwire.core.names import describe
 from thinwire.core.road import Road, ScatterAndShare, Worker
+from thinwire.core.step import StepLoop
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 
@@ -120,7 +122,7 @@ class DDP(Engine):
         if torch._dynamo.config.optimize_ddp == "python_reducer":
             raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
 
-    def attach(self, turn: StepEvents, road: Road) -> None:
+    def attach(self, turn: StepLoop, road: Road) -> None:
         """Register the hook."""
 
         def reduce(bucket: dist.GradBucket) -> Any:
@@ -151,7 +153,7 @@ class DDP(Engine):
         # put them in their place: so whether those are still there is found out before.
         self._watches = [weight.register_hook(partial(self._watch, turn, weight)) for weight in self._trained()]
 
-    def _watch(self, turn: StepEvents, weight: Tensor, gradient: Tensor) -> None:
+    def _watch(self, turn: StepLoop, weight: Tensor, gradient: Tensor) -> None:
         """Find out, as a ``gradient`` of ``weight`` comes, whether those of an earlier backward pass were dropped."""
         if self._dropped or not turn.seen(self.parameters[id(weight)].name):
             return
@@ -210,12 +212,10 @@ class DDP(Engine):
             sizes.insert(0, dist._DEFAULT_FIRST_BUCKET_BYTES)
         buffers, dtypes = [], []
         for indices in dist._compute_bucket_assignment_by_size(order, sizes)[0]:
-            pieces: list[Piece] = []
-            for parameter in (self.parameters[id(order[index])] for index in indices):
-                offset = pieces[-1].offset + pieces[-1].numel if pieces else 0
-                pieces.append(Piece(parameter.name, offset, parameter.numel))
-            buffers.append(tuple(pieces))
-            dtypes.append(order[indices[0]].dtype)
+            members = [self.parameters[id(order[index])] for index in indices]
+            *offsets, _ = itertools.accumulate((member.numel for member in members), initial=0)
+            buffers.append(tuple(Piece(m.name, offset, m.numel) for m, offset in zip(members, offsets, strict=True)))
+            dtypes.append(members[0].dtype)
         return Layout(buffers, dtypes)
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:

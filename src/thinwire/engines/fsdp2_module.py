@@ -5,6 +5,8 @@ Torch's private names are those of a module's parameter group and of its paramet
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Piece, Shard
-from thinwire.core.engine import Engine, StepEvents
+from thinwire.core.engine import Engine
 from thinwire.core.method import Method
 from thinwire.core.names import clean_name
 from thinwire.core.road import Road, Stage, Worker, shard_of
+from thinwire.core.step import StepLoop
 from thinwire.core.weights import EarlySender, Replica
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
@@ -39,7 +42,8 @@ class ShardedEngine(Engine):
     """The half of ``FSDP2`` that the links between its modules and the road use.
 
     Attributes:
-        groups: every FSDP module of the model with its parameter group. links: to each of them, once attached.
+        groups: every FSDP module of the model with its parameter group. fsdp_params: torch's, of all of them.
+        links: to each of them, once attached.
         ranks: among which gradients are averaged. reduce_group: torch's, of its reduce-scatter.
         worker: runs exchanges beside the backward pass where there are no streams. tail: events of the last reduction:
             gradients were there, means were.
@@ -51,6 +55,7 @@ class ShardedEngine(Engine):
 
     def __init__(self, model: Any, method: Method, ledger: Ledger, groups: list[tuple[FSDPModule, Any]]) -> None:
         self.model, self.method, self.ledger, self.groups = model, method, ledger, groups
+        self.fsdp_params = [fsdp_param for _, group in groups for fsdp_param in group.fsdp_params]
         self.links: list[GroupLink] = []
         self.sender = EarlySender()
         self.tail: tuple[Any, Any] | None = None
@@ -75,13 +80,8 @@ class ShardedEngine(Engine):
     def drain(self) -> None:
         """Wait for the gradients that are under way beside the backward pass. Raises what their exchange has raised."""
         if self.worker is not None:
-            with self._waited():
+            with self.waited():
                 self.worker.drain()
-
-    def go_on(self) -> None:
-        """Let weights of other modules leave: one has got its own."""
-        with self._waited():
-            self.sender.go_on()
 
     def begin_forward(self, link: GroupLink) -> None:
         """Note that a module will ask for its weights in a forward pass. Collective where such a pass begins.
@@ -95,26 +95,28 @@ class ShardedEngine(Engine):
         mode = bool(self.model.training), torch.is_grad_enabled()
         if mode != self._mode or (not all(mode) and id(link) in self._asked):
             if self._mode is not None:
-                self._agree_on_changes()
+                changed = any([replica.changed_unseen() for replica in self.replicas])
+                flag = torch.full((1,), float(changed), device=link.device)
+                self.comms[0].all_reduce(flag, "max")
+                if bool(flag):
+                    self.weights_changed()
             self._asked.clear()
             self._mode = mode
         self._asked.add(id(link))
 
-    def _agree_on_changes(self) -> None:
-        """Have all ranks gather anew the weights that have changed on any rank."""
-        changed = torch.zeros(1, device=self.groups[0][1].device)
-        changed.fill_(float(any([replica.changed_unseen() for replica in self.replicas])))
-        self.comms[0].all_reduce(changed, "max")
-        if bool(changed):
-            self.weights_changed()
-
     @contextmanager
-    def _waited(self) -> Iterator[None]:
+    def waited(self) -> Iterator[None]:
         """Count the time of the body as exposed, unless a device does the work."""
         began = time.perf_counter()
         yield
         if devices.streams(self.groups[0][1].device) is None:
             self.ledger.add("exposed", time.perf_counter() - began)
+
+
+_WRAPPED = ("unshard", "wait_for_unshard", "post_backward")
+"""The functions of torch's parameter group around which its link puts its own."""
+_REPLACED = ("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook", "mesh_info", "post_forward_mesh_info")
+"""The attributes of it that are others until the link is detached."""
 
 
 class GroupLink:
@@ -125,16 +127,10 @@ class GroupLink:
     many as torch holds anyway.
     """
 
-    def __init__(self, engine: ShardedEngine, group: Any, turn: StepEvents, road: Road) -> None:
+    def __init__(self, engine: ShardedEngine, group: Any, turn: StepLoop, road: Road) -> None:
         self.engine, self.group, self.turn, self.road = engine, group, turn, road
         self.replica: Replica | None = None
-        # What torch had there before.
-        self._stock = {
-            name: getattr(group, name)
-            for name in ("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook", "_all_reduce_hook_stream",
-                         "mesh_info", "post_forward_mesh_info")
-            if hasattr(group, name)
-        }  # fmt: skip
+        self._stock = {name: getattr(group, name) for name in _REPLACED}
         self._active: list[Any] = []
         self._ranks = engine.reduce_group.size()
         self._expected: list[Tensor] | None = None
@@ -144,55 +140,47 @@ class GroupLink:
         self._computed: Any = None  # an event: the gradients of the next reduction are there
         self._key: tuple[int, ...] = ()  # ids of the active parameters
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
-        self._watch()
+        for name in _WRAPPED:
+            setattr(group, name, functools.partial(getattr(self, name), getattr(group, name)))
 
-    def _watch(self) -> None:
+    def unshard(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Note that a forward pass asks for the weights of the module, before torch's ``original`` gathers them."""
+        if self.group._training_state.name == "FORWARD":
+            self.engine.begin_forward(self)
+        return original(*arguments, **options)
+
+    def wait_for_unshard(self, original: Callable[[], None]) -> None:
+        """Note when the stream that computes, on a GPU, has come to where it needs the weights."""
+        if self.gathered is not None:
+            self.engine.ledger.between("exposed", devices.mark(self.device), self.gathered)
+            self.gathered = None
+        original()
+        self.copied = devices.mark(self.device)
+        with self.engine.waited():  # one module has got its weights: those of others may leave
+            self.engine.sender.go_on()
+
+    def post_backward(self, original: Callable[..., Any], *arguments: Any) -> Any:
         """Find out which parameters are in the next reduction: torch leaves out those without a gradient.
 
-        The numel can be the same for other parameters, so the set has to be read where torch decides it. On a GPU,
-        also when the stream that computes has come to where it needs what is on its way.
+        The numel can be the same for other parameters, so the set has to be read where torch decides it.
         """
-        original, original_wait, original_unshard = (
-            self.group.post_backward, self.group.wait_for_unshard, self.group.unshard,
-        )  # fmt: skip
-
-        def unshard(*arguments: Any, **options: Any) -> Any:
-            if self.group._training_state.name == "FORWARD":
-                self.engine.begin_forward(self)
-            return original_unshard(*arguments, **options)
-
-        self.group.unshard = unshard
-
-        def wait_for_unshard() -> None:
-            if self.gathered is not None:
-                self.engine.ledger.between("exposed", devices.mark(self.device), self.gathered)
-                self.gathered = None
-            original_wait()
-            self.copied = devices.mark(self.device)
-            self.engine.go_on()
-
-        self.group.wait_for_unshard = wait_for_unshard
-
-        def post_backward(*unused: Any) -> Any:
-            self._computed = devices.mark(self.device)
-            zeros = getattr(self.group, "reduce_scatter_unused_params", False)
-            self._active = [
-                fsdp_param
-                for fsdp_param in self.in_order()
-                if has_own_gradient(fsdp_param)
-                or (zeros and hasattr(fsdp_param, "_unsharded_param") and fsdp_param._unsharded_param.requires_grad)
-            ]
-            self._key = tuple(map(id, self._active))
-            # Read when first seen only: under tensor parallelism, reading may cost an all-reduce.
-            is_known = self._key in self._pieces
-            self._expected = None if is_known else [self._gradient(fsdp_param) for fsdp_param in self._active]
-            return original(*unused)
-
-        self.group.post_backward = post_backward
+        self._computed = devices.mark(self.device)
+        zeros = getattr(self.group, "reduce_scatter_unused_params", False)
+        self._active = [
+            fsdp_param
+            for fsdp_param in self.in_order()
+            if has_own_gradient(fsdp_param)
+            or (zeros and hasattr(fsdp_param, "_unsharded_param") and fsdp_param._unsharded_param.requires_grad)
+        ]
+        self._key = tuple(map(id, self._active))
+        # Read when first seen only: under tensor parallelism, reading may cost an all-reduce.
+        is_known = self._key in self._pieces
+        self._expected = None if is_known else [self._gradient(fsdp_param) for fsdp_param in self._active]
+        return original(*arguments)
 
     def detach(self) -> None:
         """Put torch's own communication back in place."""
-        for name in ("post_backward", "wait_for_unshard", "unshard"):
+        for name in _WRAPPED:
             delattr(self.group, name)  # the class's own show again
         for name, value in self._stock.items():
             setattr(self.group, name, value)
@@ -244,7 +232,10 @@ class GroupLink:
             self.engine.tail = self._computed, devices.mark(self.device)  # of a backward pass, the last one's
             return
         worker.submit(job, mean.device, last=False)
-        if not (self._only_views(mean) and _at_the_end_of_backward(self.engine.drain)):
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and self._only_views(mean):
+            torch.autograd.Variable._execution_engine.queue_callback(self.engine.drain)  # at its end
+        else:
             self.engine.drain()
 
     def _only_views(self, mean: Tensor) -> bool:
@@ -274,11 +265,11 @@ class GroupLink:
     def pieces_of(self, fsdp_params: list[Any]) -> tuple[Piece, ...]:
         """Locate each of ``fsdp_params`` in a flat input of theirs."""
         ranks, widths = self._ranks, [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in fsdp_params]
-        total, pieces, column = sum(widths), [], 0
-        for fsdp_param, width in zip(fsdp_params, widths, strict=True):
-            pieces.append(Piece(self.name(fsdp_param), column, width * ranks, ranks, total))
-            column += width
-        return tuple(pieces)
+        *columns, total = itertools.accumulate(widths, initial=0)
+        return tuple(
+            Piece(self.name(fsdp_param), column, width * ranks, ranks, total)
+            for fsdp_param, column, width in zip(fsdp_params, columns, widths, strict=True)
+        )
 
     def version(self) -> int:
         """Return a number that rises with each change of this rank's shard that torch counts (not by ``.data``)."""
@@ -289,12 +280,11 @@ class GroupLink:
         """Return this rank's shard of each parameter."""
         return [cast(Any, fsdp_param.sharded_param)._local_tensor for fsdp_param in self.group.fsdp_params]
 
-    def shard(self, numel: int, dtype: torch.dtype) -> Shard:
-        """Locate each parameter in this rank's shard of ``numel`` values, gathered in ``dtype``."""
-        trained, frozen, column = [], [], 0
-        for fsdp_param in self.group.fsdp_params:
-            width = math.prod(fsdp_param.padded_sharded_param_size)
-            piece = Piece(self.name(fsdp_param), column, width)
+    def shard(self, dtype: torch.dtype) -> Shard:
+        """Locate each parameter in this rank's shard, gathered in ``dtype``."""
+        trained, frozen, fsdp_params = [], [], self.group.fsdp_params
+        pieces = shard_of(self.pieces_of(fsdp_params))
+        for piece, fsdp_param in zip(pieces, fsdp_params, strict=True):
             if id(fsdp_param.sharded_param) in self.engine.parameters:
                 trained.append(piece)
             elif fsdp_param.sharded_param.requires_grad:
@@ -304,11 +294,7 @@ class GroupLink:
                 )
             else:
                 frozen.append(piece)
-            column += width
-        if column != numel:
-            names = ", ".join(piece.name for piece in trained)
-            raise ThinwireError(f"FSDP2 gathers {numel} values per rank, but the shards of {names} have {column}")
-        return Shard(tuple(trained), tuple(frozen), numel, dtype)
+        return Shard(tuple(trained), tuple(frozen), sum(piece.numel for piece in pieces), dtype)
 
     def name(self, fsdp_param: Any) -> str:
         """Return the parameter's name in the user's model."""
@@ -349,12 +335,3 @@ class GroupLink:
             self.exchange(inter, lambda: stage.reduce(shard, inter, shard), shard)
 
         return hook
-
-
-def _at_the_end_of_backward(call: Callable[[], None]) -> bool:
-    """Have ``call`` called at the end of the backward pass. Returns False outside of one."""
-    try:
-        torch.autograd.Variable._execution_engine.queue_callback(call)
-    except RuntimeError:
-        return False
-    return True

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,7 +16,6 @@ from thinwire.core.fingerprint import Fingerprint
 from thinwire.core.weights import Replica
 from thinwire.engines.fsdp2_module import GroupLink
 from thinwire.network.comm import Work
-from thinwire.network.ledger import Ledger
 
 
 class ModuleAllGather:
@@ -41,7 +39,10 @@ class ModuleAllGather:
             )
         comm = self.engine.comm(self.link.group.mesh_info.shard_process_group)
         link, replica = self.link, self.link.replica
-        shard = link.shard(math.prod(size) // comm.size, dtype)
+        shard, numel = link.shard(dtype), math.prod(size) // comm.size
+        if shard.numel != numel:
+            names = ", ".join(piece.name for piece in shard.pieces)
+            raise ThinwireError(f"FSDP2 gathers {numel} values per rank, but the shards of {names} have {shard.numel}")
         if replica is None or (replica.shard, replica.device) != (shard, device):
             message = method.weight_message(shard, comm.rank)
             if replica is not None:
@@ -55,8 +56,7 @@ class ModuleAllGather:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> Work | None:
         comm, ledger, link, replica = self.engine.comm(group), self.engine.ledger, self.link, self.link.replica
         ledger.count_dense((comm.size - 1) * input_tensor.nbytes)
-        began = time.perf_counter()
-        with self._exchanging(), ledger.weights(), torch.no_grad():
+        with self.engine.waited(), self.exchanging(), ledger.weights(), torch.no_grad():
             if replica is not None and self._encoded:
                 # While some optimizers have stepped and others have not, weights change without a step being over.
                 unsettled = link.turn.open
@@ -69,8 +69,7 @@ class ModuleAllGather:
         if (end := devices.mark(input_tensor.device)) is not None:
             link.gathered = end if work is None else None
             return work
-        ledger.add("exposed", time.perf_counter() - began)
-        return None if work is None else _TimedWork(work, ledger, self._exchanging)
+        return None if work is None else _TimedWork(work, self)
 
     def _check_weights(self, replica: Replica) -> None:
         """Check that the weights are those that the last step has left. (On a GPU the host would wait.)
@@ -89,7 +88,7 @@ class ModuleAllGather:
         group, replica = self.link.group, self.link.replica
         if replica is None or not group.is_sharded or not replica.sends(step):
             return
-        with self._exchanging(), self.engine.ledger.weights(), torch.no_grad():
+        with self.exchanging(), self.engine.ledger.weights(), torch.no_grad():
             # A copy on the stream that computes: weights that change from now on need not wait for its reader.
             shard = torch.cat([values.view(-1) for param in group.fsdp_params for values in param.all_gather_inputs])
             with self._on_gather_stream(shard):
@@ -106,7 +105,8 @@ class ModuleAllGather:
             devices.keep(shard)
             yield
 
-    def _exchanging(self) -> AbstractContextManager[None]:
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Inside, the weights of the module are exchanged."""
         names = (self.link.name(fsdp_param) for fsdp_param in self.link.group.fsdp_params)
         return self.link.turn.exchanging("weights", names)
 
@@ -122,13 +122,11 @@ class ModuleAllGather:
 class _TimedWork(Work):
     """A work whose wait is written down as exposed time. (FSDP2 waits only for what is a ``Work``.)"""
 
-    def __init__(self, work: Work, ledger: Ledger, exchanging: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, work: Work, gather: ModuleAllGather) -> None:
         super().__init__()
-        self._work, self._ledger, self._exchanging = work, ledger, exchanging
+        self._work, self._gather = work, gather
 
     def wait(self, *timeout: Any) -> bool:
-        began = time.perf_counter()
-        with self._exchanging(), self._ledger.span("wire"):
-            completed = self._work.wait(*timeout)
-        self._ledger.add("exposed", time.perf_counter() - began)
-        return completed
+        engine = self._gather.engine
+        with engine.waited(), self._gather.exchanging(), engine.ledger.span("wire"):
+            return self._work.wait(*timeout)

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.bucket import Bucket, Piece
+from thinwire.core.bucket import Piece
 from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
 from thinwire.core.method import Method, Parameter, Run, Step, intra_of
-from thinwire.core.method_buckets import bucket_of
 from thinwire.core.road import Levels, Regroup, Road, ScatterAndShare, Stage
 from thinwire.core.selection import dense_among
 from thinwire.core.state import State, dump_state
@@ -102,7 +101,7 @@ class ThreadComm(Comm):
         self, world: Threads, world_rank: int, ledger: Ledger, members: Sequence[int] | None = None, per_node: int = 1
     ) -> None:
         members = range(world.size) if members is None else members
-        super().__init__(list(members).index(world_rank), len(members), [m // per_node for m in members], ledger)
+        super().__init__(list(members).index(world_rank), [m // per_node for m in members], ledger)
         self._world, self._world_rank, self._members = world, world_rank, list(members)
 
     def _swap(self, tensor: Tensor) -> list[Tensor]:
@@ -152,12 +151,6 @@ def parameters_for(exchange: Exchange, shapes: Shapes) -> dict[str, Parameter]:
         local = -(-shape[0] // chunks) * math.prod(shape[1:])
         parameters[name] = Parameter(name, shape, math.prod(shape), "matrix", torch.float32, local)
     return parameters
-
-
-def bucket_for(method: Method, exchange: Exchange, shapes: Shapes) -> tuple[Bucket, int]:
-    """Make a bucket of the parameters ``shapes`` as the engine of ``exchange`` would make it, and the flat's numel."""
-    pieces, numel = _lay_out(parameters_for(exchange, shapes).values(), exchange)
-    return bucket_of(method.card, pieces, exchange, torch.device("cpu")), numel
 
 
 def _lay_out(parameters: Collection[Parameter], exchange: Exchange) -> tuple[tuple[Piece, ...], int]:
@@ -297,7 +290,7 @@ class VirtualRank:
 
 def flat_copy(weights: Mapping[str, Tensor]) -> Tensor:
     """Copy ``weights`` into one 1-D tensor, in their order."""
-    return torch.cat([weight.detach().clone() for weight in weights.values()])
+    return torch.cat([weight.detach() for weight in weights.values()])
 
 
 def reduce_on_threads(

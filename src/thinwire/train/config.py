@@ -253,11 +253,11 @@ class Config:
         if not (self.corpus and all(self.corpus)):
             raise ThinwireError(f"--corpus needs a file or more, 'stdlib' or hub:NAME, got {self.corpus}")
         if self.checkpoint_every and not self.checkpoints:
-            raise ThinwireError(f"--checkpoint-every is not for --no-checkpoints, got {self.checkpoint_every}")
+            raise ThinwireError("--checkpoint-every is not for --no-checkpoints")
         if self.overwrite and self.resume:
-            raise ThinwireError(f"--resume does not go with --overwrite, which starts afresh, got {self.resume}")
+            raise ThinwireError("--resume does not go with --overwrite, which starts afresh")
         if self.bucket_mb is not None and self.engine != "ddp":
-            raise ThinwireError(f"--bucket-mb is for --engine ddp, not {self.engine}, got {self.bucket_mb}")
+            raise ThinwireError(f"--bucket-mb is for --engine ddp, not {self.engine}")
         for name in ("data", "lora", "lora_alpha", "lora_targets"):
             if getattr(self, name) and not self.init:
                 raise ThinwireError(f"{_flag(name)} is for fine-tuning: name a model with --init FOLDER")

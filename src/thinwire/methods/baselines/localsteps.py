@@ -52,10 +52,11 @@ from thinwire.core.method import (
     Start,
     StateKind,
     Step,
+    bucket_of,
     first_step,
     refuse_chunks,
+    send_all,
 )
-from thinwire.core.method_buckets import bucket_of, send_all
 from thinwire.core.selection import dense_among, keep_dense
 from thinwire.core.state import State, find_entries, find_written
 from thinwire.methods.parts.feedback import Lossy
@@ -270,9 +271,8 @@ class LocalSteps(Method):
 
     def _end_start(self, bucket: Bucket, exchange: Exchange) -> None:
         """Average the gradients in fp32, with all that waits of those before."""
-        card = self._starter.card
-        waits = {f"{START}{kind}": weight for kind, weight in card.promise.waits.items()}
-        send_all(replace(card, promise=replace(card.promise, waits=waits)), self.state, bucket, exchange)
+        waits = {f"{START}{kind}": weight for kind, weight in self._starter.card.promise.waits.items()}
+        send_all(waits, self.state, bucket, exchange)
 
     def before_step(self, step: Step) -> None:
         if step.number < self.first:
@@ -365,7 +365,7 @@ class LocalSteps(Method):
                 pieces.append(Piece(parameter.name, end - first, parameter.local))
                 end += parameter.local
             if pieces:
-                bucket = bucket_of(method.card, pieces, self.run.exchange, self._anchors[pieces[0].name].device)
+                bucket = bucket_of(method, pieces, self.run.exchange, self._anchors[pieces[0].name].device)
                 pairs.append((method, bucket, slice(first, end)))
         return pairs
 

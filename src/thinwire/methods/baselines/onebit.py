@@ -60,7 +60,6 @@ from thinwire.core.method import (
     first_step,
     refuse_chunks,
 )
-from thinwire.core.method_buckets import send_all
 from thinwire.core.selection import keep_dense
 from thinwire.methods.parts.own_steps import OwnSteps, adam_of
 from thinwire.methods.parts.twoway import mean_both_ways
@@ -162,7 +161,7 @@ class OneBitAdam(Method):
         bucket.rows.mul_(1 - self.beta1)
         if not warm:
             bucket.rows.add_(self._moment(bucket, exchange), alpha=self.beta1)
-        send_all(self.card, self.state, bucket, exchange)
+        super().deliver(bucket, exchange)
         if warm:
             bucket.mean.div_(1 - self.beta1)
             return

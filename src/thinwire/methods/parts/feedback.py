@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -26,7 +25,6 @@ from thinwire.core.method import (
     first_step,
     refuse_chunks,
 )
-from thinwire.core.method_buckets import send_all
 from thinwire.core.promise import CONSERVES, Promise, Rounding
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
@@ -243,7 +241,7 @@ class Lossy(Method):
         self._exchange(bucket, exchange, self.compress if self.delivered_share == 1 else self._deliver_share)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
-        self._exchange(bucket, exchange, partial(send_all, self.card, self.state))
+        self._exchange(bucket, exchange, super().deliver)
 
     def _exchange(self, bucket: Bucket, exchange: Exchange, send: Callable[[Bucket, Exchange], None]) -> None:
         if bucket.step < self.first:

@@ -169,8 +169,7 @@ class Inputs:
 def read_inputs(config: Config, folder: RunFolder) -> Inputs:
     """Read the model of --init, the tokenizer and the text. Collective."""
     collective = folder.collective
-    if config.init:
-        init = config.init
+    if init := config.init:
         model = collective.do(lambda: pretrained.load(init, config.adapters, config.seed))
         folder.do_once(lambda: pretrained.save_hub_files(init, folder.path))
         return Inputs(model, *collective.do(lambda: _read_pretrained_text(config, folder, model.vocabulary)))
@@ -186,16 +185,17 @@ def _read_text(config: Config, folder: RunFolder) -> tuple[Tokenizer, Windows, W
         tokenizer = collective.do(lambda: Tokenizer(corpus.tokenizer, None, folder.path))
         return tokenizer, *_windows(config, corpus.train, corpus.valid)
 
-    def make_tokenizer(trains: bool) -> Tokenizer:
-        train = spans([train_text]) if trains else None
-        return Tokenizer(config.tokenizer, train, folder.path, anew=config.overwrite)
+    train, valid = collective.do(lambda: _texts(config))
 
-    texts = train_text, _ = collective.do(lambda: _texts(config))
-    collective.do(lambda: make_tokenizer(True) if collective.rank == 0 else None)
+    def make_tokenizer() -> None:
+        if collective.rank == 0:
+            Tokenizer(config.tokenizer, spans([train]), folder.path, anew=config.overwrite)
+
+    collective.do(make_tokenizer)
     if path := tokenizer_file(config.tokenizer, folder.path):
         collective.copy(0, path, path if folder.is_keeper and collective.rank else None)
-    tokenizer = collective.do(lambda: make_tokenizer(False))
-    return tokenizer, *collective.do(lambda: _windows(config, *map(tokenizer.encode, texts)))
+    tokenizer = collective.do(lambda: Tokenizer(config.tokenizer, None, folder.path))
+    return tokenizer, *collective.do(lambda: _windows(config, tokenizer.encode(train), tokenizer.encode(valid)))
 
 
 def _read_pretrained_text(config: Config, folder: RunFolder, vocabulary: int) -> tuple[Tokenizer, Windows, Windows]:
