@@ -8,7 +8,6 @@ depends on data.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.base.device import upload, uploaded
+from thinwire.base.device import uploaded
 from thinwire.ops.gpu import alignment, kernel, launch, row_of, segment_of, whole
 from thinwire.ops.mask import reference
-from thinwire.ops.programs import programs_of, programs_on
+from thinwire.ops.programs import programs_on
 from thinwire.ops.rows import FIELDS
 from thinwire.ops.rows import PER_PROGRAM as COPIED
 from thinwire.ops.rows.triton import _copy_offsets
@@ -139,11 +138,11 @@ def _scatter(
 def _segment_columns(segment_numbers, table, block, n, BLOCK: tl.constexpr):
     """Return a block's elements, which of them their segment has, their columns in a row, and their factors.
 
-    ``segment_numbers``: the segment of each word. ``table``: for each segment the distance from an element of the masks
+    ``segment_numbers``: ``programs_on`` of words. ``table``: for each segment the distance from an element of the masks
     to its column in a row, the element where it ends, and the bits of its factor.
     """
     element = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    segment = table + tl.load(segment_numbers + element // 64, mask=element < n, other=0).to(tl.int64) * 3
+    segment = table + tl.load(segment_numbers + element // 64 * 2, mask=element < n, other=0).to(tl.int64) * 3
     factor = tl.load(segment + 2).to(tl.int32).to(tl.float32, bitcast=True)
     return element, (element < n) & (element < tl.load(segment + 1)), element + tl.load(segment), factor
 
@@ -318,17 +317,11 @@ def _segment_arguments(
         factor_bits = int(np.float32(segment.factor).view(np.int32))
         values += [segment.start - mask_start, mask_start + segment.numel, factor_bits]
         mask_start += segment.width
-    segment_numbers = _segment_numbers(tuple(segment.width for segment in segments), words.device)
+    segment_numbers = programs_on(words.device, (segment.width for segment in segments), reference.WORD)
     table = uploaded(values, words.device, torch.int64)
     (blocks, _), k = _grid(words), sum(segment.k for segment in segments)
     arguments = (segment_numbers, table, blocks, mask_start, k, copied.programs, copied.table)
-    return (blocks + len(copied.programs),), arguments, {"BLOCK": BLOCK, "COPIED": COPIED, "FIELDS": FIELDS}
-
-
-@functools.cache
-def _segment_numbers(widths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return (w,) int32: for each mask word of segments beside each other, the number of its segment."""
-    return upload(programs_of(widths, reference.WORD)[0], device)
+    return (blocks + len(copied.programs) // 2,), arguments, {"BLOCK": BLOCK, "COPIED": COPIED, "FIELDS": FIELDS}
 
 
 def from_indices(positions: Tensor, words: Tensor) -> None:

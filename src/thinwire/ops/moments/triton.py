@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, segment_of, whole
+from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
 from thinwire.ops.mask.triton import BLOCK as DIRECTORY
 from thinwire.ops.mask.triton import _bits, directory
 from thinwire.ops.moments import PER_PROGRAM, Moments, Sent
@@ -19,7 +19,9 @@ BLOCK = PER_PROGRAM
 def _segment(programs, table, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     """Find this program's columns: their elements in the row, which are inside its segment, their moments, which have
     one, the address of the segment's scores, or 0, and the columns within it."""
-    _, _, segment, column = segment_of(programs, table, BLOCK, 5)
+    program = programs + 2 * tl.program_id(0)
+    segment = table + tl.load(program).to(tl.int64) * 5
+    column = tl.load(program + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     moment, m, start = tl.load(segment).to(tl.pointer_type(tl.float32)), tl.load(segment + 1), tl.load(segment + 2)
     has_moment, inside = column < whole(m, ALIGN), column < whole(tl.load(segment + 3), ALIGN)
     return start + column, inside, along(moment, column, ALIGN), has_moment, tl.load(segment + 4), column

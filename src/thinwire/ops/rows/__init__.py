@@ -14,16 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.base.alignment import padded
 from thinwire.ops.backends import backend
-from thinwire.ops.programs import programs_of
+from thinwire.ops.programs import programs_on
 
 __all__ = ["CopySegment", "CopyTable", "pack", "unpack"]
 
 PER_PROGRAM = 1024
 """Columns of one parameter, in one row, that one program of a GPU takes."""
-FIELDS = 9
-"""Fields of a segment in a device's table: its own, and the number of its first program."""
-
 _backend = backend("thinwire.ops.rows", cpu="reference")
 
 
@@ -47,6 +45,10 @@ class CopySegment(NamedTuple):
     rows: int
 
 
+FIELDS = len(CopySegment._fields)
+"""Numbers of a segment in a device's table."""
+
+
 class CopyTable:
     """The segments of some rows, on the host and, once a kernel needs them, on a device."""
 
@@ -56,22 +58,15 @@ class CopyTable:
 
     @functools.cached_property
     def programs(self) -> Tensor:
-        """(B,) int32: for each program the number of its segment."""
-        return torch.tensor(self._programs[0], dtype=torch.int32, device=self.device)
+        """(2 B,) int32: see ``programs_on``. A segment's programs go along its first row, then along the second."""
+        widths = (segment.rows * padded(segment.width, self._per_program) for segment in self.segments)
+        return programs_on(self.device, widths, self._per_program)
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """(segments * FIELDS,) int64: each segment, and the number of its first program."""
-        lines = zip(self.segments, self._programs[1], strict=True)
-        values = [value for segment, first in lines for value in (*segment, first)]
+        """(segments * FIELDS,) int64."""
+        values = [value for segment in self.segments for value in segment]
         return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-    @functools.cached_property
-    def _programs(self) -> tuple[list[int], list[int]]:
-        """A segment's programs go along its first row, then along the second."""
-        per_program = self._per_program
-        widths = (segment.rows * -(-segment.width // per_program) * per_program for segment in self.segments)
-        return programs_of(widths, per_program)
 
 
 def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ def _copy_offsets(number, programs, table, BLOCK: tl.constexpr, FIELDS: tl.const
 
     The masks: which columns are the segment's, and which have values.
     """
-    segment = table + tl.load(programs + number).to(tl.int64) * FIELDS
+    segment = table + tl.load(programs + 2 * number).to(tl.int64) * FIELDS
     offset, numel, step, start = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2), tl.load(segment + 3)
     width, span, stride = tl.load(segment + 4), tl.load(segment + 5), tl.load(segment + 6)
-    block = number - tl.load(segment + 8)
+    block = tl.load(programs + 2 * number + 1).to(tl.int64)
     row = block // tl.cdiv(width, BLOCK)
     column = (block - row * tl.cdiv(width, BLOCK)) * BLOCK + tl.arange(0, BLOCK)
     has_value = (column < span) & (row * step + column < numel)
@@ -49,14 +49,14 @@ def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> None:
     widen = flat.dtype == torch.bfloat16 and rows.dtype == torch.float32
     flat, rows = (_words(flat), rows) if widen else _same_bits(flat, rows)
     programs, table = copy_table.programs, copy_table.table
-    launch(_pack, (len(programs),), flat, programs, table, rows, WIDEN=widen, BLOCK=PER_PROGRAM, FIELDS=FIELDS)
+    launch(_pack, (len(programs) // 2,), flat, programs, table, rows, WIDEN=widen, BLOCK=PER_PROGRAM, FIELDS=FIELDS)
 
 
 def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, add: bool) -> None:
     if not add:  # sums are of numbers
         rows, flat = _same_bits(rows, flat)
     programs, table = copy_table.programs, copy_table.table
-    launch(_unpack, (len(programs),), rows, programs, table, flat, ADD=add, BLOCK=PER_PROGRAM, FIELDS=FIELDS)
+    launch(_unpack, (len(programs) // 2,), rows, programs, table, flat, ADD=add, BLOCK=PER_PROGRAM, FIELDS=FIELDS)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

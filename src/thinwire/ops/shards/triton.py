@@ -26,9 +26,9 @@ def _locate_groups(
 ):  # fmt: skip
     """Locate this program's groups: (group in its segment, the segment's first group, its number of groups, its offset
     in a shard, the columns of the groups' low halves in the segment, the columns' end)."""
-    number = tl.program_id(0)
-    segment = table + tl.load(programs + number).to(tl.int64) * FIELDS
-    group = (number - tl.load(segment + 8)) * BLOCK + tl.arange(0, BLOCK)
+    program = programs + 2 * tl.program_id(0)
+    segment = table + tl.load(program).to(tl.int64) * FIELDS
+    group = tl.load(program + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = group[:, None] * GROUP + tl.arange(0, GROUP // 2)[None, :]
     first_group, groups = tl.load(segment + 3) // GROUP, tl.load(segment + 4) // GROUP
     return group, first_group, groups, tl.load(segment), column, whole(tl.load(segment + 1), ALIGN)
@@ -80,7 +80,7 @@ def _write(
             high = _rounded(high - _load(values + HALF, high_inside), NARROW)
         key = 0
         if STOCHASTIC:
-            key = tl.load(keys + tl.load(programs + program))
+            key = tl.load(keys + tl.load(programs + 2 * program))
         _encode(
             low, high, _code_pointers(codes, first_group, group, GROUP, FOUR, WIRE), 0, scales, first_group + group,
             first_group + groups, group[:, None] * HALF + tl.arange(0, HALF)[None, :], key, GROUP, BLOCK, FOUR,
@@ -152,9 +152,9 @@ def write(
     if drawn is not None:
         keys, key_indices = drawn.keys(own.device)
         assert key_indices == tuple(range(len(encoded.segments)))
-    group_programs = len(encoded.programs)
+    group_programs = len(encoded.programs) // 2
     launch(
-        _write, (group_programs + len(copied.programs),), _words(own), _words(subtrahend), codes[0], scales[0],
+        _write, (group_programs + len(copied.programs) // 2,), _words(own), _words(subtrahend), codes[0], scales[0],
         _words(message), encoded.programs, encoded.table, keys, group_programs, copied.programs, copied.table,
         SUBTRACT=resident is not None, STOCHASTIC=drawn is not None,
         **_constants(format, encoded, codes, own, subtrahend),
@@ -165,10 +165,10 @@ def read(
     codes: Tensor, scales: Tensor, messages: Tensor, encoded: CopyTable, copied: CopyTable, format: Format,
     rows: Tensor, own_row: int, resident: Tensor | None,
 ) -> None:  # fmt: skip
-    group_programs = len(encoded.programs)
+    group_programs = len(encoded.programs) // 2
     target = rows[0] if resident is None else resident  # not touched
     launch(
-        _read, (group_programs + len(copied.programs), len(rows)), codes, scales, _words(messages), _words(rows),
+        _read, (group_programs + len(copied.programs) // 2, len(rows)), codes, scales, _words(messages), _words(rows),
         _words(target), own_row, encoded.programs, encoded.table, group_programs, copied.programs, copied.table,
         ADD=resident is not None, **_constants(format, encoded, codes, rows, target),
     )  # fmt: skip
