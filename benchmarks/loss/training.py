@@ -20,7 +20,7 @@ from pathlib import Path
 METHODS = {
     "dense": "dense",
     "bf16": "bf16",
-    "int8, error feedback": "int8(smallest={small},error_feedback=True)",
+    "int8, error feedback": "int8(smallest={small},feedback='gradients')",
     "Radius d=0.5, T=200 (paper)": "radius:paper-d0.5",
     "Radius d=0.4, T=200 (paper)": "radius:paper",
     "Radius d=0.1, T=200 (paper)": "radius:paper-d0.1",
@@ -43,11 +43,11 @@ METHODS = {
     "top-k d=0.01, error feedback": "topk(feedback='gradient',density=0.01,smallest={small})",
     "top-k d=0.4 from 15%, error feedback": "topk(feedback='gradient',density=0.4,start=0.15,smallest={small})",
     "top-k d=0.4 from 15%, no feedback": (
-        "topk(feedback='gradient',density=0.4,start=0.15,error_feedback=False,smallest={small})"
+        "topk(density=0.4,start=0.15,feedback=None,smallest={small})"
     ),
     "top-k d=0.01 from 15%, error feedback": "topk(feedback='gradient',density=0.01,start=0.15,smallest={small})",
     "top-k d=0.01 from 15%, no feedback": (
-        "topk(feedback='gradient',density=0.01,start=0.15,error_feedback=False,smallest={small})"
+        "topk(density=0.01,start=0.15,feedback=None,smallest={small})"
     ),
     "ZeRO++ (8-bit weights)": "zeropp(smallest={small})",
     "ZeRO++ as the paper compares it (4-bit weights)": (
@@ -142,11 +142,12 @@ def draw(args: argparse.Namespace, methods: dict[str, str]) -> None:
     from thinwire.lab import plots
 
     dense, rest = curves["dense"], [label for label in curves if label != "dense"]
-    panels = [rest[at : at + plots.MOST - 1] for at in range(0, max(len(rest), 1), plots.MOST - 1)]
+    size = plots.PANEL_CURVES - 1
+    panels = [rest[at : at + size] for at in range(0, max(len(rest), 1), size)]
     with plt.rc_context(plots.STYLE):
         figure, grid = plt.subplots(len(panels), 2, figsize=(15, 5 * len(panels)), squeeze=False)
         for (left, right), labels in zip(grid, panels, strict=True):
-            ends, seen = [], []
+            seen = []
             for label in ["dense", *labels]:
                 tint = plots.colour(methods[label].partition(" ")[0])
                 dashes = plots.DASHES[seen.count(tint) % len(plots.DASHES)]
@@ -154,9 +155,8 @@ def draw(args: argparse.Namespace, methods: dict[str, str]) -> None:
                 steps = [step for step in curves[label] if step in dense and step > 0]
                 gaps = [100 * (curves[label][step] / dense[step] - 1) for step in steps]
                 left.plot(steps, [curves[label][step] for step in steps], dashes, color=tint, marker=".")
-                right.plot(steps, gaps, dashes, color=tint, marker=".")
-                ends.append((steps[-1], gaps[-1], label, tint))
-            plots.label_ends(right, ends)
+                right.plot(steps, gaps, dashes, color=tint, marker=".", label=label)
+            plots.label_curves(right)
             left.set_ylabel("validation loss, nats per byte")
             right.set_ylabel("above dense at the same step, %")
         for axes in grid[-1]:

@@ -29,10 +29,10 @@ from thinwire.core.road import Road, Stage
 from thinwire.core.selection import dense_among
 from thinwire.core.state import State
 from thinwire.methods import Method, resolve
-from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.methods.parts.feedback import Lossy
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import LockStep, ThreadComm
+from thinwire.proof.ranks import ThreadComm, Threads
 from thinwire.train.config import Config
 from thinwire.train.data.windows import Windows, batches
 from thinwire.train.job.setup import make_optimizer
@@ -46,7 +46,7 @@ GIVE_UP = 20
 """Steps in a row whose gradients are not finite: the run has diverged."""
 
 
-class World(LockStep):
+class World(Threads):
     """Virtual ranks that make what all of them need once."""
 
     def __init__(self, size: int) -> None:
@@ -419,10 +419,10 @@ class Trained:
 
 def acts_in_steps(method: Method) -> bool:
     """Does it look at weights and moments, or write to them, around the optimizer's step?"""
-    if isinstance(method, ErrorFeedback) and method.updates is not None:
+    if isinstance(method, Lossy) and method.updates is not None:
         return True
     own = (type(method).before_step, type(method).after_step)
-    return not {Method.before_step, ErrorFeedback.before_step, Method.after_step, ErrorFeedback.after_step} >= set(own)
+    return not {Method.before_step, Lossy.before_step, Method.after_step, Lossy.after_step} >= set(own)
 
 
 @torch.no_grad()

@@ -201,16 +201,16 @@ def slow(box: Path) -> Got:
     good = done(saved)
 
     def slow_bpe(rank: int) -> None:
-        from thinwire.train.data.tokenizer import Tokenizer
+        from thinwire.train.data import tokenizer
 
-        bpe = Tokenizer._bpe
+        bpe = tokenizer._train_bpe
 
         def slowly(*args: Any) -> Any:
             if rank == 0:
                 time.sleep(TIMEOUT + 4)
             return bpe(*args)
 
-        Tokenizer._bpe = staticmethod(slowly)  # type: ignore[method-assign]
+        tokenizer._train_bpe = slowly
 
     trained = train("--steps 4 --tokenizer bpe:300", 2, box / "bpe", first=slow_bpe)
     both = done(trained)

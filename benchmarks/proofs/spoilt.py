@@ -23,7 +23,7 @@ import ranks
 
 SMALL, GRADIENT = "smallest=1000", "feedback='gradient'"
 METHODS = {
-    "dense": "adamw", f"int8({SMALL})": "adamw", f"int8({SMALL}, error_feedback=True)": "adamw",
+    "dense": "adamw", f"int8({SMALL})": "adamw", f"int8({SMALL}, feedback='gradients')": "adamw",
     f"topk({GRADIENT}, {SMALL}, density=0.01)": "adamw",
     f"tagc({GRADIENT}, {SMALL})": "adamw",
     f"lhc({SMALL})": "adamw", f"radius({SMALL}, start=2, T=20, density=0.1, residual_scale=1.0)": "adamw",

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 METHODS = (
-    "dense", "bf16", "int8", "int8(error_feedback=True)", "radius(density=0.4,start=0,T=200,residual_scale=1.0)",
+    "dense", "bf16", "int8", "int8(feedback='gradients')", "radius(density=0.4,start=0,T=200,residual_scale=1.0)",
     "separate(beta=None)", "tagc(feedback='gradient')",
     "powersgd(feedback='gradient')", "topk(feedback='gradient')", "trickle", "dgc", "scape(warmup=2)",
     "sdp4bit", "zeropp", "loco", "onebit-adam(warmup=2)",

@@ -57,7 +57,7 @@ def rank(steps: int, every: int, method: str) -> None:
     here = dist.get_rank()
     shape = ModelConfig(layers=6, width=320, heads=5, context=128, vocabulary=4096)
     spent: dict[str, float] = defaultdict(float)
-    Agreement._meet = timed(Agreement._meet, spent, "agreement")  # type: ignore[method-assign]
+    Agreement.collect = timed(Agreement.collect, spent, "agreement")  # type: ignore[method-assign]
     runs = []
     for careful in (True, False):
         torch.manual_seed(0)

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,10 +25,10 @@ from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning
 from thinwire.base.extras import load
 from thinwire.core.agreement import Agreement, describe_settings, host_facts, model_facts, optimizer_facts, version
 from thinwire.core.bucket import Bucket
-from thinwire.core.engine import Engine, Meet
+from thinwire.core.card import StepMaker
+from thinwire.core.engine import Engine
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Run, find_holders, intra_of
-from thinwire.core.method_buckets import drop_waiting, send_all
+from thinwire.core.method import Run, drop_waiting, intra_of
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
@@ -38,7 +38,7 @@ from thinwire.core.step import StepLoop, unwrapped
 from thinwire.engines.ddp import DDP
 from thinwire.engines.fsdp2 import FSDP2
 from thinwire.methods import Method, resolve
-from thinwire.network.comm import Comm, GroupComm, local
+from thinwire.network.comm import GroupComm, local
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
 from thinwire.plan.dry_run import compile_kernels, largest_state
@@ -101,7 +101,8 @@ def compress(
     engine_class.renew(wrapped)
     comms = [GroupComm.aside(group) for group in engine_class.process_groups(wrapped)]
     with Agreement(comms, None if stages is None else GroupComm.aside(stages)) as agreement:
-        options = Options.checked(method, optimizer, two_level, intra, steps, seed, stages, scaler, safety)
+        optimizers, inside = tuple(unwrapped(optimizer)), None if intra is None else resolve(intra)
+        options = Options(resolve(method), optimizers, two_level, inside, steps, seed, stages, scaler, safety)
         wire = _join(engine_class, wrapped, options, agreement)
     wire.attach()
     _warn_of_plan(wire)
@@ -110,7 +111,11 @@ def compress(
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of ``compress()`` but for the model, read and checked; ``intra`` is None where it was not given."""
+    """The arguments of ``compress()`` but for the model; ``intra`` is None where it was not given.
+
+    Raises:
+        ThinwireError: for those that are none.
+    """
 
     method: Method
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -122,76 +127,71 @@ class Options:
     scaler: torch.amp.GradScaler | None
     safety: Safety
 
-    @classmethod
-    def checked(
-        cls, method: Method | str, optimizer: Any, two_level: bool | None, intra: Method | str | None,
-        steps: int | None, seed: int, stages: dist.ProcessGroup | None, scaler: Any, safety: Any,
-    ) -> Options:  # fmt: skip
-        """Read the arguments of ``compress()``. Raises ThinwireError for those that are none."""
-        resolved = resolve(method)
-        if hasattr(resolved, "state"):
-            raise ThinwireError(f"this {resolved.name} object already serves another model: make one per compress()")
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise ThinwireError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-        if not isinstance(safety, Safety):
-            raise ThinwireError(f"safety must be a thinwire.Safety, got {type(safety).__name__}")
-        if steps is not None and steps < 1:
-            raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {steps}")
-        inside = None if intra is None else resolve(intra)
-        return cls(resolved, _optimizers(optimizer), two_level, inside, steps, seed, stages, scaler, safety)
+    def __post_init__(self) -> None:
+        if hasattr(self.method, "state"):
+            raise ThinwireError(f"this {self.method.name} object already serves another model: make one per compress()")
+        for optimizer in self.optimizers:
+            _require(optimizer, torch.optim.Optimizer, "an optimizer must be a torch.optim.Optimizer")
+        if len(set(map(id, self.optimizers))) < len(self.optimizers) or not self.optimizers:
+            raise ThinwireError("pass each optimizer once, and one at least")
+        if self.scaler is not None:
+            _require(self.scaler, torch.amp.GradScaler, "scaler must be a torch.amp.GradScaler")
+        _require(self.safety, Safety, "safety must be a thinwire.Safety")
+        if self.steps is not None and self.steps < 1:
+            raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {self.steps}")
 
-    @property
-    def active_scaler(self) -> torch.amp.GradScaler | None:
-        """The scaler, if it scales anything."""
-        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
-
-    def facts(self, engine_class: EngineClass, model: Any) -> dict[str, str]:
-        """Describe what all ranks that share gradients must have in common, in words."""
+    def facts(self, engine_class: EngineClass, model: Any) -> tuple[dict[str, str], dict[str, str]]:
+        """Describe in words what ranks that share gradients must have in common, and what the stages of a pipeline."""
+        safety, groups = self.safety, engine_class.process_groups(model)
+        two_level = self.method.two_level if self.two_level is None else self.two_level
         settings = {
             "engine": engine_class.__name__, "method": self.method, "seed": self.seed, "two_level": self.two_level,
-            "intra": self.intra, "outlier_clip": self.safety.outlier_clip, "check_every": self.safety.check_every,
-            "checksum": self.safety.checksum, "scaled by": None if self.scaler is None else self.scaler.get_scale(),
-            "process groups of closed wires": sum(map(GroupComm.idle_groups, engine_class.process_groups(model))),
+            "intra": self.intra, "outlier_clip": safety.outlier_clip, "check_every": safety.check_every,
+            "checksum": safety.checksum, "scaled by": None if self.scaler is None else self.scaler.get_scale(),
+            "process groups of closed wires": sum(map(GroupComm.idle_groups, groups)),
+            "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE") if two_level else None,
         }  # fmt: skip
-        if self.method.two_level if self.two_level is None else self.two_level:
-            settings["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE")
-        device = next(model.parameters()).device.type
-        engine_name = "HSDP" if len(engine_class.process_groups(model)) > 1 else engine_class.__name__
-        facts = host_facts(self.method, self.optimizers, device, engine_name) | describe_settings(settings)
-        facts |= self.facts_of_stages() | model_facts(model)
-        return facts | optimizer_facts(self.optimizers, model) | engine_class.facts(model)
+        shared = {
+            "guard": safety.guard, "max_skipped": safety.max_skipped, "steps": self.steps, "thinwire": version(),
+            "torch": torch.__version__,
+        }  # fmt: skip
+        facts = describe_settings(settings | shared) | model_facts(model)
+        facts |= optimizer_facts(self.optimizers, model) | engine_class.facts(model)
+        if next(model.parameters()).device.type == "cpu":
+            replicated = engine_class is DDP or len(groups) > 1
+            facts = host_facts(self.method, self.optimizers, replicated=replicated) | facts
+        return facts, describe_settings(shared)
 
-    def facts_of_stages(self) -> dict[str, str]:
-        """Describe what the stages of a pipeline must have in common, too, in words."""
-        return describe_settings(
-            {
-                "guard": self.safety.guard, "max_skipped": self.safety.max_skipped, "steps": self.steps,
-                "thinwire": version(), "torch": torch.__version__,
-            }
-        )  # fmt: skip
+
+def _require(value: object, kind: type, rule: str) -> None:
+    if not isinstance(value, kind):
+        raise ThinwireError(f"{rule}, got {type(value).__name__}")
 
 
 def _join(engine_class: EngineClass, model: Any, options: Options, agreement: Agreement) -> Wire:
     """Build the engine, tell the method its run, and make the wire; the ranks compare their facts on the way."""
-    facts, ledger, method = options.facts(engine_class, model), Ledger(), options.method
-    compare = functools.partial(agreement.compare, facts, options.facts_of_stages())
-    engine = _engine(engine_class, model, method, ledger, options.two_level, compare)
+    ledger, method, scaler = Ledger(), options.method, options.scaler
+    compare = functools.partial(agreement.compare, *options.facts(engine_class, model))
+    _check_parameters(model, method)
+    engine = engine_class(model, method, ledger, two_level=options.two_level, meet=compare)
     agreement.undo = engine.close
-    device = next(model.parameters()).device
+    if engine.kind not in method.engines:
+        why = f": {method.ELSEWHERE}" if method.ELSEWHERE else ""
+        raise ThinwireError(
+            f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}{why}"
+        )
     if options.safety.checksum:
-        _seal(engine, device.type)
-    parameters = {parameter.name: parameter for parameter in engine.parameters.values()}
+        _seal(engine, next(model.parameters()).device.type)
     inner = _intra(engine, method, options.intra)
     run = Run(
-        parameters, engine.hops[-1], options.steps, options.seed, options.optimizers,
-        _weights(engine, options.optimizers), engine.rank, options.active_scaler is not None, len(engine.hops),
-        engine.chunk, engine.gathers,
+        {parameter.name: parameter for parameter in engine.parameters.values()}, engine.hops[-1], options.steps,
+        options.seed, options.optimizers, _weights(engine, options.optimizers), engine.rank,
+        scaler is not None and scaler.is_enabled(), len(engine.hops), engine.chunk, engine.gathers,
     )  # fmt: skip
     method.begin(run)
     if inner is not None:
         inner.begin(replace(run, exchange=engine.hops[0], hop=1))
-    stages = None if options.stages is None else GroupComm(options.stages, ledger, device=device)
-    return Wire(engine, run, method, ledger, inner, stages, options.active_scaler, options.safety)
+    return Wire(engine, run, options, ledger, inner)
 
 
 def _warn_of_plan(wire: Wire) -> None:
@@ -211,8 +211,8 @@ def _seal(engine: Engine, device: str) -> None:
             "links between GPUs have checksums of their own: leave it out"
         )
     load("xxhash")
-    inside = [] if engine.levels is None else [getattr(engine.levels, "intra", None)]
-    for comm in [*engine.comms, *(hop.comm for hop in engine.hops), *inside]:
+    inside = getattr(engine.levels, "intra", None)
+    for comm in [*engine.comms, *(hop.comm for hop in engine.hops), inside]:
         if comm is not None:
             comm.checksums = True
 
@@ -232,8 +232,7 @@ def _intra(engine: Engine, method: Method, intra: Method | None) -> Method | Non
 
 def _engine_class(model: nn.Module) -> tuple[EngineClass, Any]:
     """Find the engine that ``model`` is wrapped in; return it and the model as it wraps it."""
-    if not isinstance(model, nn.Module):
-        raise ThinwireError(f"the model must be a torch module, got {type(model).__name__}")
+    _require(model, nn.Module, "the model must be a torch module")
     if not torch.distributed.is_initialized():
         raise ThinwireError("torch.distributed is not initialized: start under torchrun and call init_process_group()")
     model = getattr(model, "_orig_mod", model)
@@ -249,10 +248,8 @@ def _engine_class(model: nn.Module) -> tuple[EngineClass, Any]:
     )
 
 
-def _engine(
-    engine_class: EngineClass, model: Any, method: Method, ledger: Ledger, two_level: bool | None, meet: Meet
-) -> Engine:
-    """Build the engine of ``model``. Raises ThinwireError for gradients or engines that ``method`` does not carry."""
+def _check_parameters(model: Any, method: Method) -> None:
+    """Refuse a model without gradients, or with gradients that ``method`` does not carry."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ThinwireError("no parameter of the model requires a gradient")
     for name, parameter in model.named_parameters():
@@ -262,37 +259,17 @@ def _engine(
                 f"{name} is {parameter.dtype}: {method.name} carries float32 and bfloat16 gradients; "
                 "convert the model, or use method 'dense'"
             )
-    engine = engine_class(model, method, ledger, two_level=two_level, meet=meet)
-    if engine.kind not in method.engines:
-        engine.close()
-        why = f": {method.ELSEWHERE}" if method.ELSEWHERE else ""
-        raise ThinwireError(
-            f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}{why}"
-        )
-    return engine
-
-
-def _optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """List the optimizers in what the user gave: one, several, or wrappers of them."""
-    optimizers = tuple(unwrapped(optimizer))
-    for candidate in optimizers:
-        if not isinstance(candidate, torch.optim.Optimizer):
-            raise ThinwireError(f"an optimizer must be a torch.optim.Optimizer, got {type(candidate).__name__}")
-    if len({id(candidate) for candidate in optimizers}) < len(optimizers) or not optimizers:
-        raise ThinwireError("pass each optimizer once, and one at least")
-    return optimizers
 
 
 def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Name the trained parameters. Raises ThinwireError unless the optimizers hold each of them once."""
     weights = {engine.parameters[id(p)].name: p for p in engine.model.parameters() if id(p) in engine.parameters}
-    stepped = find_holders(optimizers, weights)
     counts = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     duplicate = next((name for name, weight in weights.items() if counts[id(weight)] > 1), None)
     if duplicate is not None:
         raise ThinwireError(f"two optimizers, or two groups of one, hold {duplicate}: let one step it")
-    missing = [name for name in weights if name not in stepped]
-    if not stepped:
+    missing = [name for name, weight in weights.items() if not counts[id(weight)]]
+    if len(missing) == len(weights):
         raise ThinwireError(
             "the optimizer holds none of the model's parameters: build it after wrapping, from model.parameters()"
         )
@@ -328,55 +305,37 @@ class Wire:
         plan: what is sent how; ``print(wire.plan)`` shows it.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        run: Run,
-        method: Method,
-        ledger: Ledger,
-        inner: Method | None,
-        stages: Comm | None,
-        scaler: torch.amp.GradScaler | None,
-        safety: Safety,
-    ) -> None:
+    def __init__(self, engine: Engine, run: Run, options: Options, ledger: Ledger, inner: Method | None) -> None:
         """Make a wire. ``inner``: the method of the hop inside the node, where that is one of its own."""
-        bound = safety.outlier_clip
+        method, safety, scaler = options.method, options.safety, options.scaler
         self.engine, self.method, self.ledger = engine, method, ledger
+        self._run = run
+        self._hooks: list[RemovableHandle] = []
         self._state = method.state = State(method.card.offloaded_kinds)
-        self._stages, self._run = stages, run
         self._about = Header.of_run(
-            dist.get_rank(), dist.get_world_size(), engine.kind, engine.hops, run.parameters.values(), method,
-            levels=engine.levels is not None, inside=inner, seed=run.seed, bound=bound,
-            weights=run.weights,
-        )  # fmt: skip
-        self._device = next(iter(engine.model.parameters())).device
-        self._guard = Guard([*engine.comms, *([] if stages is None else [stages])], safety.guard)
-        parameters = run.parameters.values()
-        self._road = Road(
-            [
-                Stage(hop, dense_among(hop, parameters), exchange, self._guard, ledger, engine.levels is None)
-                for hop, exchange in zip([method] if inner is None else [inner, method], engine.hops, strict=True)
-            ],
-            engine.levels,
+            dist.get_rank(), dist.get_world_size(), engine, run, method, inner, safety.outlier_clip
         )
-        self._stage, card = self._road.last, method.card
+        self._stages = None if options.stages is None else GroupComm(options.stages, ledger, device=self._device)
+        self._guard = Guard([*engine.comms, *([] if self._stages is None else [self._stages])], safety.guard)
+        stages = [
+            Stage(hop, dense_among(hop, run.parameters.values()), exchange, self._guard, ledger, engine.levels is None)
+            for hop, exchange in zip([method] if inner is None else [inner, method], engine.hops, strict=True)
+        ]
+        self._road, self._stage, card = Road(stages, engine.levels), stages[-1], method.card
         self.plan = Plan(
             self._road, run, engine.kind, engine.wire_dtype, layout=engine.layout,
             guards=self._guard.comms if safety.guard else (),
         )  # fmt: skip
-        if bound is not None:
+        compresses = len(self._stage.dense) < len(run.parameters)
+        if safety.outlier_clip is not None and card.keeps_state and card.bounded and compresses:
             sizes = {parameter.name: parameter.local for parameter in run.parameters.values()}
-            usual = OutlierClip(bound, sizes, leaves=None if card.promise.of == "gradients" else STEP)
-            compresses = len(self._stage.dense) < len(run.parameters)
-            self._stage.bound = usual if card.keeps_state and card.bounded and compresses else None
-        if scaler is not None and card.keeps_state:
+            leaves = None if card.promise.of == "gradients" else STEP
+            self._stage.bound = OutlierClip(safety.outlier_clip, sizes, leaves)
+        if scaler is not None and run.scaled and card.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
             compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
-        self._turn = StepLoop(
-            engine, run, self._road, max_skipped=safety.max_skipped, check_every=safety.check_every
-        )
-        self._hooks: list[RemovableHandle] = []
+        self._turn = StepLoop(engine, run, self._road, safety)
 
     def attach(self) -> None:
         """Begin: ``compress()`` calls this once all ranks have come so far."""
@@ -401,17 +360,19 @@ class Wire:
         this rank alone where a method lets ranks go their own ways (local-steps)."""
         return self._turn.skipped
 
-    def accumulate(self, *, last: bool = True) -> AbstractContextManager[None]:
+    @property
+    def _device(self) -> torch.device:
+        """The device of the weights, which may come there after ``compress()``."""
+        return next(iter(self._run.weights.values())).device
+
+    @contextmanager
+    def accumulate(self, *, last: bool = True) -> Iterator[None]:
         """Wrap forward and backward of a micro-batch: gradients are exchanged only in the ``last`` of a step.
 
         Gradients that were exchanged, and then set to None or zero without ``optimizer.step()`` (a GradScaler skips a
         step in this way), count as a skipped step: the next micro-batch starts from the state before them.
         """
         self._turn.begin_micro_batch()
-        return self._micro_batch(last)
-
-    @contextmanager
-    def _micro_batch(self, last: bool) -> Iterator[None]:
         self._turn.closed = not last
         try:
             with self.engine.accumulate(last):
@@ -438,9 +399,9 @@ class Wire:
             )
         meshes: dict[object, list[Tensor]] = {}  # torch takes no norm over DTensors of several meshes
         step_maker = self.method.card.step_maker
-        steps = {id(self._turn.weights[name]) for name in (() if step_maker is None else step_maker.names)}
-        for parameter in self._turn.weights.values():  # what was thawed late has a gradient that is this rank's alone
-            if parameter.grad is not None and id(parameter) not in steps:
+        steps = () if step_maker is None else step_maker.names
+        for name, parameter in self._turn.weights.items():  # what was thawed late has a gradient that is this rank's
+            if parameter.grad is not None and name not in steps:
                 meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
         with self._turn.inside("clip_grad_norm_()"), self.engine.comms[0].waiting("all-reduce"):
             norms = [get_total_norm([p.grad for p in of if p.grad is not None], norm_type) for of in meshes.values()]
@@ -467,11 +428,10 @@ class Wire:
         power = None if step_maker is None else step_maker.power()
         if power is None:
             return None
-        # A hop inside the node has left a part of each gradient to this rank, and so has tensor parallelism.
-        comms = [*(hop.comm for hop in self.engine.hops[:-1]), *self.engine.beside]
         power = power.reshape(1)
+        # A hop inside the node has left a part of each gradient to this rank, and so has tensor parallelism.
         with self._turn.inside("clip_grad_norm_()"):
-            for comm in comms:
+            for comm in [*(hop.comm for hop in self.engine.hops[:-1]), *self.engine.beside]:
                 assert isinstance(comm, GroupComm)
                 GroupComm.aside(comm.group).all_reduce(power, "sum")
         return power[0]
@@ -480,45 +440,50 @@ class Wire:
         """Deliver all that waits on all ranks. Collective, between two steps: where a method is to be left, say.
 
         Not before an evaluation in the middle of a run: most of what waits is noise that would cancel while it waits,
-        and delivered at once it is a step far too large (docs/state.md has the loss). At a rate of almost 0, as at the
-        end of a cosine, it changes nothing that can be seen.
+        and delivered at once it is a step far too large (docs/state.md has the loss).
 
         With feedback="updates" what waits are steps of the weights: one dense exchange, and the weights are as if none
-        had waited. The run goes on from there as from any other weights. With any other method they are gradients,
-        which only an optimizer can make steps of:
+        had waited. With any other method they are gradients, which only an optimizer can make steps of:
 
-        ``with_next``: the next step delivers them. Call it before that step's last backward pass, on all ranks: its
-        exchange is dense, whatever the method, and counted as what it sends; nothing waits after it. Should the step be
-        skipped, the one after does it. With local-steps it is the end of the round. Works with every method that keeps
-        something.
+        ``with_next``: the next step delivers them; should it be skipped, the one after. Call it before that step's last
+        backward pass, on all ranks: its exchange is dense, whatever the method, and counted as what it sends. With
+        local-steps it is the end of the round.
 
         Raises:
             ThinwireError: nothing waits with this method, or what does takes ``with_next=True``; the next step's
                 gradients have been exchanged already.
         """
         self._turn.finish()
-        method = self.method
+        card = self.method.card
         if not self._waits:
-            raise ThinwireError(f"{method}: nothing waits from step to step that could be delivered")
+            raise ThinwireError(f"{self.method}: nothing waits from step to step that could be delivered")
         if with_next:
             self._turn.begin_micro_batch()
-            if self._turn.exchanged():
-                raise ThinwireError("flush(with_next=True) after an exchange: call it before the step's backward pass")
+            self._refuse_exchanged("flush(with_next=True)")
             self._stage.flush_at = self._road.step
             return
-        if method.card.step_maker is None:
+        if card.step_maker is None:
             raise ThinwireError(
-                f"{method.name}: nothing waits that could be delivered without an optimizer's step: call "
+                f"{self.method.name}: nothing waits that could be delivered without an optimizer's step: call "
                 "flush(with_next=True) before the next backward pass"
             )
-        if self._road.step <= method.card.steady:
+        if self._step_maker is None:
             return
         with torch.no_grad():
-            for name, change in self._means(functools.partial(send_all, method.card, self._state)):
+            for name, change in self._means(functools.partial(Method.deliver, self.method)):
                 local(self._turn.weights[name].detach()).sub_(change)
         self._state.commit()
-        self.engine.weights_changed()
-        self._turn.weight_watch.trust()
+        self.weights_changed()
+
+    @property
+    def _step_maker(self) -> StepMaker | None:
+        """What steps weights in the optimizer's place, once it has begun to."""
+        card = self.method.card
+        return None if self._road.step <= card.steady else card.step_maker
+
+    def _refuse_exchanged(self, call: str) -> None:
+        if self._turn.exchanged():
+            raise ThinwireError(f"{call} after an exchange: call it before the step's backward pass")
 
     def _means(self, send: Callable[[Bucket, Exchange], None]) -> Iterator[tuple[str, Tensor]]:
         """Each trained parameter, and what ``send`` of its bucket has brought, in the shape of this rank's part: an
@@ -527,7 +492,7 @@ class Wire:
         for pieces, dtype in zip(layout.buffers, layout.dtypes, strict=True):
             flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=self._device)
             out = flat.new_zeros(pieces[0].stride) if pieces[0].stride else flat
-            self._road.between_steps(flat, pieces, out, send)
+            self._road.carry(flat, pieces, out, send)
             for piece in shard_of(pieces) if pieces[0].stride else pieces:
                 shape = local(self._turn.weights[piece.name]).shape
                 yield piece.name, out[piece.columns][: shape.numel()].view(shape)
@@ -535,23 +500,20 @@ class Wire:
     def hand_over(self) -> None:
         """Give the optimizer the moments that another one would go on with. Collective, between two steps.
 
-        With feedback="updates" the optimizer steps none of the compressed parameters, and its state knows nothing of
-        them: training that goes on from it without the method would begin with steps of lr for each value. After this
-        ``optimizer.state`` holds, of each of them, ``exp_avg_sq`` = r mean_n v_n, which stands for the average of
-        squared mean gradients, ``exp_avg`` = 0, and as ``step`` the gradients seen. One dense exchange. The next step
-        with the method lets go of them again. With all other methods the optimizer has its moments: nothing is done.
+        With feedback="updates" the optimizer has no state of the compressed parameters: training that goes on from it
+        without the method would begin with steps of lr for each value. After this ``optimizer.state`` holds, of each of
+        them, ``exp_avg_sq`` = r mean_n v_n, which stands for the average of squared mean gradients, ``exp_avg`` = 0,
+        and as ``step`` the gradients seen, until the method's next step. With other methods nothing is done.
 
         ``optimizer.state_dict()`` alone, which is not collective, holds the same by this rank's own v_n. Where there is
-        no second moment of each value (direction="muon"; alone also two_level on DDP, where a rank has a part
-        of it) moments are those of a fresh optimizer.
+        no second moment of each value (direction="muon"; alone also two_level on DDP, where a rank has a part of it)
+        moments are those of a fresh optimizer.
         """
         self._turn.finish()
-        card = self.method.card
-        if card.step_maker is None or self._road.step <= card.steady:
-            return
-        with torch.no_grad():
-            for name, second in self._means(card.step_maker.send_second):
-                card.step_maker.hand_over(name, second)
+        if (step_maker := self._step_maker) is not None:
+            with torch.no_grad():
+                for name, second in self._means(step_maker.send_second):
+                    step_maker.hand_over(name, second)
 
     def reset(self) -> None:
         """Drop what waits to be sent; call it on all ranks, between two steps, where weights are put back.
@@ -564,31 +526,26 @@ class Wire:
             ThinwireError: between ``backward()`` and ``optimizer.step()``.
         """
         self._turn.finish()
-        if self._turn.exchanged():
-            raise ThinwireError("wire.reset() after an exchange: call it before the step's backward pass")
+        self._refuse_exchanged("wire.reset()")
         self.method.finish()
-        drop_waiting(self.method.card, self._state)
+        drop_waiting(self.method)
         self._stage.flush_at = None
-        self._turn.weight_watch.trust()
-        self.engine.weights_changed()
+        self.weights_changed()
 
     def _add_moments(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """``optimizer.state_dict()`` gives ``state``: of what the method steps in its place, too, there are moments.
 
         So ``torch.distributed.checkpoint`` finds what it looks for, and whoever goes on with the optimizer alone.
         """
-        card = self.method.card
-        if card.step_maker is None or self._road.step <= card.steady:
+        if (step_maker := self._step_maker) is None:
             return
-        number = -1
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                number += 1
-                name = self._turn.name_of(weight)
-                if name is not None and number not in state["state"]:
-                    moments = card.step_maker.moments_of(name)
-                    if moments is not None:
-                        state["state"][number] = moments
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        for number, weight in enumerate(weights):
+            name = self._turn.name_of(weight)
+            if name is not None and number not in state["state"]:
+                moments = step_maker.moments_of(name)
+                if moments is not None:
+                    state["state"][number] = moments
 
     def weights_changed(self) -> None:
         """Say that weights were given other values than the optimizer's, on all ranks, through ``.data``.
@@ -633,7 +590,7 @@ class Wire:
         self._turn.finish()
         self.method.finish()
         self.engine.arrive()
-        return self._form.pack({**self._counts(), **dump_state(self._state)}, self._where)
+        return self._form.pack({**self._counts(), **dump_state(self._state)}, self._device)
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], resize: Literal["flush", "redistribute", "reset"] | None = None
@@ -655,14 +612,12 @@ class Wire:
         """
         if resize not in (None, "flush", "redistribute", "reset"):
             raise ThinwireError(f"resize is 'flush', 'redistribute' or 'reset', got '{resize}'")
-        if resize is None:
-            self._take(self._form.unpack(state))
-            return
-        if (own := own_of(state, self._about)) is not None:
-            self._take(self._form.unpack(own))
+        own = state if resize is None else own_of(state, self._about)
+        if own is not None:
+            self._restore(self._form.unpack(own))
             return
         values, dropped = move(state, self._form, self.method, drop=resize == "reset")
-        self._take(values)
+        self._restore(values)
         if resize == "flush" and self._waits:
             self._stage.flush_at = self._road.step
         if resize == "reset" and self.engine.rank == 0:
@@ -676,7 +631,7 @@ class Wire:
         """Has the method anything that waits?"""
         return any(key.partition("/")[0] in self.method.card.promise.waits for key in self._form.shapes)
 
-    def _take(self, values: dict[str, Tensor]) -> None:
+    def _restore(self, values: dict[str, Tensor]) -> None:
         """Go on from ``values``, by key without the rank, whose shapes have been checked."""
         if fault := self.method.card.fault_of(values):
             raise ThinwireError(f"{self.method.name}: the saved state is damaged: {fault}")
@@ -687,25 +642,19 @@ class Wire:
         bound = {key.removeprefix("bound/"): values.pop(key) for key in list(values) if key.startswith("bound/")}
         if self._stage.bound is not None:
             self._stage.bound.load_state_dict(bound)
-        device = self._where
         # A method reads its counters: on the device each would make the host wait.
         host = {key for key, like in self._form.shapes.items() if like.device.type == "cpu"}
         # What nothing waits in needs no memory before it is used.
         kept = {key: value for key, value in values.items() if key.startswith("=") or bool(value.any())}
-        load_state(self._state, {key: value.to("cpu" if key in host else device) for key, value in kept.items()})
+        load_state(self._state, {key: value.to("cpu" if key in host else self._device) for key, value in kept.items()})
         self.method.state_changed()
 
-    @property
-    def _where(self) -> torch.device:
-        """The device of the weights, which may have come there after ``compress()``."""
-        return next(iter(self._turn.weights.values())).device
-
     def _counts(self) -> dict[str, Tensor]:
-        bound = {} if self._stage.bound is None else self._stage.bound.state_dict()
         flush = self._road.step if self._stage.flush_at == self._road.step else -1
         counts = {"step": self._road.step, "skipped": self.skipped, "flush": flush}
-        usual = {f"bound/{key}": value for key, value in bound.items()}
-        return {**{key: torch.tensor(count) for key, count in counts.items()}, **usual}
+        bound = {} if self._stage.bound is None else self._stage.bound.state_dict()
+        tensors = {key: torch.tensor(count) for key, count in counts.items()}
+        return tensors | {f"bound/{key}": value for key, value in bound.items()}
 
     @functools.cached_property
     def _form(self) -> Form:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest import mock
 
@@ -24,7 +25,6 @@ from thinwire.core.agreement import Agreement, _check
 from thinwire.core.replica_check import WIDTH, digest
 from thinwire.network.comm import GroupComm, timeout_of
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import Threads
 
 SMALL = "smallest=100"
 CASES = {  # settings of rank 0, of rank 1, and what every rank says
@@ -221,7 +221,8 @@ def test_who_does_not_come_is_missed_within_the_limit_and_by_name():
 
 def test_the_ranks_of_an_attempt_meet_where_no_earlier_one_has_been():
     store, limit = dist.HashStore(), timedelta(seconds=60 * PATIENCE)
-    names = [Threads(3).run(lambda rank: meet(store, rank, 3, limit)) for _ in range(3)]
+    with ThreadPoolExecutor(3) as ranks:
+        names = [list(ranks.map(lambda rank: meet(store, rank, 3, limit), range(3))) for _ in range(3)]
     assert all(len(set(of)) == 1 for of in names) and len({of[0] for of in names}) == 3
 
 

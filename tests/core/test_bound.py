@@ -11,6 +11,7 @@ import torch
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.core.bucket import Bucket, Piece
 from thinwire.core.outliers import NORM_DECAY, WATCHED, OutlierClip
+from thinwire.core.safety import Safety
 from thinwire.core.state import State, dump_state, next_exchange
 
 CPU = torch.device("cpu")
@@ -146,8 +147,8 @@ def test_shards_are_bounded_where_they_lie(dtype):
 
 @pytest.mark.parametrize("times", [0.5, math.nan, math.inf, True, "10"])
 def test_a_bound_that_makes_no_sense_is_refused(times):
-    with pytest.raises(ThinwireError, match="bound is a number of usual norms"):
-        bound(times)
+    with pytest.raises(ThinwireError, match="outlier_clip is a number of usual norms"):
+        Safety(outlier_clip=times)
 
 
 def bucket(*names: str) -> Bucket:

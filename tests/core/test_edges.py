@@ -53,7 +53,7 @@ class Case:
 
 CASES = [
     Case("dense"), Case("fp32"), Case("bf16"), Case("int8(smallest=0)"),
-    Case("int8(smallest=0, error_feedback=True)", "residual"),
+    Case("int8(smallest=0, feedback='gradients')", "residual"),
     Case("radius(smallest=0, start=0, T=3, density=0.3)", "residual", "adamw"),
     Case("scape(smallest=0, density=0.1, warmup=3)", "moment", "adams"),
     Case("scape(smallest=0, density=0.02, warmup=3)", "moment", "adams"),  # masks as positions

@@ -246,7 +246,7 @@ def test_a_saved_state_that_is_not_finite_is_refused_by_its_key():
 SPOILT, STEPS, LAST = 12, 45, 10
 LEARNING = {"sgd": 0.5, "adamw": 1e-2, "adams": 1e-2}
 SPOILT_CASES = [
-    Case("int8(smallest=100, error_feedback=True)", "", "adamw"),
+    Case("int8(smallest=100, feedback='gradients')", "", "adamw"),
     Case("radius(smallest=100, start=2, T=10, density=0.1)", "", "adamw"),
     Case("scape(smallest=100, density=0.03, warmup=5)", "", "adams"),
     Case("separate(smallest=100, ratio=8, beta=None)", "", "adamw"),

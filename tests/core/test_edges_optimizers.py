@@ -115,7 +115,7 @@ def _trained(engine: str, world: int, rank: int, method: str, rules: Sequence[Ru
 
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": SGD, "adamw": AdamW, "adams": thinwire.AdamS}
 TWO = [
-    Case("dense", "", "adamw"), Case("int8(smallest=0, error_feedback=True)", "", "adamw"),
+    Case("dense", "", "adamw"), Case("int8(smallest=0, feedback='gradients')", "", "adamw"),
     Case("topk(feedback='gradient', smallest=0, density=0.1)"),
     Case("radius(smallest=0, start=0, T=3, density=0.3)", "", "adamw"),
     Case("radius(smallest=0, start=0, T=3, density=0.2)", "", "sgd"),
@@ -285,7 +285,7 @@ def test_what_several_optimizers_cannot_do_is_refused_by_the_parameters_name(eng
 # ----------------------------------------------------------------------------------------- parameters that come late
 
 LATE = [
-    Case("dense"), Case("int8(smallest=0)"), Case("int8(smallest=0, error_feedback=True)"),
+    Case("dense"), Case("int8(smallest=0)"), Case("int8(smallest=0, feedback='gradients')"),
     Case("radius(smallest=0, start=0, T=2, density=0.3)", "", "adamw"),
     Case("scape(smallest=0, density=0.1, warmup=2)", "", "adams"),
     Case("separate(smallest=0, ratio=4, block=64, beta=None)"),

@@ -330,7 +330,7 @@ def _closed(rank, world, engine):
             value = float(model(_given(1, rank)))
         return {
             "equal": equal, "value": value, "raised": error_of(lambda: model(_given(1, rank)).backward()),
-            "accumulate": error_of(lambda: wire.accumulate(last=False)),
+            "accumulate": error_of(lambda: wire.accumulate(last=False).__enter__()),
         }  # fmt: skip
 
     return findings(UNEXCHANGED, look)

@@ -32,7 +32,7 @@ KEEPS = [
     if (promise := make().card.promise).kind == "conserves" and promise.of == "gradients" and make().card.keeps_state
 ]  # fmt: skip
 FEEDBACK = [
-    *KEEPS, partial(small, methods.Int8, error_feedback=True),
+    *KEEPS, partial(small, methods.Int8, feedback="gradients"),
     partial(small, methods.LoCo, reset=0, beta=0),
 ]  # fmt: skip
 
@@ -79,7 +79,7 @@ def test_what_a_node_sends_and_what_waits_there_is_what_its_ranks_had(make, of):
         assert off.abs().max() < 1e-5 * STEPS * size, name
 
 
-@pytest.mark.parametrize("method", ["int8(error_feedback=True, smallest=0)", "sdp4bit(smallest=0, send='*')",
+@pytest.mark.parametrize("method", ["int8(feedback='gradients', smallest=0)", "sdp4bit(smallest=0, send='*')",
                                     "topk(smallest=0, density=0.2, feedback='gradient')",
                                     "powersgd(smallest=0, rank=1, feedback='gradient')"])  # fmt: skip
 def test_ddp_on_two_levels_is_hsdp(method):
@@ -125,7 +125,7 @@ def _trained(rank: int, world: int, kind: str, method: str) -> tuple:
 
 
 @pytest.mark.parametrize(("kind", "method"), spread(2, [
-    ("ddp", "int8(error_feedback=True, smallest=100)"), ("ddp", "radius(smallest=100, start=0, T=2, density=0.3)"),
+    ("ddp", "int8(feedback='gradients', smallest=100)"), ("ddp", "radius(smallest=100, start=0, T=2, density=0.3)"),
     ("fsdp2", "topk(feedback='gradient', smallest=100, density=0.2)"),
 ]))  # fmt: skip
 def test_feedback_on_two_levels_trains_resumes_and_sends_what_is_planned(kind, method):

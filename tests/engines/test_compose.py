@@ -30,7 +30,7 @@ from models import Net, batch, flat
 from thinwire.saved.format import entries
 
 METHODS = [
-    "int8(smallest=100, error_feedback=True)", "radius(smallest=100, start=0, T=2, density=0.2)",
+    "int8(smallest=100, feedback='gradients')", "radius(smallest=100, start=0, T=2, density=0.2)",
     "topk(feedback='gradient', smallest=100, density=0.3)", "powersgd(smallest=100, feedback='gradient')",
     "scape(smallest=100, warmup=1, density=0.3)",
 ]  # fmt: skip

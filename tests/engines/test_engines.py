@@ -25,7 +25,7 @@ from thinwire.network.comm import GroupComm
 from thinwire.saved.format import entries
 
 METHODS = [
-    "dense", "fp32", "bf16", "int8(smallest=100)", "int8(smallest=100, error_feedback=True)",
+    "dense", "fp32", "bf16", "int8(smallest=100)", "int8(smallest=100, feedback='gradients')",
 ]  # fmt: skip
 REST = [method for method in METHODS if method not in ("bf16", "int8(smallest=100)")]
 
@@ -110,7 +110,7 @@ def _nan(rank, world, kind, method):
 
 @pytest.mark.parametrize(
     ("of", "method"),
-    spread(2, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)], ["int8(smallest=100, error_feedback=True)", "dense"]),
+    spread(2, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)], ["int8(smallest=100, feedback='gradients')", "dense"]),
 )
 def test_one_nan_on_one_rank_skips_the_step_everywhere_and_leaves_no_trace(of, method):
     kind, world = of
@@ -145,7 +145,7 @@ def _abandoned(rank, world, kind, method):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_step_that_is_never_taken_leaves_no_trace(kind):
-    for skipped, steps, same, same_state in ranks.run(_abandoned, 2, kind, "int8(smallest=100, error_feedback=True)"):
+    for skipped, steps, same, same_state in ranks.run(_abandoned, 2, kind, "int8(smallest=100, feedback='gradients')"):
         assert (skipped, steps) == (1, 6)
         assert same and same_state
 
@@ -276,7 +276,7 @@ def test_accumulation_exchanges_once_per_step(kind, world):
 def _sizes(rank, world, kind):
     model = build(kind, world)
     optimizer = adamw(model)
-    wire = thinwire.compress(model, optimizer, "int8(smallest=100, error_feedback=True)")
+    wire = thinwire.compress(model, optimizer, "int8(smallest=100, feedback='gradients')")
     losses = train(model, optimizer, rank, range(4), wire)
     result = same_on_all_ranks(model), losses[-1] < losses[0], sum(stats_of(wire)["wire_bytes_per_step"].values())
     wire.close()
@@ -310,7 +310,7 @@ def test_the_guard_works_on_one_rank_too(kind):
 
 
 def _resume(rank, world, kind):
-    method = "int8(smallest=100, error_feedback=True)"
+    method = "int8(smallest=100, feedback='gradients')"
     whole = build(kind, world)
     optimizer = adamw(whole)
     wire = thinwire.compress(whole, optimizer, method)
@@ -356,7 +356,7 @@ def _inside(rank, world, kind, options):
         found.append((losses[-1], same_on_all_ranks(model), surprise, gradients))
         wire.close()
     errors = []
-    for inside in ("int8(error_feedback=True)", "sdp4bit"):
+    for inside in ("int8(feedback='gradients')", "sdp4bit"):
         try:
             thinwire.compress(build(kind, world), adamw(build(kind, world)), "bf16", intra=inside, **options)
         except thinwire.ThinwireError as error:
@@ -446,7 +446,7 @@ def _refusals(rank, world):
 
     def unused():
         model = build("ddp", world, find_unused_parameters=True)
-        return model, adamw(model), ("int8(error_feedback=True)",)
+        return model, adamw(model), ("int8(feedback='gradients')",)
 
     def sparse():
         torch.manual_seed(0)
@@ -516,7 +516,7 @@ def _divided(rank, world, kind, method):
 @pytest.mark.parametrize(("kind", "world"), spread(2, [("fsdp2", 2), ("hsdp-1", 2), ("hsdp", 4)]))
 def test_the_sum_may_be_divided_by_any_number(kind, world):
     """By a power of two nothing is rounded."""
-    assert all(all(equal) for equal in ranks.run(_divided, world, kind, "int8(smallest=100, error_feedback=True)"))
+    assert all(all(equal) for equal in ranks.run(_divided, world, kind, "int8(smallest=100, feedback='gradients')"))
 
 
 def test_engines_module_is_importable_by_ranks():

@@ -20,9 +20,10 @@ import thinwire
 from patience import PATIENCE
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import interface_bytes
-from thinwire.cli.lab import lab_main, method_names, split
+from thinwire.cli.lab import lab_main, split
 from thinwire.lab import framing
 from thinwire.lab.cluster import Cluster, NoNamespaces
+from thinwire.lab.compare import method_names
 from thinwire.lab.link import Link
 from thinwire.lab.run import launch
 
@@ -302,8 +303,8 @@ def test_command_line_errors() -> None:
         with pytest.raises(ThinwireError):
             lab_main(argv)
     assert split(["--a", "--", "x", "--", "y"]) == (["--a"], ["x", "--", "y"])
-    assert method_names("dense, int8(group=64, error_feedback=True),bf16") == [
-        "dense", "int8(group=64, error_feedback=True)", "bf16",
+    assert method_names("dense, int8(group=64, feedback='gradients'),bf16") == [
+        "dense", "int8(group=64, feedback='gradients')", "bf16",
     ]  # fmt: skip
 
 

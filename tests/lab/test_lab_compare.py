@@ -14,9 +14,8 @@ import pytest
 
 from breadth import spread
 from thinwire.base.errors import ThinwireError
-from thinwire.cli.lab import compare_main
+from thinwire.cli.compare import compare_main
 from thinwire.lab import compare as module
-from thinwire.lab.link import Link
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 FAKE = """
@@ -74,20 +73,24 @@ if rank == 0:
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> list[str]:
+def program(tmp_path: Path) -> tuple[str, ...]:
     script = tmp_path / "fake.py"
     script.write_text(FAKE)
-    return [sys.executable, str(script)]
+    return sys.executable, str(script)
+
+
+def comparison(methods: list[str], steps: int, **settings: object) -> module.Comparison:
+    return module.Comparison(methods=",".join(methods), preset="tiny", steps=steps, **settings)
 
 
 @pytest.mark.parametrize(
     "extra, source", spread(2, [([], "less the silent run"), (["--noted", "yes"], "counters noted")])
 )
-def test_compare(tmp_path: Path, program: list[str], extra: list[str], source: str,
+def test_compare(tmp_path: Path, program: tuple[str, ...], extra: list[str], source: str,
                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     out = tmp_path / "out"
     methods = ["dense", "bf16", "int8(group=64)"]
-    assert module.compare(module.Comparison(methods, "tiny", 5, out, extra=extra, program=program)) == 0
+    assert module.compare(comparison(methods, 5, out=out, extra=tuple(extra), program=program)) == 0
     report = json.loads((out / "report.json").read_text())
     runs = {run["method"]: run for run in report["runs"]}
     assert list(runs) == ["none", *methods], "the silent run comes first"
@@ -114,12 +117,12 @@ def test_compare(tmp_path: Path, program: list[str], extra: list[str], source: s
         "bf16: 1.3x faster than dense, loss +0.0%; int8(group=64): 1.5x faster, loss +0.0%; losses are from one seed"
     )
     with pytest.raises(ThinwireError, match="not empty"):
-        module.compare(module.Comparison(methods, "tiny", 5, out, program=program))
+        module.compare(comparison(methods, 5, out=out, program=program))
 
 
-def test_a_distant_link_is_told(tmp_path: Path, program: list[str]) -> None:
-    out, link = tmp_path / "out", Link.parse("200mbit", delay="2ms", loss="0.5%")
-    assert module.compare(module.Comparison(["dense"], "tiny", 2, out, link=link, program=program)) == 0
+def test_a_distant_link_is_told(tmp_path: Path, program: tuple[str, ...]) -> None:
+    out = tmp_path / "out"
+    assert module.compare(comparison(["dense"], 2, delay="2ms", loss="0.5%", out=out, program=program)) == 0
     report = json.loads((out / "report.json").read_text())
     assert (report["delay_s"], report["jitter_s"], report["loss_share"], report["reorder_share"]) == (
         0.002,
@@ -133,10 +136,9 @@ def test_a_distant_link_is_told(tmp_path: Path, program: list[str]) -> None:
         assert f"200mbit per node, delay 2ms, loss 0.5% (by {report['delayed_by']})" in (out / written).read_text()
 
 
-def test_loopback_is_recorded(tmp_path: Path, program: list[str]) -> None:
+def test_loopback_is_recorded(tmp_path: Path, program: tuple[str, ...]) -> None:
     out = tmp_path / "out"
-    settings = module.Comparison(["dense"], "tiny", 3, out, link=Link.parse("loopback"), program=program)
-    assert module.compare(settings) == 0
+    assert module.compare(comparison(["dense"], 3, link="loopback", out=out, program=program)) == 0
     report = json.loads((out / "report.json").read_text())
     assert report["emulated_network"] is False
     assert report["runs"][1]["bytes_per_step"]["kernel"] is None
@@ -144,14 +146,14 @@ def test_loopback_is_recorded(tmp_path: Path, program: list[str]) -> None:
 
 
 def test_a_failing_method_has_a_row_and_the_others_go_on(
-    tmp_path: Path, program: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, program: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also: seeds, flags of a method's own, the optimizer that it is made for, a loss that is too high."""
     out = tmp_path / "out"
     methods = ["dense", "bf16", "int8 --lr 1e-3", "int8 --off 0.1", "sign --nan 1", "scape"]
-    assert module.compare(module.Comparison(
-        methods, "tiny", 3, out, link=Link.parse("loopback"), seeds=(4, 5), extra=["--crash", "bf16"], program=program,
-        fail_above=0.05, command="thinwire compare <here>",
+    assert module.compare(comparison(
+        methods, 3, link="loopback", seeds=2, first_seed=4, extra=("--crash", "bf16"), program=program, out=out,
+        fail_if_loss_worse_than="5%", command="thinwire compare <here>",
     )) == 1  # fmt: skip
     said = capsys.readouterr()
     assert "boom" in said.err and "method bf16: seed 4: rank 1 failed" in said.err
@@ -173,10 +175,11 @@ def test_a_failing_method_has_a_row_and_the_others_go_on(
     verdict, written = report["verdict"], (out / "report.md").read_text()
     assert "int8 --lr 1e-3: 1.0x" not in verdict and "int8 --lr 1e-3: 1.5x faster than dense, same loss" in verdict
     assert "do not use int8 --off 0.1 here: loss +10%" in verdict and "bf16 failed: seed 4: rank 1 failed" in verdict
-    assert "| bf16 | failed: seed 4: rank 1 failed" in written and verdict in written
+    assert "| bf16 | failed | - |" in written and "* bf16 failed: seed 4: rank 1 failed" in written
+    assert verdict in written and "* bf16 failed: seed 4: rank 1 failed" in said.out
     assert "scape: trained with --optimizer adams" in written
     page = (out / "report.html").read_text()
-    assert '<td class="why" colspan="8">failed: seed 4: rank 1' in page
+    assert "<li>bf16 failed: seed 4: rank 1" in page
     assert "&lt;here&gt;" in page and "<here>" not in page
 
 

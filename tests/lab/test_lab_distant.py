@@ -20,7 +20,8 @@ from breadth import ALL
 from patience import PATIENCE
 from test_lab import SOURCE, gone, interfaces, stream
 from thinwire.base.errors import ThinwireError
-from thinwire.cli.lab import compare_main, delayed, lab_main
+from thinwire.cli.compare import compare_main
+from thinwire.cli.lab import delayed, lab_main
 from thinwire.lab.cluster import Cluster, NoNamespaces
 from thinwire.lab.link import Link, duration, share
 from thinwire.lab.run import launch

@@ -234,17 +234,21 @@ def test_the_start_is_dense_bit_for_bit():
 
 
 @pytest.mark.parametrize("topology", ["all_reduce", "hsdp"])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_start_in_few_bits_loses_nothing_and_keeps_nothing(bits, topology):
+@pytest.mark.parametrize(
+    ("start_with", "share"),
+    [("loco(beta=0,reset=0,smallest=0)", 1 / 8 + 1 / 128), ("int8(feedback='gradients')", 1 / 4 + 1 / 128),
+     ("powersgd(feedback='gradients',rank=1)", None), ("trickle:merged(feedback='gradients',density=0.1)", None),
+     ("tagc(feedback='gradients',theta=0.9)", None)],
+)  # fmt: skip
+def test_a_start_in_few_bits_loses_nothing_and_keeps_nothing(start_with, share, topology):
     """Its last step is dense and brings what waits: then SGD is where a dense start would have brought it."""
-    few, dense = (play(partial(LocalSteps, every=2, start=4, start_bits=of), 4, 6, topology=topology,
-                       per_node=2 if topology == "hsdp" else 1) for of in (bits, 32))  # fmt: skip
+    few, dense = (play(partial(LocalSteps, every=2, start=4, start_with=method), 4, 6, topology=topology,
+                       per_node=2 if topology == "hsdp" else 1) for method in (start_with, "dense"))  # fmt: skip
     apart = [np.abs(weights_of(few[0][step]) - weights_of(dense[0][step])).max() for step in range(4)]
     assert min(apart[:3]) > 1e-4 and apart[3] < 1e-6
-    if topology == "all_reduce":  # (HSDP's hop inside the node is dense)
-        of_dense = few[0][0]["bytes"] / few[0][3]["bytes"]
-        assert of_dense == pytest.approx(bits / 32 + 1 / 128)
-    waits = [{key for key in taken if key.startswith("of the start")} for taken in few[0]]
+    if topology == "all_reduce" and share is not None:  # (HSDP's hop inside the node is dense)
+        assert few[0][0]["bytes"] / few[0][3]["bytes"] == pytest.approx(share)
+    waits = [{key for key in taken if key.lstrip("=").startswith("start ")} for taken in few[0]]
     assert waits[0] and not waits[4]
 
 
@@ -273,7 +277,7 @@ def test_every_outer_method_runs(outer):
 
 @pytest.mark.parametrize("topology", ["all_reduce", "hsdp"])
 @pytest.mark.parametrize(
-    "outer", [TOPK, "int8(smallest=0, error_feedback=True)", "powersgd(feedback='gradient', smallest=0, rank=1)"]
+    "outer", [TOPK, "int8(smallest=0, feedback='gradients')", "powersgd(feedback='gradient', smallest=0, rank=1)"]
 )
 def test_what_was_moved_has_arrived_or_waits(outer, topology):
     """Of plain averaging with SGD: N times how far all are from the start + what waits = all local steps."""
@@ -304,7 +308,9 @@ def test_a_run_whose_length_is_known_ends_with_a_round():
     ({"every": 0}, "every"), ({"outer_lr": 0.0}, "outer_lr"), ({"outer_momentum": 1.0}, "outer_momentum"),
     ({"decay": 0.0}, "decay"), ({"decay": 0.9}, "error feedback"), ({"outer": "none"}, "averages"),
     ({"outer": "local-steps"}, "averages"), ({"outer": "onebit-adam"}, "Adam's place"), ({"outer": "nothing"}, "there"),
-    ({"dense": "*bias"}, "outer method"), ({"start_bits": 4}, "start=0"),
+    ({"dense": "*bias"}, "outer method"), ({"start_with": "int8"}, "start=0"),
+    ({"start": 2, "start_with": "radius"}, "all alike"),
+    ({"start": 2, "start_with": "topk"}, "write topk"), ({"start": 2, "start_with": "none"}, "averages"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(knobs, word):
     with pytest.raises(ThinwireError, match=word):
@@ -318,8 +324,8 @@ def test_a_removed_preset_says_what_to_write(preset):
 
 
 def test_it_can_be_written_on_the_command_line():
-    method = resolve("local-steps(every=4, outer='int8(error_feedback=True)', outer_lr=0.7, outer_momentum=0.9)")
-    assert isinstance(method, LocalSteps) and method.card.carrier == resolve("int8(error_feedback=True)")
+    method = resolve("local-steps(every=4, outer='int8:feedback:gradients', outer_lr=0.7, outer_momentum=0.9)")
+    assert isinstance(method, LocalSteps) and method.card.carrier == resolve("int8(feedback='gradients')")
     assert resolve(str(method)) == method
     assert LocalSteps(outer=methods.TopK(feedback="gradient", density=0.5)).card.carrier.density == 0.5
     sparse = resolve("local-steps:sparseloco(every=15)")
@@ -456,7 +462,7 @@ def _resumed(rank: int, world: int, kind: str, stop: int, poison: tuple[int, int
     def make() -> tuple[Any, Any, Any]:
         model = build(kind, world)
         optimizer = adam(model)
-        method = method_of(second_moment="mean", every=4, start=3, start_bits=4)
+        method = method_of(second_moment="mean", every=4, start=3, start_with="loco(beta=0,reset=0)")
         wire = thinwire.compress(model, optimizer, method, steps=14)
         return model, optimizer, wire
 

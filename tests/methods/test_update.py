@@ -341,7 +341,7 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
         ("trickle(feedback='gradient',direction='muon')", "direction does nothing"),
         ("topk(portion=0.0)", "delivered_share is a share"),
         ("topk:paper(portion=0.5)", "delivered_share does nothing"),
-        ("topk(error_feedback=False, portion=0.5)", "delivered_share is for"),
+        ("topk(feedback=None, portion=0.5)", "delivered_share does nothing"),
         ("sign(feedback='update', portion=0.5)", "delivered_share is for"),
         ("tagc(theta=0, portion=0.5)", "delivered_share does nothing"), ("dgc(portion=0.5)", "no knob 'portion'"),
         ("trickle(server_density=0.2)", "server_density does nothing"),

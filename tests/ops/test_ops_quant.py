@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from programs import check_interpreted, needs_triton, run_python
-from thinwire.base.random import Drawn, Pool, Seeds
+from thinwire.base.random import Pool, Seeds
 from thinwire.ops import quant as ops
 from thinwire.ops.quant import cpu, reference
 
@@ -69,71 +68,64 @@ def margin(rows: Tensor) -> Tensor:
     return whole.contiguous().view(torch.uint8)
 
 
-Kind = tuple[ops.Format, torch.dtype, int, int | None]
-"""A format, dtype and number of its codes, seed."""
+Kind = tuple[ops.Format, torch.dtype, int, Seeds | None]
+"""A format, dtype and number of its codes, source of random bits."""
 
 
 def kinds(n: int, group: int) -> list[Kind]:
     codes = ((8, torch.int8, n), (4, torch.uint8, n // 2))
     return [
-        (ops.Format(bits, group, hadamard), dtype, size, seed)
+        (ops.Format(bits, group, hadamard), dtype, size, drawn)
         for bits, dtype, size in codes
-        for seed in (None, SEED)
+        for drawn in (None, Seeds(((0, n, SEED),)))
         for hadamard in (False, True)
         if not hadamard or group % ops.ORDER == 0
     ]
 
 
-def operations(module: ModuleType) -> tuple[Callable[..., object], ...]:
-    """quantize, dequantize and dequantize_sum."""
-    return tuple(getattr(module, verb) for verb in ("quantize", "dequantize", "dequantize_sum"))
-
-
-def drawn_of(parts: list[tuple[int, int, int]]) -> Drawn:
+def drawn_of(parts: list[tuple[int, int, int]]) -> Seeds:
     """Seeds of a pool, which has them in another order, and some that are not asked for."""
-    pool = Pool({"another": 5} | {str(first): seed for first, _, seed in reversed(parts)})
-    drawn = Seeds(tuple((first, last, pool.indices[str(first)]) for first, last, _ in parts), pool).over(parts[-1][1])
-    assert drawn is not None and drawn.ranges == parts and drawn.pool is pool
+    pool = Pool([5, *(seed for _, _, seed in reversed(parts))])
+    drawn = Seeds(tuple(parts), pool).over(parts[-1][1])
+    assert drawn is not None and drawn.ranges == tuple(parts) and drawn.pool is pool
     return drawn
 
 
 def requantized(
-    module: ModuleType, kind: ops.Format, codes: Tensor, scales: Tensor, seed: int | None
+    module: ModuleType, kind: ops.Format, codes: Tensor, scales: Tensor, draws: bool
 ) -> tuple[Tensor, ...]:
     """Codes and scales of a third of the sum of all rows; drawn in two parts."""
     n, group = scales.shape[1] * kind.group, kind.group
     half = n // group // 2 * group
-    parts = None if seed is None else [part for part in ((0, half, seed + 1), (half, n, seed + 2)) if part[1] > part[0]]
+    parts = [part for part in ((0, half, SEED + 1), (half, n, SEED + 2)) if part[1] > part[0]]
     again, scales_again = poisoned(1, codes.shape[1], codes.dtype), poisoned(1, scales.shape[1], torch.float32)
-    drawn = None if parts is None else drawn_of(parts)
-    module.requantize(codes, scales, kind, again, scales_again, 1 / 3, drawn)
+    drawn = drawn_of(parts) if draws else None
+    module.requantize(codes, scales, kind, again, scales_again, kind.norm / 3, drawn)
     return again, scales_again
 
 
 def check_all(fast: ModuleType, count: int, n: int, group: int, dtype: torch.dtype) -> None:
     """Every operation of ``fast`` against the reference."""
     rows = apart(hard_rows(count, n, dtype))
-    for kind, code_dtype, size, seed in kinds(n, group):
+    for kind, code_dtype, size, drawn in kinds(n, group):
         results = []
         for module in (reference, fast):
             codes = poisoned(count, size, code_dtype)
             scales = poisoned(count, n // group, torch.float32)
             out = poisoned(count, n, torch.float32)
             total = torch.full((n,), torch.nan)
-            quantize, dequantize, dequantize_sum = operations(module)
-            quantize(rows, kind, codes, scales, *(() if seed is None else (seed,)))
-            dequantize(codes, scales, kind, out)
-            dequantize_sum(codes, scales, kind, total, 1 / 3)
-            if seed is not None and not kind.hadamard:  # parameters beside each other have random bits of their own
+            module.quantize(rows, kind, codes, scales, drawn)
+            module.decode(codes, scales, kind, out, 1, kind.norm)
+            module.decode(codes, scales, kind, total.unsqueeze(0), count, kind.norm / 3)
+            if drawn is not None and not kind.hadamard:  # parameters beside each other have random bits of their own
                 third = n // group // 3 * group
-                parts = [(0, third, seed + 1), (third, 2 * third, seed + 2), (2 * third, n, seed + 3)]
-                drawn = drawn_of([part for part in parts if part[0] < part[1]])
-                module.quantize_segments(rows, kind, codes, scales, drawn)
+                parts = [(0, third, SEED + 1), (third, 2 * third, SEED + 2), (2 * third, n, SEED + 3)]
+                separate = drawn_of([part for part in parts if part[0] < part[1]])
+                module.quantize(rows, kind, codes, scales, separate)
                 results.append((codes.clone(), scales.clone(), out, total))
             for x in (codes, scales, out):
                 assert bool((margin(x) == 255).all()), f"{kind}: wrote between the rows"
-            if kind is not None:
-                results.append(requantized(module, kind, codes, scales, seed))
+            results.append(requantized(module, kind, codes, scales, drawn is not None))
             results.append((codes, scales, out, total))
         half = len(results) // 2
         for actual, expected in zip(sum(results[half:], ()), sum(results[:half], ()), strict=True):
@@ -224,7 +216,7 @@ def test_random_bits_are_those_of_the_mixer() -> None:
     rows = torch.full((count, n), 0.5)
     rows[:, ::group] = 127.0  # scale 1
     codes, scales = torch.empty(count, n, dtype=torch.int8), torch.empty(count, n // group)
-    ops.quantize(rows, ops.Format(8, group), codes, scales, SEED)
+    ops.quantize(rows, ops.Format(8, group), codes, scales, Seeds(((0, n, SEED),)))
     assert codes.flatten().tolist() == expected
     assert 5 < sum(code == 1 for code in expected) < 37
 
@@ -311,17 +303,16 @@ def test_cuda_equals_reference() -> None:
     for count, group, dtype in ((1, 128, torch.float32), (3, 8, torch.bfloat16), (2, 512, torch.float32)):
         rows = hard_rows(count, 36 * group, dtype)
         n = rows.shape[1]
-        for kind, code_dtype, size, seed in kinds(n, group):
-            quantize, dequantize, dequantize_sum = operations(ops, kind)
+        for kind, code_dtype, size, drawn in kinds(n, group):
             results = []
             for device in ("cpu", "cuda"):
                 codes = torch.full((count, size), 99, dtype=code_dtype, device=device)
                 scales = torch.full((count, 36), torch.nan, device=device)
                 out = torch.full(rows.shape, torch.nan, device=device)
                 total = torch.full((n,), torch.nan, device=device)
-                quantize(rows.to(device), kind, codes, scales, seed)
-                dequantize(codes, scales, kind, out)
-                dequantize_sum(codes, scales, kind, total, 1 / 3)
+                ops.quantize(rows.to(device), kind, codes, scales, drawn)
+                ops.dequantize(codes, scales, kind, out)
+                ops.dequantize_sum(codes, scales, kind, total, 1 / 3)
                 results.append([x.cpu() for x in (codes, scales, out, total)])
             for actual, expected in zip(results[1], results[0], strict=True):
                 assert_same_bits(actual, expected)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from programs import check_interpreted, needs_triton
-from thinwire.base.random import Drawn
+from thinwire.base.random import Seeds
 from thinwire.ops import quant, shards
 from thinwire.ops.quant import Format
 from thinwire.ops.rows import CopySegment, CopyTable
@@ -63,7 +63,7 @@ class Shard:
             place += size
         self.case, self.n, self.width, self.tail, self.device = case, place + gap, first, tail + 2, device
         self.encoded, self.kept = CopyTable(encoded, device, shards.PER_PROGRAM), CopyTable(kept, device)
-        self.drawn = Drawn(drawn) if case.draws and drawn else None
+        self.drawn = Seeds(tuple(drawn)) if case.draws and drawn else None
         generator = torch.Generator().manual_seed(1)
         values = torch.randn((2 + PEERS, self.n), generator=generator)
         values[:, : min(100, self.n)] *= 1e4
@@ -127,8 +127,8 @@ def test_the_reference_is_each_parameter_by_itself(case):
         values = torch.zeros(1, part.width)
         values[0, : part.numel] = difference[part.offset : part.offset + part.numel]
         at, groups = (slice(part.start // by, (part.start + part.width) // by) for by in (8 // case.bits, case.group))
-        seed = None if shard.drawn is None else shard.drawn.ranges[number][2]
-        quant.quantize(values, case.format, expected_codes[:, at], expected_scales[:, groups], seed)
+        drawn = None if shard.drawn is None else Seeds(((0, part.width, shard.drawn.ranges[number][2]),))
+        quant.quantize(values, case.format, expected_codes[:, at], expected_scales[:, groups], drawn)
     for part in shard.kept.segments:
         expected_tail[0, part.start : part.start + part.numel] = shard.own[part.offset : part.offset + part.numel]
     for found, expected in ((codes, expected_codes), (scales, expected_scales), (tail, expected_tail)):

@@ -16,7 +16,7 @@ from thinwire.methods import TABLE, resolve
 from thinwire.plan.memory import resident_bytes
 from thinwire.proof.ranks import reduce_on_threads
 
-MORE = ("int8(error_feedback=True)", "scape(refresh=2)", "separate:paper", "sdp4bit:qw")
+MORE = ("int8(feedback='gradients')", "scape(refresh=2)", "separate:paper", "sdp4bit:qw")
 CPU = torch.device("cpu")
 FEW = ("dense", "int8", "loco", "radius", "sdp4bit", "onebit-adam")
 

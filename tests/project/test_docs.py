@@ -21,9 +21,9 @@ import pytest
 import thinwire
 from ranks import run
 from thinwire.base.knobs import knobs_of as fields_of
-from thinwire.cli.lab import Compare, LabRun, method_names
+from thinwire.cli.lab import LabRun
 from thinwire.cli.program import COMMANDS
-from thinwire.lab.compare import Entry
+from thinwire.lab.compare import Comparison, Entry, method_names
 from thinwire.methods import TABLE, resolve
 from thinwire.train.checkpoint.evaluation import Options as EvalOptions
 from thinwire.train.checkpoint.trained_model import ExportOptions, SampleOptions
@@ -140,7 +140,7 @@ def test_a_form_means_what_was_recorded(figures: ModuleType) -> None:
         assert {**found[1], "outer": outer} == {**knobs_of(short)[1], "outer": str(knobs_of(short)[1].get("outer", ""))}
     assert figures.form("trickle(smallest=16384)") == "trickle"
     assert figures.form("topk(density=0.01, feedback='update', smallest=1024)") == "topk"
-    assert figures.form("int8(smallest=16384,error_feedback=True)") == "int8(error_feedback=True)"
+    assert figures.form("int8(smallest=16384,feedback='gradients')") == "int8(feedback='gradients')"
 
 
 def test_the_figures_of_readme_are_of_the_form_that_a_name_means(figures: ModuleType) -> None:
@@ -277,7 +277,7 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
 
 ENGLISH = {"sure"}
 OPTIONS: dict[str, type] = {
-    "compare": Compare, "sample": SampleOptions, "export": ExportOptions, "tokenize": TokenizeOptions,
+    "compare": Comparison, "sample": SampleOptions, "export": ExportOptions, "tokenize": TokenizeOptions,
     "eval": EvalOptions,
 }  # fmt: skip
 

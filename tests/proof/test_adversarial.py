@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from thinwire.core.method_buckets import bucket_of
 from torch import Tensor
 
 from adversarial import KINDS, draw, judge, search
@@ -19,7 +20,7 @@ from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method
 from thinwire.methods import LHC, SCAPE, PowerSGD
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import LockStep, Threads, bucket_for, exchange_on, reduce_on_threads
+from thinwire.proof.ranks import ThreadEngine, Threads, reduce_on_threads
 
 CHUNKS, CASES = 10, 200
 
@@ -173,10 +174,9 @@ def test_a_refusal_that_names_no_knob_is_a_failure():
 # Ranks that take turns.
 
 
-@pytest.mark.parametrize("world", [Threads, LockStep])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_worlds_agree(world, size):
-    ranks = world(size)
+def test_ranks_swap_values(size):
+    ranks = Threads(size)
 
     def body(rank: int) -> list[list[int]]:
         return [ranks.swap(rank, 10 * turn + rank) for turn in range(4)]
@@ -188,14 +188,14 @@ def test_worlds_agree(world, size):
 
 @pytest.mark.parametrize("at_home", [0, 1, 2])
 def test_a_rank_that_goes_home_is_noticed_at_once(at_home):
-    ranks = LockStep(3)
+    ranks = Threads(3)
     with pytest.raises(TimeoutError):
         ranks.run(lambda rank: None if rank == at_home else ranks.swap(rank, rank))
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_an_error_on_one_rank_ends_all(wrong):
-    ranks = LockStep(3)
+    ranks = Threads(3)
 
     def body(rank: int) -> None:
         ranks.swap(rank, rank)
@@ -256,8 +256,9 @@ def test_lhc_keeps_what_rounding_cut_off_of_every_tensor():
 
 def test_scape_at_density_one_pads_nothing():
     """What goes out as it is has the bytes that the plan announces."""
-    bucket, numel = bucket_for(SCAPE(density=1), exchange_on("all_reduce", Threads(1), 0, Ledger()), {"a": 7, "b": 65})
-    assert bucket.shape[1] == numel
+    engine = ThreadEngine("all_reduce", Threads(1), 0, Ledger(), {"a": 7, "b": 65})
+    bucket = bucket_of(SCAPE(density=1), engine.pieces, engine.hops[0], torch.device("cpu"))
+    assert bucket.shape[1] == engine.numel
 
 
 def test_scape_lists_positions_with_zeros_behind_them():

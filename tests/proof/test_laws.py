@@ -19,7 +19,7 @@ from thinwire.proof.ranks import ThreadComm, Threads, reduce_on_threads
 
 SHAPES = {"a.weight": 300, "a.bias": 7, "b.weight": 129, "c.weight": 1}
 METHODS = ["dense", "fp32", "bf16", "int8", "int8(group=16)"]
-FEEDBACK = ["int8(error_feedback=True)", "int8(group=16, error_feedback=True)"]
+FEEDBACK = ["int8(feedback='gradients')", "int8(group=16, feedback='gradients')"]
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
 TOLERANCE = {"dense": 1e-6, "fp32": 1e-6, "bf16": 0.03, "int8": 0.04}
 """Largest error of a mean of standard normal values, absolute: two roundings at |x| up to 4."""
@@ -158,7 +158,7 @@ def test_groups_never_straddle_parameters():
 
 
 def test_a_rank_that_calls_other_verbs_does_not_hang():
-    world = Threads(2, seconds=1)
+    world = Threads(2)
 
     def body(rank):
         comm: Comm = ThreadComm(world, rank, Ledger())
@@ -240,6 +240,6 @@ def test_method_names():
         said = f"{re.escape(removed)} is no longer there .*: take {re.escape(instead)}"
         with pytest.raises(ThinwireError, match=said):
             methods.resolve(text)
-    method = methods.resolve("int8(group=64, dense='head.*', error_feedback=True)")
-    assert (method.group, method.dense, method.error_feedback) == (64, ("head.*",), True)
+    method = methods.resolve("int8(group=64, dense='head.*', feedback='gradients')")
+    assert (method.group, method.dense, method.feedback) == (64, ("head.*",), methods.Gradients())
     assert methods.resolve(str(method)) == method

@@ -29,7 +29,7 @@ from thinwire.proof.record import Setup, small
 HERE = (Setup("all_reduce", 3), Setup("reduce_scatter", 3))
 GRADIENT = {"feedback": "gradient"}
 KNOBS: list[tuple[str, dict[str, Any]]] = [
-    ("int8", {"error_feedback": True}), ("radius", {"residual_scale": 1.0}), ("scape", {"refresh": 2}),
+    ("int8", {"feedback": "gradients"}), ("radius", {"residual_scale": 1.0}), ("scape", {"refresh": 2}),
     ("scape", {"density": 1.0}), ("separate", {"beta": 0.5}),
     ("separate", {"beta": None}), ("separate", {"beta": None, "reset": 2}),
     ("separate", {"estimator": "paper", "beta": None, "reset": 2}),
@@ -37,14 +37,14 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("tagc", GRADIENT), ("powersgd", GRADIENT), ("tagc", {"leftovers": "median"}), ("tagc", {**GRADIENT, "theta": 0.0}),
     ("sdp4bit", {"hadamard": False, "rounding": "nearest"}), ("sdp4bit", {"bits": 8}), ("sdp4bit", {"bits": 16}),
     ("sdp4bit", {"bits": 32, "intra_bits": 32}), ("loco", {"reset": 0}), ("loco", {"reset": 0, "beta": 0}),
-    ("loco", {"reset": 2}), ("topk", GRADIENT), ("topk", {**GRADIENT, "error_feedback": False}),
+    ("loco", {"reset": 2}), ("topk", GRADIENT), ("topk", {"feedback": None}),
     ("dgc", {"momentum": 0}),
     ("sign", {"scale": "rms"}), ("sign", {"feedback": "update"}), ("onebit-adam", {"scale": "rms"}),
     ("onebit-adam", {"warmup_bits": 8}), ("onebit-adam", {"warmup_bits": 4}),
     ("local-steps", {"outer": "topk(feedback='gradient', smallest=0, density=0.25)"}),
     ("local-steps", {"outer": "int8(smallest=0)"}), ("local-steps", {"outer": "loco(smallest=0, group=32, reset=2)"}),
     ("local-steps", {"outer": "radius(smallest=0, density=0.25, start=1, T=2)", "every": 1}),
-    ("local-steps", {"outer": "int8(smallest=0, error_feedback=True)", "every": 1, "second_moment": "mean"}),
+    ("local-steps", {"outer": "int8(smallest=0, feedback='gradients')", "every": 1, "second_moment": "mean"}),
     ("local-steps", {"outer": "topk(feedback='gradient', smallest=0, density=0.25)", "decay": 0.5}),
     ("local-steps", {"outer": "trickle(smallest=0, density=0.03125, bits=2, feedback='gradient')", "decay": 0.5}),
     ("topk", {"feedback": "updates(delivered_share=1.0)"}),
@@ -112,7 +112,7 @@ def test_thinwire_methods_says_it(capsys):
 
 
 def test_the_plan_says_what_is_not_returned():
-    where, kept = Setup("all_reduce", 2), Int8(smallest=0, error_feedback=True)
+    where, kept = Setup("all_reduce", 2), Int8(smallest=0, feedback="gradients")
     assert plan_of(where, Int8(smallest=0)).lost == Int8().card.promise.lost
     assert Int8().card.promise.lost in " ".join(str(plan_of(where, Int8(smallest=0))).split())
     assert plan_of(where, kept).lost == "" and "returned" not in str(plan_of(where, kept))
@@ -247,8 +247,7 @@ class TurnsRound(TopK):
     """Lossy, and sends the wrong way."""
 
     name: ClassVar[str] = "turns-round"
-    feedback: methods.Gradients | methods.Updates = GRADIENTS
-    error_feedback: bool = False
+    feedback: methods.Gradients | methods.Updates | None = None
 
     def compress(self, bucket, exchange):
         super().compress(bucket, exchange)
@@ -260,8 +259,7 @@ class MakesSomethingOfNothing(TopK):
     """Lossy, and adds."""
 
     name: ClassVar[str] = "makes-something"
-    feedback: methods.Gradients | methods.Updates = GRADIENTS
-    error_feedback: bool = False
+    feedback: methods.Gradients | methods.Updates | None = None
 
     def compress(self, bucket, exchange):
         super().compress(bucket, exchange)

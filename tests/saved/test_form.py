@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
-from thinwire.core.method import Parameter
+from thinwire.core.method import Parameter, Run
 from thinwire.saved.format import Form, Header, check_finite, from_dcp, own_of, split, trim
 
 ABOUT = Header(
@@ -92,19 +92,22 @@ def test_it_is_read_as_it_was_written_and_nothing_else_is():
 
 def test_what_it_says_of_a_run():
     """All that was given, and no more; the parameters by name, with those that are sharded across another dimension."""
-    hop = SimpleNamespace(rank=1, ranks=4, owner=True)
-    weights = {
+    hop: Any = SimpleNamespace(rank=1, ranks=4, owner=True)
+    weights: dict[str, Any] = {
         name: SimpleNamespace(placements=[SimpleNamespace(is_shard=lambda shard=dim is not None: shard, dim=dim)])
         for name, dim in (("b", 1), ("a", 0), ("c", None))
     }
-    parameters = [Parameter(name, (3, 4), 12, "matrix", torch.float32, 8) for name in "ba"]
+    parameters = {name: Parameter(name, (3, 4), 12, "matrix", torch.float32, 8) for name in "ba"}
     inside = methods.resolve("int8")
-    about = Header.of_run(2, 8, "hsdp", [hop, hop], parameters, methods.resolve("topk"), inside=inside, weights=weights)
+    engine: Any = SimpleNamespace(kind="hsdp", levels=None, hops=[hop, hop])
+    run = Run(parameters, hop, weights=weights)
+    about = Header.of_run(2, 8, engine, run, methods.resolve("topk"), inside)
     assert (about.rank, about.ranks, about.engine, about.levels) == (2, 8, "hsdp", False)
     assert about.hops == ((1, 4, True),) * 2 and about.inside == str(inside) and about.across == ("b",)
     assert about.parameters == {"a": ((3, 4), 8), "b": ((3, 4), 8)} and (about.seed, about.bound) == (0, None)
     assert about.method == "topk" and about.knobs["density"] == str(methods.resolve("topk").density)
-    plain = Header.of_run(0, 1, "ddp", [hop], [], methods.resolve("fp32"), levels=True, seed=3, bound=2.0)
+    engine = SimpleNamespace(kind="ddp", levels=object(), hops=[hop])
+    plain = Header.of_run(0, 1, engine, Run({}, hop, seed=3), methods.resolve("fp32"), bound=2.0)
     assert (plain.levels, plain.inside, plain.seed, plain.bound, plain.across) == (True, None, 3, 2.0, ())
     assert plain.prefix == "rank-0000-of-0001" and Header.load("key", about.dump()) == about
 

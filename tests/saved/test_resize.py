@@ -6,6 +6,7 @@ import math
 import tempfile
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,8 @@ from breadth import dealt, spread
 from engines import adamw, build, train
 from models import Net, flat, loss_of
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import knobs_of
 from thinwire.core.bucket import Layout
-from thinwire.core.method_buckets import send_all
+from thinwire.core.method import Method
 from thinwire.core.state import dump_state, load_state
 from thinwire.methods import TABLE
 from thinwire.plan.dry_run import largest_state
@@ -39,14 +39,11 @@ TRIP = (
     Setup("two_level", 4, 2), Setup("all_reduce", 4),
 )  # fmt: skip
 """4 -> 2 -> 3 ranks, and DDP -> FSDP2 -> HSDP -> two levels -> DDP."""
-WAIT = [
-    cls for cls in TABLE if small(cls).card.keeps_state or "error_feedback" in {knob.name for knob in knobs_of(cls)}
-]
+WAIT = [cls for cls in TABLE if small(cls).card.keeps_state or cls.name == "int8"]
 
 
 def make(cls: type) -> Any:
-    knobs = {knob.name for knob in knobs_of(cls)}
-    more = {"error_feedback": True} if "error_feedback" in knobs else {}
+    more = {"feedback": "gradients"} if cls.name == "int8" else {}
     outer = {"outer": "topk(feedback='gradient', smallest=0, density=0.25)"} if cls.name == "local-steps" else {}
     return small(cls, **more, **outer)
 
@@ -63,10 +60,8 @@ class Ranks:
         self.forms = []
         for number, rank in enumerate(self.ranks):
             engine, method = rank.engine, rank.method
-            about = Header.of_run(
-                number, where.size, where.engine, engine.hops, engine.parameters.values(), method,
-                levels=engine.levels is not None,
-            )  # fmt: skip
+            kind: Any = SimpleNamespace(kind=where.engine, levels=engine.levels, hops=engine.hops)
+            about = Header.of_run(number, where.size, kind, rank.run, method)
             self.forms.append(Form(about, {**COUNTS, **shapes}))
 
     def train(self) -> None:
@@ -105,7 +100,7 @@ class Ranks:
             out = torch.zeros(engine.numel // engine.rows) if engine.owner else flat
             with torch.no_grad():
                 method = rank.road.last.method
-                rank.road.between_steps(flat, engine.pieces, out, partial(send_all, method.card, method.state))
+                rank.road.carry(flat, engine.pieces, out, partial(Method.deliver, method))
             rank.method.state.commit()
             return out
 

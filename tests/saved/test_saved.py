@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ import thinwire
 from breadth import falls_on, spread
 from engines import adamw, build, train
 from thinwire.base.errors import ThinwireError
+from thinwire.core.method import Run
 from thinwire.core.state import find_entries
 from thinwire.engines.fsdp2 import param_groups
 from thinwire.methods import TABLE, LocalSteps, resolve
@@ -77,7 +79,7 @@ def _forms(rank: int, world: int, kind: str) -> list[str]:
 
 def _on_the_wrong_side(wire: thinwire.Wire, state: dict) -> list[str]:
     """What of ``state`` is loaded onto the device and belongs to the host, which counts, or the other way round."""
-    with mock.patch.object(thinwire.Wire, "_where", torch.device("meta")):
+    with mock.patch.object(thinwire.Wire, "_device", torch.device("meta")):
         wire.load_state_dict(state)
     found = {kind: value.device.type for kind, _, value in find_entries(wire._state)}
     there = {"chosen": "cpu", "resampled": "cpu", "replica step": "cpu", "mask": "meta", "replica": "meta"}
@@ -234,5 +236,6 @@ def test_entries_are_known_without_their_rank():
 def test_an_outer_methods_settings_are_saved_too():
     """So that another default of its is noticed, whatever was written."""
     inner, outer = resolve("radius"), LocalSteps(outer="radius")
-    knobs = Header.of_run(0, 1, "ddp", (), (), outer).knobs
+    alone: Any = SimpleNamespace(kind="ddp", levels=None, hops=())
+    knobs = Header.of_run(0, 1, alone, Run({}, alone), outer).knobs
     assert knobs.items() >= {("radius's T", str(inner.T)), ("outer", "radius")}

@@ -27,10 +27,10 @@ from adversarial_laws import Array, Played, Taken, View
 from thinwire import AdamS, methods
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
-from thinwire.core.method import Method, Run, Step
+from thinwire.core.method import Method, Run, Step, bucket_of
 from thinwire.core.state import State, dump_state
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import LockStep, Shapes, bucket_for, exchange_on, parameters_for, plan_of
+from thinwire.proof.ranks import Shapes, ThreadEngine, Threads, plan_of
 
 Random = np.random.Generator
 AGAIN = 3
@@ -110,7 +110,7 @@ Knobs = dict[str, Any]
 
 
 def _grouped(pick: Pick) -> Knobs:
-    return {"group": pick(8, 16, 32, 128), "error_feedback": pick(True, False)}
+    return {"group": pick(8, 16, 32, 128), "feedback": pick("gradients", None)}
 
 
 def _radius(pick: Pick) -> Knobs:
@@ -163,8 +163,8 @@ def _weights(pick: Pick) -> Knobs:
 
 def _topk(pick: Pick) -> Knobs:
     return {
-        "density": pick(0.003, 0.01, 0.1, 0.5, 1.0), "start": pick(0, 0, 1), "error_feedback": pick(True, True, False),
-        "feedback": "gradient",
+        "density": pick(0.003, 0.01, 0.1, 0.5, 1.0), "start": pick(0, 0, 1),
+        "feedback": pick("gradients", "gradients", None),
     }  # fmt: skip
 
 
@@ -404,13 +404,13 @@ class Turn:
 class VirtualRank:
     """One rank of a case: engine, method, state and optimizer."""
 
-    def __init__(self, case: Case, world: LockStep, rank: int, make: Callable[[], Method]) -> None:
+    def __init__(self, case: Case, world: Threads, rank: int, make: Callable[[], Method]) -> None:
         self.case, self.world, self.rank = case, world, rank
         self.ledger, self.method = Ledger(), make()
         self.state = self.method.state = State(self.method.card.offloaded_kinds)
-        self.exchange = exchange_on(case.topology, world, rank, self.ledger, case.per_node)
-        found = parameters_for(self.exchange, case.shapes)
-        self.parameters = {name: replace(parameter, dtype=case.dtype) for name, parameter in found.items()}
+        engine = ThreadEngine(case.topology, world, rank, self.ledger, case.shapes, case.per_node)
+        self.exchange = engine.hops[0]
+        self.parameters = {name: replace(parameter, dtype=case.dtype) for name, parameter in engine.parameters.items()}
         self.weights = {name: torch.nn.Parameter(torch.zeros(of.local)) for name, of in self.parameters.items()}
         self.optimizer = _optimizer(case.optimizer, list(self.weights.values()))
         optimizers = () if self.optimizer is None else (self.optimizer,)
@@ -418,7 +418,7 @@ class VirtualRank:
             parameters=self.parameters, exchange=self.exchange, steps=case.steps + SPARE, seed=case.seed,
             optimizers=optimizers, weights=self.weights, rank=rank,
         ))  # fmt: skip
-        self.bucket, _ = bucket_for(self.method, self.exchange, case.shapes)
+        self.bucket = bucket_of(self.method, engine.pieces, self.exchange, torch.device("cpu"))
         self.bucket.dtype = case.dtype if self.method.card.native else torch.float32
 
     def take(self, turn: Turn) -> Taken:
@@ -486,7 +486,7 @@ def _optimizer(kind: str, weights: list[torch.nn.Parameter]) -> torch.optim.Opti
 
 def play(case: Case, make: Callable[[], Method], *, disturbed: bool) -> Played:
     """All steps of ``case``; ``disturbed``: with one in between that is not finite, and another one at the end."""
-    world = LockStep(case.size)
+    world = Threads(case.size)
     inputs = inputs_of(case)
     schedule = [(ranks, "keep") for ranks in inputs]
     if disturbed:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from projections import matrix_of
 from thinwire.base.knobs import knobs_of
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
@@ -267,7 +268,7 @@ def lossy(view: View, turn: int, name: str) -> Iterator[Claim]:
     unit = U8 if method.card.summed_by_network else U  # the network sums bfloat16 in bfloat16
     mean, error = exchanged(view, h, rounding, on_wire=method.card.summed_by_network, unit=unit)
     yield "the mean", view.mean(turn, name), mean, error + (U * np.abs(h) + LEAST).mean(0)
-    if method.error_feedback:
+    if method.feedback is not None:
         group = method.codec.group
         sizes = by_group((np.abs(h) + np.abs(new)).sum(0), group)
         yield _kept(view, turn, name, h - new, feedback_error(view.size, sizes))
@@ -324,7 +325,7 @@ def _elementwise(view: View, turn: int, name: str, sent: Array, sizes: Array, ro
 def topk(view: View, turn: int, name: str) -> Iterator[Claim]:
     method: Any = view.method
     given = view.inputs(turn, name)
-    if not method.error_feedback:
+    if method.feedback is None:
         chosen = np.stack([_largest(rows, method) for rows in given])
         yield _elementwise(view, turn, name, chosen, np.abs(chosen), 0)
         return
@@ -420,7 +421,7 @@ def _projected(view: View, turn: int, name: str, h: Array) -> tuple[Array, Array
     method: Any = view.method
     width, block, srht = view.played.spans[name][1], method._estimator.block, method.estimator == "cyclic_srht"
     drawn = method._estimator.draw(view.case.seed, name, view.played.numbers[turn], torch.device("cpu"))
-    matrix = Projection(method._estimator, [(0, width, drawn)]).matrix().double().numpy()
+    matrix = matrix_of(Projection(method._estimator, [(0, width, drawn)])).double().numpy()
     kept = matrix.shape[1]
     scale = 1 / kept  # of the paper's
 

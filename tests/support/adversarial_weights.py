@@ -21,7 +21,7 @@ from thinwire.core.weights import Replica
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
 from thinwire.plan.dry_run import dry_run
-from thinwire.proof.ranks import LockStep, exchange_on, parameters_for
+from thinwire.proof.ranks import Threads, exchange_on, parameters_for
 
 if TYPE_CHECKING:
     from adversarial import Case
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Owner:
     """One rank's weights, and everybody's as it has them."""
 
-    def __init__(self, case: Case, world: LockStep, rank: int, make: Callable[[], Method]) -> None:
+    def __init__(self, case: Case, world: Threads, rank: int, make: Callable[[], Method]) -> None:
         self.ledger, self.method = Ledger(), make()
         self.method.state = State(self.method.card.offloaded_kinds)
         exchange = exchange_on("reduce_scatter", world, rank, self.ledger, case.per_node)
@@ -68,7 +68,7 @@ class Owner:
 
 def problems_of(case: Case, make: Callable[[], Method], masters: list[Array]) -> list[str]:
     """What is wrong with gathering ``masters``, by step (N, n). The last step's hold a value that is not finite."""
-    world = LockStep(case.size)
+    world = Threads(case.size)
 
     def body(rank: int) -> tuple[list[tuple[Array, float]], Owner]:
         shard = Owner(case, world, rank, make)

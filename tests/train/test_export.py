@@ -97,7 +97,7 @@ def test_a_run_on_token_files_is_read_back_sampled_and_exported(family, engine, 
     assert cli.main(["sample", str(out), "--prompt", "5 times", "--tokens", "9", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("5 times")
     assert cli.main(["export", str(out / "checkpoints" / "step-000003"), str(tmp_path / "hf")]) == 0
-    kept = Tokenizer("bpe:280", (), out, trains=False).as_hub().to_str()
+    kept = Tokenizer("bpe:280", None, out).as_hub().to_str()
     assert HubTokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json")).to_str() == kept
     assert sum(1 for _ in (tmp_path / "hf").iterdir()) == 4
     written = [*(tmp_path / "hf").iterdir(), *(out / "checkpoints" / "step-000003").iterdir()]

@@ -88,7 +88,7 @@ def test_a_run_on_text_resumes_exactly_is_sampled_and_exported_with_equal_logits
     """gpt2 has dropout and a tied head; it is trained on token files that its tokenizer made."""
     words = [
         "--init", str(place / "gpt2"), *SMALL, "--steps", "4", "--checkpoint-every", "2", "--lr", "0.01",
-        "--method", "int8(smallest=0, error_feedback=True)",
+        "--method", "int8(smallest=0, feedback='gradients')",
     ]  # fmt: skip
     made = ["--tokenizer", f"folder:{place / 'gpt2'}", "--out", f"{tmp_path}/tokens"]
     assert cli.main(["tokenize", str(place / "text.txt"), *made]) == 0

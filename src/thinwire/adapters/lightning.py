@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from thinwire.adapters import files
 from thinwire.base import extras
 from thinwire.methods import Method
@@ -46,9 +44,7 @@ class ThinwireStrategy(DDPStrategy):
 
     strategy_name = "thinwire"
 
-    def __init__(
-        self, method: Method | str = "int8", options: Mapping[str, Any] | None = None, **ddp: Any
-    ) -> None:  # fmt: skip
+    def __init__(self, method: Method | str = "int8", options: Mapping[str, Any] | None = None, **ddp: Any) -> None:
         super().__init__(**ddp)
         self._method, self._options = method, dict(options or {})
         self.wire: Wire | None = None
@@ -64,13 +60,9 @@ class ThinwireStrategy(DDPStrategy):
             **{"steps": int(steps) if 0 < steps < math.inf else None, **self._options},
             scaler=getattr(self.precision_plugin, "scaler", None),
         )  # fmt: skip
-        if len(self.optimizers) == 1:
-            self.precision_plugin.clip_grad_by_norm = self._clip
-
-    def _clip(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """In the precision plugin's place: what methods do may depend on by how much gradients were scaled."""
-        assert self.wire is not None
-        self.wire.clip_grad_norm_(clip_val)
+        if len(self.optimizers) == 1:  # what methods do may depend on by how much gradients were scaled
+            wire = self.wire
+            self.precision_plugin.clip_grad_by_norm = lambda optimizer, clip_val: wire.clip_grad_norm_(clip_val)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)

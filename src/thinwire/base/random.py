@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,26 +26,25 @@ def seed_of(seed: int, name: str, step: int = 0) -> int:
 
 def key_of(seed: int) -> int:
     """Fold ``seed`` to 32 bits, as a signed integer: the key that kernels use."""
-    key = (seed ^ seed >> 32) & 0xFFFFFFFF
-    return key - 2**32 if key >= 2**31 else key
+    return _signed((seed ^ seed >> 32) & 0xFFFFFFFF, 32)
 
 
 class Pool:
     """The seeds of one step, of everything that draws in it: a GPU gets them all at once, not for each encoding anew.
 
     Attributes:
-        seeds: in the order in which they were given. indices: name -> index into ``seeds``.
+        seeds: in the order in which they were given. indices: seed -> index into ``seeds``.
     """
 
-    def __init__(self, seeds: Mapping[str, int]) -> None:
-        self.seeds = tuple(seeds.values())
-        self.indices = {name: index for index, name in enumerate(seeds)}
+    def __init__(self, seeds: Iterable[int]) -> None:
+        self.seeds = tuple(seeds)
+        self.indices = {seed: index for index, seed in enumerate(self.seeds)}
         self._keys: dict[object, Tensor] = {}
 
     @functools.cached_property
     def next(self) -> Pool:
         """The pool of the next encodings in the same exchanges, which draw other bits."""
-        return Pool({name: _following(seed, 1) for name, seed in zip(self.indices, self.seeds, strict=True)})
+        return Pool(_following(seed, 1) for seed in self.seeds)
 
     def keys(self, device: torch.device) -> Tensor:
         """Return the keys (m,) int32 on ``device``, in the order of ``seeds``."""
@@ -57,31 +55,15 @@ class Pool:
         return self._keys[stream]
 
 
-class Drawn(NamedTuple):
-    """The seeds of a row's random bits: for ranges of columns that adjoin, multiples of the group, from 0 to n.
-
-    Attributes:
-        ranges: (first column, last column, seed). indices: of each range's seed in ``pool``, if there is one.
-    """
-
-    ranges: list[tuple[int, int, int]]
-    indices: tuple[int, ...] = ()
-    pool: Pool | None = None
-
-    def keys(self, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
-        """Return keys (m,) int32 on ``device``, and for each range the index of its key."""
-        if self.pool is not None:
-            return self.pool.keys(device), self.indices
-        return upload([key_of(seed) for _, _, seed in self.ranges], device), tuple(range(len(self.ranges)))
-
-
 @dataclass(frozen=True)
 class Seeds:
     """The seeds of one encoding's random bits: one for each parameter, wherever it lies in a row.
 
-    ``ranges``: (first column, last column, seed) of each parameter, or, with a ``pool``, (first, last, index into it).
-    In longer rows the parameters come again, with seeds of their own. The same seed rounds the same columns the same
-    way: take others for every step and rank.
+    The same seed rounds the same columns the same way: take others for every step and rank.
+
+    Attributes:
+        ranges: (first column, last column, seed) of each parameter: they adjoin, from column 0 on, and are multiples of
+            the group. pool: holds the seeds on a GPU, if there is one.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -89,25 +71,32 @@ class Seeds:
 
     def next(self) -> Seeds:
         """Return the seeds of the next encoding in the same exchange, which draws other bits."""
-        if self.pool is not None:
-            return Seeds(self.ranges, self.pool.next)
-        return Seeds(tuple((first, last, _following(seed, 1)) for first, last, seed in self.ranges))
+        pool = self.pool
+        if pool is None:
+            return Seeds(tuple((first, last, _following(seed, 1)) for first, last, seed in self.ranges))
+        seeds, indices = pool.next.seeds, pool.indices
+        return Seeds(tuple((first, last, seeds[indices[seed]]) for first, last, seed in self.ranges), pool.next)
 
-    def over(self, n: int) -> Drawn | None:
-        """Return the seeds of all ``n`` columns of a row; None if the parameters do not fill it."""
+    def over(self, n: int) -> Seeds | None:
+        """Return the seeds of all ``n`` columns of a row; None if the parameters do not fill it.
+
+        In longer rows the parameters come again, with seeds of their own.
+        """
         length = self.ranges[-1][1] if self.ranges else 0
         if not length or n % length:
             return None
-        seeds = self.ranges
-        if self.pool is not None:
-            seeds = tuple((first, last, self.pool.seeds[index]) for first, last, index in self.ranges)
-            if n == length:
-                return Drawn(list(seeds), tuple(index for _, _, index in self.ranges), self.pool)
-        return Drawn([
+        return self if n == length else Seeds(tuple(
             (first + start, last + start, _following(seed, start // length * 0x9E3779B97F4A7C15))
             for start in range(0, n, length)
-            for first, last, seed in seeds
-        ])  # fmt: skip
+            for first, last, seed in self.ranges
+        ))  # fmt: skip
+
+    def keys(self, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+        """Return keys (m,) int32 on ``device``, and for each range the index of its key."""
+        seeds = [seed for _, _, seed in self.ranges]
+        if self.pool is not None:
+            return self.pool.keys(device), tuple(self.pool.indices[seed] for seed in seeds)
+        return upload([key_of(seed) for seed in seeds], device), tuple(range(len(seeds)))
 
 
 def _following(seed: int, number: int) -> int:
@@ -115,9 +104,9 @@ def _following(seed: int, number: int) -> int:
     return seed_of(seed, str(number)) if number else seed
 
 
-def _signed(value: int) -> int:
-    """Return 64 bits as torch's int64 holds them."""
-    return value - 2**64 if value >= 2**63 else value
+def _signed(value: int, bits: int) -> int:
+    """Return ``value``, so many bits, as torch's integers hold them."""
+    return value - 2**bits if value >> (bits - 1) else value
 
 
 def shifted(words: Tensor, bits: int) -> Tensor:
@@ -127,9 +116,9 @@ def shifted(words: Tensor, bits: int) -> Tensor:
 
 def hash_of(seed: int, counters: Tensor) -> Tensor:
     """Return 64 random bits for every value of ``counters`` (int64): splitmix64's output at that position."""
-    words = (counters + 1) * _signed(0x9E3779B97F4A7C15) + seed
-    words = (words ^ shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
-    words = (words ^ shifted(words, 27)) * _signed(0x94D049BB133111EB)
+    words = (counters + 1) * _signed(0x9E3779B97F4A7C15, 64) + seed
+    words = (words ^ shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9, 64)
+    words = (words ^ shifted(words, 27)) * _signed(0x94D049BB133111EB, 64)
     return words ^ shifted(words, 31)
 
 

@@ -12,6 +12,9 @@ import re
 from unittest import mock
 
 from thinwire.base.errors import ThinwireError
+from thinwire.cli import program
+from thinwire.methods import names
+from thinwire.train.model.shapes import PRESETS
 
 SHELLS = ("bash", "zsh")
 HELP = """usage: thinwire completion bash|zsh
@@ -19,8 +22,6 @@ HELP = """usage: thinwire completion bash|zsh
 Print a script that completes commands, flags and the words that flags take.
     thinwire completion bash > ~/.local/share/bash-completion/completions/thinwire
     thinwire completion zsh > ~/.thinwire.zsh; echo 'source ~/.thinwire.zsh' >> ~/.zshrc     (after compinit)"""
-SECOND = {"lab": "run"}
-"""Command -> the word that comes next."""
 FLAGS = re.compile(r"^[\s│]*(?:-h, )?(--[a-z][\w-]*(?:, --[a-z][\w-]*)*)(?: \{([\w,]+)\})?", re.MULTILINE)
 
 
@@ -35,38 +36,26 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def help_of(command: str) -> str:
-    """Return the text that ``thinwire COMMAND --help`` prints."""
-    from thinwire.cli import program as cli
-
-    printed, words = io.StringIO(), [command, *filter(None, [SECOND.get(command)]), "--help"]
+def options(command: str) -> dict[str, list[str]]:
+    """Find the flags that ``thinwire COMMAND --help`` shows, and the words that each takes, where it names them."""
+    printed = io.StringIO()
     wide = mock.patch.dict(os.environ, {"COLUMNS": "1000"})  # nothing is wrapped
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit), wide:
-        cli.main(words)
-    return printed.getvalue()
-
-
-def options(text: str) -> dict[str, list[str]]:
-    """Find the flags in a ``--help``, and the words that each takes, where it names them."""
+        program.main([command, "--help"])
     return {
         flag: [word for word in words.split(",") if word and word != "None"]
-        for flags, words in FLAGS.findall(text)
+        for flags, words in FLAGS.findall(printed.getvalue())
         for flag in flags.split(", ")
     }
 
 
 def script(shell: str) -> str:
     """Write the script for bash; zsh takes the same through its ``bashcompinit``."""
-    from thinwire.cli.program import COMMANDS
-    from thinwire.methods import names
-    from thinwire.train.model.shapes import PRESETS
-
     choices = {"--method": names(), "--methods": names(), "--intra": names(), "--preset": list(PRESETS)}
-    word_cases, flag_cases = [f'"completion completion") words="{" ".join(SHELLS)}" ;;'], []
-    for command in COMMANDS:
-        if command in SECOND:
-            word_cases.append(f'"{command} {command}") words="{SECOND[command]}" ;;')
-        flag_words = options(help_of(command)) if command != "completion" else {}
+    word_cases = [f'"completion completion") words="{" ".join(SHELLS)}" ;;', '"lab lab") words="run" ;;']
+    flag_cases = []
+    for command in program.COMMANDS:
+        flag_words = options(command)
         flag_cases.append(f'{command}) words="{" ".join(flag_words)}" ;;')
         for flag, listed in flag_words.items():
             if words := choices.get(flag, listed):
@@ -76,7 +65,7 @@ def script(shell: str) -> str:
         "_thinwire() {",
         '    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words=""',
         '    if [ "$COMP_CWORD" -eq 1 ]; then',
-        f'        words="{" ".join(COMMANDS)}"',
+        f'        words="{" ".join(program.COMMANDS)}"',
         '    else case "${COMP_WORDS[1]} $before" in',
         *(f"        {line}" for line in word_cases),
         '        *) [[ "$word" == -* ]] && case "${COMP_WORDS[1]}" in',

@@ -19,7 +19,7 @@ COMMANDS = {
         "thinwire.train.checkpoint.inspect:main",
         "show what a checkpoint holds and whether it is whole, or compare two",
     ),
-    "compare": ("thinwire.cli.lab:compare_main", "train with several methods on an emulated network: a verdict"),
+    "compare": ("thinwire.cli.compare:compare_main", "train with several methods on an emulated network: a verdict"),
     "lab": ("thinwire.cli.lab:lab_main", "run any torchrun-style command on an emulated cluster"),
     "tokenize": ("thinwire.train.data.token_files:main", "tokenize text once, for `thinwire train --corpus FOLDER`"),
     "sample": ("thinwire.train.checkpoint.trained_model:sample_main", "print text that a trained model goes on with"),
@@ -30,24 +30,20 @@ COMMANDS = {
 }
 
 
-def usage() -> str:
-    lines = ["usage: thinwire COMMAND [options]     (thinwire COMMAND --help for its options)", ""]
-    lines += [f"  {word:<12}{text}" for word, (_, text) in COMMANDS.items()]
-    return "\n".join(lines)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 2 for input that cannot be used, or the error's own."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage())
+        print("usage: thinwire COMMAND [options]     (thinwire COMMAND --help for its options)\n")
+        for command, (_, text) in COMMANDS.items():
+            print(f"  {command:<12}{text}")
         return 0 if argv else 2
     if argv[0] == "--version":
         from importlib.metadata import version
 
         print(version("thinwire"))
         return 0
-    word, arguments = argv[0], argv[1:]
+    word, *arguments = argv
     try:
         if word not in COMMANDS:
             raise ThinwireError(f"unknown command '{word}'; there are: {', '.join(COMMANDS)}")

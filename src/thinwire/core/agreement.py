@@ -56,7 +56,8 @@ class Agreement:
 
     def __init__(self, comms: Sequence[GroupComm], beside: GroupComm | None = None) -> None:
         """``comms``: the groups in which all must be the same. ``beside``: one in which ``shared`` facts must."""
-        self._comms, self._beside = list(comms), beside
+        self._comms = [*comms, *([] if beside is None else [beside])]
+        self._stages = 1 if beside is None else beside.size
         self._over = False
         self.undo: Callable[[], None] = lambda: None
 
@@ -75,7 +76,7 @@ class Agreement:
         if isinstance(error, Exception) and not isinstance(error, LostRank) and not self._over:
             text = str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}"
             with suppress(LostRank):  # this rank's own message is the one that helps
-                self._meet({_FAILED: text}, {})
+                self.collect({_FAILED: text}, {})
 
     def compare(self, facts: Facts, shared: Facts | None = None) -> None:
         """Go on if all ranks say the same ``facts``, and those ``beside`` the same ``shared`` ones.
@@ -83,26 +84,26 @@ class Agreement:
         Raises:
             ThinwireError: they do not, or one has failed: which rank, and what. The same on all ranks that have not.
         """
-        rows = self._meet(dict(facts), dict(shared or {}))
+        rows = self.collect(facts, shared or {})
         if rows is None:
             return
         self._over = True
         for rank, facts_of_rank, _ in rows:
             if _FAILED in facts_of_rank:
                 raise ThinwireError(f"rank {rank}: {facts_of_rank[_FAILED]}")
-        per_stage = len(rows) // (1 if self._beside is None else self._beside.size)
+        per_stage = len(rows) // self._stages
         for first in range(0, len(rows), per_stage):
             _check([(rank, facts_of_rank) for rank, facts_of_rank, _ in rows[first : first + per_stage]])
         _check([(rank, shared_of_rank) for rank, _, shared_of_rank in rows])
 
-    def _meet(self, facts: dict[str, str], shared: dict[str, str]) -> list[Any] | None:
-        """Return None where all are alike; else (rank, facts, shared) of each rank."""
+    def collect(self, facts: Facts, shared: Facts) -> list[tuple[int, Facts, Facts]] | None:
+        """Return None where all are alike; else (rank, facts, shared) of each rank. Collective."""
         comm = self._comms[0]
         text = zlib.compress(json.dumps([comm.ranks[comm.rank], facts, shared]).encode())
         digests = [hashlib.sha256(json.dumps(named).encode()).digest() for named in (facts, shared)]
         summary = torch.tensor([*b"".join(digests), *len(text).to_bytes(8, "big"), _FAILED in facts], dtype=torch.uint8)
         summaries = self._gather(summary)
-        stages = summaries.view(1 if self._beside is None else self._beside.size, -1, len(summary))
+        stages = summaries.view(self._stages, -1, len(summary))
         alike = bool((stages[:, :, :32] == stages[:, :1, :32]).all() and (stages[..., 32:64] == summary[32:64]).all())
         if alike and not bool(summaries[:, -1].any()):
             return None
@@ -113,7 +114,7 @@ class Agreement:
     def _gather(self, row: Tensor) -> Tensor:
         """Gather the ``row`` (m,) of all ranks in all groups: (N, m), in the same order on all ranks."""
         rows = row.view(1, -1)
-        for comm in [*self._comms, *([] if self._beside is None else [self._beside])]:
+        for comm in self._comms:
             own_row = rows.reshape(-1).to(comm.device)
             gathered = torch.empty((comm.size, own_row.numel()), dtype=row.dtype, device=comm.device)
             comm.all_gather(gathered, own_row)
@@ -155,15 +156,14 @@ _ADVICE = {
 }
 
 
-def host_facts(method: Method, optimizers: Sequence[torch.optim.Optimizer], device: str, engine: str) -> dict[str, str]:
+def host_facts(method: Method, optimizers: Sequence[torch.optim.Optimizer], *, replicated: bool) -> dict[str, str]:
     """Read the facts of this host that change bits which all ranks must have alike, where tensors are on a CPU.
 
-    tests/core/test_hosts.py tries all methods; numba's own instruction set changes none.
+    ``replicated``: several ranks hold the same weights. tests/core/test_hosts.py tries all methods; numba's own
+    instruction set changes none.
     """
-    if device != "cpu":
-        return {}
     facts = {}
-    if engine != "FSDP2" or method.card.same_arithmetic:
+    if replicated or method.card.same_arithmetic:
         facts[INSTRUCTIONS] = torch.backends.cpu.get_cpu_capability()
     if method.card.same_arithmetic or any(type(optimizer).__name__ == "AdamS" for optimizer in optimizers):
         facts[KERNELS] = cpu_kernels()

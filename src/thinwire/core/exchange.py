@@ -27,89 +27,32 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.base.random import Seeds
 from thinwire.codecs.base import Codec, Residual, Space
-from thinwire.core.bucket import Bucket, Rows, same_memory
-from thinwire.network.comm import Comm, CountingComm, Work
-from thinwire.network.ledger import Ledger
+from thinwire.core.bucket import Bucket, same_memory
+from thinwire.network.comm import Comm, Work
 
 
-def _encode(
-    comm: Comm,
-    bucket: Rows,
-    values: Tensor,
-    codec: Codec,
-    key: str,
-    residual: Residual | None = None,
-    seed: Seeds | None = None,
-) -> Tensor:
-    """Encode ``values`` (R, n) into a wire (R, m): a workspace of the bucket, or ``values`` themselves."""
-    if codec.verbatim and residual is None and values.dtype == codec.wire_dtype and values.is_contiguous():
-        return values
-    wire = bucket.scratch(key, (len(values), codec.wire_numel(values.shape[1])), codec.wire_dtype)
-    with comm.ledger.span("encode", values):
-        return codec.encode(values, wire, residual=residual, seed=seed, space=scratch(bucket))
+@dataclass
+class Payload:
+    """Values that are exchanged in a bucket's place, with its workspace under other keys.
+
+    Attributes:
+        rows: (R, k) the values sent of each row. mean: receives the mean: ``rows`` itself, or (1, k) at a row's owner.
+    """
+
+    rows: Tensor
+    mean: Tensor
+    bucket: Bucket
+
+    def scratch(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.bucket.scratch(("serve", key), shape, dtype)
 
 
-def _decode(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tensor, scale: float = 1.0) -> None:
-    with comm.ledger.span("decode", out):
-        if not (codec.verbatim and same_memory(wire, out)):
-            codec.decode(wire, out, space=scratch(bucket))
-        if scale != 1.0:
-            out.mul_(scale)
-
-
-def _decode_sum(comm: Comm, bucket: Rows, wire: Tensor, codec: Codec, out: Tensor, scale: float) -> None:
-    with comm.ledger.span("decode", out):
-        codec.decode_sum(wire, out, scale, space=scratch(bucket))
+Rows = Bucket | Payload
 
 
 def scratch(bucket: Rows) -> Space:
     """Return what gives a codec the scratch memory of ``bucket``."""
     return lambda use, shape, dtype: bucket.scratch(("codec", use), shape, dtype)
-
-
-def _from_peers(comm: Comm, bucket: Rows, wire: Tensor) -> Tensor:
-    """Exchange ``wire`` (N, m) all-to-all; return the peers' wires of this rank's row, in rank order."""
-    received = bucket.scratch("received", wire.shape, wire.dtype)
-    comm.all_to_all(received, wire)
-    return received
-
-
-def _encode_sum(
-    comm: Comm, bucket: Rows, received: Tensor, codec: Codec, scale: float, residual: Residual | None,
-    seed: Seeds | None,
-) -> Tensor:  # fmt: skip
-    """Encode this rank's row of the mean, from its peers' wires ``received`` (N, m), into a wire (1, m)."""
-    shape = 1, bucket.shape[1]
-    if residual is None:
-        mean_wire = bucket.scratch("mean wire", (1, received.shape[1]), received.dtype)
-        with comm.ledger.span("encode", received):
-            return codec.encode_sum(received, mean_wire, shape[1], scale, seed=seed, space=scratch(bucket))
-    mean, error = (bucket.scratch(use, shape, torch.float32) for use in ("mean row", "mean row's error"))
-    _decode_sum(comm, bucket, received, codec, mean[0], scale)
-    mean_wire = _encode(comm, bucket, mean, codec, "mean wire", Residual(None, error), seed)
-    residual.new[comm.rank].add_(error[0], alpha=comm.size)
-    return mean_wire
-
-
-def _send_all(rows: Tensor, residual: Residual | None) -> None:
-    """Add ``residual.old`` to ``rows``: without a codec nothing is left out."""
-    if residual is not None:
-        if residual.old is not None:
-            rows.add_(residual.old)
-        residual.new.zero_()
-
-
-def _dense_all_reduce(comm: Comm, values: Tensor, divide: str, *, shared: bool = False) -> None:
-    """Average by the network's own sum, with the engine's order of dividing and adding.
-
-    ``shared``: ``values`` are divided already, where that comes before the sum.
-    """
-    if divide == "before":
-        if not shared:
-            values.mul_(1 / comm.size)
-        comm.all_reduce(values)
-    else:
-        comm.all_reduce(values, "mean")
 
 
 class Exchange(ABC):
@@ -147,7 +90,6 @@ class Exchange(ABC):
         """The rows of a bucket whose mean this rank gets: its own, or all."""
         return slice(self.rank, self.rank + 1) if self.owner else slice(None)
 
-    @abstractmethod
     def mean(
         self,
         bucket: Rows,
@@ -170,6 +112,61 @@ class Exchange(ABC):
             seed: of a codec that draws random bits.
             shared: without a codec, ``bucket.rows`` are ``prescale`` times the values already.
         """
+        if codec is None:
+            if residual is not None:  # without a codec nothing is left out
+                if residual.old is not None:
+                    bucket.rows.add_(residual.old)
+                residual.new.zero_()
+            self._reduce(bucket.rows, bucket.mean, "mean", shared=shared)
+            return
+        wire = self._encode(bucket, bucket.rows, codec, "wire", residual, seed)
+        if codec.linear and on_wire:
+            exact = codec.wire_dtype == torch.float32 and codec.divisible  # divided where dense divides
+            reduced = bucket.scratch("row", (1, wire.shape[1]), wire.dtype) if self.owner else wire
+            self._reduce(wire, reduced, "mean" if exact else "sum")
+            self._decode(bucket, reduced, codec, bucket.mean, 1.0 if exact else 1 / self.ranks)
+        else:
+            self._sum_at_ranks(bucket, wire, codec, on_wire=on_wire, residual=residual, seed=seed)
+
+    @abstractmethod
+    def _reduce(self, values: Tensor, out: Tensor, op: str, *, shared: bool = False) -> None:
+        """Let the network reduce ``values`` (R, m), by "sum" or "mean", to ``out``: ``values``, or an owner's (1, m).
+
+        ``shared``: they are divided already, where that comes before the sum.
+        """
+
+    @abstractmethod
+    def _sum_at_ranks(
+        self, bucket: Rows, wire: Tensor, codec: Codec, *, on_wire: bool, residual: Residual | None, seed: Seeds | None
+    ) -> None:
+        """Send this rank's ``wire`` (R, m), and write the mean of all ranks' to ``bucket.mean``: summed in fp32."""
+
+    def _encode(
+        self, bucket: Rows, values: Tensor, codec: Codec, key: str, residual: Residual | None, seed: Seeds | None
+    ) -> Tensor:
+        """Encode ``values`` (R, n) into a wire (R, m): a workspace of the bucket, or ``values`` themselves."""
+        if codec.verbatim and residual is None and values.dtype == codec.wire_dtype and values.is_contiguous():
+            return values
+        wire = bucket.scratch(key, (len(values), codec.wire_numel(values.shape[1])), codec.wire_dtype)
+        with self.span("encode", values):
+            return codec.encode(values, wire, residual=residual, seed=seed, space=scratch(bucket))
+
+    def _decode(self, bucket: Rows, wire: Tensor, codec: Codec, out: Tensor, scale: float = 1.0) -> None:
+        with self.span("decode", out):
+            if not (codec.verbatim and same_memory(wire, out)):
+                codec.decode(wire, out, space=scratch(bucket))
+            if scale != 1.0:
+                out.mul_(scale)
+
+    def _decode_mean(self, bucket: Rows, wires: Tensor, codec: Codec, out: Tensor) -> None:
+        """Decode all ranks' ``wires`` (N, m) of a row, and sum them in rank order, to ``out`` (1, n), their mean."""
+        with self.span("decode", out[0]):
+            codec.decode_sum(wires, out[0], 1 / self.ranks, space=scratch(bucket))
+
+    def _from_peers(self, bucket: Rows, wire: Tensor) -> Tensor:
+        """Exchange ``wire`` (N, m) all-to-all; return the peers' wires of this rank's row, in rank order."""
+        received = bucket.scratch("received", wire.shape, wire.dtype)
+        return self.comm.all_to_all(received, wire)
 
     def serve(self, bucket: Bucket, codec: Codec, *, residual: Residual | None = None) -> Tensor:
         """Return (1, n), the mean of this rank's own row alone, on any topology: for a method that goes on from there.
@@ -177,7 +174,7 @@ class Exchange(ABC):
         Rank r sends row j of its rows to rank j, encoded, where they are summed in fp32.
         """
         mean = bucket.mean if self.owner else bucket.scratch("served", (1, bucket.shape[1]), torch.float32)
-        ReduceScatter(self.comm).mean(_Served(bucket.rows, mean, bucket), codec, on_wire=False, residual=residual)
+        ReduceScatter(self.comm).mean(Payload(bucket.rows, mean, bucket), codec, on_wire=False, residual=residual)
         return mean
 
     def span(self, kind: str, tensor: Tensor) -> AbstractContextManager[None]:
@@ -218,8 +215,7 @@ class Exchange(ABC):
 
     def all_mean(self, values: Tensor) -> Tensor:
         """Average ``values`` (any shape, float32) over all ranks, in place, to the same bits on every rank."""
-        _dense_all_reduce(self.comm, values, "before")
-        return values
+        return self.comm.all_reduce(values.mul_(1 / self.ranks))
 
     def all_max(self, values: Tensor) -> Tensor:
         """Take the maximum of ``values`` (any shape, float32) over all ranks, in place."""
@@ -234,34 +230,42 @@ class AllReduce(Exchange):
         super().__init__(comm)
         self.divide = divide
 
-    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None, shared=False):
-        comm, rows, scale = self.comm, bucket.rows, 1 / self.comm.size
-        if codec is None:
-            _send_all(rows, residual)
-            _dense_all_reduce(comm, rows, self.divide, shared=shared)
-            return
-        wire = _encode(comm, bucket, rows, codec, "wire", residual, seed)
-        if codec.linear and on_wire:
-            if codec.wire_dtype == torch.float32 and codec.divisible:
-                _dense_all_reduce(comm, wire, self.divide)
-                scale = 1.0
-            else:
-                comm.all_reduce(wire)
-            _decode(comm, bucket, wire, codec, bucket.mean, scale)
-            return
+    def _reduce(self, values, out, op, *, shared=False):
+        if op == "mean" and self.divide == "before":
+            op = "sum"
+            if not shared:
+                values.mul_(1 / self.ranks)
+        self.comm.all_reduce(values, op)
+
+    def _sum_at_ranks(self, bucket, wire, codec, *, on_wire, residual, seed):
         if on_wire:
-            wires = bucket.scratch("all wires", (comm.size, wire.shape[1]), wire.dtype)
-            comm.all_gather(wires, wire[0])
-            _decode_sum(comm, bucket, wires, codec, bucket.mean[0], scale)
+            wires = bucket.scratch("all wires", (self.ranks, wire.shape[1]), wire.dtype)
+            self.comm.all_gather(wires, wire[0])
+            self._decode_mean(bucket, wires, codec, bucket.mean)
             return
-        if len(rows) != comm.size:
+        if len(wire) != self.ranks:
             raise ThinwireError(
-                f"a sum in fp32 over {comm.size} ranks needs {comm.size} rows, the bucket has {len(rows)}"
+                f"a sum in fp32 over {self.ranks} ranks needs {self.ranks} rows, the bucket has {len(wire)}"
             )
-        received = _from_peers(comm, bucket, wire)
-        mean_wire = _encode_sum(comm, bucket, received, codec, scale, residual, None if seed is None else seed.next())
-        comm.all_gather(wire, mean_wire[0])
-        _decode(comm, bucket, wire, codec, bucket.mean)
+        received = self._from_peers(bucket, wire)
+        mean_wire = self._encode_mean(bucket, received, codec, residual, None if seed is None else seed.next())
+        self.comm.all_gather(wire, mean_wire[0])
+        self._decode(bucket, wire, codec, bucket.mean)
+
+    def _encode_mean(
+        self, bucket: Rows, received: Tensor, codec: Codec, residual: Residual | None, seed: Seeds | None
+    ) -> Tensor:
+        """Encode this rank's row of the mean, from its peers' wires ``received`` (N, m), into a wire (1, m)."""
+        shape = 1, bucket.rows.shape[1]
+        if residual is None:
+            mean_wire = bucket.scratch("mean wire", (1, received.shape[1]), received.dtype)
+            with self.span("encode", received):
+                return codec.encode_sum(received, mean_wire, shape[1], 1 / self.ranks, seed=seed, space=scratch(bucket))
+        mean, error = (bucket.scratch(use, shape, torch.float32) for use in ("mean row", "mean row's error"))
+        self._decode_mean(bucket, received, codec, mean)
+        mean_wire = self._encode(bucket, mean, codec, "mean wire", Residual(None, error), seed)
+        residual.new[self.rank].add_(error[0], alpha=self.ranks)
+        return mean_wire
 
 
 class ReduceScatter(Exchange):
@@ -269,49 +273,11 @@ class ReduceScatter(Exchange):
 
     owner = True
 
-    def mean(self, bucket, codec=None, *, on_wire=True, residual=None, seed=None, shared=False):
-        comm, rows, mean = self.comm, bucket.rows, bucket.mean
-        if codec is None:
-            _send_all(rows, residual)
-            comm.reduce_scatter(mean[0], rows, "mean")
-            return
-        wire = _encode(comm, bucket, rows, codec, "wire", residual, seed)
-        if codec.linear and on_wire:
-            row = bucket.scratch("row", (1, wire.shape[1]), wire.dtype)
-            exact = codec.wire_dtype == torch.float32 and codec.divisible  # divided where dense divides
-            comm.reduce_scatter(row[0], wire, "mean" if exact else "sum")
-            _decode(comm, bucket, row, codec, mean, 1.0 if exact else 1 / comm.size)
-        else:
-            _decode_sum(comm, bucket, _from_peers(comm, bucket, wire), codec, mean[0], 1 / comm.size)
+    def _reduce(self, values, out, op, *, shared=False):
+        self.comm.reduce_scatter(out[0], values, op)
 
-
-@dataclass
-class Payload:
-    """Values that go out as they are, without a codec and so without a workspace: a method has encoded them already.
-
-    Attributes:
-        rows: (R, k) the values sent of each row. mean: receives the mean: ``rows`` itself, or (1, k) at a row's owner.
-    """
-
-    rows: Tensor
-    mean: Tensor
-
-    @property
-    def shape(self) -> Sequence[int]:
-        return self.rows.shape
-
-    def scratch(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError
-
-
-@dataclass
-class _Served(Payload):
-    """A bucket whose mean goes elsewhere: the same rows, its workspace under other keys."""
-
-    bucket: Bucket
-
-    def scratch(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self.bucket.scratch(("serve", key), shape, dtype)
+    def _sum_at_ranks(self, bucket, wire, codec, *, on_wire, residual, seed):
+        self._decode_mean(bucket, self._from_peers(bucket, wire), codec, bucket.mean)
 
 
 # What a topology means for buckets, plans and dry runs.
@@ -334,11 +300,8 @@ def prescale(exchange: Exchange) -> float:
 
 def dense_bytes(exchange: Exchange, numel: int, dtype: torch.dtype) -> float:
     """Count the bytes that one rank sends of an engine's buffer of ``numel`` values that goes out as it is."""
-    ledger, rows = Ledger(), exchange.ranks if exchange.owner else 1
-    values = torch.empty((rows, numel // rows), dtype=dtype, device="meta")
-    payload = Payload(values, values[:1] if exchange.owner else values)
-    on_comm(exchange, CountingComm.like(exchange.comm, ledger)).mean(payload)
-    return sum(ledger.current.bytes.values())
+    verb = "reduce_scatter" if exchange.owner else "all_reduce"
+    return exchange.comm.ring_bytes(verb, numel * dtype.itemsize)
 
 
 def on_comm(exchange: Exchange, comm: Comm) -> Exchange:

@@ -30,8 +30,7 @@ class Fingerprint:
 
     def take(self) -> None:
         """Sample the weights: they are as they should be now."""
-        with torch.no_grad():
-            self._reference = self._samples()
+        self._reference = self._samples()
 
     def forget(self) -> None:
         """Forget the samples, until the next ``take``."""
@@ -55,8 +54,7 @@ class Fingerprint:
         expected = self._reference
         if expected is None:
             return torch.zeros(0, dtype=torch.bool)
-        with torch.no_grad():
-            actual = self._samples()
+        actual = self._samples()
         if actual.shape != expected.shape or actual.device != expected.device:  # moved: no new value
             return torch.zeros(0, dtype=torch.bool)
         return (actual != expected) & ~(actual.isnan() & expected.isnan())
@@ -74,10 +72,10 @@ class WeightWatch:
     alone were changed, they may be averaged ones to go on with: then one line says what to call.
     """
 
-    def __init__(self, method: str, weights: Sequence[Tensor], drop_waiting: Callable[[], None] | None) -> None:
-        """``method``: its name. ``drop_waiting``: lets go of what waits; None: nothing ever does."""
+    def __init__(self, method: str, weights: Sequence[Tensor], drop_waiting: Callable[[], None]) -> None:
+        """``method``: its name. ``weights``: none where nothing ever waits. ``drop_waiting``: lets go of what waits."""
         self._method, self._weights, self._drop_waiting = method, weights, drop_waiting
-        self._fingerprint = None if drop_waiting is None else Fingerprint(lambda: weights)
+        self._fingerprint = Fingerprint(lambda: weights)
         self._version = -1
         self._optimizer_loaded = False
         self._warned = False
@@ -85,8 +83,7 @@ class WeightWatch:
     def trust(self) -> None:
         """Trust the weights of the next step, whatever they were: somebody has said so."""
         self._optimizer_loaded = False
-        if self._fingerprint is not None:
-            self._fingerprint.forget()
+        self._fingerprint.forget()
 
     def optimizer_was_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that ``optimizer.load_state_dict()`` has been called."""
@@ -95,24 +92,22 @@ class WeightWatch:
     def step_is_over(self) -> None:
         """Sample the weights as the step has left them."""
         self._optimizer_loaded = False
-        if self._fingerprint is not None:
-            self._fingerprint.take()
-            self._version = self._count_versions()
+        self._fingerprint.take()
+        self._version = self._count_versions()
 
     def look(self, *, alone: bool) -> None:
         """Look whether weights changed before another step.
 
         ``alone``: each rank looks by itself, and drops nothing, since others could differ.
         """
-        fingerprint, loaded, self._optimizer_loaded = self._fingerprint, self._optimizer_loaded, False
-        if fingerprint is None or self._drop_waiting is None:
-            return
+        loaded, self._optimizer_loaded = self._optimizer_loaded, False
         # On a GPU the host would wait for the device: only where torch has counted a change.
-        if devices.streams(self._weights[0].device) is not None and self._count_versions() == self._version:
+        on_gpu = any(devices.streams(weight.device) is not None for weight in self._weights[:1])
+        if on_gpu and self._count_versions() == self._version:
             return
-        if fingerprint.share_of_weights_changed() <= 0.5:
+        if self._fingerprint.share_of_weights_changed() <= 0.5:
             return
-        fingerprint.forget()
+        self._fingerprint.forget()
         text = (
             f"{self._method}: since the last step most weights were given other values"
             f"{' and the optimizer another state' * loaded}, and what waits to be sent belongs to those of before"
@@ -135,19 +130,6 @@ class WeightWatch:
 
 def _samples_of(weight: Tensor) -> Tensor:
     """Take up to ``SAMPLES`` values at equal distances in memory: a view where the weight has no gaps."""
-    count = min(SAMPLES, weight.numel())
-    if count and _fills_its_memory(weight):
-        return weight.as_strided((count,), (weight.numel() // count,), weight.storage_offset())
-    return weight.reshape(-1)[:: max(weight.numel() // max(count, 1), 1)][:count]
-
-
-def _fills_its_memory(weight: Tensor) -> bool:
-    """Do the values of ``weight`` lie side by side, in whatever order?"""
-    expected = 1
-    for size, stride in sorted(zip(weight.shape, weight.stride(), strict=True), key=lambda pair: pair[1]):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
+    flat = weight.permute(order).reshape(-1)
+    return flat[:: max(flat.numel() // SAMPLES, 1)][:SAMPLES]

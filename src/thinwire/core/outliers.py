@@ -11,15 +11,16 @@ Where it cuts often, what it cuts is no accident: then it says so.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from thinwire.base import device as devices
-from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.base.errors import ThinwireWarning
 from thinwire.core.bucket import Piece
 
 STEP = 2.0
@@ -50,14 +51,9 @@ class OutlierClip:
     """
 
     def __init__(self, times: float, sizes: Mapping[str, int], leaves: float | None = None) -> None:
-        """``sizes``: values on this rank of each trained parameter, by name. ``leaves``: the norm that a cut leaves, in
-        usual norms, at most ``times``, which is what None means.
-
-        Raises:
-            ThinwireError: ``times`` is not a finite number from 1 on.
+        """``times``: 1 or more. ``sizes``: values on this rank of each trained parameter, by name. ``leaves``: the norm
+        that a cut leaves, in usual norms, at most ``times``, which is what None means.
         """
-        if isinstance(times, bool) or not isinstance(times, int | float) or not 1 <= times < math.inf:
-            raise ThinwireError(f"bound is a number of usual norms, 1 or more, or None for no bound, got {times!r}")
         self.times = times
         self._share = 1.0 if leaves is None else min(leaves / times, 1.0)
         self._index = {name: i for i, name in enumerate(sorted(sizes))}
@@ -71,7 +67,7 @@ class OutlierClip:
         self._cut_before = torch.zeros(2, dtype=torch.float32)  # gradients and norm, in the run that was resumed
         self._steps = 0
         self._warned = False
-        self._columns: dict[tuple[Piece, ...], tuple[list[Piece], Tensor]] = {}
+        self._cached_select = functools.lru_cache(COMPOSITIONS)(self._select)
 
     def apply(self, flat: Tensor, pieces: tuple[Piece, ...]) -> None:
         """Scale the parameters in ``flat`` (1-D) down where they exceed their bound.
@@ -80,7 +76,7 @@ class OutlierClip:
         """
         if self._statistics.device != flat.device:
             self._shares, self._statistics = self._shares.to(flat.device), self._statistics.to(flat.device)
-        bounded, columns = self._find(pieces, flat.device)
+        bounded, columns = self._cached_select(pieces, flat.device)
         if not bounded:
             return
         views = [_values(flat, piece) for piece in bounded]
@@ -154,25 +150,18 @@ class OutlierClip:
         self._next = None
         self._statistics.zero_()
         for name, i in self._index.items():
-            usual = state.get(f"usual norm/{name}")
-            self._statistics[0, i] = 0.0 if usual is None else usual
+            self._statistics[0, i] = state.get(f"usual norm/{name}", 0.0)
         if "cut" in state:
             self._cut_before.copy_(state["cut"])
 
-    def _find(self, pieces: tuple[Piece, ...], device: torch.device) -> tuple[list[Piece], Tensor]:
+    def _select(self, pieces: tuple[Piece, ...], device: torch.device) -> tuple[list[Piece], Tensor]:
         """Select the bounded ones of ``pieces``, with their columns in ``_statistics``, int64."""
-        if pieces not in self._columns:
-            if len(self._columns) >= COMPOSITIONS:
-                self._columns.clear()
-            bounded = [piece for piece in pieces if piece.name in self._index]
-            numbers: Sequence[int] = [self._index[piece.name] for piece in bounded]
-            self._columns[pieces] = bounded, torch.tensor(numbers, dtype=torch.int64, device=device)
-        return self._columns[pieces]
+        bounded = [piece for piece in pieces if piece.name in self._index]
+        numbers = [self._index[piece.name] for piece in bounded]
+        return bounded, torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def _values(flat: Tensor, piece: Piece) -> Tensor:
     """View all of a parameter's values in an engine's buffer, in whatever order."""
-    if piece.stride:
-        size, strides = (piece.rows, piece.numel // piece.rows), (piece.stride, 1)
-        return flat.as_strided(size, strides, flat.storage_offset() + piece.offset)
-    return flat[piece.offset : piece.offset + piece.numel]
+    size, strides = (piece.rows, piece.numel // piece.rows), (piece.stride, 1)
+    return flat.as_strided(size, strides, flat.storage_offset() + piece.offset)

@@ -9,51 +9,34 @@ ranks go their own ways it is done when they have met.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.agreement import Agreement, find_difference
+from thinwire.core.engine import Engine
+from thinwire.core.road import Road
 from thinwire.core.state import find_entries
 from thinwire.network.comm import Comm, GroupComm, local
 
-
-class Compared(Protocol):
-    """The steps of a model whose replicas are compared: their engine, method and road."""
-
-    engine: Any
-    method: Any
-    road: Any
-    weights: Mapping[str, Tensor]
-
-
-WIDTH = 4096
-"""Words that are summed together."""
-AT_ONCE = 1024 * WIDTH
+WIDTH = 1 << 20
 """Words that are hashed at once: the scratch memory is 8 bytes for each."""
+STEP = 0x9E3779B97F4A7C1
+"""An odd factor, by which the hash of what comes before is multiplied."""
 
 
 def digest(values: Tensor) -> Tensor:
     """Hash the raw bits of ``values`` (any shape and dtype) to a 0-dim int64 on their device, without a host sync.
 
-    The sum of 32-bit words, each times an odd number of its place, modulo 2^64; of the sums of ``WIDTH`` words the
-    same again. Integers: so it does not depend on the order of summing. It is no defence against an adversary.
+    The sum of ``WIDTH`` 32-bit words, each times an odd number of its place, modulo 2^64; of such sums a polynomial in
+    ``STEP``. Integers: so it does not depend on the order of summing. It is no defence against an adversary.
     """
-    words = _words(values)
-    odd = _odd(words.device)
-    while len(words) > WIDTH:
-        whole = len(words) // WIDTH * WIDTH
-        sums = [(rows.view(-1, WIDTH) * odd).sum(1) for rows in words[:whole].split(AT_ONCE)]
-        words = torch.cat([*sums, _sum(words[whole:], odd).view(1)]).view(torch.int32)
-    return _sum(words, odd)
-
-
-def _sum(words: Tensor, odd: Tensor) -> Tensor:
-    return (words * odd[: len(words)]).sum()
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for words in _words(values).split(WIDTH):
+        total = total * STEP + (words * _odd(words.device)[: len(words)]).sum()
+    return total
 
 
 def _words(values: Tensor) -> Tensor:
@@ -75,10 +58,11 @@ def _odd(device: torch.device) -> Tensor:
 class ReplicaCheck:
     """Compares the replicas of a model every so many steps. All its calls are collective."""
 
-    def __init__(self, steps: Compared, every: int) -> None:
+    def __init__(self, engine: Engine, road: Road, weights: Mapping[str, Tensor], every: int) -> None:
         """``every``: optimizer steps, skipped ones included; higher => cheaper, and noticed later."""
-        self._steps, self.every, self._last = steps, every, 0
-        self._comms = [_aside(comm) for comm in steps.engine.comms]
+        self._engine, self._weights, self.every, self._last = engine, weights, every, 0
+        self._method, self._exchange = road.last.method, road.last.exchange
+        self._comms = [_aside(comm) for comm in engine.comms]
 
     def look(self, number: int) -> None:
         """Compare after step ``number``, if it is time to and the ranks are together.
@@ -86,12 +70,12 @@ class ReplicaCheck:
         Raises:
             ThinwireError: they are not the same. On all ranks; those that differ say what is first to differ.
         """
-        if number - self._last < self.every or not self._steps.method.rank_equal:
+        if number - self._last < self.every or not self._method.rank_equal:
             return
         self._last = number
         with Agreement(self._comms), torch.no_grad():
             # All of them before one raises: other groups do not know yet, and their ranks go on to the next.
-            wrong = [self._compare(comm, tensors, number) for comm, tensors in self._tensors()]
+            wrong = [_compare(comm, tensors, number) for comm, tensors in self._tensors()]
             for line in filter(None, wrong):
                 raise ThinwireError(line)
 
@@ -104,12 +88,10 @@ class ReplicaCheck:
         Raises:
             ThinwireError: another rank exchanges others, on all ranks.
         """
-        if number - self._last < self.every or self._steps.engine.kind == "ddp":  # which exchanges all or none
+        if number - self._last < self.every or self._engine.kind == "ddp":  # which exchanges all or none
             return
         comm = self._comms[0]
-        words = hashlib.sha256("\n".join(names).encode()).digest()[:8]
-        hashes = _gather(comm, torch.frombuffer(bytearray(words), dtype=torch.int64))
-        if len(set(hashes.flatten().tolist())) > 1:
+        if Agreement([comm]).collect({"names": "\n".join(names)}, {}) is not None:
             raise ThinwireError(
                 f"step {number}: rank {comm.ranks[comm.rank]} has gradients of {', '.join(names) or 'nothing more'}, "
                 "and another rank has others: each rank must use the same parameters in a step"
@@ -117,11 +99,10 @@ class ReplicaCheck:
 
     def _tensors(self) -> Iterator[tuple[GroupComm, dict[str, Tensor]]]:
         """Yield groups of ranks, and the tensors that must be the same within each."""
-        steps = self._steps
-        engine, method, exchange = steps.engine, steps.method, steps.road.last.exchange
+        engine, method, exchange = self._engine, self._method, self._exchange
         if engine.kind != "fsdp2":
             comm = engine.comms[0] if engine.kind == "ddp" else exchange.comm
-            yield _aside(comm), {f"the weights {name}": local(weight) for name, weight in steps.weights.items()}
+            yield _aside(comm), {f"the weights {name}": local(weight) for name, weight in self._weights.items()}
         if kinds := method.card.equal_kinds:
             method.finish()
             entries = [entry for kind in kinds for entry in find_entries(method.state, kind)]
@@ -131,33 +112,22 @@ class ReplicaCheck:
             if replica.resident is not None:
                 yield _aside(replica.comm), {f"the gathered weights {replica.shard.names[0]}": replica.resident}
 
-    @staticmethod
-    def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], number: int) -> str:
-        """Say what differs, or "". First one hash of all goes round; only if two differ, one of each tensor."""
-        if not tensors:
-            return ""
-        hashes = torch.stack([digest(values) for values in tensors.values()])
-        if len(set(_gather(comm, digest(hashes).view(1)).flatten().tolist())) == 1:
-            return ""
-        rows = [
-            (rank, dict(zip(tensors, map(str, row), strict=True)))
-            for rank, row in zip(comm.ranks, _gather(comm, hashes).tolist(), strict=True)
-        ]
-        difference = find_difference(rows)
-        assert difference is not None
-        return (
-            f"after step {number}, {difference.name} on rank {difference.rank} are not those of "
-            f"{difference.other_ranks}: go back to a checkpoint, and look for what that rank does differently (its "
-            "learning rate, its memory)"
-        )
 
-
-def _gather(comm: GroupComm, hashes: Tensor) -> Tensor:
-    """Gather the ``hashes`` (P,) of all ranks: (N, P)."""
-    own_hashes = hashes.to(comm.device).view(torch.uint8)
-    gathered = own_hashes.new_empty((comm.size, len(own_hashes)))
-    comm.all_gather(gathered, own_hashes)
-    return gathered.cpu().view(torch.int64)
+def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], number: int) -> str:
+    """Say what differs between the ranks of ``comm``, or ""."""
+    if not tensors:
+        return ""
+    hashes = torch.stack([digest(values) for values in tensors.values()]).tolist()
+    rows = Agreement([comm]).collect(dict(zip(tensors, map(str, hashes), strict=True)), {})
+    if rows is None:
+        return ""
+    difference = find_difference([(rank, facts) for rank, facts, _ in rows])
+    assert difference is not None
+    return (
+        f"after step {number}, {difference.name} on rank {difference.rank} are not those of "
+        f"{difference.other_ranks}: go back to a checkpoint, and look for what that rank does differently (its "
+        "learning rate, its memory)"
+    )
 
 
 def _aside(comm: Comm) -> GroupComm:

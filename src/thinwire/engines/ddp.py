@@ -17,11 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout, Piece
-from thinwire.core.engine import Engine, Meet, StepEvents, all_zero, split_by_node, wants_two_levels
+from thinwire.core.engine import Engine, Meet, all_zero, split_by_node, wants_two_levels
 from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method
 from thinwire.core.names import describe
 from thinwire.core.road import Road, ScatterAndShare, Worker
+from thinwire.core.step import StepLoop
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 
@@ -113,7 +114,7 @@ class DDP(Engine):
         if method.card.keeps_state and model.find_unused_parameters:
             raise ThinwireError(
                 f"{method}: a residual sent for a parameter that no rank used would be lost with "
-                "find_unused_parameters=True: turn that off, or error_feedback off"
+                "find_unused_parameters=True: turn that off, or take feedback=None"
             )
         for name, module in model.module.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -121,7 +122,7 @@ class DDP(Engine):
         if torch._dynamo.config.optimize_ddp == "python_reducer":
             raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
 
-    def attach(self, turn: StepEvents, road: Road) -> None:
+    def attach(self, turn: StepLoop, road: Road) -> None:
         """Register the hook."""
 
         def reduce(bucket: dist.GradBucket) -> Any:
@@ -152,7 +153,7 @@ class DDP(Engine):
         # put them in their place: so whether those are still there is found out before.
         self._watches = [weight.register_hook(partial(self._watch, turn, weight)) for weight in self._trained()]
 
-    def _watch(self, turn: StepEvents, weight: Tensor, gradient: Tensor) -> None:
+    def _watch(self, turn: StepLoop, weight: Tensor, gradient: Tensor) -> None:
         """Find out, as a ``gradient`` of ``weight`` comes, whether those of an earlier backward pass were dropped."""
         if self._dropped or not turn.seen(self.parameters[id(weight)].name):
             return

@@ -22,11 +22,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
-from thinwire.core.engine import Meet, StepEvents, all_zero, split_by_node, wants_two_levels
+from thinwire.core.engine import Meet, all_zero, split_by_node, wants_two_levels
 from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method
 from thinwire.core.names import clean_name, describe
 from thinwire.core.road import Regroup, Road, Worker
+from thinwire.core.step import StepLoop
 from thinwire.engines.fsdp2_module import GroupLink, ShardedEngine, has_own_gradient
 from thinwire.engines.fsdp2_weights import ModuleAllGather
 from thinwire.network.comm import GroupComm
@@ -181,7 +182,7 @@ class FSDP2(ShardedEngine):
                 "the root module, for all of them"
             )
 
-    def attach(self, turn: StepEvents, road: Road) -> None:
+    def attach(self, turn: StepLoop, road: Road) -> None:
         """Give every FSDP module its communication objects; on HSDP torch calls both stages of the road by itself."""
         for module, group in self.groups:
             link = GroupLink(self, group, turn, road)

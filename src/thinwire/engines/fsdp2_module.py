@@ -21,10 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Piece, Shard
-from thinwire.core.engine import Engine, StepEvents
+from thinwire.core.engine import Engine
 from thinwire.core.method import Method
 from thinwire.core.names import clean_name
 from thinwire.core.road import Road, Stage, Worker, shard_of
+from thinwire.core.step import StepLoop
 from thinwire.core.weights import EarlySender, Replica
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
@@ -126,7 +127,7 @@ class GroupLink:
     many as torch holds anyway.
     """
 
-    def __init__(self, engine: ShardedEngine, group: Any, turn: StepEvents, road: Road) -> None:
+    def __init__(self, engine: ShardedEngine, group: Any, turn: StepLoop, road: Road) -> None:
         self.engine, self.group, self.turn, self.road = engine, group, turn, road
         self.replica: Replica | None = None
         self._stock = {name: getattr(group, name) for name in _REPLACED}

@@ -24,7 +24,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +36,12 @@ from thinwire.lab.link import Link
 TOOLS = ("unshare", "nsenter", "ip", "tc")
 LIMIT_S = 20.0  # for any one step of the set-up
 INTERFACE = "eth0"
+# Of every namespace. Neighbour discovery and router solicitations would be counted as traffic. The host's congestion
+# control would be felt (BBR paces itself): cubic where there is one, as most clusters have.
+SYSCTLS = """
+for f in /proc/sys/net/ipv6/conf/*/disable_ipv6; do echo 1 > $f || true; done
+for c in reno cubic; do echo $c > /proc/sys/net/ipv4/tcp_congestion_control || true; done
+"""
 
 
 class NoNamespaces(ThinwireError):
@@ -64,12 +69,13 @@ class Cluster:
             raise ThinwireError(f"{ranks_per_node} ranks per node make no run: choose 1 or more")
         self.nodes, self.ranks_per_node = nodes, ranks_per_node
         self.link = Link.parse(link) if isinstance(link, str) else link
-        self._pipe: IO[bytes] | None = None
+        self._pipes: list[IO[bytes]] = []
         self._enter: list[list[str]] = []
         self._holders: list[int] = []
         self._processes: list[subprocess.Popen[Any]] = []
         self._forwarder: subprocess.Popen[bytes] | None = None
-        self._runs = 0
+        self._port = 29500
+        self.new_port()
 
     @property
     def emulated(self) -> bool:
@@ -104,10 +110,8 @@ class Cluster:
 
     def close(self) -> None:
         """End every process of the lab; its namespaces and interfaces go with them."""
-        forwarder_pipes = () if self._forwarder is None else (self._forwarder.stdin, self._forwarder.stdout)
-        for pipe in (self._pipe, *forwarder_pipes):
-            if pipe is not None:
-                pipe.close()
+        for pipe in self._pipes:
+            pipe.close()
         for process in self._processes:
             if not self.emulated:
                 kill_group(process, signal.SIGKILL)
@@ -117,9 +121,6 @@ class Cluster:
                 kill_group(process, signal.SIGKILL)
                 process.wait()
         self._processes.clear()
-        self._holders.clear()
-        self._enter.clear()
-        self._pipe = self._forwarder = None
 
     def popen(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on a node, in a session of its own; ``options`` are those of ``subprocess.Popen``.
@@ -155,15 +156,7 @@ class Cluster:
 
     def new_port(self) -> None:
         """Choose the next run's rendezvous port: any in a namespace, a free one on the host's loopback."""
-        self._runs += 1
-        if not self.emulated:
-            self._free_port = free_port()
-
-    @property
-    def _port(self) -> int:
-        if self._runs == 0:
-            self.new_port()
-        return 29500 + self._runs if self.emulated else self._free_port
+        self._port = self._port + 1 if self.emulated else free_port()
 
     def counters(self) -> list[Bytes] | None:
         """Return the bytes that each node's interface has sent and received since it was made; None on loopback."""
@@ -173,7 +166,7 @@ class Cluster:
         return [count for count in counts if count is not None]
 
     def forwarded(self) -> dict[str, float] | None:
-        """Ask the forwarder for its ``Forwarder.counts`` so far; None where there is no forwarder.
+        """Ask the forwarder for its ``Forwarder.report`` so far; None where there is no forwarder.
 
         Raises:
             ThinwireError: it has ended, and no packet arrives any more.
@@ -198,33 +191,26 @@ class Cluster:
         for tool in TOOLS:
             if shutil.which(tool) is None:
                 raise NoNamespaces(f"'{tool}' is missing: install iproute2 and util-linux, or use --link loopback")
-        switch_pid, user = self._keeper()
-        join = ["nsenter", f"--target={switch_pid}", "--mount", "--pid", "--net"]
-        if user:
-            join += ["--user", "--preserve-credentials"]
-        self._holders = [self._hold(join) for _ in range(self.nodes)]
+        join = self._keeper()
+        holders = [self._hold(join) for _ in range(self.nodes)]
+        self._holders = [pid for pid, _ in holders]
         self._enter = [[join[0], f"--target={pid}", *join[2:]] for pid in self._holders]
         for enter in [join, *self._enter]:
-            # Neighbour discovery and router solicitations would be counted as traffic.
-            quiet = "for f in /proc/sys/net/ipv6/conf/*/disable_ipv6; do echo 1 > $f || true; done"
-            self._call(enter, ["sh", "-c", quiet])
+            self._call(enter, ["sh", "-c", SYSCTLS])
         netem = self.link.distant and self._knows_netem(join)
         forwards = self.link.distant and not netem
         if not forwards:
             self._ip(join, ["link add switch type bridge", "link set switch up"])
+        rate = [self.link.tbf()] if self.link.rate is not None else []
+        queues = [self.link.netem(self.nodes), *rate] if netem else rate
         mtu = self.link.mtu
-        for node, pid in enumerate(self._holders):
-            inside = self._inner_pid(pid)
+        for node, (enter, (_, inner_pid)) in enumerate(zip(self._enter, holders, strict=True)):
             self._ip(join, [
                 f"link add port{node} mtu {mtu} type veth "
-                f"peer name {INTERFACE} address {ethernet(node)} mtu {mtu} netns {inside}",
+                f"peer name {INTERFACE} address {ethernet(node)} mtu {mtu} netns {inner_pid}",
                 *([] if forwards else [f"link set port{node} master switch"]),
                 f"link set port{node} up",
             ])  # fmt: skip
-            enter = self._enter[node]
-            # The host's choice would be felt (BBR paces itself): cubic where there is one, as most clusters have.
-            choose = "for c in reno cubic; do echo $c > /proc/sys/net/ipv4/tcp_congestion_control || true; done"
-            self._call(enter, ["sh", "-c", choose])
             self._ip(enter, [
                 "link set lo up",
                 f"addr add {self.address(node)}/24 dev {INTERFACE}",
@@ -236,24 +222,44 @@ class Cluster:
             script = Path(__file__).with_name("_no_offload.py")
             checksums = ["checksums"] if forwards else []
             self._call(enter, [sys.executable, "-I", "-S", str(script), INTERFACE, *checksums])
-            if self.link.rate is not None:
-                self._call(enter, ["tc", "qdisc", "add", "dev", INTERFACE, "root", *self.link.tbf().split()])
-            for position, queue in self._queues(netem):
-                self._call(join, ["tc", "qdisc", "add", "dev", f"port{node}", *position.split(), *queue.split()])
+            for queue in rate:
+                self._call(enter, f"tc qdisc add dev {INTERFACE} root {queue}".split())
+            for position, queue in zip(("root handle 1:", "parent 1:1 handle 2:"), queues, strict=False):
+                self._call(join, f"tc qdisc add dev port{node} {position} {queue}".split())
         if forwards:
             self._forwarder = self._forward(join)
-
-    def _queues(self, netem: bool) -> list[tuple[str, str]]:
-        """Return the queues before a node, each with its position: delay and loss first, then the rate."""
-        queues = [self.link.netem(self.nodes)] if netem else []
-        queues += [self.link.tbf()] if self.link.rate is not None else []
-        return list(zip(("root handle 1:", "parent 1:1 handle 2:"), queues, strict=False))
 
     @staticmethod
     def _knows_netem(join: list[str]) -> bool:
         """Tell whether this kernel has netem, tried on the switch's own loopback, which nothing uses."""
         probe = [*join, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
         return subprocess.run(probe, capture_output=True, timeout=LIMIT_S).returncode == 0
+
+    def _keeper(self) -> list[str]:
+        """Start the lab's first process, which holds the switch. Returns the command that joins its namespaces."""
+        as_root = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        as_user = [*as_root, "--user", "--map-root-user"]
+        line = ""
+        for command in ([as_root] if os.geteuid() == 0 else []) + [as_user]:
+            process, line = self._spawn(
+                [*command, "sh", "-c", "echo up; exec cat > /dev/null"],
+                stdin=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            if line == "up":
+                user = ["--user", "--preserve-credentials"] if command is as_user else []
+                return ["nsenter", f"--target={only_child(process)}", "--mount", "--pid", "--net", *user]
+        raise NoNamespaces(f"no network namespaces may be made here ({line}): run as root, or use --link loopback")
+
+    def _hold(self, join: list[str]) -> tuple[int, int]:
+        """Start the process that holds a node's namespace. Returns its pid as we see it, and as the lab does."""
+        process, line = self._spawn(
+            [*join, "unshare", "--net", "sh", "-c", "echo $$; exec sleep infinity"],
+            stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if not line.isdigit():
+            raise NoNamespaces(f"a node's namespace could not be made ({line}): run as root, or use --link loopback")
+        self._pipes.pop().close()  # a pipe for each of many nodes would be many
+        return only_child(process), int(line)
 
     def _forward(self, join: list[str]) -> subprocess.Popen[bytes]:
         """Start the forwarder beside the switch's ports; like all in the namespace it ends with the lab."""
@@ -264,60 +270,19 @@ class Cluster:
             "frame": link.mtu + 14,
         }  # fmt: skip
         script = str(Path(__file__).with_name("forwarder.py"))
-        process = subprocess.Popen(
-            [*join, sys.executable, "-I", "-S", script, json.dumps(settings)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
-        )  # fmt: skip
-        self._processes.append(process)
-        assert process.stdout
-        if (answer := process.stdout.readline().decode().strip()) != "up":
-            raise NoNamespaces(f"packets cannot be forwarded here ({answer or 'it ended'}): leave out delay and loss")
+        command = [*join, sys.executable, "-I", "-S", script, json.dumps(settings)]
+        process, line = self._spawn(command, stdin=subprocess.PIPE)
+        if line != "up":
+            raise NoNamespaces(f"packets cannot be forwarded here ({line or 'it ended'}): leave out delay and loss")
         return process
 
-    def _keeper(self) -> tuple[int, bool]:
-        """Start the lab's first process, which holds the switch. Returns its pid, and whether in a user namespace."""
-        as_root = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        as_user = [*as_root, "--user", "--map-root-user"]
-        reason = ""
-        for command in ([as_root] if os.geteuid() == 0 else []) + [as_user]:
-            process = subprocess.Popen(
-                [*command, "sh", "-c", "echo up; exec cat > /dev/null"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            )  # fmt: skip
-            assert process.stdin and process.stdout and process.stderr
-            up = process.stdout.readline() == b"up\n"
-            process.stdout.close()
-            if up:
-                process.stderr.close()
-                self._pipe = process.stdin
-                self._processes.append(process)
-                return only_child(process), command is as_user
-            process.stdin.close()
-            reason = process.stderr.read().decode(errors="replace").strip().splitlines()[-1]
-            process.stderr.close()
-            process.wait()
-        raise NoNamespaces(f"no network namespaces may be made here ({reason}): run as root, or use --link loopback")
-
-    def _hold(self, join: list[str]) -> int:
-        process = subprocess.Popen(
-            [*join, "unshare", "--net", "sh", "-c", "echo up; exec sleep infinity"],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+    def _spawn(self, command: list[str], **streams: Any) -> tuple[subprocess.Popen[bytes], str]:
+        """Start a process that belongs to the lab. Returns it, and the first line that it prints."""
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, start_new_session=True, **streams)
         self._processes.append(process)
         assert process.stdout
-        up = process.stdout.readline()
-        process.stdout.close()
-        if up != b"up\n":
-            raise NoNamespaces("a node's network namespace could not be made: run as root, or use --link loopback")
-        return only_child(process)
-
-    @staticmethod
-    def _inner_pid(pid: int) -> int:
-        """Return the process id as the lab's own processes see it."""
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("NSpid:"):
-                return int(line.split()[-1])
-        raise NoNamespaces("this kernel does not show process-id namespaces (NSpid): use --link loopback")
+        self._pipes += filter(None, (process.stdin, process.stdout))
+        return process, process.stdout.readline().decode(errors="replace").strip()
 
     def _ip(self, enter: list[str], lines: list[str]) -> None:
         self._call(enter, ["ip", "-batch", "-"], "\n".join(lines))
@@ -338,17 +303,10 @@ def ethernet(node: int) -> str:
 
 def only_child(process: subprocess.Popen[Any]) -> int:
     """Find the one child of ``process``, by the process ids of this namespace."""
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                except (OSError, IndexError):
-                    continue
-                if parent == process.pid:
-                    return int(entry.name)
-        time.sleep(0.01)
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(status.read_text().rpartition(")")[2].split()[1]) == process.pid:
+                return int(status.parent.name)
     raise NoNamespaces("the lab's first process ended before it could be used: use --link loopback")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 import re
 import shlex
 import statistics
@@ -13,20 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from tyro.conf import Fixed, Suppress
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import Bytes
 from thinwire.lab import framing, verdict
 from thinwire.lab.cluster import Cluster
-from thinwire.lab.link import Link
-from thinwire.lab.report import machine, markdown, notes, page, table
-from thinwire.lab.run import launch, open_cluster
+from thinwire.lab.link import Network, share
+from thinwire.lab.run import launch, open_cluster, say
 from thinwire.lab.verdict import DENSE, SILENT, Run
 
 FAILED, LOSS_TOO_HIGH = 1, 3
 """Exit statuses: a method has failed; a method's loss is above the limit."""
-SLOW_LINK = Link.parse("200mbit")
 
 
 @dataclass(frozen=True)
@@ -49,45 +49,61 @@ class Entry:
     def label(self) -> str:
         return " ".join((self.method, *self.flags))
 
-    def arguments(self, extra: Sequence[str]) -> list[str]:
-        """Return ``extra``, the flags of all methods, then its own; with the optimizer that the method is made for."""
+    def own_flags(self, extra: Sequence[str]) -> list[str]:
+        """Return its flags, with the optimizer that the method is made for. ``extra``: those of all methods."""
         from thinwire.methods import resolve
 
         optimizer = resolve(self.method).OPTIMIZER.__name__.lower()
         chosen = any(word.partition("=")[0] == "--optimizer" for word in (*extra, *self.flags))
-        return [*extra, *([] if chosen or optimizer == "adamw" else ["--optimizer", optimizer]), *self.flags]
+        return [*([] if chosen or optimizer == "adamw" else ["--optimizer", optimizer]), *self.flags]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The settings of :func:`compare`.
+@dataclass
+class Comparison(Network):
+    """Train the same model on the same data with each method, on one emulated network, and show what each gains.
 
-    Attributes:
-        methods: names as ``thinwire.methods.resolve`` takes them, each with flags of its own behind it or not (see
-            ``Entry``); "none" is run first in any case.
-        preset, steps, extra: handed to the training program.
-        out: a directory that does not exist yet, or is empty.
-        nodes, ranks_per_node, link: the emulated network.
-        limit_s: for each run.
-        seeds: the same for every method; none: one run of each, with the program's own.
-        fail_above: share above dense's loss from which a method's loss fails the comparison (lower: stricter).
-        command: how this was called, for the reports.
-        program: the training program; it keeps the contract of ``thinwire train`` (metrics.jsonl, summary.json).
+    A run that communicates nothing (method "none") always comes first, because no method can be faster. Flags
+    for ``thinwire train`` follow after ``--``. Prints a verdict and a table; writes them with pictures to report.html
+    (one file), report.md and report.json. Exit status: 0; 1: a method has failed; 3: --fail-if-loss-worse-than.
     """
 
-    methods: Sequence[str]
-    preset: str
-    steps: int
-    out: Path
-    nodes: int = 2
-    ranks_per_node: int = 1
-    link: Link = SLOW_LINK
-    limit_s: float | None = None
-    seeds: Sequence[int] = ()
-    fail_above: float | None = None
-    command: str = ""
-    extra: Sequence[str] = ()
-    program: Sequence[str] = ("thinwire", "train", "--no-checkpoints")
+    methods: str = "dense,bf16,int8,sdp4bit,topk"
+    """Comma-separated names, with or without knobs, and with flags of thinwire train for one alone behind its name:
+    'dense,int8(group=64),topk --lr 1e-3'. 'thinwire methods' lists them."""
+    preset: str = "net20m"
+    """The model and its settings; see thinwire train --help. Tensors of the smallest, tiny and small, are mostly too
+    small to be worth compressing."""
+    steps: int = 20
+    """Optimizer steps of every run. Times need at least 5; the first two are left out of the median."""
+    seeds: int = 1
+    """Runs of each method, with the seeds S, S + 1, ... (S: --seed after --, or 0). More: the losses and speeds have
+    intervals."""
+    fail_if_loss_worse_than: str | None = None
+    """Largest loss above dense's, as 1% or 0.01 (lower: stricter): with a method's mean above it the exit status is 3.
+    """
+    out: Path = Path("runs/compare")
+    """A new directory for the report; each method's run lies in a directory of its own beneath."""
+    limit_minutes: float = 60.0
+    """A method fails when one of its runs takes longer than this."""
+    extra: Suppress[Fixed[tuple[str, ...]]] = ()
+    """Flags for the training program, of all methods."""
+    first_seed: Suppress[Fixed[int]] = 0
+    """The first of several seeds. A single run of each method has the program's own."""
+    command: Suppress[Fixed[str]] = ""
+    """The command line, for the reports."""
+    program: Suppress[Fixed[tuple[str, ...]]] = ("thinwire", "train", "--no-checkpoints")
+    """The training program; it keeps the contract of ``thinwire train`` (metrics.jsonl, summary.json)."""
+
+    @property
+    def fail_above(self) -> float | None:
+        """Share above dense's loss from which a method's loss fails the comparison."""
+        text = self.fail_if_loss_worse_than
+        return None if text is None else share(text, "--fail-if-loss-worse-than, of dense's loss,")
+
+    @property
+    def seed_numbers(self) -> Sequence[int]:
+        """The seeds, the same for every method; none: one run of each, with the program's own."""
+        return range(self.first_seed, self.first_seed + self.seeds) if self.seeds > 1 else ()
 
     def entries(self) -> dict[str, Entry]:
         """Return the entries by label, the silent run first.
@@ -97,14 +113,16 @@ class Comparison:
         """
         from thinwire.methods import resolve
 
-        Cluster(self.nodes, self.ranks_per_node, self.link)  # refuses what cannot be; nothing is made yet
-        entries = {entry.label: entry for entry in map(Entry.parse, [SILENT, *self.methods])}
+        Cluster(self.nodes, self.ranks_per_node, self.parse_link())  # refuses what cannot be; nothing is made yet
+        entries = {entry.label: entry for entry in map(Entry.parse, [SILENT, *method_names(self.methods)])}
         for entry in entries.values():
             resolve(entry.method)
         if self.steps < 1:
             raise ThinwireError(f"{self.steps} steps cannot be compared: choose 1 or more (5 for usable times)")
-        if self.limit_s is not None and not 0 < self.limit_s < math.inf:
-            raise ThinwireError(f"a limit of {self.limit_s / 60:g} minutes ends nothing in time: choose one above 0")
+        if self.seeds < 1:
+            raise ThinwireError(f"--seeds is the number of runs of each method, 1 or more, got {self.seeds}")
+        if not 0 < self.limit_minutes < math.inf:
+            raise ThinwireError(f"a limit of {self.limit_minutes:g} minutes ends nothing in time: choose one above 0")
         if self.fail_above is not None and DENSE not in entries:
             raise ThinwireError("--fail-if-loss-worse-than compares with dense: add it to --methods")
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
@@ -114,9 +132,24 @@ class Comparison:
     def flags(self, entry: Entry, seed: int | None, directory: Path) -> list[str]:
         """Return the program's flags for one run."""
         flags = ["--preset", self.preset, "--method", entry.method, "--steps", str(self.steps), "--out", str(directory)]
-        flags += entry.arguments(self.extra) + ([] if seed is None else ["--seed", str(seed)])
+        flags += [*self.extra, *entry.own_flags(self.extra), *([] if seed is None else ["--seed", str(seed)])]
         # Nothing is exchanged on DDP only: sharded weights must be gathered. It is the floor for all engines.
         return flags + (["--engine", "ddp"] if entry.label == SILENT else [])
+
+
+def method_names(text: str) -> list[str]:
+    """``"dense,int8(group=64, error_feedback=True)"`` -> its methods: commas within parentheses do not separate."""
+    names, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            names.append("")
+        else:
+            names[-1] += letter
+    stripped = [name.strip() for name in names if name.strip()]
+    if not stripped:
+        raise ThinwireError("no methods to compare: write for example --methods dense,bf16,int8")
+    return stripped
 
 
 def compare(settings: Comparison) -> int:
@@ -129,47 +162,42 @@ def compare(settings: Comparison) -> int:
     """
     entries = settings.entries()
     settings.out.mkdir(parents=True, exist_ok=True)
-    with open_cluster(settings.nodes, settings.ranks_per_node, settings.link) as cluster:
-        runs, failed = _train_all(settings, entries, cluster)
-        report = _facts(settings, cluster) | {
-            "runs": [
-                joined(entry, entry.arguments(settings.extra)[len(settings.extra) :], runs[label], failed.get(label),
-                       settings.ranks_per_node)
-                for label, entry in entries.items()
-            ],
-        }  # fmt: skip
+    with open_cluster(settings.nodes, settings.ranks_per_node, settings.parse_link()) as cluster:
+        runs = _train_all(settings, entries, cluster)
+        report = _facts(settings, cluster) | {"runs": runs}
     measure(report)
     report["verdict"] = verdict.line(report)
     _write(report, settings.out)
     too_high: list[str] = []
     if settings.fail_above is not None and (too_high := verdict.worse(report, settings.fail_above)):
-        say(f"loss is more than {100 * settings.fail_above:g}% above dense's: {', '.join(too_high)}")
-    return FAILED if failed else LOSS_TOO_HIGH if too_high else 0
+        say(f"thinwire: loss is more than {100 * settings.fail_above:g}% above dense's: {', '.join(too_high)}")
+    return FAILED if any(run["failed"] for run in runs) else LOSS_TOO_HIGH if too_high else 0
 
 
-def _train_all(
-    settings: Comparison, entries: dict[str, Entry], cluster: Cluster
-) -> tuple[dict[str, list[Run]], dict[str, str]]:
-    """Return each entry's runs by label, one per seed, and why an entry has failed."""
+def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster) -> list[Run]:
+    """Train once per seed and entry; an entry that has failed is left out from then on. Returns a run per entry."""
     runs: dict[str, list[Run]] = {label: [] for label in entries}
     failed: dict[str, str] = {}
-    for seed in settings.seeds or (None,):
+    for seed in settings.seed_numbers or (None,):
         for label, entry in entries.items():
             if label in failed:
                 continue
-            seed_text = "" if seed is None else f"seed {seed}"
-            print(f"compare: {' '.join(filter(None, (label, seed_text)))} ...", end=" ", file=sys.stderr, flush=True)
-            directory = settings.out / directory_name(f"{label} {seed_text}")
+            name = label if seed is None else f"{label} seed {seed}"
+            print(f"compare: {name} ...", end=" ", file=sys.stderr, flush=True)
+            directory = settings.out / directory_name(name)
             command = [*settings.program, *settings.flags(entry, seed, directory)]
             try:
-                run = train(command, directory, cluster, settings.limit_s)
+                run = train(command, directory, cluster, 60 * settings.limit_minutes)
                 runs[label].append(run | {"seed": seed})
                 print(f"{run['seconds']:.1f} s", file=sys.stderr)
             except ThinwireError as error:
-                failed[label] = f"{seed_text}: {error}" if seed_text else str(error)
+                failed[label] = str(error) if seed is None else f"seed {seed}: {error}"
                 print("failed", file=sys.stderr)
-                say(f"method {label}: {failed[label]}; its output is in {log_of(directory)}")
-    return runs, failed
+                say(f"thinwire: method {label}: {failed[label]}; its output is in {log_of(directory)}")
+    return [
+        joined(entry, entry.own_flags(settings.extra), runs[label], failed.get(label), settings.ranks_per_node)
+        for label, entry in entries.items()
+    ]
 
 
 def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
@@ -182,8 +210,8 @@ def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
         "steps": settings.steps,
         "nodes": settings.nodes,
         "ranks_per_node": settings.ranks_per_node,
-        "link": settings.link.text,
-        "mtu": settings.link.mtu,
+        "link": settings.parse_link().text,
+        "mtu": settings.mtu,
         "distance": cluster.link.distance,
         "delay_s": cluster.link.delay,
         "jitter_s": cluster.link.jitter,
@@ -193,15 +221,29 @@ def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
         "forwarded": cluster.forwarded(),
         "rate_bits_per_s": cluster.link.rate,
         "emulated_network": cluster.emulated,
-        "seeds": list(settings.seeds),
+        "seeds": list(settings.seed_numbers),
         "fail_above": settings.fail_above,
         "extra": list(settings.extra),
     }
 
 
+def machine() -> str:
+    """Describe processor, operating system and Python, for readers of the times."""
+    model = platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{os.cpu_count()} x {model}, {platform.system()} {platform.release()}, Python {platform.python_version()}"
+
+
 def _write(report: dict[str, Any], out: Path) -> None:
     """Write the reports and the pictures to ``out``; print the verdict, the table and the notes."""
+    from rich.console import Console
+
     from thinwire.lab.plots import draw
+    from thinwire.lab.report import markdown, notes, page, table
 
     (out / "report.json").write_text(json.dumps(for_json(report), indent=1) + "\n")
     pictures = draw(report, out)
@@ -209,14 +251,11 @@ def _write(report: dict[str, Any], out: Path) -> None:
     (out / "report.html").write_text(page(report, pictures))
     terminal = sys.stdout.isatty()
     print(report["verdict"])
-    Console(width=None if terminal else 1000, color_system="auto" if terminal else None).print(table(report, terminal))
+    console = Console(markup=False) if terminal else Console(markup=False, width=1000, color_system=None)
+    console.print(table(report, terminal))
     for note in notes(report):
         print(f"* {note}")
     print(f"{out / 'report.html'}, report.md, report.json and {len(pictures)} pictures")
-
-
-def say(line: str) -> None:
-    print(f"thinwire: {line}", file=sys.stderr, flush=True)
 
 
 def directory_name(label: str) -> str:
@@ -228,7 +267,7 @@ def log_of(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.log")
 
 
-def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: float | None) -> Run:
+def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: float) -> Run:
     """Run ``command``; return what its files hold, and the kernel's bytes of each node over the whole run.
 
     Raises:
@@ -254,7 +293,7 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
         "directory": directory.name,
         "seconds": outcome.seconds,
         "summary": summary,
-        "rows": rows,
+        "rows": [row for row in rows if "loss" in row],  # those of steps, without those of evaluations
         "node_totals": None if outcome.traffic is None else [traffic._asdict() for traffic in outcome.traffic],
     }
 
@@ -286,7 +325,7 @@ def curve(runs: Sequence[Run], ranks_per_node: int) -> list[dict[str, Any]]:
     """Return for each step the mean, least and largest loss of all seeds, mean seconds, and a node's bytes so far."""
     rows = []
     sent_bytes = 0.0
-    for step in zip(*([row for row in run["rows"] if "loss" in row] for run in runs), strict=True):
+    for step in zip(*(run["rows"] for run in runs), strict=True):
         losses = [row["loss"] for row in step]
         sent_bytes += statistics.fmean(row["wire_bytes"]["inter"] for row in step) * ranks_per_node
         rows.append({
@@ -306,12 +345,11 @@ def measure(report: dict[str, Any]) -> None:
     for run in finished.values():
         summary = run["summary"]
         if dense:
+            pairs = list(zip(run["parts"], dense["parts"], strict=True))
             run["step_to_dense"] = summary["step_ms"] / dense["summary"]["step_ms"]
-            run["faster"], run["loss_gap"] = verdict.faster(run, dense), verdict.above(run, dense)
-            run["to_dense"] = [
-                _point(verdict.reached(seed_run["rows"], verdict.target(seed_dense["rows"])))
-                for seed_run, seed_dense in zip(run["parts"], dense["parts"], strict=True)
-            ]
+            run["faster"], run["loss_gap"] = verdict.faster(pairs), verdict.above(pairs)
+            rows = [verdict.reached(*pair) for pair in pairs]
+            run["to_dense"] = [row and {key: row[key] for key in ("step", "wall_s", "tokens")} for row in rows]
         run["step_to_none"] = summary["step_ms"] / silent["summary"]["step_ms"] if silent else None
         run["final"] = verdict.interval([verdict.final_loss(seed_run["summary"]) for seed_run in run["parts"]])
         payload = summary["wire_bytes_per_step"]["inter"] * report["ranks_per_node"]
@@ -331,10 +369,6 @@ def measure(report: dict[str, Any]) -> None:
         run["link_use"] = kernel.tx * 8 / (busy * rate) if kernel and exchanges and busy and rate else None
 
 
-def _point(row: dict[str, Any] | None) -> dict[str, Any] | None:
-    return row and {key: row[key] for key in ("step", "wall_s", "tokens")}
-
-
 def kernel_bytes(run: Run, silent: Run | None, steps: int) -> tuple[Bytes | None, str]:
     """Return node 0's bytes per step by the interface's counters, and their source.
 
@@ -343,7 +377,7 @@ def kernel_bytes(run: Run, silent: Run | None, steps: int) -> tuple[Bytes | None
     and evaluation and exchanges nothing.
     """
     keys = ("link_tx_bytes", "link_rx_bytes")
-    noted = [row for row in run["rows"] if "loss" in row and all(row.get(key) is not None for key in keys)]
+    noted = [row for row in run["rows"] if all(row.get(key) is not None for key in keys)]
     if len(noted) > 1:
         first, last = noted[0], noted[-1]
         tx, rx = ((last[key] - first[key]) / (last["step"] - first["step"]) for key in keys)

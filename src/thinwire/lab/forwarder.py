@@ -27,6 +27,7 @@ STAMP, STATISTICS = struct.Struct("qq"), struct.Struct("II")
 ANCILLARY = socket.CMSG_SPACE(STAMP.size)
 BATCH = 64  # frames read from a port before those that are due leave
 LATE_S = 0.001
+COUNTS = ("packets", "lost", "overtook", "no_room", "missed", "queue_full", "late", "latest_ms")
 
 
 class Port:
@@ -68,9 +69,8 @@ class Forwarder:
         self.behind = {
             bytes.fromhex(address.replace(":", "")): port for address, port in zip(ports, self.ports, strict=True)
         }
-        self.flying: list[tuple[float, int, Port, bytes]] = []  # due, number, receiver
-        self.number = self.lost = self.overtook = self.full = self.refused = self.missed = self.late_frames = 0
-        self.max_lateness = 0.0
+        self.flying: list[tuple[float, float, Port, bytes]] = []  # due, number, receiver
+        self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
 
     def run(self) -> None:
         """Forward frames until standard input ends."""
@@ -87,7 +87,7 @@ class Forwarder:
                 elif not os.read(0, 4096):
                     return
                 else:
-                    print(json.dumps(self.counts()), flush=True)
+                    print(json.dumps(self.report()), flush=True)
             self.send_due()
 
     def receive(self, port: Port) -> None:
@@ -108,22 +108,22 @@ class Forwarder:
 
     def send_off(self, frame: bytes, arrival: float, port: Port) -> None:
         draw = port.draw
-        self.number += 1
+        self.counts["packets"] += 1
         if self.loss and draw() < self.loss:
-            self.lost += 1
+            self.counts["lost"] += 1
             return
         if port.waiting + len(frame) > self.room:
-            self.full += 1
+            self.counts["no_room"] += 1
             return
         departure = arrival
         if self.reorder and draw() < self.reorder:
-            self.overtook += 1
+            self.counts["overtook"] += 1
         else:
             departure += self.delay
             if self.jitter:
                 departure += self.jitter * (2 * draw() - 1)
         port.waiting += len(frame)
-        heapq.heappush(self.flying, (departure, self.number, port, frame))
+        heapq.heappush(self.flying, (departure, self.counts["packets"], port, frame))
 
     def send_due(self) -> None:
         """Write all frames that are due to the ports of their receivers."""
@@ -135,24 +135,20 @@ class Forwarder:
             _, _, port, frame = pop(flying)
             port.waiting -= len(frame)
             if lateness > LATE_S:
-                self.late_frames += 1
-                self.max_lateness = max(self.max_lateness, lateness)
+                self.counts["late"] += 1
+                self.counts["latest_ms"] = max(self.counts["latest_ms"], 1000 * lateness)
             try:
                 port.socket.send(frame)
             except OSError:  # its queue is full, as a switch's may be; or its node has cut the link
-                self.refused += 1
+                self.counts["queue_full"] += 1
 
-    def counts(self) -> dict[str, float]:
-        """Count what became of the frames so far, and the processor time that it took."""
+    def report(self) -> dict[str, float]:
+        """Return what became of the frames so far, and the processor time that it took."""
         for port in self.ports:
             counts = port.socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, STATISTICS.size)  # since the last call
-            self.missed += STATISTICS.unpack(counts)[1]
+            self.counts["missed"] += STATISTICS.unpack(counts)[1]
         used = os.times()
-        return {
-            "packets": self.number, "lost": self.lost, "overtook": self.overtook, "no_room": self.full,
-            "missed": self.missed, "queue_full": self.refused, "late": self.late_frames,
-            "latest_ms": 1000 * self.max_lateness, "cpu_s": used.user + used.system,
-        }  # fmt: skip
+        return self.counts | {"cpu_s": used.user + used.system}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +13,13 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from thinwire.lab.report import human
+from thinwire.lab.report import network
+from thinwire.plan.plan import human
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,15 +80,13 @@ def draw(report: dict[str, Any], out: Path) -> list[Path]:
         figures = {
             "loss_by_step": loss(report, "step", "optimizer step"),
             "loss_by_time": loss(report, "wall_s", "seconds of training"),
-            "loss_by_bytes": loss(report, "sent", "MB sent by a node (logarithmic)"),
+            "loss_by_bytes": loss(report, "sent", "sent by a node (logarithmic)"),
             "bytes_per_step": traffic(report),
             "step_time": step_time(report),
         }
-        paths = []
         for name, figure in figures.items():
-            paths.append(out / f"{name}.png")
-            save(figure, paths[-1])
-    return paths
+            save(figure, out / f"{name}.png")
+    return [out / f"{name}.png" for name in figures]
 
 
 def save(figure: Figure, path: Path, text: Mapping[str, str] | None = None) -> None:
@@ -103,7 +102,7 @@ def save(figure: Figure, path: Path, text: Mapping[str, str] | None = None) -> N
 
 
 def loss(report: dict[str, Any], x: str, label: str) -> Figure:
-    """Draw the training loss of every method; names stand to the right. Earlier lines are wider: equal ones all show.
+    """Draw the training loss of every method. Earlier lines are wider: equal ones all show.
 
     Several seeds: their mean, and a band from the least to the largest. Against bytes ("sent") the run that exchanges
     nothing has no place.
@@ -114,94 +113,65 @@ def loss(report: dict[str, Any], x: str, label: str) -> Figure:
     capacity = PANEL_CURVES - len(grey)
     panels = [grey + coloured[first : first + capacity] for first in range(0, max(len(coloured), 1), capacity)]
     figure, axes_grid = plt.subplots(len(panels), sharex=True, figsize=(8.5, 4.8 * len(panels)), squeeze=False)
-    ends = []
     for axes, panel in zip(axes_grid[:, 0], panels, strict=True):
-        ends.append(curves(axes, panel, x))
+        curves(axes, panel, x)
         axes.set_ylabel("training loss, mean over ranks\n(nats per token)")
         axes.margins(x=0.02)
         if x == "step":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if x == "sent":
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.xaxis.set_major_formatter(lambda value, _: human(value))
     seeds = f"\nmean and range of {len(report['seeds'])} seeds" if len(report["seeds"]) > 1 else ""
     axes_grid[0, 0].set_title(f"Training loss: {subtitle(report)}{seeds}", pad=12)
     axes_grid[-1, 0].set_xlabel(label)
-    for axes, spots in zip(axes_grid[:, 0], ends, strict=True):  # now that no limit moves any more
-        label_ends(axes, spots)
     return figure
 
 
-def curves(axes: Axes, runs: Sequence[dict[str, Any]], x: str) -> list[tuple[float, float, str, str]]:
-    """Draw one panel of :func:`loss`. Returns for each curve its end (x, y), name and colour."""
-    ends: list[tuple[float, float, str, str]] = []
+def curves(axes: Axes, runs: Sequence[dict[str, Any]], x: str) -> None:
+    """Draw one panel of :func:`loss`."""
     tints: list[str] = []
     for index, run in enumerate(runs):
-        rows, unit = run["rows"], 1e6 if x == "sent" else 1
-        xs, ys = [row[x] / unit for row in rows], [row["loss"] for row in rows]
+        xs, ys, lowest, largest = ([row[key] for row in run["rows"]] for key in (x, "loss", "least", "largest"))
         tint, silent = colour(run["method"]), run["method"] == "none"
         dashes = "--" if silent else DASHES[tints.count(tint) % len(DASHES)]
         tints.append(tint)
         width = 1.4 if silent else 1.6 + 0.35 * (len(runs) - 1 - index) if x == "step" else 2.0
-        axes.plot(xs, ys, color=tint, linewidth=width, linestyle=dashes, zorder=3 - 0.01 * width)
-        axes.plot(xs[-1], ys[-1], "o", color=tint, markersize=4 + width, zorder=3 - 0.01 * width)
-        lowest, largest = ([row[end] for row in rows] for end in ("least", "largest"))
+        name = "none (no exchange)" if silent else run["method"]
+        total = {"wall_s": f", {xs[-1]:.3g} s", "sent": f", {human(xs[-1])}"}.get(x, "")
+        axes.plot(
+            xs, ys, dashes, color=tint, linewidth=width, zorder=3 - 0.01 * width, label=name + total,
+            marker="o", markevery=[-1], markersize=4 + width,
+        )  # fmt: skip
         if lowest != largest:
             axes.fill_between(xs, lowest, largest, color=tint, alpha=0.12, linewidth=0)
-        name = "none (no exchange)" if silent else run["method"]
-        total = {"wall_s": f", {xs[-1]:.3g} s", "sent": f", {human(unit * xs[-1])}"}.get(x, "")
-        ends.append((xs[-1], ys[-1], name + total, tint))
-    return ends
+    label_curves(axes)
 
 
-def label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write names to the right of the axes, at their lines' heights, moved apart where they would overlap.
-
-    A thin line leads to the end of a curve that reaches the right edge; the others are told by colour.
-    """
-    axes.figure.canvas.draw()
-    axes_height = axes.get_window_extent().height
-    line_height = 19 * axes.figure.dpi / 72 / axes_height  # of the axes' height, one line of text
-    spots = []
-    for x, y, name, colour in ends:
-        across, up = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
-        spots.append([up, across, up, name, colour])
-    spots.sort(key=lambda spot: (spot[0], -spot[1]))
-    for low, high in pairwise(spots):
-        high[0] = max(high[0], low[0] + line_height)
-    excess = max(0.0, spots[-1][0] - 1.0) if spots else 0.0
-    for spot in spots:
-        spot[0] -= excess
-    for high, low in pairwise(reversed(spots)):
-        low[0] = min(low[0], high[0] - line_height)
-    for height, across, up, name, colour in spots:
-        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "alpha": 0.5, "shrinkA": 2, "shrinkB": 4}
-        axes.annotate(
-            name, xy=(across, up), xytext=(1.05, height), xycoords="axes fraction", textcoords="axes fraction",
-            color=colour, va="center", fontweight="bold", annotation_clip=False,
-            arrowprops=leader | {"relpos": (0, 0.5)} if across > 0.9 else None,
-        )  # fmt: skip
+def label_curves(axes: Axes) -> None:
+    """Write the curves' names to the right of the axes, in the order of their ends from top to bottom."""
+    lines = sorted(axes.lines, key=lambda line: np.asarray(line.get_ydata())[-1], reverse=True)
+    axes.legend(handles=lines, labelcolor="linecolor", prop={"weight": "bold"}, frameon=False, handlelength=2.5,
+                loc="center left", bbox_to_anchor=(1.01, 0.5))  # fmt: skip
 
 
 def traffic(report: dict[str, Any]) -> Figure:
     """Draw the bytes that node 0 sent per step: the ledger's payload as bars, the kernel's count as a mark."""
     runs = [run for run in report["runs"] if run["method"] != "none"]
-    figure, axes = bars(len(runs))
-    counts = [run["bytes_per_step"] for run in runs]
-    kernel = [(count["kernel"] or {}).get("tx") for count in counts]
-    top = max([count["ledger"] for count in counts] + [value or 0 for value in kernel] + [1])
-    unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if top >= u)
-    for index, (count, sent) in enumerate(zip(counts, kernel, strict=True)):
-        axes.barh(index, count["ledger"] / unit, color=colour(runs[index]["method"]), height=0.6)
+    figure, axes = bars([run["method"] for run in runs])
+    ledger = [run["bytes_per_step"]["ledger"] for run in runs]
+    kernel = [(run["bytes_per_step"]["kernel"] or {}).get("tx") for run in runs]
+    for index, (run, payload, sent) in enumerate(zip(runs, ledger, kernel, strict=True)):
+        axes.barh(index, payload, color=colour(run["method"]), height=0.6)
         if sent is not None:
-            axes.plot([sent / unit] * 2, [index - 0.38, index + 0.38], color=INK, linewidth=2, solid_capstyle="butt")
-        end = max(count["ledger"], sent or 0) / unit
-        text = f"{count['ledger'] / unit:.3g}" + (f"  (kernel {sent / unit:.3g})" if sent is not None else "")
-        axes.annotate(text, (end, index), xytext=(8, 0), textcoords="offset points", va="center", color=INK)
-    names(axes, [run["method"] for run in runs])
-    axes.set_xlim(0, top / unit * 1.3)
+            axes.plot([sent] * 2, [index - 0.38, index + 0.38], color=INK, linewidth=2, solid_capstyle="butt")
+        text = human(payload) + (f"  (kernel {human(sent)})" if sent is not None else "")
+        axes.annotate(text, (max(payload, sent or 0), index), xytext=(8, 0), textcoords="offset points", va="center",
+                      color=INK)  # fmt: skip
+    axes.set_xlim(0, 1.3 * max([1, *ledger, *filter(None, kernel)]))
+    axes.xaxis.set_major_formatter(lambda value, _: human(value))
     legend = ": payload (bar), and the kernel's count with headers (mark)" if any(kernel) else ""
-    axes.set_xlabel(f"{name} sent by node 0 per step{legend}")
+    axes.set_xlabel(f"sent by node 0 per step{legend}")
     axes.set_title(f"Bytes per step: {subtitle(report)}", pad=12)
     return figure
 
@@ -209,35 +179,33 @@ def traffic(report: dict[str, Any]) -> Figure:
 def step_time(report: dict[str, Any]) -> Figure:
     """Draw a step's time: computation, and communication that computation did not hide."""
     runs = report["runs"]
-    figure, axes = bars(len(runs))
+    figure, axes = bars([run["method"] for run in runs])
     totals = [run["summary"]["step_ms"] for run in runs]
-    top = max(totals)
-    for index, run in enumerate(runs):
-        total = run["summary"]["step_ms"]
-        exposed = min(run["summary"]["exposed_ms"], total)
-        spans = ((0.0, total - exposed, COMPUTE, INK), (total - exposed, exposed, EXPOSED, "white"))
-        for start, width, colour, ink in spans:
-            axes.barh(index, width, left=start, color=colour, height=0.6)
-            if width > 0.07 * top:
-                axes.text(start + width / 2, index, f"{width:.0f}", ha="center", va="center", color=ink)
-        axes.annotate(f"{total:.0f} ms", (total, index), xytext=(8, 0), textcoords="offset points", va="center",
-                      color=INK, fontweight="bold")  # fmt: skip
+    exposed = [min(run["summary"]["exposed_ms"], total) for run, total in zip(runs, totals, strict=True)]
+    hidden = [total - waited for total, waited in zip(totals, exposed, strict=True)]
+    for widths, starts, tint, ink, label in (
+        (hidden, [0.0] * len(runs), COMPUTE, INK, "computation, and communication hidden behind it"),
+        (exposed, hidden, EXPOSED, "white", "exposed communication"),
+    ):
+        spans = axes.barh(range(len(runs)), widths, left=starts, color=tint, height=0.6, label=label)
+        texts = [f"{width:.0f}" if width > 0.07 * max(totals) else "" for width in widths]
+        axes.bar_label(spans, texts, label_type="center", color=ink)
+    axes.bar_label(spans, [f"{total:.0f} ms" for total in totals], padding=8, color=INK, fontweight="bold")
     for silent in (run for run in runs if run["method"] == "none"):
         axes.axvline(silent["summary"]["step_ms"], color=GREY, linestyle="--", linewidth=1.2, zorder=0.5)
-    names(axes, [run["method"] for run in runs])
-    axes.set_xlim(0, top * 1.15)
+    axes.set_xlim(0, max(totals) * 1.15)
     axes.set_xlabel("milliseconds per optimizer step (median); dashed: the run that exchanges nothing")
     axes.set_title(f"Where a step's time goes: {subtitle(report)}", pad=30)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (COMPUTE, EXPOSED)]
-    labels = ["computation, and communication hidden behind it", "exposed communication"]
-    axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(-0.01, 1.0),
-                ncols=2, frameon=False, borderaxespad=0.2, handlelength=1.2)  # fmt: skip
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=2, frameon=False, borderaxespad=0.2,
+                handlelength=1.2)  # fmt: skip
     return figure
 
 
-def bars(count: int) -> tuple[Figure, Axes]:
-    figure, axes = plt.subplots(figsize=(8.5, 1.6 + 0.55 * count))
+def bars(methods: Sequence[str]) -> tuple[Figure, Axes]:
+    """Make a figure with a row for each method."""
+    figure, axes = plt.subplots(figsize=(8.5, 1.6 + 0.55 * len(methods)))
     axes.grid(axis="y", visible=False)
+    names(axes, methods)
     return figure, axes
 
 
@@ -249,7 +217,4 @@ def names(axes: Axes, methods: Sequence[str]) -> None:
 
 
 def subtitle(report: dict[str, Any]) -> str:
-    network = "plain loopback, NO rate limit"
-    if report["emulated_network"]:
-        network = ", ".join(filter(None, (f"{report['link']} per node", report.get("distance"))))
-    return f"{report['preset']}, {report['nodes']} nodes x {report['ranks_per_node']}, {network}"
+    return f"{report['preset']}, {network(report)}"

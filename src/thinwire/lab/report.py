@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import base64
 import html
-import os
-import platform
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from markdown_it import MarkdownIt  # rich brings it
 from rich import box
 from rich.table import Table
 
 from thinwire.lab import framing
 from thinwire.lab.verdict import DENSE, SILENT, Run, Span, percent
-from thinwire.plan import plan
+from thinwire.plan.plan import human
 
 
 def network(report: dict[str, Any]) -> str:
@@ -27,22 +27,6 @@ def network(report: dict[str, Any]) -> str:
     frames = f", MTU {report['mtu']}" if report["mtu"] != 1500 else ""
     distance = f", {report['distance']} (by {report['delayed_by']})" if report.get("distance") else ""
     return f"{world}, {report['link']} per node{frames}{distance}"
-
-
-def machine() -> str:
-    """Describe processor, operating system and Python, for readers of the times."""
-    model = platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{os.cpu_count()} x {model}, {platform.system()} {platform.release()}, Python {platform.python_version()}"
-
-
-def human(count: float | None) -> str:
-    """Write bytes in decimal units, as link rates are."""
-    return "-" if count is None else plan.human(count)
 
 
 def _shown(value: float | None, digits: str) -> str:
@@ -69,19 +53,15 @@ def _spread(run: Run, span: Span | None, digits: str) -> str:
     return "" if span is None or len(run["parts"]) < 2 else f" ± {span.half:{digits}}"
 
 
-def _when(key: str, show: Callable[[float], str]) -> Callable[[Run], str]:
-    """Make the cell of the ``key`` at which a run had dense's final loss: the mean over seeds, or their number."""
-
-    def cell(run: Run) -> str:
-        points = run["to_dense"]
-        reached = [point for point in points or () if point]
-        if run["method"] == SILENT or not points:
-            return "-"
-        if len(reached) < len(points):
-            return "not reached" if not reached else f"{len(reached)} of {len(points)} seeds"
-        return show(sum(point[key] for point in reached) / len(reached))
-
-    return cell
+def _reached(run: Run, key: str, digits: str) -> str:
+    """Show the mean over seeds of the ``key`` at which a run had dense's final loss, or how many of them had it."""
+    points = run["to_dense"]
+    if run["method"] == SILENT or not points:
+        return "-"
+    reached = [point[key] for point in points if point]
+    if len(reached) < len(points):
+        return f"{len(reached)} of {len(points)} seeds" if reached else "not reached"
+    return f"{statistics.fmean(reached):{digits}}"
 
 
 COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
@@ -94,14 +74,14 @@ COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("codec, ms", lambda run: f"{run['summary']['encode_ms'] + run['summary']['decode_ms']:.0f}"),
     ("compressed values", lambda run: _shown(run["summary"].get("compressed_values"), ".1%")),
     ("sent/step", lambda run: human(run["bytes_per_step"]["ledger"])),
-    ("kernel", lambda run: human((run["bytes_per_step"]["kernel"] or {}).get("tx"))),
+    ("kernel", lambda run: human(count["tx"]) if (count := run["bytes_per_step"]["kernel"]) else "-"),
     ("kernel/framed", lambda run: _shown(run["bytes_per_step"]["kernel_to_framed"], ".3f")),
     ("link use", lambda run: _shown(run["link_use"], ".0%")),
     ("train loss", lambda run: f"{run['summary']['train_loss']:.4f}"),
     ("valid loss", _final),
     ("loss to dense", _gap),
-    ("s to dense's loss", _when("wall_s", lambda seconds: f"{seconds:.1f}")),
-    ("tokens to it", _when("tokens", lambda tokens: f"{tokens:,.0f}")),
+    ("s to dense's loss", lambda run: _reached(run, "wall_s", ".1f")),
+    ("tokens to it", lambda run: _reached(run, "tokens", ",.0f")),
 )
 SHORT = ("method", "step, ms", "x none", "faster than dense", "exposed, ms", "sent/step", "valid loss",
          "loss to dense", "s to dense's loss")  # fmt: skip
@@ -132,14 +112,15 @@ def table(report: dict[str, Any], terminal: bool = False) -> Table:
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """List what the numbers do not show: flags of a method's own, a large share that stays dense and why."""
+    """List what the numbers do not show: why a method failed, flags of its own, a large share that stays dense."""
     lines = []
     for run in report["runs"]:
         method = run["method"]
         if run["flags"]:
             lines.append(f"{method}: trained with {' '.join(run['flags'])}, which dense was not")
-        note = None if run["failed"] else run["summary"].get("note")
-        if note:
+        if run["failed"]:
+            lines.append(f"{method} failed: {run['failed']}")
+        elif note := run["summary"].get("note"):
             lines.append(note if note.startswith(method) else f"{method}: {note}")
     return lines
 
@@ -170,22 +151,26 @@ def explained(report: dict[str, Any]) -> list[str]:
 
 
 def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
-    """Write report.md: the verdict, the table, what its columns mean, the pictures."""
+    """Write report.md: the verdict, the columns that decide, the pictures, all columns and what they mean."""
 
-    def row(run: Run) -> str:
-        method, second, *columns = cells(run, ALL)
-        reason = f": {run['failed']}".replace("|", "\\|") if run["failed"] else ""
-        return "| " + " | ".join([method, second + reason, *columns]) + " |"
+    def bullets(lines: Sequence[str]) -> str:
+        return "\n".join(f"* {line}" for line in lines)
 
-    lines = [f"# {title(report)}", "", f"**{report['verdict']}**", ""]
-    if not report["emulated_network"]:
-        lines += ["**No network was emulated: the ranks ran on plain loopback without a rate limit.**", ""]
-    lines += ["| " + " | ".join(ALL) + " |", "|---" + "|---:" * (len(ALL) - 1) + "|", *map(row, report["runs"])]
-    if notes(report):
-        lines += ["", *(f"* {note}" for note in notes(report))]
-    lines += ["", *(f"* {line}" for line in explained(report)), "", f"`{report['command']}`", "", report["machine"], ""]
-    lines += [f"![{path.stem.replace('_', ' ')}]({path.name})\n" for path in pictures]
-    return "\n".join(lines)
+    def grid(columns: Sequence[str]) -> str:
+        head, *rows = (
+            "| " + " | ".join(row) + " |" for row in (columns, *(cells(run, columns) for run in report["runs"]))
+        )
+        return "\n".join([head, "|---" + "|---:" * (len(columns) - 1) + "|", *rows])
+
+    loopback = "**No network was emulated: the ranks ran on plain loopback without a rate limit.**"
+    blocks = [
+        f"# {title(report)}", f"**{report['verdict']}**", "" if report["emulated_network"] else loopback,
+        grid(SHORT), bullets(notes(report)),
+        *(f"![{path.stem.replace('_', ' ')}]({path.name})" for path in pictures),
+        "## All columns", grid(ALL), bullets(explained(report)),
+        "## How it was measured", f"`{report['command']}`", report["machine"],
+    ]  # fmt: skip
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 PAGE = Template("""<!doctype html>
@@ -196,65 +181,23 @@ PAGE = Template("""<!doctype html>
 <style>
 :root { color-scheme: light dark }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
-.verdict { font-size: 1.2rem; font-weight: 600; border-left: 4px solid #0072b2; padding-left: 1rem }
-.wide { overflow-x: auto }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }
-th:first-child, td:first-child, .why { text-align: left; white-space: normal }
+h1 + p { font-size: 1.2rem; border-left: 4px solid #0072b2; padding-left: 1rem }
+table { display: block; overflow-x: auto; border-collapse: collapse }
+th, td { padding: .3rem .6rem; font-size: .85rem; white-space: nowrap; border-bottom: 1px solid #8884 }
+td { font-variant-numeric: tabular-nums }
 img { max-width: 100%; background: white; margin: .5rem 0 }
 code { overflow-wrap: anywhere }
 li { font-size: .9rem }
 </style>
-<h1>$title</h1>
-<p class="verdict">$verdict</p>
-$warning
-<div class="wide">$short</div>
-<ul>
-$notes
-</ul>
-$pictures
-<h2>All columns</h2>
-<div class="wide">$all</div>
-<ul>
-$explained
-</ul>
-<h2>How it was measured</h2>
-<p><code>$command</code></p>
-<p>$machine</p>
+$body
 </html>
 """)
 
 
 def page(report: dict[str, Any], pictures: Sequence[Path]) -> str:
-    """Write report.html: the same as one file, pictures included."""
-
-    def tagged(tag: str, texts: Sequence[str], separator: str = "") -> str:
-        return separator.join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
-
-    def grid(columns: Sequence[str]) -> str:
-        lines = [f"<tr>{tagged('th', columns)}</tr>"]
-        for run in report["runs"]:
-            row = tagged("td", cells(run, columns))
-            if run["failed"]:
-                reason = html.escape(f"failed: {run['failed']}")
-                row = f'{tagged("td", [run["method"]])}<td class="why" colspan="{len(columns) - 1}">{reason}</td>'
-            lines.append(f"<tr>{row}</tr>")
-        return "\n".join(["<table>", *lines, "</table>"])
-
-    warning = "No network was emulated: the ranks ran on plain loopback without a rate limit."
-    return PAGE.substitute(
-        title=html.escape(title(report)),
-        verdict=html.escape(report["verdict"]),
-        warning="" if report["emulated_network"] else f"<p><strong>{warning}</strong></p>",
-        short=grid(SHORT),
-        all=grid(ALL),
-        notes=tagged("li", notes(report), "\n"),
-        pictures="\n".join(
-            f'<img alt="{html.escape(path.stem.replace("_", " "))}" '
-            f'src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
-            for path in pictures
-        ),
-        explained=tagged("li", explained(report), "\n"),
-        command=html.escape(report["command"]),
-        machine=html.escape(report["machine"]),
-    )
+    """Write report.html: :func:`markdown` as one file, pictures included."""
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown(report, pictures))
+    for path in pictures:
+        data = base64.b64encode(path.read_bytes()).decode()
+        body = body.replace(f'src="{path.name}"', f'src="data:image/png;base64,{data}"')
+    return PAGE.substitute(title=html.escape(title(report)), body=body)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -19,6 +19,7 @@ from thinwire.lab.cluster import Cluster, NoNamespaces, kill_group
 from thinwire.lab.link import Link
 
 GRACE_S = 5.0  # between asking ranks to end and ending them
+WHOLE_LINES = threading.Lock()  # one rank's line at a time
 
 
 @dataclass(frozen=True)
@@ -41,33 +42,27 @@ class Outcome:
 @contextmanager
 def open_cluster(nodes: int, ranks_per_node: int, link: Link) -> Iterator[Cluster]:
     """Open a cluster; on a machine that allows no namespaces, plain loopback, with a line on stderr that says so."""
-    cluster = Cluster(nodes, ranks_per_node, link)
-    try:
-        cluster.__enter__()
-    except NoNamespaces as error:
-        without = "WITHOUT a rate limit" + (", delay or loss" if link.distant else "")
-        line = f"NO EMULATED NETWORK, the ranks use plain loopback {without}: {error}"
-        print(f"thinwire: {line}", file=sys.stderr, flush=True)
-        cluster = Cluster(nodes, ranks_per_node, Link("loopback", None, loopback=True))
-    try:
+    with ExitStack() as stack:
+        try:
+            cluster = stack.enter_context(Cluster(nodes, ranks_per_node, link))
+        except NoNamespaces as error:
+            without = "WITHOUT a rate limit" + (", delay or loss" if link.distant else "")
+            say(f"thinwire: NO EMULATED NETWORK, the ranks use plain loopback {without}: {error}")
+            cluster = stack.enter_context(Cluster(nodes, ranks_per_node, "loopback"))
         yield cluster
-    finally:
-        cluster.close()
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def launch(
-    cluster: Cluster,
-    command: Sequence[str],
-    *,
-    base: Mapping[str, str] | None = None,
-    log: Path | None = None,
-    limit_s: float | None = None,
+    cluster: Cluster, command: Sequence[str], *, log: Path | None = None, limit_s: float | None = None
 ) -> Outcome:
     """Run ``command`` once per rank. Returns when all have ended.
 
     Args:
         command: as on a shell; a first word ``thinwire`` is this very installation.
-        base: environment beneath torchrun's variables; by default ours.
         log: a file for the output of all ranks; by default they write to our stdout and stderr. Lines of ranks other
             than 0 begin with ``[rank k]``.
         limit_s: end everything after so many seconds.
@@ -84,12 +79,11 @@ def launch(
     start = time.monotonic()
     ranks: list[subprocess.Popen[bytes]] = []
     copiers: list[threading.Thread] = []
-    with _Sink(log) as sink:
+    with open(log, "w", encoding="utf-8") if log else nullcontext() as file:
         try:
             for rank in range(cluster.world_size):
-                process = _start(cluster, command, rank, cluster.environment(rank, base), sink)
-                ranks.append(process)
-                copiers += sink.copy(process, rank)
+                ranks.append(_start(cluster, command, rank, piped=rank > 0 or file is not None))
+                copiers += _copy(ranks[-1], rank, file)
             failed = wait(ranks, None if limit_s is None else start + limit_s, cluster.check)
         finally:
             _end(ranks)
@@ -98,21 +92,37 @@ def launch(
     seconds = time.monotonic() - start
     end = cluster.counters()
     traffic = None if begin is None or end is None else [b - a for a, b in zip(begin, end, strict=True)]
-    if failed is None:
-        return Outcome(0, None, seconds, traffic)
-    rank, code = failed
-    return Outcome(128 - code if code < 0 else code, rank, seconds, traffic)
+    failed_rank, code = failed or (None, 0)
+    return Outcome(128 - code if code < 0 else code, failed_rank, seconds, traffic)
 
 
-def _start(
-    cluster: Cluster, command: Sequence[str], rank: int, environment: dict[str, str], sink: _Sink
-) -> subprocess.Popen[bytes]:
-    plain = rank == 0 and sink.file is None
-    streams = {"stdout": None, "stderr": None} if plain else {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+def _start(cluster: Cluster, command: Sequence[str], rank: int, piped: bool) -> subprocess.Popen[bytes]:
+    stream = subprocess.PIPE if piped else None
+    environment, node = cluster.environment(rank), rank // cluster.ranks_per_node
     try:
-        return cluster.popen(rank // cluster.ranks_per_node, command, env=environment, **streams)
+        return cluster.popen(node, command, env=environment, stdout=stream, stderr=stream)
     except FileNotFoundError:
         raise ThinwireError(f"cannot run '{command[0]}': no such program") from None
+
+
+def _copy(process: subprocess.Popen[bytes], rank: int, file: IO[str] | None) -> list[threading.Thread]:
+    """Start to copy a rank's output, where it comes through pipes, to ``file`` or to our own streams."""
+    pairs = [(process.stdout, file or sys.stdout), (process.stderr, file or sys.stderr)]
+    threads = [
+        threading.Thread(target=_copy_lines, args=(source, target, f"[rank {rank}] " if rank else ""), daemon=True)
+        for source, target in pairs if source is not None
+    ]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _copy_lines(source: IO[bytes], target: IO[str], prefix: str) -> None:
+    with source:
+        for line in source:
+            with WHOLE_LINES, suppress(ValueError):  # the file may be closed by now
+                target.write(prefix + line.decode(errors="replace"))
+                target.flush()
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
@@ -126,41 +136,3 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     for process in ranks:
         kill_group(process, signal.SIGKILL)
         process.wait()
-
-
-class _Sink:
-    """The target of the ranks' output: our own streams, or a file."""
-
-    def __init__(self, log: Path | None) -> None:
-        self.log = log
-        self.file: IO[bytes] | None = None
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> _Sink:
-        self.file = open(self.log, "wb") if self.log else None
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        if self.file is not None:
-            with self._lock:
-                self.file.close()
-
-    def copy(self, process: subprocess.Popen[bytes], rank: int) -> list[threading.Thread]:
-        threads = []
-        prefix = f"[rank {rank}] ".encode() if rank else b""
-        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            if source is not None:
-                threads.append(threading.Thread(target=self._pump, args=(source, target, prefix), daemon=True))
-                threads[-1].start()
-        return threads
-
-    def _pump(self, source: IO[bytes], target: IO[str], prefix: bytes) -> None:
-        with source:
-            for line in source:
-                with self._lock:
-                    if self.file is None:
-                        target.write((prefix + line).decode(errors="replace"))
-                        target.flush()
-                    elif not self.file.closed:
-                        self.file.write(prefix + line)
-                        self.file.flush()

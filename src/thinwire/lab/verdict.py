@@ -22,6 +22,8 @@ T95 = (
 )  # fmt: skip
 
 Run = dict[str, Any]
+Pairs = Sequence[tuple[Run, Run]]
+"""A method's run and dense's, with the same seed; for each seed."""
 
 
 class Span(NamedTuple):
@@ -50,34 +52,28 @@ def final_loss(summary: dict[str, Any]) -> float:
     return summary["train_loss"] if summary.get("valid_loss") is None else summary["valid_loss"]
 
 
-def faster(run: Run, base: Run) -> Span:
-    """Divide a step of ``base`` by one of ``run``, seed by seed: above 1 where ``run`` is faster.
+def faster(pairs: Pairs) -> Span:
+    """Divide dense's step by a method's, seed by seed: above 1 where the method is faster.
 
     With one seed, the interval is that of the quartiles of its steps.
     """
-    ratios = [
-        seed_base["summary"]["step_ms"] / seed_run["summary"]["step_ms"]
-        for seed_run, seed_base in zip(run["parts"], base["parts"], strict=True)
-    ]
+    ratios = [dense["summary"]["step_ms"] / run["summary"]["step_ms"] for run, dense in pairs]
     if len(ratios) > 1:
         return interval(ratios)
-    (fast, slow), (base_fast, base_slow) = (_quartiles(runs["parts"][0]["rows"]) for runs in (run, base))
-    return Span(ratios[0], base_fast / slow, base_slow / fast)
+    (fast, slow), (dense_fast, dense_slow) = (_quartiles(run["rows"]) for run in pairs[0])
+    return Span(ratios[0], dense_fast / slow, dense_slow / fast)
 
 
 def _quartiles(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    times = [row["step_ms"] for row in rows if "loss" in row]
+    times = [row["step_ms"] for row in rows]
     settled = times[2:] if len(times) > 4 else times  # as the median in summary.json
     cuts = statistics.quantiles(settled, n=4) if len(settled) > 1 else settled
     return cuts[0], cuts[-1]
 
 
-def above(run: Run, base: Run) -> Span:
-    """Return how far the final loss of ``run`` is above that of ``base``, as a share of it, seed by seed."""
-    return interval([
-        final_loss(seed_run["summary"]) / final_loss(seed_base["summary"]) - 1
-        for seed_run, seed_base in zip(run["parts"], base["parts"], strict=True)
-    ])  # fmt: skip
+def above(pairs: Pairs) -> Span:
+    """Return how far a method's final loss is above dense's, as a share of it, seed by seed."""
+    return interval([final_loss(run["summary"]) / final_loss(dense["summary"]) - 1 for run, dense in pairs])
 
 
 def worse(report: dict[str, Any], limit: float) -> list[str]:
@@ -94,7 +90,7 @@ def percent(share: float) -> str:
 def line(report: dict[str, Any]) -> str:
     """Sum up ``report``, after ``compare.measure``, in one line."""
     runs = {run["method"]: run for run in report["runs"]}
-    compared = [run for run in report["runs"] if run["method"] not in (SILENT, DENSE)]
+    compared = [run for run in report["runs"] if run["method"] not in (SILENT, DENSE) and not run["failed"]]
     failed = [f"{run['method']} failed: {run['failed']}" for run in report["runs"] if run["failed"]]
     dense = runs.get(DENSE)
     if dense is None or dense["failed"]:
@@ -105,8 +101,6 @@ def line(report: dict[str, Any]) -> str:
     good: list[str] = []
     bad: list[str] = []
     for run in compared:
-        if run["failed"]:
-            continue
         speed, gap = run["faster"], run["loss_gap"]
         against = [f"loss {_loss(gap, seeds)}"] if gap.low > limit else []
         if speed.high < 1:
@@ -144,21 +138,15 @@ def _loss_words(gap: Span, seeds: int) -> str:
     return f"loss {_loss(gap, seeds)}, not told apart from dense's"
 
 
-def target(rows: Sequence[dict[str, Any]]) -> float:
-    """Return dense's training loss at the end: the target of the other methods' times."""
-    return _smooth(rows)[-1]["loss"]
-
-
-def reached(rows: Sequence[dict[str, Any]], loss: float) -> dict[str, Any] | None:
-    """Find the first row of a run whose training loss, averaged over the last steps, is down at ``loss``."""
-    return next((row for row in _smooth(rows) if row["loss"] <= loss), None)
+def reached(run: Run, dense: Run) -> dict[str, Any] | None:
+    """Find the first row of a run whose training loss, averaged over the last steps, is down at dense's at the end."""
+    target = _smooth(dense["rows"])[-1]["loss"]
+    return next((row for row in _smooth(run["rows"]) if row["loss"] <= target), None)
 
 
 def _smooth(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of steps, with the mean loss of the last tenth of the run's steps in place of each step's own."""
-    steps = [row for row in rows if "loss" in row]
-    width = max(1, len(steps) // 10)
-    losses = [row["loss"] for row in steps]
-    return [
-        steps[end - 1] | {"loss": statistics.fmean(losses[end - width : end])} for end in range(width, len(steps) + 1)
-    ]
+    width = max(1, len(rows) // 10)
+    losses = [row["loss"] for row in rows]
+    means = [statistics.fmean(losses[end - width : end]) for end in range(width, len(rows) + 1)]
+    return [row | {"loss": mean} for row, mean in zip(rows[width - 1 :], means, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable
 from inspect import getdoc
 from typing import Any, NamedTuple
 
@@ -30,8 +31,15 @@ REMOVED = {
     "trickle:shared": "trickle:merged", "trickle(choosers=)": "trickle:merged",
 }  # fmt: skip
 """Methods, presets and knobs that older versions had, and what to take in their place."""
-RENAMED = {"trickle(answer=)": "server_density"}
-"""Knobs by the names that older versions had for them, which saved runs still say."""
+TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "trickle(answer=)": lambda density: {"server_density": density},
+    "int8(error_feedback=)": lambda keeps: {"feedback": "gradients"} if keeps else {},
+    "topk(error_feedback=)": lambda keeps: {} if keeps else {"feedback": None},
+    "local-steps(start_bits=)": lambda bits: {
+        "start_with": {4: "loco(beta=0,reset=0)", 8: "int8(feedback='gradients')"}.get(bits, "dense")
+    },
+}
+"""Knobs of older versions, which saved runs still say, and what they are today."""
 
 
 def names() -> list[str]:
@@ -40,9 +48,9 @@ def names() -> list[str]:
 
 
 def resolve(method: Method | str) -> Method:
-    """A method from its name: ``"int8"``, ``"int8(group=64, error_feedback=True)"``, ``"radius:paper(density=0.4)"``.
+    """A method from its name: ``"int8"``, ``"int8(group=64, feedback='gradients')"``, ``"radius:paper(density=0.4)"``.
 
-    ``"int8:group:64:error_feedback:True"`` and ``"radius:paper:density:0.4"`` say the same to programs whose own
+    ``"int8:group:64:feedback:gradients"`` and ``"radius:paper:density:0.4"`` say the same to programs whose own
     parser takes ``=`` or brackets for itself.
 
     Raises:
@@ -70,23 +78,24 @@ def resolve(method: Method | str) -> Method:
         raise ThinwireError(
             f"cannot read '{method}'; write {cls.name}(knob=value, ...) or {cls.name}:knob:value:..."
         ) from None
-    known = [knob.name for knob in knobs_of(cls)]
+    knob_names = [knob.name for knob in knobs_of(cls)]
     if preset is not None:
-        if preset in known:
+        if preset in knob_names:
             raise ThinwireError(f"cannot read '{method}': a knob has a value behind it, {cls.name}:{preset}:VALUE")
         if preset not in cls.PRESETS:
             _refuse_removed(f"{cls.name}:{preset}")
-            known_presets = ", ".join(f"{cls.name}:{known}" for known in cls.PRESETS) or "none"
+            known_presets = ", ".join(f"{cls.name}:{name}" for name in cls.PRESETS) or "none"
             raise ThinwireError(f"{cls.name} has no preset '{preset}'; there are: {known_presets}")
         values = {**cls.PRESETS[preset], **values}
-    values = {RENAMED.get(f"{cls.name}({knob}=)", knob): value for knob, value in values.items()}
-    if "feedback" in known:
+    for knob in [knob for knob in values if f"{cls.name}({knob}=)" in TRANSLATED]:
+        values |= TRANSLATED[f"{cls.name}({knob}=)"](values.pop(knob))
+    if "feedback" in knob_names:
         try:
             values = translate_knobs(getattr(cls, "feedback"), values)  # noqa: B009  (Method has none)
         except ThinwireError as error:
             raise ThinwireError(f"{cls.name}: {error}") from None
     for knob in values:
-        if knob not in known:
+        if knob not in knob_names:
             _refuse_removed(f"{cls.name}({knob}=)")
             raise unknown_knob(cls, knob)
     try:
@@ -146,9 +155,9 @@ def main(argv: list[str]) -> int:
         knobs = ", ".join(f"{knob.name}={knob.default!r}" for knob in knobs_of(cls)) or "none"
         print(f"{name:<12}{does}\n{'':<12}{promise}\n{'':<12}knobs: {knobs}")
         for preset, values in cls.PRESETS.items():
-            said = ", ".join(f"{knob}={value!r}" for knob, value in values.items()) or "the defaults"
-            print(f"{'':<12}{name}:{preset}: {said}")
-            kept = cls(**values).card.promise
-            if str(kept) != str(promise):
-                print(f"{'':<12}{'':<{len(name) + len(preset) + 2}} {kept}")
+            settings = ", ".join(f"{knob}={value!r}" for knob, value in values.items()) or "the defaults"
+            print(f"{'':<12}{name}:{preset}: {settings}")
+            preset_promise = cls(**values).card.promise
+            if str(preset_promise) != str(promise):
+                print(f"{'':<12}{'':<{len(name) + len(preset) + 2}} {preset_promise}")
     return 0

@@ -12,11 +12,10 @@ from __future__ import annotations
 import os
 import re
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.base.errors import DamagedMessage, LostRank, ThinwireError
+from thinwire.base.errors import DamagedMessage, LostRank
 from thinwire.network.checksum import seal, unseal
 from thinwire.network.ledger import Ledger
 
@@ -46,12 +45,10 @@ class Comm(ABC):
     All ranks call the same verbs in the same order; the order never depends on data or on the rank.
     """
 
-    def __init__(self, rank: int, size: int, nodes: Sequence[int], ledger: Ledger) -> None:
-        if len(nodes) != size:
-            raise ThinwireError(f"a group of {size} ranks needs {size} node numbers, got {len(nodes)}")
-        self.rank, self.size, self.nodes, self.ledger = rank, size, tuple(nodes), ledger
+    def __init__(self, rank: int, nodes: Sequence[int], ledger: Ledger) -> None:
+        self.rank, self.size, self.nodes, self.ledger = rank, len(nodes), tuple(nodes), ledger
         self.one_node = len(set(nodes)) == 1
-        self._peers = Counter(self.link(peer) for peer in range(size) if peer != rank)
+        self._peers = Counter(self.link(peer) for peer in range(self.size) if peer != rank)
 
     checksums = False
     """Is every row that one rank sends another followed by its checksum (:mod:`thinwire.network.checksum`)?"""
@@ -65,7 +62,7 @@ class Comm(ABC):
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce ``tensor`` over all ranks, in place; ``op`` is "sum", "mean" or "max"."""
         if self.size > 1:
-            self._count_ring("all_reduce", 2 * (self.size - 1) / self.size * tensor.nbytes)
+            self._count_ring("all_reduce", tensor.nbytes)
             with self.ledger.span("wire", tensor):
                 self._all_reduce(tensor, op)
         return tensor
@@ -74,8 +71,7 @@ class Comm(ABC):
         """Reduce all ranks' ``rows`` (N, n), and write row ``rank`` of the result to ``out`` (n,)."""
         if self.size == 1:
             return out.copy_(rows.view_as(out))
-        share = 2 if self.reduce_scatter_is_all_reduce else 1
-        self._count_ring("reduce_scatter", share * (self.size - 1) / self.size * rows.nbytes)
+        self._count_ring("reduce_scatter", rows.nbytes)
         with self.ledger.span("wire", rows):
             self._reduce_scatter(out, rows, op)
         return out
@@ -86,42 +82,30 @@ class Comm(ABC):
             if out.data_ptr() != row.data_ptr():
                 out.copy_(row.view_as(out))
             return None
-        if self.checksums:
-            return self._gather_sealed(out, row, async_op)
-        self._count_peers("all_gather", row.nbytes)
-        if async_op:
-            return self._all_gather(out, row, async_op=True)
-        with self.ledger.span("wire", row):
-            return self._all_gather(out, row, async_op=False)
+        message = seal(row.reshape(1, -1))[0] if self.checksums else row
+        received = message.new_empty((self.size, len(message))) if self.checksums else out
+        self._count_peers("all_gather", message.nbytes)
+        with nullcontext() if async_op else self.ledger.span("wire", row):
+            work = self._all_gather(received, message, async_op=async_op)
+        if not self.checksums:
+            return work
+        if work is not None:
+            return ChainedWork(work, lambda: self._unseal(received, out, "all-gather"))
+        self._unseal(received, out, "all-gather")
+        return None
 
     def all_to_all(self, out: Tensor, rows: Tensor) -> Tensor:
         """Fill row r of ``out`` (N, m) with row ``rank`` of rank r's ``rows`` (N, m)."""
         if self.size == 1:
             return out.copy_(rows)
-        if self.checksums:
-            sealed = seal(rows.reshape(self.size, -1))
-            received = torch.empty_like(sealed)
-            self._count_peers("all_to_all", sealed.nbytes / self.size)
-            with self.ledger.span("wire", rows):
-                self._all_to_all(received, sealed)
-            self._unseal(received, out, "all-to-all")
-            return out
-        self._count_peers("all_to_all", rows.nbytes / self.size)
+        messages = seal(rows.reshape(self.size, -1)) if self.checksums else rows
+        received = torch.empty_like(messages) if self.checksums else out
+        self._count_peers("all_to_all", messages.nbytes / self.size)
         with self.ledger.span("wire", rows):
-            self._all_to_all(out, rows)
+            self._all_to_all(received, messages)
+        if self.checksums:
+            self._unseal(received, out, "all-to-all")
         return out
-
-    def _gather_sealed(self, out: Tensor, row: Tensor, async_op: bool) -> Work | None:
-        sealed = seal(row.reshape(1, -1))[0]
-        received = sealed.new_empty((self.size, len(sealed)))
-        self._count_peers("all_gather", sealed.nbytes)
-        if async_op and (work := self._all_gather(received, sealed, async_op=True)) is not None:
-            return ChainedWork(work, lambda: self._unseal(received, out, "all-gather"))
-        if not async_op:
-            with self.ledger.span("wire", row):
-                self._all_gather(received, sealed, async_op=False)
-        self._unseal(received, out, "all-gather")
-        return None
 
     def _unseal(self, received: Tensor, out: Tensor, verb: str) -> None:
         """Raise DamagedMessage if a row is not what its sender has sent."""
@@ -129,14 +113,19 @@ class Comm(ABC):
         if damaged is not None:
             raise DamagedMessage(self.number(self.rank), self.number(damaged), verb)
 
+    def ring_bytes(self, verb: str, nbytes: int) -> float:
+        """Count the bytes that each rank hands to its neighbour where a ring reduces ``nbytes``."""
+        passes = 2 if verb == "all_reduce" or self.reduce_scatter_is_all_reduce else 1
+        return passes * (self.size - 1) / self.size * nbytes
+
     def number(self, rank: int) -> int:
         """Return the number in the job of a ``rank`` of this group."""
         return rank
 
-    def _count_ring(self, kind: str, nbytes: float) -> None:
-        """Count ``nbytes`` on the link to one neighbour, to whom a ring hands everything."""
-        self.ledger.call(kind)
-        self.ledger.count(self.link((self.rank - 1) % self.size), nbytes)
+    def _count_ring(self, verb: str, nbytes: int) -> None:
+        """Count what reduces ``nbytes`` on the link to one neighbour, to whom a ring hands everything."""
+        self.ledger.call(verb)
+        self.ledger.count(self.link((self.rank - 1) % self.size), self.ring_bytes(verb, nbytes))
 
     def _count_peers(self, kind: str, nbytes: float) -> None:
         """Count ``nbytes`` to every other rank."""
@@ -166,9 +155,9 @@ class Comm(ABC):
     def _all_to_all(self, out: Tensor, rows: Tensor) -> None: ...
 
 
-_IDLE: weakref.WeakKeyDictionary[
+_IDLE: WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[tuple[int, ...], timedelta | None], list[dist.ProcessGroup]]
-] = weakref.WeakKeyDictionary()
+] = WeakKeyDictionary()
 """The groups made for some ranks of a group that nobody uses now."""
 
 
@@ -181,7 +170,7 @@ class CountingComm(Comm):
     @classmethod
     def like(cls, comm: Comm, ledger: Ledger) -> CountingComm:
         """Make a double of ``comm`` that writes to ``ledger``."""
-        double = cls(comm.rank, comm.size, comm.nodes, ledger)
+        double = cls(comm.rank, comm.nodes, ledger)
         double.reduce_scatter_is_all_reduce, double.one_node = comm.reduce_scatter_is_all_reduce, comm.one_node
         return double
 
@@ -224,7 +213,7 @@ class GroupComm(Comm):
         if nodes is None:  # torch's group, or the user's
             nodes = node_numbers(group)
             _inherit_timeout(group)
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), nodes, ledger)
+        super().__init__(dist.get_rank(group), nodes, ledger)
         self.group, self.device = group, torch.device(device)
         self.reduce_scatter_is_all_reduce = _backend(group, self.device) == "gloo"
         # gloo moves device memory in its collectives only.
@@ -314,10 +303,7 @@ class GroupComm(Comm):
         if not self._point_to_point:
             with self.waiting("all-gather"):
                 return _all_gather_single(out.view(-1), row, group=self.group, async_op=async_op)
-        out = out.view(self.size, -1)
-        work = self._to_and_from_peers("all-gather", [row] * self.size, out, tag=1)
-        if out[self.rank].data_ptr() != row.data_ptr():
-            out[self.rank].copy_(row.view(-1))
+        work = self._to_and_from_peers("all-gather", [row.view(-1)] * self.size, out.view(self.size, -1), tag=1)
         if async_op:
             return work
         work.wait()
@@ -328,28 +314,23 @@ class GroupComm(Comm):
             with self.waiting("all-to-all"):
                 dist.all_to_all_single(out, rows, group=self.group)
             return
-        work = self._to_and_from_peers("all-to-all", rows, out, tag=2)
-        out[self.rank].copy_(rows[self.rank])
-        work.wait()
+        self._to_and_from_peers("all-to-all", rows, out, tag=2).wait()
 
     def _to_and_from_peers(self, verb: str, rows: Sequence[Tensor] | Tensor, out: Tensor, tag: int) -> _PeerMessages:
         """Send ``rows[peer]`` to, and receive ``out[peer]`` from, every peer; each rank starts with its next neighbour.
 
         Messages between two ranks with one tag arrive in the order in which both post them.
         """
-        turns = range(1, self.size)
-        sources = [(self.rank - turn) % self.size for turn in turns]
-        targets = [(self.rank + turn) % self.size for turn in turns]
-        ranks, group = self.ranks, self.group
-        if dropped := _DROPPED.pop(group, None):  # they come before ours, on all ranks
+        if dropped := _DROPPED.pop(self.group, None):  # they come before ours, on all ranks
             _PeerMessages(self, verb, dropped).wait()
         works: list[tuple[int, Work | None]] = []
-        for peer in sources:
-            with self.waiting(verb, peer):
-                works.append((peer, dist.irecv(out[peer], ranks[peer], group=group, tag=tag)))
-        for peer in targets:
-            with self.waiting(verb, peer):
-                works.append((peer, dist.isend(rows[peer], ranks[peer], group=group, tag=tag)))
+        for post, messages, step in ((dist.irecv, out, -1), (dist.isend, rows, 1)):
+            for turn in range(1, self.size):
+                peer = (self.rank + step * turn) % self.size
+                with self.waiting(verb, peer):
+                    works.append((peer, post(messages[peer], self.ranks[peer], group=self.group, tag=tag)))
+        if out[self.rank].data_ptr() != rows[self.rank].data_ptr():
+            out[self.rank].copy_(rows[self.rank])
         return _PeerMessages(self, verb, works)
 
 
@@ -457,9 +438,7 @@ def _inherit_timeout(group: dist.ProcessGroup) -> None:
             backend._set_default_timeout(whole)
 
 
-_DEFAULTS = [
-    getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout")
-]
+_DEFAULTS = [getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout")]
 
 
 def _devices(group: dist.ProcessGroup) -> Sequence[torch.device]:

@@ -183,7 +183,7 @@ class Plan:
         layout = separate_buffers([largest], self._road, self._wire_dtype)
 
         def largest_bytes(size: int) -> float:
-            exchange = on_comm(last.exchange, CountingComm(0, size, range(size), Ledger()))
+            exchange = on_comm(last.exchange, CountingComm(0, range(size), Ledger()))
             dry = dry_run(layout, Road([replace(last, exchange=exchange)]), self._run, self._guards, watched=False)
             return dry.parameters[largest.name] * size / (size - 1)
 

@@ -21,14 +21,14 @@ each of them at most U times the length |x| of all that is involved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from functools import partial, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.exchange import AllReduce, bucket_rows
+from thinwire.core.exchange import bucket_rows
 from thinwire.core.method import Method, Rounding, carrier_of
 from thinwire.proof.ranks import Threads
 from thinwire.proof.record import Rank, Recording, Setup, StepRecord, common, play, small
@@ -46,13 +46,6 @@ EVERYWHERE = (
     *(Setup("hsdp", *sizes) for sizes in ((1, 1), (2, 2), (3, 1), (5, 5), (8, 2))),
     *(Setup(topology, *sizes) for topology in ("two_level", "two_level_owner") for sizes in ((4, 2), (6, 3), (8, 2))),
 )
-
-
-class Broken(NamedTuple):
-    """A law that was broken, and how."""
-
-    law: str
-    detail: str
 
 
 def check_laws(cls: type[Method], *, setups: Sequence[Setup] = EVERYWHERE, **knobs: Any) -> None:
@@ -78,8 +71,8 @@ def check_laws(cls: type[Method], *, setups: Sequence[Setup] = EVERYWHERE, **kno
         raise AssertionError("\n".join(broken))
 
 
-def broken_laws(make: Callable[[], Method], setup: Setup) -> list[Broken]:
-    """Find the laws that the methods of ``make`` break. None where a method takes one level and says so."""
+def broken_laws(make: Callable[[], Method], setup: Setup) -> list[tuple[str, str]]:
+    """Find which laws the methods of ``make`` break, and how. None where a method takes one level and says so."""
     try:
         first = Rank(make, setup, Threads(setup.size), 0)
     except ThinwireError as refused:
@@ -88,47 +81,49 @@ def broken_laws(make: Callable[[], Method], setup: Setup) -> list[Broken]:
         raise
     steps = first.method.card.steady + 1 + WINDOW
     plain = play(make, setup, steps)
-    broken = [*_ranks(plain), *_promise(plain), *_bytes(plain, first.plan.wire_bytes)]
+    laws = [("ranks", _ranks(plain)), ("promise", _promise(plain)), ("bytes", _bytes(plain, first.plan.wire_bytes))]
     if plain.method.card.promise.kind == "lossy":
-        broken += _lossy(plain, play(make, setup, 2, gradient=lambda rank, step, numel: torch.zeros(numel)))
+        silent = play(make, setup, 2, gradient=lambda rank, step, numel: torch.zeros(numel))
+        laws.append(("promise", _lossy(plain, silent)))
+    broken = [(law, detail) for law, details in laws for detail in details]
     if setup.size > FEW:
         return broken
     disturbed = play(make, setup, steps, undo=(0, steps - 3))
     if (difference := _difference(plain, disturbed)) is not None:
         repeated = _difference(plain, play(make, setup, steps))
-        broken.append(Broken("undone", difference) if repeated is None else Broken("repeats", repeated))
+        broken.append(("undone", difference) if repeated is None else ("repeats", repeated))
     return broken
 
 
-def _ranks(recording: Recording) -> Iterator[Broken]:
+def _ranks(recording: Recording) -> Iterator[str]:
     """Check that ranks with the same parameters hold the same bits of means and weights, and all send as many bytes."""
-    replicated = not recording.stages[-1].exchange.owner
+    stages = recording.first.road.stages
+    replicated = not stages[-1].exchange.owner
     for number, rank in enumerate(recording.ranks):
         # In two hops, ranks that do not exchange with each other have other shards, of which one may need more bytes.
-        twin = number % recording.setup.per_node if len(recording.stages) == 2 else 0
+        twin = number % recording.setup.per_node if len(stages) == 2 else 0
         for step, (reference, record) in enumerate(zip(recording.ranks[twin], rank, strict=True)):
             if reference.sent != record.sent:
-                sizes = f"rank {twin} sends {reference.sent} bytes, rank {number} {record.sent}"
-                yield Broken("ranks", f"step {step}: {sizes}")
+                yield f"step {step}: rank {twin} sends {reference.sent} bytes, rank {number} {record.sent}"
                 break
             if recording.setup.topology == "two_level":  # there all hold everything
                 reference = recording.ranks[0][step]
             means, weights = record.equal and not record.alone, record.equal
-            if replicated and ((means and not _equal(reference.mean, record.mean))
-                          or (weights and not _equal(reference.weights, record.weights))):  # fmt: skip
-                yield Broken("ranks", f"step {step}: ranks {twin} and {number} hold different bits")
+            if replicated and ((means and not torch.equal(reference.mean, record.mean))
+                          or (weights and not torch.equal(reference.weights, record.weights))):  # fmt: skip
+                yield f"step {step}: ranks {twin} and {number} hold different bits"
                 break
-            across = record.sent if len(recording.stages) == 1 else 0
-            if record.alone and not record.equal and (across or not _equal(record.stepped, record.weights)):
-                yield Broken("ranks", f"step {step}: something of another rank reaches rank {number}, which is alone")
+            across = record.sent if len(stages) == 1 else 0
+            if record.alone and not record.equal and (across or not torch.equal(record.stepped, record.weights)):
+                yield f"step {step}: something of another rank reaches rank {number}, which is alone"
                 break
 
 
-def _promise(recording: Recording) -> Iterator[Broken]:
+def _promise(recording: Recording) -> Iterator[str]:
     """Check the promise of each hop's method, between the ranks that exchange with each other."""
     ranks, per_node = recording.ranks, recording.setup.per_node
     groups: list[list[list[list[StepRecord]]]] = [[ranks]]
-    if len(recording.stages) == 2:
+    if len(recording.first.road.stages) == 2:
         nodes = [ranks[first : first + per_node] for first in range(0, len(ranks), per_node)]
         groups = [nodes, [ranks[first::per_node] for first in range(per_node)]]
     for hop, hop_groups in enumerate(groups):
@@ -140,7 +135,8 @@ class _Books:
     """The books of one exchange: what came in, what went out and what waits, parameter by parameter as rows (R, n)."""
 
     def __init__(self, recording: Recording, hop: int, ranks: list[list[StepRecord]]) -> None:
-        method, exchange = recording.stages[hop].method, recording.stages[hop].exchange
+        stage, parameters = recording.first.road.stages[hop], recording.first.engine.parameters
+        method, exchange = stage.method, stage.exchange
         self.method, self.exchange, self.ranks, self.hop = method, exchange, ranks, hop
         self.promise = method.card.promise
         self.size, self.rows = len(ranks), bucket_rows(exchange, carrier_of(method).card.summed_by_network)
@@ -148,40 +144,37 @@ class _Books:
         self.numel, start = ranks[0][0].hops[hop].entered.numel(), 0
         width = self.numel // (self.rows if exchange.owner else 1)
         # The rows of all nodes lie side by side.
-        node_rows = width // sum(parameter.local for parameter in recording.parameters.values())
-        for name, parameter in recording.parameters.items():
+        node_rows = width // sum(parameter.local for parameter in parameters.values())
+        for name, parameter in parameters.items():
             self.columns[name] = slice(start, start + node_rows * parameter.local)
             start += node_rows * parameter.local
 
-    def check(self) -> Iterator[Broken]:
-        exact = self.promise.kind == "exact"
+    def check(self) -> Iterator[str]:
         if self.promise.kind == "lossy":
             return
         for step, record in enumerate(self.ranks[0]):
             if record.alone and not record.equal and self.promise.of == "weights":
                 continue  # nothing comes in
-            if exact:
+            if self.promise.kind == "exact":
                 if not self._exact(step):
-                    yield Broken("promise", f"step {step}: the mean is not, bit for bit, the stock engine's")
+                    yield f"step {step}: the mean is not, bit for bit, the stock engine's"
                     return
                 continue
             for name, columns in self.columns.items():
                 excess = self._excess(step, name, columns)
                 if not excess <= 0:
-                    yield Broken("promise", f"step {step}, {name}: off by {excess:.3g} more than roundings explain")
+                    yield f"step {step}, {name}: off by {excess:.3g} more than roundings explain"
                     return
 
     def _exact(self, step: int) -> bool:
         """Compare with the mean of the sum in rank order; DDP divides before, FSDP2 and HSDP after it."""
         inputs = [rank[step].hops[self.hop].entered for rank in self.ranks]
-        divides_first = isinstance(self.exchange, AllReduce) and self.exchange.divide == "before"
-        total = torch.zeros(())
-        for i, values in enumerate(inputs):
-            values = values * (1 / self.size) if divides_first else values
-            total = values if i == 0 else total + values
-        mean = total if divides_first else total / self.size
+        if self.exchange.divide == "before":
+            mean = reduce(torch.add, [values * (1 / self.size) for values in inputs])
+        else:
+            mean = reduce(torch.add, inputs) / self.size
         means = [rank[step].hops[self.hop].mean for rank in self.ranks]
-        return _equal(torch.cat(means) if self.exchange.owner else means[0], mean)
+        return torch.equal(torch.cat(means) if self.exchange.owner else means[0], mean)
 
     def _excess(self, step: int, name: str, columns: slice) -> float:
         """Return by how much the books of ``name`` are off, beyond what roundings explain: see ``Promise``."""
@@ -191,13 +184,14 @@ class _Books:
         earlier: Tensor | float = 0.0
         if promise.of == "moments":
             beta1: float = self.method.beta1  # type: ignore[attr-defined]
-            earlier = beta1 * self._moments(step - 1, columns)
-            inputs, mean = (1 - beta1) * inputs, self._moments(step, columns)
+            earlier = beta1 * self._recorded("moments", step - 1, columns)
+            inputs, mean = (1 - beta1) * inputs, self._recorded("moments", step, columns)
         start = torch.zeros(())
         if promise.of == "weights" and self.ranks[0][step].alone:
-            start = self._common_weights(step, columns)
+            common_steps = [number for number in range(step) if self.ranks[0][number].equal]
+            start = self._recorded("weights", max(common_steps, default=-1), columns)
             inputs = start - torch.stack([self._flat(rank[step].stepped, columns) for rank in self.ranks])
-            mean = start - self._rows([rank[step].weights for rank in self.ranks], columns)
+            mean = start - self._recorded("weights", step, columns)
         old, new = self._waiting(step - 1, name), self._waiting(step, name)  # equal between rounds
         gap = inputs.sum(0) + old.sum(0) - new.sum(0) + self.size * (earlier - mean)
         gap = gap * self._flat(torch.ones(self.numel), columns)  # padding has no gradient to lose
@@ -230,14 +224,9 @@ class _Books:
         """Return rows (R, n) of values that all ranks hold whole, or each its own row of."""
         return self._flat(torch.cat(values) if self.exchange.owner else values[0], columns)
 
-    def _moments(self, step: int, columns: slice) -> Tensor:
-        moments = [rank[max(step, 0)].moments for rank in self.ranks]
-        return self._rows([values * (step >= 0) for values in moments], columns)
-
-    def _common_weights(self, step: int, columns: slice) -> Tensor:
-        """Return the weights when all ranks held the same ones last, before ``step``; zeros at first."""
-        equal = [earlier for earlier in range(step) if self.ranks[0][earlier].equal]
-        return self._rows([rank[max(equal, default=0)].weights * bool(equal) for rank in self.ranks], columns)
+    def _recorded(self, field: str, step: int, columns: slice) -> Tensor:
+        """Return rows (R, n) of a ``field`` of the records after ``step``; zeros before the first."""
+        return self._rows([getattr(rank[max(step, 0)], field) * (step >= 0) for rank in self.ranks], columns)
 
     def _waiting(self, step: int, name: str) -> Tensor:
         """Return the values that wait on each rank after ``step``, (N, R, n); zeros before the first."""
@@ -270,33 +259,34 @@ def _mean_error(blocks: Tensor, rounding: Rounding) -> Tensor:
     return rounding.value * blocks + rounding.step * rounding.block**0.5 * largest
 
 
-def _lossy(recording: Recording, silent: Recording) -> Iterator[Broken]:
+def _lossy(recording: Recording, silent: Recording) -> Iterator[str]:
     """Check a lossy method: its means point where all ranks' gradients point, and zeros give zeros."""
+    numel = recording.first.engine.numel
     for number, rank in enumerate(recording.ranks):
         arrived = torch.stack([record.mean for record in rank]).sum(0)
-        rows = common(recording.numel).view(-1, len(arrived))  # all of it, or each rank's row; on HSDP those of a node
+        rows = common(numel).view(-1, len(arrived))  # all of it, or each rank's row; on HSDP those of a node
         if not float(arrived @ rows[number % len(rows)]) > 0:
-            yield Broken("promise", f"what arrives on rank {number} does not point where the gradients do")
+            yield f"what arrives on rank {number} does not point where the gradients do"
             return
     if any(record.mean.any() for rank in silent.ranks for record in rank):
-        yield Broken("promise", "of gradients that are zero comes a mean that is not")
+        yield "of gradients that are zero comes a mean that is not"
 
 
-def _bytes(recording: Recording, planned: float) -> Iterator[Broken]:
+def _bytes(recording: Recording, planned: float) -> Iterator[str]:
     """Check bytes over whole periods of the steady state, without its first step, which may still settle something."""
     for number, rank in enumerate(recording.ranks):
         sent = [record.sent for record in rank][-WINDOW:]
         if recording.method.card.bytes_follow_data:
             if max(sent) > planned * (1 + U):
-                yield Broken("bytes", f"rank {number} sends {max(sent)} in a step, and at most {planned} are planned")
+                yield f"rank {number} sends {max(sent)} in a step, and at most {planned} are planned"
             continue
         periods = [p for p in range(1, WINDOW // 2 + 1) if all(a == b for a, b in zip(sent, sent[p:], strict=False))]
         if not periods:
-            yield Broken("bytes", f"they follow no period, {sent}, and the method does not say that it adapts")
+            yield f"they follow no period, {sent}, and the method does not say that it adapts"
             return
         mean = sum(sent[: periods[0]]) / periods[0]
         if abs(mean - planned) > 1e-6 * max(mean, 1):
-            yield Broken("bytes", f"rank {number} sends {mean} per step, and {planned} are planned")
+            yield f"rank {number} sends {mean} per step, and {planned} are planned"
             return
 
 
@@ -310,7 +300,7 @@ def _difference(first: Recording, second: Recording) -> str | None:
 
 
 def _unlike(first: StepRecord, second: StepRecord) -> str | None:
-    if not all(_equal(a.mean, b.mean) for a, b in zip(first.hops, second.hops, strict=True)):
+    if not all(torch.equal(a.mean, b.mean) for a, b in zip(first.hops, second.hops, strict=True)):
         return "mean"
     if first.sent != second.sent:
         return "number of bytes"
@@ -318,11 +308,6 @@ def _unlike(first: StepRecord, second: StepRecord) -> str | None:
         a, b = first.state.get(key), second.state.get(key)
         if a is None or b is None:
             a, b = (torch.zeros_like(like) if value is None else value for value, like in ((a, b), (b, a)))  # type: ignore
-        if not _equal(a, b):
+        if not torch.equal(a, b):
             return key
-    return None if _equal(first.weights, second.weights) else "weight"
-
-
-def _equal(first: Tensor, second: Tensor) -> bool:
-    """Compare bits; zeros of either sign are equal."""
-    return first.shape == second.shape and bool(torch.equal(first, second))
+    return None if torch.equal(first.weights, second.weights) else "weight"

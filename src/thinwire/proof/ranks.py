@@ -9,16 +9,16 @@ import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.bucket import Bucket, Piece
-from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter, bucket_rows
+from thinwire.core.bucket import Piece
+from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
 from thinwire.core.method import Method, Parameter, Run, Step, intra_of
-from thinwire.core.method_buckets import bucket_of
 from thinwire.core.road import Levels, Regroup, Road, ScatterAndShare, Stage
 from thinwire.core.selection import dense_among
 from thinwire.core.state import State, dump_state
@@ -32,61 +32,22 @@ T = TypeVar("T")
 
 
 class Threads:
-    """``size`` virtual ranks in one process. Exactly what the network does, in rank order, without a network."""
+    """``size`` virtual ranks in one process. Exactly what the network does, in rank order, without a network.
 
-    def __init__(self, size: int, seconds: float = 60) -> None:
-        self.size = size
-        self._slots: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=seconds)
-
-    def swap(self, rank: int, value: T) -> list[T]:
-        """Hand in ``value``; return the values of all ranks, in rank order."""
-        self._slots[rank] = value
-        self._barrier.wait()
-        values = list(self._slots)
-        self._barrier.wait()
-        return values
-
-    def run(self, function: Callable[[int], T]) -> list[T]:
-        """Return ``[function(rank) for rank in range(size)]``, at once. The first error is raised; nothing hangs."""
-        results: list[Any] = [None] * self.size
-        errors: list[BaseException] = []
-
-        def body(rank: int) -> None:
-            try:
-                results[rank] = function(rank)
-            except threading.BrokenBarrierError:
-                pass
-            except BaseException as error:
-                errors.append(error)
-                self._barrier.abort()
-
-        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        if self._barrier.broken:
-            raise TimeoutError("a virtual rank waited for the others in vain: they did not call the same verbs")
-        return results
-
-
-class LockStep(Threads):
-    """As :class:`Threads`, but one rank runs at a time, from one meeting to the next: cheaper for many small cases.
-
-    Nobody waits for the interpreter's lock, and a rank that goes home where the others meet is noticed at once.
+    One rank runs at a time, from one meeting to the next: nobody waits for the interpreter's lock, and a rank that goes
+    home where the others meet is noticed at once.
     """
 
     def __init__(self, size: int) -> None:
-        super().__init__(size)
+        self.size = size
         self._turns = [threading.Semaphore(0) for _ in range(size)]
-        self._present = list(range(size))
-        self._arrived = self._meetings = 0
+        self._running = list(range(size))
+        self._slots: list[Any] = [None] * size
         self._swapped: list[Any] = []
+        self._arrived = self._meetings = 0
 
     def swap(self, rank: int, value: T) -> list[T]:
+        """Hand in ``value``; return the values of all ranks, in rank order."""
         meeting = self._meetings
         self._slots[rank] = value
         self._arrived += 1
@@ -95,26 +56,38 @@ class LockStep(Threads):
         self._pass_on(rank)
         self._turns[rank].acquire()
         if self._meetings == meeting:  # it is our turn again, and not all have come
-            self._barrier.abort()
-            raise threading.BrokenBarrierError
+            raise TimeoutError("a virtual rank waited for the others in vain: they did not call the same verbs")
         return self._swapped
 
     def run(self, function: Callable[[int], T]) -> list[T]:
-        def body(rank: int) -> T:
+        """Return ``[function(rank) for rank in range(size)]``. The first error is raised; nothing hangs."""
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def body(rank: int) -> None:
             self._turns[rank].acquire()
             try:
-                return function(rank)
-            finally:
-                self._present.remove(rank)
-                self._pass_on(rank)
+                results[rank] = function(rank)
+            except BaseException as error:
+                errors.append(error)
+            self._running.remove(rank)
+            self._pass_on(rank)
 
+        self._running, self._arrived = list(range(self.size)), 0
+        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
         self._turns[0].release()
-        return super().run(body)
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise next((error for error in errors if not isinstance(error, TimeoutError)), errors[0])
+        return results
 
     def _pass_on(self, rank: int) -> None:
         """Give the turn to the next rank that is still running."""
-        if self._present:
-            self._turns[min(self._present, key=lambda peer: (peer - rank - 1) % self.size)].release()
+        if self._running:
+            self._turns[min(self._running, key=lambda peer: (peer - rank - 1) % self.size)].release()
 
 
 class ThreadComm(Comm):
@@ -128,7 +101,7 @@ class ThreadComm(Comm):
         self, world: Threads, world_rank: int, ledger: Ledger, members: Sequence[int] | None = None, per_node: int = 1
     ) -> None:
         members = range(world.size) if members is None else members
-        super().__init__(list(members).index(world_rank), len(members), [m // per_node for m in members], ledger)
+        super().__init__(list(members).index(world_rank), [m // per_node for m in members], ledger)
         self._world, self._world_rank, self._members = world, world_rank, list(members)
 
     def _swap(self, tensor: Tensor) -> list[Tensor]:
@@ -153,13 +126,8 @@ def _reduced(values: Sequence[Tensor], op: str) -> Tensor:
     if len({value.shape for value in values}) > 1:  # where gloo would end the process
         sizes = ", ".join(str(message.numel()) for message in values)
         raise ThinwireError(f"ranks reduce messages of unlike sizes: {sizes}")
-    result = values[0].clone()
-    for value in values[1:]:
-        if op == "max":
-            result = torch.maximum(result, value)
-        else:
-            result += value
-    return result / len(values) if op == "mean" else result
+    total = reduce(torch.maximum if op == "max" else torch.add, values)
+    return total / len(values) if op == "mean" else total
 
 
 def exchange_on(topology: str, world: Threads, rank: int, ledger: Ledger, per_node: int = 1) -> Exchange:
@@ -173,13 +141,11 @@ Shapes = dict[str, int | tuple[int, ...]]
 
 
 def parameters_for(exchange: Exchange, shapes: Shapes) -> dict[str, Parameter]:
-    """Describe the parameters ``shapes`` as the engine of ``exchange`` holds them (role: matrix)."""
-    return _parameters(shapes, exchange.ranks if exchange.owner else 1)
+    """Describe the parameters ``shapes`` (role: matrix) as the engine of ``exchange`` holds them.
 
-
-def _parameters(shapes: Shapes, chunks: int) -> dict[str, Parameter]:
-    """Describe parameters of which FSDP2 cuts dim 0: in equal ``chunks``, the last of them padded."""
-    parameters = {}
+    FSDP2 cuts dim 0 in equal chunks, the last of them padded.
+    """
+    parameters, chunks = {}, exchange.ranks if exchange.owner else 1
     for name, size in shapes.items():
         shape = (size,) if isinstance(size, int) else tuple(size)
         local = -(-shape[0] // chunks) * math.prod(shape[1:])
@@ -187,26 +153,17 @@ def _parameters(shapes: Shapes, chunks: int) -> dict[str, Parameter]:
     return parameters
 
 
-def bucket_for(method: Method, exchange: Exchange, shapes: Shapes) -> tuple[Bucket, int]:
-    """Make a bucket of the parameters ``shapes`` as the engine of ``exchange`` would make it, and the flat's numel."""
-    rows = bucket_rows(exchange, method.card.summed_by_network)
-    pieces, numel = _lay_out(parameters_for(exchange, shapes).values(), rows, owner=exchange.owner)
-    return bucket_of(method.card, pieces, exchange, torch.device("cpu")), numel
-
-
-def _lay_out(parameters: Collection[Parameter], rows: int, *, owner: bool) -> tuple[tuple[Piece, ...], int]:
-    """Lay ``parameters`` out in a flat buffer, one behind the other; return its numel too. ``owner``: in each row."""
-    pieces, offset, total = [], 0, sum(parameter.local for parameter in parameters)
+def _lay_out(parameters: Collection[Parameter], exchange: Exchange) -> tuple[tuple[Piece, ...], int]:
+    """Lay ``parameters`` out one behind the other as the engine of ``exchange`` does; return the flat's numel too."""
+    pieces, offset, width = [], 0, sum(parameter.local for parameter in parameters)
     for parameter in parameters:
-        if owner:
-            pieces.append(Piece(parameter.name, offset, parameter.local * rows, rows, total))
+        if exchange.owner:
+            rows = exchange.ranks
+            pieces.append(Piece(parameter.name, offset, parameter.local * rows, rows, width))
         else:
             pieces.append(Piece(parameter.name, offset, parameter.numel))
-        offset += parameter.local if owner else parameter.numel
-    return tuple(pieces), offset * (rows if owner else 1)
-
-
-TOPOLOGIES = ("all_reduce", "reduce_scatter", "hsdp", "two_level", "two_level_owner")
+        offset += pieces[-1].numel // pieces[-1].rows
+    return tuple(pieces), sum(piece.numel for piece in pieces)
 
 
 class ThreadEngine:
@@ -228,27 +185,25 @@ class ThreadEngine:
         self.rank, self.ledger = rank, ledger
         self.levels: Levels | None = None
         self.chunk: tuple[int, int] | None = None
-        self.hops: tuple[Exchange, ...] = (ReduceScatter(whole),)
-        self.rows, chunks = world.size, world.size
-        if topology == "all_reduce":
-            self.hops, self.rows, chunks = (AllReduce(whole),), 1, 1
-        elif topology != "reduce_scatter":
+        entry: Exchange = AllReduce(whole) if topology in ("all_reduce", "two_level") else ReduceScatter(whole)
+        self.hops: tuple[Exchange, ...] = (entry,)
+        if topology not in ("all_reduce", "reduce_scatter"):
             node, local = divmod(rank, per_node)
             intra = ThreadComm(world, rank, ledger, range(node * per_node, (node + 1) * per_node), per_node)
             inter = ThreadComm(world, rank, ledger, range(local, world.size, per_node), per_node)
             last = ReduceScatter(inter) if topology == "two_level_owner" else AllReduce(inter, divide="after")
             self.hops = ReduceScatter(intra), last
-            if topology != "two_level_owner":
-                self.rows, chunks = (per_node if topology == "hsdp" else 1), per_node
-        self.parameters = _parameters(shapes, chunks)
+        if topology == "hsdp":
+            entry = self.hops[0]
+        self.parameters = parameters_for(entry if entry.owner else self.hops[0], shapes)
         if topology == "two_level":
             self.chunk = rank % per_node, per_node
             widths = {name: parameter.local for name, parameter in self.parameters.items()}
-            self.levels = ScatterAndShare(AllReduce(whole), intra, widths)
+            self.levels = ScatterAndShare(entry, intra, widths)
         elif topology == "two_level_owner":
-            self.levels = Regroup(ReduceScatter(whole), per_node, world.size // per_node)
-        self.owner = self.rows > 1 or topology in ("reduce_scatter", "two_level_owner", "hsdp")
-        self.pieces, self.numel = _lay_out(self.parameters.values(), self.rows, owner=self.owner)
+            self.levels = Regroup(entry, per_node, world.size // per_node)
+        self.owner, self.rows = entry.owner, entry.ranks if entry.owner else 1
+        self.pieces, self.numel = _lay_out(self.parameters.values(), entry)
 
     def weights(self) -> dict[str, torch.nn.Parameter]:
         """Make zeros for the values of each parameter that this rank holds."""
@@ -335,7 +290,7 @@ class VirtualRank:
 
 def flat_copy(weights: Mapping[str, Tensor]) -> Tensor:
     """Copy ``weights`` into one 1-D tensor, in their order."""
-    return torch.cat([weight.detach().clone() for weight in weights.values()])
+    return torch.cat([weight.detach() for weight in weights.values()])
 
 
 def reduce_on_threads(

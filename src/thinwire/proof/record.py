@@ -14,13 +14,13 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Method, Parameter
-from thinwire.core.road import Pieces, Stage
+from thinwire.core.method import Method
+from thinwire.core.road import Pieces, Send, Stage
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import dump_state
 from thinwire.network.ledger import Ledger
 from thinwire.plan.plan import Plan
-from thinwire.proof.ranks import LockStep, Shapes, ThreadEngine, Threads, VirtualRank, flat_copy
+from thinwire.proof.ranks import Shapes, ThreadEngine, Threads, VirtualRank, flat_copy
 
 SHAPES: Shapes = {"a.weight": (12, 16), "b.weight": (5, 7)}
 KNOBS: Mapping[str, Any] = {
@@ -33,7 +33,7 @@ RUN = 100
 
 
 class Setup(NamedTuple):
-    """A ``topology`` of ``thinwire.proof.ranks.TOPOLOGIES`` with ``size`` ranks, ``per_node`` of them on a node."""
+    """A ``topology`` of a ``ThreadEngine`` with ``size`` ranks, ``per_node`` of them on a node."""
 
     topology: str
     size: int
@@ -49,8 +49,7 @@ def small(cls: type[Method], **knobs: Any) -> Method:
     return cls(**{knob.name: KNOBS[knob.name] for knob in knobs_of(cls) if knob.name in KNOBS} | knobs)
 
 
-@dataclass(frozen=True)
-class Hop:
+class Hop(NamedTuple):
     """An exchange of a step on one rank, as its method saw it: input ``entered`` and ``mean`` are flat."""
 
     entered: Tensor
@@ -78,17 +77,15 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Recording:
-    """A run. ``ranks``: by rank and step. ``stages``, ``parameters``, ``numel`` (of a flat gradient): rank 0's."""
+    """A run. ``ranks``: the records by rank and step. ``first``: rank 0 itself."""
 
     setup: Setup
     ranks: list[list[StepRecord]]
-    stages: Sequence[Stage]
-    parameters: dict[str, Parameter]
-    numel: int
+    first: Rank
 
     @property
     def method(self) -> Method:
-        return self.stages[-1].method
+        return self.first.method
 
 
 Gradient = Callable[[int, int, int], Tensor]
@@ -112,7 +109,7 @@ def play(
     make: Callable[[], Method], setup: Setup, steps: int, *, gradient: Gradient = gradient, undo: Sequence[int] = ()
 ) -> Recording:
     """Play ``steps`` steps of the method of ``make``. Before each in ``undo``, one with other gradients is undone."""
-    world = LockStep(setup.size)
+    world = Threads(setup.size)
 
     def body(number: int) -> tuple[list[StepRecord], Rank]:
         rank, records = Rank(make, setup, world, number), []
@@ -126,15 +123,13 @@ def play(
         return records, rank
 
     results = world.run(body)
-    first = results[0][1]
-    records = [rank_records for rank_records, _ in results]
-    return Recording(setup, records, first.road.stages, first.engine.parameters, first.engine.numel)
+    return Recording(setup, [records for records, _ in results], results[0][1])
 
 
 class RecordedStage(Stage):
     """A stage that keeps the last input of its method, and the mean."""
 
-    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
+    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None) -> None:
         entered, method = flat.clone(), self.method
         if method.card.promise.of == "updates":
             compress = method.compress  # type: ignore[attr-defined]
@@ -144,10 +139,9 @@ class RecordedStage(Stage):
                 compress(bucket, exchange)
 
             method.compress = recorded  # type: ignore[attr-defined]
-            super().carry(flat, pieces, out)
+        super().carry(flat, pieces, out, send)
+        if "compress" in vars(method):
             del method.compress  # type: ignore[attr-defined]
-        else:
-            super().carry(flat, pieces, out)
         self.hop = Hop(entered, out.clone())
 
 

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
-from thinwire.core.exchange import Exchange
-from thinwire.core.method import Method, Parameter
+from thinwire.core.engine import Engine
+from thinwire.core.method import Method, Run
 from thinwire.core.state import LOOSE
 from thinwire.methods.parts.feedback import GRADIENTS, OLD_KNOBS, UPDATES, translate_knobs
 
@@ -70,27 +70,17 @@ class Header:
 
     @classmethod
     def of_run(
-        cls,
-        rank: int,
-        ranks: int,
-        engine: str,
-        hops: Sequence[Exchange],
-        parameters: Iterable[Parameter],
-        method: Method,
-        *,
-        levels: bool = False,
-        inside: Method | None = None,
-        seed: int = 0,
+        cls, rank: int, ranks: int, engine: Engine, run: Run, method: Method, inside: Method | None = None,
         bound: float | None = None,
-        weights: Mapping[str, Tensor] | None = None,
-    ) -> Header:
-        """Describe this rank of a run. ``weights``: the trained parameters, of which DTensors know their sharding."""
+    ) -> Header:  # fmt: skip
+        """Describe this rank of a run."""
+        parameters = sorted(run.parameters.values(), key=lambda parameter: parameter.name)
         return cls(
-            rank, ranks, engine, levels, tuple((hop.rank, hop.ranks, hop.owner) for hop in hops), method.name,
-            _knobs(method),
-            None if inside is None else str(inside), seed, bound,
-            {p.name: (p.shape, p.local) for p in sorted(parameters, key=lambda p: p.name)},
-            tuple(sorted(name for name, weight in (weights or {}).items() if _across(weight))),
+            rank, ranks, engine.kind, engine.levels is not None,
+            tuple((hop.rank, hop.ranks, hop.owner) for hop in engine.hops), method.name, _knobs(method),
+            None if inside is None else str(inside), run.seed, bound,
+            {parameter.name: (parameter.shape, parameter.local) for parameter in parameters},
+            tuple(sorted(name for name, weight in run.weights.items() if _across(weight))),
         )  # fmt: skip
 
     @property
@@ -228,7 +218,7 @@ class Form:
         """
         entries = {"about": self.header.dump()}
         if self._small:
-            lengths = [-1 if key not in values else _last(values[key]) for key in self._small]
+            lengths = [torch.atleast_1d(values[key]).shape[-1] if key in values else -1 for key in self._small]
             entries["lengths"] = torch.tensor(lengths)
         for key, like in self.shapes.items():
             value = values.get(key)
@@ -247,9 +237,7 @@ class Form:
                 a key, has one that this run does not know, or one of another shape or dtype, or a value that is not
                 finite.
         """
-        self._check_owner(state)
-        own_values = {_KEY.fullmatch(key)[4]: value for key, value in state.items()}  # type: ignore[index]
-        prefix = self.header.prefix
+        prefix, own_values = self.header.prefix, {key: state[full] for key, full in self._own_keys(state).items()}
         if "about" not in own_values:
             raise ThinwireError(f"the state has no '{prefix}/about': it was not made by wire.state_dict()")
         unlike = self.header.unlike(Header.load(f"{prefix}/about", own_values.pop("about")))
@@ -259,26 +247,24 @@ class Form:
         if self._small:
             shapes["lengths"] = torch.empty(len(self._small), dtype=torch.int64, device="meta")
         _check_keys(prefix, own_values, shapes)
-        for key, value in own_values.items():
-            check_finite(f"{prefix}/{key}", value)
         return trim(own_values)
 
-    def _check_owner(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse a ``state`` that is not all this rank's."""
+    def _own_keys(self, state: Mapping[str, Tensor]) -> dict[str, str]:
+        """Return what ``split`` gives for this rank; refuse a ``state`` that is not all this rank's."""
         header, owners = self.header, split(state)
         this_rank = f"this is rank {header.rank} of {header.ranks}"
         if not owners:
             raise ThinwireError(f"the state is empty, and {this_rank}: each rank loads what its own state_dict() gave")
         for rank, ranks in owners:
+            advice = "each rank saves and loads its own"
             if ranks != header.ranks:
-                raise ThinwireError(
-                    f"the state is that of rank {rank} of {ranks}, and {this_rank}: hand in the states of all {ranks} "
-                    "ranks in one dict, with resize='flush', 'redistribute' or 'reset'"
+                advice = (
+                    f"hand in the states of all {ranks} ranks in one dict, with resize='flush', 'redistribute' or "
+                    "'reset'"
                 )
-            if rank != header.rank:
-                raise ThinwireError(
-                    f"the state is that of rank {rank} of {ranks}, and {this_rank}: each rank saves and loads its own"
-                )
+            if (rank, ranks) != (header.rank, header.ranks):
+                raise ThinwireError(f"the state is that of rank {rank} of {ranks}, and {this_rank}: {advice}")
+        return owners[header.rank, header.ranks]
 
 
 def trim(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -291,10 +277,6 @@ def trim(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif trimmed[key].dim():
             trimmed[key] = trimmed[key][..., :length]
     return trimmed
-
-
-def _last(value: Tensor) -> int:
-    return value.shape[-1] if value.dim() else 1
 
 
 def _check_keys(prefix: str, values: Mapping[str, Tensor], shapes: Mapping[str, Tensor]) -> None:
@@ -311,6 +293,7 @@ def _check_keys(prefix: str, values: Mapping[str, Tensor], shapes: Mapping[str, 
                 f"'{prefix}/{key}' is {value.dtype} {tuple(value.shape)}, this run needs {like.dtype} "
                 f"{tuple(like.shape)}"
             )
+        check_finite(f"{prefix}/{key}", value)
 
 
 def _and_others(keys: Sequence[str]) -> str:
@@ -326,13 +309,13 @@ def check_finite(key: str, values: Tensor) -> None:
         )
 
 
-def split(state: Iterable[str]) -> dict[tuple[int, int], list[str]]:
-    """Group the keys of ``state`` by (rank, ranks).
+def split(state: Iterable[str]) -> dict[tuple[int, int], dict[str, str]]:
+    """Group the keys of ``state`` by (rank, ranks): the key without the rank -> the key.
 
     Raises:
         ThinwireError: a key is no entry of a state.
     """
-    owners: dict[tuple[int, int], list[str]] = {}
+    owners: dict[tuple[int, int], dict[str, str]] = {}
     for key in state:
         match = _KEY.fullmatch(key)
         if match is None:
@@ -340,17 +323,17 @@ def split(state: Iterable[str]) -> dict[tuple[int, int], list[str]]:
                 f"'{key}' is no entry of a state: those are named 'rank-0000-of-0001/...', as wire.state_dict() does; "
                 "or an earlier version of Thinwire saved it"
             )
-        owners.setdefault((int(match[2]), int(match[3])), []).append(key)
+        owners.setdefault((int(match[2]), int(match[3])), {})[match[4]] = key
     return owners
 
 
 def own_of(state: Mapping[str, Tensor], header: Header) -> dict[str, Tensor] | None:
     """Return the entries of the rank of ``header`` in ``state``, if the same ranks saved it on the same engine."""
-    own_keys = split(state).get((header.rank, header.ranks))
-    key = f"{header.prefix}/about"
-    if own_keys is None or key not in own_keys or header.unlike_place(Header.load(key, state[key])):
+    own_keys = split(state).get((header.rank, header.ranks), {})
+    about = own_keys.get("about")
+    if about is None or header.unlike_place(Header.load(about, state[about])):
         return None
-    return {key: state[key] for key in own_keys}
+    return {key: state[key] for key in own_keys.values()}
 
 
 def from_dcp(checkpoint: str | os.PathLike, name: str = "wire") -> dict[str, Tensor]:

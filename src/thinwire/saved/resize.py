@@ -72,7 +72,7 @@ def _read(state: Mapping[str, Tensor], form: Form) -> list[_Saved]:
         raise ThinwireError(f"resize needs the states of all {size} ranks that saved: rank {missing[0]}'s is missing")
     ranks = []
     for rank in range(size):
-        keys = {key.partition("/")[2]: key for key in keys_by_rank[rank, size]}
+        keys = keys_by_rank[rank, size]
         if "about" not in keys:
             raise ThinwireError(f"the state of rank {rank} has no 'about': it was not made by wire.state_dict()")
         ranks.append(_Saved(Header.load(keys["about"], state[keys["about"]]), keys, state))
@@ -191,7 +191,8 @@ def _row_spans(header: Header, name: str, shape: tuple[int, ...], served: bool) 
 
 
 def _rowless(ranks: list[_Saved], form: Form, method: Method) -> dict[str, Tensor]:
-    by_rank = [_trimmed(saved) for saved in ranks]
+    small = [key for key in ranks[0].keys if key.startswith("=") or key == "lengths"]
+    by_rank = [trim({key: saved[key] for key in small}) for saved in ranks]
     moved = {}
     for key in by_rank[0]:
         kind, _, name = key.removeprefix("=").partition("/")
@@ -215,11 +216,6 @@ def _rowless(ranks: list[_Saved], form: Form, method: Method) -> dict[str, Tenso
                                 f"{form.header.engine} with its shape {tuple(value.shape)}")  # fmt: skip
         moved[key] = value
     return moved
-
-
-def _trimmed(saved: _Saved) -> dict[str, Tensor]:
-    small = [key for key in saved.keys if key.startswith("=") or key == "lengths"]
-    return trim({key: saved[key] for key in small})
 
 
 def _same_shard(ranks: list[_Saved], form: Form, kind: str) -> list[int]:

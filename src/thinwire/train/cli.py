@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from typing import Any
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 
@@ -40,13 +41,11 @@ def main(argv: list[str]) -> int:
 _format_usually = warnings.formatwarning
 
 
-def _one_line(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
+def _one_line(message: Warning | str, category: type[Warning], *place: Any, **named_place: Any) -> str:
     """Format our warnings without file and line, which are in our own code; others as ever."""
     if issubclass(category, ThinwireWarning):
         return f"thinwire: {message}\n"
-    return _format_usually(message, category, filename, lineno, line)
+    return _format_usually(message, category, *place, **named_place)
 
 
 def _default_ranks(device: str) -> int:

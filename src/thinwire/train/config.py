@@ -17,24 +17,26 @@ from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import check_types
 from thinwire.base.options import read_options
-from thinwire.train.model.shapes import PRESETS, AdapterConfig, ModelConfig
+from thinwire.train.model.shapes import PRESETS, ModelConfig
 
-COUNTS = (
-    "steps", "batch_size", "accumulate", "threads", "keep", "ranks", "ranks_per_node", "shard_size", "seq_len",
-    "layers", "width", "heads", "kv_heads", "hidden", "lora",
-)  # fmt: skip
-"""Settings that are 1 or more, or left out."""
-NOT_NEGATIVE = (
-    "eval_every", "eval_sequences", "checkpoint_every", "max_skipped", "check_every", "clip", "weight_decay", "lr",
-)  # fmt: skip
 SHAPE = ("family", "layers", "width", "heads", "kv_heads", "hidden")
 """Settings that override the preset's shape."""
-LARGEST_BUCKET_MB = 1_000_000
-LONGEST_S = 1_000_000_000
-LARGEST_RATE = 1e15
-"""Limit of lr and weight_decay: optimizers multiply them, or divide by 1 - beta, and the result has to be a float32."""
-LARGEST_SEED = 2**43
-"""Limit of the seed: that of an epoch's shuffle is about a million times as large, and torch takes 64 bits."""
+LARGEST_SEED = 2**43  # that of an epoch's shuffle is about a million times as large, and torch takes 64 bits
+LARGEST_RATE = 1e15  # optimizers multiply rates, or divide by 1 - beta, and the result has to be a float32
+BELOW_1, ABOVE_0 = math.nextafter(1, 0), math.nextafter(0, 1)
+RANGES = (
+    (("steps", "batch_size", "accumulate", "threads", "keep", "ranks", "ranks_per_node", "shard_size", "seq_len",
+      "layers", "width", "heads", "kv_heads", "hidden", "lora"), 1, math.inf, "must be 1 or more"),
+    (("eval_every", "eval_sequences", "checkpoint_every", "max_skipped", "check_every", "clip", "weight_decay", "lr"),
+     0, math.inf, "must not be negative"),
+    (("lr", "weight_decay"), 0, LARGEST_RATE, f"is up to {LARGEST_RATE:g}"),
+    (("warmup", "lr_end"), 0, 1, "is a share from 0 to 1"),
+    (("betas",), 0, BELOW_1, "are two numbers from 0 to below 1"),
+    (("timeout", "file_timeout"), ABOVE_0, 1e9, "is in seconds, above 0 and up to 1,000,000,000"),
+    (("seed",), -LARGEST_SEED, LARGEST_SEED, f"is a whole number up to {LARGEST_SEED:,} in size"),
+    (("bucket_mb",), ABOVE_0, 1e6, "is above 0 and up to 1,000,000"),
+)  # fmt: skip
+"""Settings, the smallest and the largest value of each where it is not left out, and how an error says so."""
 
 
 @dataclass(frozen=True)
@@ -200,11 +202,12 @@ class Config:
         return 2e-3 if width <= 256 else 0.256 / width
 
     @property
-    def adapters(self) -> AdapterConfig | None:
-        """Adapters that are trained in place of the model's weights, if there are any."""
+    def adapters(self) -> dict[str, Any] | None:
+        """Arguments of peft's ``LoraConfig`` for adapters in place of the model's weights, if there are any."""
         if not self.lora:
             return None
-        return AdapterConfig(self.lora, self.lora_alpha or 2.0 * self.lora, self.lora_targets, self.seed)
+        targets = list(self.lora_targets) or "all-linear"
+        return {"r": self.lora, "lora_alpha": self.lora_alpha or 2.0 * self.lora, "target_modules": targets}
 
     def learning_rate(self, step: int) -> float:
         """Rise linearly over the warm-up, then half a cosine down to ``lr_end`` * ``lr``. ``step`` counts from 0."""
@@ -219,8 +222,13 @@ class Config:
         check_types(self, _flag)
         if self.preset not in PRESETS:
             raise ThinwireError(f"unknown preset '{self.preset}'; there are: {', '.join(PRESETS)}")
-        self._check_ranges()
-        self._check_init()
+        for names, smallest, largest, rule in RANGES:
+            for name in names:
+                value = getattr(self, name)
+                for number in value if isinstance(value, tuple) else (value,):
+                    if number is not None and not smallest <= number <= largest:
+                        raise ThinwireError(f"{_flag(name)} {rule}, got {value}")
+        self._check_combinations()
         if not self.init:
             self.shape(vocabulary=256)
         # Torch from here on: what can be refused without it has been.
@@ -240,32 +248,16 @@ class Config:
                     raise extras.missing(ModuleNotFoundError(name=name))
         return self
 
-    def _check_ranges(self) -> None:
-        def must(good: bool, name: str, rule: str) -> None:
-            if not good:
-                raise ThinwireError(f"{_flag(name)} {rule}, got {getattr(self, name)}")
-
-        for name in COUNTS:
-            must(getattr(self, name) is None or getattr(self, name) >= 1, name, "must be 1 or more")
-        for name in NOT_NEGATIVE:
-            must(getattr(self, name) is None or getattr(self, name) >= 0, name, "must not be negative")
-        for name in ("lr", "weight_decay"):
-            must((getattr(self, name) or 0) <= LARGEST_RATE, name, f"is up to {LARGEST_RATE:g}")
-        for name in ("warmup", "lr_end"):
-            must(0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1")
-        must(all(0 <= beta < 1 for beta in self.betas), "betas", "are two numbers from 0 to below 1")
-        for name in ("timeout", "file_timeout"):
-            must(0 < getattr(self, name) <= LONGEST_S, name, f"is in seconds, above 0 and up to {LONGEST_S:,}")
-        must(abs(self.seed) <= LARGEST_SEED, "seed", f"is a whole number up to {LARGEST_SEED:,} in size")
-        must(bool(self.corpus) and all(self.corpus), "corpus", "needs a file or more, 'stdlib' or hub:NAME")
-        must(not self.checkpoint_every or self.checkpoints, "checkpoint_every", "is not for --no-checkpoints")
-        must(not (self.overwrite and self.resume), "resume", "does not go with --overwrite, which starts afresh")
-        if self.bucket_mb is not None:
-            must(0 < self.bucket_mb <= LARGEST_BUCKET_MB, "bucket_mb", f"is above 0 and up to {LARGEST_BUCKET_MB:,}")
-            must(self.engine == "ddp", "bucket_mb", f"is for --engine ddp, not {self.engine}")
-
-    def _check_init(self) -> None:
-        """Refuse what does not go with --init, or needs it."""
+    def _check_combinations(self) -> None:
+        """Refuse settings that do not go together."""
+        if not (self.corpus and all(self.corpus)):
+            raise ThinwireError(f"--corpus needs a file or more, 'stdlib' or hub:NAME, got {self.corpus}")
+        if self.checkpoint_every and not self.checkpoints:
+            raise ThinwireError("--checkpoint-every is not for --no-checkpoints")
+        if self.overwrite and self.resume:
+            raise ThinwireError("--resume does not go with --overwrite, which starts afresh")
+        if self.bucket_mb is not None and self.engine != "ddp":
+            raise ThinwireError(f"--bucket-mb is for --engine ddp, not {self.engine}")
         for name in ("data", "lora", "lora_alpha", "lora_targets"):
             if getattr(self, name) and not self.init:
                 raise ThinwireError(f"{_flag(name)} is for fine-tuning: name a model with --init FOLDER")
@@ -306,13 +298,12 @@ def from_yaml(path: Path) -> Config:
         raise ThinwireError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(read, dict | None):
         raise ThinwireError(f"{path} must hold 'name: value' lines, got {type(read).__name__}")
-    settings = {field.name: field for field in dataclasses.fields(Config)}
     words: list[str] = []
     for name, value in (read or {}).items():
-        if name not in settings:
+        if name not in Config.__dataclass_fields__:
             raise ThinwireError(f"{path}: there is no setting '{name}'; see thinwire train --help")
         if value is None:
-            if settings[name].default is not None:
+            if getattr(Config, name) is not None:
                 raise ThinwireError(f"{path}: {name} needs a value")
             continue
         words += _words(name, value)
@@ -323,9 +314,7 @@ def _words(name: str, value: Any) -> list[str]:
     """Write a YAML value as on the command line: one parser for both, so both accept the same."""
     if isinstance(value, bool) and getattr(Config, name) is not None:  # one with a default of its own is a flag
         return [_flag(name) if value else _flag("no_" + name)]
-    if isinstance(value, list | tuple):
-        return [_flag(name), *map(str, value)]
-    return [_flag(name), str(value)]
+    return [_flag(name), *map(str, value if isinstance(value, list) else [value])]
 
 
 def from_arguments(arguments: list[str], source: str = "") -> Config:

@@ -26,12 +26,12 @@ from thinwire.train.checkpoint.run_settings import describe_run
 from thinwire.train.checkpoint.state import ResumedState
 from thinwire.train.checkpoint.store import Checkpoints
 from thinwire.train.config import Config
-from thinwire.train.data.windows import IGNORED, Windows, batches
+from thinwire.train.data.windows import IGNORED, batches
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.progress import Display
 from thinwire.train.job.run_folder import RunFolder, open_run_folder
 from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizer, read_inputs, rebuild_buckets, wrap
-from thinwire.train.job.signals import Signals, Stopped
+from thinwire.train.job.signals import note_signals
 from thinwire.train.model.decoder import Decoder
 from thinwire.wire import compress
 
@@ -58,19 +58,21 @@ def train(config: Config) -> dict[str, Any]:
 def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
     collective = Collective(ranks.comm.patient(config.file_timeout))
     with open_run_folder(config.out, collective) as folder:
-        return _run(config, ranks, folder)
+        trainer = _make_trainer(config, ranks, folder)
+        return trainer.run() if trainer else {}
 
 
-def _run(config: Config, ranks: Ranks, folder: RunFolder) -> dict[str, Any]:
-    """Read what the run is made of, find the checkpoint that it goes on from, and train."""
+def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | None:
+    """Read what the run is made of, and what it goes on from; None: nothing is left to do. Collective."""
     if not config.resume and not config.overwrite:
         folder.check_free()
     inputs = read_inputs(config, folder)
     bf16 = config.dtype == "bf16" or (config.dtype == "auto" and ranks.device.type == "cuda")
+    init, tokens = inputs.hashes(folder.collective)
+    shape = inputs.pretrained.shape if inputs.pretrained else config.shape(inputs.tokenizer.vocabulary)
     description = describe_run(
-        config, inputs.shape, tokens=inputs.text_hashes(folder.collective), world_size=ranks.comm.size,
-        per_node=ranks.per_node, device=ranks.device.type, dtype="bf16" if bf16 else "fp32",
-        init=inputs.model_hash(folder.collective), order=inputs.train.order,
+        config, shape, tokens=tokens, world_size=ranks.comm.size, per_node=ranks.per_node,
+        device=ranks.device.type, dtype="bf16" if bf16 else "fp32", init=init, order=inputs.train.order,
     )  # fmt: skip
     checkpoints = Checkpoints(
         folder, description, keep=config.keep, resume_anyway=config.resume_anyway,
@@ -83,14 +85,13 @@ def _run(config: Config, ranks: Ranks, folder: RunFolder) -> dict[str, Any]:
             raise ThinwireError(f"{line}; raise --steps")
         if ranks.comm.rank == 0:  # a scheduler that starts the run until it has ended need not be told to stop
             print(line, flush=True)
-        return {}
+        return None
     trainer = Trainer(config, ranks, inputs, checkpoints, bf16)
     if resumed is not None:
         trainer.restore(resumed)
-        resumed = None  # its tensors are as large as the model's
     else:
         folder.clear()
-    return trainer.run()
+    return trainer
 
 
 class StepOutcome(NamedTuple):
@@ -163,7 +164,7 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             self.display = Display(config, self.ranks.comm.rank, self.step)
             self.collective.do(lambda: stack.enter_context(self.display))
-            signals = stack.enter_context(Signals())
+            signals = stack.enter_context(note_signals())
             self.wall_s = self.display.wall_s
             self.display.say(self._headline())
             first_loss = self.evaluate()
@@ -178,20 +179,32 @@ class Trainer:
                     self.wire.ledger.current = type(self.wire.ledger.current)()
                 self._save_checkpoint(outcome)
                 if outcome.stopped and self.step < config.steps:
-                    self._stop(max(self.collective.share(signals.number)))
+                    self._stop(max(self.collective.share(max(signals, default=0))))
             summary = self._conclude(first_loss)
         self.wire.close()
         return summary
 
     def evaluate(self) -> float:
-        """Compute the mean loss over held-out text, show and log it; NaN where there is no evaluation. Collective."""
-        if not self.config.eval_sequences:
+        """Compute, show and log the mean loss over held-out text, always the same; NaN: not evaluated. Collective."""
+        config = self.config
+        if not config.eval_sequences:
             return math.nan
-        loss = evaluate(self.runner, self.inputs.valid, self.config, self.ranks, self.cast)
+        comm, device, length = self.ranks.comm, self.ranks.device, config.sequence_length
+        held_out = self.inputs.valid.spread(max(1, config.eval_sequences // comm.size) * comm.size)
+        total = torch.zeros(1, device=device)
+        self.runner.eval()
+        with torch.no_grad():
+            for inputs, targets in batches(held_out[comm.rank :: comm.size], config.batch_size):
+                with self.cast():
+                    batch_loss = self.runner(inputs.to(device), targets.to(device)).float()
+                total += batch_loss * (_count_learnt(targets) / length)
+        self.runner.train()
+        comm.all_reduce(total)
+        loss = float(total) / (sum(int((window[1:] >= 0).sum()) for window in held_out) / length)
         self.display.evaluation({"step": self.step, "valid_loss": loss, "wall_s": self.wall_s})
         return loss
 
-    def train_step(self, signals: Signals) -> StepOutcome:
+    def train_step(self, signals: list[int]) -> StepOutcome:
         """Take one optimizer step, count it and log it. Collective."""
         began, wire = time.perf_counter(), self.wire
         for group in self.optimizer.param_groups:
@@ -203,7 +216,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         skipped = wire.skipped > skipped_before
         # What any rank has to say to all rides on the loss.
-        flags = [skipped, signals.number > 0, bool(self.display.write_error)]
+        flags = [skipped, bool(signals), bool(self.display.write_error)]
         row = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
         outcome = StepOutcome(*self.ranks.comm.all_reduce(row, "mean").tolist())
         # Measured behind it: what leaves ahead of the next forward pass travels beside.
@@ -269,7 +282,9 @@ class Trainer:
             saved = f"{latest} is saved, --resume auto goes on from it"
         elif self.config.checkpoints:
             saved = f"its loss, or a gradient, was not finite; {_last_good(latest)}"
-        raise Stopped(number, f"ended by {signal.Signals(number).name} after step {self.step}: {saved}")
+        stopped = ThinwireError(f"ended by {signal.Signals(number).name} after step {self.step}: {saved}")
+        stopped.status = 128 + number
+        raise stopped
 
     def _conclude(self, first_loss: float) -> dict[str, Any]:
         """Evaluate, write summary.json and report.txt, and say what came of the run; return the summary. Collective."""
@@ -293,9 +308,8 @@ class Trainer:
         return summary
 
     def _write_plan(self) -> None:
-        config = dataclasses.replace(self.config, tokenizer=self.inputs.tokenizer.name)
-        if config.init:
-            config = dataclasses.replace(config, init=str(Path(config.init).resolve()))
+        init = self.config.init and str(Path(self.config.init).resolve())
+        config = dataclasses.replace(self.config, tokenizer=self.inputs.tokenizer.name, init=init)
         write(config.out / "config.yaml", config.to_yaml())
         by_method = config.optimizer is None and config.optimizer_name != "adamw"
         optimizer = config.optimizer_name + f", for which {self.wire.method.name} is made" * by_method
@@ -334,10 +348,8 @@ class Trainer:
         """Make what summary.json holds. Collective."""
         config, cuda, times = self.config, self.ranks.device.type == "cuda", self.step_seconds
         step_ms = 1e3 * statistics.median(times[2:] if len(times) > 4 else times)
-        if cuda:
-            peak_mb = torch.cuda.max_memory_allocated() / 1e6
-        else:
-            peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak_mb = (torch.cuda.max_memory_allocated() if cuda else 1024 * kib) / 1e6
         highest: Tensor = self.ranks.comm.all_reduce(torch.tensor([peak_mb], device=self.ranks.device), "max")
         return {
             "method": config.method,
@@ -370,22 +382,6 @@ class Trainer:
                 "report.txt",
             ],
         }  # fmt: skip
-
-
-def evaluate(model: Any, windows: Windows, config: Config, ranks: Ranks, cast) -> float:
-    """Compute the mean loss over what is learnt of held-out sequences, always the same ones, dealt out to the ranks."""
-    comm = ranks.comm
-    held_out = windows.spread(max(1, config.eval_sequences // comm.size) * comm.size)
-    total = torch.zeros(1, device=ranks.device)
-    model.eval()
-    with torch.no_grad():
-        for inputs, targets in batches(held_out[comm.rank :: comm.size], config.batch_size):
-            with cast():
-                loss = model(inputs.to(ranks.device), targets.to(ranks.device)).float()
-            total += loss * (_count_learnt(targets) / config.sequence_length)
-    model.train()
-    comm.all_reduce(total)
-    return float(total) / (sum(int((window[1:] >= 0).sum()) for window in held_out) / config.sequence_length)
 
 
 def _count_learnt(targets: Tensor) -> int:

@@ -19,8 +19,8 @@ LS1 is one bit each way, every 2 to 4 steps; there a rank's v counts as N times 
 (``second_moment``). With the largest of D in place of signs (``local-steps:recommended``) a round brings nearly what it
 brings in fp32 (docs/quality.md), for fewer bytes than signs up to 4 ranks.
 
-Where ours differs. A ``start``, in which gradients are averaged at every step, in fp32 or in few bits (``start_bits``);
-its last step is dense and brings what waits, so that all begin alike. Steps are counted whether a rank
+Where ours differs. A ``start``, in which any method of ours averages gradients at every step (``start_with``); its last
+step is dense and brings what waits, so that all begin alike. Steps are counted whether a rank
 has taken or skipped them, so that all meet at the same time. A round in which any rank's weights are not finite does
 not count: all go back to W. Weights of 16 bits: W is float32, and what a rank has moved is told from W as rounded.
 """
@@ -28,17 +28,15 @@ not count: all go back to W. Weights of 16 bits: W is float32, and what a rank h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import must, refuse_idle
-from thinwire.codecs.base import Codec, Residual
-from thinwire.codecs.intquant import Integers
+from thinwire.base.knobs import Momentum, Share, Steps, Within, refuse_idle
 from thinwire.core.bucket import Bucket, Piece
 from thinwire.core.card import MEAN, SHARD
 from thinwire.core.exchange import Exchange
@@ -51,23 +49,36 @@ from thinwire.core.method import (
     Parameter,
     Promise,
     Run,
+    Start,
     StateKind,
     Step,
-    check_start,
+    bucket_of,
     first_step,
     refuse_chunks,
+    send_all,
 )
-from thinwire.core.method_buckets import bucket_of
 from thinwire.core.selection import dense_among, keep_dense
-from thinwire.core.state import find_entries, find_written
-from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.core.state import State, find_entries, find_written
+from thinwire.methods.parts.feedback import Lossy
 from thinwire.methods.parts.own_adam import MeanMomentView, check_adam, check_saved_shape, restore_moment
 from thinwire.network.comm import local
 
 OWN_WEIGHT, OWN_MOMENT = "own weight", "own optimizer "
 """Kinds of state in checkpoints: what differs by rank between two rounds."""
-START_RESIDUAL = "of the start"
-"""Kind of state: what few bits have left out of the start's gradients."""
+START = "start "
+"""Begins the kinds of state of the method that averages gradients in the start."""
+
+
+class _StartState:
+    """The memory of the start's method: a part of the whole, in which its kinds begin with ``START``."""
+
+    def __init__(self, whole: State) -> None:
+        self._whole = whole
+
+    def __getattr__(self, access: str) -> Callable[..., Any]:
+        """Return ``read``, ``write``, ``get``, ``put``, ``keep`` or ``drop`` of the whole, for a kind of the start."""
+        method = getattr(self._whole, access)
+        return lambda kind, *arguments, **options: method(f"{START}{kind}", *arguments, **options)
 
 
 @dataclass
@@ -91,8 +102,8 @@ class LocalSteps(Method):
         decay: of what waits with the outer method, at each round; lower => what waits is forgotten sooner.
         start: steps before, in which gradients are averaged: a share of the run below 1, or a number of optimizer
             steps. Later => more bytes, and ranks begin to drift later.
-        start_bits: of a gradient value in the start: 32, 8 or 4 (in groups of 128, with error feedback, which takes 8
-            bytes per value while the start lasts); lower => fewer bytes, and rounding that arrives a step later.
+        start_with: the method that averages gradients in the start; it does the same at every step, and what the outer
+            method keeps dense goes in fp32.
         second_moment: Adam's v as it is on each rank ("own"), or divided by N ("mean"): the gradient of one rank has N
             times the variance of their mean's, and steps would be too small. For ``AdamW`` and ``Adam``.
 
@@ -112,7 +123,8 @@ class LocalSteps(Method):
     )
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "recommended": {
-            "every": 4, "start": 0.1, "start_bits": 4, "outer": "trickle(density=0.05,bits=4,feedback='gradient')",
+            "every": 4, "start": 0.1, "start_with": "loco(beta=0,reset=0)",
+            "outer": "trickle(density=0.05,bits=4,feedback='gradient')",
             "outer_lr": 1.0, "outer_momentum": 0.0, "second_moment": "mean",
         },
         "sparseloco": {
@@ -121,61 +133,58 @@ class LocalSteps(Method):
         },
     }  # fmt: skip
 
-    every: int = 20
+    every: Steps = 20
     outer: Method | str = "dense"
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    decay: float = 1.0
-    start: float = 0
-    start_bits: Literal[4, 8, 32] = 32
+    outer_lr: Annotated[float, Within(lambda lr: lr > 0, "must be above 0")] = 0.7
+    outer_momentum: Momentum = 0.9
+    decay: Share = 1.0
+    start: Start = 0
+    start_with: Method | str = "dense"
     second_moment: Literal["own", "mean"] = "own"
 
     def __post_init__(self) -> None:
         from thinwire.methods import resolve  # which knows this method, too
 
         super().__post_init__()
-        check_start(self.name, "start", self.start)
-        must(self, self.every >= 1, "every", "is a number of steps, 1 or more")
-        must(self, self.outer_lr > 0, "outer_lr", "must be above 0")
-        must(self, 0 <= self.outer_momentum < 1, "outer_momentum", "is at least 0 and below 1")
-        must(self, 0 < self.decay <= 1, "decay", "is a share, above 0 and up to 1")
         if not self.start:
-            refuse_idle(self, "start=0", "start_bits")
-        self._outer = replace(resolve(self.outer))  # another object than the user's, which a dry run would share
-        self._check_outer()
+            refuse_idle(self, "start=0", "start_with")
+        # Other objects than the user's, which a dry run would share.
+        self._outer, self._starter = replace(resolve(self.outer)), replace(resolve(self.start_with))
+        self._check_averages("outer", self._outer)
+        self._check_averages("start_with", self._starter)
+        if self._starter.card.steady or len(self._starter.card.cycle) > 1:
+            raise ThinwireError(f"{self.name}: start_with={self._starter.name}: take one whose steps are all alike")
+        if self.decay < 1 and self._outer.card.promise.kind != "conserves":
+            raise ThinwireError(f"{self.name}: decay={self.decay} needs an outer method with error feedback")
         self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count
-        self._apart = False  # do the ranks' weights differ?
+        self._ranks_differ = False  # do the ranks' weights differ?
         self._deliver_next = False  # is all that waits to be delivered in the next round?
-        self._shown = False  # is what is this rank's own in the state?
+        self._state_holds_weights = False  # is what is this rank's own in the state?
         self._anchors: dict[str, nn.Parameter] = {}  # W
         self._adam_view = MeanMomentView()
 
-    def make_codec(self) -> Codec | None:
-        """Return the codec of the gradients of the start; None: they are dense."""
-        return None if self.start_bits == 32 else Integers(128, self.start_bits)
-
-    def _check_outer(self) -> None:
-        promise = self._outer.card.promise
-        if isinstance(self._outer, LocalSteps) or not self._outer.rank_equal:
-            raise ThinwireError(f"{self.name}: outer={self._outer.name} leaves ranks apart: take one that averages")
-        if isinstance(self._outer, ErrorFeedback) and self._outer.updates is not None:
+    def _check_averages(self, knob: str, method: Method) -> None:
+        """Refuse a ``method`` that does more, or less, than to average gradients for an optimizer that is not Adam."""
+        label = f"{self.name}: {knob}={method.name}"
+        if isinstance(method, LocalSteps) or not method.rank_equal:
+            raise ThinwireError(f"{label} leaves ranks apart: take one that averages")
+        if isinstance(method, Lossy) and method.updates is not None:
             raise ThinwireError(
-                f"{self.name}: outer={self._outer.name} sends AdamW's steps (feedback='updates'), and the outer "
-                f"optimizer is SGD: write {self._outer.for_gradients}"
+                f"{label} sends AdamW's steps (feedback='updates'), and the outer optimizer is SGD: write "
+                f"{method.for_gradients}"
             )
-        if promise.of != "gradients":
+        if method.card.promise.of != "gradients":
             raise ThinwireError(
-                f"{self.name}: outer={self._outer.name} works in an Adam's place, and the outer optimizer is SGD: take "
-                "a method that averages gradients, such as int8 or topk(feedback='gradients')"
+                f"{label} works in an Adam's place, and the outer optimizer is SGD: take a method that averages "
+                "gradients, such as int8 or topk(feedback='gradients')"
             )
-        if self.decay < 1 and promise.kind != "conserves":
-            raise ThinwireError(f"{self.name}: decay={self.decay} needs an outer method with error feedback")
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "state":
             self._outer.state = value  # one memory: it is saved, committed and taken back together
+            self._starter.state = cast(State, _StartState(value))
 
     def begin(self, run: Run) -> None:
         super().begin(run)
@@ -199,12 +208,13 @@ class LocalSteps(Method):
         )
         rounds = None if run.steps is None else -(-(run.steps - self.first) // self.every)
         self._outer.begin(replace(run, steps=rounds, optimizers=(self._sgd,), weights=self._anchors))
+        self._starter.begin(replace(run, steps=self.first))
         self._buckets: list[tuple[Method, Bucket, slice]] = []
 
     # What other parts ask.
 
     def describe(self) -> Card:
-        outer = self._outer.card
+        outer, start = self._outer.card, self._starter.card
         between = {0: 1 - 1 / self.every} if self.every > 1 else {}
         rounds = {(number + 1) * self.every - 1: share / self.every for number, share in outer.cycle.items()}
         of_weights = StateKind(resized="shard", of_weights=True)
@@ -212,10 +222,12 @@ class LocalSteps(Method):
             "anchor": of_weights, "outer momentum": of_weights, OWN_WEIGHT: SHARD, f"{OWN_MOMENT}*": MEAN,
             "missed": EQUAL, "lost": EQUAL, "due": EQUAL,
         }  # fmt: skip
+        own |= {f"{START}{kind}": word for kind, word in start.state_kinds.items()}
         shared = {kind: replace(word, rank_equal=False) for kind, word in outer.state_kinds.items()}
         return replace(
-            outer, promise=self._promise(outer.promise), group=1 if self.codec is None else self.codec.group,
-            summed_by_network=self.codec is None, keeps_state=True, adds_up=True, encodes_weights=False,
+            outer, promise=self._promise(outer.promise), group=start.group,
+            summed_by_network=start.summed_by_network, bytes_follow_data=outer.bytes_follow_data or
+            start.bytes_follow_data, keeps_state=True, adds_up=True, encodes_weights=False,
             native=False,  # of the kernels, which are the outer method's
             bounded=False,  # gradients are clipped before they move what is kept (a start's rest goes in few steps)
             takes_dense=True,  # what stays dense waits for the round, too
@@ -232,7 +244,7 @@ class LocalSteps(Method):
 
     @property
     def rank_equal(self) -> bool:
-        return not (self._apart and find_entries(self.state, "anchor"))
+        return not (self._ranks_differ and find_entries(self.state, "anchor"))
 
     def policy(self, parameter: Parameter) -> str | None:
         return keep_dense(self._outer, parameter)
@@ -245,51 +257,51 @@ class LocalSteps(Method):
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Average the gradients in the start; after it each rank keeps its own."""
-        if bucket.step < self.first - 1 and self.codec is not None:
-            residual = Residual(self.state.read(START_RESIDUAL, bucket), self.state.write(START_RESIDUAL, bucket))
-            exchange.mean(bucket, self.codec, on_wire=False, residual=residual)
+        if bucket.step < self.first - 1:
+            self._starter.reduce(bucket, exchange)
         elif bucket.step < self.first:
-            self._mean(bucket, exchange)
+            self._end_start(bucket, exchange)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
         """Average the gradients in the start; later, let the round's end deliver what waits with the outer method."""
         if bucket.step < self.first:
-            self._mean(bucket, exchange)
+            self._end_start(bucket, exchange)
         else:
             self._deliver_next = True
 
-    def _mean(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Average the gradients in fp32, with what few bits have left out of them before."""
-        if self.codec is not None:
-            bucket.rows.add_(self.state.read(START_RESIDUAL, bucket))
-            self.state.write(START_RESIDUAL, bucket).zero_()
-        exchange.mean(bucket)
+    def _end_start(self, bucket: Bucket, exchange: Exchange) -> None:
+        """Average the gradients in fp32, with all that waits of those before."""
+        waits = {f"{START}{kind}": weight for kind, weight in self._starter.card.promise.waits.items()}
+        send_all(waits, self.state, bucket, exchange)
 
     def before_step(self, step: Step) -> None:
         if step.number < self.first:
             return
-        self._depart(step)
+        self._copy_shared_weights(step)
         if self.second_moment == "mean":
             self._adam_view.enter(step, self.run.exchange.ranks)
 
     def after_step(self, step: Step) -> None:
         self._adam_view.leave(step)
         if step.number >= self.first:
-            self._arrive(step)
+            self._count_step(step)
 
     def after_skip(self, step: Step) -> None:
         """A step that this rank skips is one of the round's all the same (in the start: all ranks skip it)."""
         if step.number >= self.first:
-            self._depart(step)
-            self._arrive(step)
+            self._copy_shared_weights(step)
+            self._count_step(step)
         self._missed += 1
 
-    def _depart(self, step: Step) -> None:
+    def _copy_shared_weights(self, step: Step) -> None:
         """Copy W, which all ranks hold, before the first local step of the run."""
-        self._hide()
+        self._drop_saved()
         if find_entries(self.state, "anchor") or not self._anchors:
             return
-        self.state.drop(START_RESIDUAL)
+        for kind in self._starter.card.promise.waits:
+            self._starter.state.drop(kind)
+        for kind, name, _ in find_entries(self.state, START):
+            self.state.keep(kind, name, None)
         self._sgd.state.clear()  # of weights that are no more
         weights = {name: local(weight).detach() for name, weight in step.weights.items()}
         if any(self._anchors[name].device != weight.device for name, weight in weights.items()):
@@ -303,22 +315,22 @@ class LocalSteps(Method):
                 if moment is not None:
                     local(moment).div_(math.sqrt(self.run.exchange.ranks))
 
-    def _arrive(self, step: Step) -> None:
+    def _count_step(self, step: Step) -> None:
         """Count a step, which all ranks do whether they took or skipped it; the last step of a round ends the round."""
         past = step.number + self._missed + 1 - self.first
         ends = past % self.every == 0 or self.first + past == self.run.steps
-        self._apart = not ends
+        self._ranks_differ = not ends
         if ends and self._anchors:
             with self.run.exchange.span("exposed", next(iter(self._anchors.values()))):
-                self._meet(step, (past - 1) // self.every)
+                self._end_round(step, (past - 1) // self.every)
 
     # A round.
 
-    def _meet(self, step: Step, number: int) -> None:
+    def _end_round(self, step: Step, number: int) -> None:
         """End a round on all ranks: average D (l. 10-11), take the outer step (l. 12), and make w_n = W again."""
         if not self._buckets:
             self._buckets = self._make_buckets()
-        moved = self._moved(step)
+        moved = self._differences(step)
         norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
         for method, bucket, columns in self._buckets:
             bucket.step = number
@@ -326,7 +338,7 @@ class LocalSteps(Method):
             deliver_waiting = self._deliver_next and method is self._outer
             (method.deliver if deliver_waiting else method.reduce)(bucket, self.run.exchange)
             if self.decay < 1 and method is self._outer:
-                self._forget(bucket)
+                self._decay_waiting(bucket)
             bucket.store(moved[columns])
             bucket.release()
         if step.agree([norm, moved]):
@@ -353,11 +365,11 @@ class LocalSteps(Method):
                 pieces.append(Piece(parameter.name, end - first, parameter.local))
                 end += parameter.local
             if pieces:
-                bucket = bucket_of(method.card, pieces, self.run.exchange, self._anchors[pieces[0].name].device)
+                bucket = bucket_of(method, pieces, self.run.exchange, self._anchors[pieces[0].name].device)
                 pairs.append((method, bucket, slice(first, end)))
         return pairs
 
-    def _moved(self, step: Step) -> Tensor:
+    def _differences(self, step: Step) -> Tensor:
         """Return W - w_n (l. 10) of all parameters, (P,) float32, in the buckets' order; zeros in the padding."""
         moved = torch.zeros(self._buckets[-1][2].stop, dtype=torch.float32, device=self._buckets[0][1].device)
         for name, values in self._views(moved):
@@ -374,7 +386,7 @@ class LocalSteps(Method):
                 views.append((segment.name, flat[columns][segment.piece.offset :][: shape.numel()].view(shape)))
         return views
 
-    def _forget(self, bucket: Bucket) -> None:
+    def _decay_waiting(self, bucket: Bucket) -> None:
         """Multiply what waits by SparseLoCo's decay, before the next round's D is added to it."""
         for kind in self._outer.card.promise.waits:
             if (waits := find_written(self._outer.state, kind, bucket)) is not None:
@@ -407,19 +419,19 @@ class LocalSteps(Method):
         self.state.keep("due", "", torch.tensor(int(self._deliver_next)))
         if not find_entries(self.state, "anchor"):
             return
-        self._shown = True
+        self._state_holds_weights = True
         for name, weight in self.run.weights.items():
             self.state.keep(OWN_WEIGHT, name, local(weight.detach()))
             for kind, value in self.run.holders[name].optimizer.state.get(weight, {}).items():
                 if isinstance(value, Tensor):
                     self.state.keep(f"{OWN_MOMENT}{kind}", name, local(value.detach()))
 
-    def _hide(self) -> None:
+    def _drop_saved(self) -> None:
         """Drop the weights and moments that ``finish`` showed: the model and the optimizer hold them."""
-        if self._shown:
+        if self._state_holds_weights:
             for kind, name, _ in [*find_entries(self.state, OWN_WEIGHT), *find_entries(self.state, OWN_MOMENT)]:
                 self.state.keep(kind, name, None)
-        self._shown = False
+        self._state_holds_weights = False
 
     def state_changed(self) -> None:
         """Restore W, its momentum, and this rank's own weights and moments from a checkpoint."""
@@ -435,11 +447,11 @@ class LocalSteps(Method):
             self._anchors[name].data = saved
         for _, name, saved in find_entries(self.state, "outer momentum"):
             self._sgd.state[self._anchors[name]]["momentum_buffer"] = saved
-        self._apart = False
+        self._ranks_differ = False
         for _, name, saved in find_entries(self.state, OWN_WEIGHT):
             local(self.run.weights[name].detach()).copy_(saved)
-            self._apart |= not torch.equal(saved, self._anchors[name].detach().to(saved.dtype))
+            self._ranks_differ |= not torch.equal(saved, self._anchors[name].detach().to(saved.dtype))
         for kind, name, saved in find_entries(self.state, OWN_MOMENT):
             restore_moment(self.run, kind.removeprefix(OWN_MOMENT), name, saved)
-        self._shown = True
-        self._hide()
+        self._state_holds_weights = True
+        self._drop_saved()

@@ -13,19 +13,19 @@ encoding leaves out goes the same way. beta = 0 is plain error feedback.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from thinwire.base.knobs import must
+from thinwire.base.knobs import StepsOrNever, Within
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Int4
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Card, Promise
-from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Lossy, Updates
 
 
 @dataclass
-class LoCo(ErrorFeedback):
+class LoCo(Lossy):
     """Gradients in 4 bits with a moving average of what was left out (arXiv 2407.04480).
 
     Args:
@@ -35,21 +35,19 @@ class LoCo(ErrorFeedback):
     """
 
     name: ClassVar[str] = "loco"
-    beta: float = 0.8
-    reset: int = 1024
+    feedback: Gradients | Updates = GRADIENTS
+    beta: Annotated[float, Within(lambda beta: 0 <= beta < 1, "is the weight of the old error, 0 to below 1")] = 0.8
+    reset: StepsOrNever = 1024
     group: int = 128
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        must(self, 0 <= self.beta < 1, "beta", "is the weight of the old error, from 0 to below 1")
-        must(self, self.reset >= 0, "reset", "is a number of steps, or 0 for never")
-
     def describe(self) -> Card:
+        return replace(super().describe(), summed_by_network=False)
+
+    def _promise(self) -> Promise:
         waits = {"error": 1 / (1 - self.beta)}
-        promise = replace(self.conserves, waits=waits)
         if self.reset:
-            promise = Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", waits)
-        return replace(super().describe(), promise=promise, summed_by_network=False)
+            return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", waits)
+        return replace(self.conserves, waits=waits)
 
     def make_codec(self) -> Codec:
         return Int4(self.group)

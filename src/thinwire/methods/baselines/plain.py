@@ -34,7 +34,8 @@ class Bf16(Lossy):
     name: ClassVar[str] = "bf16"
     ABSENT: ClassVar[Mapping[str, str]] = {
         **_SENT_WHOLE,
-        "error_feedback": "the network's sum rounds where no rank can see it",
+        "feedback": "the network's sum rounds where no rank can see it",
+        "start": "a dense start is for methods that drop values, not bits",
     }
 
     @property
@@ -42,7 +43,7 @@ class Bf16(Lossy):
         return Rounding("bfloat16", value=2.0**-8)
 
     def _promise(self) -> Promise:
-        what = "what bfloat16 cannot hold, of sums too, is not returned: int8(error_feedback=True) returns it"
+        what = "what bfloat16 cannot hold, of sums too, is not returned: int8(feedback='gradients') returns it"
         return Promise("rounds", what, rounding=self.rounding)
 
     def make_codec(self) -> Codec:

@@ -21,19 +21,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import must
+from thinwire.base.knobs import Within
 from thinwire.base.random import random_normal, seed_of
 from thinwire.core.bucket import Bucket, Segment
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import EQUAL, Card, Parameter
-from thinwire.methods.parts.feedback import GRADIENTS, ErrorFeedback, Gradients, Updates
+from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Lossy, Updates
 
 TINY = 2.0**-126
 """The least length that a column is divided by: one of zeros stays one."""
@@ -49,7 +49,7 @@ HALF_MOMENTUM = Updates(beta1=0.5)
 
 
 @dataclass
-class PowerSGD(ErrorFeedback):
+class PowerSGD(Lossy):
     """Low-rank gradients with error feedback: r (rows + cols) values, not rows * cols (arXiv 1905.13727, Alg. 1-2).
 
     By default g_n is the step that AdamW would take, with half of its momentum (``feedback``, ``beta1``);
@@ -65,11 +65,10 @@ class PowerSGD(ErrorFeedback):
     }
 
     feedback: Gradients | Updates = HALF_MOMENTUM
-    rank: int = 4
+    rank: Annotated[int, Within(lambda rank: rank >= 1, "is a number of columns, 1 or more")] = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        must(self, self.rank >= 1, "rank", "is a number of columns, 1 or more")
         self._starts: dict[str, Tensor] = {}
 
     def describe(self) -> Card:

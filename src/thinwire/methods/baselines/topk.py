@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from thinwire.codecs.base import Residual
-from thinwire.core.bucket import Bucket
-from thinwire.core.method import Card, Promise
 from thinwire.methods.parts.feedback import GRADIENTS, UPDATES, Gradients, Updates
 from thinwire.methods.parts.largest import Largest
 
@@ -21,9 +18,6 @@ class TopK(Largest):
     ``Updates.delivered_share``). A value takes 32 bits, and its position about 9. The mean has up to N k non-zeros, and
     what a rank receives grows with N: the baseline that methods with a common mask improve on. By default g_n is the
     step that AdamW would take (``feedback``); "topk:paper" sends gradients, for any optimizer, of every tensor.
-
-    Args:
-        error_feedback: keep what was not sent for the next step (8 bytes per element). False: it is lost.
     """
 
     name: ClassVar[str] = "topk"
@@ -31,16 +25,4 @@ class TopK(Largest):
         "paper": {"feedback": GRADIENTS, "smallest": 0, "send": ("*",)},
     }
 
-    feedback: Gradients | Updates = UPDATES
-    error_feedback: bool = True
-
-    def describe(self) -> Card:
-        promise = self.conserves
-        if not self.error_feedback:
-            promise = Promise("lossy", "what is not among the largest values is dropped: error_feedback=True keeps it")
-        return replace(
-            super().describe(), promise=promise, keeps_state=self.error_feedback or self.updates is not None
-        )  # fmt: skip
-
-    def residual(self, bucket: Bucket) -> Residual | None:
-        return super().residual(bucket) if self.error_feedback else None
+    feedback: Gradients | Updates | None = UPDATES

@@ -30,15 +30,15 @@ from torch import Tensor
 
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import must
+from thinwire.base.knobs import Share, Steps
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import Masked
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange, bucket_rows, count_columns
-from thinwire.core.method import ANEW, Card, Run, StateKind, Step, check_density, count_of
+from thinwire.core.method import ANEW, Card, Density, Run, Start, StateKind, Step, count_of
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import LOOSE
-from thinwire.methods.parts.feedback import ErrorFeedback
+from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Lossy, Updates
 from thinwire.network.comm import local
 from thinwire.ops import mask as masks
 from thinwire.ops import sparse
@@ -50,7 +50,7 @@ _PAPER = {"T": 200, "start": 0.15, "residual_scale": 1.0, **_BIASES}
 
 
 @dataclass
-class Radius(ErrorFeedback):
+class Radius(Lossy):
     """Values at one top-k mask, which is resampled every T steps; the rest waits in a residual (MLSys 2025, Alg. 1).
 
     Args:
@@ -73,18 +73,16 @@ class Radius(ErrorFeedback):
         "paper-d0.1": {**_PAPER, "density": 0.1},
     }
 
-    density: float = 0.5
-    T: int = 50
-    start: float = 0.15
-    residual_scale: float = 0.25
+    feedback: Gradients | Updates = GRADIENTS
+    density: Density = 0.5
+    T: Steps = 50
+    start: Start = 0.15
+    residual_scale: Share = 0.25
 
     def __post_init__(self) -> None:
         self._owns_rows = False  # does each rank own a row, and choose its mask alone?
         super().__post_init__()
-        check_density("radius", self.density)
-        must(self, self.T >= 1, "T", "is a number of steps, 1 or more")
-        must(self, 0 < self.residual_scale <= 1, "residual_scale", "is a share, above 0 and up to 1")
-        self._before: dict[str, Tensor] = {}
+        self._former_weights: dict[str, Tensor] = {}
 
     def begin(self, run: Run) -> None:
         super().begin(run)
@@ -101,7 +99,7 @@ class Radius(ErrorFeedback):
         )  # fmt: skip
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Alg. 1, l. 6-19. Before ``start`` it is ``ErrorFeedback.reduce`` that sends all (l. 3-5)."""
+        """Alg. 1, l. 6-19. Before ``start`` it is ``Lossy.reduce`` that sends all (l. 3-5)."""
         old = self.state.read("residual", bucket)
         new = self.state.write("residual", bucket)
         if self._resamples(bucket.step):  # l. 7
@@ -121,7 +119,7 @@ class Radius(ErrorFeedback):
         for name, weight in step.weights.items():
             if self._is_sent(name):
                 self.state.put("mask", name, self._mask(name, self._direction(step, name, weight)))  # l. 23
-        self._before.clear()
+        self._former_weights.clear()
         self.state.put("resampled", "", torch.tensor(step.number))
         if step.clip_factor is not None:
             self.state.put("clip", "", step.clip_factor)
@@ -130,7 +128,7 @@ class Radius(ErrorFeedback):
         """An optimizer that is not AdamW shows its direction by the change it makes."""
         super().before_step(step)
         if self.update_space is None and self._resamples(step.number):
-            self._before = {
+            self._former_weights = {
                 name: local(weight).detach().clone()
                 for name, weight in step.weights.items()
                 if self._is_sent(name) and not isinstance(step.holders[name].optimizer, torch.optim.AdamW)
@@ -179,8 +177,8 @@ class Radius(ErrorFeedback):
             received_step = torch.zeros_like(weight) if weight.grad is None else weight.grad
             return local(received_step).reshape(-1)
         current = local(weight).detach()
-        if name in self._before:
-            return (self._before[name] - current).reshape(-1)
+        if name in self._former_weights:
+            return (self._former_weights[name] - current).reshape(-1)
         optimizer, group = step.holders[name]
         moments = optimizer.state.get(weight, {})
         if "exp_avg" not in moments:  # never had a gradient
@@ -190,8 +188,8 @@ class Radius(ErrorFeedback):
         second = local(moments["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
         denominator = (second / (1 - beta2**t)).sqrt_().add_(group["eps"])  # Alg. 2, l. 4
         adam = local(moments["exp_avg"]) / (1 - beta1**t) / denominator  # Alg. 2, l. 3
-        before = (current + lr * adam) / (1 - lr * decay)  # the paper's w is the one that the gradient was taken at
-        return adam.add_(before, alpha=decay).reshape(-1)  # Alg. 2, l. 5
+        former = (current + lr * adam) / (1 - lr * decay)  # the paper's w is the one that the gradient was taken at
+        return adam.add_(former, alpha=decay).reshape(-1)  # Alg. 2, l. 5
 
     def _mask(self, name: str, direction: Tensor) -> Tensor:
         """Mask words (R, width / 64) of the k largest |u| of every row; every rank has all rows."""

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import Steps
 from thinwire.core.bucket import Bucket, Segment, Shard
 from thinwire.core.exchange import Exchange, Payload, prescale
 from thinwire.core.method import (
@@ -49,15 +50,15 @@ from thinwire.core.method import (
     EXACT,
     SMALL,
     Card,
+    Density,
     Method,
     Parameter,
     Promise,
     Run,
+    Smallest,
+    Start,
     StateKind,
     Step,
-    check_density,
-    check_smallest,
-    check_start,
     exempt_small,
     first_step,
     refuse_chunks,
@@ -65,7 +66,7 @@ from thinwire.core.method import (
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import put_back
 from thinwire.core.weights import Message
-from thinwire.methods.parts.atmask import Unfolded, WeightsAtMask
+from thinwire.methods.parts.atmask import BucketMasks, WeightsAtMask
 from thinwire.methods.parts.masks import WORD, Masks, Schedule, all_ones
 from thinwire.network.comm import local
 from thinwire.ops import moments
@@ -99,23 +100,18 @@ class SCAPE(Method):
         "paper-d0.1": {"density": 0.1, "smallest": 0},
     }
 
-    density: float = 0.01
-    warmup: float = 0.1
-    refresh: int = 1
+    density: Density = 0.01
+    warmup: Start = 0.1
+    refresh: Steps = 1
     weights: Literal["auto", "masked", "dense"] = "auto"
     offload: bool = False
-    smallest: int = SMALL
+    smallest: Smallest = SMALL
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_density("scape", self.density)
-        check_smallest("scape", self.smallest)
-        check_start("scape", "warmup", self.warmup)
-        if self.refresh < 1:
-            raise ThinwireError(f"scape: refresh is a number of steps, 1 or more, got {self.refresh}")
-        self._given: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
+        self._next_moments: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
         self._step = 0
-        self._apart = self._encodes_weights = False
+        self._owners_hold_m = self._encodes_weights = False
         self._schedule = Schedule(self.density, 0, self.refresh)  # until it is known how long the run is
 
     def describe(self) -> Card:
@@ -155,14 +151,14 @@ class SCAPE(Method):
         self._schedule = Schedule(self.density, warm, self.refresh)
         self._masks = Masks(self, run.exchange, {name: run.parameters[name].local for name in sent}, self._schedule)
         # Has a row's owner alone its m, and x? Else all ranks have m, and x is in every rank's e.
-        self._apart = run.exchange.owner
+        self._owners_hold_m = run.exchange.owner
         self._encodes_weights = self.density < 1 and self._gathered.encoded
 
     def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
         """Take a bucket through Alg. 1, l. 10-17. ``whole``: M is all ones, as at first (l. 5).
 
-        The passes before and after the exchange are, in plain torch, these of ``ops/moments/reference.py``: ``add_up``
-        (``blend`` where a row's owner alone has its m, and x), and ``advance``.
+        The passes before and after the exchange are, in plain torch, ``add_up`` and ``advance`` of
+        ``ops/moments/reference.py``.
         """
         if self.density == 1:
             exchange.mean(bucket)
@@ -192,7 +188,7 @@ class SCAPE(Method):
                 choose=self._schedule.refreshes(bucket.step + 1),  # l. 15: the scores |m~_n|
             )  # fmt: skip
         put_back(self.state, "residual", bucket)
-        exchange.mean(Payload(payload, b), shared=True)  # l. 13-14: b = mean over n of m~_n on M
+        exchange.mean(Payload(payload, b, bucket), shared=True)  # l. 13-14: b = mean over n of m~_n on M
         # l. 15: the next M = top-k of the scores, which ``after_step`` takes of all buckets at once.
         with exchange.span("decode", bucket.mean):
             words, bit_offsets = mask.row(exchange.own_row)
@@ -227,30 +223,30 @@ class SCAPE(Method):
             return torch.zeros(local(weight).numel(), dtype=torch.float32, device=local(weight).device)
         return local(exp_avg).reshape(-1).float()
 
-    def _keep_for_step(self, bucket: Bucket, next_m: Tensor, mask: Unfolded | None) -> None:
+    def _keep_for_step(self, bucket: Bucket, next_m: Tensor, mask: BucketMasks | None) -> None:
         """Keep m' of each parameter for ``before_step``, and for the gather of weights the ``mask`` it is at."""
         for segment in bucket.segments:
             numel = local(self.run.weights[segment.name]).numel()
-            self._given[segment.name] = next_m[segment.start : segment.start + numel]
+            self._next_moments[segment.name] = next_m[segment.start : segment.start + numel]
         self._gathered.note(bucket, mask)
 
     def before_step(self, step: Step) -> None:
         """Hand the optimizer m' (l. 16)."""
-        for name, next_moment in self._given.items():
+        for name, next_moment in self._next_moments.items():
             optimizer = step.holders[name].optimizer
             assert isinstance(optimizer, AdamS)
             optimizer.next_moments[step.weights[name]] = next_moment
-        self._gathered.before_step(step, self._given)
+        self._gathered.before_step(step, self._next_moments)
 
     def after_step(self, step: Step) -> None:
         """Choose the next M (l. 15) and start to gather it, of the parameters that took part (Sec. IV-A)."""
-        exchanged = set(self._given)
+        exchanged = set(self._next_moments)
         self.undo()
         if self.density < 1:
             self._masks.gather(exchanged, step.number + 1)  # Alg. 2, l. 9
 
     def undo(self) -> None:
-        self._given.clear()
+        self._next_moments.clear()
 
     def finish(self) -> None:
         self._masks.finish()

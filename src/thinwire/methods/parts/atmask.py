@@ -23,7 +23,7 @@ from thinwire.ops import mask as masks
 WORD = masks.WORD
 
 
-class Unfolded(NamedTuple):
+class BucketMasks(NamedTuple):
     """The masks of all of a bucket's parameters, beside each other.
 
     Attributes:
@@ -45,7 +45,7 @@ class Unfolded(NamedTuple):
         return self.words[number], None if self.bit_offsets is None else self.bit_offsets[number]
 
 
-class Used(NamedTuple):
+class MaskedExchange(NamedTuple):
     """A parameter's last exchange: the step, the masks (R, w) of its rows, values at each.
 
     ``bucket``: the masks of all that were exchanged with it.
@@ -54,7 +54,7 @@ class Used(NamedTuple):
     step: int
     words: Tensor
     k: int
-    bucket: Unfolded
+    bucket: BucketMasks
 
 
 class WeightsAtMask:
@@ -70,7 +70,7 @@ class WeightsAtMask:
             ThinwireError: "masked", and the engine gathers fewer bits than float32.
         """
         self._wanted, self._run = weights != "dense" and not run.gathers - {torch.float32}, run
-        self._used: dict[str, Used] = {}
+        self._used: dict[str, MaskedExchange] = {}
         self._keep: dict[str, float] = {}
         if weights == "masked" and not self._wanted:
             raise ThinwireError(
@@ -84,7 +84,7 @@ class WeightsAtMask:
         """With a hop inside the node a rank does not know the masks of its node's other shards: they go whole."""
         return self._wanted and self._run.exchange.owner and self._run.hop == 1
 
-    def note(self, bucket: Bucket, used: Unfolded | None) -> None:
+    def note(self, bucket: Bucket, used: BucketMasks | None) -> None:
         """The step under way moves the bucket's weights at the masks ``used``; None: wherever it likes.
 
         The masks' memory is left alone until the bucket's next exchange.
@@ -93,7 +93,9 @@ class WeightsAtMask:
             if used is None:
                 self._used.pop(segment.name, None)
             else:
-                self._used[segment.name] = Used(bucket.step, used.words[:, segment.groups(WORD)], used.counts[i], used)
+                self._used[segment.name] = MaskedExchange(
+                    bucket.step, used.words[:, segment.groups(WORD)], used.counts[i], used
+                )
 
     def before_step(self, step: Step, moved: Collection[str]) -> None:
         """``moved``: the parameters that were exchanged for this step. Any other is not at a mask after it."""
@@ -120,7 +122,7 @@ class AtMask(Message):
     exact = True
 
     def __init__(
-        self, used: Mapping[str, Used], keep: Mapping[str, float], pieces: tuple[Piece, ...], rank: int
+        self, used: Mapping[str, MaskedExchange], keep: Mapping[str, float], pieces: tuple[Piece, ...], rank: int
     ) -> None:
         """By parameter: ``used`` in the last step, unless it moved all of it; ``keep``, what decay left of a weight."""
         self._used, self._keep, self._pieces, self._rank = used, keep, pieces, rank
@@ -164,7 +166,7 @@ class AtMask(Message):
         """Return the masks of some ranks' rows, and their directory."""
         return self._words[peers], None if self._bit_offsets is None else self._bit_offsets[peers]
 
-    def _join(self, exchanges: Sequence[Used]) -> tuple[Tensor, Tensor | None]:
+    def _join(self, exchanges: Sequence[MaskedExchange]) -> tuple[Tensor, Tensor | None]:
         """Join the masks of all pieces that have one: a bucket's as they are, if these are its own. And a directory."""
         bucket = exchanges[0].bucket
         if bucket.names == tuple(piece.name for piece, _ in self._layout.masked):

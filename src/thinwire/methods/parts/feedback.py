@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import check_types, read_arguments
+from thinwire.base.knobs import Share, Within, check_types, read_arguments
 from thinwire.codecs.base import Residual
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
@@ -20,59 +19,16 @@ from thinwire.core.method import (
     SMALL,
     Card,
     Method,
-    check_smallest,
-    check_start,
+    Smallest,
+    Start,
     exempt_small,
     first_step,
     refuse_chunks,
 )
-from thinwire.core.method_buckets import send_all
 from thinwire.core.promise import CONSERVES, Promise, Rounding
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
 from thinwire.methods.parts.updates import UpdateSpace
-
-
-@dataclass
-class Lossy(Method):
-    """The base of the lossy baselines: the common policy, and error feedback.
-
-    Args:
-        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
-        error_feedback: add what the encoding left out to the next step's gradient (4 + 4 bytes per element and rank).
-    """
-
-    smallest: int = SMALL
-    error_feedback: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_smallest(self.name, self.smallest)
-
-    @property
-    def rounding(self) -> Rounding | None:
-        """The rounding of one encoding; None: it leaves out more than a format bounds."""
-        return None
-
-    def describe(self) -> Card:
-        return replace(super().describe(), promise=self._promise(), keeps_state=self.error_feedback)
-
-    def _promise(self) -> Promise:
-        if self.error_feedback:
-            return CONSERVES
-        if self.rounding is None:
-            return Promise("lossy", "what is not encoded is not returned: error_feedback=True returns it")
-        what = f"what {self.rounding.bits} cannot hold is not returned: error_feedback=True returns it"
-        return Promise("rounds", what, rounding=self.rounding)
-
-    def policy(self, parameter: Parameter) -> str | None:
-        return exempt_small(parameter, self.smallest)
-
-    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        residual = None
-        if self.error_feedback:
-            residual = Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
-        exchange.mean(bucket, self.codec, on_wire=self.card.summed_by_network, residual=residual)
 
 
 class _Feedback:
@@ -113,16 +69,12 @@ class Updates(_Feedback):
             and later steps, and 8 bytes more per element. What waits is an average already. (powersgd gains by it.)
     """
 
-    delivered_share: float | None = None
+    delivered_share: Share | None = None
     direction: Literal["adam", "muon"] = "adam"
-    beta1: float = 0.0
+    beta1: Annotated[float, Within(lambda beta: 0 <= beta < 1, "is the decay of an average, from 0 to below 1")] = 0.0
 
     def __post_init__(self) -> None:
         check_types(self, str)
-        if not 0 <= self.beta1 < 1:
-            raise ThinwireError(f"beta1 is the decay of an average, from 0 to below 1, got {self.beta1}")
-        if self.delivered_share is not None and not 0 < self.delivered_share <= 1:
-            raise ThinwireError(f"delivered_share is a share, above 0 and up to 1, got {self.delivered_share}")
         if self.direction == "muon" and self.beta1:
             raise ThinwireError("beta1 does nothing with direction='muon': leave it out")
 
@@ -158,19 +110,19 @@ def translate_knobs(default: Any, knobs: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ThinwireError: a knob of steps is set for a method that sends gradients.
     """
-    known = dict(knobs)
-    old = {new: known.pop(name) for name, new in OLD_KNOBS.items() if name in known}
-    feedback = known.get("feedback", default)
+    translated = dict(knobs)
+    old = {new: translated.pop(name) for name, new in OLD_KNOBS.items() if name in translated}
+    feedback = translated.get("feedback", default)
     if isinstance(feedback, str):
-        feedback = known["feedback"] = read_feedback(feedback, default)
+        feedback = translated["feedback"] = read_feedback(feedback, default)
     if not isinstance(feedback, Updates):
         unset = {name: value for name, value in old.items() if value not in (None, "adam", 0.0)}
         if unset:
-            raise ThinwireError(f"{', '.join(unset)} does nothing with feedback='gradients': leave it out")
+            raise ThinwireError(f"{', '.join(unset)} does nothing with feedback={feedback!r}: leave it out")
     elif old:
         muon = {"beta1": 0.0} if old.get("direction") == "muon" else {}  # a default that muon does not have
-        known["feedback"] = replace(feedback, **{**muon, **old})
-    return known
+        translated["feedback"] = replace(feedback, **{**muon, **old})
+    return translated
 
 
 def share_of(density: float) -> float:
@@ -182,8 +134,8 @@ def share_of(density: float) -> float:
 
 
 @dataclass
-class ErrorFeedback(Method):
-    """The base of methods that keep what they did not send: a residual as state, the common policy, a dense start.
+class Lossy(Method):
+    """The base of methods that do not send all of each gradient: the common policy, a dense start, and what waits.
 
     Args:
         start: dense before: a share of the run below 1, or a number of optimizer steps. Later => more bytes, and the
@@ -191,22 +143,22 @@ class ErrorFeedback(Method):
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed). None: 65,536 where
             gradients are sent; 1024, so all matrices, where steps are: with attention left to AdamW's momentum beside
             them a short run from scratch loses up to 25% (docs/quality.md).
-        feedback: what is sent, and what waits: ``Gradients()``, for any optimizer, or ``Updates(...)``, steps of the
-            weights, for AdamW; as text "gradients", "updates(delivered_share=0.25)".
+        feedback: what becomes of what is not sent. ``Gradients()``: it waits with this rank, as a gradient, for any
+            optimizer (8 bytes per element). ``Updates(...)``: steps of the weights are sent, and wait, for AdamW. None:
+            it is lost, where a method allows that. As text "gradients", "updates(delivered_share=0.25)".
     """
 
-    start: float = 0
-    smallest: int | None = None
-    feedback: Gradients | Updates = GRADIENTS
+    start: Start = 0
+    smallest: Smallest | None = None
+    feedback: Gradients | Updates | None = None
 
     def __post_init__(self) -> None:
         self.first = 0
         self.update_space: UpdateSpace | None = None
-        if isinstance(self.feedback, str):
-            self.feedback = read_feedback(self.feedback, type(self).feedback, self.name)
+        text: Any = self.feedback
+        if isinstance(text, str):
+            self.feedback = read_feedback(text, type(self).feedback, self.name)
         super().__post_init__()
-        check_start(self.name, "start", self.start)
-        check_smallest(self.name, self.smallest_sent)
         share = None if self.updates is None else self.updates.delivered_share
         if share is not None and self.card.promise != self.conserves:
             raise ThinwireError(
@@ -236,13 +188,26 @@ class ErrorFeedback(Method):
             return self.smallest
         return SMALL if self.updates is None else MATRIX
 
+    @property
+    def rounding(self) -> Rounding | None:
+        """The rounding of one encoding; None: it leaves out more than a format bounds."""
+        return None
+
     def describe(self) -> Card:
         card = super().describe()
         return replace(
-            card, promise=self.conserves, native=False, keeps_state=True, adds_up=self.updates is None,
-            steady=self.first, step_maker=self.update_space,
+            card, promise=self._promise(), native=False, keeps_state=self.feedback is not None,
+            adds_up=self.updates is None, steady=self.first, step_maker=self.update_space,
             state_kinds={**card.state_kinds, "seen": EQUAL, "alike": EQUAL},  # of UpdateSpace
         )  # fmt: skip
+
+    def _promise(self) -> Promise:
+        if self.feedback is not None:
+            return self.conserves
+        if self.rounding is None:
+            return Promise("lossy", "what is not sent is dropped: feedback='gradients' keeps it")
+        what = f"what {self.rounding.bits} cannot hold is not returned: feedback='gradients' returns it"
+        return Promise("rounds", what, rounding=self.rounding)
 
     @property
     def conserves(self) -> Promise:
@@ -252,8 +217,8 @@ class ErrorFeedback(Method):
     @property
     def for_gradients(self) -> str:
         """Write this method as it sends gradients, as the papers have it, and not steps."""
-        same = str(replace(self, feedback=Gradients()))
-        return f"{same}, or {self.name}:paper" if "paper" in self.PRESETS else same
+        text = str(replace(self, feedback=Gradients()))
+        return f"{text}, or {self.name}:paper" if "paper" in self.PRESETS else text
 
     @property
     def default_share(self) -> float:
@@ -276,7 +241,7 @@ class ErrorFeedback(Method):
         self._exchange(bucket, exchange, self.compress if self.delivered_share == 1 else self._deliver_share)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
-        self._exchange(bucket, exchange, partial(send_all, self.card, self.state))
+        self._exchange(bucket, exchange, super().deliver)
 
     def _exchange(self, bucket: Bucket, exchange: Exchange, send: Callable[[Bucket, Exchange], None]) -> None:
         if bucket.step < self.first:
@@ -300,15 +265,21 @@ class ErrorFeedback(Method):
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         """``reduce``, once the dense start is over. The rows are gradients or, with ``Updates``, steps."""
-        raise NotImplementedError
+        exchange.mean(bucket, self.codec, on_wire=self.card.summed_by_network, residual=self.residual(bucket))
+
+    def residual(self, bucket: Bucket) -> Residual | None:
+        """Return the memory of what is not sent; None: it is lost."""
+        if self.feedback is None:
+            return None
+        return Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
 
     def before_step(self, step: Step) -> None:
         if self.update_space is not None:
-            self.update_space.take(step)
+            self.update_space.take_steps(step)
 
     def after_step(self, step: Step) -> None:
         if self.update_space is not None:
-            self.update_space.done(step)
+            self.update_space.end_step(step)
 
     def undo(self) -> None:
         if self.update_space is not None:

@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Residual
+from thinwire.codecs.base import Codec
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import Sparse
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Card, check_density, count_of
-from thinwire.methods.parts.feedback import ErrorFeedback, share_of
+from thinwire.core.method import Card, Density, count_of
+from thinwire.methods.parts.feedback import Lossy, share_of
 from thinwire.ops import mask as masks
 
 
 @dataclass
-class Largest(ErrorFeedback):
+class Largest(Lossy):
     """Each rank sends its own k largest values of each tensor with their positions; the rest waits.
 
     Args:
@@ -25,11 +25,7 @@ class Largest(ErrorFeedback):
             bytes, longer waits. With weights sharded, of each shard's; with servers, of each row's.
     """
 
-    density: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_density(self.name, self.density)
+    density: Density = 0.01
 
     def describe(self) -> Card:
         return replace(super().describe(), group=masks.WORD, grows_with_ranks=True)
@@ -51,10 +47,6 @@ class Largest(ErrorFeedback):
         codec = self.largest(bucket, self.density) if codec is None else codec
         exchange.mean(bucket, codec, residual=residual)
         return None if residual is None else residual.new
-
-    def residual(self, bucket: Bucket) -> Residual | None:
-        """Return the memory of the values that are not sent; None: they are lost."""
-        return Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
 
     def largest(self, bucket: Bucket, density: float) -> Sparse:
         """The codec of the ``density`` largest values of each of the bucket's segments."""

@@ -8,9 +8,9 @@ All that a rank has chosen goes out as one message while the next forward and ba
 density of 1/32, as positions.
 
 A message is as long as the longest, and every rank gets them all: with many ranks, one large parameter would make N
-long messages. So a parameter with more than ``LARGE`` / N of all values is cut into chunks of 1 / N of them, each of
-which has a chooser of its own, and as many of its values on the mask as its size asks for. (The paper has one chooser
-for each parameter, and 4 ranks.)
+long messages. So a parameter with more than ``MAX_SHARES`` / N of all values is cut into chunks of 1 / N of them, each
+of which has a chooser of its own, and as many of its values on the mask as its size asks for. (The paper has one
+chooser for each parameter, and 4 ranks.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from thinwire.core.bucket import Bucket, Segment
 from thinwire.core.exchange import Exchange, bucket_rows
 from thinwire.core.method import Method, count_of
 from thinwire.core.state import LOOSE
-from thinwire.methods.parts.atmask import Unfolded
+from thinwire.methods.parts.atmask import BucketMasks
 from thinwire.network.comm import Work
 from thinwire.ops import mask as masks
 from thinwire.ops import sparse
@@ -37,7 +37,7 @@ from thinwire.ops import sparse
 WORD = masks.WORD
 LISTED = 1 / 32
 """Density below which positions (4 bytes each) are fewer bytes than mask bits."""
-LARGE = 3
+MAX_SHARES = 3
 """Times its rank's share of all values, above which a parameter has several choosers. Higher => longer messages, with
 more ranks alike; lower => fewer parameters whose largest values are found over all of them."""
 
@@ -124,24 +124,24 @@ class Masks:
         rows = bucket_rows(exchange, True)
         ranks, values = exchange.ranks // rows, sum(sizes.values())
         self._chunks = {
-            name: cut(size, -(-values // ranks) if ranks * size > LARGE * values else size)
+            name: cut(size, -(-values // ranks) if ranks * size > MAX_SHARES * values else size)
             for name, size in sizes.items()
         }
         self._slots: tuple[float, Slots, int] | None = None
         self._bit_slots, self._length = self._lay_out(0)  # as bits: one for each score
         self._scores: Tensor | None = None  # what this rank chooses by, its chunks side by side
-        self._list_starts: tuple[tuple[sparse.ListSegment, ...], Tensor] | None = None  # see ``_starts``
-        self._index: tuple[list[tuple[int, int]], Tensor] | None = None  # see ``_joined``
+        self._list_starts: tuple[tuple[sparse.ListSegment, ...], Tensor] | None = None  # see ``_first_columns``
+        self._index: tuple[list[tuple[int, int]], Tensor] | None = None  # see ``_join_chunks``
         self._message: Tensor | None = None  # what this rank has chosen for the next step
         self._work: Work | None = None  # everybody's messages, under way
 
-    def used(self, bucket: Bucket) -> Unfolded | None:
+    def used(self, bucket: Bucket) -> BucketMasks | None:
         """The masks in use of the bucket's rows; None while they are all ones."""
         saved_masks = [self._method.state.get("mask", segment.name) for segment in bucket.segments]
         if all(mask is None for mask in saved_masks):
             return None
         counts = tuple(self._count(segment) for segment in bucket.segments)
-        return bucket.once("masks", lambda: self._unfold(bucket, saved_masks, counts), *saved_masks, *counts)
+        return bucket.once("masks", lambda: self._unpack_masks(bucket, saved_masks, counts), *saved_masks, *counts)
 
     def _count(self, segment: Segment) -> int:
         """Values at the mask in use, in each row."""
@@ -188,7 +188,7 @@ class Masks:
         positions = self._message[: 4 * ends[-1]].view(torch.int32).view(1, -1)
         sparse.largest(rows, None, tuple(segments), None, positions, torch.empty_like(positions, dtype=torch.float32))
         # Positions travel as those of their own chunk; the padding, which travels and is saved, is 0.
-        positions.sub_(self._starts(tuple(segments), tuple(ends))).clamp_(min=0)
+        positions.sub_(self._first_columns(tuple(segments), tuple(ends))).clamp_(min=0)
         return self._message[:length]
 
     def gather(self, names: Collection[str], step: int) -> None:
@@ -200,7 +200,7 @@ class Masks:
         state, (slots, length) = self._method.state, self._slots_of(step)
         messages = message.new_empty((self._exchange.ranks, length))
         self._work = self._exchange.gather(messages, message, async_op=True)
-        joined = self._joined(messages, slots)
+        joined = self._join_chunks(messages, slots)
         for name, own_slots in slots.items():
             if name in names:
                 (choosers, byte_range), mask = own_slots[0], joined.get(name)
@@ -249,9 +249,8 @@ class Masks:
                     return f"{key} has a bit beyond its {chunk.span} columns"
         return ""
 
-    def _joined(self, messages: Tensor, slots: Slots) -> dict[str, Tensor]:
-        """Join the masks (1, bytes) of parameters with several choosers, from all ``messages`` (N, m) at once.
-        """
+    def _join_chunks(self, messages: Tensor, slots: Slots) -> dict[str, Tensor]:
+        """Join the masks (1, bytes) of parameters with several choosers, from all ``messages`` (N, m) at once."""
         split_slots = {name: own_slots for name, own_slots in slots.items() if len(own_slots) > 1}
         if not split_slots:
             return {}
@@ -292,7 +291,7 @@ class Masks:
             slots[name].append((slice(lightest * rows, (lightest + 1) * rows), slice(first, ends[lightest])))
         return slots, max(ends)
 
-    def _starts(self, segments: tuple[sparse.ListSegment, ...], ends: tuple[int, ...]) -> Tensor:
+    def _first_columns(self, segments: tuple[sparse.ListSegment, ...], ends: tuple[int, ...]) -> Tensor:
         """(m,) int32: of each position in a list of all ``segments`` the first column of its own."""
         if self._list_starts is None or self._list_starts[0] != segments:
             assert self._scores is not None
@@ -312,7 +311,9 @@ class Masks:
             self._chosen[name] = int(saved)
         return self._chosen[name]
 
-    def _unfold(self, bucket: Bucket, saved_masks: Sequence[Tensor | None], counts: tuple[int, ...]) -> Unfolded:
+    def _unpack_masks(
+        self, bucket: Bucket, saved_masks: Sequence[Tensor | None], counts: tuple[int, ...]
+    ) -> BucketMasks:
         """Unfold ``saved_masks``, each as it was gathered, to bits; None: all of the parameter's values."""
         words = bucket.buffer("mask", (bucket.shape[0], bucket.shape[1] // WORD), torch.int64)
         lists = []
@@ -334,14 +335,14 @@ class Masks:
                     words[:, word_range].copy_(mask[:, begin:end].view(torch.int64))
         bit_offsets = masks.from_lists(lists, words)
         names = tuple(segment.name for segment in bucket.segments)
-        return Unfolded(names, counts, words, masks.directory(words) if bit_offsets is None else bit_offsets)
+        return BucketMasks(names, counts, words, masks.directory(words) if bit_offsets is None else bit_offsets)
 
 
-def all_ones(bucket: Bucket) -> Unfolded:
+def all_ones(bucket: Bucket) -> BucketMasks:
     """Masks of all of the bucket's values, and of its padding: what goes out is as long as dense's."""
     names, counts = zip(*((segment.name, segment.width) for segment in bucket.segments), strict=True)
     words = torch.full((bucket.shape[0], bucket.shape[1] // WORD), -1, dtype=torch.int64, device=bucket.device)
-    return Unfolded(names, counts, words, masks.directory(words))
+    return BucketMasks(names, counts, words, masks.directory(words))
 
 
 def _shares_memory(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ class OwnSteps:
         self.names: set[str] = set()
         self._hidden: dict[str, Tensor] = {}
 
-    def take(self, step: Step, move: Callable[[str, Tensor], None]) -> None:
+    def take_all(self, step: Step, move: Callable[[str, Tensor], None]) -> None:
         """``move(name, weight)`` for each, whose ``weight.grad`` is then hidden; where there is none, nothing."""
         for name in sorted(self.names):
             weight = step.weights[name]

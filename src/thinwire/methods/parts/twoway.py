@@ -55,16 +55,18 @@ def mean_both_ways(
     served = serve(bucket, exchange, codec, state)
     rank, n = exchange.rank, bucket.shape[1]
     if not back:
-        _clear(bucket, served, rank)
+        _clear_padding(bucket, served, rank)
         return None
     served.add_(state.read("server", bucket, rows=1))
-    _clear(bucket, served, rank)
+    _clear_padding(bucket, served, rank)
     server_codec = codec if server_codec is None else server_codec
     wires = bucket.scratch("served wires", (exchange.ranks, server_codec.wire_numel(n)), server_codec.wire_dtype)
     own_wire = wires[rank : rank + 1]
     error = Residual(None, state.write("server", bucket, rows=1))
     with exchange.span("encode", served):
-        _on(server_codec, bucket, slice(rank, rank + 1)).encode(served, own_wire, residual=error, space=scratch(bucket))
+        _with_shares(server_codec, bucket, slice(rank, rank + 1)).encode(
+            served, own_wire, residual=error, space=scratch(bucket)
+        )
     exchange.gather(wires, own_wire[0].clone())
     with exchange.span("decode", bucket.mean):
         server_codec.decode(wires[exchange.own_rows], bucket.mean, space=scratch(bucket))
@@ -74,12 +76,12 @@ def mean_both_ways(
 def serve(bucket: Bucket, exchange: Exchange, codec: Codec, state: State) -> Tensor:
     """Return mean_n C[``bucket.rows`` + e_n] of this rank's row, (1, n), and keep what C leaves out as e_n."""
     bucket.rows.add_(state.read("residual", bucket))
-    _clear(bucket, bucket.rows)
+    _clear_padding(bucket, bucket.rows)
     error = Residual(None, state.write("residual", bucket))
-    return exchange.serve(bucket, _on(codec, bucket), residual=error)
+    return exchange.serve(bucket, _with_shares(codec, bucket), residual=error)
 
 
-def _on(codec: Codec, bucket: Bucket, rows: slice = slice(None)) -> Codec:
+def _with_shares(codec: Codec, bucket: Bucket, rows: slice = slice(None)) -> Codec:
     """``codec`` for those ``rows``: a scale of signs is the mean of the values, and padding is none."""
     if not isinstance(codec, Sign):
         return codec
@@ -87,7 +89,7 @@ def _on(codec: Codec, bucket: Bucket, rows: slice = slice(None)) -> Codec:
     return replace(codec, shares=shares[rows])
 
 
-def _clear(bucket: Bucket, values: Tensor, first: int = 0) -> None:
+def _clear_padding(bucket: Bucket, values: Tensor, first: int = 0) -> None:
     """Zeros in ``values``, the bucket's rows from ``first`` on, where no parameter is: a sign has no zero."""
     bucket.clear_padding(values)
     for segment in bucket.segments:

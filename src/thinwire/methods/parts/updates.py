@@ -62,7 +62,7 @@ SAMPLE = 64
 averaged over ten steps."""
 PROBE = 4096
 """Values of a step by whose length it is noticed that it was scaled."""
-KEPT = 0.9
+DECAY = 0.9
 """Weight of the old r in the new one."""
 
 
@@ -101,7 +101,7 @@ class UpdateSpace:
                     "direction='adam', or train it where weights are not sharded (DDP)"
                 )
         self._steps = OwnSteps()
-        self._alike: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
+        self._squares: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
         self._powers: dict[str, Tensor] = {}  # of each tensor in this step: mean_n |g_n|^2
         self._lengths: dict[str, tuple[Tensor, int]] = {}  # of the first values of each c: to notice who scales it
         self._scaled: Tensor | None = None
@@ -122,25 +122,25 @@ class UpdateSpace:
 
     def enter(self, bucket: Bucket, exchange: Exchange) -> None:
         """``bucket.rows``: gradients become steps, g_n -> u_n."""
-        alike = self._measure(bucket, exchange)
+        squares = self._measure(bucket, exchange)
         r = self._state.get("alike", "")
         if r is None:  # the first of all: what this bucket shows by itself
-            r = _ratio(alike.sum(0), exchange.ranks)
+            r = _ratio(squares.sum(0), exchange.ranks)
         with exchange.span("encode", bucket.rows):
             self._precondition(bucket, bucket.rows, r)
 
     def leave(self, bucket: Bucket) -> None:
         """``bucket.mean`` holds steps that will be taken."""
-        first: list[Tensor] = []
+        probes: list[Tensor] = []
         for segment in bucket.segments:
             self._steps.names.add(segment.name)
-            mine = self._run.travels(segment.name, local(self._run.weights[segment.name]).reshape(-1))
-            count = min(mine.numel(), segment.span, PROBE)  # behind them there may be padding, which a sign fills
-            first.append(bucket.mean[0, segment.start : segment.start + count])
-        for segment, length, values in zip(bucket.segments, _lengths(first), first, strict=True):
+            own_values = self._run.travels(segment.name, local(self._run.weights[segment.name]).reshape(-1))
+            count = min(own_values.numel(), segment.span, PROBE)  # behind them there may be padding, which a sign fills
+            probes.append(bucket.mean[0, segment.start : segment.start + count])
+        for segment, length, values in zip(bucket.segments, _lengths(probes), probes, strict=True):
             self._lengths[segment.name] = length, len(values)
 
-    def take(self, step: Step) -> None:
+    def take_steps(self, step: Step) -> None:
         """w = (1 - lr decay) w - c, of all parameters whose c has come.
 
         Raises:
@@ -151,9 +151,9 @@ class UpdateSpace:
         self.refuse_scaled()
         values: list[Tensor] = []
         changes: list[Tensor] = []
-        keep: list[float] = []
-        first: list[Tensor] = []
-        lengths: list[Tensor] = []
+        decay_factors: list[float] = []
+        probes: list[Tensor] = []
+        sent_lengths: list[Tensor] = []
 
         def move(name: str, weight: Tensor) -> None:
             (optimizer, group), change = step.holders[name], local(weight.grad)  # type: ignore[arg-type]
@@ -162,25 +162,25 @@ class UpdateSpace:
                 return
             values.append(local(weight.detach()))
             changes.append(change)
-            keep.append(1 - float(group["lr"]) * group["weight_decay"])
+            decay_factors.append(1 - float(group["lr"]) * group["weight_decay"])
             if name in self._lengths:
                 length, columns = self._lengths[name]
-                first.append(self._run.travels(name, change.reshape(-1))[:columns])
-                lengths.append(length)
+                probes.append(self._run.travels(name, change.reshape(-1))[:columns])
+                sent_lengths.append(length)
 
-        self._steps.take(step, move)
-        if values and set(keep) != {1.0}:
-            torch._foreach_mul_(values, keep)
+        self._steps.take_all(step, move)
+        if values and set(decay_factors) != {1.0}:
+            torch._foreach_mul_(values, decay_factors)
         if values:
             torch._foreach_sub_(values, changes)
         self._scaled = None
-        if first:
-            now, then = torch.stack(_lengths(first)), torch.stack(lengths)
-            self._scaled = ((now - then).abs() > 0.01 * then).any()
+        if probes:
+            lengths, sent = torch.stack(_lengths(probes)), torch.stack(sent_lengths)
+            self._scaled = ((lengths - sent).abs() > 0.01 * sent).any()
         self._lengths.clear()
 
     def refuse_scaled(self) -> None:
-        """Raise ThinwireError if the steps of the time before were scaled, as ``take`` says."""
+        """Raise ThinwireError if the steps of the time before were scaled, as ``take_steps`` says."""
         if self._scaled is not None and not self._scaled.is_meta and bool(self._scaled):
             self._scaled = None
             raise ThinwireError(
@@ -188,20 +188,20 @@ class UpdateSpace:
                 "it: clip with wire.clip_grad_norm_, which leaves steps alone"
             )
 
-    def done(self, step: Step) -> None:
+    def end_step(self, step: Step) -> None:
         """The step has been taken: r moves on."""
         self._steps.show(step)
-        if self._alike:
-            new = _ratio(self._all_alike(), self._run.exchange.ranks)
+        if self._squares:
+            new = _ratio(self._sum_squares(), self._run.exchange.ranks)
             old = self._state.get("alike", "")
-            self._state.put("alike", "", new if old is None else KEPT * old + (1 - KEPT) * new)
-            self._alike.clear()
+            self._state.put("alike", "", new if old is None else DECAY * old + (1 - DECAY) * new)
+            self._squares.clear()
         self._powers.clear()
 
     def forget(self) -> None:
         """The step under way does not count."""
         self._steps.forget()
-        self._alike.clear()
+        self._squares.clear()
         self._powers.clear()
         self._lengths.clear()
 
@@ -239,8 +239,8 @@ class UpdateSpace:
     def _moments(self, name: str, second: Tensor | None) -> dict[str, Tensor]:
         """``second``: of all values; None: no step was taken."""
         weight, group = self._run.weights[name].detach(), self._run.holders[name].group
-        seen, r = self._state.get("seen", name), self._state.get("alike", "")
-        count = torch.zeros(()) if second is None or seen is None else seen.float().cpu()
+        steps, r = self._state.get("seen", name), self._state.get("alike", "")
+        count = torch.zeros(()) if second is None or steps is None else steps.float().cpu()
         on_device = group.get("capturable") or group.get("fused")
         moments = {
             "step": count.to(weight.device) if on_device else count.clone(),
@@ -263,17 +263,17 @@ class UpdateSpace:
             return None
         r = self._state.get("alike", "")
         if r is None:
-            r = _ratio(self._all_alike(), self._run.exchange.ranks)
+            r = _ratio(self._sum_squares(), self._run.exchange.ranks)
         return r * torch.stack([self._powers[name] for name in sorted(self._powers)]).sum()
 
-    def _all_alike(self) -> Tensor:
-        return torch.stack([self._alike[name] for name in sorted(self._alike)]).sum(0)
+    def _sum_squares(self) -> Tensor:
+        return torch.stack([self._squares[name] for name in sorted(self._squares)]).sum(0)
 
     def cancel(self, names: Collection[str]) -> None:
         """The steps of ``names`` were thrown away."""
         for name in names:
             self._steps.names.discard(name)
-            self._alike.pop(name, None)
+            self._squares.pop(name, None)
             self._powers.pop(name, None)
             self._lengths.pop(name, None)
 
@@ -284,40 +284,42 @@ class UpdateSpace:
         if self._momentum:
             first, first_out = self._state.read("first", bucket), self._state.write("first", bucket)
         groups = [self._run.holders[segment.name].group for segment in bucket.segments]
-        seen = self._seen(bucket)
+        steps = self._count_gradients(bucket)
         betas = torch.tensor([float(group["betas"][1]) for group in groups], dtype=torch.float64)
         lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64)
-        numbers = torch.cat([_unbias(betas, seen), (lrs * _unbias(self._momentum, seen)).float()])
+        numbers = torch.cat([_unbias(betas, steps), (lrs * _unbias(self._momentum, steps)).float()])
         unbias, lrs = upload(numbers.tolist(), bucket.device, torch.float32).view(2, -1)
-        parts = []
-        for place, (segment, group) in enumerate(zip(bucket.segments, groups, strict=True)):
-            at, beta2 = segment.columns, float(group["betas"][1])
+        segments = []
+        for index, (segment, group) in enumerate(zip(bucket.segments, groups, strict=True)):
+            columns, beta2 = segment.columns, float(group["betas"][1])
             if segment.name in self._matrices:
                 shape = self._run.parameters[segment.name].shape
-                muon(values[:, at], second[:, at], second_out[:, at], shape, segment.span, float(group["lr"]))
+                gradients, old, new = (tensor[:, columns] for tensor in (values, second, second_out))
+                muon(gradients, old, new, shape, segment.span, float(group["lr"]))
                 continue
-            parts.append(DirectionSegment(segment.start, segment.width, place, beta2, float(group["eps"])))
-        direction(values, second, second_out, first, first_out, parts, lr=lrs, scale=r * unbias, beta1=self._momentum)
+            segments.append(DirectionSegment(segment.start, segment.width, index, beta2, float(group["eps"])))
+        scale, beta1 = r * unbias, self._momentum
+        direction(values, second, second_out, first, first_out, segments, lr=lrs, scale=scale, beta1=beta1)
 
-    def _seen(self, bucket: Bucket) -> Tensor:
+    def _count_gradients(self, bucket: Bucket) -> Tensor:
         """(tensors,) on the host: how many gradients each average then holds, this one included."""
         names, none = [segment.name for segment in bucket.segments], torch.zeros(())
-        known = [self._state.get("seen", name) for name in names]
-        seen = torch.stack([none if of is None else of.cpu() for of in known]) + 1
-        for name, of in zip(names, seen, strict=True):
-            self._state.put("seen", name, of)
-        return seen
+        counts = [self._state.get("seen", name) for name in names]
+        steps = torch.stack([none if count is None else count.cpu() for count in counts]) + 1
+        for name, count in zip(names, steps, strict=True):
+            self._state.put("seen", name, count)
+        return steps
 
     def _measure(self, bucket: Bucket, exchange: Exchange) -> Tensor:
         """(tensors, 2): sum (mean_n g_n)^2 and sum mean_n g_n^2 over the sample of each tensor, the same on all ranks.
 
         Sums over ranks: what a rank sends does not grow with their number. mean_n |g_n|^2 of the bucket goes with them.
         """
-        places = bucket.once("sampled", lambda: self._places(bucket))
-        count, tensors = len(places), len(bucket.segments)
+        positions = bucket.once("sampled", lambda: self._sample_positions(bucket))
+        count, tensors = len(positions), len(bucket.segments)
         # Values and their squares: of each tensor its samples, and behind all of these its |g_n|.
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
-        torch.take(bucket.rows, places, out=sums[0, :count])
+        torch.take(bucket.rows, positions, out=sums[0, :count])
         if len(bucket.rows) == 1 or devices.streams(bucket.device) is None:
             norms = torch._foreach_norm([bucket.rows[:, segment.columns] for segment in bucket.segments])
             torch.stack(norms, out=sums[0, count:])
@@ -326,20 +328,20 @@ class UpdateSpace:
         torch.square(sums[0], out=sums[1])
         exchange.all_mean(sums)
         self._powers.update(zip((segment.name for segment in bucket.segments), sums[1, count:], strict=True))
-        of = sums[:, :count].view(2, -1, SAMPLE)
-        alike = torch.stack([of[0].square().sum(1), of[1].sum(1)], 1)
-        self._alike.update(zip((segment.name for segment in bucket.segments), alike, strict=True))
-        return alike
+        samples = sums[:, :count].view(2, -1, SAMPLE)
+        ratios = torch.stack([samples[0].square().sum(1), samples[1].sum(1)], 1)
+        self._squares.update(zip((segment.name for segment in bucket.segments), ratios, strict=True))
+        return ratios
 
-    def _places(self, bucket: Bucket) -> Tensor:
+    def _sample_positions(self, bucket: Bucket) -> Tensor:
         """(tensors * SAMPLE,): where the samples lie in the bucket's flattened rows; of each tensor in one row."""
         rows, n = bucket.shape
-        found = []
+        positions = []
         for segment in bucket.segments:
             seed = seed_of(self._run.seed, segment.name)
             columns = torch.randint(segment.span, (SAMPLE,), generator=torch.Generator().manual_seed(seed))
-            found.append(columns + segment.start + seed % rows * n)
-        return torch.cat(found).to(bucket.device)
+            positions.append(columns + segment.start + seed % rows * n)
+        return torch.cat(positions).to(bucket.device)
 
 
 def rests(group: Mapping[str, Any]) -> bool:
@@ -356,6 +358,6 @@ def _unbias(beta: Tensor | float, steps: Tensor) -> Tensor:
     return (1 / (1 - beta ** steps.double())).float()
 
 
-def _ratio(alike: Tensor, ranks: int) -> Tensor:
+def _ratio(squares: Tensor, ranks: int) -> Tensor:
     """r, from sum (mean g)^2 and sum mean g^2: at most 1; no less than a fourth of what nothing but noise has."""
-    return (alike[0] / alike[1]).nan_to_num(1.0, 1.0).clamp_(min=0.25 / ranks)
+    return (squares[0] / squares[1]).nan_to_num(1.0, 1.0).clamp_(min=0.25 / ranks)

@@ -9,10 +9,10 @@ row 0 and add in rank order; everything in float32, and no product is fused into
 plus 8 in half a byte: byte i of a group is element i (low bits) and element i + group / 2 (high bits), so that neither
 half is interleaved.
 
-*Stochastic rounding* (``seed`` is given): up with the probability of the fraction, in steps of 2^-16, so that the
-mean of many roundings is the value. The 16 random bits of an element are half of a hash of its index in the rows laid
-end to end and of ``seed``: the same seed and shape give the same bits, on any device. Take another seed for every
-step, rank and bucket. ``seed=None`` rounds to the nearest, ties to even.
+*Stochastic rounding* (``drawn`` is given): up with the probability of the fraction, in steps of 2^-16, so that the
+mean of many roundings is the value. The 16 random bits of an element are half of a hash of its index in its segment's
+rows laid end to end and of the segment's seed: the same seed and shape give the same bits, on any device. Take another
+seed for every step, rank and bucket. ``drawn=None`` rounds to the nearest, ties to even.
 
 *hadamard*: every 32 neighbours, from the first of a row on, are multiplied with the orthonormal Hadamard matrix of
 order 32 before they are quantized, and again after, which undoes it (H H = 1): a single large value is spread over 32
@@ -27,57 +27,47 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.base.random import Drawn
+from thinwire.base.random import Seeds
 from thinwire.ops.backends import backend
 from thinwire.ops.quant.reference import ORDER, Format
 
 __all__ = [
-    "ORDER", "Format", "dequantize", "dequantize_sum", "quantize", "quantize_segments", "requantize", "sum_rows",
+    "ORDER", "Format", "dequantize", "dequantize_sum", "quantize", "requantize", "sum_rows",
 ]  # fmt: skip
-
 
 _backend = backend("thinwire.ops.quant")
 
 
-def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds | None = None) -> None:
     """``rows`` (R, n) float32 or bfloat16, or their transform -> ``codes`` and ``scales`` (R, n / group) float32.
 
-    ``codes``: (R, n) int8, or in 4 bits (R, n / 2) uint8.
+    ``codes``: (R, n) int8, or in 4 bits (R, n / 2) uint8. ``drawn``: random bits, for each segment of columns its own.
     """
     if rows.numel():
-        _backend(rows).quantize(rows, format, codes, scales, seed)
-
-
-def quantize_segments(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
-    """``quantize`` some columns after others, each segment with random bits of its own."""
-    if rows.numel():
-        _backend(rows).quantize_segments(rows, format, codes, scales, drawn)
+        _backend(rows).quantize(rows, format, codes, scales, drawn)
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> Tensor:
     """Decode what ``quantize`` wrote, ``codes`` * ``scales`` or its transform -> ``out`` (R, n) float32."""
     if out.numel():
-        _backend(out).dequantize(codes, scales, format, out)
+        _backend(out).decode(codes, scales, format, out, 1, format.norm)
     return out
 
 
 def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, scale: float = 1.0) -> Tensor:
     """``scale`` * the sum over N peers' rows of ``codes`` * ``scales``, or its transform -> ``out`` (n,) float32."""
     if out.numel():
-        _backend(out).dequantize_sum(codes, scales, format, out, scale)
+        _backend(out).decode(codes, scales, format, out.unsqueeze(0), len(codes), scale * format.norm)
     return out
 
 
 def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float = 1.0,
-    drawn: Drawn | None = None,
+    drawn: Seeds | None = None,
 ) -> None:  # fmt: skip
-    """``quantize`` what ``dequantize_sum`` gives of N peers, in one pass; ``codes_out``, ``scales_out``: of one row.
-
-    ``drawn``: as ``quantize_segments`` has it; None: rounded to the nearest.
-    """
+    """``quantize`` what ``dequantize_sum`` gives of N peers, in one pass; ``codes_out``, ``scales_out``: of one row."""
     if codes_out.numel():
-        _backend(codes).requantize(codes, scales, format, codes_out, scales_out, scale, drawn)
+        _backend(codes).requantize(codes, scales, format, codes_out, scales_out, scale * format.norm, drawn)
 
 
 def sum_rows(rows: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:

@@ -22,9 +22,8 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from thinwire.base.random import Drawn, key_of
+from thinwire.base.random import Seeds, key_of
 from thinwire.ops.kernels import flat, inlined, njit
-from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import INT4_LEVELS, INT8_LEVELS, MIX_1, MIX_2, NORM, ORDER, SMALLEST_SCALE, Format
 
 INFINITY_BITS = np.int32(0x7F800000)
@@ -47,6 +46,12 @@ VECTOR = ir.VectorType(ir.FloatType(), LANES)
 @inlined
 def _real(bits):
     return np.int32(bits).view(np.float32)
+
+
+@inlined
+def _wide(narrow, value):
+    """Return a value as float32: the bits of ``narrow`` ones, bfloat16, become its upper half."""
+    return _real(np.uint32(value) << np.uint32(16)) if narrow else np.float32(value)
 
 
 @inlined
@@ -102,15 +107,16 @@ def _encode(four, stochastic, values, per_scale, codes, key, first):
 
 
 @inlined
-def _widen(narrow, bits):
-    for i in range(narrow.size):
-        bits[i] = np.int32(np.uint32(narrow[i]) << np.uint32(16))
-
-
-@inlined
 def _scaled(values, factor, out):
     for i in range(out.size):
         out[i] = values[i] * factor
+
+
+@inlined
+def _scale(values, factor):
+    """Scale in place: of one array alone LLVM knows that it does not overlap."""
+    for i in range(values.size):
+        values[i] *= factor
 
 
 def _shuffled(builder, vector, indices):
@@ -166,16 +172,12 @@ def _rotate(values, factor, out):
 
 
 @inlined
-def _load(narrow, rotated, values, bits, group_values):
-    """Load one group as float32, transformed if ``rotated``, to ``group_values``, whose bits are ``bits``."""
-    if narrow:
-        _widen(values, bits)
-        if rotated:
-            _rotate(group_values, NORM_32, group_values)
-    elif rotated:
-        _rotate(values, NORM_32, group_values)
-    else:
-        _scaled(values, ONE, group_values)
+def _load(narrow, rotated, values, group_values):
+    """Load one group as float32, transformed if ``rotated``."""
+    for i in range(values.size):
+        group_values[i] = _wide(narrow, values[i])
+    if rotated:
+        _rotate(group_values, NORM_32, group_values)
 
 
 @inlined
@@ -199,7 +201,7 @@ def _quantize(narrow, four, stochastic, rotated, values, stride, rows, n, group,
     for row in range(rows):
         for g in range(n // group):
             offset, start = row * stride + g * group, row * codes_stride + g * size
-            _load(narrow, rotated, values[offset : offset + group], bits, group_values)
+            _load(narrow, rotated, values[offset : offset + group], group_values)
             first = np.uint32((row * n + g * group) // 2)
             group_codes, scale_index = codes[start : start + size], row * scales_stride + g
             _encode_group(four, stochastic, bits, group_values, group_codes, scales, scale_index, key, first)
@@ -230,7 +232,7 @@ def _sum_group(four, codes, stride, scales, scales_stride, row, peers, g, size, 
 
 
 @inlined
-def _dequantize(four, rotated, summed, codes, stride, scales, scales_stride, rows, peers, n, group, out, out_stride,
+def _dequantize(four, rotated, summed, codes, stride, scales, scales_stride, out, out_stride, rows, n, peers, group,
                 factor):  # fmt: skip
     """Make ``rows`` results, each ``factor`` * the sum of ``peers`` rows of codes. The first three are constants.
 
@@ -265,8 +267,8 @@ def _requantize(four, stochastic, rotated, codes, stride, scales, scales_stride,
         if rotated:
             _rotate(total, factor, total)
         else:
-            _scaled(total, factor, total)
-        _load(False, rotated, total, bits, group_values)
+            _scale(total, factor)
+        _load(False, rotated, total, group_values)
         group_codes, first = codes_out[g * size : (g + 1) * size], np.uint32(g * group // 2)
         _encode_group(four, stochastic, bits, group_values, group_codes, scales_out, g, key, first)
 
@@ -301,82 +303,61 @@ BLOCK = 1024  # elements summed at a time: the partial sums stay in the first-le
 
 
 @njit
-def _add(values, total):
-    for i in range(values.size):
-        total[i] += values[i]
-
-
-@njit
-def _sum_rows(values, stride, rows, n, out, factor):
+def _sum_rows(narrow, values, stride, rows, n, out, factor):
     total = np.empty(BLOCK, np.float32)
     for block in range(0, n, BLOCK):
         size = min(BLOCK, n - block)
-        total[:size] = values[block : block + size]
-        for row in range(1, rows):
+        for row in range(rows):
             start = row * stride + block
-            _add(values[start : start + size], total)
+            addend = values[start : start + size]
+            if row == 0:
+                for i in range(size):
+                    total[i] = _wide(narrow, addend[i])
+            else:
+                for i in range(size):
+                    total[i] += _wide(narrow, addend[i])
         _scaled(total, factor, out[block : block + size])
 
 
-@njit
-def _sum_rows_bf16(narrow, stride, rows, n, out, factor):
-    total_bits = np.empty(BLOCK, np.int32)
-    total = total_bits.view(np.float32)
-    bits = np.empty(BLOCK, np.int32)
-    values = bits.view(np.float32)
-    for block in range(0, n, BLOCK):
-        size = min(BLOCK, n - block)
-        _widen(narrow[block : block + size], total_bits)
-        for row in range(1, rows):
-            start = row * stride + block
-            _widen(narrow[start : start + size], bits)
-            _add(values[:size], total)
-        _scaled(total, factor, out[block : block + size])
+def _ranges(drawn: Seeds | None, n: int) -> list[tuple[int, int, np.uint32]]:
+    """List (first column, last column, key) of ``n`` columns."""
+    ranges = [(0, n, 0)] if drawn is None else drawn.ranges
+    return [(first, last, np.uint32(key_of(seed) & 0xFFFFFFFF)) for first, last, seed in ranges]
 
 
-def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    kernel = QUANTIZE[rows.dtype == torch.bfloat16, format.bits == 4, seed is not None, format.hadamard]
-    key = np.uint32(key_of(seed or 0) & 0xFFFFFFFF)
-    kernel(*flat(rows), *rows.shape, format.group, *flat(codes.view(torch.uint8)), *flat(scales), key)
+def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds | None = None) -> None:
+    bits, group = format.bits, format.group
+    kernel = QUANTIZE[rows.dtype == torch.bfloat16, bits == 4, drawn is not None, format.hadamard]
+    (values, stride), (octets, octets_stride) = flat(rows), flat(codes.view(torch.uint8))
+    scale, scale_stride = flat(scales)
+    for first, last, key in _ranges(drawn, rows.shape[1]):
+        kernel(
+            values[first:], stride, len(rows), last - first, group, octets[first * bits // 8 :], octets_stride,
+            scale[first // group :], scale_stride, key,
+        )  # fmt: skip
 
 
-def quantize_segments(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn) -> None:
-    reference.quantize_segments(rows, format, codes, scales, drawn, quantize)
-
-
-def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:
-    _values(codes, scales, 1, format, out, 1.0, summed=False)
-
-
-def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, scale: float) -> None:
-    _values(codes, scales, len(codes), format, out.unsqueeze(0), scale, summed=True)
-
-
-def _values(
-    codes: Tensor, scales: Tensor, peers: int, format: Format, out: Tensor, scale: float, *, summed: bool
-) -> None:
-    kernel = DEQUANTIZE[format.bits == 4, format.hadamard, summed or format.hadamard]
-    factor = np.float32(scale * NORM if format.hadamard else scale)
-    (memory, out_stride), (count, n) = flat(out), out.shape
-    kernel(*flat(codes.view(torch.uint8)), *flat(scales), count, peers, n, format.group, memory, out_stride, factor)
+def decode(codes: Tensor, scales: Tensor, format: Format, out: Tensor, peers: int, factor: float) -> None:
+    kernel = DEQUANTIZE[format.bits == 4, format.hadamard, peers > 1 or factor != 1.0]
+    memory = *flat(codes.view(torch.uint8)), *flat(scales), *flat(out)
+    kernel(*memory, *out.shape, peers, format.group, np.float32(factor))
 
 
 def requantize(
-    codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float,
-    drawn: Drawn | None,
+    codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, factor: float,
+    drawn: Seeds | None,
 ) -> None:  # fmt: skip
     bits, group = format.bits, format.group
     kernel = REQUANTIZE[bits == 4, drawn is not None, format.hadamard]
-    factor = np.float32(scale * NORM if format.hadamard else scale)
-    for first, last, seed in [(0, scales.shape[1] * group, 0)] if drawn is None else drawn.ranges:
-        octets, groups = slice(first * bits // 8, last * bits // 8), slice(first // group, last // group)
+    (octets, octets_stride), (scale, scale_stride) = flat(codes.view(torch.uint8)), flat(scales)
+    octets_out, scale_out = flat(codes_out.view(torch.uint8))[0], flat(scales_out)[0]
+    for first, last, key in _ranges(drawn, scales.shape[1] * group):
+        octet, number = first * bits // 8, first // group
         kernel(
-            *flat(codes.view(torch.uint8)[:, octets]), *flat(scales[:, groups]), len(codes), last - first, group,
-            flat(codes_out.view(torch.uint8)[:, octets])[0], flat(scales_out[:, groups])[0], factor,
-            np.uint32(key_of(seed) & 0xFFFFFFFF),
+            octets[octet:], octets_stride, scale[number:], scale_stride, len(codes), last - first, group,
+            octets_out[octet:], scale_out[number:], np.float32(factor), key,
         )  # fmt: skip
 
 
 def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:
-    kernel = _sum_rows_bf16 if rows.dtype == torch.bfloat16 else _sum_rows
-    kernel(*flat(rows), *rows.shape, out.numpy(), np.float32(scale))
+    _sum_rows(rows.dtype == torch.bfloat16, *flat(rows), *rows.shape, out.numpy(), np.float32(scale))

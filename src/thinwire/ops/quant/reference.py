@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.random import Drawn, key_of
+from thinwire.base.random import Seeds, key_of
 
 INT4_LEVELS = 7
 INT8_LEVELS = 127
@@ -35,6 +36,11 @@ class Format:
         if self.hadamard and self.group % ORDER:
             raise ThinwireError(f"the transform of {ORDER} values: group must be a power of two from {ORDER} to 4096 "
                                 f"elements, got {self.group}; use 128")  # fmt: skip
+
+    @property
+    def norm(self) -> float:
+        """What a sum of values is multiplied with before the transform, which has elements +-1."""
+        return NORM if self.hadamard else 1.0
 
 
 def _mix(words: Tensor) -> Tensor:
@@ -66,16 +72,16 @@ def _scaled(rows: Tensor, group: int, levels: int, scales: Tensor) -> Tensor:
     return torch.where(finite.unsqueeze(2), groups * scale.reciprocal().unsqueeze(2), 0.0)
 
 
-def _integers(rows: Tensor, group: int, levels: int, scales: Tensor, seed: int | None) -> Tensor:
-    """Write ``scales``; return the rounded values (R, g, group)."""
-    scaled = _scaled(rows, group, levels, scales)
-    if seed is None:
-        return scaled.round()
-    # In units of 2^-16 of a level, where adding 16 random bits and dropping them again rounds up in proportion. The
-    # largest value may have been scaled to a hair above ``levels``.
+def _stochastic(scaled: Tensor, levels: int, drawn: Seeds) -> Tensor:
+    """Round ``scaled`` (R, g, group).
+
+    In units of 2^-16 of a level, where adding 16 random bits and dropping them again rounds up in proportion. The
+    largest value may have been scaled to a hair above ``levels``.
+    """
     fine = (scaled * 65536 + 0.5).floor().clamp(-levels * 65536, levels * 65536).to(torch.int32)
-    count, groups, _ = scaled.shape
-    return (fine + _random(count, groups, group, seed, rows.device)) >> 16
+    count, _, group = scaled.shape
+    bits = [_random(count, (last - first) // group, group, seed, scaled.device) for first, last, seed in drawn.ranges]
+    return (fine + torch.cat(bits, 1)) >> 16
 
 
 def _packed(integers: Tensor) -> Tensor:
@@ -90,10 +96,6 @@ def _unpacked(codes: Tensor, group: int) -> Tensor:
     return (torch.cat([halves & 15, halves >> 4], 2).float() - 8).flatten(1)
 
 
-def _dequantize(values: Tensor, scales: Tensor, group: int) -> Tensor:
-    return (values.float().reshape(values.shape[0], -1, group) * scales.unsqueeze(2)).flatten(1)
-
-
 def _rotated(rows: Tensor) -> Tensor:
     """Multiply the Hadamard matrix of +-1, Sylvester's order, with every 32 neighbours of ``rows`` (R, n) float32."""
     blocks = rows.reshape(-1, ORDER)
@@ -105,58 +107,30 @@ def _rotated(rows: Tensor) -> Tensor:
     return blocks.reshape(rows.shape)
 
 
-def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, seed: int | None = None) -> None:
+def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds | None = None) -> None:
     values = _rotated(rows.float() * NORM) if format.hadamard else rows
-    integers = _integers(values, format.group, INT4_LEVELS if format.bits == 4 else INT8_LEVELS, scales, seed)
+    levels = INT4_LEVELS if format.bits == 4 else INT8_LEVELS
+    scaled = _scaled(values, format.group, levels, scales)
+    integers = scaled.round() if drawn is None else _stochastic(scaled, levels, drawn)
     codes.copy_(_packed(integers) if format.bits == 4 else integers.flatten(1))
 
 
-def quantize_segments(
-    rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Drawn,
-    quantize_segment: Callable[[Tensor, Format, Tensor, Tensor, int], None] = quantize,
-) -> None:  # fmt: skip
-    """Quantize one segment after the other; ``quantize_segment``: this or another backend's ``quantize``."""
-    bits, group = format.bits, format.group
-    for first, last, seed in drawn.ranges:
-        octets, groups = slice(first * bits // 8, last * bits // 8), slice(first // group, last // group)
-        quantize_segment(rows[:, first:last], format, codes[:, octets], scales[:, groups], seed)
-
-
-def dequantize(codes: Tensor, scales: Tensor, format: Format, out: Tensor) -> None:
-    values = _values(codes, scales, format)
-    out.copy_(_rotated(values * NORM) if format.hadamard else values)
-
-
-def dequantize_sum(codes: Tensor, scales: Tensor, format: Format, out: Tensor, scale: float) -> None:
-    values = _values(codes, scales, format)
-    if not format.hadamard:
-        sum_rows(values, out, scale)
-        return
-    total = torch.empty_like(out)
-    sum_rows(values, total, scale * NORM)
-    out.copy_(_rotated(total))
+def decode(codes: Tensor, scales: Tensor, format: Format, out: Tensor, peers: int, factor: float) -> None:
+    """Make every row of ``out`` = ``factor`` * the sum of ``peers`` rows of values, or the transform of that."""
+    integers = _unpacked(codes, format.group) if format.bits == 4 else codes.float()
+    values = (integers.unflatten(1, (-1, format.group)) * scales.unsqueeze(2)).flatten(1)
+    total = functools.reduce(operator.add, values.unflatten(0, (-1, peers)).unbind(1)) * factor
+    out.copy_(_rotated(total) if format.hadamard else total)
 
 
 def requantize(
-    codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, scale: float,
-    drawn: Drawn | None,
+    codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, factor: float,
+    drawn: Seeds | None,
 ) -> None:  # fmt: skip
     total = torch.empty((1, scales.shape[1] * format.group), device=codes.device)
-    dequantize_sum(codes, scales, format, total[0], scale)
-    if drawn is None:
-        quantize(total, format, codes_out, scales_out)
-    else:
-        quantize_segments(total, format, codes_out, scales_out, drawn)
-
-
-def _values(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
-    integers = _unpacked(codes, format.group) if format.bits == 4 else codes
-    return _dequantize(integers, scales, format.group)
+    decode(codes, scales, format, total, len(codes), factor)
+    quantize(total, format, codes_out, scales_out, drawn)
 
 
 def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:
-    out.copy_(rows[0])
-    for row in rows[1:]:
-        out.add_(row)
-    if scale != 1.0:
-        out.mul_(scale)
+    out.copy_(functools.reduce(operator.add, rows.float()) * scale)

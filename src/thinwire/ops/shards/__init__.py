@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.base.random import Drawn
+from thinwire.base.random import Seeds
 from thinwire.ops.backends import backend
 from thinwire.ops.quant import Format
 from thinwire.ops.rows import CopyTable
@@ -27,7 +27,7 @@ _backend = backend("thinwire.ops.shards", cpu="reference")
 
 def write(
     own: Tensor, resident: Tensor | None, encoded: CopyTable, copied: CopyTable, format: Format, codes: Tensor,
-    scales: Tensor, message: Tensor, drawn: Drawn | None = None,
+    scales: Tensor, message: Tensor, drawn: Seeds | None = None,
 ) -> None:  # fmt: skip
     """Write the shard ``own`` (n,): ``codes`` and ``scales`` of ``own`` - ``resident`` (n,), the rest to ``message``.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.base.random import Drawn
+from thinwire.base.random import Seeds
 from thinwire.ops import quant
 from thinwire.ops.quant import Format
 from thinwire.ops.rows import CopyTable, pack, unpack
@@ -13,15 +13,12 @@ from thinwire.ops.rows import CopyTable, pack, unpack
 
 def write(
     own: Tensor, resident: Tensor | None, encoded: CopyTable, copied: CopyTable, format: Format, codes: Tensor,
-    scales: Tensor, message: Tensor, drawn: Drawn | None,
+    scales: Tensor, message: Tensor, drawn: Seeds | None,
 ) -> None:  # fmt: skip
     values = torch.empty((1, scales.shape[1] * format.group), dtype=torch.float32, device=own.device)
     if encoded.segments:
         pack(own if resident is None else own - resident, encoded, values[0])
-    if drawn is None:
-        quant.quantize(values, format, codes, scales)
-    else:
-        quant.quantize_segments(values, format, codes, scales, drawn)
+    quant.quantize(values, format, codes, scales, drawn)
     pack(own, copied, message)
 
 

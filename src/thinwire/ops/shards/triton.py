@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.base.random import Drawn
+from thinwire.base.random import Seeds
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole, wire_alignment
 from thinwire.ops.quant import Format
 from thinwire.ops.quant.triton import _encode, _load, _load_codes, _words
@@ -146,7 +146,7 @@ def _constants(format: Format, encoded: CopyTable, codes: Tensor, *values: Tenso
 
 def write(
     own: Tensor, resident: Tensor | None, encoded: CopyTable, copied: CopyTable, format: Format, codes: Tensor,
-    scales: Tensor, message: Tensor, drawn: Drawn | None,
+    scales: Tensor, message: Tensor, drawn: Seeds | None,
 ) -> None:  # fmt: skip
     subtrahend, keys = own if resident is None else resident, None  # not touched
     if drawn is not None:

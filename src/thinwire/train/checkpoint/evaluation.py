@@ -6,12 +6,10 @@ with the run's own tokenizer. Where that has no end-of-text token (bytes, bpe) a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,8 +72,13 @@ def evaluate(options: Options) -> dict[str, Any]:
     # It asks git for the commit of the folder that it is called in, and git complains where that is no repository.
     evaluator: Any = extras.load("lm_eval.evaluator")
     evaluator.get_git_commit_hash = lambda: None
-    with _hub_folder(options.run) as folder:
-        manager = _manager(options)
+    with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as exported:
+        folder = options.run
+        if not (folder / "config.json").exists():
+            trained, folder = trained_model.read(options.run), Path(exported)
+            trained.export(folder)
+            print(f"{trained.path} (step {trained.step})", file=sys.stderr)
+        manager = _index_tasks(options)
         harness = extras.load("lm_eval.models.huggingface")
         tokenizer = pretrained.load_tokenizer(folder)
         if tokenizer.eos_token is None:
@@ -91,34 +94,16 @@ def evaluate(options: Options) -> dict[str, Any]:
             model=model, tasks=list(options.tasks), num_fewshot=options.fewshot, limit=options.limit,
             task_manager=manager, apply_chat_template=options.chat, log_samples=False, bootstrap_iters=1000,
         )  # fmt: skip
-    if results is None:
-        raise ThinwireError("lm-evaluation-harness returned no results")
     return dict(results)
 
 
-def _manager(options: Options) -> Any:
+def _index_tasks(options: Options) -> Any:
     """Make the harness's index of tasks; its own, of which there are thousands, are looked through only if need be."""
-    folder, unknown = options.include and str(options.include), ""
+    folder, unknown = options.include and str(options.include), list[str]()
+    names = [name for name in options.tasks if not (name.endswith((".yaml", ".yml")) and Path(name).is_file())]
     for defaults in (False, True):
         manager = extras.load("lm_eval.tasks").TaskManager(include_path=folder, include_defaults=defaults)
-        unknown = next((name for name in options.tasks if not _is_known(name, manager)), "")
+        unknown = [name for name in names if name not in manager.all_tasks]
         if not unknown:
             return manager
-    raise ThinwireError(f"lm-evaluation-harness has no task '{unknown}': --include FOLDER adds your own")
-
-
-def _is_known(name: str, manager: Any) -> bool:
-    return name in manager.all_tasks or (name.endswith((".yaml", ".yml")) and Path(name).is_file())
-
-
-@contextlib.contextmanager
-def _hub_folder(path: Path) -> Iterator[Path]:
-    """Give a Hugging Face folder of the model in ``path``: that itself, or an export."""
-    if (path / "config.json").exists():
-        yield path
-        return
-    model = trained_model.read(path)
-    with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as folder:
-        model.export(Path(folder))
-        print(f"{model.path} (step {model.step})", file=sys.stderr)
-        yield Path(folder)
+    raise ThinwireError(f"lm-evaluation-harness has no task '{unknown[0]}': --include FOLDER adds your own")

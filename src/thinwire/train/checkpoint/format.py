@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 FORMAT = 2
 MODEL = "model.safetensors"
 WIRE = "wire/"
-NAME = re.compile(r"step-(\d+)")
+NAME = re.compile(r"step-\d+")
 FILE = re.compile(r"[\w-]+\.safetensors")
 
 
@@ -48,10 +48,12 @@ class Checkpoint:
     Attributes:
         meta: format, run and save (what tells two runs, and two saves, apart), step, sequences, good, world_size,
             files {name: bytes}, about (what the run is: :mod:`thinwire.train.checkpoint.run_settings`).
+        holders: file -> the ranks that see it whole; {} where it was read by one process alone.
     """
 
     path: Path
     meta: dict[str, Any]
+    holders: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -64,34 +66,25 @@ class Checkpoint:
         return [name for name, size in self.meta["files"].items() if sizes.get(name) == size]
 
 
-def _is_count(value: Any, minimum: int = 0) -> bool:
-    return type(value) is int and minimum <= value < 2**63
+FIELDS = {
+    "run": str, "save": str, "step": int, "sequences": int, "good": bool, "world_size": int, "files": dict,
+    "about": dict,
+}  # fmt: skip
 
 
-def _is_list_of_files(value: Any) -> bool:
-    names = value if isinstance(value, dict) else {}
-    return bool(names) and all(FILE.fullmatch(name) and _is_count(size) for name, size in names.items())
-
-
-def _is_description(value: Any) -> bool:
-    """Is this the description of a run? The entries that readers look into are text; others they compare and show."""
-    if not isinstance(value, dict):
+def _has_our_fields(meta: dict[str, Any]) -> bool:
+    """Are the fields of meta.json as we write them? A tool that edited it, or a bug, may have written others."""
+    if any(type(meta.get(name)) is not kind for name, kind in FIELDS.items()):
         return False
-    mesh, method = value.get("mesh"), value.get("method")
-    return isinstance(mesh, str) and bool(mesh.split()) and isinstance(method, str)
-
-
-FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "run": (lambda value: isinstance(value, str), "text"),
-    "save": (lambda value: isinstance(value, str), "text"),
-    "step": (_is_count, "number of steps"),
-    "sequences": (_is_count, "number of sequences"),
-    "good": (lambda value: isinstance(value, bool), "yes or no"),
-    "world_size": (lambda value: _is_count(value, 1), "number of ranks"),
-    "files": (_is_list_of_files, "list of files and their sizes"),
-    "about": (_is_description, "description of a run"),
-}
-"""Fields of meta.json, a check of each and its name: a tool that edited it, or a bug, may have written others."""
+    files, about = meta["files"], meta["about"]
+    counts = [meta["step"], meta["sequences"], meta["world_size"] - 1, *files.values()]
+    texts = [about.get("mesh"), about.get("method")]  # into these readers look; the rest they compare and show
+    return (
+        all(type(count) is int and 0 <= count < 2**63 for count in counts)
+        and all(isinstance(text, str) and text.split() for text in texts)
+        and bool(files)
+        and all(map(FILE.fullmatch, files))
+    )
 
 
 def read_meta(path: Path) -> Checkpoint:
@@ -116,9 +109,8 @@ def read_meta(path: Path) -> Checkpoint:
         raise Damaged(f"{path} was made by {maker} version of Thinwire, in format {written}; this one reads {FORMAT}")
     if meta.pop("crc32", None) != _crc_of_meta(meta):
         raise Damaged(f"{path / 'meta.json'} is damaged: its checksum does not fit")
-    for field, (fits, kind) in FIELDS.items():
-        if field not in meta or not fits(meta[field]):
-            raise Damaged(f"{path / 'meta.json'} is not as Thinwire writes it: {field} is no {kind}")
+    if not _has_our_fields(meta):
+        raise Damaged(f"{path / 'meta.json'} is not as Thinwire writes it: its checksum fits, its fields do not")
     return Checkpoint(path, meta)
 
 
@@ -130,8 +122,7 @@ def is_good(path: Path) -> bool:
 
 
 def step_of(name: str) -> int:
-    match = NAME.fullmatch(name)
-    return int(match[1]) if match else -1
+    return int(name.removeprefix("step-"))
 
 
 def checkpoint_names(path: Path) -> list[str]:
@@ -139,11 +130,11 @@ def checkpoint_names(path: Path) -> list[str]:
     return sorted((folder.name for folder in path.glob("step-*") if NAME.fullmatch(folder.name)), key=step_of)
 
 
-def read_newest(path: Path, read: Callable[[Checkpoint], T]) -> tuple[T, list[str]]:
+def read_newest(path: Path, read: Callable[[Checkpoint], T]) -> tuple[T, bool]:
     """``read`` the checkpoint in the folder ``path``, or the newest good one of the run in it.
 
     Returns:
-        what ``read`` does, and a line for each damaged checkpoint of the run, which was passed over.
+        what ``read`` does, and whether damaged ones of the run were passed over, each with a line on standard error.
 
     Raises:
         NoCheckpoint: there is none.
@@ -154,13 +145,18 @@ def read_newest(path: Path, read: Callable[[Checkpoint], T]) -> tuple[T, list[st
         for name in reversed(checkpoint_names(folder)):
             try:
                 checkpoint = read_meta(folder / name)
-                if checkpoint.meta["good"]:
-                    return read(checkpoint), [str(error) for error in errors]
+                if not checkpoint.meta["good"]:
+                    continue
+                result = read(checkpoint)
             except Damaged as error:
                 errors.append(error)
+                continue
+            for damaged in errors:
+                print(f"thinwire: {damaged}: passed over", file=sys.stderr)
+            return result, bool(errors)
     if errors:
         raise errors[0]
-    return read(read_meta(path)), []
+    return read(read_meta(path)), False
 
 
 def no_meta(path: Path) -> str:
@@ -181,7 +177,8 @@ def _crc(name: str, tensor: Tensor) -> int:
     return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, start)
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> int:
+    """Write a file of tensors with their checksums; return its size in bytes."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     sums = {name: _crc(name, tensor) for name, tensor in tensors.items()}
     try:
@@ -189,23 +186,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     except SafetensorError as error:
         raise ThinwireError(f"cannot write {path}: {' '.join(str(error).split())}") from None
     files.sync(path)
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[tuple[Any, dict[str, int]]]:
-    """Open a file of tensors, and give their checksums by name. Raises Damaged for errors inside the block, too."""
-    try:
-        with safe_open(path, "pt") as file:
-            sums = json.loads((file.metadata() or {}).get("crc32", "null"))
-            if not isinstance(sums, dict) or set(sums) != set(file.keys()):
-                raise Damaged(f"{path} is damaged or foreign: its list of checksums does not fit")
-            yield file, sums
-    except FileNotFoundError:
-        raise Damaged(f"{path} is missing") from None
-    except OSError as error:
-        raise Damaged(f"cannot read {path}: {error.strerror or error}") from None
-    except (SafetensorError, ValueError) as error:
-        raise Damaged(f"{path} is damaged or foreign: {' '.join(str(error).split())[:100]}") from None
+    return path.stat().st_size
 
 
 def read_tensors(path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -214,30 +195,36 @@ def read_tensors(path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     Raises:
         Damaged: the file is missing, truncated, foreign, or one of these tensors is not what was written.
     """
-    with _open(path) as (file, sums):
-        for name in sorted(name for name in sums if name.startswith(prefix)):
-            yield name, _checked(path, name, file.get_tensor(name), sums)
-
-
-def _checked(path: Path, name: str, tensor: Tensor, sums: dict[str, int]) -> Tensor:
-    if _crc(name, tensor) != sums[name]:
-        raise Damaged(f"{path} is damaged: the checksum of {name} does not fit")
-    return tensor
+    try:
+        with safe_open(path, "pt") as file:
+            sums = json.loads((file.metadata() or {}).get("crc32", "null"))
+            if not isinstance(sums, dict) or set(sums) != set(file.keys()):
+                raise Damaged(f"{path} is damaged or foreign: its list of checksums does not fit")
+            for name in sorted(name for name in sums if name.startswith(prefix)):
+                tensor = file.get_tensor(name)
+                if _crc(name, tensor) != sums[name]:
+                    raise Damaged(f"{path} is damaged: the checksum of {name} does not fit")
+                yield name, tensor
+    except FileNotFoundError:
+        raise Damaged(f"{path} is missing") from None
+    except OSError as error:
+        raise Damaged(f"cannot read {path}: {error.strerror or error}") from None
+    except (SafetensorError, ValueError) as error:
+        raise Damaged(f"{path} is damaged or foreign: {' '.join(str(error).split())[:100]}") from None
 
 
 class States(Mapping[str, Tensor]):
-    """The method's states of all ranks of a checkpoint, by key: read when they are looked up."""
+    """The method's states of all ranks of a checkpoint that is whole, by key: read when they are looked up."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._path: dict[str, Path] = {}
         for path in paths:
-            with _open(path) as (_, sums):
-                self._path |= {name.removeprefix(WIRE): path for name in sums if name.startswith(WIRE)}
+            with safe_open(path, "pt") as file:
+                names = file.keys()
+            self._path |= {name.removeprefix(WIRE): path for name in names if name.startswith(WIRE)}
 
     def __getitem__(self, key: str) -> Tensor:
-        path, name = self._path[key], WIRE + key
-        with _open(path) as (file, sums):
-            return _checked(path, name, file.get_tensor(name), sums)
+        return dict(read_tensors(self._path[key], WIRE + key))[WIRE + key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._path)

@@ -12,12 +12,11 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.plan.plan import human
 from thinwire.train.checkpoint.format import Checkpoint, Damaged, NoCheckpoint, read_newest, read_tensors
-from thinwire.train.checkpoint.run_settings import TABLE, differing
+from thinwire.train.checkpoint.run_settings import TABLE
 
 USAGE = """usage: thinwire inspect CHECKPOINT [OTHER]
 
@@ -29,7 +28,8 @@ The exit status is 0; 1 where a file is damaged, or the two differ; 2 for what i
 MOST_RANKS = 8
 """Columns of the table by rank; beyond that it shows the least, the median and the largest of them."""
 MOST_TENSORS = 20
-_RANK_PREFIX = re.compile(r"rank-\d+-of-\d+/")
+_KEPT = re.compile(r"wire/(?:rank-\d+-of-\d+/)?+(?!bound/)=*([^/]*)/(.+)", re.DOTALL)
+"""The key of what a method keeps for a parameter: its kind, and the parameter."""
 
 
 def main(argv: list[str]) -> int:
@@ -42,20 +42,12 @@ def main(argv: list[str]) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     try:
         results = [read_newest(Path(word), lambda checkpoint: checkpoint) for word in argv]
-    except NoCheckpoint:
-        raise
     except Damaged as error:
-        print(f"thinwire: {error}", file=sys.stderr)
-        return 1
-    checkpoints = [checkpoint for checkpoint, _ in results]
-    damaged = [line for _, lines in results for line in lines]
-    for line in damaged:
-        print(f"thinwire: {line}: passed over", file=sys.stderr)
-    if len(checkpoints) == 1:
-        status = show(checkpoints[0], console)
-    else:
-        status = show_differences(checkpoints[0], checkpoints[1], console)
-    return status or int(bool(damaged))
+        error.status = 2 if isinstance(error, NoCheckpoint) else 1
+        raise
+    first, *others = [checkpoint for checkpoint, _ in results]
+    status = show_differences(first, others[0], console) if others else show(first, console)
+    return status or int(any(passed_over for _, passed_over in results))
 
 
 def show(checkpoint: Checkpoint, console: Console) -> int:
@@ -70,7 +62,7 @@ def show(checkpoint: Checkpoint, console: Console) -> int:
     console.print(settings)
 
     files = _table("file", "size", "tensors", "checksums")
-    norms: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    norms: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     damaged: list[str] = []
     for name, size in meta["files"].items():
         number, word = 0, "fit"
@@ -80,8 +72,10 @@ def show(checkpoint: Checkpoint, console: Console) -> int:
             try:
                 for key, tensor in read_tensors(checkpoint.path / name):
                     number += 1
-                    if waits := _waits(key, tensor):
-                        norms[waits][_rank(name)] = float(torch.linalg.vector_norm(tensor.float()))
+                    match = _KEPT.fullmatch(key)
+                    if match and tensor.is_floating_point() and tensor.dim():
+                        rank = int(name.removeprefix("rank-").partition(".")[0])
+                        norms[match[1]][match[2]][rank] = float(torch.linalg.vector_norm(tensor.float()))
             except Damaged as error:
                 word = "DAMAGED"
                 damaged.append(str(error))
@@ -89,21 +83,9 @@ def show(checkpoint: Checkpoint, console: Console) -> int:
     console.print(files)
     for line in damaged:
         console.print(line, soft_wrap=True)
-    for kind in sorted({kind for kind, _ in norms}):
-        console.print(_by_rank(kind, {name: by_rank for (key, name), by_rank in norms.items() if key == kind}))
+    for kind in sorted(norms):
+        console.print(_by_rank(kind, norms[kind]))
     return int(bool(damaged))
-
-
-def _waits(key: str, tensor: Tensor) -> tuple[str, str] | None:
-    """Give the kind of state and the parameter, of a tensor that a method keeps for one."""
-    owner, _, state_key = key.partition("/")
-    kind, _, name = _RANK_PREFIX.sub("", state_key).partition("/")
-    is_state = owner == "wire" and kind != "bound" and name and tensor.is_floating_point() and tensor.dim()
-    return (kind.lstrip("="), name) if is_state else None
-
-
-def _rank(file: str) -> int:
-    return int(file.removeprefix("rank-").partition(".")[0])
 
 
 def _by_rank(kind: str, norms: dict[str, dict[int, float]]) -> Table:
@@ -122,22 +104,16 @@ def show_differences(first: Checkpoint, second: Checkpoint, console: Console) ->
     """Print how two checkpoints differ. 1 if they do, or one is damaged."""
     console.print(f"{first.path} and {second.path}", soft_wrap=True)
     settings = _table("setting", "one", "the other")
-    first_run, second_run = (checkpoint.meta["about"] for checkpoint in (first, second))
-    rows = [(name, str(first_run.get(name)), str(second_run.get(name))) for name in differing(first_run, second_run)]
-    rows += [
-        (name, str(first.meta[name]), str(second.meta[name]))
-        for name in ("step", "good", "run")
-        if first.meta[name] != second.meta[name]
-    ]
-    for row in rows:
-        settings.add_row(*row)
-    if rows:
+    one, other = (checkpoint.meta | checkpoint.meta["about"] for checkpoint in (first, second))
+    changed = [name for name in (*TABLE, "step", "good", "run") if one.get(name) != other.get(name)]
+    for name in changed:
+        settings.add_row(name, str(one.get(name)), str(other.get(name)))
+    if changed:
         console.print(settings)
 
     table = _table("tensor", "largest difference", "relative")
-    names = sorted({*first.meta["files"], *second.meta["files"]})
     equal, differ = 0, []
-    for name in names:
+    for name in sorted({*first.meta["files"], *second.meta["files"]}):
         try:
             for key, distance, relative in _distances(first.path / name, second.path / name):
                 if distance == 0:
@@ -152,7 +128,7 @@ def show_differences(first: Checkpoint, second: Checkpoint, console: Console) ->
         console.print(table)
     shown = f", of which {MOST_TENSORS} are shown" if len(differ) > MOST_TENSORS else ""
     console.print(f"{equal} tensors are equal bit for bit, {len(differ)} are not{shown}")
-    return int(bool(differ or rows))
+    return int(bool(differ or changed))
 
 
 def _distances(first: Path, second: Path) -> Iterator[tuple[str, float, float]]:

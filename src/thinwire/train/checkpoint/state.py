@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.names import bare_name
@@ -47,15 +47,13 @@ class ResumedState:
     """A checkpoint to go on from, and the tensors that this rank takes of it.
 
     Attributes:
-        of_rank, common: this rank's own tensors, and those that all ranks have alike; {} with ``resize``, where nothing
-            is read before ``restore``.
+        tensors: by the names of their files; {} with ``resize``, where they are read one by one.
         resize: what becomes of what waits on the ranks of the checkpoint, where they are not those of this run; None:
             they are.
     """
 
     checkpoint: Checkpoint
-    of_rank: dict[str, Tensor]
-    common: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     resize: Resize | None = None
 
     def restore(self, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire) -> None:
@@ -66,7 +64,7 @@ class ResumedState:
         """
         path, parameters = self.checkpoint.path, _trained(model)
         missing = set(parameters)
-        tensors = read_whole_tensors(self.checkpoint) if self.resize else (self.common or self.of_rank).items()
+        tensors = read_whole_tensors(self.checkpoint) if self.resize else self.tensors.items()
         with torch.no_grad():
             for name, saved in tensors:
                 kind, _, key = name.partition("/")
@@ -88,13 +86,12 @@ class ResumedState:
                 missing.remove(key)
         if missing:
             raise ThinwireError(f"{path} holds no {min(missing)}, which this model has")
+        state: Mapping[str, Tensor] = {
+            name.removeprefix(WIRE): value for name, value in self.tensors.items() if name.startswith(WIRE)
+        }
         if self.resize:
-            ranks = range(self.checkpoint.meta["world_size"])
-            wire.load_state_dict(States(path / rank_file(rank) for rank in ranks), resize=self.resize)
-            return
-        wire.load_state_dict(
-            {name.removeprefix(WIRE): value for name, value in self.of_rank.items() if name.startswith(WIRE)}
-        )
+            state = States(path / rank_file(rank) for rank in range(self.checkpoint.meta["world_size"]))
+        wire.load_state_dict(state, resize=self.resize)
 
     def _like(self, saved: Tensor, parameter: nn.Parameter) -> Tensor:
         """Lay out a weight or a moment as ``parameter`` is; a scalar (AdamW's step count) stays on the CPU."""
@@ -105,9 +102,7 @@ class ResumedState:
             return saved
         mesh, placements = parameter.device_mesh, parameter.placements
         if self.resize:  # each rank has all of it, and keeps its shard
-            return DTensor.from_local(saved, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
-                placements=placements
-            )
+            return distribute_tensor(saved, mesh, placements, src_data_rank=None)
         return DTensor.from_local(
             saved, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )

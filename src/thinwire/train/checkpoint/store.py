@@ -15,16 +15,15 @@ kill at any moment leaves every visible checkpoint whole.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import uuid
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.base import files
 from thinwire.base.errors import ThinwireError, ThinwireWarning
@@ -42,23 +41,6 @@ from thinwire.train.checkpoint.format import (
 from thinwire.train.checkpoint.state import Resize, ResumedState, collect_tensors
 from thinwire.train.job.run_folder import RunFolder
 from thinwire.wire import Wire
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A checkpoint as all ranks together see it.
-
-    Attributes:
-        holders: file -> the ranks that see it whole.
-    """
-
-    name: str
-    meta: dict[str, Any]
-    holders: dict[str, list[int]]
-
-    @property
-    def step(self) -> int:
-        return self.meta["step"]
 
 
 class Checkpoints:
@@ -83,7 +65,7 @@ class Checkpoints:
     def save(
         self, step: int, sequences: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire,
         good: bool = True,
-    ) -> Path:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Write the checkpoint of ``step``, and remove those of this run that are not among the newest ``keep``.
 
         One that is not ``good`` (the run diverges) is marked so: it replaces no other, and ``latest`` does not name it.
@@ -97,27 +79,16 @@ class Checkpoints:
         final = self.path / f"step-{step:06d}"
         partial = self.path / f".{final.name}.partial"
         if not good and any(collective.gather(lambda: format.is_good(final))):
-            return final
+            return
         of_rank, common = collect_tensors(model, optimizer, wire)
 
         def begin() -> None:
-            if partial.exists():
-                files.remove(partial)
+            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
         def write() -> dict[str, int]:
             tensors = {rank_file(collective.rank): of_rank} | ({MODEL: common} if common and folder.is_keeper else {})
-            for name in tensors:
-                format.write_tensors(tensors[name], partial / name)
-            return {name: (partial / name).stat().st_size for name in tensors}
-
-        def seal() -> None:
-            meta = {
-                "format": format.FORMAT, "run": self.run, "save": save, "step": step, "sequences": sequences,
-                "good": good, "world_size": collective.size, "files": dict(sorted(sizes.items())),
-                "about": self.description,
-            }  # fmt: skip
-            format.write_meta(partial, meta)
+            return {name: format.write_tensors(tensors[name], partial / name) for name in tensors}
 
         def publish() -> None:
             if final.exists():
@@ -128,16 +99,19 @@ class Checkpoints:
         try:
             folder.do_once(begin)
             sizes = {name: size for written in collective.gather(write) for name, size in written.items()}
-            save = collective.share(uuid.uuid4().hex)[0]
-            folder.do_once(seal)
+            meta = {
+                "format": format.FORMAT, "run": self.run, "save": collective.share(uuid.uuid4().hex)[0], "step": step,
+                "sequences": sequences, "good": good, "world_size": collective.size,
+                "files": dict(sorted(sizes.items())), "about": self.description,
+            }  # fmt: skip
+            folder.do_once(lambda: format.write_meta(partial, meta))
         except BaseException:
-            if folder.is_keeper and partial.exists():
-                files.remove(partial)
+            if folder.is_keeper:
+                shutil.rmtree(partial, ignore_errors=True)
             raise
         folder.do_once(publish)
         folder.do_once(lambda: self._tidy(final.name, good))  # when all hosts have theirs
         self.latest = final.name if good else self.latest
-        return final
 
     def _tidy(self, newest: str, good: bool) -> None:
         """Let ``latest`` name the newest good checkpoint, and remove this run's obsolete ones from this folder."""
@@ -182,28 +156,26 @@ class Checkpoints:
             warnings.warn(line, ThinwireWarning, stacklevel=3)
 
     def _read_named(self, path: Path) -> ResumedState:
-        candidates, errors = self._list_candidates(lambda: [path])
+        candidates, errors = self._list_candidates(path.parent, path.name)
         damaged = [line for line in errors if line != format.no_meta(path)]
         if damaged or not candidates:
             raise Damaged([*damaged, *errors][0])
         if len(candidates) > 1:
             raise ThinwireError(f"{path} is not the same checkpoint on all ranks")
-        return self._read(candidates[0], path)
+        return self._read(candidates[0])
 
     def _find_newest(self, resume: str) -> ResumedState | None:
-        candidates, errors = self._list_candidates(lambda: [self.path / name for name in checkpoint_names(self.path)])
+        candidates, errors = self._list_candidates(self.path)
         latest = self.collective.gather(self._read_latest)
         errors += [
-            f"{self.path / 'latest'} names {name}, which is not there"
-            for name in sorted({name for name in latest if name} - {candidate.name for candidate in candidates})
+            f"{self.path / 'latest'} names {name!r}, which is not there"
+            for name in sorted({*latest} - {None} - {candidate.path.name for candidate in candidates})
         ]
-        if None in latest:
-            errors.append(f"{self.path / 'latest'} is damaged")
         good = [candidate for candidate in candidates if candidate.meta["good"]]
         # The one that ``latest`` names comes first: beyond it may be a future that the run has gone back from.
-        for candidate in sorted(good, key=lambda candidate: (candidate.name in latest, candidate.step), reverse=True):
+        for candidate in sorted(good, key=lambda it: (it.path.name in latest, it.step), reverse=True):
             try:
-                state = self._read(candidate, self.path / candidate.name)
+                state = self._read(candidate)
             except Damaged as error:
                 errors.append(str(error))
                 continue
@@ -217,93 +189,86 @@ class Checkpoints:
         but = " but such as were taken while the run diverged; --overwrite starts afresh" if candidates else ""
         raise ThinwireError(f"there is no checkpoint in {self.path} to resume from{but}")
 
-    def _list_candidates(self, paths: Callable[[], Iterable[Path]]) -> tuple[list[Candidate], list[str]]:
-        """List the checkpoints in ``paths()`` that any rank sees, and what is wrong with the others."""
+    def _list_candidates(self, folder: Path, only: str | None = None) -> tuple[list[Checkpoint], list[str]]:
+        """List the checkpoints in ``folder``, or the one, that any rank sees, and what is wrong with the others."""
 
-        def look() -> tuple[list[Any], list[str]]:
+        def read_all() -> tuple[list[Any], list[str]]:
             readable, errors = [], []
-            for path in sorted(paths()):
+            for name in checkpoint_names(folder) if only is None else [only]:
                 try:
-                    checkpoint = read_meta(path)
-                    readable.append([path.name, checkpoint.meta, checkpoint.complete_files])
+                    checkpoint = read_meta(folder / name)
+                    readable.append([name, checkpoint.meta, checkpoint.complete_files])
                 except Damaged as error:
                     errors.append(str(error))
             return readable, errors
 
-        candidates: dict[str, Candidate] = {}
+        candidates: dict[str, Checkpoint] = {}
         all_errors: dict[str, None] = {}
-        for rank, (readable, errors) in enumerate(self.collective.gather(look)):
+        for rank, (readable, errors) in enumerate(self.collective.gather(read_all)):
             all_errors.update(dict.fromkeys(errors))
             for name, meta, complete in readable:
-                candidate = candidates.setdefault(
-                    meta["save"], Candidate(name, meta, {file: [] for file in meta["files"]})
-                )
+                fresh = Checkpoint(folder / name, meta, {file: [] for file in meta["files"]})
+                candidate = candidates.setdefault(meta["save"], fresh)
                 for file in complete:
                     candidate.holders[file].append(rank)
         return list(candidates.values()), list(all_errors)
 
-    def _read(self, candidate: Candidate, path: Path) -> ResumedState:
-        """Read this rank's tensors of a checkpoint in ``path``, for which missing files come from other ranks."""
-        collective, saved, holders = self.collective, candidate.meta["about"], candidate.holders
+    def _read(self, checkpoint: Checkpoint) -> ResumedState:
+        """Read this rank's tensors of a checkpoint, for which missing files come from other ranks."""
+        collective, saved, holders = self.collective, checkpoint.meta["about"], checkpoint.holders
         run_settings.compare(saved, self.description, resume_anyway=self.resume_anyway, resize=self.resize)
         resize = self.resize if run_settings.layout_differs(saved, self.description) else None
         lost = [file for file in holders if not holders[file]]
         if lost:
-            raise Damaged(f"{path} is not whole: {lost[0]} is missing or has another size")
-        own_file, common_files = rank_file(collective.rank), [MODEL] if MODEL in holders else []
-        needed = list(holders) if resize else [own_file, *common_files]
-        checkpoint = Checkpoint(self._fetch(candidate, path, needed), candidate.meta)
+            raise Damaged(f"{checkpoint.path} is not whole: {lost[0]} is missing or has another size")
+        needed = list(holders) if resize else [rank_file(collective.rank), *[MODEL] * (MODEL in holders)]
+        path = self._fetch(checkpoint, needed)
+        tensors: dict[str, Tensor] = {}
 
-        def read() -> ResumedState | Damaged:
+        def read() -> str:
             try:
-                if resize:
-                    for file in needed:
-                        deque(read_tensors(checkpoint.path / file), maxlen=0)  # for the checksums' sake
-                    return ResumedState(checkpoint, {}, {}, resize)
-                tensors = {file: dict(read_tensors(checkpoint.path / file)) for file in needed}
-                return ResumedState(checkpoint, tensors[own_file], tensors.get(MODEL, {}))
+                for file in needed:
+                    for name, tensor in read_tensors(path / file):
+                        if not resize:  # else it is read for the checksum's sake
+                            tensors[name] = tensor
             except Damaged as error:
-                return error
+                return str(error)
+            return ""
 
-        result = collective.do(read)
         # Damage, for which all take an older one, is told apart from other trouble by all ranks or none.
-        for rank, line in enumerate(collective.share(str(result) if isinstance(result, Damaged) else "")):
+        lines = collective.gather(read)
+        for rank, line in enumerate(lines):
             if line:
-                raise result if isinstance(result, Damaged) else Damaged(f"rank {rank}: {line}")
-        assert isinstance(result, ResumedState)
-        return result
+                raise Damaged(lines[collective.rank] or f"rank {rank}: {line}")
+        return ResumedState(replace(checkpoint, path=path), tensors, resize)
 
-    def _fetch(self, candidate: Candidate, path: Path, needed: list[str]) -> Path:
+    def _fetch(self, checkpoint: Checkpoint, needed: list[str]) -> Path:
         """Bring files that this folder's ranks need and it lacks from ranks that have them; return their folder."""
-        collective, rank, homes, holders = self.collective, self.collective.rank, self.folder.homes, candidate.holders
+        collective, rank, homes, holders = self.collective, self.collective.rank, self.folder.homes, checkpoint.holders
+        path, copy = checkpoint.path, self.path / checkpoint.path.name
         lacking = collective.gather(lambda: [file for file in needed if rank not in holders[file]])
         wanted = {(homes[rank], file) for rank, names in enumerate(lacking) for file in names}
         if not wanted:
             return path
         to_write = sorted(file for home, file in wanted if home == rank)
-        target = self.path / f".{candidate.name}.partial" if to_write and not path.exists() else path
+        target = copy.with_name(f".{copy.name}.partial") if to_write and not path.exists() else path
         collective.do(lambda: target.mkdir(parents=True, exist_ok=True) if to_write else None)
         for file in sorted({file for _, file in wanted}):
             collective.copy(min(holders[file]), path / file, target / file if file in to_write else None)
 
         def publish() -> None:
             if target != path:
-                format.write_meta(target, candidate.meta)
-                target.rename(self.path / candidate.name)
+                format.write_meta(target, checkpoint.meta)
+                target.rename(copy)
                 files.sync(self.path)
 
         collective.do(publish)
-        return path if path.exists() else self.path / candidate.name
+        return path if path.exists() else copy
 
     def _read_latest(self) -> str | None:
-        """Read the name in ``latest``; "" where there is none, None where it is damaged."""
-        try:
-            name = (self.path / "latest").read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            return ""
-        except (OSError, ValueError):
-            return None
-        return name if format.NAME.fullmatch(name) else None
+        """Read the name in ``latest``, which may be damaged; None: there is none."""
+        path = self.path / "latest"
+        return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else None
 
 
 def obsolete(checkpoints: dict[str, bool], newest: str, latest: str | None, keep: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,25 +42,16 @@ class TrainedModel:
     weights: dict[str, Tensor]
     tokenizer: Tokenizer
 
-    def model(self) -> Decoder | pretrained.Pretrained:
+    def model(self) -> Any:
         """Build the model with its weights."""
         if self.shape is None:
             init, adapters = self.config.init or "", self.config.adapters
             return pretrained.rebuild(init, adapters, self.run, self.init, self.weights)
         with torch.device("meta"):
             model = Decoder(self.shape)
-        missing, unknown = model.load_state_dict(self.weights, strict=False, assign=True)
-        tied = {"head.weight"} if self.shape.family == "gpt" else set()
-        if set(missing) - tied or unknown:
-            raise ThinwireError(f"{self.path} does not hold this model: {[*missing, *unknown][0]}")
-        if tied:
-            model.head.weight = model.embedding.weight
+        tied = {"head.weight": self.weights["embedding.weight"]} if self.shape.family == "gpt" else {}
+        model.load_state_dict(self.weights | tied, assign=True)
         return model
-
-    @property
-    def end_token(self) -> int | None:
-        """The token after which a text has ended, if there is one."""
-        return None if self.shape else pretrained.load_tokenizer(self.run / pretrained.HUB_FOLDER).eos_token_id
 
     def export(self, folder: Path, *, adapter: bool = False) -> None:
         """Write the model as a Hugging Face folder. ``adapter``: of a run with --lora, the adapter alone.
@@ -69,13 +59,11 @@ class TrainedModel:
         Raises:
             ThinwireError: ``folder`` holds a model already, or this cannot be one.
         """
-        model = None if self.shape else self.model()
-        if isinstance(model, pretrained.Pretrained):
-            pretrained.export(model, self.run, folder, adapter=adapter)
+        if self.shape is None:
+            pretrained.export(self.model(), self.run, folder, adapter=adapter)
         elif adapter:
             raise ThinwireError("--adapter is for runs with --lora")
         else:
-            assert self.shape is not None
             export(self.shape, self.weights, self.tokenizer.as_hub(), folder)
 
 
@@ -85,10 +73,7 @@ def read(path: Path) -> TrainedModel:
     Raises:
         ThinwireError: there is none, it is damaged, or the run's config.yaml or tokenizer is gone.
     """
-    model, damaged = read_newest(path, _read)
-    for line in damaged:
-        print(f"thinwire: {line}: passed over", file=sys.stderr)
-    return model
+    return read_newest(path, _read)[0]
 
 
 def _read(checkpoint: Checkpoint) -> TrainedModel:
@@ -97,9 +82,9 @@ def _read(checkpoint: Checkpoint) -> TrainedModel:
     config = from_yaml(run / "config.yaml")
     shape = None
     if init:
-        tokenizer = Tokenizer(f"folder:{config.init}", (), run / pretrained.HUB_FOLDER, trains=False)
+        tokenizer = Tokenizer(f"folder:{config.init}", None, run / pretrained.HUB_FOLDER)
     else:
-        tokenizer = Tokenizer(config.tokenizer, (), run, trains=False)
+        tokenizer = Tokenizer(config.tokenizer, None, run)
         sizes = {field.name: description[field.name] for field in fields(ModelConfig)}
         # The context of a llama is no part of a run's description.
         shape = ModelConfig(**{**sizes, "context": config.sequence_length}).check()
@@ -146,9 +131,11 @@ def sample_main(argv: list[str]) -> int:
     prompt = tokenizer.encode(options.prompt)
     if not len(prompt):
         raise ThinwireError("--prompt must not be empty: the model goes on from something")
+    # A model of ours has no token after which a text has ended.
+    end = None if trained.shape else pretrained.load_tokenizer(trained.run / pretrained.HUB_FOLDER).eos_token_id
     tokens = generate(
         trained.model(), prompt.long(), options.tokens, temperature=options.temperature, top_k=options.top_k,
-        seed=options.seed, end=trained.end_token,
+        seed=options.seed, end=end,
     )  # fmt: skip
     print(tokenizer.decode([*prompt.tolist(), *tokens]))
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import gzip
-import importlib.util
+import itertools
 import lzma
 import sysconfig
 import zlib
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 
 SPAN = 1 << 15
@@ -27,20 +28,20 @@ def read_corpus(names: Sequence[str]) -> str:
     Raises:
         ThinwireError: a name matches nothing, cannot be read, or the text is empty.
     """
-    text = "".join(read_pieces(names))
-    if not text.strip():
-        raise ThinwireError(f"the corpus {', '.join(names)} has no text in it")
-    return text
+    return "".join(read_pieces(names))
 
 
 def read_pieces(names: Sequence[str]) -> Iterator[str]:
     """Read what ``read_corpus`` reads, in pieces of at most ``PIECE`` characters, as they are asked for."""
-    separator = ""
-    for name in names:
-        for document in _documents(name):
-            yield separator
-            yield from document
-            separator = "\n"
+    separator, empty = "", True
+    for document in itertools.chain.from_iterable(map(_documents, names)):
+        yield separator
+        for piece in document:
+            empty = empty and not piece.strip()
+            yield piece
+        separator = "\n"
+    if empty:
+        raise ThinwireError(f"the corpus {', '.join(names)} has no text in it")
 
 
 def spans(text: Iterable[str]) -> Iterator[str]:
@@ -55,14 +56,11 @@ def spans(text: Iterable[str]) -> Iterator[str]:
         yield pending
 
 
-def _documents(name: str) -> Iterator[Iterable[str]]:
-    """Yield the texts that ``name`` stands for, each in pieces; a line's end goes between two of them."""
-    if name == "stdlib":
-        yield from map(_read_file, _standard_library())
-    elif name.startswith("hub:"):
-        yield from ((text,) for text in _read_hub(name.removeprefix("hub:")))
-    else:
-        yield from map(_read_file, match_paths(name))
+def _documents(name: str) -> Iterable[Iterable[str]]:
+    """Give the texts that ``name`` stands for, each in pieces."""
+    if name.startswith("hub:"):
+        return _read_hub(name.removeprefix("hub:"))
+    return map(_read_file, _standard_library() if name == "stdlib" else match_paths(name))
 
 
 def match_paths(name: str) -> list[Path]:
@@ -98,32 +96,35 @@ def _standard_library() -> list[Path]:
     return files
 
 
-def _read_hub(name: str) -> Iterable[str]:
-    if importlib.util.find_spec("datasets") is None:
-        raise ThinwireError(f"the corpus hub:{name} needs the 'datasets' package: pip install 'thinwire[hub]'")
-    from datasets import load_dataset
-
+def _read_hub(name: str) -> Iterable[Iterable[str]]:
+    datasets = extras.load("datasets")
     path, _, config = name.partition(":")
     try:
-        rows = load_dataset(path, config or None, split="train")
+        rows = datasets.load_dataset(path, config or None, split="train")
     except Exception as error:  # the hub's client raises whatever its transport raises
         raise ThinwireError(f"cannot load the data set '{name}': {str(error).splitlines()[0]}") from None
     if "text" not in rows.column_names:
         raise ThinwireError(f"the data set '{name}' has no column 'text', only {', '.join(rows.column_names)}")
-    return (row["text"] for row in rows)
+    return ((row["text"],) for row in rows)
 
 
 def split(text: str) -> tuple[str, str]:
     """Return (train, valid): every 20th span of 32 Ki characters is held out; a short text gives up its last 20th."""
-    if len(text) <= (HELD_OUT - 1) * SPAN:
-        cut = len(text) - len(text) // HELD_OUT
-        return text[:cut], text[cut:]
     sides: tuple[list[str], list[str]] = [], []
-    for number, span in enumerate(spans([text])):
-        sides[is_held_out(number)].append(span)
+    for held_out, span in split_spans([text]):
+        sides[held_out].append(span)
     return "".join(sides[False]), "".join(sides[True])
 
 
-def is_held_out(span: int) -> bool:
-    """Is the span of this number, of a text that has more than ``HELD_OUT`` - 1, not trained on?"""
-    return span % HELD_OUT == HELD_OUT - 1
+def split_spans(text: Iterable[str]) -> Iterator[tuple[bool, str]]:
+    """Yield (is it held out?, span) for each span of a ``text`` that comes in pieces, as ``split`` divides it."""
+    text = spans(text)
+    start = list(itertools.islice(text, HELD_OUT))
+    size = sum(map(len, start))
+    if size <= (HELD_OUT - 1) * SPAN:
+        whole, cut = "".join(start), size - size // HELD_OUT
+        yield from ((False, span) for span in spans([whole[:cut]]))
+        yield from ((True, span) for span in spans([whole[cut:]]))
+    else:
+        for number, span in enumerate(itertools.chain(start, text)):
+            yield number % HELD_OUT == HELD_OUT - 1, span

@@ -16,14 +16,14 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.train.data.corpus import HELD_OUT, is_held_out, match_paths
+from thinwire.train.data.corpus import HELD_OUT, match_paths
 from thinwire.train.data.windows import Windows
 
 Passage = tuple[str, bool]
@@ -34,13 +34,10 @@ class InstructionRows(Windows):
     """Rows in an order per epoch. A row is (n,) int32 with n up to ``length`` + 1."""
 
     def __init__(self, rows: Sequence[Tensor], length: int, seed: int = 0) -> None:
+        self.tokens, self.length, self.seed = torch.cat(list(rows)), length, seed
         self._starts = [0, *itertools.accumulate(map(len, rows))]
-        super().__init__(torch.cat(list(rows)), length, seed)
-
-    def __post_init__(self) -> None:
-        self.count = len(self._starts) - 1
+        self.count = len(rows)
         self.targets_per_window = (len(self.tokens) - self.count) / self.count
-        self._epoch, self._order = -1, torch.empty(0)
 
     def window(self, index: int) -> Tensor:
         return self.tokens[self._starts[index] : self._starts[index + 1]]
@@ -66,11 +63,10 @@ def read_rows(
     train = list(_tokenized(names, tokenizer))
     if valid:
         held_out = list(_tokenized(valid, tokenizer))
-    elif len(train) < HELD_OUT:
-        train, held_out = train[:-1], train[-1:]
     else:
-        held_out = [row for i, row in enumerate(train) if is_held_out(i)]
-        train = [row for i, row in enumerate(train) if not is_held_out(i)]
+        first = min(HELD_OUT, len(train)) - 1
+        held_out = train[first::HELD_OUT]
+        del train[first::HELD_OUT]
     return _cut(train, length, seed, "--data", warns), _cut(held_out, length, 0, "--valid", warns)
 
 
@@ -93,7 +89,14 @@ def _tokenized(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
     """Yield the tokens of each row, (n,) int32; those that are not learnt as ``~token``."""
     begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
     for source, row in _read_objects(names):
-        passages, chat = _passages(row, tokenizer, source)
+        row = row if isinstance(row, dict) else {}
+        passages: Iterable[Passage]
+        if chat := isinstance(row.get("messages"), list):
+            passages = _chat_passages(row["messages"], tokenizer, source)
+        elif all(isinstance(row.get(name), str) for name in ("prompt", "completion")):
+            passages = [(row["prompt"], False), (row["completion"], True)]
+        else:
+            raise ThinwireError(f"{source}: a row has 'prompt' and 'completion' (text), or 'messages' (a list)")
         tokens = [] if chat or not begins else [~tokenizer.bos_token_id]
         for text, learnt in passages:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -115,15 +118,6 @@ def _read_objects(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
             raise ThinwireError(f"cannot read {path}: {error.strerror}") from None
         except ValueError:
             raise ThinwireError(f"{path} is not JSONL: each line holds one JSON object") from None
-
-
-def _passages(row: Any, tokenizer: Any, source: str) -> tuple[list[Passage], bool]:
-    """Divide a row's text into passages, and say whether a chat template wrote it."""
-    if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        return list(_chat_passages(row["messages"], tokenizer, source)), True
-    if isinstance(row, dict) and all(isinstance(row.get(name), str) for name in ("prompt", "completion")):
-        return [(row["prompt"], False), (row["completion"], True)], False
-    raise ThinwireError(f"{source}: a row has 'prompt' and 'completion' (text), or 'messages' (a list)")
 
 
 def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator[Passage]:

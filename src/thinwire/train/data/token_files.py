@@ -17,11 +17,11 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -31,11 +31,11 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.options import read_options
-from thinwire.train.data.corpus import HELD_OUT, SPAN, is_held_out, match_paths, read_pieces, spans, split
+from thinwire.train.data.corpus import HELD_OUT, match_paths, read_pieces, split_spans
 from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
 
 FORMAT, META, SIDES = 1, "tokens.json", ("train", "valid")
-DTYPES: dict[str, Any] = {"uint8": np.uint8, "uint16": np.uint16, "int32": np.int32}
+DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "int32")}
 CHUNK = 1 << 22
 """Tokens that are hashed at a time."""
 
@@ -88,12 +88,12 @@ class TokenFiles:
 
     def digest(self) -> str:
         """Give a hash of all tokens."""
-        if self._digest is None:
-            digest = hashlib.blake2b(digest_size=8)
-            for start in range(0, len(self), CHUNK):
-                digest.update(self[start : start + CHUNK].numpy().data)
-            self._digest = digest.hexdigest()
-        return self._digest
+        if self._digest is not None:
+            return self._digest
+        digest = hashlib.blake2b(digest_size=8)
+        for start in range(0, len(self), CHUNK):
+            digest.update(self[start : start + CHUNK].numpy().data)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def find_token_files(
             f"token files hold numbers: say how many there are with --tokenizer ids:SIZE (nanoGPT: ids:50304), "
             f"not {tokenizer}"
         )
-    size = Tokenizer(tokenizer, (), Path()).vocabulary
-    train, held_out = _ranges(corpus), _ranges(valid)
+    size = Tokenizer(tokenizer, None, Path()).vocabulary
+    train, held_out = ([_whole_file(path) for name in names for path in match_paths(name)] for names in (corpus, valid))
     if not valid:  # the end of the last file is held out
         last = train[-1]
         count = min(sum(file.count for file in train) // HELD_OUT, last.count)
@@ -145,7 +145,7 @@ def _open_folder(
 ) -> TokenCorpus:
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
-        name, dtype, size = str(meta["tokenizer"]), np.dtype(DTYPES[meta["dtype"]]), int(meta["vocabulary"])
+        name, dtype, size = str(meta["tokenizer"]), DTYPES[meta["dtype"]], int(meta["vocabulary"])
         sides = {side: (int(meta[side]["tokens"]), str(meta[side]["hash"])) for side in SIDES}
         if meta["format"] != FORMAT:
             raise ThinwireError(f"{folder / META} has format {meta['format']}, this version reads {FORMAT}")
@@ -166,17 +166,13 @@ def _open_folder(
             raise ThinwireError(f"{path} is damaged: it has {actual} bytes in place of {needed}")
         files[side] = TokenFiles([FileRange(path, 0, count, dtype)], size, digest)
     if model is not None:
-        made_with = Tokenizer(name, (), folder, trains=False).as_hub()
+        made_with = Tokenizer(name, None, folder).as_hub()
         if model[0].as_hub().get_vocab() != made_with.get_vocab():
             raise ThinwireError(
                 f"--corpus {folder} was tokenized with {name}, not as --init does: "
                 f"thinwire tokenize --tokenizer {model[0].name}"
             )
     return TokenCorpus(name, files["train"], files["valid"], folder)
-
-
-def _ranges(names: Sequence[str]) -> list[FileRange]:
-    return [_whole_file(path) for name in names for path in match_paths(name)]
 
 
 def _whole_file(path: Path) -> FileRange:
@@ -206,59 +202,29 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
         raise ThinwireError(f"{folder} holds token files already: name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        train = (text for side, text in _split_spans(corpus) if side == "train")
+        train = (span for held_out, span in split_spans(read_pieces(corpus)) if not held_out)
         encoder = Tokenizer(tokenizer, train, folder)
         dtype = next(name for name, kind in DTYPES.items() if encoder.vocabulary - 1 <= np.iinfo(kind).max)
+        paths = [folder / f"{side}.bin" for side in SIDES]
         with ExitStack() as stack:
-            writers = {side: _Writer(stack.enter_context((folder / f"{side}.bin").open("wb")), dtype) for side in SIDES}
-            for side, run in itertools.groupby(_split_spans(corpus), lambda pair: pair[0]):
-                for tokens in encoder.encode_spans(text for _, text in run):
-                    writers[side].write(tokens)
-        meta = {
-            "format": FORMAT, "tokenizer": tokenizer, "vocabulary": encoder.vocabulary, "dtype": dtype,
-            **{side: writers[side].meta() for side in SIDES},
-        }  # fmt: skip
+            files = [stack.enter_context(path.open("wb")) for path in paths]
+            for held_out, run in itertools.groupby(split_spans(read_pieces(corpus)), lambda pair: pair[0]):
+                for tokens in encoder.encode_spans(span for _, span in run):
+                    files[held_out].write(tokens.astype(DTYPES[dtype]).data)
+        meta = {"format": FORMAT, "tokenizer": tokenizer, "vocabulary": encoder.vocabulary, "dtype": dtype}
+        for side, path in zip(SIDES, paths, strict=True):
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
+            meta[side] = {"tokens": path.stat().st_size // DTYPES[dtype].itemsize, "hash": digest}
         write(folder / META, json.dumps(meta, indent=2) + "\n")
     except OSError as error:
         raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
     return meta
 
 
-def _split_spans(corpus: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (side, span) for each span of a corpus; ``split`` divides a text in memory likewise."""
-    text = spans(read_pieces(corpus))
-    start = list(itertools.islice(text, HELD_OUT))
-    if sum(map(len, start)) <= (HELD_OUT - 1) * SPAN:
-        whole = "".join(start)
-        if not whole.strip():
-            raise ThinwireError(f"the corpus {', '.join(corpus)} has no text in it")
-        for side, side_text in zip(SIDES, split(whole), strict=True):
-            yield from ((side, span) for span in spans([side_text]))
-        return
-    for number, span in enumerate(itertools.chain(start, text)):
-        yield SIDES[is_held_out(number)], span
-
-
-class _Writer:
-    """A token file that is being written."""
-
-    def __init__(self, file: BinaryIO, dtype: str) -> None:
-        self._file, self._dtype, self._tokens, self._hash = file, dtype, 0, hashlib.blake2b(digest_size=8)
-
-    def write(self, tokens: np.ndarray) -> None:
-        data = tokens.astype(np.dtype(DTYPES[self._dtype]).newbyteorder("<")).data
-        self._file.write(data)
-        self._hash.update(data)
-        self._tokens += len(tokens)
-
-    def meta(self) -> dict[str, Any]:
-        return {"tokens": self._tokens, "hash": self._hash.hexdigest()}
-
-
 def copy_tokenizer(corpus: TokenCorpus, run: Path) -> None:
     """Put the tokenizer of a corpus beside the run that trains on it."""
-    source = None if corpus.folder is None else tokenizer_file(corpus.tokenizer, corpus.folder)
-    if source is not None:
+    if corpus.folder is not None and (source := tokenizer_file(corpus.tokenizer, corpus.folder)):
         shutil.copyfile(source, run / source.name)
 
 

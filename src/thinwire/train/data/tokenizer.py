@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
@@ -33,75 +34,32 @@ class Tokenizer:
         name: as above. vocabulary: number of tokens.
     """
 
-    def __init__(
-        self, name: str, train: Iterable[str], folder: Path, *, trains: bool = True, anew: bool = False
-    ) -> None:
-        """``train``: the training text, in spans. ``trains``: this rank trains a BPE, or copies that of a folder, if
-        there is none yet, or ``anew``; the others load what it wrote."""
+    def __init__(self, name: str, train: Iterable[str] | None, folder: Path, *, anew: bool = False) -> None:
+        """``train``: the training text, in spans: of it a BPE is made, or a folder's copied, if there is none yet, or
+        ``anew``; None: what another rank wrote is loaded."""
         self.name, self._tokenizer = name, None
         kind, _, argument = name.partition(":")
         self._adds_special_tokens = kind != "folder"
-        if name == "bytes" or (kind == "ids" and argument.isdigit() and int(argument) > 0):
-            self.vocabulary = 256 if name == "bytes" else int(argument)
+        size = int(argument) if argument.isdigit() else 0
+        if name == "bytes" or (kind == "ids" and size > 0):
+            self.vocabulary = size or 256
             return
-        if kind == "bpe":
-            self._tokenizer = self._bpe(argument, train, folder, trains, anew)
-        elif kind == "folder" and argument:
-            self._tokenizer = self._from_folder(Path(argument), folder, trains, anew)
-        elif kind == "hub" and argument:
-            self._tokenizer = self._from_hub(argument)
-        else:
+        if kind not in ("bpe", "folder", "hub") or not argument:
             kinds = "bytes, bpe:SIZE, folder:PATH, hub:NAME, ids:SIZE"
             raise ThinwireError(f"unknown tokenizer '{name}'; there are: {kinds}")
+        path = tokenizer_file(name, folder)
+        if path and train is not None and (anew or not path.exists()):
+            made = _train_bpe(argument, train) if kind == "bpe" else _load(Path(argument, "tokenizer.json"))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, made.to_str(pretty=True))
+        self._tokenizer = _load(path or argument)
         self.vocabulary = self._tokenizer.get_vocab_size()
 
-    @staticmethod
-    def _bpe(size: str, train: Iterable[str], folder: Path, trains: bool, anew: bool):
-        from tokenizers import models, pre_tokenizers, trainers
-
-        def make():
-            tokenizer = _byte_level(models.BPE())
-            alphabet = pre_tokenizers.ByteLevel.alphabet()
-            trainer = trainers.BpeTrainer(vocab_size=int(size), initial_alphabet=alphabet, show_progress=False)
-            tokenizer.train_from_iterator(train, trainer)
-            return tokenizer
-
-        if not size.isdigit() or int(size) < 257:
-            raise ThinwireError(f"bpe:{size}: the size must be a number of 257 tokens or more")
-        path = folder / f"tokenizer-bpe-{size}.json"
-        _write_once(path, make, trains, anew)
-        try:
-            return _load(path)
-        except Exception as error:  # whatever its parser raises
-            raise ThinwireError(f"{path} is damaged: remove it, and it is trained anew ({error})") from None
-
-    @staticmethod
-    def _from_folder(folder: Path, run_folder: Path, trains: bool, anew: bool):
-        source, path = folder / "tokenizer.json", run_folder / "tokenizer.json"
-        try:
-            _write_once(path, lambda: _load(source), trains, anew)
-            return _load(path)
-        except OSError as error:
-            raise ThinwireError(f"cannot read {source}: {error.strerror}") from None
-        except Exception as error:  # whatever its parser raises
-            raise ThinwireError(f"{source} is no tokenizer: {str(error).splitlines()[0]}") from None
-
-    @staticmethod
-    def _from_hub(name: str):
-        from tokenizers import Tokenizer as HubTokenizer
-
-        try:
-            return HubTokenizer.from_pretrained(name)
-        except Exception as error:  # the hub's client raises whatever its transport raises
-            raise ThinwireError(f"cannot load the tokenizer '{name}': {str(error).splitlines()[0]}") from None
-
-    def as_hub(self) -> Any:
+    def as_hub(self) -> HubTokenizer:
         """Make a ``tokenizers.Tokenizer`` that gives the same tokens."""
         self._check_knows_text()
         if self._tokenizer is not None:
             return self._tokenizer
-        from tokenizers import models, pre_tokenizers
-
         # BPE without merges, over the characters by which it writes bytes: those that are shown stand for themselves,
         # and those from U+0100 on for the other bytes.
         alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -142,25 +100,25 @@ class Tokenizer:
             yield from (np.array(encoding.ids, self.dtype) for encoding in encodings)
 
 
-def _byte_level(model: Any, use_regex: bool = True):
-    from tokenizers import Tokenizer as HubTokenizer
-    from tokenizers import decoders, pre_tokenizers
-
+def _byte_level(model: models.Model, use_regex: bool = True) -> HubTokenizer:
     tokenizer = HubTokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _load(path: Path):
-    from tokenizers import Tokenizer as HubTokenizer
+def _train_bpe(size: str, train: Iterable[str]) -> HubTokenizer:
+    if not size.isdigit() or int(size) < 257:
+        raise ThinwireError(f"bpe:{size}: the size must be a number of 257 tokens or more")
+    tokenizer, alphabet = _byte_level(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=int(size), initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(train, trainer)
+    return tokenizer
 
-    return HubTokenizer.from_str(path.read_text(encoding="utf-8"))
 
-
-def _write_once(path: Path, make: Callable[[], Any], trains: bool, anew: bool) -> None:
-    """Write the tokenizer that ``make`` makes, where this rank is to and none is there or it is made anew."""
-    if trains and (anew or not path.exists()):
-        tokenizer = make()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, tokenizer.to_str(pretty=True))
+def _load(source: Path | str) -> HubTokenizer:
+    """Load the tokenizer of a file, or of this name on the hub."""
+    try:
+        return HubTokenizer.from_file(str(source)) if isinstance(source, Path) else HubTokenizer.from_pretrained(source)
+    except Exception as error:  # whatever the parser or the hub's client raises
+        raise ThinwireError(f"cannot load the tokenizer {source}: {str(error).splitlines()[0]}") from None

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from thinwire.base.errors import ThinwireError
+from thinwire.train.data.token_files import TokenFiles
 
 IGNORED = -100
 """In place of a target that is not learnt: torch's cross entropy leaves it out."""
 DRAWN = 1 << 20
 """Windows up to which the order of an epoch is drawn at once, and kept: 8 bytes each."""
-
-
-class TokenSequence(Protocol):
-    """Token ids of any length, of which a slice is a tensor: files that are read as they are needed."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, wanted: slice) -> Tensor: ...
-
-    def digest(self) -> str:
-        """Give a hash of the tokens."""
 
 
 @dataclass
@@ -42,14 +32,13 @@ class Windows:
         targets_per_window: on average.
     """
 
-    tokens: Tensor | TokenSequence
+    tokens: Tensor | TokenFiles
     length: int
     seed: int = 0
 
     def __post_init__(self) -> None:
         self.count = (len(self.tokens) - 1) // self.length
         self.targets_per_window: float = self.length
-        self._epoch, self._order = -1, torch.empty(0)
         if self.count < 1:
             raise ThinwireError(
                 f"the corpus is too short: {len(self.tokens)} tokens, one sequence needs {self.length + 1}: "
@@ -87,15 +76,17 @@ class Windows:
             seed = self.seed * 1_000_003 + epoch
             if self.order == "permuted":
                 yield permuted(position, self.count, seed)
-                continue
-            if epoch != self._epoch:
-                generator = torch.Generator().manual_seed(seed)
-                self._epoch, self._order = epoch, torch.randperm(self.count, generator=generator)
-            yield int(self._order[position])
+            else:
+                yield int(_shuffled(self.count, seed)[position])
 
     def spread(self, number: int) -> list[Tensor]:
         """Give ``number`` windows spread evenly over the text: always the same."""
         return [self.window(i * self.count // number) for i in range(number)]
+
+
+@functools.lru_cache(maxsize=2)
+def _shuffled(count: int, seed: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 def permuted(index: int, count: int, seed: int) -> int:

@@ -8,17 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from typing import TextIO
 
-from thinwire.base.processes import POLL_S, die_with_parent, wait
-from thinwire.base.processes import free_port as free_port
+from thinwire.base.processes import POLL_S, die_with_parent, free_port, wait
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+def under_torchrun() -> bool:
     """Has somebody else (torchrun, ``thinwire lab``) started this process as one rank of several?"""
-    return all(name in environment for name in TORCHRUN)
+    return all(name in os.environ for name in TORCHRUN)
 
 
 def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
@@ -34,7 +33,8 @@ def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
     port = str(free_port())
     command = [sys.executable, "-m", "thinwire", "train", *arguments]
     processes: list[subprocess.Popen[str]] = []
-    relays, printer = [], _OncePrinter()
+    relays: list[threading.Thread] = []
+    shown, lock = set[str](), threading.Lock()
     signals: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
@@ -61,16 +61,16 @@ def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
             }
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                preexec_fn=die_with_parent, start_new_session=True,  # a terminal's Ctrl-C reaches them from here alone
+                # A terminal's Ctrl-C reaches them from here alone.
+                preexec_fn=die_with_parent, start_new_session=True,
             )  # fmt: skip
             processes.append(process)
-            relays.append(threading.Thread(target=printer.relay, args=(process.stderr,), daemon=True))
+            relays.append(threading.Thread(target=_relay, args=(process.stderr, shown, lock), daemon=True))
             relays[-1].start()
         return _wait(processes)
     finally:
         for process in processes:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
         for process in processes:
             process.wait()
         for relay in relays:
@@ -94,18 +94,11 @@ def _wait(processes: list[subprocess.Popen[str]]) -> int:
     return code if code > 0 else 128 - code
 
 
-class _OncePrinter:
-    """Relays lines to standard error, each of our own messages once."""
-
-    def __init__(self) -> None:
-        self._lines: set[str] = set()
-        self._lock = threading.Lock()
-
-    def relay(self, stream) -> None:
-        for line in stream:
-            with self._lock:
-                if line.startswith("thinwire:") and line in self._lines:
-                    continue
-                self._lines.add(line)
+def _relay(stream: TextIO, shown: set[str], lock: threading.Lock) -> None:
+    """Relay lines to standard error, each of our own messages once."""
+    for line in stream:
+        with lock:
+            if not line.startswith("thinwire:") or line not in shown:
+                shown.add(line)
                 sys.stderr.write(line)
                 sys.stderr.flush()

@@ -7,15 +7,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.train.config import Config
-from thinwire.train.job.trackers import Tracker, open_trackers
+from thinwire.train.job.trackers import Log, open_trackers
 
 
 def cut_metrics(path: Path, step: int) -> tuple[float, int]:
@@ -53,8 +52,8 @@ class Display:
 
     def __init__(self, config: Config, rank: int, start: int) -> None:
         self.config, self.rank, self.start = config, rank, start
-        self._file: TextIO | None = None
-        self._trackers: list[Tracker] = []
+        self._open = contextlib.ExitStack()
+        self._logs: list[Log] = []
         self._progress: Progress | None = None
         self._task: Any = None
         self.wall_s, self.write_error = 0.0, ""
@@ -66,28 +65,22 @@ class Display:
         last_step = -1
         if self.start:
             self.wall_s, last_step = cut_metrics(metrics, self.start)
-        self._file = metrics.open("a" if self.start else "w", buffering=1)
-        self._trackers += open_trackers(self.config, self.start, last_step)
+        file = self._open.enter_context(metrics.open("a" if self.start else "w", buffering=1))
+        self._logs = [lambda row: file.write(json.dumps(row) + "\n")]
+        self._logs += map(self._open.enter_context, open_trackers(self.config, self.start, last_step))
         # Open MPI gives each rank a terminal of 80 columns, wherever its output really goes.
         if sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ:
-            self._progress = Progress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s"),
-            )  # fmt: skip
+            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+            numbers = TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")
+            self._progress = self._open.enter_context(Progress(*columns, numbers))
             self._task = self._progress.add_task(
                 "training", total=self.config.steps, completed=self.start, loss=0.0, rate=0.0
             )
-            self._progress.start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+    def __exit__(self, *error: Any) -> None:
         with contextlib.suppress(OSError):  # a full disk has been told of
-            for tracker in self._trackers:
-                tracker.close(failed=kind is not None)
-            if self._file is not None:
-                self._file.close()
+            self._open.__exit__(*error)
 
     def say(self, line: str) -> None:
         """Show a line to the user."""
@@ -116,9 +109,7 @@ class Display:
 
     def _write(self, row: dict[str, Any]) -> None:
         try:
-            if self._file is not None:
-                self._file.write(json.dumps(row) + "\n")
-            for tracker in self._trackers:
-                tracker.log(row)
+            for log in self._logs:
+                log(row)
         except OSError as error:
             self.write_error = f"cannot write {self.config.out / 'metrics.jsonl'}: {error.strerror}"

@@ -51,7 +51,7 @@ class RunFolder:
         """Does this rank keep the folder's common files? One rank per folder does."""
         return self.homes[self.collective.rank] == self.collective.rank
 
-    def do_once(self, work: Callable[[], None]) -> None:
+    def do_once(self, work: Callable[[], object]) -> None:
         """Do ``work()`` once per folder, before any rank goes on. Collective."""
         self.collective.do(work if self.is_keeper else lambda: None)
 
@@ -84,14 +84,10 @@ def open_run_folder(path: Path, collective: Collective) -> Iterator[RunFolder]:
         ThinwireError: it cannot be written to, or another run is using it.
     """
     folder = RunFolder(path, tuple(_find_homes(path, collective)), collective)
-    lock: IO[str] | None = None
-    try:
-        lock = collective.do(lambda: _lock(path) if folder.is_keeper else None)
+    with contextlib.ExitStack() as stack:
+        folder.do_once(lambda: stack.enter_context(_lock(path)))
         folder.do_once(lambda: _sweep(path))
         yield folder
-    finally:
-        if lock is not None:
-            lock.close()
 
 
 def _find_homes(path: Path, collective: Collective) -> list[int]:

@@ -35,7 +35,6 @@ from thinwire.train.job.collective import Collective
 from thinwire.train.job.run_folder import RunFolder
 from thinwire.train.model import pretrained
 from thinwire.train.model.pretrained import Pretrained
-from thinwire.train.model.shapes import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Ranks:
     """All ranks, and this one's place: ``comm`` reaches all (its bytes are not counted as the method's)."""
 
     comm: GroupComm
-    local_rank: int
     per_node: int
     device: torch.device
 
@@ -58,9 +56,9 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise ThinwireError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
     if cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.set_num_threads(config.threads)
     try:
@@ -70,14 +68,15 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         # A rank with nothing to do would leave before the others have reached it.
         comm.all_reduce(torch.zeros(1, device=device))
     except (RuntimeError, ValueError) as error:
+        rank, others = os.environ["RANK"], int(os.environ["WORLD_SIZE"]) - 1
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ThinwireError(
-            f"rank {rank} could not reach the other {int(os.environ['WORLD_SIZE']) - 1} ranks at {address} within "
+            f"rank {rank} could not reach the other {others} ranks at {address} within "
             f"{config.timeout:g} s ({type(error).__name__}): are all of them started, and is the address right?"
         ) from None
     lost = False
     try:
-        yield Ranks(comm, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
+        yield Ranks(comm, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
     except (LostRank, RuntimeError):
         lost = True  # without one of its ranks, taking a group down may wait as long as its collectives did
         raise
@@ -89,9 +88,13 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
 def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
     """Put the model under torch's engine for data parallelism."""
     if config.engine == "ddp":
+        method, bucket_mb = resolve(config.method), config.bucket_mb
+        if bucket_mb is None and not method.card.native:  # as suits the method; a native one's are as torch has them
+            exchange = AllReduce(CountingComm.like(ranks.comm, Ledger()))
+            bucket_mb = plan_of(method, describe(model).values(), exchange).bucket_cap_mb
         return DistributedDataParallel(
             model, device_ids=[ranks.device] if ranks.device.type == "cuda" else None, gradient_as_bucket_view=True,
-            bucket_cap_mb=bucket_mb(model, config, ranks),
+            bucket_cap_mb=bucket_mb,
         )  # fmt: skip
     size = ranks.comm.size
     if config.engine == "fsdp2":
@@ -105,15 +108,6 @@ def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy)
     return fully_shard(model, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy)
-
-
-def bucket_mb(model: nn.Module, config: Config, ranks: Ranks) -> float | None:
-    """Choose the size of DDP's buckets: as the config says, else as suits the method; None: as torch has it."""
-    method = resolve(config.method)
-    if config.bucket_mb is not None or method.card.native:
-        return config.bucket_mb
-    exchange = AllReduce(CountingComm.like(ranks.comm, Ledger()))
-    return plan_of(method, describe(model).values(), exchange).bucket_cap_mb
 
 
 def rebuild_buckets(model: nn.Module, windows: Windows, config: Config, ranks: Ranks, cast: Callable) -> None:
@@ -148,48 +142,38 @@ class Inputs:
 
     Attributes:
         pretrained: the model of --init; None: one is made from scratch.
-        shape: the model's; a dict where it is not one of ours.
         train, valid: windows to train on, and to evaluate on.
     """
 
     pretrained: Pretrained | None
-    shape: ModelConfig | dict[str, Any]
     tokenizer: Tokenizer
     train: Windows
     valid: Windows
 
-    def text_hashes(self, collective: Collective) -> list[str]:
-        """Hash the tokens of both texts, which have to be every rank's. Collective."""
-        line = "reads another text than rank 0: --corpus and --valid must be the same"
-        return _same_on_all(collective, lambda: [windows.digest() for windows in (self.train, self.valid)], line)
+    def hashes(self, collective: Collective) -> tuple[str | None, list[str]]:
+        """Hash the model of --init, if there is one, and the tokens of both texts. Collective.
 
-    def model_hash(self, collective: Collective) -> str | None:
-        """Give the hash of the weights of --init, which have to be every rank's; None: there are none. Collective."""
-        if self.pretrained is None:
-            return None
-        digest = self.pretrained.digest
-        return _same_on_all(collective, lambda: digest, "has another model than rank 0: --init must be the same")
-
-
-def _same_on_all(collective: Collective, work: Callable[[], Any], line: str) -> Any:
-    values = collective.gather(work)
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise ThinwireError(f"rank {rank} {line}")
-    return values[0]
+        Raises:
+            ThinwireError: a rank has others than rank 0.
+        """
+        own_init = self.pretrained.digest if self.pretrained else None
+        hashes = collective.gather(lambda: (own_init, [self.train.digest(), self.valid.digest()]))
+        for rank, (init, texts) in enumerate(hashes):
+            if init != hashes[0][0]:
+                raise ThinwireError(f"rank {rank} has another model than rank 0: --init must be the same")
+            if texts != hashes[0][1]:
+                raise ThinwireError(f"rank {rank} reads another text than rank 0: --corpus, --valid must be the same")
+        return hashes[0]
 
 
 def read_inputs(config: Config, folder: RunFolder) -> Inputs:
     """Read the model of --init, the tokenizer and the text. Collective."""
     collective = folder.collective
-    if config.init:
-        init = config.init
-        model = collective.do(lambda: pretrained.load(init, config.adapters))
+    if init := config.init:
+        model = collective.do(lambda: pretrained.load(init, config.adapters, config.seed))
         folder.do_once(lambda: pretrained.save_hub_files(init, folder.path))
-        texts = collective.do(lambda: _read_pretrained_text(config, folder, model.vocabulary))
-        return Inputs(model, model.shape, *texts)
-    tokenizer, train, valid = _read_text(config, folder)
-    return Inputs(None, config.shape(tokenizer.vocabulary), tokenizer, train, valid)
+        return Inputs(model, *collective.do(lambda: _read_pretrained_text(config, folder, model.vocabulary)))
+    return Inputs(None, *_read_text(config, folder))
 
 
 def _read_text(config: Config, folder: RunFolder) -> tuple[Tokenizer, Windows, Windows]:
@@ -198,23 +182,26 @@ def _read_text(config: Config, folder: RunFolder) -> tuple[Tokenizer, Windows, W
     corpus = collective.do(lambda: find_token_files(config.corpus, config.valid, config.tokenizer))
     if corpus is not None:
         folder.do_once(lambda: copy_tokenizer(corpus, folder.path))
-        tokenizer = collective.do(lambda: Tokenizer(corpus.tokenizer, (), folder.path, trains=False))
+        tokenizer = collective.do(lambda: Tokenizer(corpus.tokenizer, None, folder.path))
         return tokenizer, *_windows(config, corpus.train, corpus.valid)
 
-    def make_tokenizer(trains: bool) -> Tokenizer:
-        return Tokenizer(config.tokenizer, spans([train_text]), folder.path, trains=trains, anew=config.overwrite)
+    train, valid = collective.do(lambda: _texts(config))
 
-    train_text, valid_text = collective.do(lambda: _texts(config))
-    collective.do(lambda: make_tokenizer(True) if collective.rank == 0 else None)
+    def make_tokenizer() -> None:
+        if collective.rank == 0:
+            Tokenizer(config.tokenizer, spans([train]), folder.path, anew=config.overwrite)
+
+    collective.do(make_tokenizer)
     if path := tokenizer_file(config.tokenizer, folder.path):
         collective.copy(0, path, path if folder.is_keeper and collective.rank else None)
-    return collective.do(lambda: _encode(config, make_tokenizer(False), train_text, valid_text))
+    tokenizer = collective.do(lambda: Tokenizer(config.tokenizer, None, folder.path))
+    return tokenizer, *collective.do(lambda: _windows(config, tokenizer.encode(train), tokenizer.encode(valid)))
 
 
 def _read_pretrained_text(config: Config, folder: RunFolder, vocabulary: int) -> tuple[Tokenizer, Windows, Windows]:
     """Read instructions, token files or text, with the tokenizer of --init."""
     hub_files = folder.path / pretrained.HUB_FOLDER
-    tokenizer = Tokenizer(f"folder:{config.init}", (), hub_files, trains=False)
+    tokenizer = Tokenizer(f"folder:{config.init}", None, hub_files)
     if (size := tokenizer.vocabulary) > vocabulary:
         raise ThinwireError(f"--init {config.init}: its tokenizer has {size} tokens, its model {vocabulary}")
     if config.data:
@@ -225,17 +212,13 @@ def _read_pretrained_text(config: Config, folder: RunFolder, vocabulary: int) ->
     corpus = find_token_files(config.corpus, config.valid, config.tokenizer, model=(tokenizer, vocabulary))
     if corpus is not None:
         return tokenizer, *_windows(config, corpus.train, corpus.valid)
-    return _encode(config, tokenizer, *_texts(config))
+    return tokenizer, *_windows(config, *map(tokenizer.encode, _texts(config)))
 
 
 def _texts(config: Config) -> tuple[str, str]:
     """Read the text to train on, and that to evaluate on."""
     text = read_corpus(config.corpus)
     return (text, read_corpus(config.valid)) if config.valid else split(text)
-
-
-def _encode(config: Config, tokenizer: Tokenizer, train: str, valid: str) -> tuple[Tokenizer, Windows, Windows]:
-    return tokenizer, *_windows(config, tokenizer.encode(train), tokenizer.encode(valid))
 
 
 def _windows(config: Config, train: Any, valid: Any) -> tuple[Windows, Windows]:

@@ -129,9 +129,3 @@ class Decoder(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-def parameter_count(shape: ModelConfig) -> int:
-    """Count the parameters of the model, tied ones once. Allocates nothing."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Decoder(shape).parameters())

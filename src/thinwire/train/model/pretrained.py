@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
-from thinwire.train.model.shapes import AdapterConfig
 
 HUB_FOLDER = "hf"
 """Folder in --out of what is no tensor."""
@@ -81,8 +80,12 @@ class Pretrained(nn.Module):
         return sizes | {"family": config.model_type, "vocabulary": self.vocabulary, "context": 0}
 
 
-def load(init: str, adapters: AdapterConfig | None) -> Pretrained:
+def load(init: str, adapters: dict[str, Any] | None, seed: int = 0) -> Pretrained:
     """Load the model in the folder ``init``, in fp32, with new ``adapters`` where there are to be any.
+
+    Args:
+        adapters: arguments of peft's ``LoraConfig``.
+        seed: of the adapters' first values.
 
     Raises:
         ThinwireError: there is none, it lacks weights, or has none of the modules that adapters are for.
@@ -97,30 +100,25 @@ def load(init: str, adapters: AdapterConfig | None) -> Pretrained:
     if lacking := sorted(report["missing_keys"]):
         raise ThinwireError(f"--init {folder} has no weights for {lacking[0]} ({len(lacking)} are missing)")
     digest = _digest(hub)
-    return Pretrained(hub if adapters is None else _add_adapters(hub, adapters), digest)
+    return Pretrained(hub if adapters is None else _add_adapters(hub, adapters, seed), digest)
 
 
-def _add_adapters(hub: Any, adapters: AdapterConfig) -> Any:
+def _add_adapters(hub: Any, adapters: dict[str, Any], seed: int) -> Any:
     peft = extras.load("peft")
-    settings = peft.LoraConfig(
-        r=adapters.rank, lora_alpha=adapters.alpha, target_modules=list(adapters.targets) or "all-linear",
-        task_type="CAUSAL_LM",
-    )  # fmt: skip
-    torch.manual_seed(adapters.seed)  # the same adapters on all ranks
+    torch.manual_seed(seed)  # the same adapters on all ranks
     with _quiet("--lora"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # GPT-2's transposed matrices, which peft notices
         warnings.simplefilter("ignore", FutureWarning)  # peft's use of transformers, which no user can change
-        return peft.get_peft_model(hub, settings)
+        return peft.get_peft_model(hub, peft.LoraConfig(**adapters, task_type="CAUSAL_LM"))
 
 
 def save_hub_files(init: str, run: Path) -> None:
     """Write what a run needs of the folder ``init`` beside its checkpoints to ``run``/hf."""
-    transformers, folder = extras.load("transformers"), run / HUB_FOLDER
-    with _quiet(f"cannot load the tokenizer in {init}"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(init, local_files_only=True)
+    tokenizer, folder = load_tokenizer(Path(init)), run / HUB_FOLDER
+    with _quiet(f"cannot copy the settings in {init}"):
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(folder)
-        transformers.AutoConfig.from_pretrained(init, local_files_only=True).save_pretrained(folder)
+        extras.load("transformers").AutoConfig.from_pretrained(init, local_files_only=True).save_pretrained(folder)
     if (source := Path(init, GENERATION)).exists():
         shutil.copyfile(source, folder / GENERATION)
     if not (folder / "tokenizer.json").exists():
@@ -134,7 +132,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def rebuild(
-    init: str, adapters: AdapterConfig | None, run: Path, digest: str, weights: Mapping[str, Tensor]
+    init: str, adapters: dict[str, Any] | None, run: Path, digest: str, weights: Mapping[str, Tensor]
 ) -> Pretrained:
     """Build the model with a checkpoint's ``weights``; what they lack (all but the adapters) is the --init folder's.
 
@@ -150,12 +148,9 @@ def rebuild(
         model = load(init, adapters)
         if model.digest != digest:
             raise ThinwireError(f"{init} does not hold the weights that the run began with")
-    parameters = dict(model.named_parameters())
-    if unknown := sorted({*weights} - {*parameters}):
+    _, unknown = model.load_state_dict(weights, strict=False)
+    if unknown:
         raise ThinwireError(f"{run} holds {unknown[0]}, which the model has not")
-    with torch.no_grad():
-        for name, weight in weights.items():
-            parameters[name].copy_(weight)
     return model.eval()
 
 
@@ -171,15 +166,12 @@ def export(model: Pretrained, run: Path, folder: Path, *, adapter: bool) -> None
     for name in ("config.json", "adapter_config.json"):
         if (folder / name).exists():
             raise ThinwireError(f"{folder} holds a model already: name another folder")
-    try:
-        with _quiet("cannot export"):
-            whole = model.hub if adapter or not merges else model.hub.merge_and_unload()
-            whole.save_pretrained(folder)
-            load_tokenizer(run / HUB_FOLDER).save_pretrained(folder)
-            if not adapter and (source := run / HUB_FOLDER / GENERATION).exists():
-                shutil.copyfile(source, folder / GENERATION)
-    except OSError as error:
-        raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
+    with _quiet(f"cannot write to {folder}"):
+        whole = model.hub if adapter or not merges else model.hub.merge_and_unload()
+        whole.save_pretrained(folder)
+        load_tokenizer(run / HUB_FOLDER).save_pretrained(folder)
+        if not adapter and (source := run / HUB_FOLDER / GENERATION).exists():
+            shutil.copyfile(source, folder / GENERATION)
 
 
 def _digest(hub: nn.Module) -> str:
@@ -193,9 +185,9 @@ def _digest(hub: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _quiet(trouble: str) -> Iterator[None]:
-    """Let transformers draw no bars and log nothing; its errors become one line that begins with ``trouble``."""
+    """Let transformers draw no bars and log nothing from here on; its errors become one line that begins with
+    ``trouble``."""
     logging = extras.load("transformers").utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -204,7 +196,3 @@ def _quiet(trouble: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ThinwireError(f"{trouble}: {next(iter(str(error).strip().splitlines()), type(error).__name__)}") from None
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
