@@ -298,8 +298,8 @@ class GroupLink:
 
     def name(self, fsdp_param: Any) -> str:
         """Return the parameter's name in the user's model."""
-        known = self.engine.names.get(id(fsdp_param.sharded_param))
-        return clean_name(fsdp_param._param_fqn) if known is None else known  # torch's: of another object since
+        name = self.engine.names.get(id(fsdp_param.sharded_param))
+        return clean_name(fsdp_param._param_fqn) if name is None else name  # torch's: it is another object since
 
     def verify(self, flat: Tensor) -> tuple[Piece, ...]:
         """Return the pieces. When a composition is first seen, the values must lie where they should."""
