@@ -83,7 +83,7 @@ def planned(cls: type[Method]) -> str:
     lines = ["| engine | hosts of one rank | sent per step | dense | share of dense |", "|---|---:|---:|---:|---:|"]
     for engine in ("ddp", "fsdp2"):
         for hosts in HOSTS if engine in cls.engines else ():
-            comm = CountingComm(0, hosts, list(range(hosts)), Ledger())
+            comm = CountingComm(0, list(range(hosts)), Ledger())
             sharded = engine == "fsdp2"
             parameters = describe(model(), chunks=hosts if sharded else 1).values()
             plan = plan_of(cls(), parameters, (ReduceScatter if sharded else AllReduce)(comm))

@@ -116,7 +116,7 @@ def _loop(name: str, engine: str, box: Path, resumes: bool) -> str:
     """One rank: 40 steps with a checkpoint after 20, or the 20 after it. Returns a digest of all that it holds."""
     assert dist.group.WORLD is not None
     comm = GroupComm(dist.group.WORLD, Ledger())
-    ranks = Ranks(comm, comm.rank, comm.size, torch.device("cpu"))
+    ranks = Ranks(comm, comm.size, torch.device("cpu"))
     config = Config(
         preset="tiny", layers=1, width=64, heads=2, seq_len=32, batch_size=2, method=method_of(name), steps=STEPS,
         engine=engine, optimizer=optimizer_of(name), shard_size=2 if engine == "hsdp" else None,

@@ -17,11 +17,16 @@ import argparse
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+
+import dry_cuda
 from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
 from thinwire.core.method import Parameter
@@ -30,7 +35,6 @@ from thinwire.core.selection import keep_dense
 from thinwire.methods import resolve
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
-from thinwire.ops import dry
 from thinwire.plan.dry_run import dry_run, stand_in_run
 from thinwire.proof.ranks import Shapes, road_of
 from thinwire.train.model.decoder import Decoder
@@ -146,7 +150,7 @@ def replicated(parameters: Iterable[Parameter]) -> Layout:
 
 def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) -> Budget:
     """Of ``method`` with ``ranks`` ranks, ``per_node`` on a node; ``engine``: ddp or fsdp2."""
-    comm = CountingComm(0, ranks, [rank // per_node for rank in range(ranks)], Ledger())
+    comm = CountingComm(0, [rank // per_node for rank in range(ranks)], Ledger())
     exchange = AllReduce(comm) if engine == "ddp" else ReduceScatter(comm)
     shards = ranks if engine == "fsdp2" else 1
     modules = [[parameter(name, shape, shards) for name, shape in of.items()] for of in MODELS[model]()]
@@ -154,7 +158,7 @@ def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) 
     layout = sharded(modules, exchange) if engine == "fsdp2" else replicated(parameters)
     made = resolve(method)
     run = stand_in_run(made, parameters, exchange)
-    with dry.run():
+    with dry_cuda.run():
         found = dry_run(layout, road_of(made, parameters, exchange), run, [comm])
     return Budget(
         launches=sum(found.launches.values()),

@@ -99,9 +99,9 @@ def measure(rank: int, store: str, engine: str, method: str, stock: bool, option
     train(options.steps)
     found = {"peak": (torch.cuda.max_memory_allocated() if cuda else resident("VmHWM")) - before}
     if wire is not None:
-        memory = wire.plan.memory
+        memory = wire.plan.dry_run.memory
         assert memory is not None
-        found |= {"planned": memory.peak, "planned_held": memory.held, "held": wire.memory_bytes()}
+        found |= {"planned": memory.peak, "planned_held": memory.resident, "held": wire.memory_bytes()}
     dist.barrier()
     dist.destroy_process_group()
     return found

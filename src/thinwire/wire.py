@@ -28,8 +28,7 @@ from thinwire.core.bucket import Bucket
 from thinwire.core.card import StepMaker
 from thinwire.core.engine import Engine
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Run, intra_of
-from thinwire.core.method_buckets import drop_waiting, send_all
+from thinwire.core.method import Run, drop_waiting, intra_of
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
@@ -336,7 +335,7 @@ class Wire:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
             compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
-        self._turn = StepLoop(engine, run, self._road, max_skipped=safety.max_skipped, check_every=safety.check_every)
+        self._turn = StepLoop(engine, run, self._road, safety)
 
     def attach(self) -> None:
         """Begin: ``compress()`` calls this once all ranks have come so far."""
@@ -471,7 +470,7 @@ class Wire:
         if self._step_maker is None:
             return
         with torch.no_grad():
-            for name, change in self._means(functools.partial(send_all, card, self._state)):
+            for name, change in self._means(functools.partial(Method.deliver, self.method)):
                 local(self._turn.weights[name].detach()).sub_(change)
         self._state.commit()
         self.weights_changed()
@@ -529,7 +528,7 @@ class Wire:
         self._turn.finish()
         self._refuse_exchanged("wire.reset()")
         self.method.finish()
-        drop_waiting(self.method.card, self._state)
+        drop_waiting(self.method)
         self._stage.flush_at = None
         self.weights_changed()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire import methods
 from thinwire.core.bucket import Piece
-from thinwire.core.method_buckets import send_all
+from thinwire.core.method import Method
 from thinwire.core.road import Stage, Worker, _Compositions
 from thinwire.core.state import State, dump_state
 from thinwire.network.guard import Guard
@@ -100,7 +100,7 @@ def test_no_bucket_keeps_the_engines_buffer_alive(name, way):
     stage = stage_of(engine, name)
     stage.dense = frozenset()
     flat = torch.ones(engine.numel)
-    send = [partial(send_all, stage.method.card, stage.method.state)] if way == "carry" else []
+    send = [partial(Method.deliver, stage.method)] if way == "carry" else []
     getattr(stage, way)(flat, engine.pieces, flat, *send)
     alive = weakref.ref(flat)
     memory = weakref.ref(flat.untyped_storage())
@@ -131,7 +131,7 @@ def test_a_flush_delivers_what_waits_and_nothing_else(topology):
         waits = dump_state(stage.method.state)
         zeros = torch.zeros(engine.numel)
         out = torch.full((engine.numel // rows,), 0.0) if engine.owner else zeros
-        stage.carry(zeros, engine.pieces, out, partial(send_all, stage.method.card, stage.method.state))
+        stage.carry(zeros, engine.pieces, out, partial(Method.deliver, stage.method))
         stage.method.state.commit()
         after = dump_state(stage.method.state)
         return waits, out, [after, engine.pieces, rows]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import ClassVar, get_args, get_type_hints
+from typing import ClassVar, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -207,7 +207,7 @@ JUNK = {
 def kind_of(cls: type, knob: str) -> set[type]:
     """The types of the values that ``knob`` takes."""
     hint = get_type_hints(cls)[knob]
-    parts = get_args(hint) if isinstance(hint, UnionType) or "Literal" in str(hint) else (hint,)
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) or "Literal" in str(hint) else (hint,)
     kinds = {part if isinstance(part, type) else type(part) for part in parts}
     return {tuple} if knob in ("dense", "send") else kinds
 

@@ -22,12 +22,12 @@ DEFAULTS = {name: values[0] for name, values in KNOBS.items()} | {"bits": 8}
 
 def refused(mask: str, bits: int, group: int, server_density: float, density: float) -> str:
     """What is wrong with these knobs, in words of the message; "" where nothing is."""
-    if bits == 2 and density * 4096 < 4:
-        return "bits=2 sends 4 of every 4096 values at least: density is 4/4096 or more"
     if not 0 < density <= 1:
         return "density is the share"
     if not 0 < server_density <= 1:
         return "server_density is the share"
+    if bits == 2 and density * 4096 < 4:
+        return "bits=2 sends 4 of every 4096 values at least: density is 4/4096 or more"
     if mask != "merged" and server_density != 0.1:
         return f"server_density does nothing with mask='{mask}'"
     if bits == 2 and group != 64:

@@ -73,7 +73,7 @@ def check_topk(fast: ModuleType, n: int, kinds: tuple[str, ...], ks: tuple[int, 
             for module, out in zip((sparse_reference, fast), words, strict=True):
                 topk_mask(values, k, out, module)
             assert torch.equal(*words), (kind, n, k)
-            assert reference.popcount(words[1]).tolist() == [k, k]
+            assert mask.popcount(words[1]).tolist() == [k, k]
             whole = words[1].as_strided((2, n // 64 + 2), (n // 64 + 2, 1), 0)
             assert (whole[:, 0] == -7).all() and (whole[:, -1] == -7).all(), "wrote beside the row"
 
@@ -87,7 +87,7 @@ def test_topk_equals_reference(kind):
 
 def test_a_wrong_sample_costs_time_and_nothing_else():
     """The sampled places hold the smallest values: the bracket misses, on either side."""
-    step = (LONG // cpu.SAMPLE) | 1
+    step = (LONG // sparse_cpu.SAMPLE) | 1
     assert step > 1
     for factor in (0.0, 1e9):
         values = gaussian(1, LONG)
@@ -154,6 +154,19 @@ def test_the_order_of_bits():
         assert torch.equal(again, words)
 
 
+def test_set_bits_are_counted():
+    words = torch.tensor([[0, -1, 1, -(2**63)], [2**63 - 1, -2, 0x5555555555555555, -0x5555555555555556]])
+    random = torch.randint(-(2**63), 2**63 - 1, (2, 700), generator=torch.Generator().manual_seed(0))
+    for some in (words, random, random[:, 5:9]):
+        expected = [sum((word % 2**64).bit_count() for word in row) for row in some.tolist()]
+        assert mask.popcount(some).tolist() == expected
+
+
+def columns_of(words: Tensor, k: int) -> Tensor:
+    """The columns of the ``k`` set bits of each row: (R, k)."""
+    return reference.flags_of(words).nonzero()[:, 1].view(len(words), k)
+
+
 def words_of(*rows: list[int]) -> Tensor:
     return torch.tensor(rows)
 
@@ -212,8 +225,7 @@ def check_positions(fast: ModuleType, device: str = "cpu") -> None:
         for module in (reference, fast):
             listed = torch.full((rows, k + 3), -9, dtype=torch.int32, device=device)
             again = torch.full((rows, n // 64 + 2), -7, device=device)
-            flags = torch.ones(rows, n + 16, dtype=torch.bool, device=device)
-            reference.indices(words, listed[:, 1 : k + 1])
+            listed[:, 1 : k + 1] = columns_of(words, k)
             module.from_indices(listed[:, 1 : k + 1].flip(1), again[:, 1:-1])
             beside = torch.full((rows, n // 32 + 3), -7, device=device)  # twice, and what is no part of either
             parts = slice(1, 1 + n // 64), slice(2 + n // 64, 2 + n // 32)
@@ -226,12 +238,11 @@ def check_positions(fast: ModuleType, device: str = "cpu") -> None:
             assert (known is None) == (directory is None) and (known is None or torch.equal(known, directory))
             assert (beside[:, [0, 1 + n // 64, -1]] == -7).all()
             assert all(torch.equal(beside[:, at], words) for at in parts)
-            module.unpack(words, flags[:, :n])
             payload, spread = (torch.full((rows, size), math.nan, device=device) for size in (k, n))
             before = module.directory(words)  # which somebody has kept
             module.gather_keep(x.to(device), None, words, payload, None, before)
             module.scatter(payload[-1:], words[-1:], spread[-1:], None if before is None else before[-1:])
-            found.append((again, flags, payload, spread[-1:], module.popcount(words)))
+            found.append((again, payload, spread[-1:]))
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), (n, k, rows)
 
 
@@ -352,8 +363,7 @@ def test_cuda_equals_reference():
             payload, out = (torch.full((2, size), math.nan, device=device) for size in (k, n))
             mask.gather_keep(a, b, words, payload, b)
             mask.scatter(payload, words, out)
-            positions = torch.zeros(2, k, dtype=torch.int32, device=device)
-            reference.indices(words, positions)
+            positions = columns_of(words, k).int()
             again = mask.from_indices(positions, torch.full_like(words, -7))
             results.append([y.cpu() for y in (words, payload, b, out, positions, again, mask.popcount(words))])
         for cpu_result, cuda_result in zip(*results, strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor
 from programs import check_interpreted, needs_triton
 from thinwire.base.errors import ThinwireError
 from thinwire.ops import mask, sketch, sparse
+from thinwire.ops.mask.reference import flags_of
 from thinwire.ops.sketch import SketchSegment, SketchSegments, cpu, reference
 
 POISON = float("nan")
@@ -60,7 +61,7 @@ def everything(
         listed, payload = torch.full_like(found, -7), torch.full_like(sent, POISON)
         module.gather(h, words, parts, listed, payload)
         assert torch.equal(listed, found) and torch.equal(payload, sent)
-        module.peaks(sent, parts, result.setdefault(f"peaks {rank}", torch.full((len(parts),), POISON)))
+        module.peaks(sent, parts, result.setdefault(f"peaks {rank}", torch.zeros(len(parts))))
         rest = torch.full_like(sent, POISON)
         module.round_to(sent, torch.full((len(parts),), 2.0**-16), parts, rest)
         own = torch.full((rows, parts.wire_numel), POISON)
@@ -102,7 +103,7 @@ def test_what_can_be_peeled_comes_back_exactly_and_the_rest_is_known(case):
     widths, load, rows, wired, row, plain = CASES[case]
     parts = parts_of(widths, load, plain=plain)
     found = everything(cpu, parts, rows, wired, row)
-    lost = mask.unpack(found["left False"], torch.zeros(rows, sum(widths), dtype=torch.bool))[row : row + wired]
+    lost = flags_of(found["left False"])[row : row + wired]
     truth, total = torch.zeros(wired, sum(widths)), found["total"][row : row + wired]
     for rank in range(2):
         _, at, _, _ = chosen(parts, rows, rank)
@@ -126,7 +127,7 @@ def test_what_can_be_peeled_comes_back_exactly_and_the_rest_is_known(case):
     assert torch.equal(found["lost"], torch.stack([mask.popcount(words[:, p.words]) for p in parts], 1).int())
     # what has not arrived of this rank's values is back, and the rest beside it
     _, at, sent, _ = chosen(parts, rows, 1)
-    lost = mask.unpack(words, torch.zeros(rows, sum(widths), dtype=torch.bool))
+    lost = flags_of(words)
     for i in range(rows):
         own = at[i].long()
         back = found["acc"][i, own]

@@ -259,13 +259,14 @@ def check(module, n: int, m: int, device: str = "cpu") -> None:
                     scores.fill_(math.nan)
                     payload = torch.full((3, bits + 2), math.nan, device=device)[:, :bits]
                     sent = Sent(mask, before, payload, torch.full((3, n), math.nan, device=device), 0.25)
-                    which.blend(rows.clone(), residual, 1, c, held, 0.9, sent, choose)
+                    which.add_up(rows.clone(), residual, held, 0.9, sent, choose, c, 1)
                     seen(sent.payload, sent.residual_out, *([scores[: n - half]] if choose else []))
                     assert choose or scores.isnan().all()
                     scores.fill_(math.nan)
-                    gradient, left = a.clone(), torch.full((1, n), math.nan, device=device)
-                    payload = torch.full((1, k), math.nan, device=device) if bits == k else gradient.view(1, n)
-                    which.add_up(gradient, b, held, 0.9, Sent(mask[:1], before, payload, left), choose)
+                    gradient, left = a.view(1, n).clone(), torch.full((1, n), math.nan, device=device)
+                    payload = torch.full((1, k), math.nan, device=device) if bits == k else gradient
+                    sent = Sent(mask[:1], before, payload, left)
+                    which.add_up(gradient, b.view(1, n), held, 0.9, sent, choose, None, 0)
                     seen(payload, left, *([scores[: n - half]] if choose else []))
                     assert choose or scores.isnan().all()
                 row = None if before is None else before[0]

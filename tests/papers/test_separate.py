@@ -16,6 +16,7 @@ from torch import Tensor
 from breadth import spread
 from papers import against
 from papers.separate import SEPARATE as SeparatePaper
+from projections import matrix_of
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.methods import SEPARATE
@@ -197,7 +198,7 @@ def test_against_algorithm_1(knobs, topology, size):
         return flat.reshape(-1, block, lanes).transpose(0, 2, 1).ravel()
 
     for step in range(against.STEPS):
-        matrix = SEPARATE(**method).codec_for([("w", 0, numel)], step).matrix().double().numpy()
+        matrix = matrix_of(SEPARATE(**method).codec_for([("w", 0, numel)], step)).double().numpy()
         expected = paper.step([blocks(g) for g in against.given(size, step, numel)], matrix)
         mean = against.received(results, step, topology)
         assert np.abs(blocks(mean) - expected).max() < 2e-4 * max(1.0, np.abs(expected).max())

@@ -21,7 +21,7 @@ NAMES = [cls.name for cls in TABLE]
 
 
 def exchange_of(kind: str, size: int, per_node: int = 8) -> Exchange:
-    comm = CountingComm(0, size, [rank // per_node for rank in range(size)], Ledger())
+    comm = CountingComm(0, [rank // per_node for rank in range(size)], Ledger())
     return AllReduce(comm) if kind == "ddp" else ReduceScatter(comm)
 
 
@@ -163,8 +163,8 @@ def test_kernels_of_both_hops_are_compiled(monkeypatch):
     seen = set()
     original = quant.quantize
     monkeypatch.setattr(quant, "quantize", lambda rows, of, *rest: (seen.add(of.bits), original(rows, of, *rest)))
-    intra = ReduceScatter(CountingComm(0, 2, [0, 0], Ledger()))
-    inter = AllReduce(CountingComm(0, 2, [0, 1], Ledger()), divide="after")
+    intra = ReduceScatter(CountingComm(0, [0, 0], Ledger()))
+    inter = AllReduce(CountingComm(0, [0, 1], Ledger()), divide="after")
     method = resolve("sdp4bit(smallest=0)")
     parameters = parameters_for(intra, SHAPES).values()
     road = road_of(method, parameters, intra, inter, intra=method.card.intra)

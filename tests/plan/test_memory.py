@@ -43,10 +43,9 @@ def foretold_and_held(rank: int, world: int, kind: str, names: list[str]) -> dic
         model = build(kind, world, net=net, **({"bucket_cap_mb": 0.2} if kind == "ddp" else {}))
         optimizer = thinwire.AdamS(model.parameters(), lr=1e-3) if method.name == "scape" else adamw(model)
         wire = thinwire.compress(model, optimizer, method)
-        assert wire.plan.memory is not None, name
         assert wire.memory_bytes() < 16384, name
         train(model, optimizer, rank, range(4), wire)
-        found[name] = wire.plan.memory.resident, wire.plan.memory.peak, wire.memory_bytes()
+        found[name] = wire.plan.dry_run.memory.resident, wire.plan.dry_run.memory.peak, wire.memory_bytes()
         wire.close()
     return found
 
@@ -69,7 +68,7 @@ def two_levels(rank: int, world: int) -> tuple[int, int]:
     optimizer = adamw(model)
     wire = thinwire.compress(model, optimizer, method_of("sdp4bit"))
     train(model, optimizer, rank, range(3), wire)
-    found = wire.plan.memory.resident, wire.memory_bytes()
+    found = wire.plan.dry_run.memory.resident, wire.memory_bytes()
     wire.close()
     return found
 

@@ -45,7 +45,7 @@ def text(tmp_path: Path) -> Path:
 def trained_on_processes(rank: int, world: int, runs: list[list[str]]) -> None:
     assert dist.group.WORLD is not None
     for arguments in runs:
-        ranks = setup.Ranks(GroupComm(dist.group.WORLD, Ledger()), 0, 1, torch.device("cpu"))
+        ranks = setup.Ranks(GroupComm(dist.group.WORLD, Ledger()), 1, torch.device("cpu"))
         loop._train(from_arguments(arguments), ranks)
 
 

@@ -22,7 +22,7 @@ from engines import adamw, build, train
 from models import Net, flat, loss_of
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
-from thinwire.core.method_buckets import send_all
+from thinwire.core.method import Method
 from thinwire.core.state import dump_state, load_state
 from thinwire.methods import TABLE
 from thinwire.plan.dry_run import largest_state
@@ -100,7 +100,7 @@ class Ranks:
             out = torch.zeros(engine.numel // engine.rows) if engine.owner else flat
             with torch.no_grad():
                 method = rank.road.last.method
-                rank.road.carry(flat, engine.pieces, out, partial(send_all, method.card, method.state))
+                rank.road.carry(flat, engine.pieces, out, partial(Method.deliver, method))
             rank.method.state.commit()
             return out
 

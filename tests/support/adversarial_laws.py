@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from projections import matrix_of
 from thinwire.base.knobs import knobs_of
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
@@ -420,7 +421,7 @@ def _projected(view: View, turn: int, name: str, h: Array) -> tuple[Array, Array
     method: Any = view.method
     width, block, srht = view.played.spans[name][1], method._estimator.block, method.estimator == "cyclic_srht"
     drawn = method._estimator.draw(view.case.seed, name, view.played.numbers[turn], torch.device("cpu"))
-    matrix = Projection(method._estimator, [(0, width, drawn)]).matrix().double().numpy()
+    matrix = matrix_of(Projection(method._estimator, [(0, width, drawn)])).double().numpy()
     kept = matrix.shape[1]
     scale = 1 / kept  # of the paper's
 

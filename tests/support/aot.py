@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from thinwire.ops import sketch as sketch_parts
+from thinwire.ops import sparse as sparse_parts
 from thinwire.ops.adams import triton as adams
 from thinwire.ops.direction import triton as direction
 from thinwire.ops.mask import triton as mask
@@ -94,32 +95,33 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._gather_keep, {}, block | aligned | {"FEEDBACK": True, "KEEP": True}
     yield mask._scatter, {}, block | aligned
     for kernel in (mask._collect, mask._renew):
-        yield kernel, {"factors": "*i32", "row": "*fp32"}, block | copied
+        yield kernel, {"row": "*fp32"}, block | copied
     yield mask._from_indices, {}, block
-    yield mask._from_lists, {}, {"BLOCK": mask.WORDS}
+    yield mask._from_lists, {}, {"BLOCK": mask.WORDS, "FIELDS": 6}
     yield mask._pack, {}, {"BLOCK": 64} | aligned
-    yield mask._unpack, {}, block | aligned
-    of = {"parts": "*i64", "segments": "*i64"}
-    counted = {"BLOCK": sparse.COUNTED} | aligned
+    of, lines = {"parts": "*i64", "segments": "*i64"}, {"FIELDS": sparse_parts.FIELDS}
+    yield mask._tally, {}, block | lines | {"START": 4, "COUNT": 5}
+    counted = {"BLOCK": sparse.COUNTED} | aligned | lines
     for number, (_, bins) in enumerate(sparse.DIGITS):
         first = number == 0
         yield sparse._count, of, counted | {"FIRST": first, "FEEDBACK": first, "KEEP": first, "BINS": bins}
-        yield sparse._digit, of, {"FIRST": first, "BINS": bins}
+        yield sparse._digit, of, {"FIRST": first, "BINS": bins} | lines
     for kernel in (sparse._tally, sparse._list):
-        yield kernel, of, block | aligned
-    for kernel in (sparse._pack, sparse._ones, sparse._unpack, sparse._put):
-        yield kernel, of, block
+        yield kernel, of, block | aligned | lines
+    for kernel in (sparse._pack, sparse._unpack):
+        yield kernel, of, block | lines
+    yield sparse._put, {}, block
     yield sparse._sum_at, {}, block | aligned
     lines = {"FIELDS": sketch_parts.FIELDS}
     sums = {"lost": "*i64", "cell_sums": "*fp64", "magnitudes": "*i32"}
-    for kernel in (sketch._peaks, sketch._round_to, sketch._encode, sketch._tally, sketch._gather, sketch._hold,
+    for kernel in (sketch._peaks, sketch._round_to, sketch._encode, sketch._gather, sketch._hold,
                    sketch._list, sketch._round, sketch._estimate, sketch._restore):  # fmt: skip
         yield kernel, of | sums, block | lines
     yield sketch._count, of, {"BLOCK": sketch.WORDS} | lines
     row = {"BLOCK": moments.BLOCK, "DIRECTORY": moments.DIRECTORY} | aligned
     for one in (False, True):
-        for kernel in (moments._blend, moments._add_up):
-            yield kernel, {}, row | {"CHOOSE": one}
+        for common in (False, True):
+            yield moments._add_up, {}, row | {"CHOOSE": one, "COMMON": common}
         yield moments._advance, {}, row | {"COMMON": one}
     for kind in ("*fp32", "*bf16"):
         pointers = dict.fromkeys(("weight", "moment", "gradient", "next_moment"), kind)

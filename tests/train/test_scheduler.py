@@ -11,7 +11,7 @@ import pytest
 
 from thinwire.base.errors import ThinwireError
 from thinwire.cli import program as cli
-from thinwire.train.job.scheduler import first_host, forgotten_srun, tasks_per_node, torchrun_variables
+from thinwire.train.job.scheduler import first_host, forgotten_srun, torchrun_variables
 
 SBATCH = """
 SLURM_JOB_ID=200505 SLURM_JOBID=200505 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_NTASKS_PER_NODE=2 SLURM_TASKS_PER_NODE=2(x2)
@@ -88,6 +88,7 @@ def test_srun_with_pmi_is_srun():
     ("text", "line"),
     [
         (f"{SBATCH} {TASK} SLURM_STEP_TASKS_PER_NODE=3,1", "srun has put 3,1 tasks on the nodes"),
+        (f"{SBATCH} {TASK} SLURM_STEP_TASKS_PER_NODE=2(x3),1", "srun has put 2(x3),1 tasks on the nodes"),
         (f"{SBATCH} {TASK} SLURM_LOCALID=0", "neighbours on one"),
         (f"{SBATCH} {TASK} SLURM_STEP_TASKS_PER_NODE=many", "SLURM_STEP_TASKS_PER_NODE is 'many'"),
         (f"{SBATCH} {TASK} SLURM_PROCID=x", "SLURM_PROCID is 'x', which is no number"),
@@ -115,10 +116,6 @@ def test_what_is_not_clear_is_one_line(text, line, tmp_path, monkeypatch, capsys
 )  # fmt: skip
 def test_the_first_host_of_slurms_list(nodes, first):
     assert first_host(nodes) == first
-
-
-def test_tasks_per_node_as_slurm_writes_them():
-    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1] and tasks_per_node("4") == [4]
 
 
 def test_two_tasks_of_srun_are_one_run(tmp_path):

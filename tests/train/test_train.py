@@ -510,11 +510,11 @@ sys.argv[1:] = ["busy"]
 def test_ddp_s_buckets_and_sgd_are_as_the_config_says(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        ranks = setup.Ranks(None, 0, 1, torch.device("cpu"))
+        ranks = setup.Ranks(None, 1, torch.device("cpu"))
         for size, held in ((None, 25), (0.5, 0.5)):
             engine = setup.wrap(torch.nn.Linear(4, 4), Config(bucket_mb=size), ranks, False)
             assert engine.bucket_bytes_cap == held * 2**20
-        ranks = setup.Ranks(CountingComm(0, 2, [0, 1], Ledger()), 0, 1, torch.device("cpu"))
+        ranks = setup.Ranks(CountingComm(0, [0, 1], Ledger()), 1, torch.device("cpu"))
         for method, size, held in (("int8", None, 4.0), ("int8", 0.5, 0.5), ("topk(density=0.001)", None, 25)):
             config = Config(method=method, bucket_mb=size)
             engine = setup.wrap(torch.nn.Linear(4096, 4096), config, ranks, False)

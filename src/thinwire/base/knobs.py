@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Union, get_args, get_origin, get_type_hints
 
 from thinwire.base.errors import ThinwireError
 
@@ -30,8 +30,21 @@ class HasKnobs(Protocol):
     ABSENT: ClassVar[Mapping[str, str]]
 
 
+class Within(NamedTuple):
+    """A range of a knob's values, in its annotation: ``Annotated[int, Within(lambda k: k >= 1, "is 1 or more")]``."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+Steps = Annotated[int, Within(lambda steps: steps >= 1, "is a number of steps, 1 or more")]
+StepsOrNever = Annotated[int, Within(lambda steps: steps >= 0, "is a number of steps, or 0 for never")]
+Momentum = Annotated[float, Within(lambda share: 0 <= share < 1, "is at least 0 and below 1")]
+Share = Annotated[float, Within(lambda share: 0 < share <= 1, "is a share, above 0 and up to 1")]
+
+
 def check_types(settings: Any, label: Callable[[str], str]) -> None:
-    """Refuse the first field of the dataclass object ``settings`` whose value does not fit its annotation.
+    """Refuse the first field of the dataclass object ``settings`` whose value does not fit its annotation, or range.
 
     Numbers are finite, a bool is no number, and a whole number is a float too. ``label``: a field's name, as the
     user knows it.
@@ -45,6 +58,9 @@ def check_types(settings: Any, label: Callable[[str], str]) -> None:
         if not _fits(value, hint):
             shown = " ".join(repr(value).split())
             raise ThinwireError(f"{label(field.name)} is {_words(hint)}, got {shown[:60]}")
+        for bounds in _ranges(hint):
+            if value is not None and not bounds.holds(value):
+                raise ThinwireError(f"{label(field.name)} {bounds.words}, got {value}")
 
 
 def read_arguments(brackets: str) -> dict[str, Any]:
@@ -86,19 +102,21 @@ def refuse_idle(method: HasKnobs, when: str, *knobs: str) -> None:
             raise ThinwireError(f"{method.name}: {knob} does nothing with {when}: leave it out")
 
 
-def must(method: HasKnobs, good: bool, knob: str, be: str) -> None:
-    """Refuse ``knob`` of ``method`` as it is unless that is ``good``: it "is a number of steps, 1 or more"."""
-    if not good:
-        raise ThinwireError(f"{method.name}: {knob} {be}, got {getattr(method, knob)}")
-
-
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+    return get_type_hints(cls, include_extras=True)
+
+
+def _ranges(hint: Any) -> list[Within]:
+    """List the ranges in ``hint``, and in the types that it is a union of."""
+    own = [bounds for bounds in getattr(hint, "__metadata__", ()) if isinstance(bounds, Within)]
+    return own + [bounds for argument in get_args(hint) for bounds in _ranges(argument)]
 
 
 def _fits(value: Any, hint: Any) -> bool:
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _fits(value, arguments[0])
     if hint is Any:
         return True
     if origin in (Union, UnionType):
@@ -116,6 +134,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _words(hint: Any) -> str:
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _words(arguments[0])
     if origin in (Union, UnionType):
         return " or ".join(map(_words, arguments))
     if origin is Literal:

@@ -12,8 +12,6 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.base.random import Seeds
 
-WIRE_DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
-
 Space = Callable[[object, Sequence[int], torch.dtype], Tensor]
 """(use, shape, dtype) -> scratch memory, zeros when it is first handed out: a bucket's ``buffer``, or a new tensor."""
 
@@ -83,18 +81,16 @@ class Codec(ABC):
 
         With ``residual``, ``rows`` are float32 and the codec's to overwrite: no memory is taken for the sum.
         """
-        self._check_encode(rows, out)
-        space = _new_on(rows.device) if space is None else space
-        if residual is None:
-            self._encode(rows, out, seed, space)
-        else:
-            self._encode_and_keep(rows, out, residual, seed, space)
+        self._check(rows, out)
+        if rows.dtype not in (torch.float32, torch.bfloat16):
+            raise ThinwireError(f"{self}: encodes float32 or bfloat16, got {rows.dtype}")
+        self._encode_and_keep(rows, out, residual, seed, space or _new_on(rows.device))
         return out
 
     def decode(self, wire: Tensor, out: Tensor, *, space: Space | None = None) -> Tensor:
         """Write the values of ``wire`` (R, wire_numel(n)) to ``out`` (R, n), float32; return ``out``."""
         self._check_decode(wire, out)
-        self._decode(wire, out, _new_on(out.device) if space is None else space)
+        self._decode(wire, out, space or _new_on(out.device))
         return out
 
     def decode_sum(self, wire: Tensor, out: Tensor, scale: float = 1.0, *, space: Space | None = None) -> Tensor:
@@ -102,8 +98,13 @@ class Codec(ABC):
 
         Float32 throughout, added in rank order: every rank that decodes the same wire gets the same bits.
         """
-        self._check_sum(wire, out)
-        self._decode_sum(wire, out, scale, _new_on(out.device) if space is None else space)
+        if out.dim() != 1 or wire.dim() != 2 or wire.shape[0] < 1:
+            raise ThinwireError(
+                f"{self}: decode_sum takes a wire of one row per peer and a 1-D result, "
+                f"got {tuple(wire.shape)} and {tuple(out.shape)}"
+            )
+        self._check_decode(wire[:1], out.unsqueeze(0))
+        self._decode_sum(wire, out, scale, space or _new_on(out.device))
         return out
 
     def encode_sum(
@@ -119,21 +120,25 @@ class Codec(ABC):
         """Write the wire of what ``decode_sum`` gives of ``wire`` (N, wire_numel(n)) to ``out`` (1, wire_numel(n))."""
         for tensor in (wire, out):
             self._check_wire(tensor, (len(tensor), n))
-        self._encode_sum(wire, out, n, scale, seed, _new_on(wire.device) if space is None else space)
+        self._encode_sum(wire, out, n, scale, seed, space or _new_on(wire.device))
         return out
 
-    @abstractmethod
-    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None: ...
-
     def _encode_and_keep(
-        self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
+        self, rows: Tensor, out: Tensor, residual: Residual | None, seed: Seeds | None, space: Space
     ) -> None:
         """Decode what was encoded, and subtract it. A codec that knows the difference anyway takes one pass."""
+        if residual is None:
+            self._encode(rows, out, seed, space)
+            return
         if residual.old is not None:
             rows.add_(residual.old)
         self._encode(rows, out, seed, space)
         self._decode(out, residual.new, space)
         torch.sub(rows, residual.new, out=residual.new)
+
+    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
+        """Encode without a residual. A codec that takes one pass in ``_encode_and_keep`` needs none."""
+        raise NotImplementedError
 
     @abstractmethod
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None: ...
@@ -148,23 +153,14 @@ class Codec(ABC):
         if scale != 1.0:
             out.mul_(scale)
 
-    def _encode_sum(
-        self, wire: Tensor, out: Tensor, n: int, scale: float, seed: Seeds | None, space: Space
-    ) -> None:
+    def _encode_sum(self, wire: Tensor, out: Tensor, n: int, scale: float, seed: Seeds | None, space: Space) -> None:
         """Decode the sum, then encode it. A codec that can go from wire to wire takes one pass."""
         if self.verbatim:
             self._decode_sum(wire, out[0], scale, space)
             return
         total = space("sum", (1, n), torch.float32)
         self._decode_sum(wire, total[0], scale, space)
-        self._encode(total, out, seed, space)
-
-    def part(self, wire: Tensor, n: int, columns: slice) -> Tensor:
-        """Cut the wire of ``columns``, a segment, out of ``wire`` (R, wire_numel(n)) of rows of ``n`` values.
-
-        A new tensor. Not every codec's wire can be taken apart.
-        """
-        raise NotImplementedError(f"{self}: its wire is not taken apart")
+        self._encode_and_keep(total, out, None, seed, space)
 
     def _check(self, values: Tensor, wire: Tensor) -> None:
         """Refuse shapes and dtypes that do not belong together, before a kernel writes out of bounds."""
@@ -189,23 +185,10 @@ class Codec(ABC):
         if rows.shape[1] > 1 and rows.stride(1) != 1:
             raise ThinwireError(f"{self}: each row must be contiguous; only the distance between rows is free")
 
-    def _check_encode(self, rows: Tensor, out: Tensor) -> None:
-        self._check(rows, out)
-        if rows.dtype not in (torch.float32, torch.bfloat16):
-            raise ThinwireError(f"{self}: encodes float32 or bfloat16, got {rows.dtype}")
-
     def _check_decode(self, wire: Tensor, out: Tensor) -> None:
         self._check(out, wire)
         if out.dtype != torch.float32:
             raise ThinwireError(f"{self}: decodes to float32, got {out.dtype}")
-
-    def _check_sum(self, wire: Tensor, out: Tensor) -> None:
-        if out.dim() != 1 or wire.dim() != 2 or wire.shape[0] < 1:
-            raise ThinwireError(
-                f"{self}: decode_sum takes a wire of one row per peer and a 1-D result, "
-                f"got {tuple(wire.shape)} and {tuple(out.shape)}"
-            )
-        self._check_decode(wire[:1], out.unsqueeze(0))
 
 
 def _new_on(device: torch.device) -> Space:

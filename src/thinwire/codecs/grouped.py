@@ -43,6 +43,7 @@ class GroupedBytes(Codec):
         return self._payload(n) + n // self.group * 4
 
     def part(self, wire: Tensor, n: int, columns: slice) -> Tensor:
+        """Copy the wire of ``columns``, a segment, out of ``wire`` (R, wire_numel(n)) of rows of ``n`` values."""
         head, (start, stop) = self._payload(n), (columns.start, columns.stop)
         scales = slice(head + start // self.group * 4, head + stop // self.group * 4)
         return torch.cat([wire[:, self._payload(start) : self._payload(stop)], wire[:, scales]], 1)
@@ -50,9 +51,12 @@ class GroupedBytes(Codec):
     def _payload(self, n: int) -> int:
         return n * self.bits // 8
 
-    def _split(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Payload (R, n * bits / 8) uint8 and scales (R, n / group) float32, views of ``wire``."""
+    def codes_of(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Return codes, (R, n) int8 or, of fewer bits, (R, n * bits / 8) uint8, and scales (R, n / group) float32.
+
+        Both are views of ``wire``.
+        """
         if wire.storage_offset() % 4 or (wire.shape[0] > 1 and wire.stride(0) % 4):
             raise ThinwireError(f"{self}: wire rows must start at a multiple of 4 bytes, because they hold fp32 scales")
-        wire, size = viewable(wire), self._payload(n)
-        return wire[:, :size], wire[:, size:].view(torch.float32)
+        codes, scales = viewable(wire).tensor_split([self._payload(n)], 1)
+        return codes.view(torch.int8) if self.bits == 8 else codes, scales.view(torch.float32)

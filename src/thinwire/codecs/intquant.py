@@ -66,9 +66,7 @@ class Integers(GroupedBytes):
     def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
         quant.dequantize_sum(*self.codes_of(wire, out.shape[0]), self.format, out, scale)
 
-    def _encode_sum(
-        self, wire: Tensor, out: Tensor, n: int, scale: float, seed: Seeds | None, space: Space
-    ) -> None:
+    def _encode_sum(self, wire: Tensor, out: Tensor, n: int, scale: float, seed: Seeds | None, space: Space) -> None:
         quant.requantize(*self.codes_of(wire, n), self.format, *self.codes_of(out, n), scale, self.drawn(n, seed))
 
     def drawn(self, n: int, seed: Seeds | None) -> Seeds | None:
@@ -79,11 +77,6 @@ class Integers(GroupedBytes):
         if drawn is None:
             raise ThinwireError(f"{self}: stochastic rounding draws: hand in a seed for all {n} columns")
         return drawn
-
-    def codes_of(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Codes, int8 or uint8 pairs, and scales: views of ``wire``."""
-        codes, scales = self._split(wire, n)
-        return codes.view(torch.int8) if self.bits == 8 else codes, scales
 
 
 def Int8(group: int = 128, rounding: str = "nearest", *, hadamard: bool = False) -> Integers:
@@ -111,15 +104,15 @@ class ShiftedInt8(GroupedBytes):
     shift: float = 0.0
 
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
-        codes, scales = self._split(out, rows.shape[1])
+        codes, scales = self.codes_of(out, rows.shape[1])
         groups = rows.float().unflatten(1, (-1, self.group))
         scales.copy_(groups.abs().amax(2).div_(126.5))
         values = (groups / scales.unsqueeze(2)).sub_(self.shift).round_().clamp_(-127, 127)
         # A group of zeros has scale 0 and decodes to zeros; one that is not finite decodes to NaN throughout.
         scales.masked_fill_(~scales.isfinite(), torch.nan)
-        codes.view(torch.int8).copy_(values.nan_to_num_(0).flatten(1))
+        codes.copy_(values.nan_to_num_(0).flatten(1))
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
-        codes, scales = self._split(wire, out.shape[1])
-        values = codes.view(torch.int8).float().add_(self.shift)
+        codes, scales = self.codes_of(wire, out.shape[1])
+        values = codes.float().add_(self.shift)
         out.copy_(values.unflatten(1, (-1, self.group)).mul_(scales.unsqueeze(2)).flatten(1))

@@ -46,16 +46,10 @@ class Masked(Codec):
     def wire_numel(self, n: int) -> int:
         return self.k
 
-    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
-        self._gather(rows, out, None, None, space)
-
     def _encode_and_keep(
-        self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
+        self, rows: Tensor, out: Tensor, residual: Residual | None, seed: Seeds | None, space: Space
     ) -> None:
-        self._gather(rows, out, residual.old, residual.new, space)
-
-    def _gather(self, rows: Tensor, out: Tensor, old: Tensor | None, new: Tensor | None, space: Space) -> None:
-        """Write rows + ``old`` at the mask to ``out``, and off it, in the same pass, to ``new`` if there is one."""
+        old, new = (None, None) if residual is None else (residual.old, residual.new)
         narrow = out.dtype != torch.float32
         payload = space(("payload", len(out)), out.shape, torch.float32) if narrow else out
         mask.gather_keep(rows, old, self.words, payload, new, self.bit_offsets)

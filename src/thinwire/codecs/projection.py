@@ -36,8 +36,6 @@ class Estimator:
     block: int
 
     def __post_init__(self) -> None:
-        if self.name not in ESTIMATORS:
-            raise ThinwireError(f"no estimator '{self.name}'; there are: {', '.join(ESTIMATORS)}")
         block, ratio = self.block, self.ratio
         if ratio < 1 or block < 2 or block & (block - 1) or block % ratio:
             raise ThinwireError(
@@ -69,21 +67,19 @@ class Estimator:
         """
         period, turn = divmod(step, self.ratio) if self.srht else (step, 0)
 
+        block, m = self.block, self.sent_per_block
+
         def make() -> tuple[Tensor, ...]:
-            return self._draw(seed_of(seed, name, period), device)
+            own_seed = seed_of(seed, name, period)
+            if self.srht:
+                return random_signs(own_seed, block, device), random_order(seed_of(own_seed, "order"), block, device)
+            return (random_normal(own_seed, block * m, device).view(block, m),)
 
         drawn = make() if draw_once is None else draw_once(("drawn", name), make, self, seed, period)
-        if self.name == "paper":
+        if not self.srht:
             return drawn
         signs, order = drawn
-        return signs, order[turn * self.sent_per_block : (turn + 1) * self.sent_per_block]
-
-    def _draw(self, seed: int, device: torch.device) -> tuple[Tensor, ...]:
-        if self.srht:
-            signs = random_signs(seed, self.block, device)
-            return signs, random_order(seed_of(seed, "order"), self.block, device)
-        matrix = random_normal(seed, self.block * self.sent_per_block, device).view(self.block, self.sent_per_block)
-        return (matrix,)
+        return signs, order[turn * m : (turn + 1) * m]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,19 +105,6 @@ class Projection(Codec):
     def wire_numel(self, n: int) -> int:
         return n // self.estimator.ratio
 
-    def matrix(self, segment: int = 0) -> Tensor:
-        """(block, m) of a segment: a block x is sent as x @ matrix. For tests and for study."""
-        drawn, block = self.segments[segment][2], self.estimator.block
-        if not self.estimator.srht:
-            return drawn[0]
-        # each unit vector sits in lane 0 of a tile of its own
-        tiles = torch.zeros(block, block, projection.LANES, device=drawn[0].device)
-        tiles[:, :, 0] = torch.eye(block, device=drawn[0].device)
-        payload = torch.empty(1, tiles.numel() // self.estimator.ratio, device=drawn[0].device)
-        signs, chosen = drawn
-        projection.srht_project(tiles.reshape(1, -1), None, signs, chosen, payload, None)
-        return payload.view(block, self.estimator.sent_per_block, projection.LANES)[:, :, 0]
-
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
         rows = rows.float()  # itself, where it is float32, as a bucket's are
         for columns, sent, drawn in self._slices():
@@ -136,9 +119,9 @@ class Projection(Codec):
             payload.copy_(product)
 
     def _encode_and_keep(
-        self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
+        self, rows: Tensor, out: Tensor, residual: Residual | None, seed: Seeds | None, space: Space
     ) -> None:
-        if not self.estimator.srht:
+        if residual is None or not self.estimator.srht:
             super()._encode_and_keep(rows, out, residual, seed, space)
             return
         for columns, sent, (signs, chosen) in self._slices():

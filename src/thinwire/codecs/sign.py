@@ -55,10 +55,10 @@ class Sign(GroupedBytes):
             shares = torch.full(shape, 1 / self.group, dtype=torch.float32, device=rows.device)
         elif shares.shape != shape:
             raise ThinwireError(f"{self}: {tuple(rows.shape)} values have shares {shape}, got {tuple(shares.shape)}")
-        sign.pack(rows, self.group, shares, *self._split(out, rows.shape[1]), rms=self.scale == "rms")
+        sign.pack(rows, self.group, shares, *self.codes_of(out, rows.shape[1]), rms=self.scale == "rms")
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
-        sign.unpack(*self._split(wire, out.shape[1]), self.group, out)
+        sign.unpack(*self.codes_of(wire, out.shape[1]), self.group, out)
 
     def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
-        sign.unpack_sum(*self._split(wire, out.shape[0]), self.group, out, scale)
+        sign.unpack_sum(*self.codes_of(wire, out.shape[0]), self.group, out, scale)

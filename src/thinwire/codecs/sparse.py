@@ -116,22 +116,15 @@ class LargestValues(Codec):
     def _values_in(self, wire: Tensor, n: int, space: Space) -> Tensor:
         """Return the values (R, m) float32 that ``wire`` holds."""
 
-    def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
-        self._choose(rows.float(), None, None, out, seed, space)
-
     def _encode_and_keep(
-        self, rows: Tensor, out: Tensor, residual: Residual, seed: Seeds | None, space: Space
+        self, rows: Tensor, out: Tensor, residual: Residual | None, seed: Seeds | None, space: Space
     ) -> None:
-        self._choose(rows, residual.old, residual.new, out, seed, space)
-
-    def _choose(
-        self, rows: Tensor, old: Tensor | None, new: Tensor | None, out: Tensor, seed: Seeds | None, space: Space
-    ) -> None:
-        """Send the largest of ``rows`` + ``old``: one pass over the values; all else is as short as the wire."""
+        """Send the largest in one pass over the values; all else is as short as the wire."""
+        old, new = (None, None) if residual is None else (residual.old, residual.new)
         n, layout = rows.shape[1], self._positions(rows.shape[1])
         positions = layout.memory(len(rows), space)
         values = space(("values", len(rows)), positions.shape, torch.float32)
-        sparse.largest(rows, old, layout.lists, new, positions, values)
+        sparse.largest(rows.float(), old, layout.lists, new, positions, values)
         self._write(positions, values, out, seed)
         if new is not None:
             sparse.put(values.sub_(self._values_in(out, n, space)), positions, new)

@@ -14,6 +14,7 @@ owners otherwise.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -273,11 +274,9 @@ class BucketCopies:
     def unpack_formed(self, rows: Tensor, flat: Tensor) -> None:
         """Unpack the parameters that are not contiguous in the engine's buffer."""
         for segment in self._formed:
-            piece = segment.piece
-            values = torch.empty(piece.numel, dtype=flat.dtype, device=flat.device)
+            values, strided = flat.new_empty(segment.piece.numel), segment.piece.strided(flat)
             ops.unpack(rows.view(-1), ops.CopyTable([self._part(segment, 0)], self.device), values)
-            assert piece.form is not None
-            piece.strided(flat).copy_(values.view(piece.form[0]))
+            strided.copy_(values.view(strided.shape))
 
     @functools.cached_property
     def copy_table(self) -> ops.CopyTable:
@@ -305,6 +304,63 @@ class BucketCopies:
         piece, span, (rows, n) = segment.piece, segment.span, self.shape
         numel = (piece.rows - 1) * piece.stride + span if piece.stride else piece.numel
         return ops.CopySegment(offset, numel, piece.stride or span, segment.start, segment.width, span, n, rows)
+
+
+class BucketGroup:
+    """The buckets of one engine buffer: their rows lie in one memory, packed and unpacked in one pass."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        """``buckets``: of one dtype, with one arena."""
+        self._buckets = buckets
+        head, shapes = buckets[0], [bucket.shape for bucket in buckets]
+        self._means = self._rows = _Stack("rows", head, shapes, [bucket.copies.copy_table for bucket in buckets])
+        if head.owner:
+            tables = [bucket.copies.own_copy_table for bucket in buckets]
+            self._means = _Stack("mean", head, [(1, n) for _, n in shapes], tables)
+
+    def load(self, flat: Tensor, out: Tensor) -> None:
+        """Load all buckets, as ``Bucket.load`` does one."""
+        ops.pack(flat, self._rows.copy_table, self._rows.borrow())
+        for bucket, rows, mean in zip(self._buckets, self._rows.views(), self._means.views(), strict=True):
+            bucket.rows, bucket.mean = rows, mean
+            bucket.copies.pack_formed(flat, rows)
+
+    def store(self, out: Tensor) -> None:
+        """Store all buckets, as ``Bucket.store`` does one."""
+        ops.unpack(self._means.borrow(), self._means.copy_table, out)
+        for bucket in self._buckets:
+            bucket.copies.unpack_formed(bucket.rows, out)
+
+    def release(self) -> None:
+        """Release all buckets."""
+        for bucket in self._buckets:
+            bucket.release()
+
+
+class _Stack:
+    """Rows of several ``shapes`` (R, n) in one memory, each from a multiple of 64 elements on, and their copies."""
+
+    def __init__(
+        self, use: str, head: Bucket, shapes: Sequence[Sequence[int]], tables: Sequence[ops.CopyTable]
+    ) -> None:
+        """``use``: of ``head``'s scratch memory. ``tables``: the copies of the rows of each shape alone."""
+        self._use, self._head, self._shapes = use, head, shapes
+        *self._starts, self._size = itertools.accumulate((padded(rows * n, 64) for rows, n in shapes), initial=0)
+        copies = [
+            copy._replace(start=start + copy.start)
+            for start, table in zip(self._starts, tables, strict=True)
+            for copy in table.segments
+        ]
+        self.copy_table = ops.CopyTable(copies, head.device)
+
+    def borrow(self) -> Tensor:
+        """Return the memory, 1-D."""
+        return self._head.scratch(self._use, (self._size,), self._head.dtype)
+
+    def views(self) -> list[Tensor]:
+        """View the memory as the rows, one tensor for each shape."""
+        memory = self.borrow()
+        return [memory[i : i + r * n].view(r, n) for i, (r, n) in zip(self._starts, self._shapes, strict=True)]
 
 
 def _segments(pieces: Sequence[Piece], rows: int, group: int, spans: Sequence[int]) -> tuple[Segment, ...]:

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from thinwire.core.promise import EXACT, Promise
 
-Resized = Literal["equal", "shard", "mean", "anew"]
-"""See ``StateKind.resized``."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StateKind:
@@ -32,7 +29,7 @@ class StateKind:
             or "": integers that would become addresses, in the first place. It is called before anything is loaded.
     """
 
-    resized: Resized | None = None
+    resized: Literal["equal", "shard", "mean", "anew"] | None = None
     rank_equal: bool = False
     offloaded: bool = False
     of_weights: bool = False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,26 +18,6 @@ from thinwire.network.comm import Comm, GroupComm, local
 
 if TYPE_CHECKING:
     from thinwire.core.road import Levels, Road
-
-
-class StepEvents(Protocol):
-    """The steps of a model, as its engine sees them."""
-
-    @property
-    def open(self) -> bool:
-        """Have some optimizers stepped, and others not yet?"""
-
-    def enter(self, names: Sequence[str]) -> None:
-        """Note that the gradients of ``names`` are about to be exchanged."""
-
-    def exchanging(self, payload: str, names: Iterable[str]) -> AbstractContextManager[None]:
-        """Inside, the ``payload`` of the parameters ``names`` is exchanged."""
-
-    def seen(self, name: str) -> bool:
-        """Has the parameter been exchanged since the last step?"""
-
-    def exchanged(self) -> list[Tensor]:
-        """Return the parameters that have been exchanged since the last step."""
 
 
 Meet = Callable[[], None]
@@ -59,6 +40,7 @@ class Engine:
         rank: of this process among the data-parallel ones.
         wire_dtype: of the engine's buffers; None: as the parameters.
         gathers: dtypes in which sharded weights are gathered; none where they are not sharded.
+        exchanges: are we called at all? Not where torch leaves out what a single rank would exchange with itself.
     """
 
     kind: str
@@ -71,18 +53,11 @@ class Engine:
     beside: Sequence[GroupComm] = ()
     rank: int
     wire_dtype: torch.dtype | None = None
+    gathers: frozenset[torch.dtype] = frozenset()
+    exchanges = True
 
-    @property
-    def gathers(self) -> frozenset[torch.dtype]:
-        return frozenset()
-
-    @property
-    def exchanges(self) -> bool:
-        """Are we called at all? Not where torch leaves out what a single rank would exchange with itself."""
-        return True
-
-    def attach(self, steps: StepEvents, road: Road) -> None:
-        """Send every gradient down ``road``, and tell ``steps``."""
+    def attach(self, turn: Any, road: Road) -> None:
+        """Send every gradient down ``road``, and tell ``turn``, the model's ``StepLoop``."""
 
     def layout(self) -> Layout:
         """Return the buffers that will be handed out."""
@@ -166,16 +141,11 @@ def wants_two_levels(comm: Comm, method: Method, two_level: bool | None) -> bool
 
 def split_by_node(comm: GroupComm) -> tuple[GroupComm, GroupComm]:
     """Group the ranks of this node, and the ranks with this local rank on every node. Collective over ``comm``."""
-    nodes = sorted(set(comm.nodes))
-    members = {node: [rank for rank in range(comm.size) if comm.nodes[rank] == node] for node in nodes}
-    sizes = {len(ranks) for ranks in members.values()}
-    if len(sizes) != 1:
-        raise ThinwireError(
-            f"two levels need as many ranks on every node, got {[len(members[n]) for n in nodes]}: pass two_level=False"
-        )
-    in_order = [rank for node in nodes for rank in members[node]]
-    if in_order != list(range(comm.size)):
+    sizes = [size for _, size in sorted(Counter(comm.nodes).items())]
+    if len(set(sizes)) != 1:
+        raise ThinwireError(f"two levels need as many ranks on every node, got {sizes}: pass two_level=False")
+    if sorted(comm.nodes) != list(comm.nodes):
         raise ThinwireError("two levels need the ranks of a node to be consecutive: pass two_level=False")
-    own_node = members[comm.nodes[comm.rank]]
-    local_rank = own_node.index(comm.rank)
-    return comm.subset(own_node), comm.subset([members[node][local_rank] for node in nodes])
+    size = sizes[0]
+    node, local_rank = divmod(comm.rank, size)
+    return comm.subset(range(node * size, (node + 1) * size)), comm.subset(range(local_rank, comm.size, size))

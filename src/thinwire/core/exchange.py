@@ -43,10 +43,6 @@ class Payload:
     mean: Tensor
     bucket: Bucket
 
-    @property
-    def shape(self) -> Sequence[int]:
-        return self.rows.shape
-
     def scratch(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.bucket.scratch(("serve", key), shape, dtype)
 
@@ -260,7 +256,7 @@ class AllReduce(Exchange):
         self, bucket: Rows, received: Tensor, codec: Codec, residual: Residual | None, seed: Seeds | None
     ) -> Tensor:
         """Encode this rank's row of the mean, from its peers' wires ``received`` (N, m), into a wire (1, m)."""
-        shape = 1, bucket.shape[1]
+        shape = 1, bucket.rows.shape[1]
         if residual is None:
             mean_wire = bucket.scratch("mean wire", (1, received.shape[1]), received.dtype)
             with self.span("encode", received):

@@ -6,40 +6,43 @@ here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import check_types, unknown_knob
+from thinwire.base.knobs import Within, check_types, unknown_knob
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Fp32 as Fp32Codec
-from thinwire.core.bucket import Bucket, Shard
-from thinwire.core.card import ANEW as ANEW
-from thinwire.core.card import EQUAL as EQUAL
-from thinwire.core.card import Card as Card
-from thinwire.core.card import StateKind as StateKind
-from thinwire.core.exchange import Exchange
-from thinwire.core.method_buckets import send_all
-from thinwire.core.promise import CONSERVES as CONSERVES
-from thinwire.core.promise import EXACT as EXACT
-from thinwire.core.promise import Promise as Promise
-from thinwire.core.promise import Rounding as Rounding
-from thinwire.core.run import Holder as Holder
-from thinwire.core.run import Parameter as Parameter
-from thinwire.core.run import Run as Run
-from thinwire.core.run import Step as Step
-from thinwire.core.run import find_holders as find_holders
-from thinwire.core.state import State
+from thinwire.core.bucket import Arena, Bucket, Piece, Shard
+from thinwire.core.card import ANEW, EQUAL, Card, StateKind
+from thinwire.core.exchange import Exchange, bucket_rows
+from thinwire.core.promise import CONSERVES, EXACT, Promise, Rounding
+from thinwire.core.run import Holder, Parameter, Run, Step, find_holders
+from thinwire.core.state import State, find_entries, put_back, read_existing
 from thinwire.core.weights import Message
+
+__all__ = ["ANEW", "CONSERVES", "EQUAL", "EXACT", "Card", "Fp32", "Holder", "Method", "Parameter", "Promise",
+           "Rounding", "Run", "StateKind", "Step", "find_holders"]  # fmt: skip
 
 SMALL = 64 * 1024
 """Elements below which a tensor is not worth compressing: 0.3% of a model's values, most of an 8-bit wire's error."""
 MATRIX = 1024
 """Elements below which nothing is a matrix of a model's: all others are sent where what is sent are steps."""
+
+Smallest = Annotated[int, Within(lambda elements: elements >= 0, "must be 0 or more elements")]
+Density = Annotated[float, Within(lambda share: 0 < share <= 1, "is the share of values sent, above 0 and up to 1")]
+Start = Annotated[
+    float,
+    Within(
+        lambda start: start >= 0 and (start < 1 or start == int(start)),
+        "is a share of the run below 1 or a whole number of steps",
+    ),
+]
+"""See ``first_step``."""
 
 
 @dataclass
@@ -125,7 +128,7 @@ class Method:
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
         """``reduce`` in a step that is dense, after which nothing waits."""
-        send_all(self.card, self.state, bucket, exchange)
+        send_all(self.card.promise.waits, self.state, bucket, exchange)
 
     def before_step(self, step: Step) -> None:
         """Called once per optimizer step, when its gradients are known to be finite, before the step is taken."""
@@ -190,6 +193,48 @@ def intra_of(method: Method) -> Method:
     return method.card.intra or Method()
 
 
+def bucket_of(
+    method: Method, pieces: Sequence[Piece], exchange: Exchange, device: torch.device, arena: Arena | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Bucket:  # fmt: skip
+    """Make the bucket for ``pieces`` that ``method`` reduces over ``exchange``.
+
+    ``arena``: the memory that the bucket shares with others.
+    """
+    rows = bucket_rows(exchange, method.card.summed_by_network)
+    return Bucket(
+        pieces, rows=rows, owner=exchange.owner, group=method.card.group, dtype=dtype, device=device, arena=arena
+    )
+
+
+def send_all(waits: Mapping[str, float], state: State, bucket: Bucket, exchange: Exchange) -> None:
+    """Set ``bucket.mean`` to the mean over ranks of ``bucket.rows`` and of all that ``waits``; nothing waits then.
+
+    It is one dense exchange. The rows are in the unit of what waits; between steps they are zeros.
+    """
+    for kind, weight in waits.items():
+        waiting = read_existing(state, kind, bucket)
+        if waiting is None:
+            continue
+        if len(waiting) == len(bucket.rows):
+            bucket.rows.add_(waiting, alpha=weight)
+        else:  # an owner's, which stands for all ranks
+            bucket.rows[exchange.rank].add_(waiting[0], alpha=exchange.ranks * weight)
+        state.write(kind, bucket, len(waiting)).zero_()
+        put_back(state, kind, bucket)
+    bucket.clear_padding(bucket.rows)
+    exchange.mean(bucket)
+
+
+def drop_waiting(method: Method) -> None:
+    """Drop what waits on this rank, and what else belongs to weights that are no more."""
+    for kind in method.card.promise.waits:
+        method.state.drop(kind)
+    for pattern, kinds in method.card.state_kinds.items():
+        for _, name, _ in find_entries(method.state, pattern) if kinds.of_weights else ():
+            method.state.keep(pattern, name, None)
+
+
 def refuse_chunks(method: str, run: Run) -> None:
     """For a ``method`` that works on the optimizer's moments: DDP has them whole, and two levels carry chunks there."""
     if run.chunk is not None:
@@ -205,31 +250,12 @@ def first_step(method: str, knob: str, value: float, steps: int | None) -> int:
     Raises:
         ThinwireError: the share of an unknown number of steps; a step beyond the end of the run.
     """
-    check_start(method, knob, value)
     if 0 < value < 1 and steps is None:
         raise ThinwireError(f"{method}: {knob}={value} is a share of the run: compress() needs steps=")
     first = int(value) if value == 0 or value >= 1 else round(value * (steps or 0))
     if steps is not None and first >= steps:
         raise ThinwireError(f"{method}: {knob}={value} lies beyond the end of the run of {steps} steps")
     return first
-
-
-def check_start(method: str, knob: str, value: float) -> None:
-    """Refuse a ``value`` that ``first_step`` cannot read, whatever the run."""
-    if value < 0 or (value >= 1 and value != int(value)):
-        raise ThinwireError(f"{method}: {knob} is a share of the run below 1 or a whole number of steps, got {value}")
-
-
-def check_smallest(method: str, smallest: int) -> None:
-    """Refuse a ``smallest`` that is no number of elements."""
-    if smallest < 0:
-        raise ThinwireError(f"{method}: smallest must be 0 or more elements, got {smallest}")
-
-
-def check_density(method: str, density: float, knob: str = "density") -> None:
-    """Refuse a ``density`` that is no share of values."""
-    if not 0 < density <= 1:
-        raise ThinwireError(f"{method}: {knob} is the share of values sent, above 0 and up to 1, got {density}")
 
 
 def count_of(density: float, values: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -24,7 +24,7 @@ def bare_name(name: str) -> str:
     return clean_name(name).removeprefix("module.")
 
 
-def role_of(name: str, module: nn.Module | None, shape: Sequence[int]) -> str:
+def role_of(name: str, module: nn.Module | None) -> str:
     """Tell matrix, embedding, head, router, norm or bias by the module that holds the parameter, then by its name."""
     last = name.rsplit(".", 1)[-1]
     owner = name.rsplit(".", 2)[-2] if name.count(".") else ""
@@ -58,7 +58,7 @@ def describe(
         if not tensor.requires_grad:
             continue
         name = clean_name(full)
-        role = role_of(name, modules.get(full.rpartition(".")[0]), tensor.shape)
+        role = role_of(name, modules.get(full.rpartition(".")[0]))
         shape: Shape = tuple(tensor.shape)
         chunk = (-(-shape[0] // chunks), *shape[1:]) if shape else ()
         rank_shape, shard = (shards or {}).get(id(tensor), (shape, chunk))

@@ -26,11 +26,9 @@ import torch
 from torch import Tensor
 
 from thinwire.base import device as devices
-from thinwire.core.bucket import Arena, Bucket, Piece
-from thinwire.core.bucket_group import BucketGroup
+from thinwire.core.bucket import Arena, Bucket, BucketGroup, Piece
 from thinwire.core.exchange import Exchange, dense_bytes, on_comm
-from thinwire.core.method import Fp32, Method, Parameter
-from thinwire.core.method_buckets import bucket_of
+from thinwire.core.method import Fp32, Method, Parameter, bucket_of
 from thinwire.core.outliers import OutlierClip
 from thinwire.network.comm import Comm
 from thinwire.network.guard import Guard
@@ -127,7 +125,7 @@ class Stage:
         if method.card.native:  # the buffer goes out as it is
             pieces = [replace(piece, form=None) for piece in pieces]
         dtype = flat.dtype if method.card.native else torch.float32
-        return bucket_of(method.card, pieces, self.exchange, flat.device, self._buckets.arena, dtype)
+        return bucket_of(method, pieces, self.exchange, flat.device, self._buckets.arena, dtype)
 
 
 class _PackedBuckets(NamedTuple):
@@ -179,11 +177,6 @@ class Road:
         return self.stages[-1]
 
     @property
-    def entry(self) -> Exchange:
-        """The exchange that the engine takes the road for: its own buffers are of this form."""
-        return self.stages[0].exchange if self.levels is None else self.levels.stock
-
-    @property
     def step(self) -> int:
         """Optimizer steps taken so far; skipped ones do not count."""
         return self.last.step
@@ -207,8 +200,8 @@ class Road:
 
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None) -> None:
         """Reduce without looking at the values, and without counting; ``send``: as the last stage has it."""
-        stages: list[Carry] = [*(stage.carry for stage in self.stages[:-1]), functools.partial(self.last.carry, send=send)]
-        self._through(flat, pieces, out, stages)
+        last = functools.partial(self.last.carry, send=send)
+        self._through(flat, pieces, out, [*(stage.carry for stage in self.stages[:-1]), last])
 
     def _through(self, flat: Tensor, pieces: Pieces, out: Tensor, stages: Sequence[Carry]) -> None:
         if self.levels is not None:
@@ -221,10 +214,10 @@ class Road:
 
     def piece(self, parameter: Parameter) -> Piece:
         """Return ``parameter`` in a buffer of its own, as the engine would hand it out."""
-        rows, name = self.entry.ranks, parameter.name
-        if self.entry.owner:
-            return Piece(name, 0, parameter.local * rows, rows, parameter.local)
-        return Piece(name, 0, math.prod(parameter.rank_shape))
+        entry = self.stages[0].exchange if self.levels is None else self.levels.stock
+        if entry.owner:
+            return Piece(parameter.name, 0, parameter.local * entry.ranks, entry.ranks, parameter.local)
+        return Piece(parameter.name, 0, math.prod(parameter.rank_shape))
 
     def dense_bytes(self, parameter: Parameter, dtype: torch.dtype) -> float:
         """Count the bytes that the engine by itself would send of ``parameter``."""
@@ -239,6 +232,7 @@ def shard_of(pieces: Pieces) -> Pieces:
     return tuple(Piece(piece.name, piece.offset, piece.numel // piece.rows) for piece in pieces)
 
 
+@dataclass
 class Levels(ABC):
     """The way of an engine's buffer through two stages, and back.
 
@@ -246,8 +240,10 @@ class Levels(ABC):
         stock: the exchange of the engine itself, in one hop over all ranks.
     """
 
-    def __init__(self, stock: Exchange) -> None:
-        self.stock = stock
+    stock: Exchange
+
+    def __post_init__(self) -> None:
+        self._compositions: _Compositions[Any] = _Compositions()
 
     @abstractmethod
     def through(
@@ -255,23 +251,24 @@ class Levels(ABC):
     ) -> None:
         """Carry ``flat`` inside the node (``first``), then across nodes; ``dtype``: of the buffers in between."""
 
-    @abstractmethod
     def on(self, double: Callable[[Comm], Comm]) -> Levels:
         """Return the same on ``double`` of each group."""
+        return replace(self, stock=on_comm(self.stock, double(self.stock.comm)))
 
 
+@dataclass
 class ScatterAndShare(Levels):
     """DDP: each of a node's L ranks takes a shard of every parameter across, and they share what comes back.
 
     A shard is one of L equal chunks of dim 0, the last one padded with zeros, as with FSDP2: so what travels across
     nodes, and what waits there, is what HSDP has. The means are shared as they are.
+
+    Attributes:
+        intra: the ranks of this node. widths: values of each parameter's shard, by name.
     """
 
-    def __init__(self, stock: Exchange, intra: Comm, widths: Mapping[str, int]) -> None:
-        """``intra``: the ranks of this node. ``widths``: values of each parameter's shard, by name."""
-        super().__init__(stock)
-        self.intra, self.widths = intra, widths
-        self._compositions: _Compositions[tuple[Bucket, Pieces, Pieces]] = _Compositions()
+    intra: Comm
+    widths: Mapping[str, int]
 
     def through(self, flat, pieces, out, first, second, dtype):
         bucket, inside, across = self._compositions.once(pieces, dtype, lambda: self._make(flat, pieces, dtype))
@@ -284,7 +281,7 @@ class ScatterAndShare(Levels):
         bucket.copies.unpack(rows, flat)
 
     def on(self, double):
-        return ScatterAndShare(on_comm(self.stock, double(self.stock.comm)), double(self.intra), self.widths)
+        return replace(self, stock=on_comm(self.stock, double(self.stock.comm)), intra=double(self.intra))
 
     def _make(self, flat: Tensor, pieces: Pieces, dtype: torch.dtype) -> tuple[Bucket, Pieces, Pieces]:
         """Make the bucket that packs ``flat`` as rows (L, n), the pieces of those, and of a shard."""
@@ -298,19 +295,18 @@ class ScatterAndShare(Levels):
         return bucket, inside, shard_of(inside)
 
 
+@dataclass
 class Regroup(Levels):
     """FSDP2: what local rank l of any node owns lies side by side for the first stage, as rows for the second.
 
-    With L ranks per node and M nodes, row a * L + l belongs to local rank l of node a.
+    With L = ``local`` ranks per node and M = ``nodes``, row a * L + l belongs to local rank l of node a.
     """
 
-    def __init__(self, stock: Exchange, local: int, nodes: int) -> None:
-        super().__init__(stock)
-        self._local, self._nodes = local, nodes
-        self._compositions: _Compositions[tuple[Pieces, Pieces]] = _Compositions()
+    local: int
+    nodes: int
 
     def through(self, flat, pieces, out, first, second, dtype):
-        local, nodes = self._local, self._nodes
+        local, nodes = self.local, self.nodes
         inside, across = self._compositions.once(pieces, dtype, lambda: self._make(flat, pieces))
         n = flat.numel() // (local * nodes)
         rows, row, node_rows = (
@@ -326,12 +322,9 @@ class Regroup(Levels):
             node_rows[:, offset : offset + span].copy_(row[nodes * offset : nodes * (offset + span)].view(nodes, span))
         second(node_rows.view(-1), across, out)
 
-    def on(self, double):
-        return Regroup(on_comm(self.stock, double(self.stock.comm)), self._local, self._nodes)
-
     def _make(self, flat: Tensor, pieces: Pieces) -> tuple[Pieces, Pieces]:
         """Return the parameters' pieces in the first stage's rows (L, M * n), and in the second one's (M, n)."""
-        local, nodes = self._local, self._nodes
+        local, nodes = self.local, self.nodes
         n = flat.numel() // (local * nodes)
         inside, across = [], []
         for piece in pieces:
@@ -358,8 +351,8 @@ class Worker:
 
     def submit(self, job: Callable[[], Tensor], device: torch.device, *, last: bool) -> torch.futures.Future:
         """Return a future of ``job()``. ``last``: no more jobs in this step, the engine waits (exposed time)."""
-        if (streams := devices.streams(device)) is not None:
-            return self._enqueue(streams, job, device, last)
+        if devices.streams(device) is not None:
+            return self._enqueue(job, device, last)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="thinwire")
             self._thread.start()
@@ -398,9 +391,8 @@ class Worker:
                 self._ledger.add("exposed", time.perf_counter() - waiting_since)
             future.set_result(result)
 
-    def _enqueue(
-        self, streams: Any, job: Callable[[], Tensor], device: torch.device, last: bool
-    ) -> torch.futures.Future:
+    def _enqueue(self, job: Callable[[], Tensor], device: torch.device, last: bool) -> torch.futures.Future:
+        streams = devices.streams(device)
         if self._stream is None:
             self._stream = streams.Stream(device)
         start = devices.mark(device)

@@ -58,22 +58,17 @@ class HolderCache:
 
     def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...], weights: Mapping[str, Tensor]) -> None:
         self._optimizers, self._weights = optimizers, weights
-        self._groups: list[tuple[dict[str, Any], list[Tensor], int]] = []  # alive, so that no new one has their address
+        self._key: list[tuple[int, int, int]] = []
+        self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []  # alive, so that no new one has their address
         self._cached: dict[str, Holder] = {}
 
     def look(self) -> dict[str, Holder]:
         """Return the holder of each weight now."""
-        groups = [
-            (group, group["params"], len(group["params"]))
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-        ]
-        unchanged = len(groups) == len(self._groups) and all(
-            group is old_group and params is old_params and count == old_count
-            for (group, params, count), (old_group, old_params, old_count) in zip(groups, self._groups, strict=True)
-        )
-        if not unchanged:
-            self._groups, self._cached = groups, find_holders(self._optimizers, self._weights)
+        groups = [(group, group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        key = [(id(group), id(members), len(members)) for group, members in groups]
+        if key != self._key:
+            self._key, self._groups = key, groups
+            self._cached = find_holders(self._optimizers, self._weights)
         return self._cached
 
 

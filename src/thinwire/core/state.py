@@ -85,8 +85,7 @@ class State:
         if key not in self._current:
             shape = (rows or bucket.shape[0], bucket.shape[1])
             self._current[key] = self._new(kind, shape, bucket.device)
-        moved = [segment for segment in bucket.segments if self._move(kind, bucket, segment)]
-        if moved:
+        if any([self._move(kind, bucket, segment) for segment in bucket.segments]):
             self._drop_homeless(kind)
         values = self._earlier.get(key, self._current[key])
         if kind not in self._offload:
@@ -128,12 +127,9 @@ class State:
         for key, written in self._earlier.items():
             self._spare[key], self._current[key] = self._current[key], written
         self._earlier.clear()
-        for name, value in self._small_earlier.items():
-            if value is None:
-                self._small.pop(name, None)
-            else:
-                self._small[name] = value
-        self._small_earlier.clear()
+        small, self._small_earlier = self._small_earlier, {}
+        for (kind, name), value in small.items():
+            self.keep(kind, name, value)
 
     def rollback(self, names: Collection[str] | None = None, kinds: Collection[str] | None = None) -> None:
         """Forget what was written since the last commit.
@@ -141,14 +137,11 @@ class State:
         ``names``: of these parameters alone. ``kinds``: and then of these kinds alone, which live in buckets.
         """
         next_exchange(self)
-        if names is not None:
-            self._rollback_some(names, kinds)
+        if names is None:
+            self._spare.update(self._earlier)
+            self._earlier.clear()
+            self._small_earlier.clear()
             return
-        self._spare.update(self._earlier)
-        self._earlier.clear()
-        self._small_earlier.clear()
-
-    def _rollback_some(self, names: Collection[str], kinds: Collection[str] | None) -> None:
         for (kind, name), (home, segment) in self._home.items():
             written = self._earlier.get((kind, home))
             if name in names and written is not None and (kinds is None or kind in kinds):
@@ -178,16 +171,15 @@ class State:
             target.copy_(loose)
             devices.keep(loose)
         elif home is not None:
-            old = (kind, home[0])
-            target.copy_(_columns(self._current[old], home[1]))
-            if old in self._earlier:
-                if key not in self._earlier:
-                    self._earlier[key] = self._other(key).copy_(self._current[key])
-                _columns(self._earlier[key], segment).copy_(_columns(self._earlier[old], home[1]))
+            target.copy_(_columns(self._current[kind, home[0]], home[1]))
         else:
             target.zero_()
-        if key in self._earlier and (home is None or (kind, home[0]) not in self._earlier):
-            _columns(self._earlier[key], segment).copy_(target)
+        written = None if home is None else self._earlier.get((kind, home[0]))
+        if written is not None and key not in self._earlier:
+            self._earlier[key] = self._other(key).copy_(self._current[key])
+        if key in self._earlier:
+            source = target if home is None or written is None else _columns(written, home[1])
+            _columns(self._earlier[key], segment).copy_(source)
         self._home[name] = (bucket.key, segment)
         return True
 

@@ -10,9 +10,11 @@ exchange, a step that is skipped, an optimizer that nobody told us of, weights t
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
+import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,11 +24,11 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError, ThinwireWarning, name_exchange
 from thinwire.core.engine import Engine, all_zero
 from thinwire.core.fingerprint import WeightWatch
-from thinwire.core.method import Run, Step
-from thinwire.core.method_buckets import drop_waiting
+from thinwire.core.method import Run, Step, drop_waiting
 from thinwire.core.names import bare_name
 from thinwire.core.replica_check import ReplicaCheck
 from thinwire.core.road import Road
+from thinwire.core.safety import Safety
 from thinwire.core.state import State, next_exchange
 from thinwire.network.comm import local
 
@@ -61,18 +63,16 @@ class StepLoop:
         ended: there will be no more steps.
     """
 
-    def __init__(
-        self, engine: Engine, run: Run, road: Road, *, max_skipped: int | None = None, check_every: int | None = None
-    ) -> None:
-        """``max_skipped``, ``check_every``: as ``compress()`` has them."""
+    def __init__(self, engine: Engine, run: Run, road: Road, safety: Safety) -> None:
         last = road.last
         self.engine, self.road, self.method = engine, road, last.method
         self.optimizers, self.weights = run.optimizers, run.weights
         self.guard, self.bound, self.ledger = last.guard, last.bound, last.ledger
         self.state: State = self.method.state
         self.skipped = 0
-        self._max_skipped, self._in_a_row = max_skipped, 0
-        self._replica_check = None if check_every is None else ReplicaCheck(engine, road, self.weights, check_every)
+        self._max_skipped, self._in_a_row = safety.max_skipped, 0
+        every = safety.check_every
+        self._replica_check = None if every is None else ReplicaCheck(engine, road, self.weights, every)
         self.norm: Tensor | None = None
         self.clip_factor: Tensor | None = None
         self.closed = self.ended = False
@@ -90,8 +90,7 @@ class StepLoop:
         self._knows_scaler = run.scaled or not self.method.card.keeps_state
         self._names = {id(weight): name for name, weight in self.weights.items()}
         watched = list(self.weights.values()) if self.method.card.keeps_state else []
-        drop = functools.partial(drop_waiting, self.method.card, self.state)
-        self.weight_watch = WeightWatch(self.method.name, watched, drop)
+        self.weight_watch = WeightWatch(self.method.name, watched, functools.partial(drop_waiting, self.method))
 
     # What the engines say.
 
@@ -235,7 +234,7 @@ class StepLoop:
             self._check(optimizer)
             return None
         with torch.enable_grad():
-            ran = _Ran(optimizer, closure())
+            ran = _give_once(closure(), optimizer)
         self._check(optimizer)
         return (
             tuple(ran if value is closure else value for value in args),
@@ -287,7 +286,7 @@ class StepLoop:
             diverged = None if self._in_a_row != self._max_skipped else self._diverged(number)
             self._skip(was_due=True)
             self._look(number)
-            if not self._under_scaler():  # it wants to see the gradients of each optimizer
+            if not _under_scaler():  # it wants to see the gradients of each optimizer
                 for stopped_optimizer in self.optimizers:
                     _drop_gradients(stopped_optimizer)
             if diverged is not None:
@@ -420,26 +419,12 @@ class StepLoop:
         return None
 
     def _look_for_scaler(self) -> None:
-        if not self._knows_scaler and self._under_scaler():
+        if not self._knows_scaler and _under_scaler():
             raise ThinwireError(
                 f"{self.method.name} keeps values from step to step, and a GradScaler changes their unit: "
                 "pass it as compress(..., scaler=scaler)"
             )
         self._knows_scaler = True
-
-    @staticmethod
-    def _under_scaler() -> bool:
-        """Is it a GradScaler that steps the optimizer? It leaves no trace but itself among the callers of ``step``."""
-        frame = sys._getframe(1)
-        for _ in range(FRAMES):
-            caller: Any = frame.f_locals.get("self")
-            if isinstance(caller, torch.amp.GradScaler):
-                return caller.is_enabled()
-            if frame.f_back is None:
-                break
-            frame = frame.f_back
-        return False
-
 
 def unwrapped(optimizer: Any) -> Iterator[Any]:
     """Yield the optimizers inside of wrappers.
@@ -457,23 +442,30 @@ def unwrapped(optimizer: Any) -> Iterator[Any]:
         yield from unwrapped(inner)
 
 
+def _under_scaler() -> bool:
+    """Is it a GradScaler that steps the optimizer? It leaves no trace but itself among the callers of ``step``."""
+    frames = itertools.islice(traceback.walk_stack(sys._getframe(1)), FRAMES)
+    callers = (frame.f_locals.get("self") for frame, _ in frames)
+    return any(isinstance(caller, torch.amp.GradScaler) and caller.is_enabled() for caller in callers)
+
+
 def _some(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-class _Ran:
-    """A closure that has been run: an optimizer that asks for it is told its ``loss``, once."""
+def _give_once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Make a closure in place of one that has been run: it gives ``optimizer`` its ``loss``, once."""
+    losses = [loss]
 
-    def __init__(self, optimizer: torch.optim.Optimizer, loss: Any) -> None:
-        self.name, self.losses = type(optimizer).__name__, [loss]
-
-    def __call__(self) -> Any:
-        if not self.losses:
+    def closure() -> Any:
+        if not losses:
             raise ThinwireError(
-                f"{self.name} calls its closure several times in one step, each time with other weights: take an "
-                "optimizer that needs one gradient per step"
+                f"{type(optimizer).__name__} calls its closure several times in one step, each time with other "
+                "weights: take an optimizer that needs one gradient per step"
             )
-        return self.losses.pop()
+        return losses.pop()
+
+    return closure
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

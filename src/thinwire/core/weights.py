@@ -312,10 +312,9 @@ class Replica:
         with self.comm.ledger.span("encode", own_weights):
             message = self.message.write(own_weights, self._row, step)
         all_messages = message.new_empty((self.comm.size, len(message)))
-        # On a GPU everything is in the order of the engine's own stream: there is nothing to wait for on the host.
-        async_op = async_op and devices.streams(message.device) is None
-        work = self.comm.all_gather(all_messages, message, async_op=async_op)
         streams = devices.streams(message.device)
+        # On a GPU everything is in the order of the engine's own stream: there is nothing to wait for on the host.
+        work = self.comm.all_gather(all_messages, message, async_op=async_op and streams is None)
         return _MessageUnderWay(step, message, all_messages, work, streams and streams.current_stream(message.device))
 
     def _receive(self, under_way: _MessageUnderWay, out: Tensor, async_op: bool) -> Work | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,44 +17,34 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout, Piece
-from thinwire.core.engine import Engine, Meet, StepEvents, all_zero, split_by_node, wants_two_levels
+from thinwire.core.engine import Engine, Meet, all_zero, split_by_node, wants_two_levels
 from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method
 from thinwire.core.names import describe
 from thinwire.core.road import Road, ScatterAndShare, Worker
+from thinwire.core.step import StepLoop
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 
 
 class CommHook:
-    """The hook that DDP calls for each bucket. A model has one for good, which the next engine takes over.
+    """The state of the hook that DDP calls for each bucket. A model has one for good, which the next engine takes over.
 
     Attributes:
         reduce: reduces a bucket now. free: the engine that does it is closed, and another may take its place.
     """
 
-    def __init__(self) -> None:
-        self.reduce: Callable[[dist.GradBucket], Any]
-        self.free = True
+    reduce: Callable[[dist.GradBucket], Any]
+    free = True
 
     @staticmethod
     def find(model: DistributedDataParallel) -> CommHook | None:
-        """Return our hook on ``model``, if it has one."""
-        hooks = [state for _, state in getattr(model, "_comm_hooks", ()) if isinstance(state, CommHook)]
-        return hooks[0] if hooks else None
+        """Return our hook's state on ``model``, if it has one."""
+        return next((state for _, state in model._comm_hooks if isinstance(state, CommHook)), None)
 
-    @staticmethod
-    def put_on(model: DistributedDataParallel) -> CommHook:
-        """Return our hook on ``model``, a new one if there is none."""
-        if (present := CommHook.find(model)) is not None:
-            return present
 
-        def thinwire_hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
-            return state.reduce(bucket)
-
-        created = CommHook()
-        model.register_comm_hook(created, thinwire_hook)
-        return created
+def thinwire_hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
+    return state.reduce(bucket)
 
 
 class DDP(Engine):
@@ -90,7 +82,6 @@ class DDP(Engine):
         self._dropped = False  # what this step has exchanged was thrown away before another backward pass
         self._inspected = False  # have the values been searched for zeros?
         self._lacks_buckets = False  # did the last backward pass that exchanged any end before the last bucket?
-        self._hook: CommHook | None = None
 
     @staticmethod
     def process_groups(model: DistributedDataParallel) -> list[dist.ProcessGroup]:
@@ -101,16 +92,16 @@ class DDP(Engine):
     def facts(model: DistributedDataParallel) -> dict[str, str]:
         """Describe the settings that must be the same on all ranks, for their buckets to be the same."""
         names = ("bucket_bytes_cap", "find_unused_parameters", "static_graph", "gradient_as_bucket_view")
-        return {name: str(getattr(model, name, None)) for name in names}
+        return {name: str(getattr(model, name)) for name in names}
 
     @staticmethod
     def _check(model: DistributedDataParallel, method: Method) -> None:
         hook = CommHook.find(model)
         if hook is not None and not hook.free:
             raise ThinwireError("this DDP model was given to compress() already: call close() of that wire first")
-        if getattr(model, "_comm_hooks", None) and hook is None:
+        if model._comm_hooks and hook is None:
             raise ThinwireError("this DDP model already has a communication hook: compress() must be the only one")
-        if getattr(model, "mixed_precision", None) is not None:
+        if model.mixed_precision is not None:
             raise ThinwireError(
                 "DDP(mixed_precision=...) occupies the communication hook: use torch.autocast, or a bf16 model, instead"
             )
@@ -128,15 +119,14 @@ class DDP(Engine):
         for name, module in model.module.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
                 raise ThinwireError(f"{name}: sparse gradients cannot be compressed: use sparse=False")
-        dynamo = torch._dynamo.config if hasattr(torch, "_dynamo") else None
-        if getattr(dynamo, "optimize_ddp", None) == "python_reducer":
+        if torch._dynamo.config.optimize_ddp == "python_reducer":
             raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
 
-    def attach(self, turn: StepEvents, road: Road) -> None:
+    def attach(self, turn: StepLoop, road: Road) -> None:
         """Register the hook."""
 
-        def hook(bucket: dist.GradBucket) -> Any:
-            if getattr(getattr(self.model, "_join_config", None), "enable", False):
+        def reduce(bucket: dist.GradBucket) -> Any:
+            if self.model._join_config.enable:
                 raise ThinwireError(
                     "DDP.join() is not carried, since ranks without data cannot take part in an exchange: let all "
                     "ranks take as many steps (a sampler with drop_last=True)"
@@ -154,32 +144,27 @@ class DDP(Engine):
                 torch.autograd.Variable._execution_engine.queue_callback(self.worker.drain)
             return self.worker.submit(job, flat.device, last=bucket.is_last())
 
-        self._hook = CommHook.put_on(self.model)
-        self._hook.reduce, self._hook.free = hook, False
-        self._watch(turn)
+        hook = CommHook.find(self.model)
+        if hook is None:
+            hook = CommHook()
+            self.model.register_comm_hook(hook, thinwire_hook)
+        hook.reduce, hook.free = reduce, False
+        # When the hook is called in a second backward pass, autograd has added the new gradients to the first one's, or
+        # put them in their place: so whether those are still there is found out before.
+        self._watches = [weight.register_hook(partial(self._watch, turn, weight)) for weight in self._trained()]
 
-    def _watch(self, turn: StepEvents) -> None:
-        """Find out, in a second backward pass, whether the first one's gradients are still there: when the hook is
-        called, autograd has added the new ones to them, or put them in their place.
-        """
-
-        def watch(name: str, weight: Tensor) -> None:
-            def arrives(gradient: Tensor) -> None:
-                if not self._dropped and turn.seen(name):
-                    self._look(weight, turn)
-
-            self._watches.append(weight.register_hook(arrives))
-
-        for weight in self.model.module.parameters():
-            if id(weight) in self.parameters:
-                watch(self.parameters[id(weight)].name, weight)
-
-    def _look(self, weight: Tensor, turn: StepEvents) -> None:
+    def _watch(self, turn: StepLoop, weight: Tensor, gradient: Tensor) -> None:
+        """Find out, as a ``gradient`` of ``weight`` comes, whether those of an earlier backward pass were dropped."""
+        if self._dropped or not turn.seen(self.parameters[id(weight)].name):
+            return
         if weight.grad is None:
             self._dropped = all(weight.grad is None for weight in turn.exchanged())
         elif not self._inspected:  # once, because it waits for the device
             self._inspected = True
             self._dropped = all_zero(weight.grad for weight in turn.exchanged())
+
+    def _trained(self) -> list[Tensor]:
+        return [weight for weight in self.model.module.parameters() if id(weight) in self.parameters]
 
     def cut_short(self) -> bool:
         """Buckets leave in their order: behind one that lacks a gradient none does, and torch says so only in the next
@@ -188,17 +173,14 @@ class DDP(Engine):
         return self._lacks_buckets
 
     def missing(self) -> str | None:
-        weights = (weight for weight in self.model.module.parameters() if id(weight) in self.parameters)
-        return next((self.parameters[id(weight)].name for weight in weights if weight.grad is None), None)
+        return next((self.parameters[id(weight)].name for weight in self._trained() if weight.grad is None), None)
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
-        """Tell whether the gradients of ``weights``, exchanged earlier in this step, were dropped."""
         dropped = self._dropped
         self.settled()
         return dropped
 
     def settled(self) -> None:
-        """The step is over."""
         self._dropped = self._inspected = False
 
     def _map(self, bucket: dist.GradBucket) -> tuple[Piece, ...]:
@@ -224,32 +206,27 @@ class DDP(Engine):
 
     def layout(self) -> Layout:
         """Return the buckets of all steps but the first, if gradients come in the reverse order of the parameters."""
-        order = [p for p in reversed(list(self.model.module.parameters())) if id(p) in self.parameters]
+        order = self._trained()[::-1]
         sizes = [self.model.bucket_bytes_cap]
         if getattr(self.model, "bucket_bytes_cap_default", False):
             sizes.insert(0, dist._DEFAULT_FIRST_BUCKET_BYTES)
         buffers, dtypes = [], []
         for indices in dist._compute_bucket_assignment_by_size(order, sizes)[0]:
-            pieces: list[Piece] = []
-            for parameter in (self.parameters[id(order[index])] for index in indices):
-                offset = pieces[-1].offset + pieces[-1].numel if pieces else 0
-                pieces.append(Piece(parameter.name, offset, parameter.numel))
-            buffers.append(tuple(pieces))
-            dtypes.append(order[indices[0]].dtype)
+            members = [self.parameters[id(order[index])] for index in indices]
+            *offsets, _ = itertools.accumulate((member.numel for member in members), initial=0)
+            buffers.append(tuple(Piece(m.name, offset, m.numel) for m, offset in zip(members, offsets, strict=True)))
+            dtypes.append(members[0].dtype)
         return Layout(buffers, dtypes)
 
-    @contextmanager
-    def accumulate(self, last: bool) -> Iterator[None]:
-        """No exchange in this backward pass unless it is the ``last`` of the optimizer step."""
-        with nullcontext() if last else self.model.no_sync():
-            yield
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.model.no_sync()
 
     def close(self) -> None:
         for watch in self._watches:
             watch.remove()
         self.worker.close()
-        if self._hook is not None:
-            self._hook.free = True
+        if (hook := CommHook.find(self.model)) is not None:
+            hook.free = True
         for comm in self._own_comms:
             comm.release()
 

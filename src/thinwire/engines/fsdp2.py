@@ -17,34 +17,31 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
-from thinwire.core.engine import Meet, StepEvents, all_zero, split_by_node, wants_two_levels
+from thinwire.core.engine import Meet, all_zero, split_by_node, wants_two_levels
 from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method
 from thinwire.core.names import clean_name, describe
 from thinwire.core.road import Regroup, Road, Worker
-from thinwire.core.weights import EarlySender
+from thinwire.core.step import StepLoop
 from thinwire.engines.fsdp2_module import GroupLink, ShardedEngine, has_own_gradient
-from thinwire.engines.fsdp2_weights import ForwardPasses, ModuleAllGather
+from thinwire.engines.fsdp2_weights import ModuleAllGather
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 
 
 def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
     """List every FSDP module of ``model`` with its parameter group; but those without parameters of their own."""
+    modules: dict[Any, FSDPModule] = {}
+    for candidate in model.modules():
+        if isinstance(candidate, FSDPModule):
+            modules.setdefault(candidate._get_fsdp_state(), candidate)  # fully_shard([a, b]) gives both one state
     pairs: list[tuple[FSDPModule, Any]] = []
-    state_ids: set[int] = set()
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        if id(state) in state_ids:  # fully_shard([a, b]) gives two modules one state
-            continue
-        state_ids.add(id(state))
+    for state, module in modules.items():
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and newer
         if groups is None:
             groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -77,8 +74,7 @@ class FSDP2(ShardedEngine):
     kind = "fsdp2"
 
     def __init__(self, model: Any, method: Method, ledger: Ledger, *, two_level: bool | None, meet: Meet) -> None:
-        self.model, self.method, self.ledger = model, method, ledger
-        self.groups = param_groups(model)
+        super().__init__(model, method, ledger, param_groups(model))
         if not self.groups:
             raise ThinwireError("the model has FSDP modules but no sharded parameters: call fully_shard() on its parts")
         if not isinstance(model, FSDPModule):
@@ -87,16 +83,9 @@ class FSDP2(ShardedEngine):
         meet()
         shards = {
             id(fsdp_param.sharded_param): (tuple(fsdp_param._orig_size), tuple(fsdp_param.padded_sharded_param_size))
-            for _, group in self.groups
-            for fsdp_param in group.fsdp_params
+            for fsdp_param in self.fsdp_params
         }
-        self.parameters = describe(cast(nn.Module, model), shards)
-        self._comms: dict[int, GroupComm] = {}
-        self._gathers: list[ModuleAllGather] = []
-        self._ahead = EarlySender()
-        self.closed = False
-        self.forward_passes = ForwardPasses(self)
-        self.tail: tuple[Any, Any] | None = None  # events of the last reduction: gradients were there; means were
+        self.parameters = describe(self.model, shards)
         info = self.groups[0][1].mesh_info
         self.wire_dtype = self._reduce_dtype(self.groups[0][1])
         shard = self.comm(info.shard_process_group)
@@ -125,8 +114,11 @@ class FSDP2(ShardedEngine):
             self.hops = ReduceScatter(intra), ReduceScatter(inter)
             self._own_comms += [intra, inter]
         self.ranks = math.prod(comm.size for comm in self.comms)
-        self.beside = self._beside()
+        listed = [comm.group for comm in self._comms.values()]
+        self.beside = [self.comm(group) for group in _other_groups(self.model, listed)]
         self.comms += self.beside
+        self.exchanges = any(hop.ranks > 1 for hop in self.hops)
+        self.gathers = frozenset(p.mp_policy.param_dtype or p.sharded_param.dtype for p in self.fsdp_params)
 
     @staticmethod
     def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -142,23 +134,10 @@ class FSDP2(ShardedEngine):
         names = {id(module): clean_name(name) for name, module in model.named_modules()}
         facts = {}
         for module, group in param_groups(model):
-            resharded = None if group.post_forward_mesh_info is None else group.post_forward_mesh_info.shard_mesh_size
-            facts[f"FSDP module '{names[id(module)]}'"] = f"{len(group.fsdp_params)} parameters, {_policy(group)}, " \
-                f"resharded over {resharded}"
+            resharded = getattr(group.post_forward_mesh_info, "shard_mesh_size", None)
+            described = f"{len(group.fsdp_params)} parameters, {_policy(group)}, resharded over {resharded}"
+            facts[f"FSDP module '{names[id(module)]}'"] = described
         return facts
-
-    def _beside(self) -> list[GroupComm]:
-        """Return comms of mesh dimensions that are not data parallel, whose ranks share the guard's flag, too."""
-        return [self.comm(group) for group in _other_groups(self.model, [comm.group for comm in self._comms.values()])]
-
-    @property
-    def gathers(self) -> frozenset[torch.dtype]:
-        """The dtypes in which the weights are gathered."""
-        return frozenset(
-            fsdp_param.mp_policy.param_dtype or fsdp_param.sharded_param.dtype
-            for _, group in self.groups
-            for fsdp_param in group.fsdp_params
-        )
 
     @staticmethod
     def _reduce_dtype(group: Any) -> torch.dtype | None:
@@ -166,59 +145,51 @@ class FSDP2(ShardedEngine):
         return policy.reduce_dtype or policy.param_dtype
 
     def _check(self) -> None:
-        meshes, reducing = set(), set()
         for module, group in self.groups:
-            info = group.mesh_info
-            if not hasattr(info, "shard_process_group"):
+            name, params = type(module).__name__, group.fsdp_params
+            if not hasattr(group.mesh_info, "shard_process_group"):
                 raise ThinwireError(
                     "composable replicate() cannot be compressed (torch calls its all-reduce directly): use "
                     "DistributedDataParallel, or fully_shard on a ('replicate', 'shard') mesh"
                 )
-            reducing.add(id(_reduce_group(group)))
-            meshes.add((id(info.shard_process_group), id(getattr(info, "replicate_process_group", None))))
-            if getattr(group, "force_sum_reduction_for_comms", False):
+            if group.force_sum_reduction_for_comms:
                 raise ThinwireError("set_force_sum_reduction_for_comms(): Thinwire returns the mean; turn it off")
-            if type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy":
+            if isinstance(group.offload_policy, CPUOffloadPolicy):
+                raise ThinwireError(f"{name}: CPUOffloadPolicy is not carried: keep the shards on the device")
+            if len({param.mp_policy.param_dtype for param in params}) > 1:
                 raise ThinwireError(
-                    f"{type(module).__name__}: CPUOffloadPolicy is not carried: keep the shards on the device"
-                )
-            if len({fsdp_param.mp_policy.param_dtype for fsdp_param in group.fsdp_params}) > 1:
-                raise ThinwireError(
-                    f"{type(module).__name__}: weights that are gathered in several dtypes are not carried: leave "
+                    f"{name}: weights that are gathered in several dtypes are not carried: leave "
                     "MixedPrecisionPolicy's param_dtype_override_fn out"
                 )
-            dtypes = {fsdp_param.sharded_param.dtype for fsdp_param in group.fsdp_params} | {self._reduce_dtype(group)}
-            if torch.float16 in dtypes:
+            if torch.float16 in (self._reduce_dtype(group), *(param.sharded_param.dtype for param in params)):
                 raise ThinwireError(
-                    f"{type(module).__name__}: float16 gradients are not carried: use MixedPrecisionPolicy("
-                    "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+                    f"{name}: float16 gradients are not carried: use MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+                    "reduce_dtype=torch.float32)"
                 )
-            custom = (getattr(group, "_reduce_scatter_comm", None), getattr(group, "_all_gather_comm", None))
-            if any(comm is not None and not type(comm).__name__.startswith("Default") for comm in custom):
+            comms = group._reduce_scatter_comm, group._all_gather_comm
+            if not all(type(comm).__name__.startswith("Default") for comm in comms):
                 raise ThinwireError(
-                    f"{type(module).__name__} already has custom or symmetric-memory communication: "
-                    "compress() must be the only one"
+                    f"{name} already has custom or symmetric-memory communication: compress() must be the only one"
                 )
-            if getattr(group, "_all_reduce_hook", None) is not None:
-                raise ThinwireError(
-                    f"{type(module).__name__} already has an all-reduce hook: compress() must be the only one"
-                )
-        if len(meshes) > 1:
+            if group._all_reduce_hook is not None:
+                raise ThinwireError(f"{name} already has an all-reduce hook: compress() must be the only one")
+        infos = [group.mesh_info for _, group in self.groups]
+        if len({(info.shard_process_group, getattr(info, "replicate_process_group", None)) for info in infos}) > 1:
             raise ThinwireError("the FSDP modules are sharded on different meshes: compress() needs one mesh for all")
-        if len(reducing) > 1:
+        if len({_reduce_group(group) for _, group in self.groups}) > 1:
             raise ThinwireError(
                 "the FSDP modules reduce gradients over different groups: call set_separate_reduce_scatter_group() on "
                 "the root module, for all of them"
             )
 
-    def attach(self, turn: StepEvents, road: Road) -> None:
+    def attach(self, turn: StepLoop, road: Road) -> None:
         """Give every FSDP module its communication objects; on HSDP torch calls both stages of the road by itself."""
         for module, group in self.groups:
             link = GroupLink(self, group, turn, road)
+            self.links.append(link)
             # Duck-typed: torch does not look at the type, and the base classes are private names.
-            module.set_custom_reduce_scatter(cast(Any, link.reduce_scatter))
-            self._gathers.append(ModuleAllGather(link, road))
-            module.set_custom_all_gather(cast(Any, self._gathers[-1]))
+            module.set_custom_reduce_scatter(cast(Any, link))
+            module.set_custom_all_gather(cast(Any, ModuleAllGather(link)))
             if self.kind == "hsdp":
                 # FSDP's own all-reduce cannot be replaced, only left out: it believes that it is 1-D, and our hook
                 # averages across nodes. Parameters keep their (Replicate, Shard) placements.
@@ -231,21 +202,17 @@ class FSDP2(ShardedEngine):
     def layout(self) -> Layout:
         """Return a buffer and a shard per FSDP module, last module first, if every parameter has a gradient."""
         buffers, dtypes, shards = [], [], []
-        comm = self.comm(self.groups[0][1].mesh_info.shard_process_group)
-        for gather in reversed(self._gathers):
-            link = gather.link
+        for link in reversed(self.links):
             params = link.in_order()
             if trained := [param for param in params if id(param.sharded_param) in self.parameters]:
-                buffers.append(link.pieces_of(trained, comm.size))
+                buffers.append(link.pieces_of(trained))
                 dtypes.append(self.wire_dtype or trained[0].sharded_param.dtype)
             dtype = _policy(link.group).param_dtype or params[0].sharded_param.dtype
-            numel = sum(math.prod(param.padded_sharded_param_size) for param in params)
-            shards.append(link.shard(numel, dtype))
-        return Layout(buffers, dtypes, shards, comm)
+            shards.append(link.shard(dtype))
+        return Layout(buffers, dtypes, shards, self.comm(self.groups[0][1].mesh_info.shard_process_group))
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
-        """No exchange in this backward pass unless it is the ``last`` of the optimizer step."""
         self.model.set_requires_gradient_sync(last)
         try:
             yield
@@ -254,7 +221,7 @@ class FSDP2(ShardedEngine):
 
     def close(self) -> None:
         """Close the worker. The communication objects live as long as the model, or until ``renew``, and do nothing."""
-        self._ahead.stop()
+        self.sender.stop()
         for replica in self.replicas:
             replica.drop()
         if self.worker is not None:
@@ -267,58 +234,41 @@ class FSDP2(ShardedEngine):
     def renew(model: Any) -> None:
         """If an engine that was closed has its communication objects on ``model``, put torch's own back."""
         for _, group in param_groups(model):
-            link = getattr(getattr(group, "_reduce_scatter_comm", None), "link", None)
+            link = group._reduce_scatter_comm
             if isinstance(link, GroupLink) and link.engine.closed:
                 link.detach()
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether torch calls us at all: it leaves out exchanges of a single rank with itself."""
-        return any(hop.ranks > 1 for hop in self.hops)
-
     def accumulated(self) -> bool:
-        """Tell whether torch keeps gradients of this rank from the optimizer until a backward pass exchanges them."""
-        return any(has_own_gradient(fsdp_param) for _, group in self.groups for fsdp_param in group.fsdp_params)
+        return any(map(has_own_gradient, self.fsdp_params))
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
-        """Tell whether the gradients of ``weights``, exchanged in an earlier backward pass of this step, were dropped.
-
-        ``look``: at their values too, whether they were set to zero. Collective then.
-        """
-        if not look:
-            return weights[0].grad is None and all(weight.grad is None for weight in weights)
-        return all_zero((weight.grad for weight in weights), self.comms)
+        gradients = [weight.grad for weight in weights]
+        return all_zero(gradients, self.comms) if look else all(gradient is None for gradient in gradients)
 
     def settled(self) -> None:
-        """The step is over."""
         self.tail = None
 
     def stepping(self) -> None:
-        """An optimizer is about to give the weights new values; any others that they were given are news."""
         if self.tail is not None:
             self.ledger.between("exposed", *self.tail)
             self.tail = None
-        self._ahead.stop()
+        self.sender.stop()
         for replica in self.replicas:
-            replica.look()
+            replica.look()  # what has changed the weights so far was no optimizer
 
     def stepped(self) -> None:
-        """Note that the optimizer has given the weights new values."""
         for replica in self.replicas:
             replica.stepped()
 
     def ahead(self, step: int) -> None:
-        """Let weights leave for the next forward pass, in the order in which the last one asked for them."""
-        with self._waited():
-            self._ahead.begin(step)
+        with self.waited():
+            self.sender.begin(step)
 
     def arrive(self) -> None:
-        """Wait for the weights that have left."""
         for replica in self.replicas:
             replica.arrive()
 
     def weights_changed(self) -> None:
-        """Note that weights were changed in a way that torch may not have noticed."""
         for replica in self.replicas:
             replica.changed = True
 

@@ -5,6 +5,8 @@ Torch's private names are those of a module's parameter group and of its paramet
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Piece, Shard
-from thinwire.core.engine import Engine, StepEvents
+from thinwire.core.engine import Engine
 from thinwire.core.method import Method
 from thinwire.core.names import clean_name
 from thinwire.core.road import Road, Stage, Worker, shard_of
+from thinwire.core.step import StepLoop
 from thinwire.core.weights import EarlySender, Replica
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
@@ -39,28 +42,33 @@ class ShardedEngine(Engine):
     """The half of ``FSDP2`` that the links between its modules and the road use.
 
     Attributes:
-        groups: every FSDP module of the model with its parameter group. ranks: among which gradients are averaged.
-        worker: runs exchanges beside the backward pass where there are no streams. tail: events of the last reduction.
-        reduce_group: torch's, of its reduce-scatter.
+        groups: every FSDP module of the model with its parameter group. fsdp_params: torch's, of all of them.
+        links: to each of them, once attached.
+        ranks: among which gradients are averaged. reduce_group: torch's, of its reduce-scatter.
+        worker: runs exchanges beside the backward pass where there are no streams. tail: events of the last reduction:
+            gradients were there, means were.
     """
 
-    method: Method
-    ledger: Ledger
-    groups: list[tuple[FSDPModule, Any]]
     ranks: int
-    closed: bool
-    worker: Worker | None
-    tail: tuple[Any, Any] | None
     reduce_group: dist.ProcessGroup
-    forward_passes: Any
-    _comms: dict[int, GroupComm]
-    _gathers: list[Any]
-    _ahead: EarlySender
+    worker: Worker | None
+
+    def __init__(self, model: Any, method: Method, ledger: Ledger, groups: list[tuple[FSDPModule, Any]]) -> None:
+        self.model, self.method, self.ledger, self.groups = model, method, ledger, groups
+        self.fsdp_params = [fsdp_param for _, group in groups for fsdp_param in group.fsdp_params]
+        self.links: list[GroupLink] = []
+        self.sender = EarlySender()
+        self.tail: tuple[Any, Any] | None = None
+        self.closed = False
+        self.names = {id(weight): clean_name(name) for name, weight in model.named_parameters()}
+        self._comms: dict[int, GroupComm] = {}
+        self._mode: tuple[bool, bool] | None = None  # of the last forward pass: training, recording gradients?
+        self._asked: set[int] = set()  # modules that have asked for their weights in it
 
     @property
     def replicas(self) -> list[Replica]:
         """The weights whose gathers the method has a hand in."""
-        return [gather.replica for gather in self._gathers if gather.replica is not None]
+        return [link.replica for link in self.links if link.replica is not None]
 
     def comm(self, group: dist.ProcessGroup) -> GroupComm:
         """The verbs on one of the engine's own groups."""
@@ -69,23 +77,35 @@ class ShardedEngine(Engine):
             self._comms[id(group)] = GroupComm(group, self.ledger, device=device)
         return self._comms[id(group)]
 
-    def arrived(self) -> None:
+    def drain(self) -> None:
         """Wait for the gradients that are under way beside the backward pass. Raises what their exchange has raised."""
         if self.worker is not None:
-            with self._waited():
+            with self.waited():
                 self.worker.drain()
 
-    def asks(self, gather: Any, replica: Replica) -> None:
-        """Note that torch gathers a module's weights."""
-        self._ahead.asks(replica, gather.send)
+    def begin_forward(self, link: GroupLink) -> None:
+        """Note that a module will ask for its weights in a forward pass. Collective where such a pass begins.
 
-    def go_on(self) -> None:
-        """Let weights of other modules leave: one has got its own."""
-        with self._waited():
-            self._ahead.go_on()
+        Averaged weights, say, are put in for an evaluation and taken out after it, and classes that do so write them
+        through ``.data``, which torch does not count. So before every forward pass that records no gradients, and where
+        training goes on after it, ranks agree on whether anybody's have changed: evaluating is what they do together.
+        """
+        if not self.replicas:
+            return
+        mode = bool(self.model.training), torch.is_grad_enabled()
+        if mode != self._mode or (not all(mode) and id(link) in self._asked):
+            if self._mode is not None:
+                changed = any([replica.changed_unseen() for replica in self.replicas])
+                flag = torch.full((1,), float(changed), device=link.device)
+                self.comms[0].all_reduce(flag, "max")
+                if bool(flag):
+                    self.weights_changed()
+            self._asked.clear()
+            self._mode = mode
+        self._asked.add(id(link))
 
     @contextmanager
-    def _waited(self) -> Iterator[None]:
+    def waited(self) -> Iterator[None]:
         """Count the time of the body as exposed, unless a device does the work."""
         began = time.perf_counter()
         yield
@@ -93,75 +113,74 @@ class ShardedEngine(Engine):
             self.ledger.add("exposed", time.perf_counter() - began)
 
 
-class GroupLink:
-    """The link between one FSDP parameter group and the road."""
+_WRAPPED = ("unshard", "wait_for_unshard", "post_backward")
+"""The functions of torch's parameter group around which its link puts its own."""
+_REPLACED = ("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook", "mesh_info", "post_forward_mesh_info")
+"""The attributes of it that are others until the link is detached."""
 
-    def __init__(self, engine: ShardedEngine, group: Any, turn: StepEvents, road: Road) -> None:
+
+class GroupLink:
+    """The link between one FSDP parameter group and the road: the callable in place of torch's own reduce-scatter.
+
+    torch runs it on a stream of its own, beside the backward pass. A CPU has none: there it is a worker's job, as on
+    DDP, and torch makes views of an output that is still to come. One module's gradients are under way at a time, as
+    many as torch holds anyway.
+    """
+
+    def __init__(self, engine: ShardedEngine, group: Any, turn: StepLoop, road: Road) -> None:
         self.engine, self.group, self.turn, self.road = engine, group, turn, road
-        # What torch had there before.
-        self._stock = {
-            name: getattr(group, name)
-            for name in ("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook", "_all_reduce_hook_stream",
-                         "mesh_info", "post_forward_mesh_info")
-            if hasattr(group, name)
-        }  # fmt: skip
-        self.reduce_scatter = ModuleReduceScatter(self)
-        self.entered = False  # is this reduction known to the turn?
+        self.replica: Replica | None = None
+        self._stock = {name: getattr(group, name) for name in _REPLACED}
         self._active: list[Any] = []
+        self._ranks = engine.reduce_group.size()
         self._expected: list[Tensor] | None = None
         self.device: torch.device = group.device
         self.gathered: Any = None  # an event: the last gather of the weights is over
         self.copied: Any = None  # an event: FSDP2 has read what it gave
         self._computed: Any = None  # an event: the gradients of the next reduction are there
+        self._key: tuple[int, ...] = ()  # ids of the active parameters
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
-        self._watch()
+        for name in _WRAPPED:
+            setattr(group, name, functools.partial(getattr(self, name), getattr(group, name)))
 
-    def _watch(self) -> None:
+    def unshard(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Note that a forward pass asks for the weights of the module, before torch's ``original`` gathers them."""
+        if self.group._training_state.name == "FORWARD":
+            self.engine.begin_forward(self)
+        return original(*arguments, **options)
+
+    def wait_for_unshard(self, original: Callable[[], None]) -> None:
+        """Note when the stream that computes, on a GPU, has come to where it needs the weights."""
+        if self.gathered is not None:
+            self.engine.ledger.between("exposed", devices.mark(self.device), self.gathered)
+            self.gathered = None
+        original()
+        self.copied = devices.mark(self.device)
+        with self.engine.waited():  # one module has got its weights: those of others may leave
+            self.engine.sender.go_on()
+
+    def post_backward(self, original: Callable[..., Any], *arguments: Any) -> Any:
         """Find out which parameters are in the next reduction: torch leaves out those without a gradient.
 
-        The numel can be the same for other parameters, so the set has to be read where torch decides it. On a GPU,
-        also when the stream that computes has come to where it needs what is on its way.
+        The numel can be the same for other parameters, so the set has to be read where torch decides it.
         """
-        original, original_wait, original_unshard = (
-            self.group.post_backward, self.group.wait_for_unshard, self.group.unshard,
-        )  # fmt: skip
-
-        def unshard(*arguments: Any, **options: Any) -> Any:
-            if self.group._training_state.name == "FORWARD":
-                self.engine.forward_passes.begin(self)
-            return original_unshard(*arguments, **options)
-
-        self.group.unshard = unshard
-
-        def wait_for_unshard() -> None:
-            if self.gathered is not None:
-                self.engine.ledger.between("exposed", devices.mark(self.device), self.gathered)
-                self.gathered = None
-            original_wait()
-            self.copied = devices.mark(self.device)
-            self.engine.go_on()
-
-        self.group.wait_for_unshard = wait_for_unshard
-
-        def post_backward(*unused: Any) -> Any:
-            self._computed = devices.mark(self.device)
-            zeros = getattr(self.group, "reduce_scatter_unused_params", False)
-            self._active = [
-                fsdp_param
-                for fsdp_param in self.in_order()
-                if has_own_gradient(fsdp_param)
-                or (zeros and hasattr(fsdp_param, "_unsharded_param") and fsdp_param._unsharded_param.requires_grad)
-            ]
-            # Read when first seen only: under tensor parallelism, reading may cost an all-reduce.
-            is_known = self._key() in self._pieces
-            self._expected = None if is_known else [self._gradient(fsdp_param) for fsdp_param in self._active]
-            return original(*unused)
-
-        self.group.post_backward = post_backward
+        self._computed = devices.mark(self.device)
+        zeros = getattr(self.group, "reduce_scatter_unused_params", False)
+        self._active = [
+            fsdp_param
+            for fsdp_param in self.in_order()
+            if has_own_gradient(fsdp_param)
+            or (zeros and hasattr(fsdp_param, "_unsharded_param") and fsdp_param._unsharded_param.requires_grad)
+        ]
+        self._key = tuple(map(id, self._active))
+        # Read when first seen only: under tensor parallelism, reading may cost an all-reduce.
+        is_known = self._key in self._pieces
+        self._expected = None if is_known else [self._gradient(fsdp_param) for fsdp_param in self._active]
+        return original(*arguments)
 
     def detach(self) -> None:
         """Put torch's own communication back in place."""
-        for name in ("post_backward", "wait_for_unshard", "unshard"):
+        for name in _WRAPPED:
             delattr(self.group, name)  # the class's own show again
         for name, value in self._stock.items():
             setattr(self.group, name, value)
@@ -179,6 +198,26 @@ class GroupLink:
         """The user's divisor of the sum over all ranks (``set_gradient_divide_factor``); None: their number."""
         return getattr(self.group, "gradient_divide_factor", None)
 
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.engine.drain()
+        return torch.empty(*size, dtype=dtype, device=device)  # the output becomes ``.grad``, so it is fresh every time
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
+        engine = self.engine
+        if self.divisor is None and op != dist.ReduceOp.AVG:
+            raise ThinwireError(f"FSDP2 asks for {op}: Thinwire returns the mean; see reduce_dtype")
+        if group is not engine.reduce_group:
+            raise ThinwireError(
+                f"FSDP2 reduces gradients over another group of {group.size()} ranks than when compress() was called, "
+                f"of {engine.reduce_group.size()}: call set_separate_reduce_scatter_group() before compress()"
+            )
+        pieces = self.verify(input_tensor)
+        if self.divisor is not None:  # the sum divided by it is the mean of what is so many times as large
+            input_tensor.mul_(engine.ranks / self.divisor)
+        self.turn.enter([piece.name for piece in pieces])
+        road = self.road.stages[0] if engine.kind == "hsdp" else self.road
+        self.exchange(pieces, lambda: road.reduce(input_tensor, pieces, output_tensor), output_tensor)
+
     def exchange(self, pieces: Sequence[Piece], reduce: Callable[[], object], mean: Tensor) -> None:
         """``reduce`` the gradients of ``pieces`` to their ``mean``, now or, on a CPU, beside the backward pass."""
 
@@ -193,8 +232,11 @@ class GroupLink:
             self.engine.tail = self._computed, devices.mark(self.device)  # of a backward pass, the last one's
             return
         worker.submit(job, mean.device, last=False)
-        if not (self._only_views(mean) and _at_the_end_of_backward(self.engine.arrived)):
-            self.engine.arrived()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and self._only_views(mean):
+            torch.autograd.Variable._execution_engine.queue_callback(self.engine.drain)  # at its end
+        else:
+            self.engine.drain()
 
     def _only_views(self, mean: Tensor) -> bool:
         """Tell whether torch will make views of ``mean``, which is still to come, and look at none of its values."""
@@ -213,24 +255,21 @@ class GroupLink:
             return fsdp_param.unsharded_grad_data
         return torch.zeros(())
 
-    def _key(self) -> tuple[int, ...]:
-        return tuple(id(fsdp_param) for fsdp_param in self._active)
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The place of each parameter in the flat input: columns of (ranks, n), in the group's order."""
+        if self._key not in self._pieces:
+            self._pieces[self._key] = self.pieces_of(self._active)
+        return self._pieces[self._key]
 
-    def pieces(self, ranks: int) -> tuple[Piece, ...]:
-        """Locate each parameter in the flat input: columns of (ranks, n), in the group's order."""
-        key = self._key()
-        if key not in self._pieces:
-            self._pieces[key] = self.pieces_of(self._active, ranks)
-        return self._pieces[key]
-
-    def pieces_of(self, fsdp_params: list[Any], ranks: int) -> tuple[Piece, ...]:
+    def pieces_of(self, fsdp_params: list[Any]) -> tuple[Piece, ...]:
         """Locate each of ``fsdp_params`` in a flat input of theirs."""
-        widths = [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in fsdp_params]
-        total, pieces, column = sum(widths), [], 0
-        for fsdp_param, width in zip(fsdp_params, widths, strict=True):
-            pieces.append(Piece(self.name(fsdp_param), column, width * ranks, ranks, total))
-            column += width
-        return tuple(pieces)
+        ranks, widths = self._ranks, [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in fsdp_params]
+        *columns, total = itertools.accumulate(widths, initial=0)
+        return tuple(
+            Piece(self.name(fsdp_param), column, width * ranks, ranks, total)
+            for fsdp_param, column, width in zip(fsdp_params, columns, widths, strict=True)
+        )
 
     def version(self) -> int:
         """Return a number that rises with each change of this rank's shard that torch counts (not by ``.data``)."""
@@ -241,12 +280,11 @@ class GroupLink:
         """Return this rank's shard of each parameter."""
         return [cast(Any, fsdp_param.sharded_param)._local_tensor for fsdp_param in self.group.fsdp_params]
 
-    def shard(self, numel: int, dtype: torch.dtype) -> Shard:
-        """Locate each parameter in this rank's shard of ``numel`` values, gathered in ``dtype``."""
-        trained, frozen, column = [], [], 0
-        for fsdp_param in self.group.fsdp_params:
-            width = math.prod(fsdp_param.padded_sharded_param_size)
-            piece = Piece(self.name(fsdp_param), column, width)
+    def shard(self, dtype: torch.dtype) -> Shard:
+        """Locate each parameter in this rank's shard, gathered in ``dtype``."""
+        trained, frozen, fsdp_params = [], [], self.group.fsdp_params
+        pieces = shard_of(self.pieces_of(fsdp_params))
+        for piece, fsdp_param in zip(pieces, fsdp_params, strict=True):
             if id(fsdp_param.sharded_param) in self.engine.parameters:
                 trained.append(piece)
             elif fsdp_param.sharded_param.requires_grad:
@@ -256,27 +294,17 @@ class GroupLink:
                 )
             else:
                 frozen.append(piece)
-            column += width
-        if column != numel:
-            names = ", ".join(piece.name for piece in trained)
-            raise ThinwireError(f"FSDP2 gathers {numel} values per rank, but the shards of {names} have {column}")
-        return Shard(tuple(trained), tuple(frozen), numel, dtype)
+        return Shard(tuple(trained), tuple(frozen), sum(piece.numel for piece in pieces), dtype)
 
     def name(self, fsdp_param: Any) -> str:
         """Return the parameter's name in the user's model."""
-        described = self.engine.parameters.get(id(fsdp_param.sharded_param))
-        if described is not None:
-            return described.name
-        if fsdp_param._param_fqn is not None:
-            return clean_name(fsdp_param._param_fqn)
-        # Frozen, and before the first forward pass, in which torch fills it in.
-        named = self.engine.model.named_parameters()
-        return next(clean_name(name) for name, weight in named if weight is fsdp_param.sharded_param)
+        known = self.engine.names.get(id(fsdp_param.sharded_param))
+        return clean_name(fsdp_param._param_fqn) if known is None else known  # torch's: of another object since
 
-    def verify(self, flat: Tensor, ranks: int) -> tuple[Piece, ...]:
+    def verify(self, flat: Tensor) -> tuple[Piece, ...]:
         """Return the pieces. When a composition is first seen, the values must lie where they should."""
         expected, self._expected = self._expected, None
-        pieces = self.pieces(ranks)
+        pieces, ranks = self.pieces, self._ranks
         if sum(piece.numel for piece in pieces) != flat.numel():
             names = ", ".join(piece.name for piece in pieces)
             raise ThinwireError(f"FSDP2's buffer has {flat.numel()} values, but not those of {names}")
@@ -296,59 +324,14 @@ class GroupLink:
 
         def hook(shard: Tensor) -> None:
             devices.keep(shard)  # torch 2.11 to 2.13 let go of the buffer while this stream still reads it
-            ranks = self.engine.hops[0].ranks
-            if self.divisor is not None and ranks == 1:  # torch has divided by it already
-                shard.mul_(self.divisor)
-            if self._expected is not None and ranks == 1:
-                self.verify(shard, 1)
-            if self.divisor is not None and ranks == 1:
-                shard.mul_(self.engine.ranks / self.divisor)
-            inter = shard_of(self.pieces(ranks))
-            if not self.entered:  # torch leaves the reduce-scatter out where one rank has all of the shard
+            inter = shard_of(self.pieces)
+            if self._ranks == 1:  # torch leaves the reduce-scatter out where one rank has all of the shard
+                if self.divisor is not None:  # torch has divided by it already
+                    shard.mul_(self.divisor)
+                self.verify(shard)
+                if self.divisor is not None:
+                    shard.mul_(self.engine.ranks / self.divisor)
                 self.turn.enter([piece.name for piece in inter])
-            self.entered = False
             self.exchange(inter, lambda: stage.reduce(shard, inter, shard), shard)
 
         return hook
-
-
-class ModuleReduceScatter:
-    """The callable in place of torch's own reduce-scatter. The output becomes ``.grad``, so it is fresh every time.
-
-    torch runs it on a stream of its own, beside the backward pass. A CPU has none: there it is a worker's job, as on
-    DDP, and torch makes views of an output that is still to come. One module's gradients are under way at a time, as
-    many as torch holds anyway.
-    """
-
-    def __init__(self, link: GroupLink) -> None:
-        self.link = link
-
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.link.engine.arrived()
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
-        link, engine = self.link, self.link.engine
-        if link.divisor is None and op != dist.ReduceOp.AVG:
-            raise ThinwireError(f"FSDP2 asks for {op}: Thinwire returns the mean; see reduce_dtype")
-        if group is not engine.reduce_group:
-            raise ThinwireError(
-                f"FSDP2 reduces gradients over another group of {group.size()} ranks than when compress() was called, "
-                f"of {engine.reduce_group.size()}: call set_separate_reduce_scatter_group() before compress()"
-            )
-        pieces = link.verify(input_tensor, group.size())
-        if link.divisor is not None:  # the sum divided by it is the mean of what is so many times as large
-            input_tensor.mul_(engine.ranks / link.divisor)
-        link.turn.enter([piece.name for piece in pieces])
-        link.entered = True
-        road = link.road.stages[0] if engine.kind == "hsdp" else link.road
-        link.exchange(pieces, lambda: road.reduce(input_tensor, pieces, output_tensor), output_tensor)
-
-
-def _at_the_end_of_backward(call: Callable[[], None]) -> bool:
-    """Have ``call`` called at the end of the backward pass. Returns False outside of one."""
-    try:
-        torch.autograd.Variable._execution_engine.queue_callback(call)
-    except RuntimeError:
-        return False
-    return True

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,11 +13,9 @@ from torch import Tensor
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.core.fingerprint import Fingerprint
-from thinwire.core.road import Road
 from thinwire.core.weights import Replica
-from thinwire.engines.fsdp2_module import GroupLink, ShardedEngine
+from thinwire.engines.fsdp2_module import GroupLink
 from thinwire.network.comm import Work
-from thinwire.network.ledger import Ledger
 
 
 class ModuleAllGather:
@@ -28,9 +25,8 @@ class ModuleAllGather:
     both are the replica's.
     """
 
-    def __init__(self, link: GroupLink, road: Road) -> None:
-        self.link, self.road, self.engine = link, road, link.engine
-        self.replica: Replica | None = None
+    def __init__(self, link: GroupLink) -> None:
+        self.link, self.engine = link, link.engine
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if not self._encoded:
@@ -42,39 +38,40 @@ class ModuleAllGather:
                 "or MixedPrecisionPolicy(param_dtype=...)"
             )
         comm = self.engine.comm(self.link.group.mesh_info.shard_process_group)
-        shard = self.link.shard(math.prod(size) // comm.size, dtype)
-        if self.replica is None or (self.replica.shard, self.replica.device) != (shard, device):
+        link, replica = self.link, self.link.replica
+        shard, numel = link.shard(dtype), math.prod(size) // comm.size
+        if shard.numel != numel:
+            names = ", ".join(piece.name for piece in shard.pieces)
+            raise ThinwireError(f"FSDP2 gathers {numel} values per rank, but the shards of {names} have {shard.numel}")
+        if replica is None or (replica.shard, replica.device) != (shard, device):
             message = method.weight_message(shard, comm.rank)
-            if self.replica is not None:
-                self.replica.drop()
-            self.replica = Replica(
-                message, method.state, shard, comm, device, self.link.version, Fingerprint(self.link.shards)
-            )
-        if self.link.copied is not None:  # a module may be called twice in one forward pass
-            devices.streams(device).current_stream(device).wait_event(self.link.copied)
-        return self.replica.allocate()
+            if replica is not None:
+                replica.drop()
+            fingerprint = Fingerprint(link.shards)
+            replica = link.replica = Replica(message, method.state, shard, comm, device, link.version, fingerprint)
+        if link.copied is not None:  # a module may be called twice in one forward pass
+            devices.streams(device).current_stream(device).wait_event(link.copied)
+        return replica.allocate()
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> Work | None:
-        comm, ledger = self.engine.comm(group), self.engine.ledger
+        comm, ledger, link, replica = self.engine.comm(group), self.engine.ledger, self.link, self.link.replica
         ledger.count_dense((comm.size - 1) * input_tensor.nbytes)
-        began = time.perf_counter()
-        with self._exchanging(), ledger.weights(), torch.no_grad():
-            if self.replica is not None and self._encoded:
+        with self.engine.waited(), self.exchanging(), ledger.weights(), torch.no_grad():
+            if replica is not None and self._encoded:
                 # While some optimizers have stepped and others have not, weights change without a step being over.
-                unsettled = self.link.turn.open
+                unsettled = link.turn.open
                 if not unsettled:
-                    self._look_at_weights(self.replica)
-                self.engine.asks(self, self.replica)
-                work = self.replica.gather(output_tensor, self.road.step, unsettled=unsettled, async_op=async_op)
+                    self._check_weights(replica)
+                self.engine.sender.asks(replica, self.send)
+                work = replica.gather(output_tensor, link.road.step, unsettled=unsettled, async_op=async_op)
             else:
                 work = comm.all_gather(output_tensor, input_tensor, async_op=async_op)
         if (end := devices.mark(input_tensor.device)) is not None:
-            self.link.gathered = end if work is None else None
+            link.gathered = end if work is None else None
             return work
-        ledger.add("exposed", time.perf_counter() - began)
-        return None if work is None else _TimedWork(work, ledger, self._exchanging)
+        return None if work is None else _TimedWork(work, self)
 
-    def _look_at_weights(self, replica: Replica) -> None:
+    def _check_weights(self, replica: Replica) -> None:
         """Check that the weights are those that the last step has left. (On a GPU the host would wait.)
 
         Raises:
@@ -88,14 +85,14 @@ class ModuleAllGather:
 
     def send(self, step: int) -> None:
         """Let this rank's message of ``step`` leave, if one can; on a GPU, beside the stream that computes."""
-        group = self.link.group
-        if self.replica is None or not group.is_sharded or not self.replica.sends(step):
+        group, replica = self.link.group, self.link.replica
+        if replica is None or not group.is_sharded or not replica.sends(step):
             return
-        with self._exchanging(), self.engine.ledger.weights(), torch.no_grad():
+        with self.exchanging(), self.engine.ledger.weights(), torch.no_grad():
             # A copy on the stream that computes: weights that change from now on need not wait for its reader.
             shard = torch.cat([values.view(-1) for param in group.fsdp_params for values in param.all_gather_inputs])
             with self._on_gather_stream(shard):
-                self.replica.send(shard, step)
+                replica.send(shard, step)
 
     @contextmanager
     def _on_gather_stream(self, shard: Tensor) -> Iterator[None]:
@@ -108,7 +105,8 @@ class ModuleAllGather:
             devices.keep(shard)
             yield
 
-    def _exchanging(self) -> AbstractContextManager[None]:
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Inside, the weights of the module are exchanged."""
         names = (self.link.name(fsdp_param) for fsdp_param in self.link.group.fsdp_params)
         return self.link.turn.exchanging("weights", names)
 
@@ -121,52 +119,14 @@ class ModuleAllGather:
         return self.engine.method.card.encodes_weights and not self.link.group.is_sharded_post_forward
 
 
-class ForwardPasses:
-    """The forward passes: where evaluations begin and end, and whether the last step's weights are still there.
-
-    Averaged weights, say, are put in for an evaluation and taken out after it, and classes that do so write them
-    through ``.data``, which torch does not count. So before every forward pass that records no gradients, and where
-    training goes on after it, ranks agree on whether anybody's have changed: evaluating is what they do together.
-    """
-
-    def __init__(self, engine: ShardedEngine) -> None:
-        self._engine = engine
-        self._mode: tuple[bool, bool] | None = None  # of the last one: is it training, does it record gradients?
-        self._asked: set[int] = set()  # modules that have asked for their weights in it
-
-    def begin(self, link: GroupLink) -> None:
-        """Note that a module will ask for its weights in a forward pass. Collective where such a pass begins."""
-        if not self._engine.replicas:
-            return
-        mode = bool(self._engine.model.training), torch.is_grad_enabled()
-        if mode != self._mode or (not all(mode) and id(link) in self._asked):
-            if self._mode is not None:
-                self._agree_on_changes()
-            self._asked.clear()
-            self._mode = mode
-        self._asked.add(id(link))
-
-    def _agree_on_changes(self) -> None:
-        """Have all ranks gather anew the weights that have changed on any rank."""
-        replicas = self._engine.replicas
-        changed = torch.zeros(1, device=self._engine.groups[0][1].device)
-        changed.fill_(float(any([replica.changed_unseen() for replica in replicas])))
-        self._engine.comms[0].all_reduce(changed, "max")
-        if bool(changed):
-            for replica in replicas:
-                replica.changed = True
-
-
 class _TimedWork(Work):
     """A work whose wait is written down as exposed time. (FSDP2 waits only for what is a ``Work``.)"""
 
-    def __init__(self, work: Work, ledger: Ledger, exchanging: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, work: Work, gather: ModuleAllGather) -> None:
         super().__init__()
-        self._work, self._ledger, self._exchanging = work, ledger, exchanging
+        self._work, self._gather = work, gather
 
     def wait(self, *timeout: Any) -> bool:
-        began = time.perf_counter()
-        with self._exchanging(), self._ledger.span("wire"):
-            completed = self._work.wait(*timeout)
-        self._ledger.add("exposed", time.perf_counter() - began)
-        return completed
+        engine = self._gather.engine
+        with engine.waited(), self._gather.exchanging(), engine.ledger.span("wire"):
+            return self._work.wait(*timeout)

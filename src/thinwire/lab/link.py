@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from thinwire.base.errors import ThinwireError
 
@@ -49,37 +49,29 @@ class Link:
         cls, text: str, mtu: int = 1500, delay: str = "0ms", jitter: str = "0ms", loss: str = "0%", reorder: str = "0%"
     ) -> Link:
         """Read ``"200mbit"`` (also kbit, gbit, and decimals), ``"unlimited"`` ``"loopback"``; ``"30ms"``; ``"1%"``."""
-        delay_s, jitter_s = duration(delay, "a link's delay"), duration(jitter, "a link's jitter")
-        loss_share, reorder_share = share(loss, "a link's loss"), share(reorder, "a link's reorder")
-        link = replace(cls._of_rate(text, mtu), delay=delay_s, jitter=jitter_s, loss=loss_share, reorder=reorder_share)
-        if link.loopback and link.distant:
-            raise ThinwireError("delay, jitter, loss and reorder are a link's: on loopback leave them out")
-        if delay_s > MAX_DELAY:
-            raise ThinwireError(f"a delay of {delay} is not to be had: choose at most {MAX_DELAY:g}s")
-        if jitter_s > delay_s:
-            raise ThinwireError(f"a jitter of {jitter} is more than the delay, {delay}: choose at most the delay")
-        if loss_share > MAX_LOSS:
-            raise ThinwireError(f"a loss of {loss} leaves no connection: choose at most {MAX_LOSS:.0%}")
-        if reorder_share and not delay_s:
-            raise ThinwireError(f"reorder {reorder} without a delay changes nothing: choose a delay too")
+        word, rate = text.strip().lower(), None
+        if word not in ("unlimited", "loopback"):
+            match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)(?:/s|ps)?", word)
+            if match is None:
+                raise ThinwireError(f"cannot read the link rate '{text}': write 200mbit, 1gbit, unlimited or loopback")
+            word, rate = match[1] + match[2], float(match[1]) * UNITS[match[2]]
+            if not SLOWEST <= rate <= FASTEST:
+                raise ThinwireError(f"a link of {text} cannot be emulated: choose 64kbit to 40gbit, or 'unlimited'")
+        link = cls(
+            word, rate, word == "loopback", mtu, duration(delay, "a link's delay"), duration(jitter, "a link's jitter"),
+            share(loss, "a link's loss"), share(reorder, "a link's reorder"),
+        )  # fmt: skip
+        for wrong, message in (
+            (not SMALLEST <= mtu <= LARGEST, f"an MTU of {mtu} bytes is not to be had: choose {SMALLEST} to {LARGEST}"),
+            (link.loopback and (mtu != cls.mtu or link.distant), "leave MTU, delay, jitter and loss out on loopback"),
+            (link.delay > MAX_DELAY, f"a delay of {delay} is not to be had: choose at most {MAX_DELAY:g}s"),
+            (link.jitter > link.delay, f"a jitter of {jitter} is above the delay, {delay}: choose at most the delay"),
+            (link.loss > MAX_LOSS, f"a loss of {loss} leaves no connection: choose at most {MAX_LOSS:.0%}"),
+            (link.reorder and not link.delay, f"reorder {reorder} without a delay changes nothing: choose a delay too"),
+        ):
+            if wrong:
+                raise ThinwireError(message)
         return link
-
-    @classmethod
-    def _of_rate(cls, text: str, mtu: int) -> Link:
-        word = text.strip().lower()
-        if not SMALLEST <= mtu <= LARGEST:
-            raise ThinwireError(f"an MTU of {mtu} bytes is not to be had: choose {SMALLEST} to {LARGEST}")
-        if word == "loopback" and mtu != cls.mtu:
-            raise ThinwireError("an MTU is a link's: on loopback leave it out")
-        if word in ("unlimited", "loopback"):
-            return cls(word, None, word == "loopback", mtu)
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)(?:/s|ps)?", word)
-        if match is None:
-            raise ThinwireError(f"cannot read the link rate '{text}': write 200mbit, 1gbit, 'unlimited' or 'loopback'")
-        rate = float(match[1]) * UNITS[match[2]]
-        if not SLOWEST <= rate <= FASTEST:
-            raise ThinwireError(f"a link of {text} cannot be emulated: choose 64kbit to 40gbit, or 'unlimited'")
-        return cls(match[1] + match[2], rate, mtu=mtu)
 
     @property
     def distant(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
@@ -32,11 +33,6 @@ def _shown(value: float | None, digits: str) -> str:
     return "-" if value is None else f"{value:{digits}}"
 
 
-def _kernel(run: Run) -> str:
-    count = run["bytes_per_step"]["kernel"]
-    return human(count["tx"]) if count else "-"
-
-
 def _faster(run: Run) -> str:
     span = run["faster"]
     return "-" if span is None or run["method"] == DENSE else f"{span.mean:.2f}x ({span.low:.2f} to {span.high:.2f})"
@@ -57,19 +53,15 @@ def _spread(run: Run, span: Span | None, digits: str) -> str:
     return "" if span is None or len(run["parts"]) < 2 else f" ± {span.half:{digits}}"
 
 
-def _when(key: str, show: Callable[[float], str]) -> Callable[[Run], str]:
-    """Make the cell of the ``key`` at which a run had dense's final loss: the mean over seeds, or their number."""
-
-    def cell(run: Run) -> str:
-        points = run["to_dense"]
-        reached = [point for point in points or () if point]
-        if run["method"] == SILENT or not points:
-            return "-"
-        if len(reached) < len(points):
-            return "not reached" if not reached else f"{len(reached)} of {len(points)} seeds"
-        return show(sum(point[key] for point in reached) / len(reached))
-
-    return cell
+def _reached(run: Run, key: str, digits: str) -> str:
+    """Show the mean over seeds of the ``key`` at which a run had dense's final loss, or how many of them had it."""
+    points = run["to_dense"]
+    if run["method"] == SILENT or not points:
+        return "-"
+    reached = [point[key] for point in points if point]
+    if len(reached) < len(points):
+        return f"{len(reached)} of {len(points)} seeds" if reached else "not reached"
+    return f"{statistics.fmean(reached):{digits}}"
 
 
 COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
@@ -82,14 +74,14 @@ COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("codec, ms", lambda run: f"{run['summary']['encode_ms'] + run['summary']['decode_ms']:.0f}"),
     ("compressed values", lambda run: _shown(run["summary"].get("compressed_values"), ".1%")),
     ("sent/step", lambda run: human(run["bytes_per_step"]["ledger"])),
-    ("kernel", _kernel),
+    ("kernel", lambda run: human(count["tx"]) if (count := run["bytes_per_step"]["kernel"]) else "-"),
     ("kernel/framed", lambda run: _shown(run["bytes_per_step"]["kernel_to_framed"], ".3f")),
     ("link use", lambda run: _shown(run["link_use"], ".0%")),
     ("train loss", lambda run: f"{run['summary']['train_loss']:.4f}"),
     ("valid loss", _final),
     ("loss to dense", _gap),
-    ("s to dense's loss", _when("wall_s", lambda seconds: f"{seconds:.1f}")),
-    ("tokens to it", _when("tokens", lambda tokens: f"{tokens:,.0f}")),
+    ("s to dense's loss", lambda run: _reached(run, "wall_s", ".1f")),
+    ("tokens to it", lambda run: _reached(run, "tokens", ",.0f")),
 )
 SHORT = ("method", "step, ms", "x none", "faster than dense", "exposed, ms", "sent/step", "valid loss",
          "loss to dense", "s to dense's loss")  # fmt: skip
@@ -124,12 +116,11 @@ def notes(report: dict[str, Any]) -> list[str]:
     lines = []
     for run in report["runs"]:
         method = run["method"]
-        if run["failed"]:
-            lines.append(f"{method} failed: {run['failed']}")
         if run["flags"]:
             lines.append(f"{method}: trained with {' '.join(run['flags'])}, which dense was not")
-        note = None if run["failed"] else run["summary"].get("note")
-        if note:
+        if run["failed"]:
+            lines.append(f"{method} failed: {run['failed']}")
+        elif note := run["summary"].get("note"):
             lines.append(note if note.startswith(method) else f"{method}: {note}")
     return lines
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.base.errors import DamagedMessage, LostRank, ThinwireError
+from thinwire.base.errors import DamagedMessage, LostRank
 from thinwire.network.checksum import seal, unseal
 from thinwire.network.ledger import Ledger
 
@@ -46,12 +45,10 @@ class Comm(ABC):
     All ranks call the same verbs in the same order; the order never depends on data or on the rank.
     """
 
-    def __init__(self, rank: int, size: int, nodes: Sequence[int], ledger: Ledger) -> None:
-        if len(nodes) != size:
-            raise ThinwireError(f"a group of {size} ranks needs {size} node numbers, got {len(nodes)}")
-        self.rank, self.size, self.nodes, self.ledger = rank, size, tuple(nodes), ledger
+    def __init__(self, rank: int, nodes: Sequence[int], ledger: Ledger) -> None:
+        self.rank, self.size, self.nodes, self.ledger = rank, len(nodes), tuple(nodes), ledger
         self.one_node = len(set(nodes)) == 1
-        self._peers = Counter(self.link(peer) for peer in range(size) if peer != rank)
+        self._peers = Counter(self.link(peer) for peer in range(self.size) if peer != rank)
 
     checksums = False
     """Is every row that one rank sends another followed by its checksum (:mod:`thinwire.network.checksum`)?"""
@@ -158,9 +155,9 @@ class Comm(ABC):
     def _all_to_all(self, out: Tensor, rows: Tensor) -> None: ...
 
 
-_IDLE: weakref.WeakKeyDictionary[
+_IDLE: WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[tuple[int, ...], timedelta | None], list[dist.ProcessGroup]]
-] = weakref.WeakKeyDictionary()
+] = WeakKeyDictionary()
 """The groups made for some ranks of a group that nobody uses now."""
 
 
@@ -173,7 +170,7 @@ class CountingComm(Comm):
     @classmethod
     def like(cls, comm: Comm, ledger: Ledger) -> CountingComm:
         """Make a double of ``comm`` that writes to ``ledger``."""
-        double = cls(comm.rank, comm.size, comm.nodes, ledger)
+        double = cls(comm.rank, comm.nodes, ledger)
         double.reduce_scatter_is_all_reduce, double.one_node = comm.reduce_scatter_is_all_reduce, comm.one_node
         return double
 
@@ -216,7 +213,7 @@ class GroupComm(Comm):
         if nodes is None:  # torch's group, or the user's
             nodes = node_numbers(group)
             _inherit_timeout(group)
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), nodes, ledger)
+        super().__init__(dist.get_rank(group), nodes, ledger)
         self.group, self.device = group, torch.device(device)
         self.reduce_scatter_is_all_reduce = _backend(group, self.device) == "gloo"
         # gloo moves device memory in its collectives only.
@@ -306,10 +303,7 @@ class GroupComm(Comm):
         if not self._point_to_point:
             with self.waiting("all-gather"):
                 return _all_gather_single(out.view(-1), row, group=self.group, async_op=async_op)
-        out = out.view(self.size, -1)
-        work = self._to_and_from_peers("all-gather", [row] * self.size, out, tag=1)
-        if out[self.rank].data_ptr() != row.data_ptr():
-            out[self.rank].copy_(row.view(-1))
+        work = self._to_and_from_peers("all-gather", [row.view(-1)] * self.size, out.view(self.size, -1), tag=1)
         if async_op:
             return work
         work.wait()
@@ -320,28 +314,23 @@ class GroupComm(Comm):
             with self.waiting("all-to-all"):
                 dist.all_to_all_single(out, rows, group=self.group)
             return
-        work = self._to_and_from_peers("all-to-all", rows, out, tag=2)
-        out[self.rank].copy_(rows[self.rank])
-        work.wait()
+        self._to_and_from_peers("all-to-all", rows, out, tag=2).wait()
 
     def _to_and_from_peers(self, verb: str, rows: Sequence[Tensor] | Tensor, out: Tensor, tag: int) -> _PeerMessages:
         """Send ``rows[peer]`` to, and receive ``out[peer]`` from, every peer; each rank starts with its next neighbour.
 
         Messages between two ranks with one tag arrive in the order in which both post them.
         """
-        turns = range(1, self.size)
-        sources = [(self.rank - turn) % self.size for turn in turns]
-        targets = [(self.rank + turn) % self.size for turn in turns]
-        ranks, group = self.ranks, self.group
-        if dropped := _DROPPED.pop(group, None):  # they come before ours, on all ranks
+        if dropped := _DROPPED.pop(self.group, None):  # they come before ours, on all ranks
             _PeerMessages(self, verb, dropped).wait()
         works: list[tuple[int, Work | None]] = []
-        for peer in sources:
-            with self.waiting(verb, peer):
-                works.append((peer, dist.irecv(out[peer], ranks[peer], group=group, tag=tag)))
-        for peer in targets:
-            with self.waiting(verb, peer):
-                works.append((peer, dist.isend(rows[peer], ranks[peer], group=group, tag=tag)))
+        for post, messages, step in ((dist.irecv, out, -1), (dist.isend, rows, 1)):
+            for turn in range(1, self.size):
+                peer = (self.rank + step * turn) % self.size
+                with self.waiting(verb, peer):
+                    works.append((peer, post(messages[peer], self.ranks[peer], group=self.group, tag=tag)))
+        if out[self.rank].data_ptr() != rows[self.rank].data_ptr():
+            out[self.rank].copy_(rows[self.rank])
         return _PeerMessages(self, verb, works)
 
 
@@ -449,9 +438,7 @@ def _inherit_timeout(group: dist.ProcessGroup) -> None:
             backend._set_default_timeout(whole)
 
 
-_DEFAULTS = [
-    getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout")
-]
+_DEFAULTS = [getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout")]
 
 
 def _devices(group: dist.ProcessGroup) -> Sequence[torch.device]:

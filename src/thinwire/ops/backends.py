@@ -41,7 +41,12 @@ every_variant: ContextVar[bool] = ContextVar("every_variant", default=False)
 """Compile what a launch would need on other memory, too: on a GPU, before the first step."""
 
 host_code: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("host_code", default=None)
-"""The module that runs on tensors without storage, by family; nothing runs without: see ``thinwire.ops.dry``."""
+"""The module that runs on tensors without storage, by family; nothing runs without. Set by tests alone."""
+
+
+def count_launch(name: str) -> None:
+    if (counter := launches.get()) is not None:
+        counter[name] += 1
 
 
 class _Nothing(ModuleType):
@@ -49,8 +54,7 @@ class _Nothing(ModuleType):
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def count(*args: object, **knobs: object) -> None:
-            if (counter := launches.get()) is not None:
-                counter[f"{self.__name__}.{name}"] += 1
+            count_launch(f"{self.__name__}.{name}")
 
         return count
 

@@ -46,6 +46,17 @@ def whole(n, ALIGN: tl.constexpr):
     return n // ALIGN * ALIGN
 
 
+@triton.jit
+def segment_of(programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+    """Return this program's row, its segment's number and line of ``table``, and its ``BLOCK`` elements of the segment.
+
+    ``programs``: see ``programs_on``. ``table``: ``FIELDS`` int64 of each segment.
+    """
+    number = tl.load(programs + 2 * tl.program_id(0)).to(tl.int64)
+    element = tl.load(programs + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
+    return tl.program_id(1).to(tl.int64), number, table + number * FIELDS, element
+
+
 def alignment(*values: Tensor) -> int:
     """Return ALIGN: 16 if all rows of ``values`` start at multiples of 16 bytes and have 16 i elements, else 1."""
     return 16 if all(_starts_at(16, tensor) and tensor.shape[-1] % 16 == 0 for tensor in values) else 1

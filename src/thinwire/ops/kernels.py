@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -30,6 +31,38 @@ def njit(function: Callable[..., Any], suffix: str = "") -> Callable[..., Any]:
     except RuntimeError:  # neither the package's directory nor the user's cache can be written
         compiled = numba.njit(nogil=True, error_model="numpy")(function)
     return compiled
+
+
+def array_of(tensor: Tensor) -> np.ndarray:
+    """Return the memory of ``tensor``: words of masks, int64, as uint64, and bfloat16, which numba lacks, as uint16."""
+    unsigned = {torch.bfloat16: torch.uint16, torch.int64: torch.uint64}.get(tensor.dtype)
+    return (tensor.detach() if unsigned is None else tensor.detach().view(unsigned)).numpy()
+
+
+def rows_of(*tensors: Tensor) -> Iterator[tuple[np.ndarray, ...]]:
+    """Go through the rows of ``tensors`` (R, n) together: 1-D arrays, contiguous as each row is."""
+    return zip(*map(array_of, tensors), strict=True)
+
+
+def by_row(function: Callable[..., Any], table: Callable[[Any], Any] = tuple) -> Callable[..., bool]:
+    """Compile ``function`` of one row, and make of it an operation on tensors (R, n), which calls it for each row.
+
+    Tensors of one dimension become arrays, and the segments of a row what ``table`` makes of them. The operation is
+    False as soon as ``function`` is; the rows after that are left alone.
+    """
+    kernel = njit(function)
+
+    def run(*arguments: Any) -> bool:
+        rows: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                array = array_of(argument)
+                rows.append(array if array.ndim == 2 else itertools.repeat(array))
+            else:
+                rows.append(itertools.repeat(table(argument) if isinstance(argument, Iterable) else argument))
+        return all(kernel(*row) is not False for row in zip(*rows, strict=False))
+
+    return run
 
 
 def flat(rows: Tensor) -> tuple[np.ndarray, int]:

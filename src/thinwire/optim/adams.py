@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch.optim import Optimizer
 
 from thinwire.base.errors import ThinwireError
 from thinwire.ops.adams import adams
+
+Rows = list[tuple[Tensor, Tensor, Tensor, Tensor | None]]
+"""Of each parameter its weight, moment and gradient, and what the moment becomes, if that is known."""
 
 
 class AdamS(Optimizer):
@@ -88,8 +92,7 @@ class AdamS(Optimizer):
         return loss
 
     def _step(self, group: dict[str, Any]) -> None:
-        rows: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
-        steps: list[int] = []
+        rows_by_step: defaultdict[int, Rows] = defaultdict(list)
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -100,48 +103,44 @@ class AdamS(Optimizer):
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["step"] += 1
-            steps.append(int(state["step"]))
-            rows.append((
+            rows_by_step[int(state["step"])].append((
                 _local(parameter), _local(state["exp_avg"]), _local(parameter.grad), self.next_moments.get(parameter),
             ))  # fmt: skip
-        for t in sorted(set(steps)):
-            same_step = [row for row, step in zip(rows, steps, strict=True) if step == t]
-            b1, b2 = group["betas"]
-            corrections = (1 - b1**t, 1 - b2**t) if group["bias_correction"] else (1.0, 1.0)
-            knobs = (float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], *corrections)
-            (_foreach if group["foreach"] else _fused)(same_step, *knobs)
+        b1, b2 = group["betas"]
+        for t, rows in rows_by_step.items():
+            c1, c2 = (1 - b1**t, 1 - b2**t) if group["bias_correction"] else (1.0, 1.0)
+            (_foreach if group["foreach"] else _fused)(
+                rows, lr=float(group["lr"]), beta1=b1, beta2=b2, eps=group["eps"], decay=group["weight_decay"],
+                correction1=c1, correction2=c2,
+            )  # fmt: skip
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _fused(
-    rows: list[tuple[Tensor, Tensor, Tensor, Tensor | None]], lr: float, b1: float, b2: float, eps: float,
-    decay: float, c1: float, c2: float,
-) -> None:  # fmt: skip
+def _fused(rows: Rows, **knobs: float) -> None:
     for weight, moment, gradient, next_moment in rows:
         w, m, g = (tensor.contiguous().view(-1) for tensor in (weight, moment, gradient))
-        adams(w, m, g, next_moment, lr=lr, beta1=b1, beta2=b2, eps=eps, decay=decay, correction1=c1, correction2=c2)
+        adams(w, m, g, next_moment, **knobs)
         for tensor, updated in ((weight, w), (moment, m)):
             if not tensor.is_contiguous():
                 tensor.copy_(updated.view(tensor.shape))
 
 
 def _foreach(
-    rows: list[tuple[Tensor, Tensor, Tensor, Tensor | None]], lr: float, b1: float, b2: float, eps: float,
-    decay: float, c1: float, c2: float,
-) -> None:  # fmt: skip
+    rows: Rows, lr: float, beta1: float, beta2: float, eps: float, decay: float, correction1: float, correction2: float
+) -> None:
     weights, moments, gradients = [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
     squares = torch._foreach_mul(moments, moments)
-    torch._foreach_mul_(squares, b2)
-    torch._foreach_addcmul_(squares, gradients, gradients, 1 - b2)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
     torch._foreach_sqrt_(squares)
-    torch._foreach_div_(squares, c2**0.5)
+    torch._foreach_div_(squares, correction2**0.5)
     torch._foreach_add_(squares, eps)
-    torch._foreach_lerp_(moments, gradients, 1 - b1)
+    torch._foreach_lerp_(moments, gradients, 1 - beta1)
     for _, moment, _, next_moment in rows:
         if next_moment is not None:
             moment.copy_(next_moment.view_as(moment))
     torch._foreach_mul_(weights, 1 - lr * decay)
-    torch._foreach_addcdiv_(weights, moments, squares, -lr / c1)
+    torch._foreach_addcdiv_(weights, moments, squares, -lr / correction1)

@@ -6,8 +6,7 @@ import copy
 import functools
 import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,15 +27,13 @@ class Watch(TorchDispatchMode):
         self.launches: Counter[str] = Counter()
         self._sizes: dict[int, int] = {}
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count torch's operations and ours in the body."""
-        token = launches.set(self.launches)
-        try:
-            with self:
-                yield
-        finally:
-            launches.reset(token)
+    def __enter__(self) -> Watch:
+        self._token = launches.set(self.launches)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        launches.reset(self._token)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -53,8 +50,7 @@ class Watch(TorchDispatchMode):
         for tensor in tensors:
             self._note(tensor, 0)
             key = tensor.untyped_storage()._cdata
-            if key in self._sizes:
-                self.live, self._sizes[key] = self.live - self._sizes[key], 0
+            self.live, self._sizes[key] = self.live - self._sizes[key], 0
 
     def _note(self, tensor: Tensor, nbytes: int) -> None:
         storage = tensor.untyped_storage()
@@ -70,8 +66,7 @@ class Watch(TorchDispatchMode):
 
 
 def _without_storage(values: Any) -> list[Tensor]:
-    leaves = [values] if isinstance(values, Tensor) else tree_leaves(values)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_meta]
 
 
 @functools.cache

@@ -83,7 +83,7 @@ def dry_run(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), *
     method, ledger, card, peak = play.method, play.ledger, play.method.card, 0
     sent, parameters, collectives, launches = (Counter[str]() for _ in range(4))
     cycle, launch_shares = card.steady_steps, _launch_shares(method)
-    with torch.no_grad(), watch.counting() if watched else nullcontext():
+    with torch.no_grad(), watch if watched else nullcontext():
         play.open()
         watch.launches.clear()
         ledger.current = weights = Account()
@@ -166,7 +166,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
 
     def lone(comm: Comm) -> Comm:
         """Make a group of one rank: others would have to choose masks and scales that fit."""
-        counting = CountingComm(0, 1, [0], Ledger())
+        counting = CountingComm(0, [0], Ledger())
         counting.one_node = comm.one_node  # a method may send something else inside a node
         return counting
 
@@ -178,7 +178,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     layout = replace(
         separate_buffers(smallest, lone_road, torch.float32),
         shards=[Shard(pieces, (), numel, dtype) for dtype in run.gathers],
-        comm=CountingComm(0, 1, [0], Ledger()),
+        comm=CountingComm(0, [0], Ledger()),
     )
     play = _Playback(layout, lone_road, small_run, device)
     token = every_variant.set(True)

@@ -22,7 +22,7 @@ from thinwire.core.selection import dense_among, keep_dense, unmatched
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.plan.dry_run import DryRun, Memory, dry_run, separate_buffers, stand_in_run
+from thinwire.plan.dry_run import DryRun, dry_run, separate_buffers, stand_in_run
 from thinwire.plan.measured import describe_measured
 
 
@@ -74,7 +74,7 @@ class Plan:
         lost: what is not returned of the values that are compressed, in one phrase; "" where nothing is lost.
         bucket_cap_mb: of DistributedDataParallel, which would suit the method: MB of gradients per bucket. None on
             other engines, where the method is not made to compress, and where ranks step alone.
-        memory, memory_bytes: beyond the stock engine's; None where the engine's layout is not known.
+        memory_bytes: beyond the stock engine's; None where the engine's layout is not known.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Plan:
         self._road, self._run, self._wire_dtype, self._layout, self._guards = road, run, wire_dtype, layout, guards
         self.ranks = math.prod(stage.exchange.ranks for stage in road.stages)
         self._parameters = list(run.parameters.values())
+        self._values = max(sum(parameter.numel for parameter in self._parameters), 1)
         self._reasons = {parameter.name: keep_dense(method, parameter) for parameter in self._parameters}
         stages = list(reversed(road.stages))
         lines = (unmatched(carrier_of(stage.method), self._reasons) for stage in stages)
@@ -175,15 +176,14 @@ class Plan:
         A message m to all costs (N - 1) m, a ring of D bytes 2 (N - 1) / N D. ``largest_bytes`` at two N tells m and D.
         """
         last, sent = self._road.last, self._sent(self._road.last)
-        if not last.method.card.grows_with_ranks or last.exchange.owner or not sent:
-            return None
-        if len(self._road.stages) > 1 or self.ranks == 1:
+        replicates = len(self._road.stages) == 1 < self.ranks and not last.exchange.owner
+        if not (last.method.card.grows_with_ranks and sent and replicates):
             return None
         largest, ranks = max(sent, key=lambda parameter: parameter.numel), self.ranks
         layout = separate_buffers([largest], self._road, self._wire_dtype)
 
         def largest_bytes(size: int) -> float:
-            exchange = on_comm(last.exchange, CountingComm(0, size, range(size), Ledger()))
+            exchange = on_comm(last.exchange, CountingComm(0, range(size), Ledger()))
             dry = dry_run(layout, Road([replace(last, exchange=exchange)]), self._run, self._guards, watched=False)
             return dry.parameters[largest.name] * size / (size - 1)
 
@@ -212,13 +212,10 @@ class Plan:
         return "; ".join(filter(None, (self.note if little or self._unmatched else None, many))) or None
 
     @property
-    def memory(self) -> Memory | None:
-        return None if self._layout is None else self.dry_run.memory
-
-    @property
     def memory_bytes(self) -> int | None:
-        """The bytes that the method needs on this rank at its peak in the steady state, beyond the stock engine."""
-        return None if self.memory is None else self.memory.peak
+        """The bytes that the method needs on this rank at its peak in the steady state, beyond the stock engine's."""
+        memory = None if self._layout is None else self.dry_run.memory
+        return None if memory is None else memory.peak
 
     def _share(self, stage: Stage) -> float | None:
         """Return ``compressed`` of ``stage`` itself."""
@@ -255,10 +252,6 @@ class Plan:
             f"the values): {reason} keeps {len(rows)} tensors, {share_text}, dense: {remedy}"
         )
 
-    @property
-    def _values(self) -> int:
-        return max(sum(p.numel for p in self._parameters), 1)
-
     def __str__(self) -> str:
         title = f"{self.method} on {self.engine}, {self.ranks} ranks: sent per step and rank"
         table = extras.load("rich.table").Table(title=title)
@@ -284,8 +277,8 @@ class Plan:
             totals += f", {weights} of {dense_weights} ({share:.1%}) to gather the weights"
         if self.compressed is not None and self._little is None:
             totals += f"; {self.compressed:.1%} of the values compressed"
-        if self.memory is not None:
-            totals += f"; {human(self.memory.peak)} of memory beside the engine's"
+        if self.memory_bytes is not None:
+            totals += f"; {human(self.memory_bytes)} of memory beside the engine's"
         yield totals
         yield self.lost
         yield self.measured

@@ -101,7 +101,7 @@ class ThreadComm(Comm):
         self, world: Threads, world_rank: int, ledger: Ledger, members: Sequence[int] | None = None, per_node: int = 1
     ) -> None:
         members = range(world.size) if members is None else members
-        super().__init__(list(members).index(world_rank), len(members), [m // per_node for m in members], ledger)
+        super().__init__(list(members).index(world_rank), [m // per_node for m in members], ledger)
         self._world, self._world_rank, self._members = world, world_rank, list(members)
 
     def _swap(self, tensor: Tensor) -> list[Tensor]:

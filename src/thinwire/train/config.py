@@ -17,7 +17,7 @@ from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import check_types
 from thinwire.base.options import read_options
-from thinwire.train.model.shapes import PRESETS, AdapterConfig, ModelConfig
+from thinwire.train.model.shapes import PRESETS, ModelConfig
 
 SHAPE = ("family", "layers", "width", "heads", "kv_heads", "hidden")
 """Settings that override the preset's shape."""
@@ -202,11 +202,12 @@ class Config:
         return 2e-3 if width <= 256 else 0.256 / width
 
     @property
-    def adapters(self) -> AdapterConfig | None:
-        """Adapters that are trained in place of the model's weights, if there are any."""
+    def adapters(self) -> dict[str, Any] | None:
+        """Arguments of peft's ``LoraConfig`` for adapters in place of the model's weights, if there are any."""
         if not self.lora:
             return None
-        return AdapterConfig(self.lora, self.lora_alpha or 2.0 * self.lora, self.lora_targets, self.seed)
+        targets = list(self.lora_targets) or "all-linear"
+        return {"r": self.lora, "lora_alpha": self.lora_alpha or 2.0 * self.lora, "target_modules": targets}
 
     def learning_rate(self, step: int) -> float:
         """Rise linearly over the warm-up, then half a cosine down to ``lr_end`` * ``lr``. ``step`` counts from 0."""
@@ -252,11 +253,11 @@ class Config:
         if not (self.corpus and all(self.corpus)):
             raise ThinwireError(f"--corpus needs a file or more, 'stdlib' or hub:NAME, got {self.corpus}")
         if self.checkpoint_every and not self.checkpoints:
-            raise ThinwireError(f"--checkpoint-every is not for --no-checkpoints, got {self.checkpoint_every}")
+            raise ThinwireError("--checkpoint-every is not for --no-checkpoints")
         if self.overwrite and self.resume:
-            raise ThinwireError(f"--resume does not go with --overwrite, which starts afresh, got {self.resume}")
+            raise ThinwireError("--resume does not go with --overwrite, which starts afresh")
         if self.bucket_mb is not None and self.engine != "ddp":
-            raise ThinwireError(f"--bucket-mb is for --engine ddp, not {self.engine}, got {self.bucket_mb}")
+            raise ThinwireError(f"--bucket-mb is for --engine ddp, not {self.engine}")
         for name in ("data", "lora", "lora_alpha", "lora_targets"):
             if getattr(self, name) and not self.init:
                 raise ThinwireError(f"{_flag(name)} is for fine-tuning: name a model with --init FOLDER")
@@ -313,9 +314,7 @@ def _words(name: str, value: Any) -> list[str]:
     """Write a YAML value as on the command line: one parser for both, so both accept the same."""
     if isinstance(value, bool) and getattr(Config, name) is not None:  # one with a default of its own is a flag
         return [_flag(name) if value else _flag("no_" + name)]
-    if isinstance(value, list | tuple):
-        return [_flag(name), *map(str, value)]
-    return [_flag(name), str(value)]
+    return [_flag(name), *map(str, value if isinstance(value, list) else [value])]
 
 
 def from_arguments(arguments: list[str], source: str = "") -> Config:

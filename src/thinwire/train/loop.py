@@ -31,7 +31,7 @@ from thinwire.train.job.collective import Collective
 from thinwire.train.job.progress import Display
 from thinwire.train.job.run_folder import RunFolder, open_run_folder
 from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizer, read_inputs, rebuild_buckets, wrap
-from thinwire.train.job.signals import Stopped, note_signals
+from thinwire.train.job.signals import note_signals
 from thinwire.train.model.decoder import Decoder
 from thinwire.wire import compress
 
@@ -69,8 +69,9 @@ def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | 
     inputs = read_inputs(config, folder)
     bf16 = config.dtype == "bf16" or (config.dtype == "auto" and ranks.device.type == "cuda")
     init, tokens = inputs.hashes(folder.collective)
+    shape = inputs.pretrained.shape if inputs.pretrained else config.shape(inputs.tokenizer.vocabulary)
     description = describe_run(
-        config, inputs.shape, tokens=tokens, world_size=ranks.comm.size, per_node=ranks.per_node,
+        config, shape, tokens=tokens, world_size=ranks.comm.size, per_node=ranks.per_node,
         device=ranks.device.type, dtype="bf16" if bf16 else "fp32", init=init, order=inputs.train.order,
     )  # fmt: skip
     checkpoints = Checkpoints(
@@ -184,10 +185,7 @@ class Trainer:
         return summary
 
     def evaluate(self) -> float:
-        """Compute, show and log the mean loss over held-out sequences; NaN where there is no evaluation. Collective.
-
-        They are always the same ones, dealt out to the ranks; what is not learnt of them does not count.
-        """
+        """Compute, show and log the mean loss over held-out text, always the same; NaN: not evaluated. Collective."""
         config = self.config
         if not config.eval_sequences:
             return math.nan
@@ -284,7 +282,9 @@ class Trainer:
             saved = f"{latest} is saved, --resume auto goes on from it"
         elif self.config.checkpoints:
             saved = f"its loss, or a gradient, was not finite; {_last_good(latest)}"
-        raise Stopped(number, f"ended by {signal.Signals(number).name} after step {self.step}: {saved}")
+        stopped = ThinwireError(f"ended by {signal.Signals(number).name} after step {self.step}: {saved}")
+        stopped.status = 128 + number
+        raise stopped
 
     def _conclude(self, first_loss: float) -> dict[str, Any]:
         """Evaluate, write summary.json and report.txt, and say what came of the run; return the summary. Collective."""
@@ -348,10 +348,8 @@ class Trainer:
         """Make what summary.json holds. Collective."""
         config, cuda, times = self.config, self.ranks.device.type == "cuda", self.step_seconds
         step_ms = 1e3 * statistics.median(times[2:] if len(times) > 4 else times)
-        if cuda:
-            peak_mb = torch.cuda.max_memory_allocated() / 1e6
-        else:
-            peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak_mb = (torch.cuda.max_memory_allocated() if cuda else 1024 * kib) / 1e6
         highest: Tensor = self.ranks.comm.all_reduce(torch.tensor([peak_mb], device=self.ranks.device), "max")
         return {
             "method": config.method,

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from thinwire.base.knobs import must
+from thinwire.base.knobs import Momentum
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import CONSERVES, Card, Promise
+from thinwire.core.method import CONSERVES, Card, Density, Promise
 from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Updates
 from thinwire.methods.parts.largest import Largest
 
@@ -35,12 +35,8 @@ class DGC(Largest):
     ABSENT: ClassVar[Mapping[str, str]] = {"feedback": "the momentum waits: topk has it"}
 
     feedback: Gradients | Updates = GRADIENTS
-    density: float = 0.001
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        must(self, 0 <= self.momentum < 1, "momentum", "is at least 0 and below 1")
+    density: Density = 0.001
+    momentum: Momentum = 0.9
 
     def describe(self) -> Card:
         promise = CONSERVES

@@ -30,13 +30,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import must, refuse_idle
+from thinwire.base.knobs import Momentum, Share, Steps, Within, refuse_idle
 from thinwire.core.bucket import Bucket, Piece
 from thinwire.core.card import MEAN, SHARD
 from thinwire.core.exchange import Exchange
@@ -49,13 +49,14 @@ from thinwire.core.method import (
     Parameter,
     Promise,
     Run,
+    Start,
     StateKind,
     Step,
-    check_start,
+    bucket_of,
     first_step,
     refuse_chunks,
+    send_all,
 )
-from thinwire.core.method_buckets import bucket_of, send_all
 from thinwire.core.selection import dense_among, keep_dense
 from thinwire.core.state import State, find_entries, find_written
 from thinwire.methods.parts.feedback import Lossy
@@ -132,12 +133,12 @@ class LocalSteps(Method):
         },
     }  # fmt: skip
 
-    every: int = 20
+    every: Steps = 20
     outer: Method | str = "dense"
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    decay: float = 1.0
-    start: float = 0
+    outer_lr: Annotated[float, Within(lambda lr: lr > 0, "must be above 0")] = 0.7
+    outer_momentum: Momentum = 0.9
+    decay: Share = 1.0
+    start: Start = 0
     start_with: Method | str = "dense"
     second_moment: Literal["own", "mean"] = "own"
 
@@ -145,11 +146,6 @@ class LocalSteps(Method):
         from thinwire.methods import resolve  # which knows this method, too
 
         super().__post_init__()
-        check_start(self.name, "start", self.start)
-        must(self, self.every >= 1, "every", "is a number of steps, 1 or more")
-        must(self, self.outer_lr > 0, "outer_lr", "must be above 0")
-        must(self, 0 <= self.outer_momentum < 1, "outer_momentum", "is at least 0 and below 1")
-        must(self, 0 < self.decay <= 1, "decay", "is a share, above 0 and up to 1")
         if not self.start:
             refuse_idle(self, "start=0", "start_with")
         # Other objects than the user's, which a dry run would share.
@@ -275,9 +271,8 @@ class LocalSteps(Method):
 
     def _end_start(self, bucket: Bucket, exchange: Exchange) -> None:
         """Average the gradients in fp32, with all that waits of those before."""
-        card = self._starter.card
-        waits = {f"{START}{kind}": weight for kind, weight in card.promise.waits.items()}
-        send_all(replace(card, promise=replace(card.promise, waits=waits)), self.state, bucket, exchange)
+        waits = {f"{START}{kind}": weight for kind, weight in self._starter.card.promise.waits.items()}
+        send_all(waits, self.state, bucket, exchange)
 
     def before_step(self, step: Step) -> None:
         if step.number < self.first:
@@ -370,7 +365,7 @@ class LocalSteps(Method):
                 pieces.append(Piece(parameter.name, end - first, parameter.local))
                 end += parameter.local
             if pieces:
-                bucket = bucket_of(method.card, pieces, self.run.exchange, self._anchors[pieces[0].name].device)
+                bucket = bucket_of(method, pieces, self.run.exchange, self._anchors[pieces[0].name].device)
                 pairs.append((method, bucket, slice(first, end)))
         return pairs
 

@@ -13,9 +13,9 @@ encoding leaves out goes the same way. beta = 0 is plain error feedback.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from thinwire.base.knobs import must
+from thinwire.base.knobs import StepsOrNever, Within
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Int4
 from thinwire.core.bucket import Bucket
@@ -36,14 +36,9 @@ class LoCo(Lossy):
 
     name: ClassVar[str] = "loco"
     feedback: Gradients | Updates = GRADIENTS
-    beta: float = 0.8
-    reset: int = 1024
+    beta: Annotated[float, Within(lambda beta: 0 <= beta < 1, "is the weight of the old error, 0 to below 1")] = 0.8
+    reset: StepsOrNever = 1024
     group: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        must(self, 0 <= self.beta < 1, "beta", "is the weight of the old error, from 0 to below 1")
-        must(self, self.reset >= 0, "reset", "is a number of steps, or 0 for never")
 
     def describe(self) -> Card:
         return replace(super().describe(), summed_by_network=False)

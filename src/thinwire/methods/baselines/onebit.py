@@ -39,8 +39,9 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.codecs.base import Codec
+from thinwire.codecs.grouped import GroupedBytes
 from thinwire.codecs.intquant import Integers
-from thinwire.codecs.sign import SCALES, Sign
+from thinwire.codecs.sign import Sign
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import (
@@ -52,14 +53,13 @@ from thinwire.core.method import (
     Parameter,
     Promise,
     Run,
+    Smallest,
+    Start,
     Step,
-    check_smallest,
-    check_start,
     exempt_small,
     first_step,
     refuse_chunks,
 )
-from thinwire.core.method_buckets import send_all
 from thinwire.core.selection import keep_dense
 from thinwire.methods.parts.own_steps import OwnSteps, adam_of
 from thinwire.methods.parts.twoway import mean_both_ways
@@ -94,18 +94,14 @@ class OneBitAdam(Method):
         "paper": {"warmup": 0.15, "scale": "rms", "group": 4096, "smallest": 0, "send": ("*",)},
     }
 
-    warmup: float = 0.15
+    warmup: Start = 0.15
     group: int = 2048
-    scale: str = "mean"
+    scale: Literal["mean", "rms"] = "mean"
     warmup_bits: Literal[4, 8, 32] = 32
-    smallest: int = SMALL
+    smallest: Smallest = SMALL
 
     def __post_init__(self) -> None:
-        if self.scale not in SCALES:
-            raise ThinwireError(f"onebit-adam: scale is 'mean' or 'rms', got '{self.scale}'")
         super().__post_init__()
-        check_smallest(self.name, self.smallest)
-        check_start(self.name, "warmup", self.warmup)
         self.first = 0
         self._steps = OwnSteps()  # of those whose gradient is a momentum in this step
 
@@ -148,7 +144,7 @@ class OneBitAdam(Method):
         if bucket.step < self.first:
             self._warm_up(bucket, exchange)
             return
-        assert self.codec is not None
+        assert isinstance(self.codec, GroupedBytes)
         bucket.rows.mul_(1 - self.beta1).add_(self._moment(bucket, exchange), alpha=self.beta1)  # l. 6
         wires = mean_both_ways(bucket, exchange, self.codec, self.state)  # l. 7-11
         assert wires is not None
@@ -165,7 +161,7 @@ class OneBitAdam(Method):
         bucket.rows.mul_(1 - self.beta1)
         if not warm:
             bucket.rows.add_(self._moment(bucket, exchange), alpha=self.beta1)
-        send_all(self.card, self.state, bucket, exchange)
+        super().deliver(bucket, exchange)
         if warm:
             bucket.mean.div_(1 - self.beta1)
             return

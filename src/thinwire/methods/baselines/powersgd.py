@@ -21,14 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import must
+from thinwire.base.knobs import Within
 from thinwire.base.random import random_normal, seed_of
 from thinwire.core.bucket import Bucket, Segment
 from thinwire.core.exchange import Exchange
@@ -65,11 +65,10 @@ class PowerSGD(Lossy):
     }
 
     feedback: Gradients | Updates = HALF_MOMENTUM
-    rank: int = 4
+    rank: Annotated[int, Within(lambda rank: rank >= 1, "is a number of columns, 1 or more")] = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        must(self, self.rank >= 1, "rank", "is a number of columns, 1 or more")
         self._starts: dict[str, Tensor] = {}
 
     def describe(self) -> Card:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from thinwire.base.knobs import own_knobs_of
-from thinwire.methods.papers.sdp4bit import SDP4Bit
+from thinwire.methods.papers.sdp4bit import Bits, SDP4Bit, Weights
 
 
 @dataclass
@@ -22,10 +22,10 @@ class QSDP(SDP4Bit):
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(own_knobs_of(SDP4Bit), "as in the paper: sdp4bit has it")
 
-    weights: str = "plain"
-    weight_bits: int = 8
+    weights: Weights = "plain"
+    weight_bits: Literal[4, 8] = 8
     weight_group: int = 1024
-    weight_rounding: str = "shift"
-    bits: int = 8
+    weight_rounding: Literal["nearest", "stochastic", "shift"] = "shift"
+    bits: Bits = 8
     group: int = 1024
     hadamard: bool = False

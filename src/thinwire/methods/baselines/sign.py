@@ -20,11 +20,9 @@ Their blocks are tensors or layers, ours are ``group`` consecutive values.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from thinwire.base.errors import ThinwireError
 from thinwire.codecs.base import Codec
-from thinwire.codecs.sign import SCALES
 from thinwire.codecs.sign import Sign as SignCodec
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
@@ -46,12 +44,7 @@ class Sign(Lossy):
     name: ClassVar[str] = "sign"
     feedback: Gradients | Updates = GRADIENTS
     group: int = 128
-    scale: str = "mean"
-
-    def __post_init__(self) -> None:
-        if self.scale not in SCALES:
-            raise ThinwireError(f"sign: scale is 'mean' or 'rms', got '{self.scale}'")
-        super().__post_init__()
+    scale: Literal["mean", "rms"] = "mean"
 
     def make_codec(self) -> Codec:
         return SignCodec(self.group, self.scale)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from thinwire.base.knobs import own_knobs_of
-from thinwire.methods.papers.sdp4bit import SDP4Bit
+from thinwire.methods.papers.sdp4bit import Bits, SDP4Bit, Weights
 
 
 @dataclass
@@ -22,7 +22,7 @@ class ZeROPP(SDP4Bit):
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(own_knobs_of(SDP4Bit), "as in the paper: sdp4bit has it")
 
-    weights: str = "plain"
-    weight_bits: int = 8
-    intra_bits: int = 4
+    weights: Weights = "plain"
+    weight_bits: Literal[4, 8] = 8
+    intra_bits: Bits = 4
     hadamard: bool = False

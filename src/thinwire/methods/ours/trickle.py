@@ -40,7 +40,7 @@ from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import TILE, Positions, TiledTopK
 from thinwire.core.bucket import Bucket, Shard
 from thinwire.core.exchange import Exchange, scratch
-from thinwire.core.method import Card, check_density
+from thinwire.core.method import Card, Density
 from thinwire.core.run import Run, Step
 from thinwire.core.weights import Message
 from thinwire.methods.parts.atmask import BucketMasks, WeightsAtMask
@@ -79,7 +79,7 @@ class Trickle(Largest):
     }
 
     mask: Literal["own", "merged"] = "own"
-    server_density: float = 0.1
+    server_density: Density = 0.1
     bits: Literal[2, 4, 8] = 8
     group: int = 64
     feedback: Gradients | Updates = field(default=UPDATES, kw_only=True)
@@ -90,7 +90,6 @@ class Trickle(Largest):
             raise ThinwireError("trickle: mask='shared' is no longer there (docs/log.md says why): take trickle:merged")
         self._encodes_weights = False
         super().__post_init__()
-        check_density(self.name, self.server_density, "server_density")
         if self.mask == "own":
             refuse_idle(self, "mask='own'", "server_density", "weights")
         if self.updates is None:

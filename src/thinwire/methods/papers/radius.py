@@ -30,12 +30,12 @@ from torch import Tensor
 
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import must
+from thinwire.base.knobs import Share, Steps
 from thinwire.codecs.base import Residual
 from thinwire.codecs.mask import Masked
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange, bucket_rows, count_columns
-from thinwire.core.method import ANEW, Card, Run, StateKind, Step, check_density, count_of
+from thinwire.core.method import ANEW, Card, Density, Run, Start, StateKind, Step, count_of
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import LOOSE
 from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Lossy, Updates
@@ -74,17 +74,14 @@ class Radius(Lossy):
     }
 
     feedback: Gradients | Updates = GRADIENTS
-    density: float = 0.5
-    T: int = 50
-    start: float = 0.15
-    residual_scale: float = 0.25
+    density: Density = 0.5
+    T: Steps = 50
+    start: Start = 0.15
+    residual_scale: Share = 0.25
 
     def __post_init__(self) -> None:
         self._owns_rows = False  # does each rank own a row, and choose its mask alone?
         super().__post_init__()
-        check_density("radius", self.density)
-        must(self, self.T >= 1, "T", "is a number of steps, 1 or more")
-        must(self, 0 < self.residual_scale <= 1, "residual_scale", "is a share, above 0 and up to 1")
         self._former_weights: dict[str, Tensor] = {}
 
     def begin(self, run: Run) -> None:

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.knobs import Steps
 from thinwire.core.bucket import Bucket, Segment, Shard
 from thinwire.core.exchange import Exchange, Payload, prescale
 from thinwire.core.method import (
@@ -49,15 +50,15 @@ from thinwire.core.method import (
     EXACT,
     SMALL,
     Card,
+    Density,
     Method,
     Parameter,
     Promise,
     Run,
+    Smallest,
+    Start,
     StateKind,
     Step,
-    check_density,
-    check_smallest,
-    check_start,
     exempt_small,
     first_step,
     refuse_chunks,
@@ -99,20 +100,15 @@ class SCAPE(Method):
         "paper-d0.1": {"density": 0.1, "smallest": 0},
     }
 
-    density: float = 0.01
-    warmup: float = 0.1
-    refresh: int = 1
+    density: Density = 0.01
+    warmup: Start = 0.1
+    refresh: Steps = 1
     weights: Literal["auto", "masked", "dense"] = "auto"
     offload: bool = False
-    smallest: int = SMALL
+    smallest: Smallest = SMALL
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_density("scape", self.density)
-        check_smallest("scape", self.smallest)
-        check_start("scape", "warmup", self.warmup)
-        if self.refresh < 1:
-            raise ThinwireError(f"scape: refresh is a number of steps, 1 or more, got {self.refresh}")
         self._next_moments: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
         self._step = 0
         self._owners_hold_m = self._encodes_weights = False
@@ -161,8 +157,8 @@ class SCAPE(Method):
     def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
         """Take a bucket through Alg. 1, l. 10-17. ``whole``: M is all ones, as at first (l. 5).
 
-        The passes before and after the exchange are, in plain torch, these of ``ops/moments/reference.py``: ``add_up``
-        (``blend`` where a row's owner alone has its m, and x), and ``advance``.
+        The passes before and after the exchange are, in plain torch, ``add_up`` and ``advance`` of
+        ``ops/moments/reference.py``.
         """
         if self.density == 1:
             exchange.mean(bucket)

@@ -26,19 +26,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import knobs_of
+from thinwire.base.knobs import Within, knobs_of
 from thinwire.base.random import Pool, Seeds, seed_of
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.grouped import GroupedBytes
-from thinwire.codecs.intquant import ROUNDINGS, Integers, ShiftedInt8
+from thinwire.codecs.intquant import Integers, ShiftedInt8
 from thinwire.core.bucket import Bucket, Shard
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import (
@@ -50,7 +50,7 @@ from thinwire.core.method import (
     Promise,
     Rounding,
     Run,
-    check_smallest,
+    Smallest,
     exempt_small,
 )
 from thinwire.core.selection import keep_dense
@@ -59,7 +59,8 @@ from thinwire.ops import shards
 from thinwire.ops.quant import ORDER
 from thinwire.ops.rows import CopyTable
 
-WEIGHTS = ("difference", "plain", "dense")
+Weights = Literal["difference", "plain", "dense"]
+Bits = Literal[4, 8, 16, 32]
 DECODE_CHUNK_VALUES = 1 << 24
 """Values of shards that are decoded at once where no kernel knows the codec. More => fewer launches, more scratch
 memory (4 bytes each)."""
@@ -96,31 +97,21 @@ class SDP4Bit(Method):
         "ulq": {**_EVERYTHING, "weights": "dense", "hadamard": False, "intra_bits": 4},
     }
 
-    weights: str = "difference"
-    weight_bits: int = 4
+    weights: Weights = "difference"
+    weight_bits: Literal[4, 8] = 4
     weight_group: int = 2048
-    weight_rounding: str = "nearest"
-    bits: int = 4
-    intra_bits: int = 8
-    group: int = 128
+    weight_rounding: Literal["nearest", "stochastic", "shift"] = "nearest"
+    bits: Bits = 4
+    intra_bits: Bits = 8
+    group: Annotated[int, Within(lambda group: group >= 1, "must be 1 value or more")] = 128
     hadamard: bool = True
-    rounding: str = "stochastic"
-    smallest: int = SMALL
+    rounding: Literal["nearest", "stochastic"] = "stochastic"
+    smallest: Smallest = SMALL
 
     def __post_init__(self) -> None:
-        if self.weights not in WEIGHTS:
-            raise ThinwireError(f"{self.name}: weights is one of {', '.join(WEIGHTS)}, got '{self.weights}'")
-        for knob, allowed in (("rounding", ROUNDINGS), ("weight_rounding", (*ROUNDINGS, "shift"))):
-            if getattr(self, knob) not in allowed:
-                raise ThinwireError(f"{self.name}: {knob} is {' or '.join(allowed)}, got '{getattr(self, knob)}'")
         if self.weight_rounding == "shift" and self.weight_bits != 8:
             raise ThinwireError(f"{self.name}: weight_rounding='shift' has 8 bits, got weight_bits={self.weight_bits}")
-        if self.weight_bits not in (4, 8):
-            raise ThinwireError(f"{self.name}: weight_bits is 4 or 8, got {self.weight_bits} (weights='dense' for all)")
         super().__post_init__()
-        check_smallest(self.name, self.smallest)
-        if self.group < 1:
-            raise ThinwireError(f"{self.name}: group must be 1 value or more, got {self.group}")
         self._intra_codec = self._gradients(self.intra_bits)
         self._weight_codec = self.make_weight_codec()
         self._messages: dict[tuple[str, ...], QuantizedWeights] = {}  # by module
@@ -169,8 +160,6 @@ class SDP4Bit(Method):
     def _gradients(self, bits: int) -> Codec:
         if bits in (16, 32):
             return Bf16() if bits == 16 else Fp32()
-        if bits not in (4, 8):
-            raise ThinwireError(f"{self.name}: bits and intra_bits are 4, 8, 16 or 32, got {bits}")
         return Integers(self.group, bits, self.hadamard, self.rounding)
 
     def policy(self, parameter: Parameter) -> str | None:

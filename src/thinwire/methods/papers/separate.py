@@ -28,17 +28,19 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import must
-from thinwire.codecs.projection import ESTIMATORS, Estimator, Projection
+from thinwire.base.knobs import StepsOrNever, Within
+from thinwire.codecs.projection import Estimator, Projection
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Card, Promise
 from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Lossy, Updates
+
+Beta = Annotated[float, Within(lambda beta: 0 <= beta <= 1, "is a weight from 0 to 1")]
 
 
 @dataclass
@@ -67,20 +69,17 @@ class SEPARATE(Lossy):
 
     feedback: Gradients | Updates = GRADIENTS
     ratio: int = 16
-    estimator: str = "cyclic_srht"
+    estimator: Literal["cyclic_srht", "paper"] = "cyclic_srht"
     block: int | None = None
-    beta: float | None = 1.0  # of all measured the nearest to dense: in training, feedback costs more than it brings
-    reset: int = 0
+    beta: Beta | None = 1.0  # of all measured the nearest to dense: in training, feedback costs more than it brings
+    reset: StepsOrNever = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        must(self, self.reset >= 0, "reset", "is a number of steps, 0 for never")
         self._weight_of_old  # noqa: B018  (refuses a beta that diverges)
 
     @cached_property
     def _estimator(self) -> Estimator:
-        if self.estimator not in ESTIMATORS:
-            raise ThinwireError(f"separate: estimator is one of {', '.join(ESTIMATORS)}, got '{self.estimator}'")
         block = (256 if self.estimator == "cyclic_srht" else 512) if self.block is None else self.block
         return Estimator(self.estimator, self.ratio, block)
 
@@ -91,7 +90,6 @@ class SEPARATE(Lossy):
         unbiased = self.estimator == "paper"
         if self.beta is None:
             return 1 - 1 / (1 + variance) if unbiased else 0.0
-        must(self, 0 <= self.beta <= 1, "beta", "is a weight from 0 to 1")
         bound = 2 / (1 + variance)
         if unbiased and 1 - self.beta >= bound:
             raise ThinwireError(

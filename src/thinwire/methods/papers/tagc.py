@@ -24,7 +24,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from torch import Tensor
 from thinwire.base import device as devices
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import must
+from thinwire.base.knobs import Within
 from thinwire.base.random import seed_of
 from thinwire.codecs.sketch import CountSketch
 from thinwire.core.bucket import Bucket
@@ -77,13 +77,12 @@ class TAGC(Lossy):
     }
 
     feedback: Gradients | Updates = UPDATES
-    theta: float = 0.9875
+    theta: Annotated[float, Within(lambda theta: 0 <= theta < 1, "is the share of values zeroed, below 1")] = 0.9875
     select: str = "all"
     leftovers: Literal["accumulate", "median"] = "accumulate"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        must(self, 0 <= self.theta < 1, "theta", "is the share of values zeroed, 0 to below 1")
         if self.theta == 0 and self.updates is not None and self.updates.delivered_share is not None:
             raise ThinwireError("tagc: delivered_share does nothing with theta=0 (nothing waits): leave it out")
         self._copied: Any = None  # an event: the last "counts" are on the host when it is over

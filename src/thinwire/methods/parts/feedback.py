@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import check_types, read_arguments
+from thinwire.base.knobs import Share, Within, check_types, read_arguments
 from thinwire.codecs.base import Residual
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
@@ -20,13 +19,12 @@ from thinwire.core.method import (
     SMALL,
     Card,
     Method,
-    check_smallest,
-    check_start,
+    Smallest,
+    Start,
     exempt_small,
     first_step,
     refuse_chunks,
 )
-from thinwire.core.method_buckets import send_all
 from thinwire.core.promise import CONSERVES, Promise, Rounding
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
@@ -71,16 +69,12 @@ class Updates(_Feedback):
             and later steps, and 8 bytes more per element. What waits is an average already. (powersgd gains by it.)
     """
 
-    delivered_share: float | None = None
+    delivered_share: Share | None = None
     direction: Literal["adam", "muon"] = "adam"
-    beta1: float = 0.0
+    beta1: Annotated[float, Within(lambda beta: 0 <= beta < 1, "is the decay of an average, from 0 to below 1")] = 0.0
 
     def __post_init__(self) -> None:
         check_types(self, str)
-        if not 0 <= self.beta1 < 1:
-            raise ThinwireError(f"beta1 is the decay of an average, from 0 to below 1, got {self.beta1}")
-        if self.delivered_share is not None and not 0 < self.delivered_share <= 1:
-            raise ThinwireError(f"delivered_share is a share, above 0 and up to 1, got {self.delivered_share}")
         if self.direction == "muon" and self.beta1:
             raise ThinwireError("beta1 does nothing with direction='muon': leave it out")
 
@@ -154,8 +148,8 @@ class Lossy(Method):
             it is lost, where a method allows that. As text "gradients", "updates(delivered_share=0.25)".
     """
 
-    start: float = 0
-    smallest: int | None = None
+    start: Start = 0
+    smallest: Smallest | None = None
     feedback: Gradients | Updates | None = None
 
     def __post_init__(self) -> None:
@@ -165,8 +159,6 @@ class Lossy(Method):
         if isinstance(text, str):
             self.feedback = read_feedback(text, type(self).feedback, self.name)
         super().__post_init__()
-        check_start(self.name, "start", self.start)
-        check_smallest(self.name, self.smallest_sent)
         share = None if self.updates is None else self.updates.delivered_share
         if share is not None and self.card.promise != self.conserves:
             raise ThinwireError(
@@ -249,7 +241,7 @@ class Lossy(Method):
         self._exchange(bucket, exchange, self.compress if self.delivered_share == 1 else self._deliver_share)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
-        self._exchange(bucket, exchange, partial(send_all, self.card, self.state))
+        self._exchange(bucket, exchange, super().deliver)
 
     def _exchange(self, bucket: Bucket, exchange: Exchange, send: Callable[[Bucket, Exchange], None]) -> None:
         if bucket.step < self.first:

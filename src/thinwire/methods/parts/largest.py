@@ -11,7 +11,7 @@ from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import Sparse
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Card, check_density, count_of
+from thinwire.core.method import Card, Density, count_of
 from thinwire.methods.parts.feedback import Lossy, share_of
 from thinwire.ops import mask as masks
 
@@ -25,11 +25,7 @@ class Largest(Lossy):
             bytes, longer waits. With weights sharded, of each shard's; with servers, of each row's.
     """
 
-    density: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_density(self.name, self.density)
+    density: Density = 0.01
 
     def describe(self) -> Card:
         return replace(super().describe(), group=masks.WORD, grows_with_ranks=True)

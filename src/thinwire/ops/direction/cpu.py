@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.ops.direction import DirectionSegment, reference
+from thinwire.ops.direction import DirectionSegment
 from thinwire.ops.kernels import flat, njit
 
 LARGEST = np.float32(torch.finfo(torch.float32).max)
@@ -37,15 +37,9 @@ def direction(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
     segments: Sequence[DirectionSegment], lr: Tensor, scale: Tensor, beta1: float,
 ) -> None:  # fmt: skip
-    reference.direction(rows, second, second_out, first, first_out, segments, lr, scale, beta1, _pass)
-
-
-def _pass(
-    rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None, lr: Tensor,
-    scale: Tensor, beta1: float, beta2: float, eps: float,
-) -> None:  # fmt: skip
-    momentum = first is not None and first_out is not None
-    pair = (first, first_out) if first is not None and first_out is not None else (second, second_out)
-    tensors = [argument for tensor in (rows, second, second_out, *pair) for argument in flat(tensor)]
-    knobs = (float(lr), float(scale), beta1, 1 - beta1, beta2, 1 - beta2, eps)
-    _direction(*tensors, momentum, *rows.shape, *(np.float32(knob) for knob in knobs))
+    pair = (second, second_out) if first is None or first_out is None else (first, first_out)  # not touched
+    for segment in segments:
+        columns, index, beta2 = segment.columns, segment.tensor_index, segment.beta2
+        memory = [value for tensor in (rows, second, second_out, *pair) for value in flat(tensor[:, columns])]
+        knobs = (float(lr[index]), float(scale[index]), beta1, 1 - beta1, beta2, 1 - beta2, segment.eps)
+        _direction(*memory, first is not None, len(rows), segment.width, *(np.float32(knob) for knob in knobs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,25 +10,16 @@ from torch import Tensor
 from thinwire.ops.direction import DirectionSegment
 
 
-def step_segment(
-    rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None, lr: Tensor,
-    scale: Tensor, beta1: float, beta2: float, eps: float,
-) -> None:  # fmt: skip
-    largest = torch.finfo(torch.float32).max
-    second_out.copy_((beta2 * second + (1 - beta2) * rows * rows).clamp_(max=largest))
-    if first is not None and first_out is not None:
-        first_out.copy_(beta1 * first + (1 - beta1) * rows)
-        rows.copy_(first_out)
-    rows.mul_(lr).div_((second_out * scale).sqrt_().add_(eps))
-
-
 def direction(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
     segments: Sequence[DirectionSegment], lr: Tensor, scale: Tensor, beta1: float,
-    step: Callable[..., None] = step_segment,
 ) -> None:  # fmt: skip
-    """Treat one tensor after the other; ``step``: this or another backend's pass."""
-    tensors = rows, second, second_out, first, first_out
+    largest = torch.finfo(torch.float32).max
     for segment in segments:
-        values = (None if tensor is None else tensor[:, segment.columns] for tensor in tensors)
-        step(*values, lr[segment.tensor_index], scale[segment.tensor_index], beta1, segment.beta2, segment.eps)
+        columns, index, beta2 = segment.columns, segment.tensor_index, segment.beta2
+        g, v = rows[:, columns], second_out[:, columns]
+        v.copy_((beta2 * second[:, columns] + (1 - beta2) * g * g).clamp_(max=largest))
+        if first is not None and first_out is not None:
+            g.copy_(beta1 * first[:, columns] + (1 - beta1) * g)
+            first_out[:, columns] = g
+        g.mul_(lr[index]).div_((v * scale[index]).sqrt_().add_(segment.eps))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from thinwire.base.device import uploaded
 from thinwire.ops.direction import DirectionSegment
-from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
-from thinwire.ops.programs import programs_of
+from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, segment_of, whole
+from thinwire.ops.programs import programs_on
 
 BLOCK = 1024
 
@@ -30,21 +30,18 @@ def _direction(
     g, g_step, v, v_step, v_out, v_out_step, m, m_step, m_out, m_out_step, lr, scale, programs, table, beta1, rest1,
     largest, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """``programs``: the number of each program's segment. ``table``: each segment's start and width, first program,
-    index in ``lr`` and ``scale``, and the bits of beta2, 1 - beta2 and eps."""
-    number, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    segment = table + tl.load(programs + number) * 7
-    column = (number - tl.load(segment + 2)) * BLOCK + tl.arange(0, BLOCK)
+    """``table``: each segment's start and width, index in ``lr`` and ``scale``, bits of beta2, 1 - beta2 and eps."""
+    row, _, segment, column = segment_of(programs, table, BLOCK, 6)
     start, inside = tl.load(segment), column < whole(tl.load(segment + 1), ALIGN)
-    element, index = tl.multiple_of(start, ALIGN) + column, tl.load(segment + 3)
+    element, index = tl.multiple_of(start, ALIGN) + column, tl.load(segment + 2)
     x = tl.load(along(row_of(g, g_step, row, ALIGN), element, ALIGN), mask=inside, other=0)
     old = tl.load(along(row_of(v, v_step, row, ALIGN), element, ALIGN), mask=inside, other=0)
-    second = tl.minimum(_real(segment + 4) * old + _real(segment + 5) * x * x, largest)
+    second = tl.minimum(_real(segment + 3) * old + _real(segment + 4) * x * x, largest)
     tl.store(along(row_of(v_out, v_out_step, row, ALIGN), element, ALIGN), second, mask=inside)
     if MOMENTUM:
         x = beta1 * tl.load(along(row_of(m, m_step, row, ALIGN), element, ALIGN), mask=inside, other=0) + rest1 * x
         tl.store(along(row_of(m_out, m_out_step, row, ALIGN), element, ALIGN), x, mask=inside)
-    root = tl.sqrt_rn(second * tl.load(scale + index)) + _real(segment + 6)
+    root = tl.sqrt_rn(second * tl.load(scale + index)) + _real(segment + 5)
     x = tl.div_rn(tl.load(lr + index) * x, tl.where(inside, root, 1.0))
     tl.store(along(row_of(g, g_step, row, ALIGN), element, ALIGN), x, mask=inside)
 
@@ -54,15 +51,15 @@ def direction(
     segments: Sequence[DirectionSegment], lr: Tensor, scale: Tensor, beta1: float,
 ) -> None:  # fmt: skip
     first_in, first_out_memory = (second, second_out) if first is None or first_out is None else (first, first_out)
-    programs, first_programs = programs_of((segment.width for segment in segments), BLOCK)
+    programs = programs_on(rows.device, (segment.width for segment in segments), BLOCK)
     table: list[int] = []
-    for segment, program in zip(segments, first_programs, strict=True):
+    for segment in segments:
         knobs = np.array([segment.beta2, 1 - segment.beta2, segment.eps], np.float32).view(np.int32)
-        table += [segment.start, segment.width, program, segment.tensor_index, *knobs.tolist()]
+        table += [segment.start, segment.width, segment.tensor_index, *knobs.tolist()]
     aligned = all(segment.start % 16 == segment.width % 16 == 0 for segment in segments)
     launch(
-        _direction, (len(programs), len(rows)), rows, second, second_out, first_in, first_out_memory, lr, scale,
-        uploaded(programs, rows.device), uploaded(table, rows.device), beta1, 1 - beta1,
-        torch.finfo(torch.float32).max, MOMENTUM=first is not None, BLOCK=BLOCK,
+        _direction, (len(programs) // 2, len(rows)), rows, second, second_out, first_in, first_out_memory, lr, scale,
+        programs, uploaded(table, rows.device), beta1, 1 - beta1, torch.finfo(torch.float32).max,
+        MOMENTUM=first is not None, BLOCK=BLOCK,
         ALIGN=alignment(rows, second, second_out, first_in, first_out_memory) if aligned else 1,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from thinwire.ops.backends import backend
 from thinwire.ops.rows import CopyTable
 
 __all__ = ["WORD", "MaskedSegment", "collect", "directory", "from_indices", "from_lists", "gather_keep",
-           "pack", "popcount", "renew", "scatter", "unpack"]  # fmt: skip
+           "pack", "popcount", "renew", "scatter"]  # fmt: skip
 
 WORD = 64
 """Elements per mask word."""
@@ -141,19 +141,12 @@ def pack(flags: Tensor, words: Tensor) -> Tensor:
     return words
 
 
-def unpack(words: Tensor, flags: Tensor) -> Tensor:
-    """``words`` (R, n / 64) -> ``flags`` (R, n) bool."""
-    _check(words, flags, dtype=torch.bool)
-    _backend(words).unpack(words, flags)
-    return flags
-
-
 def popcount(words: Tensor) -> Tensor:
     """Count the set bits of every row of ``words`` (R, w): (R,) int64."""
-    if words.is_meta:
-        return words.new_empty(len(words))
-    counts: Tensor = _backend(words).popcount(words)
-    return counts
+    words = words - (words >> 1 & 0x5555555555555555)  # of pairs of bits, then of fours and of bytes
+    words = (words & 0x3333333333333333) + (words >> 2 & 0x3333333333333333)
+    words = words + (words >> 4) & 0x0F0F0F0F0F0F0F0F
+    return (words * 0x0101010101010101 >> 56).sum(1)
 
 
 def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor | None:

@@ -19,20 +19,6 @@ if TYPE_CHECKING:
 WORD = 64
 
 
-def _bits(device: torch.device) -> Tensor:
-    return torch.arange(WORD, dtype=torch.int64, device=device)
-
-
-def topk_mask(values: Tensor, k: int, words: Tensor) -> None:
-    magnitudes = values.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    # NaN above infinity, ties in order of position: two stable sorts, the less important key first
-    by_size = magnitudes.sort(dim=1, descending=True, stable=True).indices
-    by_nan = values.isnan().gather(1, by_size).to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
-    flags = torch.zeros(values.shape, dtype=torch.bool, device=values.device)
-    flags.scatter_(1, by_size.gather(1, by_nan)[:, :k], True)
-    pack(flags, words)
-
-
 def directory(words: Tensor) -> None:
     """None is needed."""
 
@@ -53,22 +39,32 @@ def gather_keep(
         residual_out.copy_(torch.where(flags, 0.0, total))
 
 
-def scatter(payload: Tensor, words: Tensor, out: Tensor, bit_offsets: Tensor | None = None) -> None:
-    flags, k = flags_of(words), payload.shape[1]
-    if devices.streams(payload.device) is None and bool((flags.sum(1) != k).any()):  # a GPU is not waited for
-        raise ThinwireError(f"a row's mask does not have the {k} bits that its payload has room for")
-    out.zero_().masked_scatter_(flags, payload)
+def write_at(payload: Tensor, words: Tensor, out: Tensor, factor: float | None) -> bool:
+    """``out`` (R, n) = ``payload`` at the mask, and off it 0 (``factor`` None) or ``factor`` times itself.
 
-
-def scatter_segment(payload: Tensor, words: Tensor, columns: Tensor, factor: float) -> bool:
-    """``columns`` (R, numel) = ``payload`` at the mask and ``factor`` times ``columns`` off it; is the mask within?"""
-    fresh = columns.new_zeros((len(columns), WORD * words.shape[1]))
-    scatter(payload, words, fresh)
-    flags, beyond = flags_of(words).tensor_split([columns.shape[1]], 1)
-    if devices.streams(beyond.device) is None and bool(beyond.any()):
+    False, with anything in ``out``: the mask has another number of bits than a payload, or one beyond the columns.
+    """
+    flags, beyond = flags_of(words).tensor_split([out.shape[1]], 1)
+    is_checked = devices.streams(out.device) is None  # a GPU is not waited for
+    if is_checked and bool((flags.sum(1) != payload.shape[1]).any() | beyond.any()):
         return False
-    columns.copy_(torch.where(flags, fresh[:, : columns.shape[1]], columns * factor))
+    off = out.zero_() if factor is None else out.mul_(factor)
+    off.masked_scatter_(flags, payload)
     return True
+
+
+def size_error(payload: Tensor) -> ThinwireError:
+    """Make the error to raise where a mask does not have the bits of its ``payload``."""
+    return ThinwireError(f"a row's mask does not have the {payload.shape[1]} bits that its payload has room for")
+
+
+def scatter(
+    payload: Tensor, words: Tensor, out: Tensor, bit_offsets: Tensor | None = None,
+    write_at: Callable[..., bool] = write_at,
+) -> None:  # fmt: skip
+    """``write_at``: this or another backend's."""
+    if not write_at(payload, words, out, None):
+        raise size_error(payload)
 
 
 def collect(
@@ -84,12 +80,12 @@ def collect(
 
 def renew(
     messages: Tensor, words: Tensor, segments: Sequence[MaskedSegment], copied: CopyTable, rows: Tensor,
-    bit_offsets: Tensor | None = None, scatter_segment: Callable[..., bool] = scatter_segment,
+    bit_offsets: Tensor | None = None, write_at: Callable[..., bool] = write_at,
 ) -> None:  # fmt: skip
-    """``scatter_segment``: this or another backend's."""
+    """``write_at``: this or another backend's."""
     for segment, payload, mask in split_segments(messages, words, segments):
         columns = rows[:, segment.start : segment.start + segment.numel]
-        if not scatter_segment(payload, mask, columns, segment.factor):
+        if not write_at(payload, mask, columns, segment.factor):
             raise ThinwireError(
                 f"a row's mask does not have the {segment.k} bits of its values, or one beyond {segment.numel} columns"
             )
@@ -107,24 +103,12 @@ def split_segments(
 
 def pack(flags: Tensor, words: Tensor) -> None:
     grouped = flags.view(*words.shape, WORD).to(torch.int64)
-    words.copy_((grouped << _bits(flags.device)).sum(2))  # each bit once: the sum carries nothing
+    words.copy_((grouped << torch.arange(WORD, device=flags.device)).sum(2))  # each bit once: the sum carries nothing
 
 
 def flags_of(words: Tensor) -> Tensor:
     """Unpack mask words (..., w) to bools (..., 64 w)."""
-    return ((words.unsqueeze(-1) >> _bits(words.device)) & 1).bool().flatten(-2)
-
-
-def unpack(words: Tensor, flags: Tensor) -> None:
-    flags.copy_(flags_of(words))
-
-
-def popcount(words: Tensor) -> Tensor:
-    return flags_of(words).sum(1)
-
-
-def indices(words: Tensor, out: Tensor) -> None:
-    out.copy_(flags_of(words).nonzero()[:, 1].view(out.shape))
+    return ((words.unsqueeze(-1) >> torch.arange(WORD, device=words.device)) & 1).bool().flatten(-2)
 
 
 def list_error(words: Tensor) -> ThinwireError:
@@ -144,6 +128,9 @@ def from_indices(positions: Tensor, words: Tensor, rise: bool = False) -> None:
     pack(flags.scatter_(1, positions.long(), True), words)
 
 
-def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> None:
+def from_lists(
+    lists: Sequence[tuple[Tensor, slice]], words: Tensor, from_indices: Callable[..., None] = from_indices
+) -> None:
+    """``from_indices``: this or another backend's."""
     for positions, columns in lists:
         from_indices(positions, words[:, columns], rise=True)

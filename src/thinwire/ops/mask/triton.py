@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.base.device import upload, uploaded
-from thinwire.ops.gpu import alignment, kernel, launch, row_of, whole
+from thinwire.ops.gpu import alignment, kernel, launch, row_of, segment_of, whole
 from thinwire.ops.mask import reference
-from thinwire.ops.programs import programs_of
+from thinwire.ops.programs import programs_of, programs_on
 from thinwire.ops.rows import FIELDS
 from thinwire.ops.rows import PER_PROGRAM as COPIED
 from thinwire.ops.rows.triton import _copy_offsets
@@ -53,6 +53,34 @@ def _slots(words, bit_offsets, element, inside, k):
     bits = _bits(words, element, inside)
     slot = tl.load(bit_offsets) + tl.cumsum(bits, 0) - bits
     return (bits != 0) & (slot < k), slot
+
+
+@kernel
+def _tally(
+    programs, table, words, words_stride, tallies, tallies_stride, START: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """``tallies`` (R, 1 + programs): the set bits of each program's elements; a zero before them.
+
+    A segment has the bits from the one that is its field ``START`` on, as many as its field ``COUNT`` says.
+    """
+    row, _, segment, element = segment_of(programs, table, BLOCK, FIELDS)
+    words += row * words_stride + tl.load(segment + START) // 64
+    bits = _bits(words, element, element < tl.load(segment + COUNT))
+    tallies += row * tallies_stride
+    tl.store(tallies, 0, mask=tl.program_id(0) == 0)
+    tl.store(tallies + tl.program_id(0) + 1, tl.sum(bits, 0))
+
+
+@triton.jit
+def count_before(tallies, element, bits):
+    """Count the ``bits`` (0 or 1) of a segment that are set before each of this program's elements.
+
+    ``tallies`` points at the sums of all programs' bits in this row, after a zero.
+    """
+    tallies += tl.program_id(0)
+    earlier = tl.min(element, 0) // element.shape[0]  # programs of this segment
+    return tl.load(tallies) - tl.load(tallies - earlier) + tl.cumsum(bits, 0) - bits
 
 
 @kernel
@@ -109,14 +137,15 @@ def _scatter(
 
 @triton.jit
 def _segment_columns(segment_numbers, table, block, n, BLOCK: tl.constexpr):
-    """Return a block's elements, which of them their segment has, their columns in a row, and its index of a factor.
+    """Return a block's elements, which of them their segment has, their columns in a row, and their factors.
 
     ``segment_numbers``: the segment of each word. ``table``: for each segment the distance from an element of the masks
-    to its column in a row, the element where it ends, and the index of its factor.
+    to its column in a row, the element where it ends, and the bits of its factor.
     """
     element = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     segment = table + tl.load(segment_numbers + element // 64, mask=element < n, other=0).to(tl.int64) * 3
-    return element, (element < n) & (element < tl.load(segment + 1)), element + tl.load(segment), tl.load(segment + 2)
+    factor = tl.load(segment + 2).to(tl.int32).to(tl.float32, bitcast=True)
+    return element, (element < n) & (element < tl.load(segment + 1)), element + tl.load(segment), factor
 
 
 @kernel
@@ -138,7 +167,7 @@ def _collect(
 @kernel
 def _renew(
     message, message_stride, words, words_stride, bit_offsets, offsets_stride, rows, stride, segment_numbers, table,
-    factors, blocks, n, k, copy_programs, copy_table, BLOCK: tl.constexpr, COPIED: tl.constexpr, FIELDS: tl.constexpr,
+    blocks, n, k, copy_programs, copy_table, BLOCK: tl.constexpr, COPIED: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Scatter each row's values to masks in the first ``blocks`` programs, and copy whole segments in the others."""
     program, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -148,7 +177,6 @@ def _renew(
         offsets = bit_offsets + row * offsets_stride + program
         is_set, slot = _slots(words + row * words_stride, offsets, element, inside, k)
         fresh = tl.load(message + slot, mask=is_set, other=0.0)
-        factor = tl.load(factors + factor).to(tl.float32, bitcast=True)
         faded = tl.load(rows + column, mask=inside, other=0.0) * factor
         tl.store(rows + column, tl.where(is_set, fresh, faded), mask=inside)
     else:
@@ -181,17 +209,17 @@ def _count_below(positions, k, column, steps):
 
 @kernel
 def _from_lists(
-    base, table, lists, words, words_stride, bit_offsets, offsets_stride, steps, count, BLOCK: tl.constexpr
+    programs, table, base, words, words_stride, bit_offsets, offsets_stride, steps, count, BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Make up to ``BLOCK`` words of a list, and their entries of ``bit_offsets``.
 
     ``table``: for each list its distance from ``base`` in elements, the stride of its rows, k, its first word, its
-    number of words, the bits before it, and its first program; behind that the list of each program.
+    number of words, and the bits before it.
     """
-    row, number = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    segment = table + tl.load(table + tl.cast(lists, tl.int64) * 7 + number) * 7
+    row, _, segment, word = segment_of(programs, table, BLOCK, FIELDS)
     positions, k = base + tl.load(segment) + row * tl.load(segment + 1), tl.load(segment + 2)
-    word = (number - tl.load(segment + 6)) * BLOCK + tl.arange(0, BLOCK)
+    word = word.to(tl.int64)
     inside = word < tl.load(segment + 4)
     first, end = _count_below(positions, k, word * 64, steps), _count_below(positions, k, word * 64 + 64, steps)
     bits = word * 0
@@ -204,14 +232,6 @@ def _from_lists(
     tl.store(bit_offsets + word // 8, (first + bits_before).to(tl.int32), mask=inside & (word % 8 == 0))
     is_last = tl.max(tl.where(inside, word, 0), 0) + 1 == count
     tl.store(bit_offsets + tl.cdiv(count, 8), (k + bits_before).to(tl.int32), mask=is_last)
-
-
-@kernel
-def _unpack(words, words_stride, flags, stride, n, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bits = _bits(words + row * words_stride, element, element < whole(n, ALIGN))
-    tl.store(row_of(flags, stride, row, ALIGN) + element, bits.to(tl.uint8), mask=element < whole(n, ALIGN))
 
 
 @kernel
@@ -229,21 +249,20 @@ def _grid(words: Tensor) -> tuple[int, int]:
     return triton.cdiv(words.shape[1] * reference.WORD, BLOCK), words.shape[0]
 
 
-def _counts(words: Tensor) -> Tensor:
-    """Return a zero, then the set bits of every 512 elements of each row: (R, 1 + blocks) int32."""
-    blocks, count = _grid(words)
-    counts = torch.empty((count, 1 + blocks), dtype=torch.int32, device=words.device)
-    launch(_count, (blocks, count), words, counts, words.shape[1] * reference.WORD, BLOCK=BLOCK)
-    return counts
+def tallied(programs: Tensor, table: Tensor, words: Tensor, **fields: Any) -> Tensor:
+    """Return the set bits of each row of ``words`` before those of each program: (R, 1 + programs) int32."""
+    grid = len(programs) // 2, len(words)
+    tallies = torch.empty((len(words), 1 + grid[0]), dtype=torch.int32, device=words.device)
+    launch(_tally, grid, programs, table, words, tallies, BLOCK=BLOCK, **fields)
+    return tallies.cumsum_(1)
 
 
 def directory(words: Tensor) -> Tensor:
     """Return the set bits of each row before every 512 elements, and of all: (R, 1 + blocks) int32."""
-    return _counts(words).cumsum_(1)
-
-
-def popcount(words: Tensor) -> Tensor:
-    return _counts(words).sum(1)
+    blocks, count = _grid(words)
+    counts = torch.empty((count, 1 + blocks), dtype=torch.int32, device=words.device)
+    launch(_count, (blocks, count), words, counts, words.shape[1] * reference.WORD, BLOCK=BLOCK)
+    return counts.cumsum_(1)
 
 
 def gather_keep(
@@ -278,7 +297,7 @@ def collect(
 ) -> None:  # fmt: skip
     grid, arguments, constants = _segment_arguments(words, segments, copied)
     bit_offsets = directory(words) if bit_offsets is None else bit_offsets
-    launch(_collect, grid, row, words[0], bit_offsets[0], message, *arguments[:2], *arguments[3:], **constants)
+    launch(_collect, grid, row, words[0], bit_offsets[0], message, *arguments, **constants)
 
 
 def renew(
@@ -294,16 +313,15 @@ def _segment_arguments(
     words: Tensor, segments: Sequence[MaskedSegment], copied: CopyTable
 ) -> tuple[tuple[int], tuple[Tensor | int, ...], dict[str, Any]]:
     """Return the grid of a row, and the arguments and the constants that both kernels have in common."""
-    factors = {factor: index for index, factor in enumerate(dict.fromkeys(segment.factor for segment in segments))}
-    factor_bits = np.array(list(factors), np.float32).view(np.int32).tolist()
-    table, mask_start = [], 0
+    values, mask_start = [], 0
     for segment in segments:
-        table += [segment.start - mask_start, mask_start + segment.numel, factors[segment.factor]]
+        factor_bits = int(np.float32(segment.factor).view(np.int32))
+        values += [segment.start - mask_start, mask_start + segment.numel, factor_bits]
         mask_start += segment.width
     segment_numbers = _segment_numbers(tuple(segment.width for segment in segments), words.device)
-    tables = uploaded(table, words.device, torch.int64), uploaded(factor_bits, words.device)
+    table = uploaded(values, words.device, torch.int64)
     (blocks, _), k = _grid(words), sum(segment.k for segment in segments)
-    arguments = (segment_numbers, *tables, blocks, mask_start, k, copied.programs, copied.table)
+    arguments = (segment_numbers, table, blocks, mask_start, k, copied.programs, copied.table)
     return (blocks + len(copied.programs),), arguments, {"BLOCK": BLOCK, "COPIED": COPIED, "FIELDS": FIELDS}
 
 
@@ -325,17 +343,16 @@ def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor |
     table: list[int] = []
     base, bit_count = lists[0][0], 0
     widths = [columns.stop - columns.start for _, columns in lists]
-    programs, firsts = programs_of(widths, WORDS)
-    for (positions, columns), width, first in zip(lists, widths, firsts, strict=True):
+    for (positions, columns), width in zip(lists, widths, strict=True):
         distance = (positions.data_ptr() - base.data_ptr()) // 4  # the same in every step, for lists in one memory
-        table += [distance, positions.stride(0), positions.shape[1], columns.start, width, bit_count, first]
+        table += [distance, positions.stride(0), positions.shape[1], columns.start, width, bit_count]
         bit_count += positions.shape[1]
     bit_offsets = torch.empty((len(words), 1 + _grid(words)[0]), dtype=torch.int32, device=words.device)
     steps = max(positions.shape[1] for positions, _ in lists).bit_length()
+    programs = programs_on(words.device, widths, WORDS)
     launch(
-        _from_lists, (len(programs), len(words)), base[0],
-        uploaded([*table, *programs], words.device, torch.int64), len(lists), words, bit_offsets, steps, words.shape[1],
-        BLOCK=WORDS,
+        _from_lists, (len(programs) // 2, len(words)), programs, uploaded(table, words.device, torch.int64), base[0],
+        words, bit_offsets, steps, words.shape[1], BLOCK=WORDS, FIELDS=6,
     )  # fmt: skip
     return bit_offsets if sum(widths) == words.shape[1] else None
 
@@ -344,8 +361,3 @@ def pack(flags: Tensor, words: Tensor) -> None:
     grid = (triton.cdiv(words.shape[1], 64), words.shape[0])
     flags = flags.view(torch.uint8)
     launch(_pack, grid, flags, words, words.shape[1], BLOCK=64, ALIGN=alignment(flags))
-
-
-def unpack(words: Tensor, flags: Tensor) -> None:
-    flags = flags.view(torch.uint8)
-    launch(_unpack, _grid(words), words, flags, flags.shape[1], BLOCK=BLOCK, ALIGN=alignment(flags))

@@ -8,15 +8,15 @@ in a tensor of its own (:class:`Moments`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.base.device import upload
 from thinwire.ops.backends import backend
-from thinwire.ops.programs import programs_of
+from thinwire.ops.programs import programs_on
 
 __all__ = ["MomentSegment", "Moments", "Sent", "add_up", "advance"]
 
@@ -50,22 +50,23 @@ class Moments:
 
     @functools.cached_property
     def programs(self) -> Tensor:
-        """(B,) int32: the number of each program's segment, along a row."""
-        return upload(self._programs[0], self.device)
+        """(2 B,) int32: see ``programs_on``."""
+        return programs_on(self.device, (segment.width for segment in self.segments), PER_PROGRAM)
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """(segments * 6,) int64: each one's moment's address, m, start, width, the number of its first program, and
-        the address of its scores, or 0."""
+        """(segments * 5,) int64: each one's moment's address, m, start, width, and the address of its scores, or 0."""
         values: list[int] = []
-        for segment, first in zip(self.segments, self._programs[1], strict=True):
+        for segment in self.segments:
             scores = 0 if segment.scores is None else segment.scores.data_ptr()
-            values += [segment.moment.data_ptr(), segment.moment.numel(), segment.start, segment.width, first, scores]
+            values += [segment.moment.data_ptr(), segment.moment.numel(), segment.start, segment.width, scores]
         return upload(values, self.device, torch.int64)
 
-    @property
-    def _programs(self) -> tuple[list[int], list[int]]:
-        return programs_of((segment.width for segment in self.segments), PER_PROGRAM)
+    def split(self, words: Tensor, *rows: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yield each segment with its columns of ``rows`` (n,), and before these of the mask ``words`` (n / 64,)."""
+        for segment in self.segments:
+            first, last = segment.start // 64, (segment.start + segment.width) // 64
+            yield segment, words[first:last], *(row[segment.columns] for row in rows)
 
 
 class Sent(NamedTuple):
@@ -91,12 +92,8 @@ def add_up(
     What is sent is without b1 moment on the mask, which the receiver has. Where all ranks have it, there is one row.
     Else this rank's moments belong to row ``own_row``: b1 moment, and ``common`` (n,), is in the scores alone.
     """
-    if not rows.numel():
-        return
-    if common is None:
-        _backend(rows).add_up(rows[0], residual[0], moments, beta1, sent, choose)
-    else:
-        _backend(rows).blend(rows, residual, own_row, common, moments, beta1, sent, choose)
+    if rows.numel():
+        _backend(rows).add_up(rows, residual, moments, beta1, sent, choose, common, own_row)
 
 
 def advance(
@@ -118,24 +115,3 @@ def advance(
     if gradient.numel():
         arguments = payload, moments, words, beta1, next_moment, gradient, common, common_out, bit_offsets
         _backend(gradient).advance(*arguments)
-
-
-def each_segment(function: Callable[..., None]) -> Callable[..., None]:
-    """Call ``function``, which takes one segment and its columns, for all: ``Moments`` stands for the segment."""
-
-    @functools.wraps(function)
-    def for_all(*arguments: object) -> None:
-        moments = next(argument for argument in arguments if isinstance(argument, Moments))
-        for segment in moments.segments:
-            function(*(_columns_of(argument, segment) for argument in arguments))
-
-    return for_all
-
-
-def _columns_of(argument: object, segment: MomentSegment) -> object:
-    if isinstance(argument, Moments):
-        return segment
-    if not isinstance(argument, Tensor):
-        return argument
-    words = argument.dtype == torch.int64
-    return argument[segment.start // 64 : (segment.start + segment.width) // 64] if words else argument[segment.columns]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.ops.kernels import njit
 from thinwire.ops.mask.cpu import WORD, gather_keep, scatter, trailing_zeros
-from thinwire.ops.moments import Moments, MomentSegment, Sent, each_segment
+from thinwire.ops.moments import Moments, Sent
 from thinwire.ops.moments.reference import gather, score
 
 
@@ -66,30 +66,23 @@ def _advance(mean, moment, words, beta1, rest1, next_moment):
             word &= word - uint64(1)
 
 
-def add_up(gradient: Tensor, residual: Tensor, moments: Moments, beta1: float, sent: Sent, choose: bool) -> None:
-    _add_up_segment(gradient, residual, moments, sent.words[0], beta1, choose)
-    gather(gradient.unsqueeze(0), sent, gather_keep)
-
-
-@each_segment
-def _add_up_segment(
-    gradient: Tensor, residual: Tensor, segment: MomentSegment, words: Tensor, beta1: float, choose: bool
-) -> None:
-    moment, b1 = segment.moment.numpy(), np.float32(beta1)
-    _add_up(gradient.numpy(), residual.numpy(), moment, b1, np.float32(1 - beta1))
-    if choose and segment.scores is not None:
-        segment.scores.copy_(gradient)
-    _subtract_moment(gradient.numpy(), moment, words.numpy().view(np.uint64), b1)
-
-
-def blend(
-    rows: Tensor, residual: Tensor, own_row: int, common: Tensor, moments: Moments, beta1: float, sent: Sent,
-    choose: bool,
+def add_up(
+    rows: Tensor, residual: Tensor, moments: Moments, beta1: float, sent: Sent, choose: bool, common: Tensor | None,
+    own_row: int,
 ) -> None:  # fmt: skip
-    values, old = rows.view(-1).numpy(), residual.view(-1).numpy()
-    _add_up(values, old, values[:0], np.float32(beta1), np.float32(1 - beta1))
-    if choose:
-        score(rows[own_row], common, moments, beta1)
+    b1, rest1 = np.float32(beta1), np.float32(1 - beta1)
+    if common is not None:
+        values = rows.view(-1).numpy()
+        _add_up(values, residual.view(-1).numpy(), values[:0], b1, rest1)
+        if choose:
+            score(rows[own_row], common, moments, beta1)
+    else:
+        for segment, words, total, old in moments.split(sent.words[0], rows[0], residual[0]):
+            moment = segment.moment.numpy()
+            _add_up(total.numpy(), old.numpy(), moment, b1, rest1)
+            if choose and segment.scores is not None:
+                segment.scores.copy_(total)
+            _subtract_moment(total.numpy(), moment, words.numpy().view(np.uint64), b1)
     gather(rows, sent, gather_keep)
 
 
@@ -99,15 +92,11 @@ def advance(
 ) -> None:  # fmt: skip
     if payload.data_ptr() != gradient.data_ptr():
         scatter(payload.unsqueeze(0), words.unsqueeze(0), gradient.unsqueeze(0))
-    _advance_segment(gradient, moments, words, beta1, next_moment, common, common_out)
-
-
-@each_segment
-def _advance_segment(
-    mean: Tensor, segment: MomentSegment, words: Tensor, beta1: float, next_moment: Tensor, common: Tensor | None,
-    common_out: Tensor | None,
-) -> None:  # fmt: skip
-    values, moment, mask, b1 = mean.numpy(), segment.moment.numpy(), words.numpy().view(np.uint64), np.float32(beta1)
-    if common is not None and common_out is not None:
-        _join_common(values, common.numpy(), moment, mask, b1, common_out.numpy())
-    _advance(values, moment, mask, b1, np.float32(1 - beta1), next_moment[: moment.size].numpy())
+    b1, rest1 = np.float32(beta1), np.float32(1 - beta1)
+    old, new = (gradient if memory is None else memory for memory in (common, common_out))  # not touched
+    for segment, bits, *values in moments.split(words, gradient, next_moment, old, new):
+        moment, mask = segment.moment.numpy(), bits.numpy().view(np.uint64)
+        mean, next_m, x, next_x = (value.numpy() for value in values)
+        if common is not None:
+            _join_common(mean, x, moment, mask, b1, next_x)
+        _advance(mean, moment, mask, b1, rest1, next_m[: moment.size])

@@ -8,33 +8,23 @@ import torch
 from torch import Tensor
 
 from thinwire.ops.mask import reference as masks
-from thinwire.ops.moments import Moments, MomentSegment, Sent, each_segment
+from thinwire.ops.moments import Moments, Sent
 
 
-def add_up(gradient: Tensor, residual: Tensor, moments: Moments, beta1: float, sent: Sent, choose: bool) -> None:
-    _add_up(gradient, residual, moments, sent.words[0], beta1, choose)
-    gather(gradient.unsqueeze(0), sent)
-
-
-@each_segment
-def _add_up(
-    gradient: Tensor, residual: Tensor, segment: MomentSegment, words: Tensor, beta1: float, choose: bool
-) -> None:
-    m = segment.moment.numel()
-    gradient.mul_(1 - beta1).add_(residual)
-    gradient[:m].add_(segment.moment, alpha=beta1)  # l. 10
-    if choose and segment.scores is not None:
-        segment.scores.copy_(gradient)  # for l. 15
-    gradient[:m].sub_(torch.where(masks.flags_of(words)[:m], beta1 * segment.moment, 0))
-
-
-def blend(
-    rows: Tensor, residual: Tensor, own_row: int, common: Tensor, moments: Moments, beta1: float, sent: Sent,
-    choose: bool,
+def add_up(
+    rows: Tensor, residual: Tensor, moments: Moments, beta1: float, sent: Sent, choose: bool, common: Tensor | None,
+    own_row: int,
 ) -> None:  # fmt: skip
     rows.mul_(1 - beta1).add_(residual)  # l. 10
-    if choose:
-        score(rows[own_row], common, moments, beta1)  # for l. 15
+    if common is None:
+        for segment, words, total in moments.split(sent.words[0], rows[0]):
+            m = segment.moment.numel()
+            total[:m].add_(segment.moment, alpha=beta1)  # l. 10
+            if choose and segment.scores is not None:
+                segment.scores.copy_(total)  # for l. 15
+            total[:m].sub_(torch.where(masks.flags_of(words)[:m], beta1 * segment.moment, 0))
+    elif choose:
+        score(rows[own_row], common, moments, beta1)
     gather(rows, sent)
 
 
@@ -45,12 +35,12 @@ def gather(rows: Tensor, sent: Sent, split: Callable[..., None] = masks.gather_k
         sent.payload.mul_(sent.share)
 
 
-@each_segment
-def score(row: Tensor, common: Tensor, segment: MomentSegment, beta1: float) -> None:
-    """Make every segment's scores = ``row`` + ``common`` + b1 moment."""
-    if segment.scores is not None:
-        torch.add(row, common, out=segment.scores)
-        segment.scores[: segment.moment.numel()].add_(segment.moment, alpha=beta1)
+def score(row: Tensor, common: Tensor, moments: Moments, beta1: float) -> None:
+    """Make every segment's scores = ``row`` + ``common`` + b1 moment: for l. 15."""
+    for segment in moments.segments:
+        if segment.scores is not None:
+            torch.add(row[segment.columns], common[segment.columns], out=segment.scores)
+            segment.scores[: segment.moment.numel()].add_(segment.moment, alpha=beta1)
 
 
 def advance(
@@ -59,19 +49,13 @@ def advance(
 ) -> None:  # fmt: skip
     if payload.data_ptr() != gradient.data_ptr():
         masks.scatter(payload.unsqueeze(0), words.unsqueeze(0), gradient.unsqueeze(0))
-    _advance(gradient, moments, words, beta1, next_moment, common, common_out)
-
-
-@each_segment
-def _advance(
-    mean: Tensor, segment: MomentSegment, words: Tensor, beta1: float, next_moment: Tensor, common: Tensor | None,
-    common_out: Tensor | None,
-) -> None:  # fmt: skip
-    m, on_mask = segment.moment.numel(), masks.flags_of(words)
-    if common is not None and common_out is not None:
-        mean.add_(torch.where(on_mask, common, 0))
-        unsent = common.clone()
-        unsent[:m].add_(segment.moment, alpha=beta1)
-        common_out.copy_(torch.where(on_mask, 0, unsent))
-    next_moment[:m].copy_(torch.where(on_mask[:m], beta1 * segment.moment + mean[:m], 0))  # l. 16
-    mean.div_(1 - beta1)  # l. 17: (b - b1 m) / (1-b1)
+    old, new = (gradient if memory is None else memory for memory in (common, common_out))
+    for segment, bits, mean, next_m, x, next_x in moments.split(words, gradient, next_moment, old, new):
+        m, on_mask = segment.moment.numel(), masks.flags_of(bits)
+        if common is not None:
+            mean.add_(torch.where(on_mask, x, 0))
+            unsent = x.clone()
+            unsent[:m].add_(segment.moment, alpha=beta1)
+            next_x.copy_(torch.where(on_mask, 0, unsent))
+        next_m[:m].copy_(torch.where(on_mask[:m], beta1 * segment.moment + mean[:m], 0))  # l. 16
+        mean.div_(1 - beta1)  # l. 17: (b - b1 m) / (1-b1)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole
+from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, segment_of, whole
 from thinwire.ops.mask.triton import BLOCK as DIRECTORY
 from thinwire.ops.mask.triton import _bits, directory
 from thinwire.ops.moments import PER_PROGRAM, Moments, Sent
@@ -18,14 +18,11 @@ BLOCK = PER_PROGRAM
 @triton.jit
 def _segment(programs, table, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     """Find this program's columns: their elements in the row, which are inside its segment, their moments, which have
-    one, the address of the segment's scores, and the columns within it."""
-    number = tl.program_id(0)
-    segment = table + tl.load(programs + number).to(tl.int64) * 6
+    one, the address of the segment's scores, or 0, and the columns within it."""
+    _, _, segment, column = segment_of(programs, table, BLOCK, 5)
     moment, m, start = tl.load(segment).to(tl.pointer_type(tl.float32)), tl.load(segment + 1), tl.load(segment + 2)
-    column = (number - tl.load(segment + 4)) * BLOCK + tl.arange(0, BLOCK)
     has_moment, inside = column < whole(m, ALIGN), column < whole(tl.load(segment + 3), ALIGN)
-    scores = tl.load(segment + 5)
-    return start + column, inside, along(moment, column, ALIGN), has_moment, scores, column
+    return start + column, inside, along(moment, column, ALIGN), has_moment, tl.load(segment + 4), column
 
 
 @triton.jit
@@ -40,60 +37,33 @@ def _payload_index(words, bit_offsets, element, inside, k, DIRECTORY: tl.constex
     return (bits != 0) & (index < k), index
 
 
-@triton.jit
-def _split(
-    words, bit_offsets, payload, residual_out, element, inside, values, residual, share, k, DIRECTORY: tl.constexpr,
-    ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Store ``values`` at the mask as ``payload``, and ``residual`` off it."""
-    on_mask, index = _payload_index(words, bit_offsets, element, inside, k, DIRECTORY)
-    tl.store(payload + index, values * share, mask=on_mask)
-    tl.store(along(residual_out, element, ALIGN), tl.where(on_mask, 0.0, residual), mask=inside)
-
-
-@triton.jit
-def _score(scores, column, values, inside, ALIGN: tl.constexpr):
-    """Store ``values`` as the scores at the address ``scores``, unless that is 0."""
-    if scores != 0:
-        tl.store(along(scores.to(tl.pointer_type(tl.float32)), column, ALIGN), values, mask=inside)
-
-
-@kernel
-def _blend(
-    rows, stride, residual, residual_stride, own_row, common, programs, table, words, words_stride, bit_offsets,
-    bit_offsets_stride, payload, payload_stride, residual_out, residual_out_stride, share, k, beta1, rest1,
-    CHOOSE: tl.constexpr, BLOCK: tl.constexpr, DIRECTORY: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(1)
-    element, inside, moment, has_moment, scores, column = _segment(programs, table, BLOCK, ALIGN)
-    rows = along(row_of(rows, stride, row, ALIGN), element, ALIGN)
-    total = rest1 * tl.load(rows, mask=inside, other=0)
-    total += tl.load(along(row_of(residual, residual_stride, row, ALIGN), element, ALIGN), mask=inside, other=0)
-    row64 = row.to(tl.int64)
-    _split(
-        words + row64 * words_stride, bit_offsets + row64 * bit_offsets_stride, payload + row64 * payload_stride,
-        row_of(residual_out, residual_out_stride, row, ALIGN), element, inside, total, total, share, k, DIRECTORY,
-        ALIGN,
-    )  # fmt: skip
-    if CHOOSE:  # noqa: SIM102 (one is a constant, the other a value)
-        if row == own_row:
-            total += tl.load(along(common, element, ALIGN), mask=inside, other=0)
-            _score(scores, column, total + beta1 * tl.load(moment, mask=has_moment, other=0), inside, ALIGN)
-
-
 @kernel
 def _add_up(
-    gradient, residual, programs, table, words, bit_offsets, payload, residual_out, share, k, beta1, rest1,
-    CHOOSE: tl.constexpr, BLOCK: tl.constexpr, DIRECTORY: tl.constexpr, ALIGN: tl.constexpr,
+    rows, stride, residual, residual_stride, common, own_row, programs, table, words, words_stride, bit_offsets,
+    bit_offsets_stride, payload, payload_stride, residual_out, residual_out_stride, share, k, beta1, rest1,
+    COMMON: tl.constexpr, CHOOSE: tl.constexpr, BLOCK: tl.constexpr, DIRECTORY: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
     element, inside, moment, has_moment, scores, column = _segment(programs, table, BLOCK, ALIGN)
-    total = rest1 * tl.load(along(gradient, element, ALIGN), mask=inside, other=0)
-    total += tl.load(along(residual, element, ALIGN), mask=inside, other=0)
-    old = beta1 * tl.load(moment, mask=has_moment, other=0)
-    total += old
-    if CHOOSE:
-        _score(scores, column, total, inside, ALIGN)
-    _split(words, bit_offsets, payload, residual_out, element, inside, total - old, total, share, k, DIRECTORY, ALIGN)
+    total = rest1 * tl.load(along(row_of(rows, stride, row, ALIGN), element, ALIGN), mask=inside, other=0)
+    total += tl.load(along(row_of(residual, residual_stride, row, ALIGN), element, ALIGN), mask=inside, other=0)
+    values = total
+    if not COMMON:
+        old = beta1 * tl.load(moment, mask=has_moment, other=0)
+        total += old
+        values = total - old
+    on_mask, index = _payload_index(
+        words + row * words_stride, bit_offsets + row * bit_offsets_stride, element, inside, k, DIRECTORY
+    )
+    tl.store(payload + row * payload_stride + index, values * share, mask=on_mask)
+    unsent = tl.where(on_mask, 0.0, total)
+    tl.store(along(row_of(residual_out, residual_out_stride, row, ALIGN), element, ALIGN), unsent, mask=inside)
+    if CHOOSE:  # noqa: SIM102 (one is a constant, the other a value)
+        if (row == own_row) & (scores != 0):
+            if COMMON:
+                total += tl.load(along(common, element, ALIGN), mask=inside, other=0)
+                total += beta1 * tl.load(moment, mask=has_moment, other=0)
+            tl.store(along(scores.to(tl.pointer_type(tl.float32)), column, ALIGN), total, mask=inside)
 
 
 @kernel
@@ -121,32 +91,17 @@ def _aligned(moments: Moments, *values: Tensor) -> int:
     return alignment(*values, *(tensor for tensor in memory if tensor is not None))
 
 
-def _grid(moments: Moments, rows: int = 1) -> tuple[int, int]:
-    return len(moments.programs), rows
-
-
-def _directory(sent: Sent) -> Tensor:
-    return directory(sent.words) if sent.bit_offsets is None else sent.bit_offsets
-
-
-def blend(
-    rows: Tensor, residual: Tensor, own_row: int, common: Tensor, moments: Moments, beta1: float, sent: Sent,
-    choose: bool,
+def add_up(
+    rows: Tensor, residual: Tensor, moments: Moments, beta1: float, sent: Sent, choose: bool, common: Tensor | None,
+    own_row: int,
 ) -> None:  # fmt: skip
-    words, _, payload, residual_out, share = sent
+    words, bit_offsets, payload, residual_out, share = sent
+    shared = rows[0] if common is None else common  # not touched
     launch(
-        _blend, _grid(moments, len(rows)), rows, residual, own_row, common, moments.programs, moments.table, words,
-        _directory(sent), payload, residual_out, share, payload.shape[1], beta1, 1 - beta1, CHOOSE=choose, BLOCK=BLOCK,
-        DIRECTORY=DIRECTORY, ALIGN=_aligned(moments, rows, residual, common, residual_out),
-    )  # fmt: skip
-
-
-def add_up(gradient: Tensor, residual: Tensor, moments: Moments, beta1: float, sent: Sent, choose: bool) -> None:
-    words, _, payload, residual_out, share = sent
-    launch(
-        _add_up, _grid(moments), gradient, residual, moments.programs, moments.table, words[0], _directory(sent)[0],
-        payload[0], residual_out[0], share, payload.shape[1], beta1, 1 - beta1, CHOOSE=choose, BLOCK=BLOCK,
-        DIRECTORY=DIRECTORY, ALIGN=_aligned(moments, gradient, residual, residual_out),
+        _add_up, (len(moments.programs) // 2, len(rows)), rows, residual, shared, own_row, moments.programs,
+        moments.table, words, directory(words) if bit_offsets is None else bit_offsets, payload, residual_out, share,
+        payload.shape[1], beta1, 1 - beta1, COMMON=common is not None, CHOOSE=choose, BLOCK=BLOCK, DIRECTORY=DIRECTORY,
+        ALIGN=_aligned(moments, rows, residual, shared, residual_out),
     )  # fmt: skip
 
 
@@ -156,7 +111,7 @@ def advance(
 ) -> None:  # fmt: skip
     old, new = (gradient if memory is None else memory for memory in (common, common_out))  # not touched
     launch(
-        _advance, _grid(moments), payload, old, moments.programs, moments.table, words,
+        _advance, (len(moments.programs) // 2,), payload, old, moments.programs, moments.table, words,
         directory(words.view(1, -1))[0] if bit_offsets is None else bit_offsets, len(payload), beta1, 1 - beta1,
         next_moment, gradient, new, COMMON=common is not None, BLOCK=BLOCK, DIRECTORY=DIRECTORY,
         ALIGN=_aligned(moments, gradient, next_moment, old, new),

@@ -17,8 +17,8 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     return matrix * size**-0.5
 
 
-def _projection(signs: Tensor, chosen: Tensor) -> Tensor:
-    """P (m, B)."""
+def projection_of(signs: Tensor, chosen: Tensor) -> Tensor:
+    """Return P (m, B)."""
     return hadamard(signs.numel(), signs.device)[chosen] * signs
 
 
@@ -26,7 +26,7 @@ def srht_project(
     rows: Tensor, residual: Tensor | None, signs: Tensor, chosen: Tensor, payload: Tensor, residual_out: Tensor | None
 ) -> None:
     total = rows if residual is None else rows + residual
-    projection = _projection(signs, chosen)
+    projection = projection_of(signs, chosen)
     tiles = total.reshape(len(rows), -1, signs.numel(), LANES)
     coefficients = projection @ tiles
     if residual_out is not None:
@@ -36,4 +36,4 @@ def srht_project(
 
 def srht_reconstruct(payload: Tensor, signs: Tensor, chosen: Tensor, out: Tensor) -> None:
     coefficients = payload.reshape(len(out), -1, chosen.numel(), LANES)
-    out.copy_((_projection(signs, chosen).T @ coefficients).flatten(1))
+    out.copy_((projection_of(signs, chosen).T @ coefficients).flatten(1))

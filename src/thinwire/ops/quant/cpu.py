@@ -50,7 +50,7 @@ def _real(bits):
 
 @inlined
 def _wide(narrow, value):
-    """Return a value as float32. The first is a constant: bfloat16 arrives as bits, which become the upper half."""
+    """Return a value as float32: the bits of ``narrow`` ones, bfloat16, become its upper half."""
     return _real(np.uint32(value) << np.uint32(16)) if narrow else np.float32(value)
 
 
@@ -104,12 +104,6 @@ def _encode(four, stochastic, values, per_scale, codes, key, first):
             codes[i] = np.uint8(np.int32(low + (high << np.int32(4))) + np.int32(0x88))
         else:
             codes[i], codes[half + i] = np.uint8(low), np.uint8(high)
-
-
-@inlined
-def _widen(narrow, bits):
-    for i in range(narrow.size):
-        bits[i] = np.int32(np.uint32(narrow[i]) << np.uint32(16))
 
 
 @inlined
@@ -178,16 +172,12 @@ def _rotate(values, factor, out):
 
 
 @inlined
-def _load(narrow, rotated, values, bits, group_values):
-    """Load one group as float32, transformed if ``rotated``, to ``group_values``, whose bits are ``bits``."""
-    if narrow:
-        _widen(values, bits)
-        if rotated:
-            _rotate(group_values, NORM_32, group_values)
-    elif rotated:
-        _rotate(values, NORM_32, group_values)
-    else:
-        _scaled(values, ONE, group_values)
+def _load(narrow, rotated, values, group_values):
+    """Load one group as float32, transformed if ``rotated``."""
+    for i in range(values.size):
+        group_values[i] = _wide(narrow, values[i])
+    if rotated:
+        _rotate(group_values, NORM_32, group_values)
 
 
 @inlined
@@ -211,7 +201,7 @@ def _quantize(narrow, four, stochastic, rotated, values, stride, rows, n, group,
     for row in range(rows):
         for g in range(n // group):
             offset, start = row * stride + g * group, row * codes_stride + g * size
-            _load(narrow, rotated, values[offset : offset + group], bits, group_values)
+            _load(narrow, rotated, values[offset : offset + group], group_values)
             first = np.uint32((row * n + g * group) // 2)
             group_codes, scale_index = codes[start : start + size], row * scales_stride + g
             _encode_group(four, stochastic, bits, group_values, group_codes, scales, scale_index, key, first)
@@ -278,7 +268,7 @@ def _requantize(four, stochastic, rotated, codes, stride, scales, scales_stride,
             _rotate(total, factor, total)
         else:
             _scale(total, factor)
-        _load(False, rotated, total, bits, group_values)
+        _load(False, rotated, total, group_values)
         group_codes, first = codes_out[g * size : (g + 1) * size], np.uint32(g * group // 2)
         _encode_group(four, stochastic, bits, group_values, group_codes, scales_out, g, key, first)
 

@@ -133,8 +133,4 @@ def requantize(
 
 
 def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:
-    out.copy_(rows[0])
-    for row in rows[1:]:
-        out.add_(row)
-    if scale != 1.0:
-        out.mul_(scale)
+    out.copy_(functools.reduce(operator.add, rows.float()) * scale)

@@ -6,7 +6,6 @@ Launched without floating-point fusion: a product contracted into an addition wo
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.base.random import Seeds
-from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, whole, wire_alignment
-from thinwire.ops.programs import programs_of
+from thinwire.base.device import uploaded
+from thinwire.base.random import Drawn
+from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, segment_of, whole, wire_alignment
+from thinwire.ops.programs import programs_on
 from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import Format
 
@@ -47,10 +47,10 @@ def _magnitude(values):
 
 
 @triton.jit
-def _scale_of(largest, FOUR: tl.constexpr):
+def _scale_of(largest, LEVELS: tl.constexpr):
     """Return every group's scale from its largest magnitude, NaN where that is not finite, and the reciprocal."""
     finite = largest < 0x7F800000
-    scale = tl.maximum(largest.to(tl.float32, bitcast=True) * (1 / (INT4_LEVELS if FOUR else INT8_LEVELS)), TINY)
+    scale = tl.maximum(largest.to(tl.float32, bitcast=True) * (1 / LEVELS), TINY)
     scale = tl.where(finite, tl.where(largest == 0, 1.0, scale), 1.0)
     per_scale = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     return tl.where(finite, scale, float("nan")), per_scale
@@ -72,28 +72,8 @@ def _stochastic(scaled, bits, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(
-    codes, byte, inside, low, high, finite, per_scale, pair, key, HALF: tl.constexpr, FOUR: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):  # fmt: skip
-    """Store elements ``low`` of some groups, at ``byte``, and ``high``, half a group further on."""
-    low, high = tl.where(finite, low, 0.0) * per_scale, tl.where(finite, high, 0.0) * per_scale
-    if STOCHASTIC:
-        word = _random(pair, key)
-        low = _stochastic(low, word & 0xFFFF, INT4_LEVELS if FOUR else INT8_LEVELS)
-        high = _stochastic(high, word >> 16, INT4_LEVELS if FOUR else INT8_LEVELS)
-    else:
-        low, high = ((low + ROUND) - ROUND).to(tl.int32), ((high + ROUND) - ROUND).to(tl.int32)
-    if FOUR:
-        tl.store(codes + byte, (low + (high << 4) + 0x88).to(tl.uint8), mask=inside)
-    else:
-        tl.store(codes + byte, low.to(tl.int8), mask=inside)
-        tl.store(codes + byte + HALF, high.to(tl.int8), mask=inside)
-
-
-@triton.jit
 def _load_codes(codes, byte, inside, HALF: tl.constexpr, FOUR: tl.constexpr):
-    """Load as float32 what ``_store_codes`` stored."""
+    """Load as float32 what ``_encode`` stored."""
     if FOUR:
         pair = tl.load(codes + byte, mask=inside, other=0).to(tl.int32)
         return ((pair & 15) - 8).to(tl.float32), ((pair >> 4) - 8).to(tl.float32)
@@ -104,9 +84,8 @@ def _load_codes(codes, byte, inside, HALF: tl.constexpr, FOUR: tl.constexpr):
 
 
 @triton.jit
-def _group_elements(program, first, BLOCK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr):
-    """Number the program's groups, from ``first`` on, their elements, and the bytes of the low halves."""
-    g = first + program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _group_elements(g, GROUP: tl.constexpr, FOUR: tl.constexpr):
+    """Return the groups ``g``, int64, the numbers of their elements, and the bytes of the low halves."""
     lane = tl.arange(0, GROUP // 2)[None, :]
     return g, g[:, None] * GROUP + lane, g[:, None] * (GROUP // 2 if FOUR else GROUP) + lane
 
@@ -132,19 +111,17 @@ def _program(
 ):  # fmt: skip
     """Number this program's groups as ``_group_elements``, with their end, and their pairs of elements, with the key.
 
-    Stochastically, ``programs`` holds the number of each program's segment, and a row of ``segments`` its first group,
-    groups, first program and the index of its key.
+    Stochastically, a row of ``segments`` holds the first group of a segment, its groups, and the index of its key.
     """
     if STOCHASTIC:
-        number = tl.program_id(0)
-        segment = segments + tl.load(programs + number) * 4
-        key = tl.load(keys + tl.load(segment + 3))
+        _, _, segment, g = segment_of(programs, segments, BLOCK, 3)
+        key = tl.load(keys + tl.load(segment + 2))
         first, groups = tl.load(segment).to(tl.int64), tl.load(segment + 1).to(tl.int64)
-        g, element, byte = _group_elements(number - tl.load(segment + 2), first, BLOCK, GROUP, FOUR)
+        g, element, byte = _group_elements(first + g, GROUP, FOUR)
         pair = (row * groups + g - first)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
         return g, element, byte, first + groups, pair, key
     else:
-        g, element, byte = _group_elements(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
+        g, element, byte = _group_elements(tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), GROUP, FOUR)
         return g, element, byte, tl.cast(groups, tl.int64), element, 0
 
 
@@ -153,14 +130,26 @@ def _encode(
     low, high, codes, byte, scales, g, last, pair, key, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
     STOCHASTIC: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the groups ``g`` below ``last`` of a row, whose values are ``low`` and ``high``."""
+    """Quantize the groups ``g`` below ``last`` of a row: values ``low``, whose codes are stored at ``byte``, and
+    ``high``, half a group further on."""
+    LEVELS: tl.constexpr = INT4_LEVELS if FOUR else INT8_LEVELS
     if ROTATED:
         low, high = _rotate(low * NORM, high * NORM, BLOCK, GROUP)
     largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
-    scale, per_scale = _scale_of(largest, FOUR)
-    inside, finite = (g < last)[:, None], (largest < 0x7F800000)[:, None]
-    _store_codes(codes, byte, inside, low, high, finite, per_scale[:, None], pair, key, GROUP // 2, FOUR, STOCHASTIC)
+    scale, per_scale = _scale_of(largest, LEVELS)
     tl.store(scales + g, scale, mask=g < last)
+    inside, finite = (g < last)[:, None], (largest < 0x7F800000)[:, None]
+    low, high = tl.where(finite, low, 0.0) * per_scale[:, None], tl.where(finite, high, 0.0) * per_scale[:, None]
+    if STOCHASTIC:
+        word = _random(pair, key)
+        low, high = _stochastic(low, word & 0xFFFF, LEVELS), _stochastic(high, word >> 16, LEVELS)
+    else:
+        low, high = ((low + ROUND) - ROUND).to(tl.int32), ((high + ROUND) - ROUND).to(tl.int32)
+    if FOUR:
+        tl.store(codes + byte, (low + (high << 4) + 0x88).to(tl.uint8), mask=inside)
+    else:
+        tl.store(codes + byte, low.to(tl.int8), mask=inside)
+        tl.store(codes + byte + GROUP // 2, high.to(tl.int8), mask=inside)
 
 
 @triton.jit
@@ -209,7 +198,7 @@ def _dequantize(
 ):  # fmt: skip
     """Make every row of ``out`` = ``factor`` * the sum of ``peers`` rows of codes from its own on, or its transform."""
     row = tl.program_id(1).to(tl.int64)
-    g, element, byte = _group_elements(tl.program_id(0), 0, BLOCK, GROUP, FOUR)
+    g, element, byte = _group_elements(tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), GROUP, FOUR)
     low, high = _sum(
         codes, codes_stride, scales, scales_stride, row, peers, factor, g, byte, groups, GROUP, BLOCK, FOUR, ROTATED,
         WIRE,
@@ -265,22 +254,11 @@ def _draw(
     if drawn is None:
         return triton.cdiv(groups, block), (None, None, None)
     keys, key_indices = drawn.keys(device)
-    ranges = tuple((first // group, (last - first) // group) for first, last, _ in drawn.ranges)
-    programs, segments = _table(ranges, key_indices, block, device)
-    return len(programs), (programs, segments, keys)
-
-
-@functools.cache
-def _table(
-    groups: tuple[tuple[int, int], ...], key_indices: tuple[int, ...], block: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """(programs along a row,) int32, their segments; (segments * 4,) int32, first group, groups, first program, key."""
-    programs, first_programs = programs_of((count for _, count in groups), block)
-    table = [(*segment, *fields) for segment, *fields in zip(groups, first_programs, key_indices, strict=True)]
-    return (
-        torch.tensor(programs, dtype=torch.int32, device=device),
-        torch.tensor(table, dtype=torch.int32, device=device).view(-1),
-    )
+    table: list[int] = []
+    for (first, last, _), key_index in zip(drawn.ranges, key_indices, strict=True):
+        table += [first // group, (last - first) // group, key_index]
+    programs = programs_on(device, table[1::3], block)
+    return len(programs) // 2, (programs, uploaded(table, device), keys)
 
 
 def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds | None = None) -> None:

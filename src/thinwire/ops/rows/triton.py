@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -50,17 +48,15 @@ def _unpack(rows, programs, table, flat, ADD: tl.constexpr, BLOCK: tl.constexpr,
 def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> None:
     widen = flat.dtype == torch.bfloat16 and rows.dtype == torch.float32
     flat, rows = (_words(flat), rows) if widen else _same_bits(flat, rows)
-    grid = (len(copy_table.programs),)
-    constants: dict[str, Any] = {"WIDEN": widen, "BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
-    launch(_pack, grid, flat, copy_table.programs, copy_table.table, rows, **constants)
+    programs, table = copy_table.programs, copy_table.table
+    launch(_pack, (len(programs),), flat, programs, table, rows, WIDEN=widen, BLOCK=PER_PROGRAM, FIELDS=FIELDS)
 
 
 def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, add: bool) -> None:
     if not add:  # sums are of numbers
         rows, flat = _same_bits(rows, flat)
-    grid = (len(copy_table.programs),)
-    constants: dict[str, Any] = {"ADD": add, "BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
-    launch(_unpack, grid, rows, copy_table.programs, copy_table.table, flat, **constants)
+    programs, table = copy_table.programs, copy_table.table
+    launch(_unpack, (len(programs),), rows, programs, table, flat, ADD=add, BLOCK=PER_PROGRAM, FIELDS=FIELDS)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,18 +30,16 @@ def pack(rows: Tensor, group: int, shares: Tensor, bits: Tensor, scales: Tensor,
         _backend(rows).pack(rows, group, shares, bits, scales, rms)
 
 
-def unpack(bits: Tensor, scales: Tensor, group: int, out: Tensor) -> Tensor:
+def unpack(bits: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
     """``bits`` (R, n / 8) uint8 and ``scales`` (R, n / group) -> ``out`` (R, n) float32: the scale with either sign."""
     if out.numel():
         _backend(out).unpack(bits, scales, group, out)
-    return out
 
 
-def unpack_sum(bits: Tensor, scales: Tensor, group: int, out: Tensor, scale: float = 1.0) -> Tensor:
+def unpack_sum(bits: Tensor, scales: Tensor, group: int, out: Tensor, scale: float = 1.0) -> None:
     """``scale`` * the sum over peers of ``bits`` (N, n / 8) with ``scales`` (N, n / group) -> ``out`` (n,) float32.
 
     Float32, added in rank order.
     """
     if out.numel():
         _backend(out).unpack_sum(bits, scales, group, out, scale)
-    return out

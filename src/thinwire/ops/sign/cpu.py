@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 """Numba kernels for CPU tensors, the same bits as ``reference``.
 
-Each tensor is one flat array with a distance between its rows; bfloat16, which numba lacks, arrives as uint16 and is
-widened by a shift. Every inner loop runs over neighbours, which LLVM vectorises.
+bfloat16, which numba lacks, arrives as uint16 and is widened by a shift. Every inner loop runs over neighbours, which
+LLVM vectorises.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.ops.kernels import flat, njit
+from thinwire.ops.kernels import by_row, flat, njit
 
 
 @njit
@@ -44,28 +44,26 @@ def _signs(values, bits):
 
 
 @njit
-def _pack(values, stride, rows, n, group, shares, shares_stride, bits, bits_stride, scales, scales_stride, rms):
-    size, sums = group // 8, np.empty(group // 2, np.float32)
-    for row in range(rows):
-        for g in range(n // group):
-            start, byte = row * stride + g * group, row * bits_stride + g * size
-            group_values = values[start : start + group]
-            scales[row * scales_stride + g] = _scale_of(group_values, shares[row * shares_stride + g], rms, sums)
-            _signs(group_values, bits[byte : byte + size])
+def _pack_group(values, g, shares, bits, scales, rms, sums):
+    size = values.size // 8
+    scales[g] = _scale_of(values, shares[g], rms, sums)
+    _signs(values, bits[g * size : (g + 1) * size])
 
 
-@njit
-def _pack_bf16(narrow, stride, rows, n, group, shares, shares_stride, bits, bits_stride, scales, scales_stride, rms):
-    size, sums = group // 8, np.empty(group // 2, np.float32)
-    wide = np.empty(group, np.int32)
-    group_values = wide.view(np.float32)
-    for row in range(rows):
-        for g in range(n // group):
-            start, byte = row * stride + g * group, row * bits_stride + g * size
-            for i in range(group):
-                wide[i] = np.int32(np.uint32(narrow[start + i]) << np.uint32(16))
-            scales[row * scales_stride + g] = _scale_of(group_values, shares[row * shares_stride + g], rms, sums)
-            _signs(group_values, bits[byte : byte + size])
+@by_row
+def _pack(values, group, shares, bits, scales, rms):
+    sums = np.empty(group // 2, np.float32)
+    for g in range(scales.size):
+        _pack_group(values[g * group : (g + 1) * group], g, shares, bits, scales, rms, sums)
+
+
+@by_row
+def _pack_bf16(narrow, group, shares, bits, scales, rms):
+    sums, wide = np.empty(group // 2, np.float32), np.empty(group, np.int32)
+    for g in range(scales.size):
+        for i in range(group):
+            wide[i] = np.int32(np.uint32(narrow[g * group + i]) << np.uint32(16))
+        _pack_group(wide.view(np.float32), g, shares, bits, scales, rms, sums)
 
 
 @njit
@@ -79,19 +77,17 @@ def _decode(bits, scale, out, add):
             eighth[i] = eighth[i] + value if add else value
 
 
-@njit
-def _unpack(bits, stride, scales, scales_stride, rows, n, group, out, out_stride):
+@by_row
+def unpack(bits, scales, group, out):
     size = group // 8
-    for row in range(rows):
-        for g in range(n // group):
-            start, offset = row * stride + g * size, row * out_stride + g * group
-            _decode(bits[start : start + size], scales[row * scales_stride + g], out[offset : offset + group], False)
+    for g in range(scales.size):
+        _decode(bits[g * size : (g + 1) * size], scales[g], out[g * group : (g + 1) * group], False)
 
 
 @njit
-def _unpack_sum(bits, stride, scales, scales_stride, peers, n, group, out, factor):
+def _unpack_sum(bits, stride, scales, scales_stride, peers, group, out, factor):
     size, total = group // 8, np.empty(group, np.float32)
-    for g in range(n // group):
+    for g in range(out.size // group):
         _decode(bits[g * size : (g + 1) * size], scales[g], total, False)
         for row in range(1, peers):
             start = row * stride + g * size
@@ -102,12 +98,8 @@ def _unpack_sum(bits, stride, scales, scales_stride, peers, n, group, out, facto
 
 def pack(rows: Tensor, group: int, shares: Tensor, bits: Tensor, scales: Tensor, rms: bool) -> None:
     kernel = _pack_bf16 if rows.dtype == torch.bfloat16 else _pack
-    kernel(*flat(rows), *rows.shape, group, *flat(shares), *flat(bits), *flat(scales), rms)
-
-
-def unpack(bits: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
-    _unpack(*flat(bits), *flat(scales), *out.shape, group, *flat(out))
+    kernel(rows, group, shares, bits, scales, rms)
 
 
 def unpack_sum(bits: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    _unpack_sum(*flat(bits), *flat(scales), len(bits), out.numel(), group, out.numpy(), np.float32(scale))
+    _unpack_sum(*flat(bits), *flat(scales), len(bits), group, out.numpy(), np.float32(scale))

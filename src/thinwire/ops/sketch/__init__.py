@@ -154,29 +154,27 @@ def gather(rows: Tensor, words: Tensor, segments: SketchSegments, positions: Ten
 def peaks(payload: Tensor, segments: SketchSegments) -> Tensor:
     """Return (segments,) float32, the largest |``payload``| (R, m) of each in all rows; a NaN is the largest."""
     _check(segments, None, payload)
-    magnitudes = payload.new_empty(len(segments))
+    magnitudes = payload.new_zeros(len(segments))
     _backend(payload).peaks(payload, segments, magnitudes)
     return magnitudes
 
 
-def round_to(payload: Tensor, quantum: Tensor, segments: SketchSegments, residual: Tensor) -> Tensor:
+def round_to(payload: Tensor, quantum: Tensor, segments: SketchSegments, residual: Tensor) -> None:
     """Round ``payload`` (R, m) to multiples of ``quantum`` (segments,), powers of two; ``residual`` takes the rest.
 
     Multiples are below 2^22. Segments without a sketch stay as they are, and their residual is 0.
     """
     _check(segments, None, payload, residual)
     _backend(payload).round_to(payload, quantum, segments, residual)
-    return payload
 
 
-def encode(payload: Tensor, positions: Tensor, segments: SketchSegments, whole: Tensor, out: Tensor) -> Tensor:
+def encode(payload: Tensor, positions: Tensor, segments: SketchSegments, whole: Tensor, out: Tensor) -> None:
     """Write the sketches of ``payload`` (R, m), the values at ``positions`` (R, m), to ``out`` (R, wire_numel).
 
     Segments without a sketch: their columns of ``whole`` (R, n).
     """
     _check(segments, out, payload, positions)
     _backend(payload).encode(payload, positions, segments, whole, out)
-    return out
 
 
 def peel(
@@ -188,7 +186,7 @@ def peel(
     lost: Tensor,
     *,
     estimate: bool = False,
-) -> Tensor:
+) -> None:
     """Recover what ``wire`` (W, wire_numel) holds at the rows from ``row`` on of ``index`` (R, n / 64).
 
     ``out`` (W, n) = the values recovered, 0 elsewhere; of segments without a sketch, what the wire says. ``lost``
@@ -200,12 +198,11 @@ def peel(
     if row + len(wire) > len(index) or len(out) != len(wire):
         raise ThinwireError(f"a wire of {len(wire)} rows from {row} on does not go with an index of {len(index)}")
     _backend(index).peel(wire, index, segments, row, out, lost, estimate)
-    return lost
 
 
 def restore(
     sent: Tensor, residual: Tensor, positions: Tensor, lost: Tensor, segments: SketchSegments, out: Tensor
-) -> Tensor:
+) -> None:
     """Give back at ``positions`` what did not arrive: the residual, and what was sent and is ``lost``.
 
     There ``out`` (R, n) = ``residual`` (R, m), or ``sent`` + ``residual`` where ``lost`` (R, n / 64) has a bit; ``out``
@@ -213,7 +210,6 @@ def restore(
     """
     _check(segments, None, sent, residual, positions)
     _backend(out).restore(sent, residual, positions, lost, segments, out)
-    return out
 
 
 def count(words: Tensor, segments: SketchSegments) -> Tensor:

@@ -8,14 +8,15 @@ out to rounding, where a stack multiplies errors along chains of thousands.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numba import uint64
 from torch import Tensor
 
-from thinwire.ops.kernels import flat, njit
-from thinwire.ops.mask.cpu import set_bits, trailing_zeros, unsigned
+from thinwire.ops.kernels import by_row, njit, rows_of
+from thinwire.ops.mask.cpu import list_bits, set_bits, trailing_zeros
 
 if TYPE_CHECKING:
     from thinwire.ops.sketch import SketchSegments
@@ -28,6 +29,8 @@ LOW = np.uint64(0xFFFFFFFF)
 COUNT_SHIFT = np.uint64(40)  # a tag: how many elements a cell holds, above the exclusive or of their numbers
 COUNT_ONE = np.uint64(1 << 40)
 XOR_MASK = np.uint64((1 << 40) - 1)
+
+_by_row = functools.partial(by_row, table=lambda segments: segments.table.numpy())
 
 
 @njit
@@ -49,77 +52,58 @@ def _cells(word1, word2, cells):
     return np.int64(a), np.int64(b + cells), np.int64(c + uint64(2) * cells)
 
 
-@njit
-def _gather(values, stride, words, words_stride, positions, positions_stride, payload, payload_stride, rows, table):
-    for row in range(rows):
-        for segment in range(len(table)):
-            start, width, k, list_start = table[segment, 0], table[segment, 1], table[segment, 2], table[segment, 3]
-            entry, end = list_start, list_start + k
-            for first_column in range(start, start + width, 64):
-                word = words[row * words_stride + first_column // 64]
-                while word != 0 and entry < end:
-                    column = first_column + np.int64(trailing_zeros(word))
-                    positions[row * positions_stride + entry] = column
-                    payload[row * payload_stride + entry] = values[row * stride + column]
-                    entry += 1
-                    word &= word - uint64(1)
-            positions[row * positions_stride + entry : row * positions_stride + end] = -1
-            payload[row * payload_stride + entry : row * payload_stride + end] = np.float32(0)
+@_by_row
+def gather(values, words, table, positions, payload):
+    for segment in range(len(table)):
+        start, width, k, first = table[segment, :4]
+        end, own_words = start + width, words[start // 64 : (start + width) // 64]
+        list_bits(values[start:end], own_words, start, positions[first : first + k], payload[first : first + k])
 
 
-@njit
-def _peaks(bits, stride, rows, table, magnitudes):
+@_by_row
+def peaks(payload, table, magnitudes):
     """As integers, which have the order of sizes."""
+    sizes, largest = payload.view(np.int32), magnitudes.view(np.int32)
     for segment in range(len(table)):
-        k, list_start = table[segment, 2], table[segment, 3]
-        largest = np.int32(0)
-        for row in range(rows):
-            values = bits[row * stride + list_start : row * stride + list_start + k]
-            for i in range(k):
-                largest = max(largest, values[i] & np.int32(0x7FFFFFFF))
-        magnitudes[segment] = largest
+        _, _, k, list_start = table[segment, :4]
+        for i in range(list_start, list_start + k):
+            largest[segment] = max(largest[segment], sizes[i] & np.int32(0x7FFFFFFF))
 
 
-@njit
-def _round_to(payload, stride, residual, residual_stride, rows, table, quantum):
+@_by_row
+def round_to(payload, quantum, table, residual):
     for segment in range(len(table)):
-        k, list_start, cells, unit = table[segment, 2], table[segment, 3], table[segment, 6], quantum[segment]
-        for row in range(rows):
-            values = payload[row * stride + list_start : row * stride + list_start + k]
-            remainder = residual[row * residual_stride + list_start : row * residual_stride + list_start + k]
-            if cells == 0:
-                remainder[:] = np.float32(0)
-                continue
-            for i in range(k):
-                rounded = np.float32(np.rint(values[i] / unit)) * unit
-                remainder[i] = values[i] - rounded
-                values[i] = rounded
+        _, _, k, list_start, _, _, cells = table[segment, :7]
+        unit = quantum[segment]
+        if cells == 0:
+            residual[list_start : list_start + k] = np.float32(0)
+            continue
+        for i in range(list_start, list_start + k):
+            rounded = np.float32(np.rint(payload[i] / unit)) * unit
+            residual[i] = payload[i] - rounded
+            payload[i] = rounded
 
 
-@njit
-def _encode(payload, payload_stride, positions, positions_stride, whole, whole_stride, out, stride, rows, table):
-    for row in range(rows):
-        for segment in range(len(table)):
-            start, width, k, list_start, _, wire_start, count, seed = table[segment, :8]
-            wire_start += row * stride
-            if count == 0:
-                whole_start = row * whole_stride + start
-                out[wire_start : wire_start + width] = whole[whole_start : whole_start + width]
-                continue
-            sketch = out[wire_start : wire_start + 3 * count]
-            sketch[:] = np.float32(0)
-            cells, key = uint64(count), uint64(seed)
-            for entry in range(list_start, list_start + k):
-                column = positions[row * positions_stride + entry]
-                if column < 0:
-                    break
-                word1, word2 = _hash(key, column - start)
-                a, b, c = _cells(word1, word2, cells)
-                value = payload[row * payload_stride + entry]
-                value = -value if word2 & uint64(1) else value
-                sketch[a] += value
-                sketch[b] += value
-                sketch[c] += value
+@_by_row
+def encode(payload, positions, table, whole, out):
+    for segment in range(len(table)):
+        start, width, k, list_start, _, wire_start, count, seed = table[segment, :8]
+        if count == 0:
+            out[wire_start : wire_start + width] = whole[start : start + width]
+            continue
+        sketch = out[wire_start : wire_start + 3 * count]
+        sketch[:] = np.float32(0)
+        cells, key = uint64(count), uint64(seed)
+        for entry in range(list_start, list_start + k):
+            column = positions[entry]
+            if column < 0:
+                break
+            word1, word2 = _hash(key, column - start)
+            a, b, c = _cells(word1, word2, cells)
+            value = -payload[entry] if word2 & uint64(1) else payload[entry]
+            sketch[a] += value
+            sketch[b] += value
+            sketch[c] += value
 
 
 @njit
@@ -180,98 +164,59 @@ def _peel_row(sketch, index, seed, cells, out, lost, wanted, tags, sums, queue):
 
 
 @njit
-def _peel(wire, stride, index, index_stride, lost, lost_stride, out, out_stride, rows, wanted, table, estimate):
-    """``wanted``: the rows that the wire holds, from the first to before the last."""
-    size = 3 * np.max(table[:, 6])
-    tags = np.empty(2 * size, np.uint64)
-    sums = tags.view(np.float64)
-    queue = np.empty(size, np.int64)
-    for row in range(rows):
-        is_wanted = wanted[0] <= row < wanted[1]
-        wire_row = row - wanted[0] if is_wanted else 0
-        for segment in range(len(table)):
-            start, width, _, _, _, wire_start, count, seed = table[segment, :8]
-            values = out[wire_row * out_stride + start : wire_row * out_stride + start + width]
-            wire_start += wire_row * stride
-            cells = wire[wire_start : wire_start + (3 * count if count else width)]
-            words = index[row * index_stride + start // 64 : row * index_stride + (start + width) // 64]
-            lost_words = lost[row * lost_stride + start // 64 : row * lost_stride + (start + width) // 64]
-            if count == 0:
-                lost_words[:] = uint64(0)
-                if is_wanted:
-                    values[:] = cells
-                continue
-            if is_wanted:
-                values[:] = np.float32(0)
-            _peel_row(cells, words, uint64(seed), uint64(count), values, lost_words, is_wanted, tags, sums, queue)
-            if estimate and is_wanted:
-                _estimate(lost_words, uint64(seed), uint64(count), sums, values)
-
-
-@njit
-def _restore(sent, sent_stride, residual, residual_stride, positions, positions_stride, lost, lost_stride, out,
-             stride, rows, table):  # fmt: skip
-    for row in range(rows):
-        for segment in range(len(table)):
-            start, width, k, list_start, _, _, count = table[segment, :7]
-            if count == 0:
-                out[row * stride + start : row * stride + start + width] = np.float32(0)
-                continue
-            for entry in range(list_start, list_start + k):
-                column = positions[row * positions_stride + entry]
-                if column < 0:
-                    break
-                value = residual[row * residual_stride + entry]
-                if (lost[row * lost_stride + (column >> 6)] >> uint64(column & 63)) & uint64(1):
-                    value += sent[row * sent_stride + entry]
-                out[row * stride + column] = value
-
-
-@njit
-def _count(words, stride, rows, table, counts, counts_stride):
-    for row in range(rows):
-        for segment in range(len(table)):
-            start, width = table[segment, 0], table[segment, 1]
-            total = uint64(0)
-            for i in range(row * stride + start // 64, row * stride + (start + width) // 64):
-                total += set_bits(words[i])
-            counts[row * counts_stride + segment] = total
-
-
-def gather(rows: Tensor, words: Tensor, segments: SketchSegments, positions: Tensor, payload: Tensor) -> None:
-    _gather(*flat(rows), *unsigned(words), *flat(positions), *flat(payload), len(rows), _table(segments))
-
-
-def peaks(payload: Tensor, segments: SketchSegments, magnitudes: Tensor) -> None:
-    values, stride = flat(payload)
-    _peaks(values.view(np.int32), stride, len(payload), _table(segments), magnitudes.numpy().view(np.int32))
-
-
-def round_to(payload: Tensor, quantum: Tensor, segments: SketchSegments, residual: Tensor) -> None:
-    _round_to(*flat(payload), *flat(residual), len(payload), _table(segments), quantum.numpy())
-
-
-def encode(payload: Tensor, positions: Tensor, segments: SketchSegments, whole: Tensor, out: Tensor) -> None:
-    _encode(*flat(payload), *flat(positions), *flat(whole), *flat(out), len(payload), _table(segments))
+def _peel(wire, index, table, out, lost, estimate, tags, queue):
+    """``wire`` and ``out`` are empty where no values are wanted, of a row that the wire does not hold."""
+    wanted, sums = out.size > 0, tags.view(np.float64)
+    for segment in range(len(table)):
+        start, width, _, _, _, wire_start, count, seed = table[segment, :8]
+        values = out[start : start + width]
+        cells = wire[wire_start : wire_start + (3 * count if count else width)]
+        words = index[start // 64 : (start + width) // 64]
+        lost_words = lost[start // 64 : (start + width) // 64]
+        if count == 0:
+            lost_words[:] = uint64(0)
+            values[:] = cells
+            continue
+        values[:] = np.float32(0)
+        _peel_row(cells, words, uint64(seed), uint64(count), values, lost_words, wanted, tags, sums, queue)
+        if estimate and wanted:
+            _estimate(lost_words, uint64(seed), uint64(count), sums, values)
 
 
 def peel(
     wire: Tensor, index: Tensor, segments: SketchSegments, row: int, out: Tensor, lost: Tensor, estimate: bool
 ) -> None:
-    wanted = row, row + len(wire)
-    _peel(*flat(wire), *unsigned(index), *unsigned(lost), *flat(out), len(index), wanted, _table(segments), estimate)
+    table = segments.table.numpy()
+    size = 3 * int(table[:, 6].max())
+    tags, queue = np.empty(2 * size, np.uint64), np.empty(size, np.int64)
+    wanted = dict(enumerate(rows_of(wire, out), row))
+    nothing = np.empty(0, np.float32)
+    for number, (words, lost_words) in enumerate(rows_of(index, lost)):
+        cells, values = wanted.get(number, (nothing, nothing))
+        _peel(cells, words, table, values, lost_words, estimate, tags, queue)
 
 
-def restore(
-    sent: Tensor, residual: Tensor, positions: Tensor, lost: Tensor, segments: SketchSegments, out: Tensor
-) -> None:
-    _restore(*flat(sent), *flat(residual), *flat(positions), *unsigned(lost), *flat(out), len(out), _table(segments))
+@_by_row
+def restore(sent, residual, positions, lost, table, out):
+    for segment in range(len(table)):
+        start, width, k, list_start, _, _, count = table[segment, :7]
+        if count == 0:
+            out[start : start + width] = np.float32(0)
+            continue
+        for entry in range(list_start, list_start + k):
+            column = positions[entry]
+            if column < 0:
+                break
+            value = residual[entry]
+            if (lost[column >> 6] >> uint64(column & 63)) & uint64(1):
+                value += sent[entry]
+            out[column] = value
 
 
-def count(words: Tensor, segments: SketchSegments, counts: Tensor) -> None:
-    _count(*unsigned(words), len(words), _table(segments), *flat(counts))
-
-
-def _table(segments: SketchSegments) -> np.ndarray:
-    table: np.ndarray = segments.table.numpy()
-    return table
+@_by_row
+def count(words, table, counts):
+    for segment in range(len(table)):
+        start, width, total = table[segment, 0], table[segment, 1], uint64(0)
+        for i in range(start // 64, (start + width) // 64):
+            total += set_bits(words[i])
+        counts[segment] = total

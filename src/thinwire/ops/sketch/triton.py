@@ -12,7 +12,6 @@ comes first. Nothing is looked at by the host: there are as many rounds as can b
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.base.device import streams, upload
 from thinwire.ops import sketch as of
-from thinwire.ops.gpu import kernel, launch
-from thinwire.ops.mask.triton import _bits, _popcount
-from thinwire.ops.programs import programs_of
+from thinwire.ops.gpu import kernel, launch, segment_of
+from thinwire.ops.mask.triton import _bits, _popcount, count_before, tallied
+from thinwire.ops.programs import programs_on
 
 if TYPE_CHECKING:
     from thinwire.ops.sketch import SketchSegments
@@ -41,17 +39,6 @@ MIX2 = tl.constexpr(0x94D049BB133111EB)
 MIX3 = tl.constexpr(0xD6E8FEB86659FD93)
 ROUND = tl.constexpr(1.5 * 2**23)
 """Adding and subtracting it rounds |v| < 2^22 to the nearest integer, ties to even."""
-
-
-@triton.jit
-def _segment_of(programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    """Return this program's row, its segment's number and line in ``table``, and its entries of the segment's list.
-
-    ``programs``: for each its segment, and its first entry there.
-    """
-    number = tl.load(programs + 2 * tl.program_id(0)).to(tl.int64)
-    first = tl.load(programs + 2 * tl.program_id(0) + 1)
-    return tl.program_id(1).to(tl.int64), number, table + number * FIELDS, first + tl.arange(0, BLOCK)
 
 
 @triton.jit
@@ -80,9 +67,9 @@ def _add(cells, a, b, c, values, mask):
 
 
 @kernel
-def _peaks(payload, stride, magnitudes, programs, segments, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+def _peaks(programs, segments, payload, stride, magnitudes, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
     """Write the bits of the largest |values| to ``magnitudes``: as integers they have the order of the values."""
-    row, number, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
+    row, number, segment, entry = segment_of(programs, segments, BLOCK, FIELDS)
     values = tl.load(payload + row * stride + tl.load(segment + 3) + entry, mask=entry < tl.load(segment + 2), other=0)
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     tl.atomic_max(magnitudes + number, largest, sem="relaxed")
@@ -90,9 +77,9 @@ def _peaks(payload, stride, magnitudes, programs, segments, BLOCK: tl.constexpr,
 
 @kernel
 def _round_to(
-    payload, stride, residual, residual_stride, quantum, programs, segments, BLOCK: tl.constexpr, FIELDS: tl.constexpr
+    programs, segments, payload, stride, residual, residual_stride, quantum, BLOCK: tl.constexpr, FIELDS: tl.constexpr
 ):  # fmt: skip
-    row, number, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
+    row, number, segment, entry = segment_of(programs, segments, BLOCK, FIELDS)
     inside, slot = entry < tl.load(segment + 2), tl.load(segment + 3) + entry
     values = tl.load(payload + row * stride + slot, mask=inside, other=0)
     unit = tl.load(quantum + number)
@@ -104,10 +91,10 @@ def _round_to(
 
 @kernel
 def _encode(
-    payload, payload_stride, positions, positions_stride, whole, whole_stride, out, stride, programs, segments,
+    programs, segments, payload, payload_stride, positions, positions_stride, whole, whole_stride, out, stride,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    row, _, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
+    row, _, segment, entry = segment_of(programs, segments, BLOCK, FIELDS)
     start, target = tl.load(segment), out + row * stride + tl.load(segment + 5)
     if tl.load(segment + 6) == 0:
         inside = entry < tl.load(segment + 1)
@@ -122,37 +109,15 @@ def _encode(
 
 
 @kernel
-def _tally(words, words_stride, tallies, tallies_stride, programs, segments, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    """``tallies`` (R, 1 + programs): the set bits of each program's columns; a zero before them."""
-    row, _, segment, element = _segment_of(programs, segments, BLOCK, FIELDS)
-    bits = _bits(words + row * words_stride + tl.load(segment) // 64, element, element < tl.load(segment + 1))
-    tallies += row * tallies_stride
-    tl.store(tallies, 0, mask=tl.program_id(0) == 0)
-    tl.store(tallies + tl.program_id(0) + 1, tl.sum(bits, 0))
-
-
-@triton.jit
-def _places(words, element, inside, tallies, tallies_stride, row):
-    """Tell which columns ``element`` of a segment are set in its ``words``, and how many set ones come before each.
-
-    ``tallies``: the sums of ``_tally``.
-    """
-    bits = _bits(words, element, inside)
-    tallies += row * tallies_stride + tl.program_id(0)
-    earlier = tl.min(element, 0) // element.shape[0]  # programs of this segment
-    return bits != 0, tl.load(tallies) - tl.load(tallies - earlier) + tl.cumsum(bits, 0) - bits
-
-
-@kernel
 def _gather(
-    rows, stride, words, words_stride, positions, positions_stride, payload, payload_stride, tallies, tallies_stride,
-    programs, segments, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    programs, segments, rows, stride, words, words_stride, positions, positions_stride, payload, payload_stride,
+    tallies, tallies_stride, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    row, _, segment, element = _segment_of(programs, segments, BLOCK, FIELDS)
+    row, _, segment, element = segment_of(programs, segments, BLOCK, FIELDS)
     start = tl.load(segment)
-    words += row * words_stride + start // 64
-    is_set, slot = _places(words, element, element < tl.load(segment + 1), tallies, tallies_stride, row)
-    is_set = is_set & (slot < tl.load(segment + 2))
+    bits = _bits(words + row * words_stride + start // 64, element, element < tl.load(segment + 1))
+    slot = count_before(tallies + row * tallies_stride, element, bits)
+    is_set = (bits != 0) & (slot < tl.load(segment + 2))
     column, slot = start + element, tl.load(segment + 3) + slot
     tl.store(positions + row * positions_stride + slot, column.to(tl.int32), mask=is_set)
     value = tl.load(rows + row * stride + column, mask=is_set, other=0)
@@ -161,11 +126,11 @@ def _gather(
 
 @kernel
 def _hold(
-    wire, wire_stride, counts, counts_stride, cell_sums, cell_sums_stride, programs, segments, count, row_of_wire,
+    programs, segments, wire, wire_stride, counts, counts_stride, cell_sums, cell_sums_stride, count, row_of_wire,
     wired, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Both copies: no elements in any cell yet, and, of the rows of the wire, each cell's sum."""
-    row, _, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
+    row, _, segment, entry = segment_of(programs, segments, BLOCK, FIELDS)
     inside, cell = entry < 3 * tl.load(segment + 6), tl.load(segment + 8) + entry
     zeros = tl.zeros((BLOCK,), tl.int32)
     tl.store(counts + row * counts_stride + cell, zeros, mask=inside)
@@ -179,15 +144,15 @@ def _hold(
 
 @kernel
 def _list(
-    wire, wire_stride, index, index_stride, lost, lost_stride, out, stride, tallies, tallies_stride, elements,
-    elements_stride, counts, counts_stride, programs, segments, count, row_of_wire, wired, BLOCK: tl.constexpr,
+    programs, segments, wire, wire_stride, index, index_stride, lost, lost_stride, out, stride, tallies,
+    tallies_stride, elements, elements_stride, counts, counts_stride, count, row_of_wire, wired, BLOCK: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
     """List each segment's elements of ``index``, in order, -> ``elements``; both copies of ``counts`` count them.
 
     Nothing is recovered yet: ``lost`` = ``index``, ``out`` = 0. Segments without a sketch are done.
     """
-    row, _, segment, element = _segment_of(programs, segments, BLOCK, FIELDS)
+    row, _, segment, element = segment_of(programs, segments, BLOCK, FIELDS)
     start, width = tl.load(segment), tl.load(segment + 1)
     plain = tl.where(tl.load(segment + 6) == 0, width, 0)
     inside, sketched = element < width, element < width - plain
@@ -201,8 +166,9 @@ def _list(
         lost + row * lost_stride + start // 64 + word,
         tl.load(index + word, mask=sketched, other=0), mask=inside & (element % 64 == 0),
     )  # fmt: skip
-    is_set, slot = _places(index, element, sketched, tallies, tallies_stride, row)
-    is_set = is_set & (slot < tl.load(segment + 4))
+    bits = _bits(index, element, sketched)
+    slot = count_before(tallies + row * tallies_stride, element, bits)
+    is_set = (bits != 0) & (slot < tl.load(segment + 4))
     tl.store(elements + row * elements_stride + tl.load(segment + 9) + slot, element, mask=is_set)
     a, b, c, _ = _cells(segment, element.to(tl.int64))
     ones = tl.full((BLOCK,), 1, tl.int32)
@@ -213,14 +179,14 @@ def _list(
 
 @kernel
 def _round(
-    elements, elements_stride, counts, counts_stride, cell_sums, cell_sums_stride, out, stride, lost, lost_stride,
-    programs, segments, count, row_of_wire, wired, turn, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    programs, segments, elements, elements_stride, counts, counts_stride, cell_sums, cell_sums_stride, out, stride,
+    lost, lost_stride, count, row_of_wire, wired, turn, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """An element is its number while it waits, -2 less its number when the round before has found it, -1 after that.
 
     ``turn``: which copy is read.
     """
-    row, _, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
+    row, _, segment, entry = segment_of(programs, segments, BLOCK, FIELDS)
     elements += row * elements_stride + tl.load(segment + 9)
     state = tl.load(elements + entry, mask=entry < tl.load(segment + 4), other=-1)
     if tl.max((state != -1).to(tl.int32), 0) > 0:
@@ -255,12 +221,11 @@ def _round(
 
 @kernel
 def _estimate(
-    elements, elements_stride, cell_sums, cell_sums_stride, out, stride, programs, segments, row_of_wire,
-    BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr,
+    programs, segments, elements, elements_stride, cell_sums, cell_sums_stride, out, stride, row_of_wire,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Give each element that still waits the median of its three signed cells, from the copy that knows all."""
-    row, _, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
+    row, _, segment, entry = segment_of(programs, segments, BLOCK, FIELDS)
     elements += (row_of_wire + row) * elements_stride + tl.load(segment + 9)
     element = tl.load(elements + entry, mask=entry < tl.load(segment + 4), other=-1).to(tl.int64)
     waits = element >= 0
@@ -276,11 +241,10 @@ def _estimate(
 
 @kernel
 def _restore(
-    sent, sent_stride, residual, residual_stride, positions, positions_stride, lost, lost_stride, out, stride,
-    programs, segments,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    programs, segments, sent, sent_stride, residual, residual_stride, positions, positions_stride, lost, lost_stride,
+    out, stride, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    row, _, segment, entry = _segment_of(programs, segments, BLOCK, FIELDS)
+    row, _, segment, entry = segment_of(programs, segments, BLOCK, FIELDS)
     out += row * stride
     if tl.load(segment + 6) == 0:
         tl.store(out + tl.load(segment) + entry, tl.zeros((BLOCK,), tl.float32), mask=entry < tl.load(segment + 1))
@@ -296,25 +260,15 @@ def _restore(
 
 
 @kernel
-def _count(words, words_stride, counts, counts_stride, programs, segments, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    row, number, segment, word = _segment_of(programs, segments, BLOCK, FIELDS)
+def _count(programs, segments, words, words_stride, counts, counts_stride, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+    row, number, segment, word = segment_of(programs, segments, BLOCK, FIELDS)
     words += row * words_stride + tl.load(segment) // 64
     bits = _popcount(tl.load(words + word, mask=word < tl.load(segment + 1) // 64, other=0))
     tl.atomic_add(counts + row * counts_stride + number, tl.sum(bits, 0), sem="relaxed")
 
 
-def _programs(sizes: Iterable[int], segments: SketchSegments, block: int = BLOCK) -> Tensor:
-    """Return (2 programs,) int32: for each program along a row its segment, and its first entry there, of ``sizes``."""
-    stream_module = streams(segments.device)  # what one stream has copied is not there for another
-    stream = None if stream_module is None else stream_module.current_stream(segments.device)
-    return _made(tuple(sizes), block, segments.device, stream)
-
-
-@functools.lru_cache(maxsize=256)
-def _made(sizes: tuple[int, ...], block: int, device: torch.device, stream: Any) -> Tensor:
-    numbers, firsts = programs_of(sizes, block)
-    lines = ((number, (program - firsts[number]) * block) for program, number in enumerate(numbers))
-    return upload([value for line in lines for value in line], device)
+def _programs(sizes: Iterable[int], segments: SketchSegments) -> Tensor:
+    return programs_on(segments.device, sizes, BLOCK)
 
 
 def _listed(segments: SketchSegments) -> Tensor:
@@ -323,21 +277,17 @@ def _listed(segments: SketchSegments) -> Tensor:
 
 
 def _run(
-    kernel: Any, programs: Tensor, segments: SketchSegments, rows: int, *arguments: Any, trailing: Any = (),
-    block: int = BLOCK
-) -> None:  # fmt: skip
-    """Launch ``kernel`` on ``arguments``, then ``programs`` and the table of ``segments``, then ``trailing``."""
+    kernel: Any, programs: Tensor, segments: SketchSegments, rows: int, *arguments: Any, block: int = BLOCK
+) -> None:
     if len(programs):
         grid = len(programs) // 2, rows
-        launch(kernel, grid, *arguments, programs, segments.table.view(-1), *trailing, BLOCK=block, FIELDS=of.FIELDS)
+        launch(kernel, grid, programs, segments.table.view(-1), *arguments, BLOCK=block, FIELDS=of.FIELDS)
 
 
 def _tallied(words: Tensor, segments: SketchSegments) -> tuple[Tensor, Tensor]:
     """Return programs along columns, and the bits of each row of ``words`` before each of them: (R, 1 + programs)."""
     columns = _programs((segment.width for segment in segments), segments)
-    tallies = torch.empty((len(words), 1 + len(columns) // 2), dtype=torch.int32, device=words.device)
-    _run(_tally, columns, segments, len(words), words, tallies)
-    return columns, tallies.cumsum_(1)
+    return columns, tallied(columns, segments.table.view(-1), words, START=0, COUNT=1, FIELDS=of.FIELDS)
 
 
 def gather(rows: Tensor, words: Tensor, segments: SketchSegments, positions: Tensor, payload: Tensor) -> None:
@@ -347,7 +297,7 @@ def gather(rows: Tensor, words: Tensor, segments: SketchSegments, positions: Ten
 
 def peaks(payload: Tensor, segments: SketchSegments, magnitudes: Tensor) -> None:
     programs = _programs((segment.k for segment in segments), segments)
-    _run(_peaks, programs, segments, len(payload), payload, magnitudes.zero_().view(torch.int32))
+    _run(_peaks, programs, segments, len(payload), payload, magnitudes.view(torch.int32))
 
 
 def round_to(payload: Tensor, quantum: Tensor, segments: SketchSegments, residual: Tensor) -> None:
@@ -369,16 +319,15 @@ def peel(
     cell_sums = torch.empty((2 * wired, sum(cells)), dtype=torch.float64, device=index.device)
     elements = torch.full((rows, sum(rooms)), -1, dtype=torch.int32, device=index.device)
     rows_of_wire = rows, row, wired
-    _run(_hold, _programs(cells, segments), segments, rows, wire, counts, cell_sums, trailing=rows_of_wire)
+    _run(_hold, _programs(cells, segments), segments, rows, wire, counts, cell_sums, *rows_of_wire)
     columns, tallies = _tallied(index, segments)
-    _run(_list, columns, segments, rows, wire, index, lost, out, tallies, elements, counts, trailing=rows_of_wire)
+    _run(_list, columns, segments, rows, wire, index, lost, out, tallies, elements, counts, *rows_of_wire)
     waiting = _programs(rooms, segments)
     for number in range(of.ROUNDS):
-        trailing = *rows_of_wire, number % 2
-        _run(_round, waiting, segments, rows, elements, counts, cell_sums, out, lost, trailing=trailing)
+        _run(_round, waiting, segments, rows, elements, counts, cell_sums, out, lost, *rows_of_wire, number % 2)
     if estimate:
         final_sums = cell_sums[wired:] if of.ROUNDS % 2 else cell_sums[:wired]
-        _run(_estimate, waiting, segments, wired, elements, final_sums, out, trailing=(row,))
+        _run(_estimate, waiting, segments, wired, elements, final_sums, out, row)
 
 
 def restore(
@@ -388,5 +337,5 @@ def restore(
 
 
 def count(words: Tensor, segments: SketchSegments, counts: Tensor) -> None:
-    programs = _programs((segment.width // 64 for segment in segments), segments, WORDS)
+    programs = programs_on(segments.device, (segment.width // 64 for segment in segments), WORDS)
     _run(_count, programs, segments, len(words), words, counts.zero_(), block=WORDS)

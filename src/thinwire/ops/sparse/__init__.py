@@ -9,6 +9,7 @@ would have to wait for the answer, leave out what lies beyond its segment.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -55,6 +56,20 @@ class ListSegment(NamedTuple):
     def _sizes(self, low_bits: int) -> tuple[int, int]:
         """Bytes of the high bits and of the ``low_bits`` lower ones."""
         return -(-(self.k + -(-self.width >> low_bits)) // 64) * 8, -(-self.k * low_bits // 64) * 8
+
+
+FIELDS = len(ListSegment._fields) + 3
+
+
+@functools.cache
+def wire_table(segments: tuple[ListSegment, ...], device: torch.device) -> Tensor:
+    """Return (segments, FIELDS) int64: the fields of each, the first bit of its high bits in a row's wire and how many
+    they are, behind which the lower ones come, and how many of these a position has."""
+    values, wire_start = [], 0
+    for segment in segments:
+        values += [*segment, 8 * wire_start, 8 * segment.high_bytes, segment.low_bits]
+        wire_start += segment.nbytes
+    return torch.tensor(values, dtype=torch.int64, device=device).view(-1, FIELDS)
 
 
 def packed_bytes(segments: Sequence[ListSegment]) -> int:

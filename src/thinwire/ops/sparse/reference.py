@@ -25,18 +25,23 @@ def largest(
         total_out.copy_(total)
     positions.fill_(-1)
     for start, width, k, list_start in segments:
-        words = torch.empty(len(rows), width // masks.WORD, dtype=torch.int64, device=rows.device)
-        masks.topk_mask(total[:, start : start + width], k, words)
-        masks.indices(words, positions[:, list_start : list_start + k])
-        positions[:, list_start : list_start + k] += start
+        positions[:, list_start : list_start + k] = start + _largest_columns(total[:, start : start + width], k)
     payload.copy_(total.gather(1, positions.clamp(min=0).long()).masked_fill_(positions < 0, 0))
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
     words.zero_()
     for start, width, k, _ in segments:
-        own = words[:, start // masks.WORD : (start + width) // masks.WORD]
-        masks.topk_mask(rows[:, start : start + width], k, own)
+        columns = _largest_columns(rows[:, start : start + width], k)
+        masks.from_indices(columns, words[:, start // masks.WORD : (start + width) // masks.WORD])
+
+
+def _largest_columns(values: Tensor, k: int) -> Tensor:
+    magnitudes = values.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    # NaN above infinity, ties in order of position: two stable sorts, the less important key first
+    by_size = magnitudes.sort(dim=1, descending=True, stable=True).indices
+    by_nan = values.isnan().gather(1, by_size).to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+    return by_size.gather(1, by_nan)[:, :k].sort(1).values
 
 
 NOT_A_WIRE = "a wire of positions does not hold as many as it should, or one beyond its columns, or out of order"
@@ -47,7 +52,8 @@ def pack(positions: Tensor, segments: tuple[ListSegment, ...], wire: Tensor) -> 
     for segment, high, low in _split_wire(segments, wire):
         columns = positions[:, segment.list_start : segment.list_start + segment.k] - segment.start
         bits = torch.zeros(len(wire), 8 * segment.high_bytes, dtype=torch.int32, device=wire.device)
-        _write(bits.scatter_(1, ((columns >> segment.low_bits) + _count(columns)).long(), 1), 1, high)
+        ones = (columns >> segment.low_bits) + torch.arange(segment.k, device=wire.device)
+        _write(bits.scatter_(1, ones, 1), 1, high)
         entries = columns.new_zeros(len(wire), 8 * low.shape[1] // segment.low_bits)
         entries[:, : segment.k] = columns & (1 << segment.low_bits) - 1
         _write(entries, segment.low_bits, low)
@@ -60,7 +66,8 @@ def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -
         if is_checked and bool((bits.sum(1) != segment.k).any()):
             raise ThinwireError(NOT_A_WIRE)
         ones = bits.nonzero()[:, 1].view(len(wire), segment.k).int()
-        columns = (ones - _count(ones) << segment.low_bits) + _read(low, segment.low_bits)[:, : segment.k]
+        zeros = ones - torch.arange(segment.k, dtype=torch.int32, device=wire.device)
+        columns = (zeros << segment.low_bits) + _read(low, segment.low_bits)[:, : segment.k]
         if is_checked and bool((columns >= segment.width).any() or (columns[:, 1:] <= columns[:, :-1]).any()):
             raise ThinwireError(NOT_A_WIRE)
         positions[:, segment.list_start : segment.list_start + segment.k] = columns + segment.start
@@ -77,11 +84,6 @@ def sum_at(payload: Tensor, positions: Tensor, segments: tuple[ListSegment, ...]
         out[columns[columns >= 0].long()] += values[columns >= 0]
     if scale != 1.0:
         out.mul_(scale)
-
-
-def _count(entries: Tensor) -> Tensor:
-    """Count the entries of a row: (k,) int32."""
-    return torch.arange(entries.shape[1], dtype=torch.int32, device=entries.device)
 
 
 def _write(entries: Tensor, bits: int, octets: Tensor) -> None:

@@ -9,7 +9,7 @@ on only values with that digit count. A chosen column's index in the list is the
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.base.alignment import viewable
-from thinwire.ops.gpu import alignment, along, kernel, launch, row_of
-from thinwire.ops.mask.triton import _slots, directory, from_indices
-from thinwire.ops.programs import programs_of
+from thinwire.ops import sparse as of
+from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, segment_of
+from thinwire.ops.mask.triton import _bits, _slots, count_before, directory, from_indices, tallied
+from thinwire.ops.programs import programs_on
 
 if TYPE_CHECKING:
     from thinwire.ops.sparse import ListSegment
@@ -36,13 +37,6 @@ NAN = tl.constexpr(0x7F800001)
 
 
 @triton.jit
-def _segment_of(programs, segments, COLUMNS: tl.constexpr):
-    """Find this program's row, the number of its segment, and the address of that segment's fields."""
-    number = tl.load(programs + tl.program_id(0)).to(tl.int64)
-    return tl.program_id(1).to(tl.int64), number, segments + number * COLUMNS
-
-
-@triton.jit
 def _size(values):
     """|values| as int32, which have their order."""
     return tl.minimum(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, NAN)
@@ -50,16 +44,15 @@ def _size(values):
 
 @kernel
 def _count(
-    rows, stride, residual, residual_stride, total, total_stride, programs, segments, state, counts, segment_count,
+    programs, segments, rows, stride, residual, residual_stride, total, total_stride, state, counts, segment_count,
     shift, FIRST: tl.constexpr, FEEDBACK: tl.constexpr, KEEP: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr,
+    FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Add up ``counts`` of the digit at ``shift`` among the sizes that begin with the digits in ``state``.
 
     The first launch makes ``total`` = ``rows`` + ``residual``.
     """
-    row, number, segment = _segment_of(programs, segments, 8)
-    column = (tl.program_id(0) - tl.load(segment + 4)) * BLOCK + tl.arange(0, BLOCK)
+    row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
     inside = column < tl.load(segment + 1) // 16 * 16
     start = tl.load(segment)
     values = tl.load(row_of(rows + start, stride, row, ALIGN) + column, mask=inside, other=0)
@@ -77,7 +70,9 @@ def _count(
 
 
 @kernel
-def _digit(segments, state, counts, segment_count, shift, FIRST: tl.constexpr, BINS: tl.constexpr):
+def _digit(
+    segments, state, counts, segment_count, shift, FIRST: tl.constexpr, BINS: tl.constexpr, FIELDS: tl.constexpr
+):  # fmt: skip
     """Write the next digit of the k-th size to ``state``: the digits so far, and how many values with them are chosen.
 
     ``counts`` become zeros.
@@ -85,7 +80,7 @@ def _digit(segments, state, counts, segment_count, shift, FIRST: tl.constexpr, B
     row, number = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     state += (row * segment_count + number) * 2
     if FIRST:
-        digits, remaining = 0, tl.load(segments + number * 8 + 2).to(tl.int32)
+        digits, remaining = 0, tl.load(segments + number * FIELDS + 2).to(tl.int32)
     else:
         digits, remaining = tl.load(state), tl.load(state + 1)
     digit = tl.arange(0, BINS)
@@ -99,10 +94,12 @@ def _digit(segments, state, counts, segment_count, shift, FIRST: tl.constexpr, B
 
 
 @triton.jit
-def _compared(total, stride, programs, segments, state, segment_count, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+def _compared(
+    programs, segments, total, stride, state, segment_count, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
     """Compare this program's columns with the k-th size: their segment, values, which are above it, which equal it."""
-    row, number, segment = _segment_of(programs, segments, 8)
-    column = (tl.program_id(0) - tl.load(segment + 4)) * BLOCK + tl.arange(0, BLOCK)
+    row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
     inside = column < tl.load(segment + 1) // 16 * 16
     values = tl.load(row_of(total + tl.load(segment), stride, row, ALIGN) + column, mask=inside, other=0)
     state += (row * segment_count + number) * 2
@@ -113,11 +110,11 @@ def _compared(total, stride, programs, segments, state, segment_count, BLOCK: tl
 
 @kernel
 def _tally(
-    total, stride, programs, segments, state, tallies, tallies_stride, segment_count, BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr,
+    programs, segments, total, stride, state, tallies, tallies_stride, segment_count, BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Count in ``tallies`` (2 R, 1 + programs), after a zero, those above the k-th size and those that equal it."""
-    _, _, _, above, equal, _ = _compared(total, stride, programs, segments, state, segment_count, BLOCK, ALIGN)
+    _, _, _, above, equal, _ = _compared(programs, segments, total, stride, state, segment_count, BLOCK, FIELDS, ALIGN)
     tallies += 2 * tl.program_id(1).to(tl.int64) * tallies_stride
     first = tl.program_id(0) == 0
     tl.store(tallies, 0, mask=first)
@@ -127,26 +124,20 @@ def _tally(
     tl.store(tallies + tallies_stride, tl.sum(equal.to(tl.int32), 0))
 
 
-@triton.jit
-def _count_before(tallies, first, flags):
-    """Count for each of this program's columns how many of its segment's ``flags`` are before it."""
-    bits = flags.to(tl.int32)
-    return tl.load(tallies + tl.program_id(0)) - tl.load(tallies + first) + tl.cumsum(bits, 0) - bits
-
-
 @kernel
 def _list(
-    total, stride, programs, segments, state, tallies, tallies_stride, positions, positions_stride, payload,
-    payload_stride, segment_count, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    programs, segments, total, stride, state, tallies, tallies_stride, positions, positions_stride, payload,
+    payload_stride, segment_count, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     segment, column, values, above, equal, ties = _compared(
-        total, stride, programs, segments, state, segment_count, BLOCK, ALIGN
+        programs, segments, total, stride, state, segment_count, BLOCK, FIELDS, ALIGN
     )
     row = tl.program_id(1).to(tl.int64)
     tallies += 2 * row * tallies_stride
-    first, ties = tl.load(segment + 4), tl.load(ties)
-    equals_before = _count_before(tallies + tallies_stride, first, equal)
-    list_index = tl.load(segment + 3) + _count_before(tallies, first, above) + tl.minimum(equals_before, ties)
+    ties = tl.load(ties)
+    equals_before = count_before(tallies + tallies_stride, column, equal.to(tl.int32))
+    above_before = count_before(tallies, column, above.to(tl.int32))
+    list_index = tl.load(segment + 3) + above_before + tl.minimum(equals_before, ties)
     chosen = above | (equal & (equals_before < ties))
     tl.store(positions + row * positions_stride + list_index, (tl.load(segment) + column).to(tl.int32), mask=chosen)
     tl.store(payload + row * payload_stride + list_index, values, mask=chosen)
@@ -156,20 +147,21 @@ def _list(
 def _low_bits_of(words, segment, i, low_bits):
     """Find the lower bits of the i-th positions: their words, which come after those of the high bits, and the bit."""
     bit = i * low_bits
-    return words + tl.load(segment + 6) // 8 + bit // 64, bit % 64
+    return words + tl.load(segment + 5) // 64 + bit // 64, bit % 64
 
 
 @kernel
-def _pack(positions, positions_stride, words, words_stride, programs, segments, BLOCK: tl.constexpr):
+def _pack(
+    programs, segments, positions, positions_stride, words, words_stride, BLOCK: tl.constexpr, FIELDS: tl.constexpr
+):  # fmt: skip
     """Set bits of ``words``, zeros before; several programs may share a word."""
-    row, _, segment = _segment_of(programs, segments, 8)
-    i = (tl.program_id(0) - tl.load(segment + 4)) * BLOCK + tl.arange(0, BLOCK)
+    row, _, segment, i = segment_of(programs, segments, BLOCK, FIELDS)
     inside = i < tl.load(segment + 2)
     column = tl.load(positions + row * positions_stride + tl.load(segment + 3) + i, mask=inside, other=0).to(tl.int64)
     column -= tl.load(segment)
     inside = inside & (column >= 0) & (column < tl.load(segment + 1))
-    low_bits = tl.load(segment + 7)
-    words += row * words_stride + tl.load(segment + 5) // 8
+    low_bits = tl.load(segment + 6)
+    words += row * words_stride + tl.load(segment + 4) // 64
     low_word, shift = _low_bits_of(words, segment, i, low_bits)
     tl.atomic_or(low_word, (column & ((1 << low_bits) - 1)) << shift, mask=inside, sem="relaxed")
     bit = (column >> low_bits) + i
@@ -177,32 +169,17 @@ def _pack(positions, positions_stride, words, words_stride, programs, segments, 
     tl.atomic_or(words + (bit >> 6), bit_mask, mask=inside, sem="relaxed")
 
 
-@triton.jit
-def _high_bits(words, stride, programs, segments, BLOCK: tl.constexpr):
-    """Read this program's high bits: their row, segment, the segment's words, their numbers, and which are ones."""
-    row, _, segment = _segment_of(programs, segments, 8)
-    bit = (tl.program_id(0) - tl.load(segment + 4)) * BLOCK + tl.arange(0, BLOCK)
-    words += row * stride + tl.load(segment + 5) // 8
-    word = tl.load(words + bit // 64, mask=bit < 8 * tl.load(segment + 6), other=0)
-    return row, segment, words, bit, ((word >> (bit % 64)) & 1) != 0
-
-
-@kernel
-def _ones(words, words_stride, programs, segments, tallies, tallies_stride, BLOCK: tl.constexpr):
-    row, _, _, _, ones = _high_bits(words, words_stride, programs, segments, BLOCK)
-    tallies += row * tallies_stride
-    tl.store(tallies, 0, mask=tl.program_id(0) == 0)
-    tl.store(tallies + tl.program_id(0) + 1, tl.sum(ones.to(tl.int32), 0))
-
-
 @kernel
 def _unpack(
-    words, words_stride, programs, segments, tallies, tallies_stride, positions, positions_stride, BLOCK: tl.constexpr,
+    programs, segments, words, words_stride, tallies, tallies_stride, positions, positions_stride, BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
-    row, segment, words, bit, ones = _high_bits(words, words_stride, programs, segments, BLOCK)
-    i = _count_before(tallies + row * tallies_stride, tl.load(segment + 4), ones)
-    inside = ones & (i < tl.load(segment + 2))
-    low_bits = tl.load(segment + 7)
+    row, _, segment, bit = segment_of(programs, segments, BLOCK, FIELDS)
+    words += row * words_stride + tl.load(segment + 4) // 64
+    ones = _bits(words, bit, bit < tl.load(segment + 5))
+    i = count_before(tallies + row * tallies_stride, bit, ones)
+    inside = (ones != 0) & (i < tl.load(segment + 2))
+    low_bits = tl.load(segment + 6)
     low_word, shift = _low_bits_of(words, segment, i, low_bits)
     column = ((bit - i) << low_bits) + (tl.load(low_word, mask=inside, other=0) >> shift & ((1 << low_bits) - 1))
     target = positions + row * positions_stride + tl.load(segment + 3) + i
@@ -239,21 +216,6 @@ def _sum_at(
 
 
 @functools.cache
-def _tables(segments: tuple[ListSegment, ...], size: str, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(programs along a row,) int32, the segment of each; (segments * 8,) int64: a segment's fields, first program and
-    first byte in a wire, the bytes of its high bits, which the lower ones follow, and how many of these a position has.
-    ``size``: the attribute of a segment that programs divide, ``block`` each."""
-    programs, firsts = programs_of((getattr(segment, size) for segment in segments), block)
-    table, wire_offset = [], 0
-    for segment, first in zip(segments, firsts, strict=True):
-        table += [*segment, first, wire_offset, segment.high_bytes, segment.low_bits]
-        wire_offset += segment.nbytes
-    return (
-        torch.tensor(programs, dtype=torch.int32, device=device), torch.tensor(table, dtype=torch.int64, device=device)
-    )  # fmt: skip
-
-
-@functools.cache
 def _shifts(segments: tuple[ListSegment, ...], device: torch.device) -> Tensor:
     """(n / 64,) int32: see ``_sum_at``."""
     shifts: list[int] = []
@@ -273,26 +235,27 @@ def largest(
     aligned = alignment(rows, addend, total)
     state = torch.empty(count * len(segments) * 2, dtype=torch.int32, device=rows.device)
     counts = torch.zeros(count * len(segments) * DIGITS[0][1], dtype=torch.int32, device=rows.device)
-    programs, table = _tables(segments, "width", COUNTED, rows.device)
+    widths, table = [segment.width for segment in segments], of.wire_table(segments, rows.device).view(-1)
+    programs = programs_on(rows.device, widths, COUNTED)
     for shift, bins in DIGITS:
         first = (shift, bins) == DIGITS[0]
         source = rows if first else total
         launch(
-            _count, (len(programs), count), source, addend, total, programs, table, state, counts, len(segments), shift,
-            FIRST=first, FEEDBACK=first and residual is not None, KEEP=first and total_out is not None, BINS=bins,
-            BLOCK=COUNTED, ALIGN=aligned,
+            _count, (len(programs) // 2, count), programs, table, source, addend, total, state, counts, len(segments),
+            shift, FIRST=first, FEEDBACK=first and residual is not None, KEEP=first and total_out is not None,
+            BINS=bins, BLOCK=COUNTED, FIELDS=of.FIELDS, ALIGN=aligned,
         )  # fmt: skip
-        launch(_digit, (len(segments), count), table, state, counts, len(segments), shift, FIRST=first, BINS=bins)
+        grid = len(segments), count
+        launch(_digit, grid, table, state, counts, len(segments), shift, FIRST=first, BINS=bins, FIELDS=of.FIELDS)
     positions.fill_(-1)
     payload.zero_()
-    programs, table = _tables(segments, "width", BLOCK, rows.device)
-    tallies = torch.empty((2 * count, 1 + len(programs)), dtype=torch.int32, device=rows.device)
-    grid = (len(programs), count)
-    launch(_tally, grid, total, programs, table, state, tallies, len(segments), BLOCK=BLOCK, ALIGN=aligned)
-    launch(
-        _list, grid, total, programs, table, state, tallies.cumsum_(1), positions, payload, len(segments), BLOCK=BLOCK,
-        ALIGN=aligned,
-    )  # fmt: skip
+    programs = programs_on(rows.device, widths, BLOCK)
+    grid = len(programs) // 2, count
+    tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=rows.device)
+    constants: dict[str, Any] = {"BLOCK": BLOCK, "FIELDS": of.FIELDS, "ALIGN": aligned}
+    launch(_tally, grid, programs, table, total, state, tallies, len(segments), **constants)
+    lists = tallies.cumsum_(1), positions, payload
+    launch(_list, grid, programs, table, total, state, *lists, len(segments), **constants)
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
@@ -302,25 +265,22 @@ def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> No
     from_indices(positions, words)
 
 
-def _words(wire: Tensor) -> Tensor:
-    return viewable(wire).view(torch.int64)
-
-
 def pack(positions: Tensor, segments: tuple[ListSegment, ...], wire: Tensor) -> None:
     wire.zero_()
-    programs, table = _tables(segments, "k", BLOCK, wire.device)
+    programs = programs_on(wire.device, (segment.k for segment in segments), BLOCK)
     if len(programs):
-        launch(_pack, (len(programs), len(wire)), positions, _words(wire), programs, table, BLOCK=BLOCK)
+        table, words = of.wire_table(segments, wire.device).view(-1), viewable(wire).view(torch.int64)
+        grid = len(programs) // 2, len(wire)
+        launch(_pack, grid, programs, table, positions, words, BLOCK=BLOCK, FIELDS=of.FIELDS)
 
 
 def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -> None:
     positions.fill_(-1)
-    words = _words(wire)
-    programs, table = _tables(segments, "high_bytes", BLOCK // 8, wire.device)
-    tallies = torch.empty((len(wire), 1 + len(programs)), dtype=torch.int32, device=wire.device)
-    grid = (len(programs), len(wire))
-    launch(_ones, grid, words, programs, table, tallies, BLOCK=BLOCK)
-    launch(_unpack, grid, words, programs, table, tallies.cumsum_(1), positions, BLOCK=BLOCK)
+    words, table = viewable(wire).view(torch.int64), of.wire_table(segments, wire.device).view(-1)
+    programs = programs_on(wire.device, (8 * segment.high_bytes for segment in segments), BLOCK)
+    tallies = tallied(programs, table, words, START=4, COUNT=5, FIELDS=of.FIELDS)
+    grid = len(programs) // 2, len(wire)
+    launch(_unpack, grid, programs, table, words, tallies, positions, BLOCK=BLOCK, FIELDS=of.FIELDS)
 
 
 def put(payload: Tensor, positions: Tensor, out: Tensor) -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 from thinwire.base.errors import ThinwireError
 from thinwire.plan.plan import human
 from thinwire.train.checkpoint.format import Checkpoint, Damaged, NoCheckpoint, read_newest, read_tensors
-from thinwire.train.checkpoint.run_settings import TABLE, differing
+from thinwire.train.checkpoint.run_settings import TABLE
 
 USAGE = """usage: thinwire inspect CHECKPOINT [OTHER]
 
@@ -104,22 +104,16 @@ def show_differences(first: Checkpoint, second: Checkpoint, console: Console) ->
     """Print how two checkpoints differ. 1 if they do, or one is damaged."""
     console.print(f"{first.path} and {second.path}", soft_wrap=True)
     settings = _table("setting", "one", "the other")
-    first_run, second_run = (checkpoint.meta["about"] for checkpoint in (first, second))
-    rows = [(name, str(first_run.get(name)), str(second_run.get(name))) for name in differing(first_run, second_run)]
-    rows += [
-        (name, str(first.meta[name]), str(second.meta[name]))
-        for name in ("step", "good", "run")
-        if first.meta[name] != second.meta[name]
-    ]
-    for row in rows:
-        settings.add_row(*row)
-    if rows:
+    one, other = (checkpoint.meta | checkpoint.meta["about"] for checkpoint in (first, second))
+    changed = [name for name in (*TABLE, "step", "good", "run") if one.get(name) != other.get(name)]
+    for name in changed:
+        settings.add_row(name, str(one.get(name)), str(other.get(name)))
+    if changed:
         console.print(settings)
 
     table = _table("tensor", "largest difference", "relative")
-    names = sorted({*first.meta["files"], *second.meta["files"]})
     equal, differ = 0, []
-    for name in names:
+    for name in sorted({*first.meta["files"], *second.meta["files"]}):
         try:
             for key, distance, relative in _distances(first.path / name, second.path / name):
                 if distance == 0:
@@ -134,7 +128,7 @@ def show_differences(first: Checkpoint, second: Checkpoint, console: Console) ->
         console.print(table)
     shown = f", of which {MOST_TENSORS} are shown" if len(differ) > MOST_TENSORS else ""
     console.print(f"{equal} tensors are equal bit for bit, {len(differ)} are not{shown}")
-    return int(bool(differ or rows))
+    return int(bool(differ or changed))
 
 
 def _distances(first: Path, second: Path) -> Iterator[tuple[str, float, float]]:

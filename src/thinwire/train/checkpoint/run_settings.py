@@ -78,7 +78,7 @@ def describe_run(
         shape = dataclasses.asdict(shape) | {"context": shape.context if shape.family == "gpt" else 0}
     adapters, lora = config.adapters, None
     if adapters is not None:
-        lora = f"rank {adapters.rank}, alpha {adapters.alpha:g}, {' '.join(adapters.targets) or 'all-linear'}"
+        lora = f"rank {config.lora}, alpha {adapters['lora_alpha']:g}, {' '.join(config.lora_targets) or 'all-linear'}"
     sharing = {"ddp": 1, "fsdp2": world_size, "hsdp": config.shard_size or per_node}[config.engine]
     settings = {
         **vars(config), **shape, "sequence": config.sequence_length, "init": init, "order": order, "lora": lora,

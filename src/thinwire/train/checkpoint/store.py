@@ -18,7 +18,6 @@ import contextlib
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ class Checkpoints:
     def save(
         self, step: int, sequences: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire,
         good: bool = True,
-    ) -> Path:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Write the checkpoint of ``step``, and remove those of this run that are not among the newest ``keep``.
 
         One that is not ``good`` (the run diverges) is marked so: it replaces no other, and ``latest`` does not name it.
@@ -80,7 +79,7 @@ class Checkpoints:
         final = self.path / f"step-{step:06d}"
         partial = self.path / f".{final.name}.partial"
         if not good and any(collective.gather(lambda: format.is_good(final))):
-            return final
+            return
         of_rank, common = collect_tensors(model, optimizer, wire)
 
         def begin() -> None:
@@ -113,7 +112,6 @@ class Checkpoints:
         folder.do_once(publish)
         folder.do_once(lambda: self._tidy(final.name, good))  # when all hosts have theirs
         self.latest = final.name if good else self.latest
-        return final
 
     def _tidy(self, newest: str, good: bool) -> None:
         """Let ``latest`` name the newest good checkpoint, and remove this run's obsolete ones from this folder."""
@@ -158,7 +156,7 @@ class Checkpoints:
             warnings.warn(line, ThinwireWarning, stacklevel=3)
 
     def _read_named(self, path: Path) -> ResumedState:
-        candidates, errors = self._list_candidates(path.parent, lambda: [path.name])
+        candidates, errors = self._list_candidates(path.parent, path.name)
         damaged = [line for line in errors if line != format.no_meta(path)]
         if damaged or not candidates:
             raise Damaged([*damaged, *errors][0])
@@ -167,7 +165,7 @@ class Checkpoints:
         return self._read(candidates[0])
 
     def _find_newest(self, resume: str) -> ResumedState | None:
-        candidates, errors = self._list_candidates(self.path, lambda: checkpoint_names(self.path))
+        candidates, errors = self._list_candidates(self.path)
         latest = self.collective.gather(self._read_latest)
         errors += [
             f"{self.path / 'latest'} names {name!r}, which is not there"
@@ -191,14 +189,12 @@ class Checkpoints:
         but = " but such as were taken while the run diverged; --overwrite starts afresh" if candidates else ""
         raise ThinwireError(f"there is no checkpoint in {self.path} to resume from{but}")
 
-    def _list_candidates(
-        self, folder: Path, names: Callable[[], Iterable[str]]
-    ) -> tuple[list[Checkpoint], list[str]]:  # fmt: skip
-        """List the checkpoints ``names()`` in ``folder`` that any rank sees, and what is wrong with the others."""
+    def _list_candidates(self, folder: Path, only: str | None = None) -> tuple[list[Checkpoint], list[str]]:
+        """List the checkpoints in ``folder``, or the one, that any rank sees, and what is wrong with the others."""
 
         def read_all() -> tuple[list[Any], list[str]]:
             readable, errors = [], []
-            for name in sorted(names()):
+            for name in checkpoint_names(folder) if only is None else [only]:
                 try:
                     checkpoint = read_meta(folder / name)
                     readable.append([name, checkpoint.meta, checkpoint.complete_files])

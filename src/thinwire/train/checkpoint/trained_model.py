@@ -42,19 +42,15 @@ class TrainedModel:
     weights: dict[str, Tensor]
     tokenizer: Tokenizer
 
-    def model(self) -> Decoder | pretrained.Pretrained:
+    def model(self) -> Any:
         """Build the model with its weights."""
         if self.shape is None:
             init, adapters = self.config.init or "", self.config.adapters
             return pretrained.rebuild(init, adapters, self.run, self.init, self.weights)
         with torch.device("meta"):
             model = Decoder(self.shape)
-        missing, unknown = model.load_state_dict(self.weights, strict=False, assign=True)
-        tied = {"head.weight"} if self.shape.family == "gpt" else set()
-        if set(missing) - tied or unknown:
-            raise ThinwireError(f"{self.path} does not hold this model: {[*missing, *unknown][0]}")
-        if tied:
-            model.head.weight = model.embedding.weight
+        tied = {"head.weight": self.weights["embedding.weight"]} if self.shape.family == "gpt" else {}
+        model.load_state_dict(self.weights | tied, assign=True)
         return model
 
     def export(self, folder: Path, *, adapter: bool = False) -> None:
@@ -63,13 +59,11 @@ class TrainedModel:
         Raises:
             ThinwireError: ``folder`` holds a model already, or this cannot be one.
         """
-        model = None if self.shape else self.model()
-        if isinstance(model, pretrained.Pretrained):
-            pretrained.export(model, self.run, folder, adapter=adapter)
+        if self.shape is None:
+            pretrained.export(self.model(), self.run, folder, adapter=adapter)
         elif adapter:
             raise ThinwireError("--adapter is for runs with --lora")
         else:
-            assert self.shape is not None
             export(self.shape, self.weights, self.tokenizer.as_hub(), folder)
 
 

@@ -88,12 +88,12 @@ class TokenFiles:
 
     def digest(self) -> str:
         """Give a hash of all tokens."""
-        if self._digest is None:
-            digest = hashlib.blake2b(digest_size=8)
-            for start in range(0, len(self), CHUNK):
-                digest.update(self[start : start + CHUNK].numpy().data)
-            self._digest = digest.hexdigest()
-        return self._digest
+        if self._digest is not None:
+            return self._digest
+        digest = hashlib.blake2b(digest_size=8)
+        for start in range(0, len(self), CHUNK):
+            digest.update(self[start : start + CHUNK].numpy().data)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def find_token_files(
             f"not {tokenizer}"
         )
     size = Tokenizer(tokenizer, None, Path()).vocabulary
-    train, held_out = _ranges(corpus), _ranges(valid)
+    train, held_out = ([_whole_file(path) for name in names for path in match_paths(name)] for names in (corpus, valid))
     if not valid:  # the end of the last file is held out
         last = train[-1]
         count = min(sum(file.count for file in train) // HELD_OUT, last.count)
@@ -173,10 +173,6 @@ def _open_folder(
                 f"thinwire tokenize --tokenizer {model[0].name}"
             )
     return TokenCorpus(name, files["train"], files["valid"], folder)
-
-
-def _ranges(names: Sequence[str]) -> list[FileRange]:
-    return [_whole_file(path) for name in names for path in match_paths(name)]
 
 
 def _whole_file(path: Path) -> FileRange:
@@ -228,8 +224,7 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
 
 def copy_tokenizer(corpus: TokenCorpus, run: Path) -> None:
     """Put the tokenizer of a corpus beside the run that trains on it."""
-    source = None if corpus.folder is None else tokenizer_file(corpus.tokenizer, corpus.folder)
-    if source is not None:
+    if corpus.folder is not None and (source := tokenizer_file(corpus.tokenizer, corpus.folder)):
         shutil.copyfile(source, run / source.name)
 
 

@@ -8,18 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from typing import TextIO
 
-from thinwire.base.processes import POLL_S, die_with_parent, wait
-from thinwire.base.processes import free_port as free_port
+from thinwire.base.processes import POLL_S, die_with_parent, free_port, wait
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+def under_torchrun() -> bool:
     """Has somebody else (torchrun, ``thinwire lab``) started this process as one rank of several?"""
-    return all(name in environment for name in TORCHRUN)
+    return all(name in os.environ for name in TORCHRUN)
 
 
 def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -79,9 +78,9 @@ class Display:
             )
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: Any) -> None:
         with contextlib.suppress(OSError):  # a full disk has been told of
-            self._open.__exit__(kind, error, trace)
+            self._open.__exit__(*error)
 
     def say(self, line: str) -> None:
         """Show a line to the user."""

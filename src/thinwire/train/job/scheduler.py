@@ -52,13 +52,11 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     job = " ".join(environment.get(name, "") for name in JOB)
     derived = {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(per_node),
-        "MASTER_PORT": str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS),
     }  # fmt: skip
     if size == per_node:
-        derived |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    elif "MASTER_ADDR" in environment:
-        derived["MASTER_ADDR"] = environment["MASTER_ADDR"]
-    else:
+        derived["GLOO_SOCKET_IFNAME"] = "lo"
+    elif "MASTER_ADDR" not in environment:
         variables = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
         nodes = next(filter(None, map(environment.get, variables)), "")
         if not nodes:
@@ -110,28 +108,15 @@ def _by_slurm(environment: Mapping[str, str]) -> tuple[int, int, int, int] | Non
         return None
     rank, size, local_rank = (_number(environment, name) for name in SLURM)
     by_node = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE", "")
-    counts = tasks_per_node(by_node)
+    counts = re.sub(r"\(x\d+\)", "", by_node).split(",")  # "2(x3),1": three nodes of two, and one of one
+    if not all(re.fullmatch(r"[1-9]\d*", count) for count in counts):
+        raise ThinwireError(
+            f"srun does not say how many tasks are on a node (SLURM_STEP_TASKS_PER_NODE is '{by_node}'): "
+            "set LOCAL_WORLD_SIZE, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        )
     if len(set(counts)) > 1:
         raise ThinwireError(f"srun has put {by_node} tasks on the nodes: each needs as many (--ntasks-per-node)")
-    return rank, size, local_rank, counts[0]
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """Read Slurm's number of tasks on each node: "2(x3),1" -> [2, 2, 2, 1].
-
-    Raises:
-        ThinwireError: it is not such a list.
-    """
-    counts: list[int] = []
-    for entry in text.split(","):
-        match = re.fullmatch(r"([1-9]\d*)(?:\(x(\d+)\))?", entry)
-        if match is None:
-            raise ThinwireError(
-                f"srun does not say how many tasks are on a node (SLURM_STEP_TASKS_PER_NODE is '{text}'): "
-                "set LOCAL_WORLD_SIZE, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
-            )
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+    return rank, size, local_rank, int(counts[0])
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -35,7 +35,6 @@ from thinwire.train.job.collective import Collective
 from thinwire.train.job.run_folder import RunFolder
 from thinwire.train.model import pretrained
 from thinwire.train.model.pretrained import Pretrained
-from thinwire.train.model.shapes import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Ranks:
     """All ranks, and this one's place: ``comm`` reaches all (its bytes are not counted as the method's)."""
 
     comm: GroupComm
-    local_rank: int
     per_node: int
     device: torch.device
 
@@ -58,9 +56,9 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise ThinwireError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
     if cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.set_num_threads(config.threads)
     try:
@@ -70,14 +68,15 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         # A rank with nothing to do would leave before the others have reached it.
         comm.all_reduce(torch.zeros(1, device=device))
     except (RuntimeError, ValueError) as error:
+        rank, others = os.environ["RANK"], int(os.environ["WORLD_SIZE"]) - 1
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ThinwireError(
-            f"rank {rank} could not reach the other {int(os.environ['WORLD_SIZE']) - 1} ranks at {address} within "
+            f"rank {rank} could not reach the other {others} ranks at {address} within "
             f"{config.timeout:g} s ({type(error).__name__}): are all of them started, and is the address right?"
         ) from None
     lost = False
     try:
-        yield Ranks(comm, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
+        yield Ranks(comm, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
     except (LostRank, RuntimeError):
         lost = True  # without one of its ranks, taking a group down may wait as long as its collectives did
         raise
@@ -143,12 +142,10 @@ class Inputs:
 
     Attributes:
         pretrained: the model of --init; None: one is made from scratch.
-        shape: the model's; a dict where it is not one of ours.
         train, valid: windows to train on, and to evaluate on.
     """
 
     pretrained: Pretrained | None
-    shape: ModelConfig | dict[str, Any]
     tokenizer: Tokenizer
     train: Windows
     valid: Windows
@@ -172,14 +169,11 @@ class Inputs:
 def read_inputs(config: Config, folder: RunFolder) -> Inputs:
     """Read the model of --init, the tokenizer and the text. Collective."""
     collective = folder.collective
-    if config.init:
-        init = config.init
-        model = collective.do(lambda: pretrained.load(init, config.adapters))
+    if init := config.init:
+        model = collective.do(lambda: pretrained.load(init, config.adapters, config.seed))
         folder.do_once(lambda: pretrained.save_hub_files(init, folder.path))
-        texts = collective.do(lambda: _read_pretrained_text(config, folder, model.vocabulary))
-        return Inputs(model, model.shape, *texts)
-    tokenizer, train, valid = _read_text(config, folder)
-    return Inputs(None, config.shape(tokenizer.vocabulary), tokenizer, train, valid)
+        return Inputs(model, *collective.do(lambda: _read_pretrained_text(config, folder, model.vocabulary)))
+    return Inputs(None, *_read_text(config, folder))
 
 
 def _read_text(config: Config, folder: RunFolder) -> tuple[Tokenizer, Windows, Windows]:
@@ -191,16 +185,17 @@ def _read_text(config: Config, folder: RunFolder) -> tuple[Tokenizer, Windows, W
         tokenizer = collective.do(lambda: Tokenizer(corpus.tokenizer, None, folder.path))
         return tokenizer, *_windows(config, corpus.train, corpus.valid)
 
-    def make_tokenizer(trains: bool) -> Tokenizer:
-        train = spans([train_text]) if trains else None
-        return Tokenizer(config.tokenizer, train, folder.path, anew=config.overwrite)
+    train, valid = collective.do(lambda: _texts(config))
 
-    texts = train_text, _ = collective.do(lambda: _texts(config))
-    collective.do(lambda: make_tokenizer(True) if collective.rank == 0 else None)
+    def make_tokenizer() -> None:
+        if collective.rank == 0:
+            Tokenizer(config.tokenizer, spans([train]), folder.path, anew=config.overwrite)
+
+    collective.do(make_tokenizer)
     if path := tokenizer_file(config.tokenizer, folder.path):
         collective.copy(0, path, path if folder.is_keeper and collective.rank else None)
-    tokenizer = collective.do(lambda: make_tokenizer(False))
-    return tokenizer, *collective.do(lambda: _windows(config, *map(tokenizer.encode, texts)))
+    tokenizer = collective.do(lambda: Tokenizer(config.tokenizer, None, folder.path))
+    return tokenizer, *collective.do(lambda: _windows(config, tokenizer.encode(train), tokenizer.encode(valid)))
 
 
 def _read_pretrained_text(config: Config, folder: RunFolder, vocabulary: int) -> tuple[Tokenizer, Windows, Windows]:

@@ -12,16 +12,6 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 
-from thinwire.base.errors import ThinwireError
-
-
-class Stopped(ThinwireError):
-    """A signal ended the run between two steps."""
-
-    def __init__(self, number: int, line: str) -> None:
-        super().__init__(line)
-        self.status = 128 + number
-
 
 def end_at_once() -> None:
     """Let a first Ctrl-C end the process from now on, whatever it waits for; SIGTERM does so from the start."""

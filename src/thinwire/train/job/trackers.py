@@ -87,13 +87,11 @@ def open_service(name: str, config: Config, start: int, last_step: int) -> Itera
     if name not in run_ids:
         run_ids[name] = uuid.uuid4().hex[:8]
         write(path, json.dumps(run_ids) + "\n")
-    options: dict[str, Any] = {"project": config.track_project, "config": config.plain(), "resume": "allow"}
+    identity = {"name": f"{folder.name}-{run_ids[name]}"}
     if name == "wandb":
-        options |= {"id": run_ids[name], "name": folder.name, "dir": str(folder)}
-    else:
-        options |= {"name": f"{folder.name}-{run_ids[name]}"}
+        identity = {"id": run_ids[name], "name": folder.name, "dir": str(folder)}
     try:
-        run = api.init(**options)
+        run = api.init(project=config.track_project, config=config.plain(), resume="allow", **identity)
     except Exception as error:
         raise ThinwireError(f"--track {name}: {_one_line(error)}") from None
 

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
-from thinwire.train.model.shapes import AdapterConfig
 
 HUB_FOLDER = "hf"
 """Folder in --out of what is no tensor."""
@@ -81,8 +80,12 @@ class Pretrained(nn.Module):
         return sizes | {"family": config.model_type, "vocabulary": self.vocabulary, "context": 0}
 
 
-def load(init: str, adapters: AdapterConfig | None) -> Pretrained:
+def load(init: str, adapters: dict[str, Any] | None, seed: int = 0) -> Pretrained:
     """Load the model in the folder ``init``, in fp32, with new ``adapters`` where there are to be any.
+
+    Args:
+        adapters: arguments of peft's ``LoraConfig``.
+        seed: of the adapters' first values.
 
     Raises:
         ThinwireError: there is none, it lacks weights, or has none of the modules that adapters are for.
@@ -97,20 +100,16 @@ def load(init: str, adapters: AdapterConfig | None) -> Pretrained:
     if lacking := sorted(report["missing_keys"]):
         raise ThinwireError(f"--init {folder} has no weights for {lacking[0]} ({len(lacking)} are missing)")
     digest = _digest(hub)
-    return Pretrained(hub if adapters is None else _add_adapters(hub, adapters), digest)
+    return Pretrained(hub if adapters is None else _add_adapters(hub, adapters, seed), digest)
 
 
-def _add_adapters(hub: Any, adapters: AdapterConfig) -> Any:
+def _add_adapters(hub: Any, adapters: dict[str, Any], seed: int) -> Any:
     peft = extras.load("peft")
-    settings = peft.LoraConfig(
-        r=adapters.rank, lora_alpha=adapters.alpha, target_modules=list(adapters.targets) or "all-linear",
-        task_type="CAUSAL_LM",
-    )  # fmt: skip
-    torch.manual_seed(adapters.seed)  # the same adapters on all ranks
+    torch.manual_seed(seed)  # the same adapters on all ranks
     with _quiet("--lora"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # GPT-2's transposed matrices, which peft notices
         warnings.simplefilter("ignore", FutureWarning)  # peft's use of transformers, which no user can change
-        return peft.get_peft_model(hub, settings)
+        return peft.get_peft_model(hub, peft.LoraConfig(**adapters, task_type="CAUSAL_LM"))
 
 
 def save_hub_files(init: str, run: Path) -> None:
@@ -133,7 +132,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def rebuild(
-    init: str, adapters: AdapterConfig | None, run: Path, digest: str, weights: Mapping[str, Tensor]
+    init: str, adapters: dict[str, Any] | None, run: Path, digest: str, weights: Mapping[str, Tensor]
 ) -> Pretrained:
     """Build the model with a checkpoint's ``weights``; what they lack (all but the adapters) is the --init folder's.
 

@@ -1,4 +1,4 @@
-"""Shapes of models and of adapters, and the presets.
+"""Shapes of models, and the presets.
 
 GPT 125M, 345M (Megatron's name), 355M (GPT-2 medium, the same shape) and 1.3B after GPT-2 and GPT-3 (Brown et al. 2020,
 Table 2.1); GPT 2.0B after Radius (MLSys 2025, Table 1); Llama 500M and 1.8B in the shape of H2O-Danube3-500M and
@@ -48,23 +48,6 @@ class ModelConfig:
         if shape.family == "llama" and shape.width // shape.heads % 2:
             raise ThinwireError(f"RoPE needs an even head size, got {shape.width // shape.heads}")
         return shape
-
-
-@dataclass(frozen=True)
-class AdapterConfig:
-    """Adapters (LoRA) beside the weights of a model of Hugging Face's.
-
-    Attributes:
-        rank: lower => fewer values.
-        alpha: the adapters' weight is this by their rank.
-        targets: names of modules that get adapters; (): all linear ones but the head.
-        seed: of their first values.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    seed: int
 
 
 _GPT = ModelConfig(context=1024, vocabulary=50257)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.ops.backends import host_code, launches
+from thinwire.ops.backends import count_launch, host_code
 
 FAMILIES = (
     "adams", "direction", "mask", "moments", "projection", "quant", "rows", "shards", "sign", "sketch", "sparse",
@@ -35,7 +35,7 @@ class _Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: object, **constants: object) -> None:
-            _count(self._name)
+            count_launch(self._name)
             self.warmup(*arguments, grid=grid, **constants)
 
         return launch
@@ -43,11 +43,6 @@ class _Kernel:
     def warmup(self, *arguments: object, grid: tuple[int, ...], **constants: object) -> None:
         types = {name: _type(value) for name, value in zip(self._arguments, arguments, strict=False)}
         self._report(self._name, types | constants)
-
-
-def _count(name: str) -> None:
-    if (counter := launches.get()) is not None:
-        counter[name] += 1
 
 
 def _type(value: object) -> str:
