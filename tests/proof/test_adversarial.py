@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from thinwire.core.method_buckets import bucket_of
 from torch import Tensor
 
 from adversarial import KINDS, draw, judge, search
@@ -17,7 +18,6 @@ from thinwire.codecs.intquant import Integers
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method
-from thinwire.core.method_buckets import bucket_of
 from thinwire.methods import LHC, SCAPE, PowerSGD
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadEngine, Threads, reduce_on_threads
@@ -257,7 +257,7 @@ def test_lhc_keeps_what_rounding_cut_off_of_every_tensor():
 def test_scape_at_density_one_pads_nothing():
     """What goes out as it is has the bytes that the plan announces."""
     engine = ThreadEngine("all_reduce", Threads(1), 0, Ledger(), {"a": 7, "b": 65})
-    bucket = bucket_of(SCAPE(density=1).card, engine.pieces, engine.hops[0], torch.device("cpu"))
+    bucket = bucket_of(SCAPE(density=1), engine.pieces, engine.hops[0], torch.device("cpu"))
     assert bucket.shape[1] == engine.numel
 
 

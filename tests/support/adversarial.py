@@ -27,8 +27,7 @@ from adversarial_laws import Array, Played, Taken, View
 from thinwire import AdamS, methods
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
-from thinwire.core.method import Method, Run, Step
-from thinwire.core.method_buckets import bucket_of
+from thinwire.core.method import Method, Run, Step, bucket_of
 from thinwire.core.state import State, dump_state
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import Shapes, ThreadEngine, Threads, plan_of
@@ -419,7 +418,7 @@ class VirtualRank:
             parameters=self.parameters, exchange=self.exchange, steps=case.steps + SPARE, seed=case.seed,
             optimizers=optimizers, weights=self.weights, rank=rank,
         ))  # fmt: skip
-        self.bucket = bucket_of(self.method.card, engine.pieces, self.exchange, torch.device("cpu"))
+        self.bucket = bucket_of(self.method, engine.pieces, self.exchange, torch.device("cpu"))
         self.bucket.dtype = case.dtype if self.method.card.native else torch.float32
 
     def take(self, turn: Turn) -> Taken:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.base.device import uploaded
-from thinwire.base.random import Drawn
+from thinwire.base.random import Seeds
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, segment_of, whole, wire_alignment
 from thinwire.ops.programs import programs_on
 from thinwire.ops.quant import reference
