@@ -477,7 +477,7 @@ class Wire:
 
     @property
     def _step_maker(self) -> StepMaker | None:
-        """What steps weights in the optimizer's place, once it has begun to."""
+        """Return what steps weights in the optimizer's place, once it has begun to."""
         card = self.method.card
         return None if self._road.step <= card.steady else card.step_maker
 
