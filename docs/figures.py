@@ -87,7 +87,7 @@ REGIMES: dict[Regime, str] = {
 QUALITY = (
     "dense", "dense --optimizer adams", "bf16", "int8", "loco", "sdp4bit", "zeropp", "qsdp", "lhc", "dgc",
     "onebit-adam(warmup_bits=4)", "trickle", "trickle:d0.003", "trickle:merged", "topk", "tagc", "powersgd", "radius",
-    "separate", "sign", "scape", "local-steps:recommended", "local-steps:sparseloco", "separate:paper", "tagc:paper",
+    "separate", "sign", "scape", "local-steps:recommended", "separate:paper", "tagc:paper",
     "topk(feedback='gradient')", "powersgd:paper", "radius(density=0.4,start=0,T=200,residual_scale=1.0)",
 )  # fmt: skip
 """Its rows, in this order."""

@@ -33,7 +33,6 @@ METHODS = {
     f"onebit-adam({SMALL}, warmup=15)": "adamw",
     f"topk({SMALL})": "adamw", f"tagc({SMALL})": "adamw", f"powersgd({SMALL})": "adamw", f"trickle({SMALL})": "adamw",
     f"trickle:merged({SMALL})": "adamw", f"sign({SMALL})": "adamw", "local-steps(every=5)": "adamw",
-    "local-steps:sparseloco(every=5)": "adamw",
     "dense ": "adams", f"scape({SMALL}, density=0.01, warmup=5)": "adams",
     f"scape({SMALL}, density=0.1, warmup=5)": "adams",
     "dense  ": "sgd", f"dgc({SMALL}, density=0.01)": "sgd",

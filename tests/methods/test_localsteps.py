@@ -18,7 +18,7 @@ import thinwire
 from breadth import dealt
 from engines import build, same_on_all_ranks, train
 from models import flat
-from papers.local_steps import LS1, SGD, AdamW, DiLoCo, SparseLoCo
+from papers.local_steps import LS1, AdamW, DiLoCo
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
@@ -87,66 +87,6 @@ def test_diloco_against_its_equations(every, lr, mu):
             paper.round()
         for n in range(size):
             assert np.abs(weights_of(results[n][step]) - np.concatenate(paper.local[n])).max() < 2e-6
-
-
-def test_sparseloco_forgets_what_waits():
-    """e = decay e + D; the k largest of it are sent, and leave it; W -= mean."""
-    size, steps, decay, density = 3, 10, 0.5, 0.1
-    outer = f"topk(feedback='gradient', smallest=0, density={density})"
-    results = play(lambda: LocalSteps(every=2, outer=outer, decay=decay, **PLAIN), size, steps)
-    paper = SparseLoCo(zeros64(), size, SGD, decay=decay, density=density, labels=None)
-    for step in range(steps):
-        for n, gradient in enumerate(given_by_tensor(results, step)):
-            paper.inner_step(n, gradient, 0.1)
-        if step % 2:
-            paper.round()
-        for n in range(size):
-            assert np.abs(weights_of(results[n][step]) - np.concatenate(paper.local[n])).max() < 1e-6
-
-
-def binned(h: np.ndarray, k: int) -> np.ndarray:
-    """The k largest |h| of each chunk of 4096 values, each as the mean of those with its sign and size, in bfloat16."""
-    sent = np.zeros_like(h)
-    for start in range(0, len(h), 4096):
-        chunk = h[start : start + 4096]
-        chosen = sorted(range(len(chunk)), key=lambda i: -abs(chunk[i]))[:k]
-        edge = sum(abs(chunk[i]) for i in chosen) / k
-        for i in chosen:
-            alike = [chunk[j] for j in chosen if (chunk[j] < 0) == (chunk[i] < 0)
-                     and (abs(chunk[j]) > edge) == (abs(chunk[i]) > edge)]  # fmt: skip
-            sent[start + i] = float(torch.tensor(sum(alike) / len(alike)).bfloat16())
-    return sent
-
-
-def test_sparseloco_against_its_equations():
-    """The preset, with fewer steps in a round: AdamW inside, chunks, bins and decay; what is 1-D is averaged whole."""
-    size, steps, every, shapes = 3, 9, 3, {"a": (64, 70), "b": (40,)}
-    results = reduce_on_threads(
-        lambda: resolve(f"local-steps:sparseloco(every={every})"), gradients, topology="all_reduce", size=size,
-        shapes=shapes, steps=steps, optimizer=adamw,
-    )  # fmt: skip
-
-    def held(rank: int, step: int) -> np.ndarray:
-        return torch.cat([results[rank][step]["weights"][name].reshape(-1) for name in shapes]).double().numpy()
-
-    count = 64 * 70
-    shared = np.zeros(count + 40)
-    adams, mine = [adamw64() for _ in range(size)], [shared] * size
-    waits = [np.zeros(count) for _ in range(size)]
-    for step in range(steps):
-        mine = [adam.step([w], [g], 1e-2)[0] for adam, w, g in zip(adams, mine, given64(results, step), strict=True)]
-        if (step + 1) % every == 0:
-            moved = [shared - w for w in mine]
-            sent = []
-            for n in range(size):
-                h = 0.95 * waits[n] + moved[n][:count]
-                sent.append(binned(h, 128))
-                waits[n] = h - sent[-1]
-            rest = sum(of[count:] for of in moved) / size
-            shared = shared - np.concatenate([sum(sent) / size, rest])
-            mine = [shared] * size
-        for n in range(size):
-            assert np.abs(held(n, step) - mine[n]).max() < 2e-6
 
 
 def ls1_agrees(results, size: int, every: int, start: int, steps: int, compress) -> None:
@@ -306,7 +246,7 @@ def test_a_run_whose_length_is_known_ends_with_a_round():
 
 @pytest.mark.parametrize(("knobs", "word"), [
     ({"every": 0}, "every"), ({"outer_lr": 0.0}, "outer_lr"), ({"outer_momentum": 1.0}, "outer_momentum"),
-    ({"decay": 0.0}, "decay"), ({"decay": 0.9}, "error feedback"), ({"outer": "none"}, "averages"),
+    ({"outer": "none"}, "averages"),
     ({"outer": "local-steps"}, "averages"), ({"outer": "onebit-adam"}, "Adam's place"), ({"outer": "nothing"}, "there"),
     ({"dense": "*bias"}, "outer method"), ({"start_with": "int8"}, "start=0"),
     ({"start": 2, "start_with": "radius"}, "all alike"),
@@ -317,7 +257,7 @@ def test_what_cannot_be_is_refused(knobs, word):
         LocalSteps(**knobs)
 
 
-@pytest.mark.parametrize("preset", ["ls1", "diloco"])
+@pytest.mark.parametrize("preset", ["ls1", "diloco", "sparseloco"])
 def test_a_removed_preset_says_what_to_write(preset):
     with pytest.raises(ThinwireError, match=f"local-steps:{preset} is no longer there .* take local-steps"):
         resolve(f"local-steps:{preset}")
@@ -328,8 +268,8 @@ def test_it_can_be_written_on_the_command_line():
     assert isinstance(method, LocalSteps) and method.card.carrier == resolve("int8(feedback='gradients')")
     assert resolve(str(method)) == method
     assert LocalSteps(outer=methods.TopK(feedback="gradient", density=0.5)).card.carrier.density == 0.5
-    sparse = resolve("local-steps:sparseloco(every=15)")
-    assert (sparse.every, sparse.decay, sparse.card.carrier.name) == (15, 0.95, "trickle")
+    preset = resolve("local-steps:recommended(every=15)")
+    assert (preset.every, preset.outer_momentum, preset.card.carrier.name) == (15, 0.0, "trickle")
 
 
 # On engines.

@@ -9,13 +9,12 @@ import pytest
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import Integers
-from thinwire.codecs.sparse import TILE, TiledTopK
 from thinwire.methods import Trickle
 from thinwire.methods.parts.feedback import share_of
 
 KNOBS = {
-    "mask": ("own", "merged"), "bits": (2, 4, 8), "group": (64, 32), "server_density": (0.1, 0.5, 1.0, 0.0),
-    "density": (0.01, 1.0, 4 / TILE, 0.0009, 0.0),
+    "mask": ("own", "merged"), "bits": (4, 8), "group": (64, 32), "server_density": (0.1, 0.5, 1.0, 0.0),
+    "density": (0.01, 1.0, 0.0009, 0.0),
 }  # fmt: skip
 DEFAULTS = {name: values[0] for name, values in KNOBS.items()} | {"bits": 8}
 
@@ -26,14 +25,8 @@ def refused(mask: str, bits: int, group: int, server_density: float, density: fl
         return "density is the share"
     if not 0 < server_density <= 1:
         return "server_density is the share"
-    if bits == 2 and density * 4096 < 4:
-        return "bits=2 sends 4 of every 4096 values at least: density is 4/4096 or more"
     if mask != "merged" and server_density != 0.1:
         return f"server_density does nothing with mask='{mask}'"
-    if bits == 2 and group != 64:
-        return "group does nothing with bits=2"
-    if mask != "own" and bits == 2:
-        return "bits=2 is for mask='own': take 4 or 8 with"
     return ""
 
 
@@ -52,11 +45,8 @@ def test_a_knob_that_does_nothing_is_refused_and_so_is_what_cannot_be_sent(mask)
             made += 1
             method = Trickle(**knobs)
             bits, group, density = knobs["bits"], knobs["group"], knobs["density"]
-            if bits == 2:
-                assert method.make_codec() == TiledTopK(int(density * TILE) // 4 * 4)
-            else:
-                assert method.make_codec() == Integers(group, bits)
-            assert method.card.group == (TILE if bits == 2 else 64)
+            assert method.make_codec() == Integers(group, bits)
+            assert method.card.group == 64
             assert method.card.summed_by_network == method.card.grows_with_ranks == (mask == "own")
             assert method.at_one_mask == (mask == "merged" and knobs["server_density"] < 1)
             assert method.default_share == share_of(density)
@@ -73,7 +63,7 @@ def test_weights_are_refused_where_there_is_no_mask_for_all():
 
 
 def test_what_does_not_grow_is_told_by_the_knobs():
-    for spec, bits in (("trickle", 8), ("trickle(bits=2)", 4), ("trickle(bits=4,portion=0.5)", 4)):
+    for spec, bits in (("trickle", 8), ("trickle(bits=4,portion=0.5)", 4)):
         other = methods.resolve(methods.resolve(spec).card.instead_at_scale)
         assert (other.mask, other.bits, other.feedback) == ("merged", bits, methods.Updates()), spec
     assert methods.resolve("trickle:merged").card.instead_at_scale == ""

@@ -1,4 +1,4 @@
-"""Local steps: DiLoCo (arXiv 2311.08105, Alg. 1), SparseLoCo (arXiv 2508.15706) and LS1 (QUALITY.md, section 5).
+"""Local steps: DiLoCo (arXiv 2311.08105, Alg. 1) and LS1 (QUALITY.md, section 5).
 
 A gradient or weight argument is a list over tensors (of any shape); `gradients` is a list over workers of such lists.
 """
@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from papers.compressors import Compressor, dense, kept, largest, sign_mean
+from papers.compressors import Compressor, dense, sign_mean
 from papers.support import Array, array, mean_of, zeros_like
 
 
@@ -126,119 +125,6 @@ class DiLoCo(LocalSteps):
         for i in range(len(self.weights)):
             means.append(mean_of(self.compress(i, self.rounds, [drift[i] for drift in drifts])))  # l. 12
         return self.outer(means)  # l. 14
-
-
-def tiles_of(shape: tuple[int, ...], size: int = 4096) -> list[list[int]]:
-    """Flat positions of each tile: `size` consecutive ones, the last tile short."""
-    numel = int(np.prod(shape))
-    return [list(range(start, min(start + size, numel))) for start in range(0, numel, size)]
-
-
-def blocks_of(shape: tuple[int, ...], side: int = 64) -> list[list[int]]:
-    """The authors' tiles: side x side blocks of a matrix (short at the edges), side^2 in a row of a vector."""
-    if len(shape) != 2:
-        return tiles_of(shape, side * side)
-    rows, columns = shape
-    return [
-        [i * columns + j for i in range(y, min(y + side, rows)) for j in range(x, min(x + side, columns))]
-        for y in range(0, rows, side)
-        for x in range(0, columns, side)
-    ]
-
-
-def sigma_labels(values: Array, bins: int = 4, sigmas: float = 6.0) -> NDArray[np.int64]:
-    """The bins of the authors' quantizer: `bins` equal ones of width sigmas * std / bins around the mean.
-
-    The bin of x is rint((x - mean) / width + bins / 2), clamped to 0..bins-1, with std over n - 1. With 2 bits the
-    bins are centred at -2, -1, 0 and +1 widths (1.5 std each), so plus and minus are not treated alike.
-    """
-    centred = values - np.mean(values)
-    std = float(np.sqrt(np.sum(centred**2) / (values.size - 1))) if values.size > 1 else 0.0
-    width = sigmas * std / bins
-    if width == 0.0:
-        width = 1.0
-    return np.clip(np.rint(centred / width + bins // 2), 0, bins - 1).astype(np.int64)
-
-
-def sign_labels(values: Array) -> NDArray[np.int64]:
-    """Another 2-bit reading: the sign (0 is plus), and whether |x| is above the mean |x|."""
-    above = np.abs(values) > np.mean(np.abs(values))
-    return ((values >= 0).astype(np.int64) * 2 + above.astype(np.int64)).astype(np.int64)
-
-
-def bin_means(values: Array, labels: NDArray[np.int64]) -> Array:
-    """Each value replaced by the mean of those with the same label."""
-    out = np.zeros(values.size)
-    for label in sorted(set(labels.tolist())):
-        members = [i for i in range(values.size) if labels[i] == label]
-        out[members] = sum(float(values[i]) for i in members) / len(members)
-    return out
-
-
-def tile_top_k(
-    h: Array,
-    tiles: Sequence[Sequence[int]],
-    k: Callable[[int], int],
-    labels: Callable[[Array], NDArray[np.int64]] | None,
-    per_tile: bool = False,
-) -> Array:
-    """Top-k of |h| in each tile (ties: first in the tile), the kept values as bin means.
-
-    k(tile length); labels None keeps the values as they are. The bins are those of all kept values of the tensor (the
-    authors' code), or of each tile's own (per_tile). A tile's values come in order of their place in the tile.
-    """
-    flat = h.reshape(-1)
-    chosen = []
-    for tile in tiles:
-        within = largest(array([flat[i] for i in tile]), min(k(len(tile)), len(tile)))
-        chosen.append([tile[j] for j in within])
-    out = np.zeros(flat.size)
-    for group in chosen if per_tile else [[i for part in chosen for i in part]]:
-        values = array([flat[i] for i in group])
-        out[group] = values if labels is None else bin_means(values, labels(values))
-    return out.reshape(h.shape)
-
-
-class SparseLoCo(LocalSteps):
-    """SparseLoCo: e_n = decay e_n + D_n; c_n = Q(Top-k(e_n)) per tile; e_n -= c_n; w -= outer_lr mean_n c_n.
-
-    The paper's outer step is plain SGD (the decayed residual stands for momentum); momentum > 0 gives Nesterov.
-    `density` sets k = max(int(density * tile length), 1) of each tile; `tiles` gives the tiles of a shape.
-    """
-
-    def __init__(
-        self,
-        weights: Sequence[Any],
-        workers: int,
-        inner: Callable[[], SGD | AdamW] = AdamW,
-        outer_lr: float = 1.0,
-        momentum: float = 0.0,
-        nesterov: bool = True,
-        max_norm: float | None = None,
-        decay: float = 0.95,
-        density: float = 1 / 32,
-        tiles: Callable[[tuple[int, ...]], list[list[int]]] = tiles_of,
-        labels: Callable[[Array], NDArray[np.int64]] | None = sigma_labels,
-        per_tile: bool = False,
-    ) -> None:
-        super().__init__(weights, workers, inner, outer_lr, momentum, nesterov, max_norm)
-        self.decay, self.density, self.tiles, self.labels, self.per_tile = decay, density, tiles, labels, per_tile
-        self.e = [zeros_like(self.weights) for _ in range(workers)]
-
-    def round(self) -> list[Array]:
-        """The new common weights."""
-        self.rounds += 1
-        drifts = [self.drift(n) for n in range(len(self.local))]
-        means = []
-        for i, w in enumerate(self.weights):
-            cs = []
-            for n in range(len(self.local)):
-                h = self.decay * self.e[n][i] + drifts[n][i]
-                c = tile_top_k(h, self.tiles(w.shape), lambda m: kept(m, self.density), self.labels, self.per_tile)
-                self.e[n][i] = h - c
-                cs.append(c)
-            means.append(mean_of(cs))
-        return self.outer(means)
 
 
 class LS1:

@@ -24,13 +24,6 @@ from papers.local_steps import (
     SGD,
     AdamW,
     DiLoCo,
-    SparseLoCo,
-    bin_means,
-    blocks_of,
-    sigma_labels,
-    sign_labels,
-    tile_top_k,
-    tiles_of,
 )
 from papers.powersgd import PowerSGDUpdates
 from papers.support import mean_of, zeros_like
@@ -265,7 +258,6 @@ def test_h_1_with_sgd_is_dense():
     gradients = drawn(6, 3)
     expected = [w - 0.01 * sum(sum(worker[i] for worker in g) / 3 for g in gradients) for i, w in enumerate(start())]
     close(local_run(DiLoCo(start(), 3, SGD, 1.0, 0.0), gradients, 1), expected)
-    close(local_run(SparseLoCo(start(), 3, SGD, density=1.0, labels=None), gradients, 1), expected)
 
 
 def test_one_worker_is_the_plain_optimizer():
@@ -278,7 +270,6 @@ def test_one_worker_is_the_plain_optimizer():
         return AdamW(0.9, B2, EPS, 0.1)
 
     close(local_run(DiLoCo(start(), 1, inner, 1.0, 0.0), gradients, 4), weights)
-    close(local_run(SparseLoCo(start(), 1, inner, density=1.0, labels=None), gradients, 4), weights)
     ls1 = LS1(start(), 1, (0.9, B2), EPS, 0.1, None, compress=lambda x: x)
     close(local_run(ls1, gradients, 4), weights)
     for handover in ("own", "scaled", "kept"):
@@ -297,41 +288,6 @@ def test_outer_momentum_in_closed_form():
             u = sum(0.9 ** (t - s) * drifts[s] for s in range(t + 1))
             expected = expected - 0.7 * (drifts[t] + 0.9 * u if nesterov else u)
         close(local_run(DiLoCo([np.zeros(4)], 2, SGD, 0.7, 0.9, nesterov), gradients, 1), [expected])
-
-
-def test_sparseloco_loses_nothing_without_decay():
-    shapes = [(9, 10), (11,)]
-    method = SparseLoCo(start(shapes), 2, decay=1.0, density=0.2, tiles=lambda shape: tiles_of(shape, 16))
-    taken = zeros_like(method.weights)
-    for t, g in enumerate(drawn(12, 2, shapes), 1):
-        for n in range(2):
-            method.inner_step(n, g[n], 0.01)
-        if t % 3 == 0:
-            for i in range(2):
-                taken[i] = taken[i] + mean_of([method.drift(n)[i] for n in range(2)])
-            method.round()
-    for i, w in enumerate(start(shapes)):
-        assert lost(taken[i], w - method.weights[i], [e[i] for e in method.e]) < 1e-12
-        assert max(np.abs(e[i]).max() for e in method.e) > 0
-
-
-def test_tiles_and_two_bits():
-    for shape in [(130, 70), (5000,), (64, 64)]:
-        for tiles in (tiles_of(shape), blocks_of(shape)):
-            assert sorted(i for tile in tiles for i in tile) == list(range(int(np.prod(shape))))
-            assert max(map(len, tiles)) <= 4096
-    values = np.random.default_rng(1).standard_normal(200)
-    for labels in (sigma_labels, sign_labels):
-        rounded = bin_means(values, labels(values))
-        assert len(set(rounded.tolist())) == 4
-        assert rounded.sum() == pytest.approx(values.sum())
-        assert np.abs(rounded - values).max() < np.abs(values).max()
-    assert sigma_labels(np.array([2.0, 2.0])).tolist() == [2, 2]
-    h = np.array([5.0, -1.0, 2.0, 0.1, 0.3, -0.2])
-    tiled = tile_top_k(h, tiles_of(h.shape, 3), lambda length: 2, None)
-    np.testing.assert_array_equal(tiled, [5, 0, 2, 0, 0.3, -0.2])
-    tiled = tile_top_k(h, tiles_of(h.shape, 3), lambda length: 2, sign_labels, per_tile=True)
-    np.testing.assert_allclose(tiled, [5, 0, 2, 0, 0.3, -0.2])
 
 
 def test_ls1_loses_nothing():

@@ -46,7 +46,6 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("local-steps", {"outer": "radius(smallest=0, density=0.25, start=1, T=2)", "every": 1}),
     ("local-steps", {"outer": "int8(smallest=0, feedback='gradients')", "every": 1, "second_moment": "mean"}),
     ("local-steps", {"outer": "topk(feedback='gradient', smallest=0, density=0.25)", "decay": 0.5}),
-    ("local-steps", {"outer": "trickle(smallest=0, density=0.03125, bits=2, feedback='gradient')", "decay": 0.5}),
     ("topk", {"feedback": "updates(delivered_share=1.0)"}),
     ("powersgd", {"feedback": "updates(delivered_share=0.5, beta1=0.5)"}),
     ("radius", {"feedback": "updates(delivered_share=0.5)"}),

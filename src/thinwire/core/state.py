@@ -218,11 +218,6 @@ def read_existing(state: State, kind: str, bucket: Bucket) -> Tensor | None:
     return None
 
 
-def find_written(state: State, kind: str, bucket: Bucket) -> Tensor | None:
-    """Return what this exchange has written of ``kind`` for ``bucket``, before its ``commit``; None: nothing."""
-    return state._staged.get((kind, bucket.key))
-
-
 def put_back(state: State, kind: str, bucket: Bucket) -> None:
     """Send an offloaded ``kind`` to CPU memory: what ``state.write`` gave for ``bucket`` has been filled."""
     if kind in state._offload:

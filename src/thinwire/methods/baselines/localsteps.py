@@ -10,11 +10,6 @@ Any method of ours makes the mean of l. 11: it is told of a run whose weights ar
 whose steps are the rounds. So what it keeps (a residual, a mask, a warm-up) it keeps from round to round. Momenta and
 variances of the user's optimizer stay with their rank, as in the paper.
 
-SparseLoCo (Sarfi et al., arXiv 2508.15706, Alg. 1) is top-k of D in place of the momentum, mu = 0, a = 1:
-
-    h_n = decay e_n + W - w_n;  q_n = Q[the k largest |h_n| of each chunk];  e_n = h_n - q_n;  W -= mean_n q_n
-
-with chunks of 4096 values, k = 128, and a Q of 2 bits (``trickle(bits=2)``).
 LS1 is one bit each way, every 2 to 4 steps; there a rank's v counts as N times the noise of the mean's
 (``second_moment``). With the largest of D in place of signs (``local-steps:recommended``) a round brings nearly what it
 brings in fp32 (docs/quality.md), for fewer bytes than signs up to 4 ranks.
@@ -36,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import Momentum, Share, Steps, Within, refuse_idle
+from thinwire.base.knobs import Momentum, Steps, Within, refuse_idle
 from thinwire.core.bucket import Bucket, Piece
 from thinwire.core.card import MEAN, SHARD
 from thinwire.core.exchange import Exchange
@@ -58,7 +53,7 @@ from thinwire.core.method import (
     send_all,
 )
 from thinwire.core.selection import dense_among, keep_dense
-from thinwire.core.state import State, find_entries, find_written
+from thinwire.core.state import State, find_entries
 from thinwire.methods.parts.feedback import Lossy
 from thinwire.methods.parts.own_adam import MeanMomentView, check_adam, check_saved_shape, restore_moment
 from thinwire.network.comm import local
@@ -99,7 +94,6 @@ class LocalSteps(Method):
             have moved.
         outer_lr: a, by how much of the average all move; 1 with ``outer_momentum=0`` is plain averaging.
         outer_momentum: mu of Nesterov's momentum over rounds, 0 to below 1; higher => more momentum, for long rounds.
-        decay: of what waits with the outer method, at each round; lower => what waits is forgotten sooner.
         start: steps before, in which gradients are averaged: a share of the run below 1, or a number of optimizer
             steps. Later => more bytes, and ranks begin to drift later.
         start_with: the method that averages gradients in the start; it does the same at every step, and what the outer
@@ -127,17 +121,12 @@ class LocalSteps(Method):
             "outer": "trickle(density=0.05,bits=4,feedback='gradient')",
             "outer_lr": 1.0, "outer_momentum": 0.0, "second_moment": "mean",
         },
-        "sparseloco": {
-            "every": 30, "outer": "trickle(density=0.03125,bits=2,feedback='gradient',smallest=4096)", "outer_lr": 1.0,
-            "outer_momentum": 0.0, "decay": 0.95,
-        },
     }  # fmt: skip
 
     every: Steps = 20
     outer: Method | str = "dense"
     outer_lr: Annotated[float, Within(lambda lr: lr > 0, "must be above 0")] = 0.7
     outer_momentum: Momentum = 0.9
-    decay: Share = 1.0
     start: Start = 0
     start_with: Method | str = "dense"
     second_moment: Literal["own", "mean"] = "own"
@@ -154,8 +143,6 @@ class LocalSteps(Method):
         self._check_averages("start_with", self._starter)
         if self._starter.card.steady or len(self._starter.card.cycle) > 1:
             raise ThinwireError(f"{self.name}: start_with={self._starter.name}: take one whose steps are all alike")
-        if self.decay < 1 and self._outer.card.promise.kind != "conserves":
-            raise ThinwireError(f"{self.name}: decay={self.decay} needs an outer method with error feedback")
         self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count
         self._ranks_differ = False  # do the ranks' weights differ?
@@ -237,9 +224,6 @@ class LocalSteps(Method):
         )  # fmt: skip
 
     def _promise(self, outer: Promise) -> Promise:
-        if self.decay < 1:
-            what = f"a share of {1 - self.decay:.3g} of what waits is dropped every round"
-            return Promise("lossy", what, outer.waits)
         return replace(CONSERVES if outer.kind == "exact" else outer, of="weights")
 
     @property
@@ -337,8 +321,6 @@ class LocalSteps(Method):
             bucket.load(moved[columns], moved[columns])
             deliver_waiting = self._deliver_next and method is self._outer
             (method.deliver if deliver_waiting else method.reduce)(bucket, self.run.exchange)
-            if self.decay < 1 and method is self._outer:
-                self._decay_waiting(bucket)
             bucket.store(moved[columns])
             bucket.release()
         if step.agree([norm, moved]):
@@ -385,12 +367,6 @@ class LocalSteps(Method):
                 shape = self._anchors[segment.name].shape
                 views.append((segment.name, flat[columns][segment.piece.offset :][: shape.numel()].view(shape)))
         return views
-
-    def _decay_waiting(self, bucket: Bucket) -> None:
-        """Multiply what waits by SparseLoCo's decay, before the next round's D is added to it."""
-        for kind in self._outer.card.promise.waits:
-            if (waits := find_written(self._outer.state, kind, bucket)) is not None:
-                waits.mul_(self.decay)
 
     def _outer_step(self, mean: Tensor, number: int) -> None:
         """Take the outer optimizer's step (l. 12), which the outer method sees like any step."""

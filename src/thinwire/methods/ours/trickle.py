@@ -37,7 +37,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import refuse_idle
 from thinwire.codecs.base import Codec
 from thinwire.codecs.intquant import Integers
-from thinwire.codecs.sparse import TILE, Positions, TiledTopK
+from thinwire.codecs.sparse import Positions
 from thinwire.core.bucket import Bucket, Shard
 from thinwire.core.exchange import Exchange, scratch
 from thinwire.core.method import Card, Density
@@ -61,9 +61,7 @@ class Trickle(Largest):
         server_density: with mask="merged", the share of each tensor's values that servers send to all (owners of
             sharded weights: that they move); higher => more bytes, and less waits with them: what all ranks together
             choose, N density at most, leaves nothing but what is rounded off.
-        bits: of a value: 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits. 2, with masks of their
-            own, is SparseLoCo's wire (arXiv 2508.15706): of every 4096 values k = int(density * 4096), down to a
-            multiple of 4, as the means of four bins, with positions in 12 bits.
+        bits: of a value: 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits.
         group: values that share a scale, a power of two from 8 to 4096 (larger => fewer bytes, more error).
         feedback: "update", or "gradient": the same values of gradients, as top-k's.
         weights: with mask="merged" and feedback="update", what is gathered of weights that FSDP2 shards: "masked", the
@@ -80,7 +78,7 @@ class Trickle(Largest):
 
     mask: Literal["own", "merged"] = "own"
     server_density: Density = 0.1
-    bits: Literal[2, 4, 8] = 8
+    bits: Literal[4, 8] = 8
     group: int = 64
     feedback: Gradients | Updates = field(default=UPDATES, kw_only=True)
     weights: Literal["auto", "masked", "dense"] = field(default="auto", kw_only=True)
@@ -94,29 +92,19 @@ class Trickle(Largest):
             refuse_idle(self, "mask='own'", "server_density", "weights")
         if self.updates is None:
             refuse_idle(self, "feedback='gradients' (the optimizer moves all weights)", "weights")
-        if self.bits == 2:
-            refuse_idle(self, "bits=2", "group")
-        if self.mask == "merged" and self.bits == 2:
-            raise ThinwireError("trickle: bits=2 is for mask='own': take 4 or 8 with mask='merged'")
 
     def make_codec(self) -> Codec | None:
-        if self.bits == 2:
-            if self.density * TILE < 4:
-                raise ThinwireError(
-                    f"trickle: bits=2 sends 4 of every {TILE} values at least: density is 4/{TILE} or more"
-                )
-            return TiledTopK(int(self.density * TILE) // 4 * 4)
         return Integers(self.group, self.bits)
 
     def describe(self) -> Card:
         own, promise, instead = self.mask == "own", self.conserves, ""
         if self.mask == "merged":
             promise = replace(promise, waits={"residual": 1.0, "server": 1.0})
-        if own:  # merged by servers it has no 2 bits and no ``delivered_share``
+        if own:  # merged by servers it has no ``delivered_share``
             feedback = self.feedback if self.updates is None else replace(self.updates, delivered_share=None)
-            instead = str(replace(self, mask="merged", bits=max(self.bits, 4), feedback=feedback))
+            instead = str(replace(self, mask="merged", feedback=feedback))
         return replace(
-            super().describe(), promise=promise, group=TILE if self.bits == 2 else masks.WORD, summed_by_network=own,
+            super().describe(), promise=promise, group=masks.WORD, summed_by_network=own,
             grows_with_ranks=own, instead_at_scale=instead,
             encodes_weights=self._encodes_weights,
         )  # fmt: skip
@@ -150,9 +138,7 @@ class Trickle(Largest):
         if self.mask == "merged":
             self._merge(bucket, exchange)
             return
-        waiting = self.send_largest(bucket, exchange, self.codec if self.bits == 2 else None)
-        if self.bits == 2 and waiting is not None:
-            bucket.clear_padding(waiting)  # nobody reads it, and a level may stand where a zero was sent
+        super().compress(bucket, exchange)
 
     def _merge(self, bucket: Bucket, exchange: Exchange) -> None:
         codec = self.largest(bucket, self.density)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from thinwire.codecs.base import Codec
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import Sparse
 from thinwire.core.bucket import Bucket
@@ -37,15 +36,10 @@ class Largest(Lossy):
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         self.send_largest(bucket, exchange)
 
-    def send_largest(self, bucket: Bucket, exchange: Exchange, codec: Codec | None = None) -> Tensor | None:
-        """Exchange the mean of all ranks' largest values; return the residual, (R, n) float32, if one is kept.
-
-        Args:
-            codec: of the rows; None: the ``density`` largest of each segment.
-        """
+    def send_largest(self, bucket: Bucket, exchange: Exchange) -> Tensor | None:
+        """Exchange the mean of all ranks' largest values; return the residual, (R, n) float32, if one is kept."""
         residual = self.residual(bucket)
-        codec = self.largest(bucket, self.density) if codec is None else codec
-        exchange.mean(bucket, codec, residual=residual)
+        exchange.mean(bucket, self.largest(bucket, self.density), residual=residual)
         return None if residual is None else residual.new
 
     def largest(self, bucket: Bucket, density: float) -> Sparse:
