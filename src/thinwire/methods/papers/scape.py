@@ -111,7 +111,7 @@ class SCAPE(Method):
         super().__post_init__()
         self._next_moments: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
         self._step = 0
-        self._owners_hold_m = self._encodes_weights = False
+        self._encodes_weights = False
         self._schedule = Schedule(self.density, 0, self.refresh)  # until it is known how long the run is
 
     def describe(self) -> Card:
@@ -124,7 +124,7 @@ class SCAPE(Method):
         masked_steps = {0: 1 - 1 / self.refresh} if self.refresh > 1 else {}
         kinds = {
             "residual": StateKind(offloaded=self.offload), "chosen": ANEW,
-            "mask": StateKind(resized="anew", rank_equal=True, fault=self._fault_of_masks),
+            "mask": StateKind(resized="anew", rank_equal=True, fault=lambda saved: self._masks.fault_of(saved)),
         }  # fmt: skip
         return replace(
             card, adds_up=False, same_arithmetic=True, encodes_weights=self._encodes_weights,
@@ -150,8 +150,6 @@ class SCAPE(Method):
         warm = first_step(self.name, "warmup", self.warmup, run.steps)
         self._schedule = Schedule(self.density, warm, self.refresh)
         self._masks = Masks(self, run.exchange, {name: run.parameters[name].local for name in sent}, self._schedule)
-        # Has a row's owner alone its m, and x? Else all ranks have m, and x is in every rank's e.
-        self._owners_hold_m = run.exchange.owner
         self._encodes_weights = self.density < 1 and self._gathered.encoded
 
     def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
@@ -191,7 +189,7 @@ class SCAPE(Method):
         exchange.mean(Payload(payload, b, bucket), shared=True)  # l. 13-14: b = mean over n of m~_n on M
         # l. 15: the next M = top-k of the scores, which ``after_step`` takes of all buckets at once.
         with exchange.span("decode", bucket.mean):
-            words, bit_offsets = mask.row(exchange.own_row)
+            words, bit_offsets = mask.of_rows(exchange.own_row)
             moments.advance(
                 b[0], m, words, self.beta1, bit_offsets=bit_offsets, common=x,  # b += b1 m, and x
                 next_moment=next_m[0],  # l. 16: m' = b on M, 0 off M
@@ -251,11 +249,7 @@ class SCAPE(Method):
     def finish(self) -> None:
         self._masks.finish()
 
-    def _fault_of_masks(self, saved: Mapping[str, Tensor]) -> str:
-        return self._masks.fault_of(saved)
-
     def state_changed(self) -> None:
-        self._masks.state_changed()
         self._gathered.state_changed()
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
