@@ -12,12 +12,12 @@ from thinwire.base.knobs import Momentum
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import CONSERVES, Card, Density, Promise
+from thinwire.methods.baselines.topk import TopK
 from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Updates
-from thinwire.methods.parts.largest import Largest
 
 
 @dataclass
-class DGC(Largest):
+class DGC(TopK):
     """Top-k with momentum correction and momentum factor masking, for SGD without a momentum of its own.
 
     For each tensor, on rank n: u = m u + g_n; v = v + u (arXiv 1712.01887, eq. 7); send the k largest |v|; at what was
