@@ -44,29 +44,15 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import Steps
 from thinwire.core.bucket import Bucket, Segment, Shard
+from thinwire.core.card import ANEW, Card, StateKind
 from thinwire.core.exchange import Exchange, Payload, prescale
-from thinwire.core.method import (
-    ANEW,
-    EXACT,
-    SMALL,
-    Card,
-    Density,
-    Method,
-    Parameter,
-    Promise,
-    Run,
-    Smallest,
-    Start,
-    StateKind,
-    Step,
-    exempt_small,
-    first_step,
-    refuse_chunks,
-)
+from thinwire.core.method import SMALL, Density, Method, Smallest, Start, exempt_small, first_step, refuse_chunks
+from thinwire.core.promise import EXACT, Promise
+from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import put_back
 from thinwire.core.weights import Message
-from thinwire.methods.parts.atmask import BucketMasks, WeightsAtMask
+from thinwire.methods.parts.atmask import WeightsAtMask
 from thinwire.methods.parts.masks import WORD, Masks, Schedule, all_ones
 from thinwire.network.comm import local
 from thinwire.ops import moments
@@ -196,7 +182,10 @@ class SCAPE(Method):
                 gradient=bucket.mean[0],  # l. 17: g^ = (b - b1 m)/(1-b1) on M, 0 off M
                 common_out=next_x,  # l. 11-12, for what is common: x = x + b1 m off M, 0 on M
             )  # fmt: skip
-        self._keep_for_step(bucket, next_m[0], chosen)
+        for segment in bucket.segments:  # m', for ``before_step``
+            numel = local(self.run.weights[segment.name]).numel()
+            self._next_moments[segment.name] = next_m[0, segment.start : segment.start + numel]
+        self._gathered.note(bucket, chosen)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
         self.reduce(bucket, exchange, whole=True)
@@ -220,13 +209,6 @@ class SCAPE(Method):
         if exp_avg is None:
             return torch.zeros(local(weight).numel(), dtype=torch.float32, device=local(weight).device)
         return local(exp_avg).reshape(-1).float()
-
-    def _keep_for_step(self, bucket: Bucket, next_m: Tensor, mask: BucketMasks | None) -> None:
-        """Keep m' of each parameter for ``before_step``, and for the gather of weights the ``mask`` it is at."""
-        for segment in bucket.segments:
-            numel = local(self.run.weights[segment.name]).numel()
-            self._next_moments[segment.name] = next_m[segment.start : segment.start + numel]
-        self._gathered.note(bucket, mask)
 
     def before_step(self, step: Step) -> None:
         """Hand the optimizer m' (l. 16)."""

@@ -40,19 +40,11 @@ from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.grouped import GroupedBytes
 from thinwire.codecs.intquant import Integers, ShiftedInt8
 from thinwire.core.bucket import Bucket, Shard
+from thinwire.core.card import Card
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import (
-    CONSERVES,
-    SMALL,
-    Card,
-    Method,
-    Parameter,
-    Promise,
-    Rounding,
-    Run,
-    Smallest,
-    exempt_small,
-)
+from thinwire.core.method import SMALL, Method, Smallest, exempt_small
+from thinwire.core.promise import CONSERVES, Promise, Rounding
+from thinwire.core.run import Parameter, Run
 from thinwire.core.selection import keep_dense
 from thinwire.core.weights import Columns, Message, lay_out
 from thinwire.ops import shards

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.base import device as devices
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Segment
@@ -124,7 +125,6 @@ class Masks:
         self._slots: tuple[float, Slots, int] | None = None
         self._bit_slots, self._length = self._lay_out(0)  # as bits: one for each score
         self._scores: Tensor | None = None  # what this rank chooses by, its chunks side by side
-        self._list_starts: tuple[tuple[sparse.ListSegment, ...], Tensor] | None = None  # see ``_first_columns``
         self._message: Tensor | None = None  # what this rank has chosen for the next step
         self._work: Work | None = None  # everybody's messages, under way
         self._joined: list[tuple[Tensor, list[Tensor]]] = []  # masks (1, bytes) to come, of several choosers' chunks
@@ -181,7 +181,9 @@ class Masks:
         positions = self._message[: 4 * ends[-1]].view(torch.int32).view(1, -1)
         sparse.largest(rows, None, tuple(segments), None, positions, torch.empty_like(positions, dtype=torch.float32))
         # Positions travel as those of their own chunk; the padding, which travels and is saved, is 0.
-        positions.sub_(self._first_columns(tuple(segments), tuple(ends))).clamp_(min=0)
+        starts = devices.uploaded([segment.start for segment in segments], scores.device)
+        widths = devices.uploaded([end - s.list_start for s, end in zip(segments, ends, strict=True)], scores.device)
+        positions.sub_(starts.repeat_interleave(widths, output_size=ends[-1])).clamp_(min=0)
         return self._message[:length]
 
     def gather(self, names: Collection[str], step: int) -> None:
@@ -264,15 +266,6 @@ class Masks:
             heapq.heapreplace(load, (values + chunk.span, lightest))
             slots[name].append((slice(lightest * rows, (lightest + 1) * rows), slice(first, ends[lightest])))
         return slots, max(ends)
-
-    def _first_columns(self, segments: tuple[sparse.ListSegment, ...], ends: tuple[int, ...]) -> Tensor:
-        """(m,) int32: of each position in a list of all ``segments`` the first column of its own."""
-        if self._list_starts is None or self._list_starts[0] != segments:
-            assert self._scores is not None
-            widths = torch.tensor([end - segment.list_start for segment, end in zip(segments, ends, strict=True)])
-            starts = torch.tensor([segment.start for segment in segments], dtype=torch.int32)
-            self._list_starts = segments, starts.repeat_interleave(widths).to(self._scores.device)
-        return self._list_starts[1]
 
     def _unpack_masks(self, bucket: Bucket, saved_masks: Sequence[Tensor | None]) -> BucketMasks:
         """Unfold ``saved_masks``, each as it was gathered, to bits; None: all of the parameter's values."""
