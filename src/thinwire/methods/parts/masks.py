@@ -213,6 +213,7 @@ class Masks:
             self._work = None
         for mask, sections in self._joined:
             torch.cat(sections, 1, out=mask)
+            devices.keep(sections[0])  # with all messages, which nobody else may hold
         self._joined.clear()
 
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
