@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from thinwire.methods.parts.masks import cut
 from thinwire.ops import mask as masks
 from thinwire.ops.moments import Moments, MomentSegment, Sent, cpu, reference
 from thinwire.optim import AdamS
-from thinwire.proof.ranks import reduce_on_threads
+from thinwire.proof.ranks import ThreadComm, reduce_on_threads
 
 STEPS = 50
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
@@ -101,9 +103,24 @@ def test_against_the_pseudo_code(knobs, topology, size):
         assert all(torch.equal(r[-1]["weights"]["a"], results[0][-1]["weights"]["a"]) for r in results)
 
 
+class Late(NamedTuple):
+    """Work that has done nothing until it is waited for, as a network's may be."""
+
+    wait: Callable[[], object]
+
+
 @pytest.mark.parametrize("density", [0.1, 0.02])
-def test_a_parameter_too_large_for_one_chooser_is_the_papers_in_chunks(density):
+def test_a_parameter_too_large_for_one_chooser_is_the_papers_in_chunks(density, monkeypatch):
     """4 ranks, of 2064 values: 2000 are more than three quarters. Each chunk is a tensor of the paper's."""
+
+    def gather_late(comm, out, row, async_op):
+        rows = torch.stack(comm._swap(row.reshape(-1))).view_as(out)
+        if async_op:
+            return Late(lambda: out.copy_(rows))
+        out.copy_(rows)
+        return None
+
+    monkeypatch.setattr(ThreadComm, "_all_gather", gather_late)
     shapes, size, warmup = {"a": (40, 50), "b": (8, 8)}, 4, 2
     chunks = cut(2000, 2064 // size)
     assert [chunk.span for chunk in chunks] == [576, 576, 576, 272]

@@ -19,6 +19,7 @@ from papers.separate import SEPARATE as SeparatePaper
 from projections import matrix_of
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
+from thinwire.codecs.projection import Estimator, Projection
 from thinwire.methods import SEPARATE
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
@@ -197,8 +198,10 @@ def test_against_algorithm_1(knobs, topology, size):
     def blocks(flat):
         return flat.reshape(-1, block, lanes).transpose(0, 2, 1).ravel()
 
+    drawing = Estimator(estimator, ratio, block)
     for step in range(against.STEPS):
-        matrix = matrix_of(SEPARATE(**method).codec_for([("w", 0, numel)], step)).double().numpy()
+        drawn = drawing.draw(0, "w", step, torch.device("cpu"))
+        matrix = matrix_of(Projection(drawing, ((0, numel, drawn),))).double().numpy()
         expected = paper.step([blocks(g) for g in against.given(size, step, numel)], matrix)
         mean = against.received(results, step, topology)
         assert np.abs(blocks(mean) - expected).max() < 2e-4 * max(1.0, np.abs(expected).max())

@@ -133,22 +133,21 @@ def listed() -> list[Listed]:
     return [Listed(cls.name, cls, (getdoc(cls) or "").partition("\n")[0], cls().card.promise) for cls in TABLE]
 
 
-def _described(name: str, cls: type[Method], does: str, promise: Promise) -> dict[str, Any]:
-    """Describe one method for a program to read."""
-    return {
-        "name": name,
-        "does": does,
-        "promise": {"kind": promise.kind, "of": promise.of, "text": str(promise)},
-        "engines": list(cls.engines),
-        "knobs": {knob.name: knob.default for knob in knobs_of(cls)},
-        "presets": {f"{name}:{preset}": dict(values) for preset, values in cls.PRESETS.items()},
-    }
-
-
 def main(argv: list[str]) -> int:
     """``thinwire methods [--json]``: each method, what it does and promises, its knobs and their defaults."""
     if argv == ["--json"]:
-        print(json.dumps([_described(*method) for method in listed()], indent=2, default=str))
+        described = [
+            {
+                "name": name,
+                "does": does,
+                "promise": {"kind": promise.kind, "of": promise.of, "text": str(promise)},
+                "engines": list(cls.engines),
+                "knobs": {knob.name: knob.default for knob in knobs_of(cls)},
+                "presets": {f"{name}:{preset}": dict(values) for preset, values in cls.PRESETS.items()},
+            }
+            for name, cls, does, promise in listed()
+        ]
+        print(json.dumps(described, indent=2, default=str))
         return 0
     if argv and argv[0] not in ("-h", "--help"):
         raise ThinwireError(f"'thinwire methods' takes --json or nothing, got '{argv[0]}'")

@@ -12,12 +12,12 @@ from thinwire.base.knobs import Momentum
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import CONSERVES, Card, Density, Promise
+from thinwire.methods.baselines.topk import TopK
 from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Updates
-from thinwire.methods.parts.largest import Largest
 
 
 @dataclass
-class DGC(Largest):
+class DGC(TopK):
     """Top-k with momentum correction and momentum factor masking, for SGD without a momentum of its own.
 
     For each tensor, on rank n: u = m u + g_n; v = v + u (arXiv 1712.01887, eq. 7); send the k largest |v|; at what was
@@ -49,6 +49,5 @@ class DGC(Largest):
         old, velocity = self.state.read("velocity", bucket), self.state.write("velocity", bucket)
         velocity.copy_(old).mul_(self.momentum).add_(bucket.rows)  # eq. 7: u = m u + g_n
         bucket.rows.copy_(velocity)
-        residual = self.send_largest(bucket, exchange)  # eq. 7: v = v + u; v of what was not sent
-        assert residual is not None
-        velocity.mul_(residual != 0)  # sec. 3.3: 0 where it was sent, and where v cancelled to the last bit
+        super().compress(bucket, exchange)  # eq. 7: v = v + u; v of what was not sent
+        velocity.mul_(self.state.write("residual", bucket) != 0)  # sec. 3.3: 0 where it was sent, and where v cancelled to the last bit

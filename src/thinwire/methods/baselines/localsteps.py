@@ -33,25 +33,11 @@ from torch import Tensor, nn
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import Momentum, Steps, Within, refuse_idle
 from thinwire.core.bucket import Bucket, Piece
-from thinwire.core.card import MEAN, SHARD
+from thinwire.core.card import EQUAL, MEAN, SHARD, Card, StateKind
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import (
-    CONSERVES,
-    EQUAL,
-    Card,
-    Fp32,
-    Method,
-    Parameter,
-    Promise,
-    Run,
-    Start,
-    StateKind,
-    Step,
-    bucket_of,
-    first_step,
-    refuse_chunks,
-    send_all,
-)
+from thinwire.core.method import Fp32, Method, Start, bucket_of, first_step, refuse_chunks, send_all
+from thinwire.core.promise import CONSERVES, Promise
+from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import dense_among, keep_dense
 from thinwire.core.state import State, find_entries
 from thinwire.methods.parts.feedback import Lossy
@@ -147,7 +133,6 @@ class LocalSteps(Method):
         self._missed = self._lost = 0  # steps not taken, rounds that did not count
         self._ranks_differ = False  # do the ranks' weights differ?
         self._deliver_next = False  # is all that waits to be delivered in the next round?
-        self._state_holds_weights = False  # is what is this rank's own in the state?
         self._anchors: dict[str, nn.Parameter] = {}  # W
         self._adam_view = MeanMomentView()
 
@@ -395,7 +380,6 @@ class LocalSteps(Method):
         self.state.keep("due", "", torch.tensor(int(self._deliver_next)))
         if not find_entries(self.state, "anchor"):
             return
-        self._state_holds_weights = True
         for name, weight in self.run.weights.items():
             self.state.keep(OWN_WEIGHT, name, local(weight.detach()))
             for kind, value in self.run.holders[name].optimizer.state.get(weight, {}).items():
@@ -404,10 +388,8 @@ class LocalSteps(Method):
 
     def _drop_saved(self) -> None:
         """Drop the weights and moments that ``finish`` showed: the model and the optimizer hold them."""
-        if self._state_holds_weights:
-            for kind, name, _ in [*find_entries(self.state, OWN_WEIGHT), *find_entries(self.state, OWN_MOMENT)]:
-                self.state.keep(kind, name, None)
-        self._state_holds_weights = False
+        for kind, name, _ in [*find_entries(self.state, OWN_WEIGHT), *find_entries(self.state, OWN_MOMENT)]:
+            self.state.keep(kind, name, None)
 
     def state_changed(self) -> None:
         """Restore W, its momentum, and this rank's own weights and moments from a checkpoint."""
@@ -429,5 +411,4 @@ class LocalSteps(Method):
             self._ranks_differ |= not torch.equal(saved, self._anchors[name].detach().to(saved.dtype))
         for kind, name, saved in find_entries(self.state, OWN_MOMENT):
             restore_moment(self.run, kind.removeprefix(OWN_MOMENT), name, saved)
-        self._state_holds_weights = True
         self._drop_saved()

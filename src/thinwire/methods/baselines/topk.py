@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from thinwire.methods.parts.feedback import GRADIENTS, UPDATES, Gradients, Updates
-from thinwire.methods.parts.largest import Largest
+from thinwire.codecs.intquant import Integers
+from thinwire.codecs.sparse import Sparse
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.core.method import Card, Density, count_of
+from thinwire.methods.parts.feedback import GRADIENTS, UPDATES, Gradients, Lossy, Updates, share_of
+from thinwire.ops import mask as masks
 
 
 @dataclass
-class TopK(Largest):
+class TopK(Lossy):
     """Each rank's own k largest values with their positions, all-gathered; the rest waits (Stich et al. 2018).
 
     For each tensor, on rank n: h = g_n + e; send the k largest |h|; e = h elsewhere (and a share of it where sent: see
     ``Updates.delivered_share``). A value takes 32 bits, and its position about 9. The mean has up to N k non-zeros, and
     what a rank receives grows with N: the baseline that methods with a common mask improve on. By default g_n is the
     step that AdamW would take (``feedback``); "topk:paper" sends gradients, for any optimizer, of every tensor.
+
+    Args:
+        density: share of each tensor's values that a rank sends (k = max(int(density * numel), 1)); lower => fewer
+            bytes, longer waits. With weights sharded, of each shard's; with servers, of each row's.
     """
 
     name: ClassVar[str] = "topk"
@@ -26,3 +35,20 @@ class TopK(Largest):
     }
 
     feedback: Gradients | Updates | None = UPDATES
+    density: Density = 0.01
+
+    def describe(self) -> Card:
+        return replace(super().describe(), group=masks.WORD, grows_with_ranks=True)
+
+    @property
+    def default_share(self) -> float:
+        return share_of(self.density)
+
+    def compress(self, bucket: Bucket, exchange: Exchange) -> None:
+        exchange.mean(bucket, self.largest(bucket, self.density), residual=self.residual(bucket))
+
+    def largest(self, bucket: Bucket, density: float) -> Sparse:
+        """The codec of the ``density`` largest values of each of the bucket's segments."""
+        assert self.codec is None or isinstance(self.codec, Integers)
+        counts = ((segment.width, count_of(density, segment.span)) for segment in bucket.segments)
+        return Sparse(tuple(counts), self.codec)

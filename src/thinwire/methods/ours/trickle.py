@@ -43,15 +43,15 @@ from thinwire.core.exchange import Exchange, scratch
 from thinwire.core.method import Card, Density
 from thinwire.core.run import Run, Step
 from thinwire.core.weights import Message
+from thinwire.methods.baselines.topk import TopK
 from thinwire.methods.parts.atmask import BucketMasks, WeightsAtMask
 from thinwire.methods.parts.feedback import UPDATES, Gradients, Updates
-from thinwire.methods.parts.largest import Largest
 from thinwire.methods.parts.twoway import mean_both_ways, serve
 from thinwire.ops import mask as masks
 
 
 @dataclass
-class Trickle(Largest):
+class Trickle(TopK):
     """The largest steps of each rank, 18 bits for one value in a hundred, with feedback behind Adam's preconditioner.
 
     Args:

@@ -43,8 +43,6 @@ from thinwire.network.comm import local
 from thinwire.ops import mask as masks
 from thinwire.ops import sparse
 
-WORD = 64  # mask bits per int64
-
 _BIASES: dict[str, Any] = {"send": ("*",), "dense": ("*bias",)}  # what the authors exempt
 _PAPER = {"T": 200, "start": 0.15, "residual_scale": 1.0, **_BIASES}
 
@@ -94,7 +92,7 @@ class Radius(Lossy):
         shares = [1 / self.T] * (kinds - 1) + [1 - (kinds - 1) / self.T]
         mask = StateKind(resized="anew", rank_equal=not self._owns_rows, fault=self._fault_of_masks)
         return replace(
-            card, group=WORD, cycle=dict(enumerate(shares)),
+            card, group=masks.WORD, cycle=dict(enumerate(shares)),
             state_kinds={**card.state_kinds, "mask": mask, "resampled": ANEW, "clip": ANEW},
         )  # fmt: skip
 
@@ -196,10 +194,10 @@ class Radius(Lossy):
         exchange = self.run.exchange
         rows = bucket_rows(exchange, True)
         columns = count_columns(exchange, self.run.parameters[name].local, rows)
-        values = torch.zeros((1, padded(columns, WORD)), dtype=torch.float32, device=direction.device)
+        values = torch.zeros((1, padded(columns, masks.WORD)), dtype=torch.float32, device=direction.device)
         direction = self.run.travels(name, direction)
         values[0, : direction.numel()].copy_(direction)
-        words = torch.zeros((rows, values.shape[1] // WORD), dtype=torch.int64, device=direction.device)
+        words = torch.zeros((rows, values.shape[1] // masks.WORD), dtype=torch.int64, device=direction.device)
         largest = sparse.ListSegment(0, values.shape[1], self._k(columns), 0)
         sparse.marked(values, (largest,), words[exchange.own_rows])
         return exchange.share(words)

@@ -44,29 +44,15 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import Steps
 from thinwire.core.bucket import Bucket, Segment, Shard
+from thinwire.core.card import ANEW, Card, StateKind
 from thinwire.core.exchange import Exchange, Payload, prescale
-from thinwire.core.method import (
-    ANEW,
-    EXACT,
-    SMALL,
-    Card,
-    Density,
-    Method,
-    Parameter,
-    Promise,
-    Run,
-    Smallest,
-    Start,
-    StateKind,
-    Step,
-    exempt_small,
-    first_step,
-    refuse_chunks,
-)
+from thinwire.core.method import SMALL, Density, Method, Smallest, Start, exempt_small, first_step, refuse_chunks
+from thinwire.core.promise import EXACT, Promise
+from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import put_back
 from thinwire.core.weights import Message
-from thinwire.methods.parts.atmask import BucketMasks, WeightsAtMask
+from thinwire.methods.parts.atmask import WeightsAtMask
 from thinwire.methods.parts.masks import WORD, Masks, Schedule, all_ones
 from thinwire.network.comm import local
 from thinwire.ops import moments
@@ -111,7 +97,7 @@ class SCAPE(Method):
         super().__post_init__()
         self._next_moments: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
         self._step = 0
-        self._owners_hold_m = self._encodes_weights = False
+        self._encodes_weights = False
         self._schedule = Schedule(self.density, 0, self.refresh)  # until it is known how long the run is
 
     def describe(self) -> Card:
@@ -124,7 +110,7 @@ class SCAPE(Method):
         masked_steps = {0: 1 - 1 / self.refresh} if self.refresh > 1 else {}
         kinds = {
             "residual": StateKind(offloaded=self.offload), "chosen": ANEW,
-            "mask": StateKind(resized="anew", rank_equal=True, fault=self._fault_of_masks),
+            "mask": StateKind(resized="anew", rank_equal=True, fault=lambda saved: self._masks.fault_of(saved)),
         }  # fmt: skip
         return replace(
             card, adds_up=False, same_arithmetic=True, encodes_weights=self._encodes_weights,
@@ -150,8 +136,6 @@ class SCAPE(Method):
         warm = first_step(self.name, "warmup", self.warmup, run.steps)
         self._schedule = Schedule(self.density, warm, self.refresh)
         self._masks = Masks(self, run.exchange, {name: run.parameters[name].local for name in sent}, self._schedule)
-        # Has a row's owner alone its m, and x? Else all ranks have m, and x is in every rank's e.
-        self._owners_hold_m = run.exchange.owner
         self._encodes_weights = self.density < 1 and self._gathered.encoded
 
     def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
@@ -191,14 +175,17 @@ class SCAPE(Method):
         exchange.mean(Payload(payload, b, bucket), shared=True)  # l. 13-14: b = mean over n of m~_n on M
         # l. 15: the next M = top-k of the scores, which ``after_step`` takes of all buckets at once.
         with exchange.span("decode", bucket.mean):
-            words, bit_offsets = mask.row(exchange.own_row)
+            words, bit_offsets = mask.of_rows(exchange.own_row)
             moments.advance(
                 b[0], m, words, self.beta1, bit_offsets=bit_offsets, common=x,  # b += b1 m, and x
                 next_moment=next_m[0],  # l. 16: m' = b on M, 0 off M
                 gradient=bucket.mean[0],  # l. 17: g^ = (b - b1 m)/(1-b1) on M, 0 off M
                 common_out=next_x,  # l. 11-12, for what is common: x = x + b1 m off M, 0 on M
             )  # fmt: skip
-        self._keep_for_step(bucket, next_m[0], chosen)
+        for segment in bucket.segments:  # m', for ``before_step``
+            numel = local(self.run.weights[segment.name]).numel()
+            self._next_moments[segment.name] = next_m[0, segment.start : segment.start + numel]
+        self._gathered.note(bucket, chosen)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
         self.reduce(bucket, exchange, whole=True)
@@ -223,13 +210,6 @@ class SCAPE(Method):
             return torch.zeros(local(weight).numel(), dtype=torch.float32, device=local(weight).device)
         return local(exp_avg).reshape(-1).float()
 
-    def _keep_for_step(self, bucket: Bucket, next_m: Tensor, mask: BucketMasks | None) -> None:
-        """Keep m' of each parameter for ``before_step``, and for the gather of weights the ``mask`` it is at."""
-        for segment in bucket.segments:
-            numel = local(self.run.weights[segment.name]).numel()
-            self._next_moments[segment.name] = next_m[segment.start : segment.start + numel]
-        self._gathered.note(bucket, mask)
-
     def before_step(self, step: Step) -> None:
         """Hand the optimizer m' (l. 16)."""
         for name, next_moment in self._next_moments.items():
@@ -251,11 +231,7 @@ class SCAPE(Method):
     def finish(self) -> None:
         self._masks.finish()
 
-    def _fault_of_masks(self, saved: Mapping[str, Tensor]) -> str:
-        return self._masks.fault_of(saved)
-
     def state_changed(self) -> None:
-        self._masks.state_changed()
         self._gathered.state_changed()
 
     def weight_message(self, shard: Shard, rank: int) -> Message:

@@ -24,7 +24,7 @@ with. It is sent to once per optimizer step, whatever the engine asks for; a ski
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -40,19 +40,11 @@ from thinwire.codecs.cast import Bf16, Fp32
 from thinwire.codecs.grouped import GroupedBytes
 from thinwire.codecs.intquant import Integers, ShiftedInt8
 from thinwire.core.bucket import Bucket, Shard
+from thinwire.core.card import Card
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import (
-    CONSERVES,
-    SMALL,
-    Card,
-    Method,
-    Parameter,
-    Promise,
-    Rounding,
-    Run,
-    Smallest,
-    exempt_small,
-)
+from thinwire.core.method import SMALL, Method, Smallest, exempt_small
+from thinwire.core.promise import CONSERVES, Promise, Rounding
+from thinwire.core.run import Parameter, Run
 from thinwire.core.selection import keep_dense
 from thinwire.core.weights import Columns, Message, lay_out
 from thinwire.ops import shards
@@ -113,7 +105,7 @@ class SDP4Bit(Method):
             raise ThinwireError(f"{self.name}: weight_rounding='shift' has 8 bits, got weight_bits={self.weight_bits}")
         super().__post_init__()
         self._intra_codec = self._gradients(self.intra_bits)
-        self._weight_codec = self.make_weight_codec()
+        self.make_weight_codec()  # refuses what no codec takes
         self._messages: dict[tuple[str, ...], QuantizedWeights] = {}  # by module
         # Of the last step: its stream, and the seed of each parameter.
         self._pool: tuple[tuple[str, int], dict[str, int], Pool] = ("", -1), {}, Pool(())
@@ -196,9 +188,7 @@ class SDP4Bit(Method):
         return Seeds(tuple((s.start, s.start + s.width, seeds[s.name]) for s in bucket.segments), pool)
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
-        difference = self.weights == "difference"
-        message = QuantizedWeights(self, shard, rank, self.make_weight_codec, difference=difference)
-        self._messages[shard.names] = message
+        message = self._messages[shard.names] = QuantizedWeights(self, shard, rank)
         return message
 
     def facts(self) -> dict[str, float]:
@@ -214,32 +204,18 @@ class SDP4Bit(Method):
 
 
 class QuantizedWeights(Message):
-    """A module's weights, or what has changed of them, in few bits; what stays dense travels behind as it is.
-
-    Any method may take it for its ``weight_message``.
+    """A module's weights, Q(w), or what has changed of them, Q(w - r); what stays dense travels behind as it is.
 
     Attributes:
-        bits, values: of the last message.
+        bits: of the last message. values: in it.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        shard: Shard,
-        rank: int,
-        make_codec: Callable[[float], GroupedBytes],
-        *,
-        difference: bool = True,
-    ) -> None:
-        """``method``: says what stays dense. ``make_codec``: (shift, for a lattice that has one) -> Q.
-
-        ``difference``: Q(w - r) travels, to a replica of all weights on every rank (qWD). False: Q(w) (qW).
-        """
-        self.resident = difference
-        self.bits = self.values = 0
-        self._make_codec, self._seed = make_codec, method.run.seed
+    def __init__(self, method: SDP4Bit, shard: Shard, rank: int) -> None:
+        self.resident = method.weights == "difference"
+        self.bits = 0
+        self._make_codec, self._seed = method.make_weight_codec, method.run.seed
         self._rank, self._module = rank, shard.names
-        self._codec = make_codec(0.0)  # of the last message
+        self._codec = self._make_codec()  # of the last message
         encoded = [piece for piece in shard.pieces if keep_dense(method, method.run.parameters[piece.name]) is None]
         dense = [piece for piece in shard.pieces if piece not in encoded]
         dense += [] if self.resident else shard.frozen
@@ -248,7 +224,7 @@ class QuantizedWeights(Message):
         self._head = self._codec.wire_bytes(self._width)
         whole, end = lay_out(((piece, piece.numel) for piece in dense), self._head // size)  # behind what is encoded
         self._columns, self._dense_columns, self._end = Columns(self._encoded), Columns(whole), end * size
-        self._values = sum(piece.numel for piece in (*encoded, *dense))
+        self.values = sum(piece.numel for piece in (*encoded, *dense))
 
     def write(self, own_weights: Tensor, peers_copy: Tensor | None, step: int) -> Tensor:
         """d = Q(w - r), or Q(w) (Alg. 4, l. 7)."""
@@ -267,7 +243,7 @@ class QuantizedWeights(Message):
             self._dense_columns.pack(own_weights.view(1, -1), whole.view(1, -1))
         if len(message) > self._end:
             message[self._end :].zero_()
-        self.bits, self.values = 8 * len(message), self._values
+        self.bits = 8 * len(message)
         return message
 
     def _seeds(self, step: int) -> Seeds | None:

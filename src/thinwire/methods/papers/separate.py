@@ -25,12 +25,10 @@ best by the error of the accumulated gradient, and worst in the training runs me
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
-
-import torch
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import StepsOrNever, Within
@@ -114,8 +112,9 @@ class SEPARATE(Lossy):
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = self.residual(bucket) if self._weight_of_old < 1 else None
-        segments = [(s.name, s.start, s.width) for s in bucket.segments]
-        codec = self.codec_for(segments, bucket.step, bucket.device, bucket.once, self.run.seed)  # STEP 2: M
+        draw = functools.partial(self._estimator.draw, self.run.seed, device=bucket.device, draw_once=bucket.once)
+        drawn = tuple((s.start, s.width, draw(s.name, bucket.step)) for s in bucket.segments)
+        codec = Projection(self._estimator, drawn)  # STEP 2: M
         # STEP 1: with the residual. STEP 2: Projection.encode. STEP 3: the network's mean. STEP 4: Projection.decode.
         exchange.mean(bucket, codec, residual=residual)
         if residual is None:
@@ -127,19 +126,3 @@ class SEPARATE(Lossy):
         if self._weight_of_old and residual.old is not None:
             new.lerp_(residual.old, self._weight_of_old)  # STEP 5; for a weight of 0, new is that already
         bucket.clear_padding(new)  # a projection spreads over whole blocks; padding has no gradient to wait for
-
-    def codec_for(
-        self,
-        segments: Sequence[tuple[str, int, int]],
-        step: int,
-        device: torch.device | str = "cpu",
-        draw_once: Callable[..., Any] | None = None,
-        seed: int = 0,
-    ) -> Projection:
-        """Make the codec of optimizer step ``step`` for ``segments`` (name, start, width).
-
-        ``draw_once``: a bucket's ``once``, which keeps what was drawn.
-        """
-        draw = functools.partial(self._estimator.draw, device=torch.device(device), draw_once=draw_once)
-        drawn = tuple((start, width, draw(seed, name, step)) for name, start, width in segments)
-        return Projection(self._estimator, drawn)

@@ -40,9 +40,9 @@ class BucketMasks(NamedTuple):
         """Values at all masks, in a row."""
         return sum(self.counts)
 
-    def row(self, number: int) -> tuple[Tensor, Tensor | None]:
-        """The masks of one row, (w,), and their directory."""
-        return self.words[number], None if self.bit_offsets is None else self.bit_offsets[number]
+    def of_rows(self, rows: int | slice) -> tuple[Tensor, Tensor | None]:
+        """The masks of one row, (w,), or of several, and their directory."""
+        return self.words[rows], None if self.bit_offsets is None else self.bit_offsets[rows]
 
 
 class MaskedExchange(NamedTuple):
@@ -129,8 +129,7 @@ class AtMask(Message):
         self._layouts: dict[tuple[int | None, ...], _Layout] = {}
         self._layout = self._lay_out([None] * len(pieces))  # of the last message
         self._faded: list[masks.MaskedSegment] = []
-        self._words = torch.empty(0)  # its masks (R, w), beside each other
-        self._bit_offsets: Tensor | None = None  # their directory
+        self._masks: BucketMasks  # its masks, beside each other
 
     def reaches(self, since: int, step: int) -> bool:
         exchanges = (self._used.get(piece.name) for piece in self._pieces)
@@ -144,12 +143,12 @@ class AtMask(Message):
         if not layout.masked:
             layout.whole.pack(own_weights.view(1, -1), message.view(1, -1))
             return message
-        self._words, self._bit_offsets = self._join([used for used in exchanges if used is not None])
+        self._masks = self._join([used for used in exchanges if used is not None])
         self._faded = [
             masks.MaskedSegment(piece.offset, piece.numel, padded(piece.numel, WORD), k, self._keep[piece.name])
             for piece, k in layout.masked
         ]
-        words, bit_offsets = self._masks_of(slice(self._rank, self._rank + 1))
+        words, bit_offsets = self._masks.of_rows(slice(self._rank, self._rank + 1))
         table = layout.whole.copy_table(own_weights.device)
         return masks.collect(own_weights, words, self._faded, table, message, bit_offsets)
 
@@ -159,20 +158,16 @@ class AtMask(Message):
         if not self._layout.masked:
             whole.unpack(messages, rows)
             return
-        words, bit_offsets = self._masks_of(peers)
+        words, bit_offsets = self._masks.of_rows(peers)
         masks.renew(messages, words, self._faded, whole.copy_table(rows.device), rows, bit_offsets)
 
-    def _masks_of(self, peers: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the masks of some ranks' rows, and their directory."""
-        return self._words[peers], None if self._bit_offsets is None else self._bit_offsets[peers]
-
-    def _join(self, exchanges: Sequence[MaskedExchange]) -> tuple[Tensor, Tensor | None]:
-        """Join the masks of all pieces that have one: a bucket's as they are, if these are its own. And a directory."""
-        bucket = exchanges[0].bucket
-        if bucket.names == tuple(piece.name for piece, _ in self._layout.masked):
-            return bucket.words, bucket.bit_offsets
+    def _join(self, exchanges: Sequence[MaskedExchange]) -> BucketMasks:
+        """Join the masks of all pieces that have one: a bucket's as they are, if these are its own."""
+        names, bucket = tuple(piece.name for piece, _ in self._layout.masked), exchanges[0].bucket
+        if bucket.names == names:
+            return bucket
         words = torch.cat([used.words for used in exchanges], 1)
-        return words, masks.directory(words)
+        return BucketMasks(names, tuple(used.k for used in exchanges), words, masks.directory(words))
 
     def _lay_out(self, counts: Sequence[int | None]) -> _Layout:
         """Lay out a message; ``counts``: how many values of each piece are at its mask, None where it has none."""

@@ -12,19 +12,9 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import Share, Within, check_types, read_arguments
 from thinwire.codecs.base import Residual
 from thinwire.core.bucket import Bucket
+from thinwire.core.card import EQUAL, Card
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import (
-    EQUAL,
-    MATRIX,
-    SMALL,
-    Card,
-    Method,
-    Smallest,
-    Start,
-    exempt_small,
-    first_step,
-    refuse_chunks,
-)
+from thinwire.core.method import MATRIX, SMALL, Method, Smallest, Start, exempt_small, first_step, refuse_chunks
 from thinwire.core.promise import CONSERVES, Promise, Rounding
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense

@@ -16,13 +16,14 @@ chooser for each parameter, and 4 ranks.)
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from thinwire.base import device as devices
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Segment
@@ -56,11 +57,6 @@ class Chunk(NamedTuple):
     @property
     def columns(self) -> slice:
         return slice(self.start, self.start + self.width)
-
-    @property
-    def groups(self) -> slice:
-        """As mask words."""
-        return slice(self.start // WORD, (self.start + self.width) // WORD)
 
 
 def cut(span: int, max_span: int) -> tuple[Chunk, ...]:
@@ -119,8 +115,7 @@ class Masks:
 
     def __init__(self, method: Method, exchange: Exchange, sizes: Mapping[str, int], schedule: Schedule) -> None:
         """``sizes``: values of each parameter in one of its R rows."""
-        self._method, self._exchange, self._sizes, self._schedule = method, exchange, sizes, schedule
-        self._chosen: dict[str, int] = {}  # what "chosen" says, without a look at a tensor
+        self._method, self._exchange, self._schedule = method, exchange, schedule
         rows = bucket_rows(exchange, True)
         ranks, values = exchange.ranks // rows, sum(sizes.values())
         self._chunks = {
@@ -130,25 +125,23 @@ class Masks:
         self._slots: tuple[float, Slots, int] | None = None
         self._bit_slots, self._length = self._lay_out(0)  # as bits: one for each score
         self._scores: Tensor | None = None  # what this rank chooses by, its chunks side by side
-        self._list_starts: tuple[tuple[sparse.ListSegment, ...], Tensor] | None = None  # see ``_first_columns``
-        self._index: tuple[list[tuple[int, int]], Tensor] | None = None  # see ``_join_chunks``
         self._message: Tensor | None = None  # what this rank has chosen for the next step
         self._work: Work | None = None  # everybody's messages, under way
+        self._joined: list[tuple[Tensor, list[Tensor]]] = []  # masks (1, bytes) to come, of several choosers' chunks
 
     def used(self, bucket: Bucket) -> BucketMasks | None:
         """The masks in use of the bucket's rows; None while they are all ones."""
         saved_masks = [self._method.state.get("mask", segment.name) for segment in bucket.segments]
         if all(mask is None for mask in saved_masks):
             return None
-        counts = tuple(self._count(segment) for segment in bucket.segments)
-        return bucket.once("masks", lambda: self._unpack_masks(bucket, saved_masks, counts), *saved_masks, *counts)
+        return bucket.once("masks", lambda: self._unpack_masks(bucket, saved_masks), *saved_masks)
 
-    def _count(self, segment: Segment) -> int:
-        """Values at the mask in use, in each row."""
-        if self._method.state.get("mask", segment.name) is None:
-            return segment.span
-        step = self._chosen_for(segment.name)
-        return sum(self._schedule.k(chunk.span, step) for chunk in self._chunks[segment.name])
+    def _sections(self, name: str, step: int) -> Iterator[tuple[Chunk, int, slice]]:
+        """Each chunk of ``name``, the values at its mask for ``step``, and its bytes in a row of the mask."""
+        end = 0
+        for chunk in self._chunks[name]:
+            begin, end = end, end + self._schedule.mask_bytes(chunk.span, step)
+            yield chunk, self._schedule.k(chunk.span, step), slice(begin, end)
 
     def scores(self, segment: Segment, device: torch.device) -> list[tuple[Chunk, Tensor | None]]:
         """Each of its chunks, with (width,) memory for what this rank chooses the next mask by; None: another does."""
@@ -188,7 +181,9 @@ class Masks:
         positions = self._message[: 4 * ends[-1]].view(torch.int32).view(1, -1)
         sparse.largest(rows, None, tuple(segments), None, positions, torch.empty_like(positions, dtype=torch.float32))
         # Positions travel as those of their own chunk; the padding, which travels and is saved, is 0.
-        positions.sub_(self._first_columns(tuple(segments), tuple(ends))).clamp_(min=0)
+        starts = devices.uploaded([segment.start for segment in segments], scores.device)
+        widths = devices.uploaded([end - s.list_start for s, end in zip(segments, ends, strict=True)], scores.device)
+        positions.sub_(starts.repeat_interleave(widths, output_size=ends[-1])).clamp_(min=0)
         return self._message[:length]
 
     def gather(self, names: Collection[str], step: int) -> None:
@@ -200,41 +195,41 @@ class Masks:
         state, (slots, length) = self._method.state, self._slots_of(step)
         messages = message.new_empty((self._exchange.ranks, length))
         self._work = self._exchange.gather(messages, message, async_op=True)
-        joined = self._join_chunks(messages, slots)
         for name, own_slots in slots.items():
             if name in names:
-                (choosers, byte_range), mask = own_slots[0], joined.get(name)
-                state.put("mask", name, messages[choosers, byte_range] if mask is None else mask)
+                mask, *others = sections = [messages[choosers, byte_range] for choosers, byte_range in own_slots]
+                if others:
+                    mask = message.new_empty((1, sum(section.shape[1] for section in sections)))
+                    self._joined.append((mask, sections))
+                state.put("mask", name, mask)
                 state.put("chosen", name, torch.tensor(step))
-                self._chosen[name] = step
             elif (mask_in_use := state.get("mask", name)) is not None and _shares_memory(mask_in_use):
                 state.put("mask", name, mask_in_use.clone())  # the gathered masks of that step can then be freed
 
     def finish(self) -> None:
-        """Wait for the masks that are under way."""
+        """Wait for the masks that are under way, and join what several ranks chose of one parameter."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-
-    def state_changed(self) -> None:
-        """Another state was loaded."""
-        self._chosen.clear()
+        for mask, sections in self._joined:
+            torch.cat(sections, 1, out=mask)
+            devices.keep(sections[0])  # with all messages, which nobody else may hold
+        self._joined.clear()
 
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
         """See ``StateKind.fault``: masks that do not have their bits, or have one beyond their columns."""
-        for name, chunks in self._chunks.items():
+        for name in self._chunks:
             key, chosen = f"{LOOSE}mask/{name}", saved.get(f"{LOOSE}chosen/{name}")
             if (mask := saved.get(key)) is None:
                 continue
             if chosen is None or not 0 <= int(chosen) < 2**31:
                 return f"{key} is there, and when it was chosen is not"
-            step, end = int(chosen), 0
-            for chunk in chunks:
-                begin, end = end, end + self._schedule.mask_bytes(chunk.span, step)
-                chunk_mask, k = mask[:, begin:end].cpu().contiguous(), self._schedule.k(chunk.span, step)
-                if chunk_mask.shape[1] != end - begin:
+            step = int(chosen)
+            for chunk, k, byte_range in self._sections(name, step):
+                chunk_mask = mask[:, byte_range].cpu().contiguous()
+                if chunk_mask.shape[1] != byte_range.stop - byte_range.start:
                     return f"{key} has {mask.shape[1]} bytes in a row, and its masks more"
-                words = torch.zeros((len(chunk_mask), (chunk.groups.stop - chunk.groups.start)), dtype=torch.int64)
+                words = torch.zeros((len(chunk_mask), chunk.width // WORD), dtype=torch.int64)
                 try:
                     if self._schedule.listed(step):
                         positions = chunk_mask.view(torch.int32)[:, :k].contiguous()
@@ -248,24 +243,6 @@ class Masks:
                 if chunk.span < chunk.width and bool((words[:, -1] >> chunk.span % WORD).any()):
                     return f"{key} has a bit beyond its {chunk.span} columns"
         return ""
-
-    def _join_chunks(self, messages: Tensor, slots: Slots) -> dict[str, Tensor]:
-        """Join the masks (1, bytes) of parameters with several choosers, from all ``messages`` (N, m) at once."""
-        split_slots = {name: own_slots for name, own_slots in slots.items() if len(own_slots) > 1}
-        if not split_slots:
-            return {}
-        length = messages.shape[1]
-        runs = [
-            ((choosers.start * length + byte_range.start) // 8, (byte_range.stop - byte_range.start) // 8)  # of words
-            for own_slots in split_slots.values()
-            for choosers, byte_range in own_slots
-        ]
-        if self._index is None or self._index[0] != runs:
-            index = torch.cat([torch.arange(first, first + count) for first, count in runs])
-            self._index = runs, index.to(messages.device)
-        joined = messages.view(-1).view(torch.int64).index_select(0, self._index[1]).view(torch.uint8)
-        sizes = [sum(octets.stop - octets.start for _, octets in own_slots) for own_slots in split_slots.values()]
-        return {name: mask.view(1, -1) for name, mask in zip(split_slots, joined.split(sizes), strict=True)}
 
     def _slots_of(self, step: int) -> tuple[Slots, int]:
         """Return ``_lay_out`` of ``step``, cached while masks have that density."""
@@ -282,7 +259,7 @@ class Masks:
         rows = bucket_rows(self._exchange, True)
         load = [(0, rank) for rank in range(self._exchange.ranks // rows)]  # a heap: values, and whose
         ends = [0] * len(load)
-        slots: Slots = {name: [] for name in self._sizes}
+        slots: Slots = {name: [] for name in self._chunks}
         pairs = [(name, chunk) for name, chunks in self._chunks.items() for chunk in chunks]
         for name, chunk in sorted(pairs, key=lambda pair: (-pair[1].span, pair[0], pair[1].start)):
             values, lightest = load[0]
@@ -291,51 +268,31 @@ class Masks:
             slots[name].append((slice(lightest * rows, (lightest + 1) * rows), slice(first, ends[lightest])))
         return slots, max(ends)
 
-    def _first_columns(self, segments: tuple[sparse.ListSegment, ...], ends: tuple[int, ...]) -> Tensor:
-        """(m,) int32: of each position in a list of all ``segments`` the first column of its own."""
-        if self._list_starts is None or self._list_starts[0] != segments:
-            assert self._scores is not None
-            widths = torch.tensor([end - segment.list_start for segment, end in zip(segments, ends, strict=True)])
-            starts = torch.tensor([segment.start for segment in segments], dtype=torch.int32)
-            self._list_starts = segments, starts.repeat_interleave(widths).to(self._scores.device)
-        return self._list_starts[1]
-
-    def _chosen_for(self, name: str) -> int:
-        """The step for whose density the mask of ``name`` was chosen."""
-        if name not in self._chosen:
-            saved = self._method.state.get("chosen", name)
-            if saved is None:
-                raise ThinwireError(
-                    f"{self._method.name}: the saved state has a mask of {name}, but not when it was chosen"
-                )
-            self._chosen[name] = int(saved)
-        return self._chosen[name]
-
-    def _unpack_masks(
-        self, bucket: Bucket, saved_masks: Sequence[Tensor | None], counts: tuple[int, ...]
-    ) -> BucketMasks:
+    def _unpack_masks(self, bucket: Bucket, saved_masks: Sequence[Tensor | None]) -> BucketMasks:
         """Unfold ``saved_masks``, each as it was gathered, to bits; None: all of the parameter's values."""
         words = bucket.buffer("mask", (bucket.shape[0], bucket.shape[1] // WORD), torch.int64)
-        lists = []
+        counts, lists = [], []
         for segment, mask in zip(bucket.segments, saved_masks, strict=True):
-            first = segment.start // WORD
             if mask is None:
                 flags = torch.zeros((len(words), segment.width), dtype=torch.bool, device=words.device)
                 flags[:, : segment.span] = True
                 masks.pack(flags, words[:, segment.groups(WORD)])
+                counts.append(segment.span)
                 continue
-            step, end = self._chosen_for(segment.name), 0
-            for chunk in self._chunks[segment.name]:
-                begin, end = end, end + self._schedule.mask_bytes(chunk.span, step)
-                word_range = slice(first + chunk.groups.start, first + chunk.groups.stop)
+            chosen = self._method.state.get("chosen", segment.name)
+            assert chosen is not None  # of every mask: ``fault_of`` refuses others
+            step, sections = int(chosen), list(self._sections(segment.name, int(chosen)))
+            counts.append(sum(k for _, k, _ in sections))
+            for chunk, k, byte_range in sections:
+                first = (segment.start + chunk.start) // WORD
+                word_range = slice(first, first + chunk.width // WORD)
                 if self._schedule.listed(step):
-                    positions = mask[:, begin:end].view(torch.int32)
-                    lists.append((positions[:, : self._schedule.k(chunk.span, step)], word_range))
+                    lists.append((mask[:, byte_range].view(torch.int32)[:, :k], word_range))
                 else:
-                    words[:, word_range].copy_(mask[:, begin:end].view(torch.int64))
+                    words[:, word_range].copy_(mask[:, byte_range].view(torch.int64))
         bit_offsets = masks.from_lists(lists, words)
         names = tuple(segment.name for segment in bucket.segments)
-        return BucketMasks(names, counts, words, masks.directory(words) if bit_offsets is None else bit_offsets)
+        return BucketMasks(names, tuple(counts), words, masks.directory(words) if bit_offsets is None else bit_offsets)
 
 
 def all_ones(bucket: Bucket) -> BucketMasks:

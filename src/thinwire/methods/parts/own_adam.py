@@ -80,12 +80,9 @@ def restore_moment(run: Run, kind: str, name: str, saved: Tensor) -> None:
     weight, (optimizer, group) = run.weights[name], run.holders[name]
     moments = optimizer.state[weight]
     if kind not in moments:
-        like_weight = saved.shape == local(weight).shape and saved.dim() > 0
-        on_device = group.get("capturable") or group.get("fused")
-        if like_weight:
+        on_device = saved.dim() > 0 or group.get("capturable") or group.get("fused")
+        if saved.dim() > 0 and saved.shape == local(weight).shape:
             moments[kind] = torch.zeros_like(weight, dtype=saved.dtype, requires_grad=False)
         else:
-            moments[kind] = saved.clone()
-        if saved.dim() == 0 and not on_device:
-            moments[kind] = saved.cpu()
+            moments[kind] = saved.clone() if on_device else saved.cpu()
     local(moments[kind]).copy_(saved)

@@ -56,7 +56,10 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
         ThinwireError: it is no Adam with decoupled weight decay, or has one of the settings ``REFUSED``; a GradScaler
             would unscale the gradients of several optimizers.
     """
-    refuse_scaled_apart(method, run)
+    if run.scaled and len(run.optimizers) > 1:
+        raise ThinwireError(
+            f"{method} under a GradScaler takes one optimizer: the scaler unscales the gradients of several one by one"
+        )
     holders = {name: run.holders[name] for name in names if name in run.holders}
     for name, (optimizer, group) in holders.items():
         if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
@@ -89,11 +92,3 @@ def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """
     step = inspect.unwrap(type(optimizer).step)
     return step in (inspect.unwrap(torch.optim.Adam.step), inspect.unwrap(torch.optim.AdamW.step))
-
-
-def refuse_scaled_apart(method: str, run: Run) -> None:
-    """For a ``method`` that reads gradients before the first optimizer steps: a GradScaler unscales one by one."""
-    if run.scaled and len(run.optimizers) > 1:
-        raise ThinwireError(
-            f"{method} under a GradScaler takes one optimizer: the scaler unscales the gradients of several one by one"
-        )

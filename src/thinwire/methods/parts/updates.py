@@ -70,7 +70,13 @@ class UpdateSpace:
     """Turns gradients into steps before an exchange, and takes the steps that come back."""
 
     def __init__(
-        self, method: str, updates: Any, run: Run, sent: Sequence[str], *, read_state: Callable[[], State],
+        self,
+        method: str,
+        updates: Any,
+        run: Run,
+        sent: Sequence[str],
+        *,
+        read_state: Callable[[], State],
         instead: Callable[[], str],
     ) -> None:
         """Make the steps of ``method``, which compresses ``sent``; ``updates``: the knobs that say how.
@@ -101,8 +107,8 @@ class UpdateSpace:
                     "direction='adam', or train it where weights are not sharded (DDP)"
                 )
         self._steps = OwnSteps()
-        self._squares: dict[str, Tensor] = {}  # of each tensor in this step: sum_S (mean g)^2, sum_S mean g^2
-        self._powers: dict[str, Tensor] = {}  # of each tensor in this step: mean_n |g_n|^2
+        # Of each tensor in this step: (sum_S (mean g)^2, sum_S mean g^2), and mean_n |g_n|^2.
+        self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._lengths: dict[str, tuple[Tensor, int]] = {}  # of the first values of each c: to notice who scales it
         self._scaled: Tensor | None = None
 
@@ -191,18 +197,16 @@ class UpdateSpace:
     def end_step(self, step: Step) -> None:
         """The step has been taken: r moves on."""
         self._steps.show(step)
-        if self._squares:
+        if self._measured:
             new = _ratio(self._sum_squares(), self._run.exchange.ranks)
             old = self._state.get("alike", "")
             self._state.put("alike", "", new if old is None else DECAY * old + (1 - DECAY) * new)
-            self._squares.clear()
-        self._powers.clear()
+            self._measured.clear()
 
     def forget(self) -> None:
         """The step under way does not count."""
         self._steps.forget()
-        self._squares.clear()
-        self._powers.clear()
+        self._measured.clear()
         self._lengths.clear()
 
     def send_second(self, bucket: Bucket, exchange: Exchange) -> None:
@@ -212,9 +216,8 @@ class UpdateSpace:
 
     def hand_over(self, name: str, second: Tensor) -> None:
         """``second`` = mean_n v_n, in the shape of this rank's part of ``name``, becomes the optimizer's."""
-        weight, (optimizer, _) = self._run.weights[name], self._run.holders[name]
         if self._state.get("seen", name) is not None:
-            optimizer.state[weight] = self._moments(name, second if self._knows_second(name) else None)
+            self._run.holders[name].optimizer.state[self._run.weights[name]] = self._moments(name, second)
 
     def moments_of(self, name: str) -> dict[str, Tensor] | None:
         """Return what torch's Adam would keep of ``name``, by this rank's own v_n; None: it keeps its own.
@@ -223,21 +226,16 @@ class UpdateSpace:
         """
         if self._state.get("seen", name) is None:
             return None
-        second = None
-        if self._knows_second(name) and self._run.chunk is None:
-            second = self._state.get("second", name)
-        if second is None:
+        second, weight = self._state.get("second", name), local(self._run.weights[name])
+        if second is None or self._run.chunk is not None:
             return self._moments(name, None)
-        exchange, size = self._run.exchange, local(self._run.weights[name]).numel()
-        rows = second[exchange.rank : exchange.rank + 1] if exchange.owner else second
-        return self._moments(name, rows.reshape(-1)[:size].view(local(self._run.weights[name]).shape))
-
-    def _knows_second(self, name: str) -> bool:
-        """Is there a second moment of each value of ``name``?"""
-        return name not in self._matrices
+        own_second = second[self._run.exchange.own_rows].reshape(-1)[: weight.numel()]
+        return self._moments(name, own_second.view(weight.shape))
 
     def _moments(self, name: str, second: Tensor | None) -> dict[str, Tensor]:
-        """``second``: of all values; None: no step was taken."""
+        """``second``: of all values; None: no step was taken. Of Muon's matrices it is a momentum."""
+        if name in self._matrices:
+            second = None
         weight, group = self._run.weights[name].detach(), self._run.holders[name].group
         steps, r = self._state.get("seen", name), self._state.get("alike", "")
         count = torch.zeros(()) if second is None or steps is None else steps.float().cpu()
@@ -259,22 +257,21 @@ class UpdateSpace:
     def power(self) -> Tensor | None:
         """r mean_n |g_n|^2, 0-dim: about the squared norm of the mean gradient of what became steps, on the exchange's
         ranks; None: nothing has."""
-        if not self._powers:
+        if not self._measured:
             return None
         r = self._state.get("alike", "")
         if r is None:
             r = _ratio(self._sum_squares(), self._run.exchange.ranks)
-        return r * torch.stack([self._powers[name] for name in sorted(self._powers)]).sum()
+        return r * torch.stack([self._measured[name][1] for name in sorted(self._measured)]).sum()
 
     def _sum_squares(self) -> Tensor:
-        return torch.stack([self._squares[name] for name in sorted(self._squares)]).sum(0)
+        return torch.stack([self._measured[name][0] for name in sorted(self._measured)]).sum(0)
 
     def cancel(self, names: Collection[str]) -> None:
         """The steps of ``names`` were thrown away."""
         for name in names:
             self._steps.names.discard(name)
-            self._squares.pop(name, None)
-            self._powers.pop(name, None)
+            self._measured.pop(name, None)
             self._lengths.pop(name, None)
 
     def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
@@ -327,10 +324,10 @@ class UpdateSpace:
             torch.linalg.vector_norm(bucket.rows, out=sums[0, count])
         torch.square(sums[0], out=sums[1])
         exchange.all_mean(sums)
-        self._powers.update(zip((segment.name for segment in bucket.segments), sums[1, count:], strict=True))
         samples = sums[:, :count].view(2, -1, SAMPLE)
         ratios = torch.stack([samples[0].square().sum(1), samples[1].sum(1)], 1)
-        self._squares.update(zip((segment.name for segment in bucket.segments), ratios, strict=True))
+        names = (segment.name for segment in bucket.segments)
+        self._measured.update(zip(names, zip(ratios, sums[1, count:], strict=True), strict=True))
         return ratios
 
     def _sample_positions(self, bucket: Bucket) -> Tensor:
