@@ -50,4 +50,4 @@ class DGC(TopK):
         velocity.copy_(old).mul_(self.momentum).add_(bucket.rows)  # eq. 7: u = m u + g_n
         bucket.rows.copy_(velocity)
         super().compress(bucket, exchange)  # eq. 7: v = v + u; v of what was not sent
-        velocity.mul_(self.state.write("residual", bucket) != 0)  # sec. 3.3: 0 where v was sent, or cancelled to the last bit
+        velocity.mul_(self.state.write("residual", bucket) != 0)  # sec. 3.3: 0 where v was sent (or is 0)
