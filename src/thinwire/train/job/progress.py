@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thinwire.base import extras
@@ -66,8 +67,13 @@ class Display:
         self.config, self.rank, self.start = config, rank, start
         self._open = contextlib.ExitStack()
         self._trackers: list[Log] = []
-        self._progress: Progress | None = None
-        self._task: Any = None
+        self._console = Console(quiet=rank != 0, highlight=False, markup=False, emoji=False)
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        values = TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")
+        # Open MPI gives each rank a terminal of 80 columns, wherever its output really goes.
+        has_bar = rank == 0 and sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
+        self._progress = Progress(*columns, values, console=self._console, disable=not has_bar)
+        self._task = self._progress.add_task("training", total=config.steps, completed=start, loss=0.0, rate=0.0)
         self.wall_s, self.write_error = 0.0, ""
 
     def __enter__(self) -> Display:
@@ -81,14 +87,7 @@ class Display:
             table = open_table(self.config.out, self.start)
             tracker = table if name == "csv" else open_service(name, self.config, self.start, last_step)
             self._trackers.append(self._open.enter_context(tracker))
-        # Open MPI gives each rank a terminal of 80 columns, wherever its output really goes.
-        if sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ:
-            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-            values = TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")
-            self._progress = self._open.enter_context(Progress(*columns, values))
-            self._task = self._progress.add_task(
-                "training", total=self.config.steps, completed=self.start, loss=0.0, rate=0.0
-            )
+        self._open.enter_context(self._progress)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -97,18 +96,12 @@ class Display:
 
     def say(self, line: str) -> None:
         """Show a line to the user."""
-        if self.rank != 0:
-            return
-        if self._progress is not None:
-            self._progress.console.print(line, highlight=False)
-        else:
-            print(line, flush=True)
+        self._console.print(line, soft_wrap=True)
 
     def step(self, row: dict[str, Any], rate: float) -> None:
         """Write one optimizer step's row of metrics.jsonl."""
         self._write(row)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=row["step"], loss=row["loss"], rate=rate)
+        self._progress.update(self._task, completed=row["step"], loss=row["loss"], rate=rate)
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Write one evaluation's row of metrics.jsonl."""
