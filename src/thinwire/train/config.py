@@ -29,7 +29,7 @@ Count = Annotated[int, Within(lambda count: count >= 1, "must be 1 or more")]
 CountOrZero = Annotated[int, _NOT_NEGATIVE]
 Norm = Annotated[float, _NOT_NEGATIVE]
 Rate = Annotated[float, _NOT_NEGATIVE, Within(lambda rate: rate <= LARGEST_RATE, f"is up to {LARGEST_RATE:g}")]
-Share = Annotated[float, Within(lambda share: 0 <= share <= 1, "is a share from 0 to 1")]
+ShareOrZero = Annotated[float, Within(lambda share: 0 <= share <= 1, "is a share from 0 to 1")]
 _BELOW_1 = Within(lambda betas: 0 <= min(betas) <= max(betas) < 1, "are two numbers from 0 to below 1")
 Betas = Annotated[tuple[float, float], _BELOW_1]
 Seed = Annotated[int, Within(lambda s: abs(s) <= LARGEST_SEED, f"is a whole number up to {LARGEST_SEED:,} in size")]
@@ -109,9 +109,9 @@ class Config:
     lr: Rate | None = None
     """Learning rate at the top of the schedule. Default: 2e-3, or for models wider than 256 less, as one over the width
     (512: 5e-4); 2e-5 with --init, 2e-4 with --lora."""
-    lr_end: Share = 0.1
+    lr_end: ShareOrZero = 0.1
     """Learning rate at the end, as a share of the top."""
-    warmup: Share = 0.05
+    warmup: ShareOrZero = 0.05
     """Share of the steps in which the learning rate rises."""
     weight_decay: Rate = 0.1
     """Decoupled weight decay, on tensors of two or more dimensions."""
