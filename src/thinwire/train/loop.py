@@ -47,16 +47,19 @@ def train(config: Config) -> dict[str, Any]:
     """
     config.check()
     try:
-        with (
-            join_ranks(config) as ranks,
-            open_run_folder(config.out, Collective(ranks.comm.patient(config.file_timeout))) as folder,
-        ):
-            trainer = _make_trainer(config, ranks, folder)
-            return trainer.run() if trainer else {}
+        with join_ranks(config) as ranks:
+            return _train(config, ranks)
     except RuntimeError as error:  # raised by torch's own collectives
         if is_of_the_network(error):
             raise ThinwireError(f"rank {os.environ['RANK']} lost another rank: {network_words(error)}") from None
         raise
+
+
+def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
+    collective = Collective(ranks.comm.patient(config.file_timeout))
+    with open_run_folder(config.out, collective) as folder:
+        trainer = _make_trainer(config, ranks, folder)
+        return trainer.run() if trainer else {}
 
 
 def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | None:
