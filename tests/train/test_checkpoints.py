@@ -897,7 +897,7 @@ def test_a_metrics_file_that_cannot_be_written_ends_the_run_in_one_line(tmp_path
 
     def full(self: Display) -> Display:
         enter(self)
-        self._logs = [full_disk]
+        self._trackers = [full_disk]
         return self
 
     with mock.patch.object(Display, "__enter__", full), pytest.raises(ThinwireError) as caught:

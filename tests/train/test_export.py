@@ -18,7 +18,6 @@ from thinwire.train.checkpoint import trained_model
 from thinwire.train.data import token_files
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.windows import Windows, batches
-from thinwire.train.model import generation
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.hf_export import export
 from thinwire.train.model.shapes import ModelConfig
@@ -62,13 +61,13 @@ def test_a_folder_that_holds_a_model_and_a_shape_without_counterpart_are_refused
 
 def test_tokens_are_drawn_as_asked():
     model, prompt = decoder("gpt"), torch.tensor([1, 2, 3])
-    likeliest = list(generation.generate(model, prompt, 40, temperature=0))  # beyond the context of 24
+    likeliest = list(trained_model.generate(model, prompt, 40, temperature=0))  # beyond the context of 24
     assert likeliest[0] == int(model(prompt[None])[0, -1].argmax()) and len(likeliest) == 40
-    assert list(generation.generate(model, prompt, 40, top_k=1)) == likeliest
-    drawn = [list(generation.generate(model, prompt, 20, seed=seed)) for seed in (0, 0, 1)]
+    assert list(trained_model.generate(model, prompt, 40, top_k=1)) == likeliest
+    drawn = [list(trained_model.generate(model, prompt, 20, seed=seed)) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     allowed = set(model(prompt[None])[0, -1].topk(5).indices.tolist())
-    assert {next(generation.generate(model, prompt, 1, top_k=5, seed=seed)) for seed in range(30)} <= allowed
+    assert {next(trained_model.generate(model, prompt, 1, top_k=5, seed=seed)) for seed in range(30)} <= allowed
 
 
 def _train(rank: int, world: int, port: int, words: list[str]) -> int:

@@ -276,7 +276,7 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
 )
 def test_settings_that_do_not_go_together(words, line, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
-    monkeypatch.setattr("thinwire.train.job.launch.start_ranks", None)
+    monkeypatch.setattr("thinwire.train.cli.start_ranks", None)
     assert cli.main(["train", "--out", f"{tmp_path}/run", *words]) == 2
     error = capsys.readouterr().err
     assert line in error and error.count("\n") == 1

@@ -99,7 +99,7 @@ def test_srun_with_pmi_is_srun():
 )
 def test_what_is_not_clear_is_one_line(text, line, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
-    monkeypatch.setattr("thinwire.train.job.launch.start_ranks", None)
+    monkeypatch.setattr("thinwire.train.cli.start_ranks", None)
     for name, value in variables(text).items():
         monkeypatch.setenv(name, value)
     assert cli.main(["train", "--out", f"{tmp_path}/run"]) == 2

@@ -364,7 +364,7 @@ def test_bad_input_gets_one_line_and_a_status(tmp_path, text):
 )
 def test_bad_settings_are_refused_before_a_rank_is_started(tmp_path, monkeypatch, capsys, words, line):
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # the program sets it where it is not
-    monkeypatch.setattr("thinwire.train.job.launch.start_ranks", None)
+    monkeypatch.setattr("thinwire.train.cli.start_ranks", None)
     status = cli.main(["train", "--preset", "tiny", "--ranks", "2", "--out", f"{tmp_path}/run", *words])
     assert refused([(status, capsys.readouterr().err)], line)
 
@@ -433,7 +433,7 @@ def _ranks_of(launcher: int) -> list[int]:
 
 SLEEPING = """
 import sys
-from thinwire.train.job.launch import start_ranks
+from thinwire.train.cli import start_ranks
 sys.executable = sys.argv[1]
 sys.exit(start_ranks([], 2, 2))
 """

@@ -1,13 +1,20 @@
-"""The command ``thinwire train``: starts ranks, or is one of them."""
+"""The command ``thinwire train``: is one rank of a job, or starts ranks here, one process each, none left behind."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import threading
+import time
 import warnings
-from typing import Any
+from typing import Any, TextIO
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.base.processes import POLL_S, die_with_parent, free_port, wait
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(argv: list[str]) -> int:
@@ -15,7 +22,6 @@ def main(argv: list[str]) -> int:
     # Before torch is imported: its sockets print stack traces of their own beside our one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from thinwire.train.config import from_arguments
-    from thinwire.train.job.launch import start_ranks, under_torchrun
     from thinwire.train.job.scheduler import forgotten_srun, torchrun_variables
 
     config = from_arguments(argv).check()
@@ -55,3 +61,92 @@ def _default_ranks(device: str) -> int:
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return min(2, os.cpu_count() or 1)
+
+
+def under_torchrun() -> bool:
+    """Has somebody else (torchrun, ``thinwire lab``) started this process as one rank of several?"""
+    return all(name in os.environ for name in TORCHRUN)
+
+
+def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
+    """Run ``thinwire train`` with these arguments on ``ranks`` ranks, said to be ``per_node`` on a node.
+
+    Returns:
+        the exit status of the first that fails (128 + signal where a signal ended it), or 0.
+
+    A first SIGTERM or Ctrl-C is passed on to the ranks, which save and end; a second one ends them. When one fails or
+    this process ends, however it ends, the others are ended too. A line that several ranks print to standard error is
+    shown once.
+    """
+    port = str(free_port())
+    command = [sys.executable, "-m", "thinwire", "train", *arguments]
+    processes: list[subprocess.Popen[str]] = []
+    relays: list[threading.Thread] = []
+    shown, lock = set[str](), threading.Lock()
+    signals: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        if signals:
+            raise KeyboardInterrupt  # the ranks are ended on the way out
+        signals.append(number)
+        for process in processes:
+            process.send_signal(number)
+
+    handled = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, pass_on) for number in handled}
+    try:
+        for rank in range(ranks):
+            environment = {
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),  # of this machine: it chooses the GPU
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(per_node),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                # A terminal's Ctrl-C reaches them from here alone.
+                preexec_fn=die_with_parent, start_new_session=True,
+            )  # fmt: skip
+            processes.append(process)
+            relays.append(threading.Thread(target=_relay, args=(process.stderr, shown, lock), daemon=True))
+            relays[-1].start()
+        return _wait(processes)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+        for relay in relays:
+            relay.join(timeout=5)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait(processes: list[subprocess.Popen[str]]) -> int:
+    failed = wait(processes)
+    if failed is None:
+        return 0
+    for rank, process in enumerate(processes):
+        if (state := process.poll()) is not None and state < 0:
+            print(f"thinwire: rank {rank} was ended by {signal.Signals(-state).name}", file=sys.stderr)
+    # The other ranks notice by themselves and may say why; then they are ended.
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        time.sleep(POLL_S)
+    _, code = failed
+    return code if code > 0 else 128 - code
+
+
+def _relay(stream: TextIO, shown: set[str], lock: threading.Lock) -> None:
+    """Relay lines to standard error, each of our own messages once."""
+    for line in stream:
+        with lock:
+            if not line.startswith("thinwire:") or line not in shown:
+                shown.add(line)
+                sys.stderr.write(line)
+                sys.stderr.flush()

@@ -9,13 +9,13 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import check_types
+from thinwire.base.knobs import Within, check_types
 from thinwire.base.options import read_options
 from thinwire.train.model.shapes import PRESETS, ModelConfig
 
@@ -23,20 +23,18 @@ SHAPE = ("family", "layers", "width", "heads", "kv_heads", "hidden")
 """Settings that override the preset's shape."""
 LARGEST_SEED = 2**43  # that of an epoch's shuffle is about a million times as large, and torch takes 64 bits
 LARGEST_RATE = 1e15  # optimizers multiply rates, or divide by 1 - beta, and the result has to be a float32
-BELOW_1, ABOVE_0 = math.nextafter(1, 0), math.nextafter(0, 1)
-RANGES = (
-    (("steps", "batch_size", "accumulate", "threads", "keep", "ranks", "ranks_per_node", "shard_size", "seq_len",
-      "layers", "width", "heads", "kv_heads", "hidden", "lora"), 1, math.inf, "must be 1 or more"),
-    (("eval_every", "eval_sequences", "checkpoint_every", "max_skipped", "check_every", "clip", "weight_decay", "lr"),
-     0, math.inf, "must not be negative"),
-    (("lr", "weight_decay"), 0, LARGEST_RATE, f"is up to {LARGEST_RATE:g}"),
-    (("warmup", "lr_end"), 0, 1, "is a share from 0 to 1"),
-    (("betas",), 0, BELOW_1, "are two numbers from 0 to below 1"),
-    (("timeout", "file_timeout"), ABOVE_0, 1e9, "is in seconds, above 0 and up to 1,000,000,000"),
-    (("seed",), -LARGEST_SEED, LARGEST_SEED, f"is a whole number up to {LARGEST_SEED:,} in size"),
-    (("bucket_mb",), ABOVE_0, 1e6, "is above 0 and up to 1,000,000"),
-)  # fmt: skip
-"""Settings, the smallest and the largest value of each where it is not left out, and how an error says so."""
+
+_NOT_NEGATIVE = Within(lambda value: value >= 0, "must not be negative")
+Count = Annotated[int, Within(lambda count: count >= 1, "must be 1 or more")]
+CountOrZero = Annotated[int, _NOT_NEGATIVE]
+Norm = Annotated[float, _NOT_NEGATIVE]
+Rate = Annotated[float, _NOT_NEGATIVE, Within(lambda rate: rate <= LARGEST_RATE, f"is up to {LARGEST_RATE:g}")]
+ShareOrZero = Annotated[float, Within(lambda share: 0 <= share <= 1, "is a share from 0 to 1")]
+_BELOW_1 = Within(lambda betas: 0 <= min(betas) <= max(betas) < 1, "are two numbers from 0 to below 1")
+Betas = Annotated[tuple[float, float], _BELOW_1]
+Seed = Annotated[int, Within(lambda s: abs(s) <= LARGEST_SEED, f"is a whole number up to {LARGEST_SEED:,} in size")]
+Megabytes = Annotated[float, Within(lambda mb: 0 < mb <= 1e6, "is above 0 and up to 1,000,000")]
+Seconds = Annotated[float, Within(lambda s: 0 < s <= 1e9, "is in seconds, above 0 and up to 1,000,000,000")]
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,14 @@ class Config:
     gpt-2.0b, llama-500m, llama-1.8b."""
     family: Literal["gpt", "llama"] | None = None
     """Overrides the preset; so do the next six options."""
-    layers: int | None = None
-    width: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
+    layers: Count | None = None
+    width: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
     """Heads of keys and values (fewer than heads: grouped-query attention)."""
-    hidden: int | None = None
+    hidden: Count | None = None
     """Width inside the MLP."""
-    seq_len: int | None = None
+    seq_len: Count | None = None
     """Tokens per sequence. Default: the preset's; 512 with --init."""
 
     init: str | None = None
@@ -64,7 +62,7 @@ class Config:
     data: tuple[str, ...] = ()
     """With --init: JSONL files or globs in place of --corpus, with "prompt" and "completion" or with "messages"; the
     answers are learnt."""
-    lora: int | None = None
+    lora: Count | None = None
     """With --init: train adapters of this rank (lower: fewer values) by peft, and nothing else."""
     lora_alpha: float | None = None
     """The adapters' weight is this by their rank. Default: twice the rank."""
@@ -81,13 +79,13 @@ class Config:
     """Method of the hop inside a node, on HSDP or with two levels: dense, bf16, int8, ... Default: dense."""
     guard: bool = True
     """Skip a step on all ranks when any gradient is not finite."""
-    bucket_mb: float | None = None
+    bucket_mb: Megabytes | None = None
     """DDP: MB of gradients per exchange. Lower: exchanges start earlier and less is left when the backward pass ends,
     but there are more messages. Default: as suits the method (`bucket_cap_mb` in plan.txt); dense: torch's (25, the
     first 1)."""
     reshard: bool = True
     """FSDP2 and HSDP: free the gathered weights after the forward pass (less memory, one more gather per step)."""
-    shard_size: int | None = None
+    shard_size: Count | None = None
     """HSDP: ranks that share one copy of the weights. Default: the ranks of a node."""
 
     corpus: tuple[str, ...] = ("stdlib",)
@@ -99,50 +97,50 @@ class Config:
     """bytes, bpe:SIZE (trained on the corpus), folder:PATH (tokenizer.json of a Hugging Face folder) or hub:NAME;
     ids:SIZE for token files: so many different tokens."""
 
-    steps: int = 400
+    steps: Count = 400
     """Optimizer steps of the whole run."""
-    batch_size: int = 8
+    batch_size: Count = 8
     """Sequences per rank and micro-batch."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Micro-batches per optimizer step."""
     optimizer: Literal["adamw", "adams", "sgd"] | None = None
     """adams: thinwire.AdamS, which keeps no second moment. sgd: without momentum, for methods that have one (dgc).
     Default: what the method is made for, of most adamw."""
-    lr: float | None = None
+    lr: Rate | None = None
     """Learning rate at the top of the schedule. Default: 2e-3, or for models wider than 256 less, as one over the width
     (512: 5e-4); 2e-5 with --init, 2e-4 with --lora."""
-    lr_end: float = 0.1
+    lr_end: ShareOrZero = 0.1
     """Learning rate at the end, as a share of the top."""
-    warmup: float = 0.05
+    warmup: ShareOrZero = 0.05
     """Share of the steps in which the learning rate rises."""
-    weight_decay: float = 0.1
+    weight_decay: Rate = 0.1
     """Decoupled weight decay, on tensors of two or more dimensions."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     """beta1 and beta2 of adamw and adams."""
-    clip: float = 1.0
+    clip: Norm = 1.0
     """Largest norm of the gradient (lower: clipped more); 0: not clipped."""
-    seed: int = 0
+    seed: Seed = 0
 
     out: Path = Path("runs/train")
     """Folder for the run's files."""
-    ranks: int | None = None
+    ranks: Count | None = None
     """Ranks to start on this machine. Default: one per GPU, or 2 on CPU. Under torchrun its ranks are used."""
-    ranks_per_node: int | None = None
+    ranks_per_node: Count | None = None
     """Treat the ranks started here as nodes of this many ranks (to try two levels). Default: all on one node."""
     track: tuple[Literal["csv", "wandb", "trackio"], ...] = ()
     """Trackers to which rank 0 sends the numbers of metrics.jsonl too: csv (metrics.csv in --out), wandb (Weights &
     Biases), trackio. One or more."""
     track_project: str = "thinwire"
     """The project's name there."""
-    eval_every: int = 100
+    eval_every: CountOrZero = 100
     """Steps between evaluations (also at the start and at the end); 0: only those two."""
-    eval_sequences: int = 64
+    eval_sequences: CountOrZero = 64
     """Held-out sequences per evaluation, over all ranks (0: no evaluation)."""
     checkpoints: bool = True
     """Save at the end, and on SIGTERM or Ctrl-C before ending."""
-    checkpoint_every: int = 0
+    checkpoint_every: CountOrZero = 0
     """Steps between further checkpoints; 0: no further ones."""
-    keep: int = 2
+    keep: Count = 2
     """Checkpoints kept (the newest of those that are good to go on from)."""
     resume: str | None = None
     """A checkpoint's folder to continue from; "latest": the newest in --out; "auto": the same, or afresh if there is
@@ -155,10 +153,10 @@ class Config:
     middle of a run at a high rate that step is far too large). Refuse: it does not continue there."""
     overwrite: bool = False
     """Start afresh in a folder that holds a run, which is removed."""
-    max_skipped: int = 20
+    max_skipped: CountOrZero = 20
     """Steps in a row that are skipped, or whose loss is not finite, after which the run ends (higher: more patient);
     0: never."""
-    check_every: int = 0
+    check_every: CountOrZero = 0
     """Steps between two comparisons of what all ranks must hold alike, by hashes (lower: a difference is noticed
     sooner); 0: never."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -166,11 +164,11 @@ class Config:
     """Dtype of the computation; weights and moments are fp32. auto: bf16 on CUDA, fp32 on CPU."""
     compile: bool = False
     """torch.compile the model."""
-    threads: int = 1
+    threads: Count = 1
     """CPU threads per rank."""
-    timeout: float = 120.0
+    timeout: Seconds = 120.0
     """Seconds to wait for the other ranks."""
-    file_timeout: float = 3600.0
+    file_timeout: Seconds = 3600.0
     """Seconds to wait for a rank that reads text, trains a tokenizer, or reads or writes a checkpoint."""
 
     def shape(self, vocabulary: int) -> ModelConfig:
@@ -222,12 +220,6 @@ class Config:
         check_types(self, _flag)
         if self.preset not in PRESETS:
             raise ThinwireError(f"unknown preset '{self.preset}'; there are: {', '.join(PRESETS)}")
-        for names, smallest, largest, rule in RANGES:
-            for name in names:
-                value = getattr(self, name)
-                for number in value if isinstance(value, tuple) else (value,):
-                    if number is not None and not smallest <= number <= largest:
-                        raise ThinwireError(f"{_flag(name)} {rule}, got {value}")
         self._check_combinations()
         if not self.init:
             self.shape(vocabulary=256)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from thinwire.base.errors import ThinwireError
 from thinwire.plan.plan import human
@@ -148,8 +148,7 @@ def _distances(first: Path, second: Path) -> Iterator[tuple[str, float, float]]:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE)
-    for number, name in enumerate(columns):
-        number_column = name.startswith(("rank", "size", "least", "med", "larg", "rel"))
-        table.add_column(name, justify="right" if number_column else "left", no_wrap=number == 0)
-    return table
+    first, *others = columns
+    numbers = ("rank", "size", "least", "med", "larg", "rel")
+    right = (Column(name, justify="right" if name.startswith(numbers) else "left") for name in others)
+    return Table(Column(first, no_wrap=True), *right, box=box.SIMPLE)

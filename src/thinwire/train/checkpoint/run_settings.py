@@ -11,7 +11,7 @@ import torch
 from thinwire.base.errors import ThinwireError
 from thinwire.core.agreement import version
 from thinwire.methods import resolve
-from thinwire.train.config import Config
+from thinwire.train.config import SHAPE, Config
 from thinwire.train.model.shapes import ModelConfig
 
 FITS = "fits"
@@ -22,9 +22,7 @@ EXACT = "exact"
 """The run goes on, but is not bit for bit what it would have been: a warning."""
 
 TABLE: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(
-        ("family", "layers", "width", "heads", "kv_heads", "hidden", "vocabulary"), (FITS, "the model's shape")
-    ),
+    **dict.fromkeys((*SHAPE, "vocabulary"), (FITS, "the model's shape")),
     "context": (FITS, "the model's shape, where positions are learned (family gpt)"),
     "engine": (FITS, "how weights and state lie on the ranks"),
     "mesh": (FITS, "ranks that share one copy of the weights, times copies"),

@@ -28,16 +28,7 @@ from torch import Tensor, nn
 from thinwire.base import files
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.train.checkpoint import format, run_settings
-from thinwire.train.checkpoint.format import (
-    MODEL,
-    Checkpoint,
-    Damaged,
-    checkpoint_names,
-    rank_file,
-    read_meta,
-    read_tensors,
-    step_of,
-)  # fmt: skip
+from thinwire.train.checkpoint.format import MODEL, Checkpoint, Damaged, rank_file, read_meta, step_of
 from thinwire.train.checkpoint.state import Resize, ResumedState, collect_tensors
 from thinwire.train.job.run_folder import RunFolder
 from thinwire.wire import Wire
@@ -118,7 +109,7 @@ class Checkpoints:
         if good:
             files.write(self.path / "latest", newest + "\n")
         of_this_run = {}
-        for name in checkpoint_names(self.path):
+        for name in format.checkpoint_names(self.path):
             with contextlib.suppress(Damaged):  # nobody can tell whose it is: it stays
                 meta = read_meta(self.path / name).meta
                 if meta["run"] == self.run:
@@ -194,7 +185,7 @@ class Checkpoints:
 
         def read_all() -> tuple[list[Any], list[str]]:
             readable, errors = [], []
-            for name in checkpoint_names(folder) if only is None else [only]:
+            for name in format.checkpoint_names(folder) if only is None else [only]:
                 try:
                     checkpoint = read_meta(folder / name)
                     readable.append([name, checkpoint.meta, checkpoint.complete_files])
@@ -228,7 +219,7 @@ class Checkpoints:
         def read() -> str:
             try:
                 for file in needed:
-                    for name, tensor in read_tensors(path / file):
+                    for name, tensor in format.read_tensors(path / file):
                         if not resize:  # else it is read for the checksum's sake
                             tensors[name] = tensor
             except Damaged as error:

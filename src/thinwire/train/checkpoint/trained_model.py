@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,6 @@ from thinwire.train.config import Config, from_yaml
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.model import pretrained
 from thinwire.train.model.decoder import Decoder
-from thinwire.train.model.generation import generate
 from thinwire.train.model.hf_export import export
 from thinwire.train.model.shapes import ModelConfig
 
@@ -119,6 +119,34 @@ class ExportOptions:
     """The folder to write."""
     adapter: bool = False
     """After --lora: write peft's adapter alone, in place of the model with the adapter merged into it."""
+
+
+def generate(
+    model: Any, prompt: Tensor, count: int, *, temperature: float = 1.0, top_k: int = 0, seed: int = 0,
+    end: int | None = None,
+) -> Iterator[int]:  # fmt: skip
+    """Yield ``count`` tokens that follow ``prompt``, (T,) int64 with T >= 1; fewer if ``end`` is one of them.
+
+    Each is drawn given as many tokens before it as the context of ``model`` (Decoder or Pretrained) holds, as
+    ``SampleOptions`` says.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    text = prompt.tolist()
+    model.eval()
+    for _ in range(count):
+        with torch.no_grad():
+            logits = model(torch.tensor([text[-model.context :]]))[0, -1].float()
+        if top_k:
+            threshold = logits.topk(min(top_k, len(logits))).values[-1]
+            logits = logits.masked_fill(logits < threshold, float("-inf"))
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            token = int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
+        if token == end:
+            return
+        text.append(token)
+        yield token
 
 
 def sample_main(argv: list[str]) -> int:

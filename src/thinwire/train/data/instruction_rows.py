@@ -114,8 +114,6 @@ def _read_objects(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         yield f"{path}, line {number}", json.loads(line)
-        except OSError as error:
-            raise ThinwireError(f"cannot read {path}: {error.strerror}") from None
         except ValueError:
             raise ThinwireError(f"{path} is not JSONL: each line holds one JSON object") from None
 

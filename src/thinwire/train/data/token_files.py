@@ -184,8 +184,6 @@ def _whole_file(path: Path) -> FileRange:
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ThinwireError(f"{path} holds {array.dtype} {array.shape}: tokens are integers in one dimension")
         return FileRange(path, array.offset, len(array), array.dtype)
-    except OSError as error:
-        raise ThinwireError(f"cannot read the token file {path}: {error.strerror}") from None
     except ValueError:
         raise ThinwireError(f"{path} is no .npy file") from None
 

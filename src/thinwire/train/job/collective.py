@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.nn import functional as F
 
 from thinwire.base.errors import LostRank, ThinwireError
 from thinwire.base.files import in_one_line, naming, sync
@@ -31,11 +32,10 @@ class Collective:
 
     def share(self, value: Any) -> list[Any]:
         """Give the ``value`` of every rank (what JSON can say), in rank order."""
-        data = bytearray(json.dumps(value).encode())
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = torch.zeros(self.size, 1, dtype=torch.int64)
         self._comm.all_gather(lengths, torch.tensor([len(data)]))
-        row = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-        row[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+        row = F.pad(data, (0, int(lengths.max()) - len(data)))
         rows = torch.zeros(self.size, len(row), dtype=torch.uint8)
         self._comm.all_gather(rows, row)
         return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths[:, 0], strict=True)]

@@ -1,20 +1,33 @@
-"""Progress of a run, which rank 0 shows and writes while it goes: a bar, metrics.jsonl, and the trackers."""
+"""Progress of a run, which rank 0 shows and writes while it goes: a bar, metrics.jsonl, and the trackers of --track."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import sys
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from thinwire.base.errors import ThinwireError
+from thinwire.base import extras
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.files import write
 from thinwire.train.config import Config
-from thinwire.train.job.trackers import Log, open_trackers
+
+COLUMNS = (
+    "step", "loss", "valid_loss", "lr", "grad_norm", "step_ms", "exposed_ms", "encode_ms", "wire_ms", "decode_ms",
+    "wire_bytes_inter", "wire_bytes_intra", "skipped", "tokens", "wall_s",
+)  # fmt: skip
+"""Columns of metrics.csv. An evaluation's row has step, valid_loss and wall_s alone."""
+Log = Callable[[dict[str, float]], object]
+"""Takes the numbers of one row of metrics.jsonl, of a step or of an evaluation."""
 
 
 def cut_metrics(path: Path, step: int) -> tuple[float, int]:
@@ -53,29 +66,28 @@ class Display:
     def __init__(self, config: Config, rank: int, start: int) -> None:
         self.config, self.rank, self.start = config, rank, start
         self._open = contextlib.ExitStack()
-        self._logs: list[Log] = []
-        self._progress: Progress | None = None
-        self._task: Any = None
+        self._trackers: list[Log] = []
+        self._console = Console(quiet=rank != 0, highlight=False, markup=False, emoji=False)
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        values = TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")
+        # Open MPI gives each rank a terminal of 80 columns, wherever its output really goes.
+        has_bar = rank == 0 and sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
+        self._progress = Progress(*columns, values, console=self._console, disable=not has_bar)
+        self._task = self._progress.add_task("training", total=config.steps, completed=start, loss=0.0, rate=0.0)
         self.wall_s, self.write_error = 0.0, ""
 
     def __enter__(self) -> Display:
         if self.rank != 0:
             return self
-        metrics = self.config.out / "metrics.jsonl"
-        last_step = -1
+        metrics, last_step = self.config.out / "metrics.jsonl", -1
         if self.start:
             self.wall_s, last_step = cut_metrics(metrics, self.start)
-        file = self._open.enter_context(metrics.open("a" if self.start else "w", buffering=1))
-        self._logs = [lambda row: file.write(json.dumps(row) + "\n")]
-        self._logs += map(self._open.enter_context, open_trackers(self.config, self.start, last_step))
-        # Open MPI gives each rank a terminal of 80 columns, wherever its output really goes.
-        if sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ:
-            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-            numbers = TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")
-            self._progress = self._open.enter_context(Progress(*columns, numbers))
-            self._task = self._progress.add_task(
-                "training", total=self.config.steps, completed=self.start, loss=0.0, rate=0.0
-            )
+        self._rows = self._open.enter_context(metrics.open("a" if self.start else "w", buffering=1))
+        for name in dict.fromkeys(self.config.track):
+            table = open_table(self.config.out, self.start)
+            tracker = table if name == "csv" else open_service(name, self.config, self.start, last_step)
+            self._trackers.append(self._open.enter_context(tracker))
+        self._open.enter_context(self._progress)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -84,18 +96,12 @@ class Display:
 
     def say(self, line: str) -> None:
         """Show a line to the user."""
-        if self.rank != 0:
-            return
-        if self._progress is not None:
-            self._progress.console.print(line, highlight=False)
-        else:
-            print(line, flush=True)
+        self._console.print(line, soft_wrap=True)
 
     def step(self, row: dict[str, Any], rate: float) -> None:
         """Write one optimizer step's row of metrics.jsonl."""
         self._write(row)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=row["step"], loss=row["loss"], rate=rate)
+        self._progress.update(self._task, completed=row["step"], loss=row["loss"], rate=rate)
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Write one evaluation's row of metrics.jsonl."""
@@ -108,8 +114,77 @@ class Display:
             raise ThinwireError(self.write_error)
 
     def _write(self, row: dict[str, Any]) -> None:
+        if self.rank != 0:
+            return
         try:
-            for log in self._logs:
-                log(row)
+            self._rows.write(json.dumps(row) + "\n")
+            for log in self._trackers:
+                log(numbers(row))
         except OSError as error:
             self.write_error = f"cannot write {self.config.out / 'metrics.jsonl'}: {error.strerror}"
+
+
+def numbers(row: dict[str, Any]) -> dict[str, float]:
+    """Flatten the numbers in a row of metrics.jsonl: bytes by link, a skipped step as 1."""
+    flat = row | {f"wire_bytes_{link}": count for link, count in row.get("wire_bytes", {}).items()}
+    return {name: +value for name, value in flat.items() if isinstance(value, int | float)}
+
+
+@contextlib.contextmanager
+def open_table(folder: Path, start: int) -> Iterator[Log]:
+    """Write metrics.csv, anew from metrics.jsonl where a run goes on, so the two always hold the same rows."""
+    with (folder / "metrics.csv").open("w", newline="", encoding="utf-8", buffering=1) as file:
+        table = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        table.writeheader()
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if start else []:
+            table.writerow(numbers(json.loads(line)))
+        yield table.writerow
+
+
+@contextlib.contextmanager
+def open_service(name: str, config: Config, start: int, last_step: int) -> Iterator[Log]:
+    """Go on with the run that this folder has begun on Weights & Biases or Trackio, or begin one: they share an API.
+
+    Neither takes a row back. Rows of steps that an interrupted run had sent after its checkpoint stay, and are not sent
+    a second time. An error of the service ends the tracking with a warning, not the training.
+    """
+    api: Any = extras.load(name)
+    path, folder = config.out / "tracked.json", config.out
+    run_ids = json.loads(path.read_text()) if start and path.exists() else {}
+    last_sent = last_step if name in run_ids else -1
+    if name not in run_ids:
+        run_ids[name] = uuid.uuid4().hex[:8]
+        write(path, json.dumps(run_ids) + "\n")
+    identity = {"name": f"{folder.name}-{run_ids[name]}"}
+    if name == "wandb":
+        identity = {"id": run_ids[name], "name": folder.name, "dir": str(folder)}
+    try:
+        run = api.init(project=config.track_project, config=config.plain(), resume="allow", **identity)
+    except Exception as error:
+        raise ThinwireError(f"--track {name}: {_one_line(error)}") from None
+
+    def call(method: str, *values: Any, **options: Any) -> None:
+        nonlocal run
+        try:
+            if run is not None:
+                getattr(run, method)(*values, **options)
+        except Exception as error:
+            run = None
+            line = f"--track {name} has ended, the run goes on: {_one_line(error)}"
+            warnings.warn(line, ThinwireWarning, stacklevel=2)
+
+    def log(row: dict[str, float]) -> None:
+        step = row.pop("step")
+        if step > last_sent:
+            call("log", row, step=step)
+
+    failed = True
+    try:
+        yield log
+        failed = False
+    finally:
+        call("finish", **({"exit_code": int(failed)} if name == "wandb" else {}))
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -186,15 +186,11 @@ def _read_text(config: Config, folder: RunFolder) -> tuple[Tokenizer, Windows, W
         return tokenizer, *_windows(config, corpus.train, corpus.valid)
 
     train, valid = collective.do(lambda: _texts(config))
-
-    def make_tokenizer() -> None:
-        if collective.rank == 0:
-            Tokenizer(config.tokenizer, spans([train]), folder.path, anew=config.overwrite)
-
-    collective.do(make_tokenizer)
-    if path := tokenizer_file(config.tokenizer, folder.path):
+    name, anew = config.tokenizer, config.overwrite
+    collective.do(lambda: Tokenizer(name, spans([train]), folder.path, anew=anew) if collective.rank == 0 else None)
+    if path := tokenizer_file(name, folder.path):
         collective.copy(0, path, path if folder.is_keeper and collective.rank else None)
-    tokenizer = collective.do(lambda: Tokenizer(config.tokenizer, None, folder.path))
+    tokenizer = collective.do(lambda: Tokenizer(name, None, folder.path))
     return tokenizer, *collective.do(lambda: _windows(config, tokenizer.encode(train), tokenizer.encode(valid)))
 
 

@@ -41,25 +41,20 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-class GeluMlp(nn.Module):
+class Mlp(nn.Module):
+    """GELU (gpt), or SwiGLU (llama)."""
+
     def __init__(self, shape: ModelConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(shape.width, shape.hidden)
-        self.output = nn.Linear(shape.hidden, shape.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output(F.gelu(self.up(x), approximate="tanh"))
-
-
-class SwigluMlp(nn.Module):
-    def __init__(self, shape: ModelConfig) -> None:
-        super().__init__()
+        gpt = shape.family == "gpt"
         # "side" and not "gate": a gate is a router to those who read names.
-        self.side = nn.Linear(shape.width, shape.hidden, bias=False)
-        self.up = nn.Linear(shape.width, shape.hidden, bias=False)
-        self.output = nn.Linear(shape.hidden, shape.width, bias=False)
+        self.side = None if gpt else nn.Linear(shape.width, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.width, shape.hidden, bias=gpt)
+        self.output = nn.Linear(shape.hidden, shape.width, bias=gpt)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.side is None:
+            return self.output(F.gelu(self.up(x), approximate="tanh"))
         return self.output(F.silu(self.side(x)) * self.up(x))
 
 
@@ -68,10 +63,9 @@ class Block(nn.Module):
 
     def __init__(self, shape: ModelConfig) -> None:
         super().__init__()
-        gpt = shape.family == "gpt"
-        norm = nn.LayerNorm if gpt else nn.RMSNorm
+        norm = nn.LayerNorm if shape.family == "gpt" else nn.RMSNorm
         self.attention_norm, self.attention = norm(shape.width, eps=1e-5), Attention(shape)
-        self.mlp_norm, self.mlp = norm(shape.width, eps=1e-5), GeluMlp(shape) if gpt else SwigluMlp(shape)
+        self.mlp_norm, self.mlp = norm(shape.width, eps=1e-5), Mlp(shape)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope)
