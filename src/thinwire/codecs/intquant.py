@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -79,14 +80,8 @@ class Integers(GroupedBytes):
         return drawn
 
 
-def Int8(group: int = 128, rounding: str = "nearest", *, hadamard: bool = False) -> Integers:
-    """:class:`Integers` of 8 bits."""
-    return Integers(group, 8, hadamard, rounding)
-
-
-def Int4(group: int = 128, rounding: str = "nearest", *, hadamard: bool = False) -> Integers:
-    """:class:`Integers` of 4 bits."""
-    return Integers(group, 4, hadamard, rounding)
+Int8 = functools.partial(Integers, bits=8)
+Int4 = functools.partial(Integers, bits=4)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,9 +12,6 @@ from torch.optim import Optimizer
 
 from thinwire.base.errors import ThinwireError
 from thinwire.ops.adams import adams
-
-Rows = list[tuple[Tensor, Tensor, Tensor, Tensor | None]]
-"""Of each parameter its weight, moment and gradient, and what the moment becomes, if that is known."""
 
 
 class AdamS(Optimizer):
@@ -39,11 +35,9 @@ class AdamS(Optimizer):
         lr: learning rate, above 0. betas: (b1, b2), each from 0 up to but not 1. eps: added to the root, above or
             equal to 0. weight_decay: decoupled, as AdamW's.
         bias_correction: divide by 1 - b^t. False: as SCAPE's Alg. 1 prints it.
-        foreach: plain torch over lists of tensors. fused: one kernel per tensor, one pass over memory (numba on CPU,
-            Triton on CUDA). Neither given: fused.
 
     Raises:
-        ThinwireError: a knob out of its range; sparse gradients; foreach and fused at once.
+        ThinwireError: a knob out of its range; sparse gradients.
     """
 
     def __init__(
@@ -55,8 +49,6 @@ class AdamS(Optimizer):
         weight_decay: float = 0.01,
         *,
         bias_correction: bool = True,
-        foreach: bool | None = None,
-        fused: bool | None = None,
     ) -> None:
         if not float(lr) >= 0:
             raise ThinwireError(f"AdamS: lr must be 0 or more, got {lr}")
@@ -64,11 +56,8 @@ class AdamS(Optimizer):
             raise ThinwireError(f"AdamS: betas are two numbers from 0 up to but not 1, got {betas}")
         if not eps >= 0 or not weight_decay >= 0:
             raise ThinwireError(f"AdamS: eps and weight_decay must be 0 or more, got {eps} and {weight_decay}")
-        if foreach and fused:
-            raise ThinwireError("AdamS: foreach and fused exclude each other")
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
-            "foreach": foreach, "fused": fused,
         }  # fmt: skip
         super().__init__(params, defaults)
         self.next_moments: dict[Tensor, Tensor] = {}
@@ -92,7 +81,7 @@ class AdamS(Optimizer):
         return loss
 
     def _step(self, group: dict[str, Any]) -> None:
-        rows_by_step: defaultdict[int, Rows] = defaultdict(list)
+        b1, b2 = group["betas"]
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -103,44 +92,18 @@ class AdamS(Optimizer):
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["step"] += 1
-            rows_by_step[int(state["step"])].append((
-                _local(parameter), _local(state["exp_avg"]), _local(parameter.grad), self.next_moments.get(parameter),
-            ))  # fmt: skip
-        b1, b2 = group["betas"]
-        for t, rows in rows_by_step.items():
+            t = int(state["step"])
             c1, c2 = (1 - b1**t, 1 - b2**t) if group["bias_correction"] else (1.0, 1.0)
-            (_foreach if group["foreach"] else _fused)(
-                rows, lr=float(group["lr"]), beta1=b1, beta2=b2, eps=group["eps"], decay=group["weight_decay"],
-                correction1=c1, correction2=c2,
+            weight, moment, gradient = (_local(tensor) for tensor in (parameter, state["exp_avg"], parameter.grad))
+            w, m, g = (tensor.contiguous().view(-1) for tensor in (weight, moment, gradient))
+            adams(
+                w, m, g, self.next_moments.get(parameter), lr=float(group["lr"]), beta1=b1, beta2=b2, eps=group["eps"],
+                decay=group["weight_decay"], correction1=c1, correction2=c2,
             )  # fmt: skip
+            for tensor, updated in ((weight, w), (moment, m)):
+                if not tensor.is_contiguous():
+                    tensor.copy_(updated.view(tensor.shape))
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _fused(rows: Rows, **knobs: float) -> None:
-    for weight, moment, gradient, next_moment in rows:
-        w, m, g = (tensor.contiguous().view(-1) for tensor in (weight, moment, gradient))
-        adams(w, m, g, next_moment, **knobs)
-        for tensor, updated in ((weight, w), (moment, m)):
-            if not tensor.is_contiguous():
-                tensor.copy_(updated.view(tensor.shape))
-
-
-def _foreach(
-    rows: Rows, lr: float, beta1: float, beta2: float, eps: float, decay: float, correction1: float, correction2: float
-) -> None:
-    weights, moments, gradients = [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
-    squares = torch._foreach_mul(moments, moments)
-    torch._foreach_mul_(squares, beta2)
-    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-    torch._foreach_sqrt_(squares)
-    torch._foreach_div_(squares, correction2**0.5)
-    torch._foreach_add_(squares, eps)
-    torch._foreach_lerp_(moments, gradients, 1 - beta1)
-    for _, moment, _, next_moment in rows:
-        if next_moment is not None:
-            moment.copy_(next_moment.view_as(moment))
-    torch._foreach_mul_(weights, 1 - lr * decay)
-    torch._foreach_addcdiv_(weights, moments, squares, -lr / correction1)
