@@ -574,7 +574,7 @@ class Wire:
 
     def last_step(self) -> dict:
         """As ``stats``, of the last optimizer step alone."""
-        return {**self.ledger.stats([self.ledger.last]), "method": self.method.facts()}
+        return {**self.ledger.stats(last=True), "method": self.method.facts()}
 
     def reset_stats(self) -> None:
         """Start ``stats`` anew."""

@@ -42,11 +42,13 @@ _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceO
 class Comm(ABC):
     """A group of ranks: ``rank`` of ``size``, ``nodes[r]`` the node that rank r lives on; are they all on ``one_node``?
 
-    All ranks call the same verbs in the same order; the order never depends on data or on the rank.
+    ``ranks`` are their numbers in the job. All call the same verbs in the same order, which never depends on data or on
+    the rank.
     """
 
     def __init__(self, rank: int, nodes: Sequence[int], ledger: Ledger) -> None:
         self.rank, self.size, self.nodes, self.ledger = rank, len(nodes), tuple(nodes), ledger
+        self.ranks: Sequence[int] = range(self.size)
         self.one_node = len(set(nodes)) == 1
         self._peers = Counter(self.link(peer) for peer in range(self.size) if peer != rank)
 
@@ -111,16 +113,12 @@ class Comm(ABC):
         """Raise DamagedMessage if a row is not what its sender has sent."""
         damaged = unseal(received, out.view(self.size, -1))
         if damaged is not None:
-            raise DamagedMessage(self.number(self.rank), self.number(damaged), verb)
+            raise DamagedMessage(self.ranks[self.rank], self.ranks[damaged], verb)
 
     def ring_bytes(self, verb: str, nbytes: int) -> float:
         """Count the bytes that each rank hands to its neighbour where a ring reduces ``nbytes``."""
         passes = 2 if verb == "all_reduce" or self.reduce_scatter_is_all_reduce else 1
         return passes * (self.size - 1) / self.size * nbytes
-
-    def number(self, rank: int) -> int:
-        """Return the number in the job of a ``rank`` of this group."""
-        return rank
 
     def _count_ring(self, verb: str, nbytes: int) -> None:
         """Count what reduces ``nbytes`` on the link to one neighbour, to whom a ring hands everything."""
@@ -199,7 +197,7 @@ class GroupComm(Comm):
     to point, receives first, which fills the link (``benchmarks/speed/gloo.py`` prints both).
 
     Attributes:
-        ranks: their numbers in the job. timeout: how long one waits for the others; None where torch does not say.
+        timeout: how long one waits for the others; None where torch does not say.
     """
 
     def __init__(
@@ -230,9 +228,6 @@ class GroupComm(Comm):
         """
         kinds = {device.type for device in _devices(group)}
         return cls(group, Ledger(), device="cpu" if "cpu" in kinds or not kinds else min(kinds))
-
-    def number(self, rank: int) -> int:
-        return self.ranks[rank]
 
     def twin(self) -> GroupComm:
         """Give the same ranks a process group of their own, so that another thread may use it beside this one."""
