@@ -207,9 +207,13 @@ class GroupComm(Comm):
         nodes: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``device``: of the tensors that will travel; a group may have a backend for each."""
+        """``device``: of the tensors that will travel; a group may have a backend for each.
+
+        ``nodes``: None: LOCAL_WORLD_SIZE ranks per node, in order; without it all links are ``inter``.
+        """
         if nodes is None:  # torch's group, or the user's
-            nodes = node_numbers(group)
+            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's nodes are of consecutive ranks
+            nodes = [rank // per_node for rank in dist.get_process_group_ranks(group)]
             _inherit_timeout(group)
         super().__init__(dist.get_rank(group), nodes, ledger)
         self.group, self.device = group, torch.device(device)
@@ -270,8 +274,15 @@ class GroupComm(Comm):
         return GroupComm(self._new(self.ranks, "gloo", timedelta(seconds=seconds)), self.ledger, self.nodes)
 
     def _new(self, ranks: Sequence[int], backend: str, limit: timedelta | None) -> dist.ProcessGroup:
-        with self.waiting("new group"), _unsplit():
-            return dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+        # After init_process_group(device_id=...) torch would split it off the job's communicator, in which every rank
+        # of the job has to take part.
+        whole: Any = dist.group.WORLD
+        bound, whole.bound_device_id = whole.bound_device_id, None
+        try:
+            with self.waiting("new group"):
+                return dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+        finally:
+            whole.bound_device_id = bound
 
     @contextmanager
     def waiting(self, verb: str, peer: int | None = None) -> Iterator[None]:
@@ -375,22 +386,6 @@ class ChainedWork(Work):
         return True
 
 
-@contextmanager
-def _unsplit() -> Iterator[None]:
-    """Give groups that are made inside a communicator of their own.
-
-    After ``init_process_group(device_id=...)`` torch would split it off the job's, in which every rank of the job has
-    to take part.
-    """
-    whole = dist.group.WORLD
-    assert whole is not None
-    bound, whole.bound_device_id = whole.bound_device_id, None
-    try:
-        yield
-    finally:
-        whole.bound_device_id = bound
-
-
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name the backend that carries ``group``'s tensors of ``device``: "gloo", "nccl", ..."""
     pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
@@ -400,15 +395,6 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 def local(weight: Tensor) -> Tensor:
     """Return this rank's part of a parameter or of its moments: itself, or a DTensor's shard."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def node_numbers(group: dist.ProcessGroup) -> list[int]:
-    """Read the node of each rank of ``group`` from torchrun's environment (LOCAL_WORLD_SIZE ranks per node, in order).
-
-    Without that variable every rank counts as a node of its own: all links are ``inter``.
-    """
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return [rank // per_node for rank in dist.get_process_group_ranks(group)]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
