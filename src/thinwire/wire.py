@@ -327,7 +327,8 @@ class Wire:
             guards=self._guard.comms if safety.guard else (),
         )  # fmt: skip
         compresses = len(self._stage.dense) < len(run.parameters)
-        if safety.outlier_clip is not None and card.keeps_state and card.bounded and compresses:
+        # Where ranks go their own ways, gradients are clipped before they move what is kept.
+        if safety.outlier_clip is not None and card.keeps_state and card.alone_from is None and compresses:
             sizes = {parameter.name: parameter.local for parameter in run.parameters.values()}
             leaves = None if card.promise.of == "gradients" else STEP
             self._stage.bound = OutlierClip(safety.outlier_clip, sizes, leaves)
