@@ -305,12 +305,25 @@ def quality_cell(method: str, where: Regime) -> str:
     return f"{what} ({row.lr:g}; {cost.seeds})"
 
 
+OPENED = ("core", "engines", "network", "plan", "saved")
+"""Packages of which the tree in CONTRIBUTING shows each file."""
+
+
 def tree() -> str:
-    """Where each file of the package is, with the first sentence of its own docstring."""
+    """Where each file of the package is, with the first sentence of its own docstring: of the rooms that a gradient
+    passes each file, of the others each folder."""
     package = ROOT / "src" / "thinwire"
-    files = [(f"  {path.name}", path) for path in sorted(package.glob("*.py")) if not path.name.startswith("__")]
-    folders = [(f"  {path.parent.name}/", path) for path in sorted(package.glob("*/__init__.py"))]
-    entries = [("src/thinwire/", ""), *((name, first_sentence(path)) for name, path in files + folders), *BESIDE]
+
+    def below(folder: Path, indent: str) -> list[tuple[str, str]]:
+        every_file = folder == package or folder.name in OPENED
+        files = sorted(folder.glob("*.py")) if every_file else []
+        entries = [(f"{indent}{path.name}", first_sentence(path)) for path in files if not path.name.startswith("_")]
+        for init in sorted(folder.glob("*/__init__.py")):
+            entries.append((f"{indent}{init.parent.name}/", first_sentence(init)))
+            entries += below(init.parent, indent + "  ")
+        return entries
+
+    entries = [("src/thinwire/", ""), *below(package, "  "), *BESIDE]
     width = max(len(name) for name, _ in entries) + 2
     return "\n".join(["```", *(f"{name:<{width}}{what}".rstrip() for name, what in entries), "```"])
 

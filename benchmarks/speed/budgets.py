@@ -116,7 +116,7 @@ def parameter(name: str, given: int | tuple[int, ...], ranks: int) -> Parameter:
     shape = (given,) if isinstance(given, int) else given
     local = -(-shape[0] // ranks) * math.prod(shape[1:])
     norm = "norm" in name or ".ln_" in name or name.startswith("ln_")
-    role = "norm" if norm else "embedding" if name.startswith(("wte", "wpe", "embed")) else role_of(name, None, shape)
+    role = "norm" if norm else "embedding" if name.startswith(("wte", "wpe", "embed")) else role_of(name, None)
     return Parameter(name, shape, math.prod(shape), role, torch.float32, local)
 
 

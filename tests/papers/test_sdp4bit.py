@@ -464,7 +464,7 @@ def test_what_does_not_fit_is_refused():
     for knobs, message in (
         ({"weights": "deltas"}, "weights is one of difference, plain, dense"),
         ({"weight_bits": 3}, "weight_bits is 4 or 8"),
-        ({"bits": 5}, "bits and intra_bits are 4, 8, 16 or 32"),
+        ({"bits": 5}, "bits is one of 4, 8, 16, 32"),
         ({"rounding": "up"}, "rounding is nearest or stochastic"),
         ({"group": 16}, "from 32 to 4096"),
     ):
