@@ -126,11 +126,6 @@ class Card:
         return {self.steady + number: share for number, share in self.cycle.items()}
 
     @property
-    def equal_kinds(self) -> list[str]:
-        """The kinds of state that are the same on all ranks."""
-        return [name for name, kind in self.state_kinds.items() if kind.rank_equal]
-
-    @property
     def offloaded_kinds(self) -> list[str]:
         """The kinds of state that live in CPU memory."""
         return [name for name, kind in self.state_kinds.items() if kind.offloaded]
