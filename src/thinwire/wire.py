@@ -327,7 +327,8 @@ class Wire:
             guards=self._guard.comms if safety.guard else (),
         )  # fmt: skip
         compresses = len(self._stage.dense) < len(run.parameters)
-        if safety.outlier_clip is not None and card.keeps_state and card.bounded and compresses:
+        # Where ranks go their own ways, gradients are clipped before they move what is kept.
+        if safety.outlier_clip is not None and card.keeps_state and card.alone_from is None and compresses:
             sizes = {parameter.name: parameter.local for parameter in run.parameters.values()}
             leaves = None if card.promise.of == "gradients" else STEP
             self._stage.bound = OutlierClip(safety.outlier_clip, sizes, leaves)
@@ -439,15 +440,13 @@ class Wire:
     def flush(self, *, with_next: bool = False) -> None:
         """Deliver all that waits on all ranks. Collective, between two steps: where a method is to be left, say.
 
-        Not before an evaluation in the middle of a run: most of what waits is noise that would cancel while it waits,
-        and delivered at once it is a step far too large (docs/state.md has the loss).
+        Not before an evaluation in the middle of a run: delivered at once it is a step far too large (docs/state.md).
 
         With feedback="updates" what waits are steps of the weights: one dense exchange, and the weights are as if none
         had waited. With any other method they are gradients, which only an optimizer can make steps of:
 
-        ``with_next``: the next step delivers them; should it be skipped, the one after. Call it before that step's last
-        backward pass, on all ranks: its exchange is dense, whatever the method, and counted as what it sends. With
-        local-steps it is the end of the round.
+        ``with_next``: the next step that counts delivers them. Call it before that step's last backward pass: its
+        exchange is dense, whatever the method, and counted as what it sends. With local-steps it ends the round.
 
         Raises:
             ThinwireError: nothing waits with this method, or what does takes ``with_next=True``; the next step's
@@ -501,13 +500,9 @@ class Wire:
         """Give the optimizer the moments that another one would go on with. Collective, between two steps.
 
         With feedback="updates" the optimizer has no state of the compressed parameters: training that goes on from it
-        without the method would begin with steps of lr for each value. After this ``optimizer.state`` holds, of each of
-        them, ``exp_avg_sq`` = r mean_n v_n, which stands for the average of squared mean gradients, ``exp_avg`` = 0,
-        and as ``step`` the gradients seen, until the method's next step. With other methods nothing is done.
-
-        ``optimizer.state_dict()`` alone, which is not collective, holds the same by this rank's own v_n. Where there is
-        no second moment of each value (direction="muon"; alone also two_level on DDP, where a rank has a part of it)
-        moments are those of a fresh optimizer.
+        without the method would begin with steps of lr for each value. After this ``optimizer.state`` holds, until the
+        method's next step, the moments that docs/state.md describes. With other methods nothing is done.
+        ``optimizer.state_dict()`` alone, which is not collective, holds the same by this rank's own second moments.
         """
         self._turn.finish()
         if (step_maker := self._step_maker) is not None:
@@ -518,9 +513,9 @@ class Wire:
     def reset(self) -> None:
         """Drop what waits to be sent; call it on all ranks, between two steps, where weights are put back.
 
-        An lr finder, "back to the best weights", a rollback after a spike: what waits belongs to the weights of before.
-        Averages stay (the second moments of feedback="updates", say). With local steps a new round begins, from the
-        weights as they are. Where ``wire.load_state_dict()`` puts back what belongs to the weights, this is not needed.
+        What waits belongs to the weights of before. Averages stay (the second moments of feedback="updates", say). With
+        local steps a new round begins. Where ``wire.load_state_dict()`` puts back what belongs to the weights, this is
+        not needed.
 
         Raises:
             ThinwireError: between ``backward()`` and ``optimizer.step()``.
@@ -533,19 +528,16 @@ class Wire:
         self.weights_changed()
 
     def _add_moments(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """``optimizer.state_dict()`` gives ``state``: of what the method steps in its place, too, there are moments.
-
-        So ``torch.distributed.checkpoint`` finds what it looks for, and whoever goes on with the optimizer alone.
-        """
+        """Add to ``optimizer.state_dict()`` the moments of what the method steps: checkpoints need them."""
         if (step_maker := self._step_maker) is None:
             return
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for number, weight in enumerate(weights):
             name = self._turn.name_of(weight)
-            if name is not None and number not in state["state"]:
-                moments = step_maker.moments_of(name)
-                if moments is not None:
-                    state["state"][number] = moments
+            if name is None or number in state["state"]:
+                continue
+            if (moments := step_maker.moments_of(name)) is not None:
+                state["state"][number] = moments
 
     def weights_changed(self) -> None:
         """Say that weights were given other values than the optimizer's, on all ranks, through ``.data``.
@@ -574,7 +566,7 @@ class Wire:
 
     def last_step(self) -> dict:
         """As ``stats``, of the last optimizer step alone."""
-        return {**self.ledger.stats([self.ledger.last]), "method": self.method.facts()}
+        return {**self.ledger.stats(last=True), "method": self.method.facts()}
 
     def reset_stats(self) -> None:
         """Start ``stats`` anew."""

@@ -72,8 +72,6 @@ class Card:
         summed_by_network: the network sums what is sent (a linear codec, or none). False: all-to-all and a sum in fp32.
         native: the engine's own buffer goes out as it is, in its own dtype: nothing is split, nothing is encoded.
         keeps_state: something has to survive from step to step.
-        bounded: what is kept comes from gradients that are neither averaged nor clipped yet, so that ``bound.py`` cuts
-            what is spoilt. It says nothing where ``keeps_state`` is False.
         adds_up: two exchanges in one optimizer step give the sum of two means. A method that keeps an average over the
             steps, which would move on twice, says False.
         bytes_follow_data: the bytes of a step depend on the data, and the plan is an upper bound.
@@ -103,7 +101,6 @@ class Card:
     summed_by_network: bool = True
     native: bool = True
     keeps_state: bool = False
-    bounded: bool = True
     adds_up: bool = True
     bytes_follow_data: bool = False
     grows_with_ranks: bool = False
@@ -127,11 +124,6 @@ class Card:
     def steady_steps(self) -> dict[int, float]:
         """``cycle`` by the number of the optimizer step."""
         return {self.steady + number: share for number, share in self.cycle.items()}
-
-    @property
-    def equal_kinds(self) -> list[str]:
-        """The kinds of state that are the same on all ranks."""
-        return [name for name, kind in self.state_kinds.items() if kind.rank_equal]
 
     @property
     def offloaded_kinds(self) -> list[str]:

@@ -36,7 +36,7 @@ COMPOSITIONS = 256
 
 
 class OutlierClip:
-    """Scales gradients that are more than ``times`` as large as usual for their parameter on this rank down to that.
+    """Scales gradients down whose norm is more than ``times`` the usual one.
 
     With r the running mean of a parameter's norms, R the norm of all r together, and s the parameter's share of all
     values, usual is max(r, sqrt(s) R): a parameter whose gradients begin small (behind a layer that starts at zero) may
@@ -116,7 +116,6 @@ class OutlierClip:
                 self._next[:, i] = self._statistics[:, i]
 
     def _warn(self) -> None:
-        """Warn once of gradients that are cut often: they are no accident, and what is cut off is lost."""
         _, counted, cut, _ = self._statistics.cpu()
         often = [name for name, i in self._index.items() if cut[i] > max(OFTEN * counted[i], 1)]
         if often:

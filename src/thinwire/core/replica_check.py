@@ -103,7 +103,7 @@ class ReplicaCheck:
         if engine.kind != "fsdp2":
             comm = engine.comms[0] if engine.kind == "ddp" else exchange.comm
             yield _aside(comm), {f"the weights {name}": local(weight) for name, weight in self._weights.items()}
-        if kinds := method.card.equal_kinds:
+        if kinds := [name for name, kind in method.card.state_kinds.items() if kind.rank_equal]:
             method.finish()
             entries = [entry for kind in kinds for entry in find_entries(method.state, kind)]
             entries.sort(key=lambda entry: entry[:2])

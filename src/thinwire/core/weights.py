@@ -140,7 +140,6 @@ class Replica:
         step: optimizer steps taken when the weights were last brought up to date; None: never, or they are no longer
             to be relied on.
         changed: this rank's weights were given other values since the last gather, and not by an optimizer.
-        fingerprint: samples of the trusted values; None: nobody looks at values.
     """
 
     def __init__(
@@ -151,16 +150,16 @@ class Replica:
         comm: Comm,
         device: torch.device,
         version: Callable[[], int] = lambda: 0,
-        fingerprint: Fingerprint | None = None,
+        weights: Callable[[], Sequence[Tensor]] = lambda: (),
     ) -> None:
-        """``version``: rises with every change of this rank's weights that the engine can see."""
+        """``version``: rises with every change of this rank's ``weights`` that the engine can see."""
         self.message, self.shard, self.comm, self.device = message, shard, comm, device
         self.step: int | None = None
         self.changed = False
         self._state, self._loads = state, state.loads
         self._version, self._seen_version = version, version()
-        self.fingerprint = fingerprint
-        self._trust()
+        self._fingerprint = Fingerprint(weights)
+        self._fingerprint.take()
         self._row: Tensor | None = None  # this rank's weights as the others hold them, where those differ
         self._ahead: _MessageUnderWay | None = None  # left before it was asked for
         self._out = self._empty() if self.message.resident else None
@@ -192,11 +191,7 @@ class Replica:
     def stepped(self) -> None:
         """Trust the weights: an optimizer has just changed them."""
         self._seen_version = self._version()
-        self._trust()
-
-    def _trust(self) -> None:
-        if self.fingerprint is not None:
-            self.fingerprint.take()
+        self._fingerprint.take()
 
     def changed_unseen(self) -> bool:
         """Were this rank's weights changed in a way that torch does not count, through ``.data``? Waits for the device.
@@ -204,7 +199,7 @@ class Replica:
         The ranks need not agree: other values may have come to some shards alone.
         """
         self.look()
-        return not self.changed and self.fingerprint is not None and self.fingerprint.differs()
+        return not self.changed and self._fingerprint.differs()
 
     def sends(self, step: int) -> bool:
         """Can the message of ``step`` leave before it is asked for? Not where the weights have to be gathered whole."""
@@ -256,7 +251,7 @@ class Replica:
         self.look()
         changed, self.changed = self.changed or unsettled, unsettled
         if changed:
-            self._trust()
+            self._fingerprint.take()
         if changed or self._loads != self._state.loads:
             self.drop()
         if self._loads != self._state.loads:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
-from thinwire.core.fingerprint import Fingerprint
 from thinwire.core.weights import Replica
 from thinwire.engines.fsdp2_module import GroupLink
 from thinwire.network.comm import Work
@@ -47,8 +46,7 @@ class ModuleAllGather:
             message = method.weight_message(shard, comm.rank)
             if replica is not None:
                 replica.drop()
-            fingerprint = Fingerprint(link.shards)
-            replica = link.replica = Replica(message, method.state, shard, comm, device, link.version, fingerprint)
+            replica = link.replica = Replica(message, method.state, shard, comm, device, link.version, link.shards)
         if link.copied is not None:  # a module may be called twice in one forward pass
             devices.streams(device).current_stream(device).wait_event(link.copied)
         return replica.allocate()

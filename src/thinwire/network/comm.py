@@ -42,11 +42,13 @@ _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceO
 class Comm(ABC):
     """A group of ranks: ``rank`` of ``size``, ``nodes[r]`` the node that rank r lives on; are they all on ``one_node``?
 
-    All ranks call the same verbs in the same order; the order never depends on data or on the rank.
+    ``ranks`` are their numbers in the job. All call the same verbs in the same order, which never depends on data or on
+    the rank.
     """
 
     def __init__(self, rank: int, nodes: Sequence[int], ledger: Ledger) -> None:
         self.rank, self.size, self.nodes, self.ledger = rank, len(nodes), tuple(nodes), ledger
+        self.ranks: Sequence[int] = range(self.size)
         self.one_node = len(set(nodes)) == 1
         self._peers = Counter(self.link(peer) for peer in range(self.size) if peer != rank)
 
@@ -111,16 +113,12 @@ class Comm(ABC):
         """Raise DamagedMessage if a row is not what its sender has sent."""
         damaged = unseal(received, out.view(self.size, -1))
         if damaged is not None:
-            raise DamagedMessage(self.number(self.rank), self.number(damaged), verb)
+            raise DamagedMessage(self.ranks[self.rank], self.ranks[damaged], verb)
 
     def ring_bytes(self, verb: str, nbytes: int) -> float:
         """Count the bytes that each rank hands to its neighbour where a ring reduces ``nbytes``."""
         passes = 2 if verb == "all_reduce" or self.reduce_scatter_is_all_reduce else 1
         return passes * (self.size - 1) / self.size * nbytes
-
-    def number(self, rank: int) -> int:
-        """Return the number in the job of a ``rank`` of this group."""
-        return rank
 
     def _count_ring(self, verb: str, nbytes: int) -> None:
         """Count what reduces ``nbytes`` on the link to one neighbour, to whom a ring hands everything."""
@@ -199,7 +197,7 @@ class GroupComm(Comm):
     to point, receives first, which fills the link (``benchmarks/speed/gloo.py`` prints both).
 
     Attributes:
-        ranks: their numbers in the job. timeout: how long one waits for the others; None where torch does not say.
+        timeout: how long one waits for the others; None where torch does not say.
     """
 
     def __init__(
@@ -209,9 +207,13 @@ class GroupComm(Comm):
         nodes: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``device``: of the tensors that will travel; a group may have a backend for each."""
+        """``device``: of the tensors that will travel; a group may have a backend for each.
+
+        ``nodes``: None: LOCAL_WORLD_SIZE ranks per node, in order; without it all links are ``inter``.
+        """
         if nodes is None:  # torch's group, or the user's
-            nodes = node_numbers(group)
+            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's nodes are of consecutive ranks
+            nodes = [rank // per_node for rank in dist.get_process_group_ranks(group)]
             _inherit_timeout(group)
         super().__init__(dist.get_rank(group), nodes, ledger)
         self.group, self.device = group, torch.device(device)
@@ -230,9 +232,6 @@ class GroupComm(Comm):
         """
         kinds = {device.type for device in _devices(group)}
         return cls(group, Ledger(), device="cpu" if "cpu" in kinds or not kinds else min(kinds))
-
-    def number(self, rank: int) -> int:
-        return self.ranks[rank]
 
     def twin(self) -> GroupComm:
         """Give the same ranks a process group of their own, so that another thread may use it beside this one."""
@@ -275,8 +274,15 @@ class GroupComm(Comm):
         return GroupComm(self._new(self.ranks, "gloo", timedelta(seconds=seconds)), self.ledger, self.nodes)
 
     def _new(self, ranks: Sequence[int], backend: str, limit: timedelta | None) -> dist.ProcessGroup:
-        with self.waiting("new group"), _unsplit():
-            return dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+        # After init_process_group(device_id=...) torch would split it off the job's communicator, in which every rank
+        # of the job has to take part.
+        whole: Any = dist.group.WORLD
+        bound, whole.bound_device_id = whole.bound_device_id, None
+        try:
+            with self.waiting("new group"):
+                return dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+        finally:
+            whole.bound_device_id = bound
 
     @contextmanager
     def waiting(self, verb: str, peer: int | None = None) -> Iterator[None]:
@@ -380,22 +386,6 @@ class ChainedWork(Work):
         return True
 
 
-@contextmanager
-def _unsplit() -> Iterator[None]:
-    """Give groups that are made inside a communicator of their own.
-
-    After ``init_process_group(device_id=...)`` torch would split it off the job's, in which every rank of the job has
-    to take part.
-    """
-    whole = dist.group.WORLD
-    assert whole is not None
-    bound, whole.bound_device_id = whole.bound_device_id, None
-    try:
-        yield
-    finally:
-        whole.bound_device_id = bound
-
-
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name the backend that carries ``group``'s tensors of ``device``: "gloo", "nccl", ..."""
     pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
@@ -405,15 +395,6 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 def local(weight: Tensor) -> Tensor:
     """Return this rank's part of a parameter or of its moments: itself, or a DTensor's shard."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def node_numbers(group: dist.ProcessGroup) -> list[int]:
-    """Read the node of each rank of ``group`` from torchrun's environment (LOCAL_WORLD_SIZE ranks per node, in order).
-
-    Without that variable every rank counts as a node of its own: all links are ``inter``.
-    """
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return [rank // per_node for rank in dist.get_process_group_ranks(group)]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

@@ -23,15 +23,16 @@ WINDOW = 1000
 
 @dataclass
 class Account:
-    """The account of an optimizer step on this rank: bytes by link, collectives called by kind, and times."""
+    """The account of optimizer ``steps`` on this rank: bytes by link, collectives called by kind, and times."""
 
+    steps: int = 1
+    skipped: int = 0
     bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     events: list[tuple[str, Any, Any]] = field(default_factory=list)
     weight_bytes: float = 0.0
     dense_bytes: float = 0.0
-    skipped: bool = False
 
     def read_events(self) -> None:
         """Turn device events into seconds (waits for the device, so: at the end of a step's life, not inside it)."""
@@ -39,6 +40,14 @@ class Account:
             end.synchronize()
             self.seconds[kind] += max(start.elapsed_time(end), 0.0) / 1e3  # the end may have come first
         self.events.clear()
+
+    def add(self, step: Account) -> None:
+        """Add ``step``, but for its calls and times."""
+        self.steps, self.skipped = self.steps + step.steps, self.skipped + step.skipped
+        for link, nbytes in step.bytes.items():
+            self.bytes[link] += nbytes
+        self.weight_bytes += step.weight_bytes
+        self.dense_bytes += step.dense_bytes
 
 
 class Ledger:
@@ -54,8 +63,7 @@ class Ledger:
     def __init__(self) -> None:
         self.current = Account()
         self.last = Account()
-        self.steps: deque[Account] = deque(maxlen=WINDOW)
-        self.total, self.closed, self.skipped = Account(), 0, 0  # of all steps since the last reset
+        self.reset()
         self._lock = threading.Lock()  # gradients may travel on one thread while weights do on another
         self._thread_state = threading.local()
         self._under_way, self._since = 0, 0.0  # messages, and up to when their time is counted
@@ -126,34 +134,28 @@ class Ledger:
         """End the current step: what follows belongs to the next."""
         self.last.read_events()
         self._under_way_now(0)
-        self.current.skipped = skipped
+        self.current.skipped = int(skipped)
         self.last, self.current = self.current, Account()
         self.steps.append(self.last)
-        _add(self.total, self.last)
-        self.closed, self.skipped = self.closed + 1, self.skipped + skipped
+        self.total.add(self.last)
 
     def reset(self) -> None:
         """Forget the closed steps (not the one under way)."""
-        self.steps.clear()
-        self.total, self.closed, self.skipped = Account(), 0, 0
+        self.steps: deque[Account] = deque(maxlen=WINDOW)
+        self.total = Account(steps=0)
 
-    def stats(self, steps: list[Account] | None = None) -> dict:
-        """Report per step, over ``steps`` (default: all since the last :meth:`reset`), mean bytes and median times.
+    def stats(self, *, last: bool = False) -> dict:
+        """Report mean bytes and median times per step since the last :meth:`reset`, or of the ``last`` step alone.
 
         Medians, because the first step also pays for compiling kernels and filling caches; of ``WINDOW`` steps at most.
         """
-        total, count, skipped = self.total, self.closed, self.skipped
-        if steps is not None:
-            total, count, skipped = Account(), len(steps), sum(step.skipped for step in steps)
-            for step in steps:
-                _add(total, step)
-        timed = list(self.steps if steps is None else steps)
+        total, timed = (self.last, [self.last]) if last else (self.total, list(self.steps))
         for step in timed:
             step.read_events()
-        divisor = max(count, 1)
+        divisor = max(total.steps, 1)
         return {
-            "steps": count,
-            "skipped": skipped,
+            "steps": total.steps,
+            "skipped": total.skipped,
             "wire_bytes_per_step": {link: total.bytes[link] / divisor for link in LINKS},
             "weight_bytes_per_step": total.weight_bytes / divisor,
             "dense_bytes_per_step": total.dense_bytes / divisor,
@@ -161,11 +163,3 @@ class Ledger:
                 f"{kind}_ms": 1e3 * statistics.median([step.seconds[kind] for step in timed] or [0.0]) for kind in KINDS
             },
         }
-
-
-def _add(total: Account, step: Account) -> None:
-    """Add the bytes that ``step`` has sent."""
-    for link, nbytes in step.bytes.items():
-        total.bytes[link] += nbytes
-    total.weight_bytes += step.weight_bytes
-    total.dense_bytes += step.dense_bytes

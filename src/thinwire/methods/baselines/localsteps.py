@@ -201,7 +201,6 @@ class LocalSteps(Method):
             summed_by_network=start.summed_by_network, bytes_follow_data=outer.bytes_follow_data or
             start.bytes_follow_data, keeps_state=True, adds_up=True, encodes_weights=False,
             native=False,  # of the kernels, which are the outer method's
-            bounded=False,  # gradients are clipped before they move what is kept (a start's rest goes in few steps)
             takes_dense=True,  # what stays dense waits for the round, too
             instead_at_scale=str(replace(self, outer=instead)) if (instead := outer.instead_at_scale) else "",
             alone_from=self.first, steady=self.first + outer.steady * self.every, cycle={**between, **rounds},
