@@ -36,7 +36,8 @@ from thinwire.methods import resolve
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.plan.dry_run import dry_run, stand_in_run
-from thinwire.proof.ranks import Shapes, road_of
+from thinwire.plan.plan import road_of
+from thinwire.proof.ranks import Shapes
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
 

@@ -28,7 +28,8 @@ from thinwire.methods import TABLE
 from thinwire.ops import mask, quant
 from thinwire.ops.backends import launches
 from thinwire.plan.dry_run import META, compile_kernels, dry_run, stand_in_run
-from thinwire.proof.ranks import parameters_for, road_of
+from thinwire.plan.plan import road_of
+from thinwire.proof.ranks import parameters_for
 
 SOURCE = Path(thinwire.__file__).parent
 SHAPES = {"a": (67, 77), "b": (96, 64), "a.bias": (33,)}

@@ -14,7 +14,8 @@ from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.ops import quant
 from thinwire.plan.dry_run import DryRun, compile_kernels, dry_run, separate_buffers, stand_in_run
-from thinwire.proof.ranks import parameters_for, plan_of, road_of
+from thinwire.plan.plan import plan_of, road_of
+from thinwire.proof.ranks import parameters_for
 
 SHAPES = {"a": (512, 256), "b": (384, 512), "c": (64,)}
 NAMES = [cls.name for cls in TABLE]

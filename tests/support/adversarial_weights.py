@@ -21,7 +21,8 @@ from thinwire.core.weights import Replica
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
 from thinwire.plan.dry_run import dry_run
-from thinwire.proof.ranks import Threads, exchange_on, parameters_for
+from thinwire.proof.ranks import Threads, parameters_for
+from threaded import exchange_on
 
 if TYPE_CHECKING:
     from adversarial import Case
