@@ -27,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
 import dry_cuda
+from launches import LaunchWatch
 from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
 from thinwire.core.method import Parameter
@@ -117,7 +118,7 @@ def parameter(name: str, given: int | tuple[int, ...], ranks: int) -> Parameter:
     shape = (given,) if isinstance(given, int) else given
     local = -(-shape[0] // ranks) * math.prod(shape[1:])
     norm = "norm" in name or ".ln_" in name or name.startswith("ln_")
-    role = "norm" if norm else "embedding" if name.startswith(("wte", "wpe", "embed")) else role_of(name, None, shape)
+    role = "norm" if norm else "embedding" if name.startswith(("wte", "wpe", "embed")) else role_of(name, None)
     return Parameter(name, shape, math.prod(shape), role, torch.float32, local)
 
 
@@ -159,18 +160,20 @@ def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) 
     layout = sharded(modules, exchange) if engine == "fsdp2" else replicated(parameters)
     made = resolve(method)
     run = stand_in_run(made, parameters, exchange)
+    watch = LaunchWatch()
     with dry_cuda.run():
-        found = dry_run(layout, road_of(made, parameters, exchange), run, [comm])
+        found = dry_run(layout, road_of(made, parameters, exchange), run, [comm], watch)
+    launches = watch.steady(made.card)
     return Budget(
-        launches=sum(found.launches.values()),
-        ours=sum(count for name, count in found.launches.items() if not name.startswith("aten.")),
+        launches=sum(launches.values()),
+        ours=sum(count for name, count in launches.items() if not name.startswith("aten.")),
         collectives=sum(found.collectives.values()),
         syncs=1,
         sent=sum(found.sent.values()),
         weights=found.weights,
         held=found.memory.resident,
         peak=found.memory.peak,
-        names=found.launches,
+        names=launches,
         buffers=len(layout.buffers),
         buckets=sum(
             len({keep_dense(made, run.parameters[of.name]) is None for of in pieces}) for pieces in layout.buffers

@@ -22,6 +22,7 @@ from thinwire.core.selection import dense_among, keep_dense, unmatched
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
+from thinwire.plan.doubles import Watch
 from thinwire.plan.dry_run import DryRun, dry_run, separate_buffers, stand_in_run
 from thinwire.plan.measured import describe_measured
 
@@ -154,20 +155,20 @@ class Plan:
 
     @functools.cached_property
     def dry_run(self) -> DryRun:
-        """The dry run with the buffers that the engine will hand out: memory, collectives, kernels.
+        """The dry run with the buffers that the engine will hand out: memory and collectives.
 
         Raises:
             ThinwireError: the engine's layout is not known.
         """
         if self._layout is None:
             raise ThinwireError("a plan without an engine's layout has no dry run of its buffers")
-        return dry_run(self._layout(), self._road, self._run, self._guards)
+        return dry_run(self._layout(), self._road, self._run, self._guards, Watch())
 
     @functools.cached_property
     def _by_parameter(self) -> DryRun:
         """The dry run with a buffer for each parameter."""
         layout = separate_buffers(self._parameters, self._road, self._wire_dtype)
-        return dry_run(layout, self._road, self._run, self._guards, watched=False)
+        return dry_run(layout, self._road, self._run, self._guards)
 
     @functools.cached_property
     def dense_from(self) -> int | None:
@@ -184,7 +185,7 @@ class Plan:
 
         def largest_bytes(size: int) -> float:
             exchange = on_comm(last.exchange, CountingComm(0, range(size), Ledger()))
-            dry = dry_run(layout, Road([replace(last, exchange=exchange)]), self._run, self._guards, watched=False)
+            dry = dry_run(layout, Road([replace(last, exchange=exchange)]), self._run, self._guards)
             return dry.parameters[largest.name] * size / (size - 1)
 
         single, double = largest_bytes(ranks), largest_bytes(2 * ranks)
