@@ -589,7 +589,7 @@ class Wire:
         """
         self._turn.finish()
         self.method.finish()
-        self.engine.arrive()
+        self.engine.wait_for_weights()
         return self._form.pack({**self._counts(), **dump_state(self._state)}, self._device)
 
     def load_state_dict(
