@@ -66,9 +66,7 @@ class DryRun:
     memory: Memory | None
 
 
-def dry_run(
-    layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), watch: Watch | None = None
-) -> DryRun:
+def dry_run(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), watch: Watch | None = None) -> DryRun:
     """Play the method of ``road`` in its steady state. Nothing of that size is allocated.
 
     Args:
@@ -110,7 +108,6 @@ def dry_run(
 
 
 def _add(total: Counter[str], counts: Mapping[str, float], share: float) -> None:
-    """Add ``share`` of ``counts`` to ``total``."""
     for name, count in counts.items() if share else ():
         total[name] += share * count  # type: ignore[assignment]
 

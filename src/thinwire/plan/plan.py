@@ -299,9 +299,7 @@ def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchang
     return Plan(road_of(method, parameters, *exchanges, intra=intra), run, "ddp" if intra is None else "hsdp")
 
 
-def road_of(
-    method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None
-) -> Road:
+def road_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Road:
     """Make the road of ``method`` and, if there is one, of ``intra``; arguments as for :func:`plan_of`."""
     parameters, methods = list(parameters), [method] if intra is None else [intra, method]
     return Road([
