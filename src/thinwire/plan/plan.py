@@ -21,7 +21,7 @@ from thinwire.core.road import Road, Stage
 from thinwire.core.selection import dense_among, keep_dense, unmatched
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
-from thinwire.network.ledger import Ledger
+from thinwire.network.ledger import KINDS, Ledger
 from thinwire.plan.doubles import Watch
 from thinwire.plan.dry_run import DryRun, dry_run, separate_buffers, stand_in_run
 from thinwire.plan.measured import describe_measured
@@ -287,6 +287,40 @@ class Plan:
             yield f"DistributedDataParallel(bucket_cap_mb={self.bucket_cap_mb:g}) suits it"
         yield self._grows
         yield self.note
+
+
+@dataclass(frozen=True)
+class Report:
+    """A table of what was sent and where the time went, beside the plan. ``stats``: as ``Wire.stats`` gives them."""
+
+    stats: dict[str, Any]
+    plan: Plan
+
+    def __str__(self) -> str:
+        stats, sent, dense = self.stats, self.stats["wire_bytes_per_step"], self.stats["dense_bytes_per_step"]
+        for_weights, cut, planned = stats["weight_bytes_per_step"], stats["bound"], stats["memory_planned_bytes"]
+        rows = {
+            "sent across nodes": human(sent["inter"]),
+            "sent inside the node": human(sent["intra"]),
+            "  of that for weights": human(for_weights) if for_weights else None,
+            "dense would send": human(dense),
+            "share of dense": f"{sum(sent.values()) / dense:.1%}" if dense else "-",
+            "values compressed": None if self.plan.compressed is None else f"{self.plan.compressed:.1%}",
+            **{kind: f"{stats[f'{kind}_ms']:.2f} ms" for kind in KINDS},
+            **{name: f"{value:.4g}" for name, value in stats["method"].items()},
+            "gradients cut by the bound, so far": f"{cut['cut']}" if cut.get("cut") else None,
+            "  norm cut off": f"{cut['norm']:.4g}" if cut.get("cut") else None,
+            "skipped steps": str(stats["skipped"]),
+            "memory held": human(stats["memory_bytes"]),
+            "memory at its peak, as planned": None if planned is None else human(planned),
+        }
+        title = f"{self.plan.method} on {self.plan.engine}: {stats['steps']} steps, this rank"
+        table = extras.load("rich.table").Table("", title=title, caption=self.plan.note)
+        table.add_column("per step (times: median)", justify="right")
+        for name, text in rows.items():
+            if text is not None:
+                table.add_row(name, text)
+        return in_text(table, 100)
 
 
 def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Plan:
