@@ -54,7 +54,7 @@ class DryRun:
     Attributes:
         sent: bytes by link ("inter", "intra"), of gradients and all that goes with them (masks, the guard's flag).
         parameters: the same by parameter; what belongs to none alone is shared out by size.
-        weights: bytes sent for one gathering of the weights, where the engine shards them.
+        weights: bytes sent for one gathering of the weights, where the engine shards them. Exact with a ``watch`` only.
         collectives: calls by kind, without those for the weights.
         memory: see :class:`Memory`; None without a ``watch``.
     """
@@ -72,7 +72,7 @@ def dry_run(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), w
     Args:
         layout: the buffers that will come; bytes are told by parameter where each holds one (:func:`separate_buffers`).
         guards: the groups on which ranks agree whether a step counts.
-        watch: adds up memory; None: only bytes sent, in a quarter of the time.
+        watch: adds up memory; None: only what is sent of gradients, in a quarter of the time.
 
     Raises:
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
