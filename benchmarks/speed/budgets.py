@@ -163,7 +163,7 @@ def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) 
     watch = LaunchWatch()
     with dry_cuda.run():
         found = dry_run(layout, road_of(made, parameters, exchange), run, [comm], watch)
-    launches = watch.steady(made.card)
+    launches = watch.steady()
     return Budget(
         launches=sum(launches.values()),
         ours=sum(count for name, count in launches.items() if not name.startswith("aten.")),

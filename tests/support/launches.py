@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from thinwire.core.card import Card
 from thinwire.ops.backends import launches
 from thinwire.plan.doubles import Watch
 
@@ -21,7 +20,7 @@ class LaunchWatch(Watch):
     def __init__(self) -> None:
         super().__init__()
         self._counter: Counter[str] = Counter()
-        self._steps: dict[int, Counter[str]] = {}
+        self._steps: list[tuple[float, Counter[str]]] = []  # share of the steady state, launches
 
     def __enter__(self) -> LaunchWatch:
         self._token = launches.set(self._counter)
@@ -38,18 +37,19 @@ class LaunchWatch(Watch):
             self._counter[f"aten.{function.overloadpacket.__name__}"] += 1
         return result
 
-    def end_step(self, number: int) -> None:
-        super().end_step(number)
-        self._steps[number] = self._counter.copy()
+    def end_step(self, share: float) -> None:
+        super().end_step(share)
+        self._steps.append((share, self._counter.copy()))
         self._counter.clear()
 
-    def steady(self, card: Card) -> Mapping[str, float]:
+    def steady(self) -> Mapping[str, float]:
         """Average over the steady state; where all its steps are alike, the second, which finds memory ready."""
-        cycle = card.steady_steps
-        later = len(cycle) == 1
+        shares = [share for share, _ in self._steps]
+        if 1.0 in shares:
+            return self._steps[shares.index(1.0) + 1][1]
         total: Counter[str] = Counter()
-        for number, share in cycle.items():
-            for name, count in self._steps[number + later].items():
+        for share, launched in self._steps:
+            for name, count in launched.items() if share else ():
                 total[name] += share * count  # type: ignore[assignment]
         return total
 

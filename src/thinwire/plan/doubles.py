@@ -33,8 +33,8 @@ class Watch(TorchDispatchMode):
                 self._note(leaf, leaf.untyped_storage().nbytes())
         return result
 
-    def end_step(self, number: int) -> None:
-        """Begin the peak of the next step: step ``number`` is over."""
+    def end_step(self, share: float) -> None:
+        """Begin the peak of the next step: one that stands for ``share`` of the steady state is over."""
         self.peak = self.live
 
     def lend(self, *tensors: Tensor) -> None:

@@ -97,7 +97,7 @@ def dry_run(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), w
             weight_bytes = sum(weights.bytes.values())  # the first of all gathers everything, the last is as all others
             if watch is not None:
                 peak = max(peak, watch.peak) if number >= card.steady else 0
-                watch.end_step(number)
+                watch.end_step(share)
             ledger.current = weights = Account()
             play.sender.begin(number + 1)
     values = max(sum(parameter.local for parameter in run.parameters.values()), 1)

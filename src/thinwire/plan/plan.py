@@ -75,7 +75,6 @@ class Plan:
         lost: what is not returned of the values that are compressed, in one phrase; "" where nothing is lost.
         bucket_cap_mb: of DistributedDataParallel, which would suit the method: MB of gradients per bucket. None on
             other engines, where the method is not made to compress, and where ranks step alone.
-        memory_bytes: beyond the stock engine's; None where the engine's layout is not known.
     """
 
     def __init__(
@@ -214,7 +213,7 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The bytes that the method needs on this rank at its peak in the steady state, beyond the stock engine's."""
+        """The bytes that this rank needs at its peak, beyond the stock engine's; None: its layout is not known."""
         memory = None if self._layout is None else self.dry_run.memory
         return None if memory is None else memory.peak
 
